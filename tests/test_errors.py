@@ -11,7 +11,7 @@ from importlib import import_module
 from diesel_fs import errors
 from diesel_fs.errors import DieselError
 from diesel_fs.net.messages import error_message
-from diesel_fs.storage.objects.cloud.requests import ExpiredCredentials, PermanentStoreError
+from diesel_fs.storage.objects.cloud.answers import ExpiredCredentials, PermanentStoreError
 
 from .rows import each_row
 from .test_layers import modules

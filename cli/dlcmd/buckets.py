@@ -8,7 +8,10 @@ import os
 import re
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import cached_property, partial
+from typing import Protocol
 
 from diesel_fs.errors import (
     ConflictError,
@@ -20,20 +23,37 @@ from diesel_fs.errors import (
 from diesel_fs.ingest import ArchiveState, BucketObject
 from diesel_fs.ingest.sources.archive_file import ArchiveFile, FetchedArchiveFile
 from diesel_fs.ingest.sources.archive_places import split_sha256
-from diesel_fs.storage.objects.cloud.location import parse_bucket_url
-from diesel_fs.storage.objects.cloud.requests import (
+from diesel_fs.storage.objects.cloud.answers import (
+    AttemptLimits,
     ChangedObject,
     CloudObject,
-    CloudRequests,
+    ObjectArchived,
     RangeNotSatisfiable,
-    UnlistableKey,
 )
+from diesel_fs.storage.objects.cloud.location import BucketLocation, source_location
+from diesel_fs.storage.objects.cloud.requests import CloudRequests, UnlistableKey
 from diesel_fs.storage.objects.retry import RetryClock, RetryLoop, RetryPolicy
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
 _AHEAD = 8  # pieces of one archive that are fetched at once
 _WILDCARD = re.compile(r"[*?[]")
+
+
+class _Body(Protocol):
+    def fill(self, view: memoryview, until_s: float, /) -> None: ...
+
+
+class _Requests(Protocol):
+    """Single requests to a bucket."""
+
+    limits: AttemptLimits
+
+    def pages(self, prefix: str, after: str, /) -> Iterator[list[CloudObject]]: ...
+    def head(self, key: str, /) -> CloudObject: ...
+    def open(
+        self, key: str, start: int, end: int, etag: str | None, /
+    ) -> AbstractContextManager[_Body]: ...
 
 
 class CloudBucket:
@@ -43,7 +63,7 @@ class CloudBucket:
     def __init__(self, url: RepositoryUrl) -> None:
         """Sends no request yet. Raises ConfigError."""
         self._url = url
-        self._requests = CloudRequests(parse_bucket_url(url.objects_url))
+        self._requests = _requests_to(source_location(url))
         self._prefix = f"{url.prefix}/" if url.prefix else ""
 
     @cached_property
@@ -59,31 +79,18 @@ class CloudBucket:
             return None
 
     def objects(self) -> Iterator[BucketObject]:
-        """All objects, in the order of the store's listing. Raises NotFoundError if there is none.
-
-        Cloud consoles show a folder by an empty object whose key ends in a slash. The library
-        removes that slash. An empty object with others below it gets the slash back here.
-        """
+        """All objects, in the order of the store's listing; the key of a folder that a console
+        shows ends in a slash. Raises NotFoundError if there is none."""
         if (single := self.single_object) is not None:
             yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
-        last: BucketObject | None = None
-        has_objects = (
-            not self._prefix
-        )  # without a prefix: a missing bucket is the store's own error
+        # Without a prefix: a missing bucket is the store's own error
+        has_objects = not self._prefix
         for found in self._list():
             has_objects = True
-            if not found.key.startswith(self._prefix):
-                continue  # the console's folder object of the prefix itself, without its slash
-            key = found.key.removeprefix(self._prefix).encode()
-            if last is not None and last.key == key:
-                continue  # the listing had it twice
-            if last is not None:
-                is_folder = not last.size and key.startswith(last.key + b"/")
-                yield last._replace(key=last.key + b"/") if is_folder else last
-            last = BucketObject(key, found.bytes, found.modified_ns, found.etag or "")
-        if last is not None:
-            yield last
+            if len(found.key) > len(self._prefix) and found.key.startswith(self._prefix):
+                key = found.key.removeprefix(self._prefix).encode()
+                yield BucketObject(key, found.bytes, found.modified_ns, found.etag or "")
         if not has_objects:
             raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
@@ -92,7 +99,7 @@ class CloudBucket:
         after, retrying = "", self._retrying(0)
         while True:
             try:
-                for page in self._requests.pages(self._prefix.rstrip("/"), after):
+                for page in self._requests.pages(self._prefix, after):
                     for found in page:
                         after = found.key
                         yield found
@@ -108,7 +115,7 @@ class CloudBucket:
         """Exactly `size` bytes of an object, from `start` on.
 
         Raises NotFoundError if the object is gone, ConflictError if it has changed since it was
-        listed.
+        listed or is archived, ObjectStoreError.
         """
         key = self._prefix + found.key.decode() if found.key else self._url.prefix
         content, until_s = bytearray(size), time.monotonic() + _POLICY.deadline_for(size)
@@ -125,6 +132,8 @@ class CloudBucket:
             raise NotFoundError(error.message) from None
         except (ChangedObject, RangeNotSatisfiable) as error:
             raise ConflictError(f"it changed while it was being read: {error.message}") from None
+        except ObjectArchived as error:
+            raise ConflictError(f"{error.message}; {error.advice}") from None
 
     def _retrying(self, size: int) -> RetryLoop:
         return RetryLoop(
@@ -154,6 +163,35 @@ class BucketArchive:
     def open(self, state: ArchiveState) -> ArchiveFile:
         """Its bytes. Reading raises OSError."""
         return FetchedArchiveFile(state.size, partial(self._bucket.read, self._found), _AHEAD)
+
+
+class _PathRequests(CloudRequests):
+    """Requests to buckets of Google and Azure, whose library removes the slash at the end of a
+    key."""
+
+    def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
+        """Pages of a listing. An empty object with others below it gets its slash back: consoles
+        show a folder by such an object. (One without others cannot be told from an empty file.)"""
+        last: CloudObject | None = None
+        for page in super().pages(folder.rstrip("/"), after):
+            shown: list[CloudObject] = []
+            for found in page:
+                if last is not None and last.key != found.key:  # else the listing had it twice
+                    is_folder = not last.bytes and found.key.startswith(f"{last.key}/")
+                    shown.append(replace(last, key=f"{last.key}/") if is_folder else last)
+                last = found
+            yield shown
+        if last is not None:
+            yield [last]
+
+
+def _requests_to(location: BucketLocation) -> _Requests:
+    """Imports the library that speaks to this kind of bucket."""
+    if location.scheme == "s3":
+        from diesel_fs.storage.objects.cloud.s3_source import S3Source  # noqa: PLC0415
+
+        return S3Source(location)
+    return _PathRequests(location)
 
 
 def bucket_archives(address: str) -> list[BucketArchive]:

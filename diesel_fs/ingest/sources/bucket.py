@@ -1,9 +1,11 @@
 """Objects of a bucket as the source of a put: each becomes a file named after its key.
 
 Listing and fetching are a `Bucket`, which the caller hands in. Keys that end in a slash are what
-consoles show as folders: they are left out. A key that cannot be a path is left out, too, and the
-report names it. Modes are 0644; times are when the object was written. The listing begins before
-anything is made of the dataset: where it fails, no empty dataset is left.
+consoles show as folders: they are left out, and the report names one that has content. An object
+whose key cannot be a path is left out and named, and so is one that the store does not give: an
+archived one, or one that the user may not read. Modes are 0644; times are when the object was
+written. The listing begins before anything is made of the dataset: where it fails, no empty dataset
+is left.
 
 One thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
 """
@@ -14,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from ...errors import ConflictError, NotFoundError, UsageError
+from ...errors import ConflictError, NotFoundError, ObjectStoreError, UsageError
 from ...format.entries import Kind, Stat, split
 from ...format.snapshot.reader import same_content
 from ...repository.interface import Repository
@@ -32,6 +34,9 @@ PIECE_BYTES = 8 << 20
 
 AHEAD_BYTES_MAX = 64 << 20
 """How much may be fetched and not packed yet; one piece more at most."""
+
+REFUSED_IN_A_ROW_MAX = 100
+"""If the store refuses more objects than this one after the other, it refuses them all."""
 
 _MODE = 0o644
 _PROGRESS_OBJECTS = 64  # listed from one report of progress to the next
@@ -60,7 +65,7 @@ class Bucket(Protocol):
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
         """`size` bytes of an object from `start` on, as it was when it was listed.
 
-        Raises NotFoundError where it is gone, ConflictError where it has changed,
+        Raises NotFoundError where it is gone, ConflictError where it has changed or is archived,
         ObjectStoreError.
         """
         ...
@@ -103,6 +108,7 @@ class BucketSource(Source):
         options, report = self._work.options, self._work.report
         packer = start_packer(session, options.chunk_bytes, options.compress, report.add_chunk)
         fetched = _ObjectFetcher(self._bucket, self._changed())
+        refused = 0  # objects, one after the other
         try:
             for each in fetched:
                 try:
@@ -110,8 +116,14 @@ class BucketSource(Source):
                         fetched, each.size, split(target_path(self._work.target, each.key)),
                         _MODE, each.modified_ns,
                     )  # fmt: skip
+                    refused = 0
                 except (FileSkipped, NotFoundError, ConflictError) as error:
                     report.fail(each.key, str(error))
+                except ObjectStoreError as error:
+                    refused += 1
+                    if error.retry or refused > REFUSED_IN_A_ROW_MAX:
+                        raise
+                    report.fail(each.key, error.message)
             packer.finish()
         finally:
             fetched.close()
@@ -125,6 +137,8 @@ class BucketSource(Source):
             if number % _PROGRESS_OBJECTS == 0:
                 self._work.progress(report)
             if each.key.endswith(b"/"):
+                if each.size:
+                    report.fail(each.key, "skipped: its key is that of a folder")
                 continue
             target = target_path(self._work.target, each.key)
             if reason := refusal_reason(target):

@@ -3,7 +3,7 @@
 import time
 from dataclasses import dataclass, field
 
-from diesel_fs.storage.objects.cloud.requests import AttemptLimits
+from diesel_fs.storage.objects.cloud.answers import AttemptLimits
 from diesel_fs.storage.objects.cloud.store import open_cloud
 from diesel_fs.storage.objects.retry import RetryClock, RetryingStore, RetryPolicy
 from tests.storage.objects.s3_server import credentials

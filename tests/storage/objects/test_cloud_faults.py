@@ -23,7 +23,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.storage.objects.cloud import requests as cloud_requests
-from diesel_fs.storage.objects.cloud.requests import AttemptLimits
+from diesel_fs.storage.objects.cloud.answers import AttemptLimits
 from diesel_fs.storage.objects.cloud.store import CloudStore, open_cloud
 from diesel_fs.storage.objects.retry import RetryingStore, RetryPolicy
 from tests.storage.objects.s3_server import credentials

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from diesel_fs.errors import ObjectExists, ObjectMissing, ObjectStoreError
-from diesel_fs.storage.objects.cloud.requests import AttemptLimits
+from diesel_fs.storage.objects.cloud.answers import AttemptLimits
 from diesel_fs.storage.objects.cloud.store import open_cloud
 from diesel_fs.storage.objects.retry import RetryingStore
 from tests.storage.objects.s3_server import Server

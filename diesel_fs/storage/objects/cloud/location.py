@@ -18,7 +18,7 @@ from typing import Literal, cast
 from urllib.parse import urlsplit
 
 from ....errors import ConfigError
-from ....urls import CLOUD_SCHEMES, parse_url
+from ....urls import CLOUD_SCHEMES, RepositoryUrl, parse_url
 
 Scheme = Literal["s3", "gs", "az"]
 
@@ -68,19 +68,25 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
     Raises ConfigError, whose message repeats only parts of the URL that cannot be secret.
     """
-    parsed = parse_url(url)
-    scheme, bucket, prefix = parsed.scheme, parsed.host, parsed.prefix
-    if scheme not in CLOUD_SCHEMES or parsed.meta:
-        raise ConfigError(f"{parsed}: not the URL of a bucket", advice="s3://, gs:// or az://")
-    if not _BUCKET.fullmatch(bucket):
-        raise ConfigError(f"{scheme}://: {bucket!r} is not the name of a bucket")
+    location = source_location(parse_url(url))
+    scheme, bucket, prefix = location.scheme, location.bucket, location.prefix
     components = prefix.split("/") if prefix else []
     if len(prefix) > _PREFIX_CHARS_MAX or not all(map(_COMPONENT.fullmatch, components)):
         raise ConfigError(
             f"{scheme}://{bucket}: {prefix[:80]!r} cannot be a prefix",
             advice="letters, digits, spaces and !_.*'()=+@,:- between single slashes",
         )
-    return BucketLocation(cast("Scheme", scheme), bucket, prefix)
+    return location
+
+
+def source_location(url: RepositoryUrl) -> BucketLocation:
+    """The bucket and the prefix that a URL names, if others have put the objects there: they may
+    have any keys. Raises ConfigError."""
+    if url.scheme not in CLOUD_SCHEMES or url.meta:
+        raise ConfigError(f"{url}: not the URL of a bucket", advice="s3://, gs:// or az://")
+    if not _BUCKET.fullmatch(url.host):
+        raise ConfigError(f"{url.scheme}://: {url.host!r} is not the name of a bucket")
+    return BucketLocation(cast("Scheme", url.scheme), url.host, url.prefix)
 
 
 def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:

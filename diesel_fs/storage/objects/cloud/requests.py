@@ -28,7 +28,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar, cast
@@ -39,16 +38,21 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from ....errors import (
     DieselError,
-    NoSpaceError,
-    ObjectExists,
     ObjectMissing,
-    ObjectStoreError,
     ObjectStoreRefused,
 )
 from ....format.entries import Bytes
 from ....names import shown
 from ....system.vectored_io import byte_views
 from ..retry import AttemptFailed
+from .answers import (
+    AttemptLimits,
+    BrokenBody,
+    CloudObject,
+    ExpiredCredentials,
+    PermanentStoreError,
+    meaning_of_status,
+)
 from .location import BucketLocation, resolve_access
 
 if TYPE_CHECKING:  # the library has these names for type checkers alone
@@ -62,97 +66,17 @@ REQUESTS_MAX = 64
 """Requests under way in one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
 
 _PARTS_AT_ONCE = 4  # parts under way of one upload; memory holds each of them twice
-_SMALL_PUT_BYTES = 4 << 20
 _WHOLE_READ_S: Final = 3600.0  # `ResponseBody.fill` bounds a read by its speed
-_THROTTLED_PAUSE_S = 1.0  # the library hides Retry-After, which is seconds in most stores
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})\b")
 _BAD_KEY = re.compile(
     r'Path "(.*)"(?:: Encountered illegal character| contained empty path segment)', re.DOTALL
 )
 _CODE = re.compile(r"<Code>([A-Za-z0-9_.]{1,64})</Code>")
-_NO_BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName", "ContainerNotFound"})
-_NO_SPACE = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
-_CLOCK = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
-_EXPIRED = frozenset({"ExpiredToken", "InvalidToken", "TokenRefreshRequired", "RequestExpired"})
-_UNCONDITIONAL = frozenset({"NotImplemented", "InvalidArgument", "UnsupportedHeader"})
-_EXISTS = frozenset({"BlobAlreadyExists", "PreconditionFailed"})
-_TRANSIENT = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-_THROTTLED = frozenset({429, 503})
-
-
-class BrokenBody(AttemptFailed):
-    """The body of an answer broke off or stalled; its first `received` bytes are good."""
-
-    def __init__(self, message: str, received: int) -> None:
-        super().__init__(message)
-        self.received = received
-
-
-class ChangedObject(AttemptFailed):
-    """The object was replaced while it was being read."""
-
-
-class ConditionsUnsupported(ObjectStoreError):
-    """The store does not support conditional requests."""
-
-    retry = False
-
-
-class PermanentStoreError(ObjectStoreError):
-    """The store will answer the same until a person changes something."""
-
-    retry = False
 
 
 class UnlistableKey(PermanentStoreError):
     """A key in the bucket cannot be a path; the library then lists nothing of that key's page."""
-
-
-class RangeNotSatisfiable(ObjectStoreError):
-    """The object ends before the range begins."""
-
-    retry = False
-
-
-class ExpiredCredentials(ObjectStoreRefused):
-    """The store says that the credentials have expired."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttemptLimits:
-    """How long one attempt of a request may take, and how much it may move."""
-
-    connect_s: float = 5.0
-    stall_s: float = 10.0
-    """The longest pause between two bytes of a read, and the longest time for a request that moves
-    no content."""
-    put_stall_s: float = 20.0
-    """What a put may take in addition to its bytes: some stores answer after making copies."""
-    bytes_per_s_min: float = 256 * 1024
-    put_bytes_max: int = 128 << 20
-    """Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
-    slow."""
-    part_bytes: int = 32 << 20
-    """Size of these parts: stores take at most 10,000, each but the last of at least 5 MiB."""
-    page_keys: int = 1000
-    """Keys in a page of a listing; S3 gives no more."""
-
-    def attempt_s(self, size: int, put: bool) -> float:
-        """Seconds that an attempt which moves `size` bytes may take."""
-        if put:
-            return self.put_stall_s + _put_class(size) / self.bytes_per_s_min
-        return self.stall_s + size / self.bytes_per_s_min
-
-
-@dataclass(frozen=True, slots=True)
-class CloudObject:
-    """An object as the store describes it."""
-
-    key: str
-    bytes: int
-    modified_ns: int
-    etag: str | None
 
 
 class _Process:
@@ -439,7 +363,7 @@ class CloudRequests:
             return _no_answer(what, text)
         if doing == "list" and status == 400 and code == "InvalidArgument":
             return AttemptFailed(f"{what}: its token is refused", may_have_succeeded=False)
-        return _meaning_of_status(
+        return meaning_of_status(
             f"{what}: {code or 'HTTP'} ({status})",
             status,
             code,
@@ -455,45 +379,6 @@ def _fault_of_key(text: str) -> str:
     if any(ord(letter) < 0x20 or ord(letter) == 0x7F for letter in key):
         return f"{named} has control characters"
     return f"{named} has empty or dotted parts"
-
-
-def _meaning_of_status(what: str, status: int, code: str, exists: bool) -> DieselError:
-    """The error for an HTTP status and the store's error code; `exists`: the library says that the
-    object exists."""
-    if code in _NO_BUCKET:
-        return PermanentStoreError(
-            f"{what}: no such bucket", advice="check its name, and create it first"
-        )
-    if code in _CLOCK:
-        return ObjectStoreRefused(what, advice="this machine's clock is wrong by minutes: set it")
-    if code in _EXPIRED:
-        return ExpiredCredentials(what, advice="the credentials have expired: renew them")
-    if code in _NO_SPACE or status == 507:
-        return NoSpaceError(what, advice="free some space, or raise the quota")
-    if exists and (status in (304, 412) or code in _EXISTS):
-        return ObjectExists(f"{what}: exists already")
-    if code == "NoSuchUpload":  # ended, perhaps by our own last request, whose answer was lost
-        return AttemptFailed(what, may_have_succeeded=True)
-    match status:
-        case 401 | 403:
-            # S3 also says this of a missing key to a user who may not list the bucket.
-            return ObjectStoreRefused(what, advice="check the credentials, and what they may do")
-        case 404:
-            return ObjectMissing(f"{what}: no such object")
-        case 412:
-            return ChangedObject(f"{what}: it has changed meanwhile", may_have_succeeded=False)
-        case 416:
-            return RangeNotSatisfiable(what)
-        case 301 | 302 | 307 | 308:
-            return PermanentStoreError(
-                f"{what}: it is elsewhere", advice="set AWS_REGION, or the endpoint"
-            )
-        case _ if status == 501 or code in _UNCONDITIONAL:
-            return ConditionsUnsupported(what)
-        case _ if status in _TRANSIENT or status > 507:
-            pause_s = _THROTTLED_PAUSE_S if status in _THROTTLED else 0.0
-            return AttemptFailed(what, may_have_succeeded=status >= 500, pause_s_min=pause_s)
-    return PermanentStoreError(what)
 
 
 def _no_answer(what: str, text: str) -> DieselError:
@@ -565,11 +450,6 @@ def _make_client(
             f"{location}: the settings in the environment do not make a client",
             advice="check the vendor's variables (AWS_..., GOOGLE_..., AZURE_...)",
         ) from None
-
-
-def _put_class(size: int) -> int:
-    """The size up to which puts share a client: the next power of two."""
-    return 1 << (max(size, _SMALL_PUT_BYTES) - 1).bit_length()
 
 
 def _found(meta: "ObjectMeta") -> CloudObject:

@@ -32,18 +32,17 @@ from ....format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 from .. import store as contract
 from ..retry import AttemptFailed, RetryClock, RetryingStore, RetryLoop, RetryPolicy
 from ..store import ObjectInfo, ObjectStore
-from .location import parse_bucket_url
-from .requests import (
+from .answers import (
     AttemptLimits,
     BrokenBody,
     ChangedObject,
     CloudObject,
-    CloudRequests,
     ConditionsUnsupported,
     PermanentStoreError,
     RangeNotSatisfiable,
-    ResponseBody,
 )
+from .location import parse_bucket_url
+from .requests import CloudRequests, ResponseBody
 
 _RESUMES_MAX = 8  # of one read, and one more for each MiB: a link that breaks more often is useless
 _RELISTS_MAX = 4  # listings of which two must agree, where the bucket lists out of order

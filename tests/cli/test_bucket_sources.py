@@ -1,0 +1,168 @@
+"""A bucket as the source of `dlcmd put`, with keys of all kinds that others' programs make: on a
+real S3 server (moto). What a put does with objects is tested in tests/ingest/test_bucket.py.
+"""
+
+import json
+import os
+from pathlib import Path
+
+import boto3
+import pytest
+
+from diesel_fs.names import shown
+from dlcmd import buckets
+from tests.ingest.test_tar import tar_of
+from tests.rows import each_row
+from tests.storage.conftest import s3 as s3
+from tests.storage.objects.s3_server import Server
+
+from .conftest import Dlcmd
+
+
+class Keys:
+    """A prefix of the bucket that only this test uses."""
+
+    def __init__(self, server: Server) -> None:
+        self.url = server.place()
+        self.bucket = server.bucket
+        self.prefix = self.url.removeprefix(f"s3://{server.bucket}/")
+        self.client = boto3.client("s3", endpoint_url=server.environ["AWS_ENDPOINT_URL"])
+
+    def put(self, contents: dict[str, bytes], **options: str) -> None:
+        for key, content in contents.items():
+            self.client.put_object(
+                Bucket=self.bucket, Key=f"{self.prefix}/{key}", Body=content, **options
+            )
+
+
+@pytest.fixture
+def keys(s3: Server, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    for name in [name for name in os.environ if "proxy" in name.lower()]:
+        monkeypatch.delenv(name)
+    for name, text in s3.environ.items():
+        monkeypatch.setenv(name, text)
+    return Keys(s3)
+
+
+def files_of(dlcmd: Dlcmd, dataset: str, folder: Path) -> dict[str, bytes]:
+    dlcmd("get", dataset, folder)
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+GOOD = {
+    "a+b % # & [x] ~": b"signs",
+    "\u00fc/\u4f60\u597d.jpg": b"letters",
+    "tab\t and escape\x1b[2J": b"control characters",
+    "deep/" + "/".join(["f" * 100] * 8): b"of 900 bytes",
+    "both/below": b"below",
+    "large": bytes(range(256)) * (9 << 12),
+    "empty": b"",
+    "*'()!@=,:;?\\\"<>|{}^`": b"more signs",
+}
+REFUSED = ["a//b", "./x", "../x", "y/./z", "y/../z", "/slash", "n" * 256, "both", ".diesel/x"]
+
+
+def test_keys_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
+    """Each key becomes a path or is named; none stands in the way of the others."""
+    keys.put(GOOD | dict.fromkeys(REFUSED, b"refused"))
+    keys.put({"cat/": b"", "deep/": b"", "": b"", "full/": b"with content"})
+    failed = dlcmd("--json", "put", keys.url, "pets", code=3).objects[-1]["failed"]
+    assert isinstance(failed, list)
+    named = {each["path"] for each in failed}
+    assert named == {*REFUSED, "full/"}
+    assert files_of(dlcmd, "pets", tmp_path / "copy") == GOOD
+    assert not (tmp_path / "copy/cat").exists()
+    again = dlcmd("--json", "put", keys.url, "pets", code=3).objects[-1]
+    assert (again["unchanged"], again["files"]) == (len(GOOD), 0)
+
+
+def test_markers_of_folders_alone_are_no_files(dlcmd: Dlcmd, keys: Keys) -> None:
+    keys.put({"cat/": b"", "dog/1": b"1"})
+    dlcmd("put", keys.url, "pets")
+    assert dlcmd("ls", "-R", "pets").out == b"dog\ndog/1\n"
+
+
+def test_prefixes_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
+    """What a URL gives a meaning of its own is written with %, as in all URLs."""
+    for number, (prefix, written) in enumerate(
+        [("a&b [c]", "a&b [c]"), ("50%", "50%25"), ("\u00fc", "\u00fc"), ("x#?y", "x%23%3Fy")]
+    ):
+        keys.put({f"{prefix}/file": prefix.encode(), f"{prefix}/t/a.tar": tar_of(("m", b"1"))})
+        dlcmd("put", f"{keys.url}/{written}", f"d{number}")
+        assert files_of(dlcmd, f"d{number}", tmp_path / str(number))["file"] == prefix.encode()
+        dlcmd("put", f"{keys.url}/{written}/file", f"d{number}/one")
+        assert dlcmd("cat", f"d{number}/one").out == prefix.encode()
+
+
+def test_an_archived_object_is_named_and_the_others_are_put(dlcmd: Dlcmd, keys: Keys) -> None:
+    keys.put({f"{number:03}": b"%d" % number for number in range(200)}, StorageClass="GLACIER")
+    keys.put({"fine": b"1"})
+    result = dlcmd("put", keys.url, "pets", code=3)
+    assert "archived" in result.err
+    assert "restore" in result.err
+    assert dlcmd("ls", "pets").out == b"fine\n"
+
+
+def test_a_glob_of_archives_takes_keys_as_they_are(dlcmd: Dlcmd, keys: Keys) -> None:
+    keys.put({"a b/x+y%.tar": tar_of(("m", b"1")), "a b//z.tar": tar_of(("n", b"1"))})
+    keys.put({"a b/folder.tar/": b""})
+    dlcmd("put", "--unpack", f"{keys.url}/a b/*.tar", "pets")
+    assert dlcmd("ls", "pets").out == b"m\n"
+
+
+def test_the_settings_of_the_vendors_tools_are_honoured(
+    dlcmd: Dlcmd, keys: Keys, s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A profile whose credentials a program gives, of another profile, with its own endpoint."""
+    keys.put({"file": b"1"})
+    for name in s3.environ:
+        monkeypatch.delenv(name)
+    answer = {"Version": 1, "AccessKeyId": "testing", "SecretAccessKey": "testing-secret"}
+    (tmp_path / "answer").write_text(json.dumps(answer), encoding="utf-8")
+    endpoint = s3.environ["AWS_ENDPOINT_URL"]
+    (tmp_path / "config").write_text(
+        f"[profile lab]\nregion = eu-north-1\nservices = near\n"
+        f"credential_process = cat {tmp_path}/answer\n"
+        f"[services near]\ns3 =\n  endpoint_url = {endpoint}\n",
+        encoding="utf-8",
+    )
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    dlcmd("put", keys.url, "pets")
+    assert dlcmd("cat", "pets/file").out == b"1"
+    monkeypatch.setenv("AWS_PROFILE", "typo")
+    result = dlcmd("put", keys.url, "other", code=13)
+    assert "typo" in result.err
+
+
+@pytest.fixture
+def other_vendor(keys: Keys, monkeypatch: pytest.MonkeyPatch) -> Keys:
+    """The same bucket, spoken to by the library that Google's and Azure's buckets are spoken to."""
+    monkeypatch.setattr(buckets, "_requests_to", buckets._PathRequests)
+    return keys
+
+
+def test_buckets_of_other_vendors(dlcmd: Dlcmd, other_vendor: Keys, tmp_path: Path) -> None:
+    """Their library removes the slash from a marker's key, so one with nothing below is a file."""
+    good = {key: content for key, content in GOOD.items() if "\t" not in key}
+    other_vendor.put(good | {"deep/": b"", "": b"", "alone/": b""})
+    dlcmd("put", other_vendor.url, "pets", code=0)
+    assert files_of(dlcmd, "pets", tmp_path / "copy") == good | {"alone": b""}
+
+
+@each_row("key, why", [("a\tb", "control characters"), ("a//b", "empty or dotted parts")])
+def test_a_key_that_another_vendors_library_refuses_is_named(
+    dlcmd: Dlcmd, other_vendor: Keys, key: str, why: str
+) -> None:
+    """The library then lists no object of its page; no empty dataset is left."""
+    other_vendor.put({key: b"1", "fine": b"1"})
+    (line,) = dlcmd("put", other_vendor.url, "pets", code=13).err.splitlines()
+    assert f"/{shown(key.encode())} has {why}" in line
+    assert "rename or remove that object" in line
+    other_vendor.client.delete_object(
+        Bucket=other_vendor.bucket, Key=f"{other_vendor.prefix}/{key}"
+    )
