@@ -11,7 +11,7 @@ A `Packer` belongs to one thread. It seals and stores full chunks in a thread of
 import os
 import stat
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Protocol
@@ -35,6 +35,12 @@ file, it is called with the ID of the file's first chunk, and the new ID has the
 Stored = Callable[[bytes, bytes, int], None]
 """Called when a chunk is durable, in order of sealing: with its preamble, its stored header, and
 how many entries end in it (a file of several extents ends in the last of its chunks)."""
+
+FILE_BYTES_MAX = 16 << 40
+"""What ext4 can hold. A sparse file can claim more, and would take years to read."""
+
+MTIMES_NS = range(-(1 << 63), 1 << 63)
+"""The times that a chunk can hold: signed 64-bit numbers of nanoseconds."""
 
 READ_TRIES = 3
 _BUILDERS = 4  # one is being filled, one is being stored, two wait for the store
@@ -115,6 +121,7 @@ class Packer:
                 before = os.fstat(file)
                 if not stat.S_ISREG(before.st_mode):
                     raise FileSkipped("skipped: a pipe, socket, device or folder")
+                check_storable(before.st_mtime_ns, before.st_size)
                 has_one_extent = before.st_size <= self._extent_bytes
                 read = self._read if has_one_extent else self._read_in_extents
                 if read(file, path, before):
@@ -169,6 +176,8 @@ class Packer:
                     size, mtime_ns, mode = before.st_size, before.st_mtime_ns, before.st_mode
                     if end + size > end_max or not stat.S_ISREG(mode):
                         break
+                    if mtime_ns not in MTIMES_NS:
+                        break
                     # One byte more than the file should have: a file that grows is noticed
                     count = readv(file, (room[end : end + size + 1],))
                     after = fstat(file)
@@ -196,31 +205,35 @@ class Packer:
         return len(sizes)
 
     def add_link(self, folder: int, name: bytes, path: SplitPath) -> None:
-        """Read the link `name` in the descriptor `folder`. Raises OSError."""
+        """Read the link `name` in the descriptor `folder`. Raises OSError, FileSkipped."""
         self._check()
         target = os.readlink(name, dir_fd=folder)
         found = os.stat(name, dir_fd=folder, follow_symlinks=False)
+        check_storable(found.st_mtime_ns)
         self._builder.add_link(path, found.st_mtime_ns, target)
         self._submit_if_full()
 
     def add_folder(self, path: SplitPath, mode: int, mtime_ns: int) -> None:
-        """Add a folder."""
+        """Add a folder. Raises FileSkipped."""
         self._check()
+        check_storable(mtime_ns)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
         self._builder.add_folder(path, mode, mtime_ns)
         self._submit_if_full()
 
     def add_known_link(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
-        """Add a link whose target the caller has read."""
+        """Add a link whose target the caller has read. Raises FileSkipped."""
         self._check()
+        check_storable(mtime_ns)
         self._builder.add_link(path, mtime_ns, target)
         self._submit_if_full()
 
     def add_stream(
         self, file: Readable, size: int, path: SplitPath, mode: int, mtime_ns: int
     ) -> None:
-        """Add the next `size` bytes of `file`. Raises FileSkipped where it ends before."""
+        """Add the next `size` bytes of `file`. Raises FileSkipped, also if it ends before."""
         self._check()
+        check_storable(mtime_ns, size)
         self.stripped += mode & _SPECIAL_MODE_BITS != 0
         first: Stamp | None = None
         for part in _split_extents(size, self._extent_bytes):
@@ -425,15 +438,22 @@ def start_packer(
     return Packer(session.identity, chunk_bytes, compress, session.objects, session.new_id, commit)
 
 
-def _split_extents(size: int, extent_bytes: int) -> list[ExtentInfo | None]:
-    """The extents of a file of `size` bytes; `[None]` where it has just one."""
+def check_storable(mtime_ns: int, size: int = 0) -> None:
+    """Raise FileSkipped if no chunk can hold an entry with this time, or of this size."""
+    if mtime_ns not in MTIMES_NS:
+        raise FileSkipped("refused: its mtime cannot be stored (years 1678 to 2261 can)")
+    if not 0 <= size <= FILE_BYTES_MAX:
+        raise FileSkipped(f"refused: a file of {size} bytes")
+
+
+def _split_extents(size: int, extent_bytes: int) -> Iterator[ExtentInfo | None]:
+    """The extents of a file of `size` bytes; None alone if it has just one."""
     if size <= extent_bytes:
-        return [None]
+        yield None
+        return
     starts = range(0, size, extent_bytes)
-    return [
-        ExtentInfo(number, len(starts), start, min(extent_bytes, size - start))
-        for number, start in enumerate(starts)
-    ]
+    for number, start in enumerate(starts):
+        yield ExtentInfo(number, len(starts), start, min(extent_bytes, size - start))
 
 
 def _is_same(before: os.stat_result, after: os.stat_result) -> bool:

@@ -45,7 +45,7 @@ from ..errors import DieselError, UsageError, error_by_class_name
 from ..format.entries import ChunkId, join, split
 from ..storage.objects.store import ObjectStore
 from ..system.atomic_file import close_folder
-from .packer import Packer
+from .packer import FileSkipped, Packer
 from .paths import target_path
 from .sources.walk import failure_reason, open_folder
 
@@ -156,7 +156,10 @@ class _PackProcess:
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in entries:
             target = target_path(self._job.target, path)
-            self._packer.add_folder(split(target), mode, mtime_ns)
+            try:
+                self._packer.add_folder(split(target), mode, mtime_ns)
+            except FileSkipped as reason:
+                failed.append((path, str(reason)))
         for path, *joined in folders:
             files, links = (names.split(b"\0") if names else [] for names in joined)
             try:
@@ -183,6 +186,8 @@ class _PackProcess:
                 self._packer.add_link(folder, name, (target, name))
             except OSError as error:
                 failed.append((join(path, name), failure_reason(error)))
+            except FileSkipped as reason:
+                failed.append((join(path, name), str(reason)))
         return failed
 
 

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+class _Server(ThreadingHTTPServer):
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Nothing: a client that has seen enough closes its connection."""
+
+
 @dataclass
 class ArchiveServer:
     """Serves `files` by path. The rest says how, and what was asked for."""
@@ -100,7 +105,7 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
             self.send_header("Content-Length", "0")
             self.end_headers()
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = _Server(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     state.port = server.server_address[1]
     thread = threading.Thread(target=server.serve_forever, args=(0.02,))

@@ -49,7 +49,13 @@ from ..packer import FileSkipped, Packer
 from ..paths import source_path, target_path
 from ..put import PutWork, Source
 from .archive_file import ArchiveFile
-from .compression import BROKEN_STREAM, BufferedStream, Decompressor, decompressed
+from .compression import (
+    BROKEN_STREAM,
+    BufferedStream,
+    Decompressor,
+    TrailingBytes,
+    decompressed,
+)
 from .members import READ_BYTES, MemberLog, MemberTaker
 from .tar import START_BYTES, TarEntries, is_tar
 from .zip import ZIP_MAGICS, ZipEntries
@@ -512,18 +518,21 @@ class ArchivesSource(Source):
         member = tarfile.TarInfo()
         member.mode = 0o644
         job.is_single = True
+        reason = ""
         start = content.read(_COUNTED_BYTES)
         member.size = len(start)
-        if len(start) == _COUNTED_BYTES:
+        try:
             while part := content.read(READ_BYTES):
                 member.size += len(part)
                 taker.work.progress(taker.work.report)
+        except TrailingBytes as error:
+            reason = str(error)
         path = os.fsencode(job.archive.file_name)
         suffix = next((each for each in _SUFFIXES if path.lower().endswith(each)), b"")
         path = path[: len(path) - len(suffix)]
         if member.size <= len(start):
             taker.take(path, member, job.state.modified_ns, partial(io.BytesIO, start))
-            return ""
+            return reason
         with contextlib.closing(_opened(job)) as again:
             same = decompressed(cast("BinaryIO", again))
             try:
@@ -532,7 +541,7 @@ class ArchivesSource(Source):
                 return f"it is damaged or has changed: {error}"
             finally:
                 same.close()
-        return ""
+        return reason
 
     def _record(self, batch: _Batch, job: _Job, seconds: float, sha256: bytes) -> None:
         """Record an archive that was put whole."""

@@ -13,16 +13,16 @@ import sys
 import threading
 import zlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import IO, BinaryIO, cast
+from typing import BinaryIO, Protocol, cast
 
-from isal import igzip
-from isal.igzip_lib import IsalError
+from isal.igzip_lib import DECOMP_GZIP, IgzipDecompressor, IsalError
 
 if sys.version_info >= (3, 14):
-    from compression.zstd import ZstdError, ZstdFile
+    from compression.zstd import ZstdDecompressor, ZstdError
 else:
-    from backports.zstd import ZstdError, ZstdFile
+    from backports.zstd import ZstdDecompressor, ZstdError
 
 BROKEN_STREAM: tuple[type[Exception], ...] = (
     *(OSError, EOFError, zlib.error, lzma.LZMAError, ZstdError),
@@ -36,13 +36,43 @@ _BLOCKS_AHEAD = 8
 _STEP_BYTES = 16 << 10  # decompressed at once: an error loses what came with it
 _READ_BYTES = 1 << 20
 
-_OPENERS: dict[bytes, Callable[[IO[bytes]], object]] = {
-    b"\x1f\x8b": igzip.open,
-    b"BZh": bz2.open,
-    b"\xfd7zXZ\0": lzma.open,
-    b"\x28\xb5\x2f\xfd": ZstdFile,
-    **{bytes([0x50 + n]) + b"\x2a\x4d\x18": ZstdFile for n in range(16)},  # a frame to be skipped
-}
+
+class TrailingBytes(OSError):
+    """What follows the end of the compressed streams is none. All before it has been read."""
+
+
+class _Stream(Protocol):
+    """Decompresses one stream (of gzip a member, of Zstandard a frame)."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def needs_input(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Format:
+    name: str
+    magics: tuple[bytes, ...]
+    begin: Callable[[], _Stream]
+
+
+_FORMATS = (
+    _Format("gzip", (b"\x1f\x8b",), partial(IgzipDecompressor, flag=DECOMP_GZIP)),
+    _Format("bzip2", (b"BZh",), bz2.BZ2Decompressor),
+    _Format("xz", (b"\xfd7zXZ\0",), partial(lzma.LZMADecompressor, lzma.FORMAT_XZ)),
+    _Format(
+        "Zstandard",
+        (
+            b"\x28\xb5\x2f\xfd",
+            *(bytes([0x50 + n]) + b"\x2a\x4d\x18" for n in range(16)),  # frames to be skipped
+        ),
+        ZstdDecompressor,
+    ),
+)
 
 
 def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
@@ -50,11 +80,50 @@ def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
     Close it; the stream stays open."""
     buffered = BufferedStream(stream)
     magic = buffered.peek(MAGIC_BYTES)[:MAGIC_BYTES]
-    for start, opener in _OPENERS.items():
-        if magic.startswith(start):
-            open_content = cast("Callable[[IO[bytes]], io.BufferedIOBase]", opener)
-            return Decompressor(partial(open_content, cast("IO[bytes]", buffered)))
+    for each in _FORMATS:
+        if magic.startswith(each.magics):
+            return Decompressor(_Streams(buffered, each).readinto)
     return buffered
+
+
+class _Streams:
+    """The content of all compressed streams of one format that follow each other. Zeros may stand
+    between and behind them, as padding."""
+
+    def __init__(self, file: "BufferedStream", kind: _Format) -> None:
+        self._file = file
+        self._kind = kind
+        self._stream = kind.begin()
+        self._next = b""  # compressed bytes that were read and not given to the stream
+
+    def readinto(self, room: memoryview) -> int:
+        """Fill a part of the room; returns how much, 0 only at the end. Raises TrailingBytes, and
+        what the library raises."""
+        while not self._stream.eof or self._begin_next():
+            data = b""
+            if self._stream.needs_input:
+                data, self._next = self._next or self._file.read1(_READ_BYTES), b""
+                if not data:
+                    raise EOFError(f"the {self._kind.name} stream is cut off")
+            part = self._stream.decompress(data, len(room))
+            room[: len(part)] = part
+            if part:
+                return len(part)
+        return 0
+
+    def _begin_next(self) -> bool:
+        """Go on behind a stream that has ended; False at the end of all."""
+        rest = self._stream.unused_data.lstrip(b"\0")
+        while len(rest) < MAGIC_BYTES and (more := self._file.read1(_READ_BYTES)):
+            rest = (rest + more).lstrip(b"\0")
+        if not rest:
+            return False
+        if not rest.startswith(self._kind.magics):
+            raise TrailingBytes(
+                f"what follows the end of the {self._kind.name} stream is none: it is left out"
+            )
+        self._stream, self._next = self._kind.begin(), rest
+        return True
 
 
 class BufferedStream(io.BufferedReader):
@@ -72,9 +141,9 @@ class Decompressor(io.BufferedIOBase):
     What was decompressed before an error is read first; then the error is raised.
     """
 
-    def __init__(self, opened: Callable[[], io.BufferedIOBase]) -> None:
-        """`opened` opens the content; it is called, and its result read, in a thread."""
-        self._opened = opened
+    def __init__(self, readinto: Callable[[memoryview], int]) -> None:
+        """`readinto` decompresses a part into a buffer; it is called in a thread."""
+        self._readinto = readinto
         self._blocks: queue.Queue[memoryview | BaseException | None] = queue.Queue(_BLOCKS_AHEAD)
         self._block = memoryview(b"")
         self._has_ended = False
@@ -106,10 +175,14 @@ class Decompressor(io.BufferedIOBase):
         assert size is not None
         assert size >= 0
         parts = []
-        while size and (self._block or self._next()):
-            parts.append(bytes(self._block[:size]))
-            self._block = self._block[size:]
-            size -= len(parts[-1])
+        try:
+            while size and (self._block or self._next()):
+                parts.append(bytes(self._block[:size]))
+                self._block = self._block[size:]
+                size -= len(parts[-1])
+        except Exception:
+            if not parts:  # else the next call raises it
+                raise
         return b"".join(parts)
 
     def close(self) -> None:
@@ -136,12 +209,11 @@ class Decompressor(io.BufferedIOBase):
 
     def _run(self) -> None:
         try:
-            content = self._opened()
             while not self._is_over.is_set():
                 room, end = memoryview(bytearray(_BLOCK_BYTES)), 0
                 try:
                     while end < _BLOCK_BYTES:
-                        count = content.readinto(room[end : end + _STEP_BYTES])
+                        count = self._readinto(room[end : end + _STEP_BYTES])
                         if not count:
                             break
                         end += count

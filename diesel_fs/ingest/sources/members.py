@@ -21,12 +21,9 @@ from ...format.entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join
 from ...format.snapshot.reader import Snapshot, same_content
 from ...names import shown
 from ..compare import Comparer
-from ..packer import Packer
+from ..packer import FILE_BYTES_MAX, Packer
 from ..paths import RESERVED_NAME, is_reserved, refusal_reason, source_path, target_path
 from ..put import PutWork
-
-FILE_BYTES_MAX = 16 << 40
-"""What ext4 can hold. A sparse file can claim more in one line, and would take years to read."""
 
 READ_BYTES = 1 << 20  # of a content at once
 _SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
@@ -301,7 +298,7 @@ def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
         return reason
     if not target and not member.isdir():
         return "refused: a dataset's root is a folder"
-    if member.size > FILE_BYTES_MAX:
+    if not 0 <= member.size <= FILE_BYTES_MAX:
         return f"refused: a file of {member.size} bytes"
     if member.issym() and (not member.linkname or "\0" in member.linkname):
         return "refused: a link to nothing"

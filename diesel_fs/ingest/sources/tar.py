@@ -2,7 +2,8 @@
 
 Headers of plain files are read by `tar_headers.py`, all others by Python's `tarfile`, within limits
 on what headers may claim. Sparse files become dense. `members.py` says what becomes of each entry.
-One thread, the packer's own, and one that decompresses.
+One tar may follow another in the stream (as after `cat a.tar b.tar`); what follows and is no tar is
+named. One thread, the packer's own, and one that decompresses.
 """
 
 import re
@@ -17,22 +18,34 @@ from ...names import shown
 from ...repository.interface import Repository
 from ...repository.writing import WriteSession
 from ..options import PutOptions
-from ..packer import FileSkipped, Packer, start_packer
+from ..packer import MTIMES_NS, FileSkipped, Packer, start_packer
 from ..put import Source
-from .compression import BROKEN_STREAM, BufferedStream, Decompressor, decompressed
+from .compression import (
+    BROKEN_STREAM,
+    BufferedStream,
+    Decompressor,
+    TrailingBytes,
+    decompressed,
+)
 from .members import FolderFiles, MemberTaker, OpenContent, encoded, member_path
-from .tar_headers import BLOCK_BYTES, IGNORED_PAX_KEYS, PlainFiles, plain_files
+from .tar_headers import (
+    BLOCK_BYTES,
+    IGNORED_PAX_KEYS,
+    PREFIX,
+    PlainFiles,
+    has_prefix,
+    plain_files,
+)
 
 _READ_BYTES = 1 << 20  # of a stream at once
 _WINDOW_BYTES = 4 << 20  # of the tar in memory, where plain files are looked for
 _REFILL_BYTES = 1 << 20  # with less of it left, more is read
-_TAIL_BYTES_MAX = 64 << 20  # read behind the end: padding, and the checksum of a compressed tar
 _PROGRESS_ENTRIES = 256  # from one report of progress to the next
 _HEADER_BYTES_MAX = 1 << 20  # of one entry, with all that stands before it; paths are 256 KiB
 _HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
 _DIGITS_MAX = 1 << 10  # of one number: tarfile's time grows with the square of their count
 _SECOND_NS = 1_000_000_000
-_TIME_NS_END = 1 << 63  # times are signed 64-bit numbers
+_DUMP_FOLDER, _VOLUME_LABEL = b"D", b"V"  # GNU tar's kinds, which tarfile does not know
 _BROKEN: tuple[type[Exception], ...] = (tarfile.TarError, FileSkipped, *BROKEN_STREAM)
 
 
@@ -57,6 +70,17 @@ class _Member(tarfile.TarInfo):
     """An entry of a `_Tar`."""
 
     @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
+        """A header. tarfile takes the field `prefix` for a part of the name in every format; GNU
+        tar's own format has times there."""
+        found = super().frombuf(buf, encoding, errors)
+        if not has_prefix(buf) and any(buf[PREFIX]) and found.type not in tarfile.GNU_TYPES:
+            found.name = bytes(buf[:100]).partition(b"\0")[0].decode(encoding, errors)
+            if found.isdir() or found.type == _DUMP_FOLDER:
+                found.name = found.name.rstrip("/")
+        return found
+
+    @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
         """The next entry. tarfile reads headers of any length and depth; here they are bounded."""
         assert isinstance(tarfile, _Tar)
@@ -76,10 +100,14 @@ class _Member(tarfile.TarInfo):
             raise tarfile.end_error from error
         finally:
             tarfile.fileobj = cast("IO[bytes]", stream)
+        if found.size < 0:  # the entry will be refused; the next header should follow this one
+            tarfile.offset = found.offset_data
+        if found.type == _DUMP_FOLDER:  # its content, a list of names, is skipped
+            found.type = DIRTYPE
         return found
 
 
-HeaderError = tarfile.HeaderError
+HeaderError, DIRTYPE = tarfile.HeaderError, tarfile.DIRTYPE
 
 
 class _Headers:
@@ -179,6 +207,22 @@ class _Window:
         self.at = position - self._start
         return True
 
+    def skip_zeros(self) -> bool:
+        """Go to the next block with anything but zeros in it; False at the end. Raises what the
+        stream raises."""
+        while True:
+            self.fill()
+            left = memoryview(self.data)[self.at : self.end]
+            zeros = len(left) - len(bytes(left).lstrip(b"\0"))
+            if zeros < len(left):
+                self.at += zeros // BLOCK_BYTES * BLOCK_BYTES
+                return True
+            self.at = self.end
+            if not zeros:
+                if self._error is not None:
+                    raise self._error
+                return False
+
     def fill(self) -> bool:
         """Read more into memory; False where enough is there, or nothing is left. The window must
         stand at a header."""
@@ -235,37 +279,48 @@ class TarEntries:
                 advice="plain, gzip, bzip2, xz and Zstandard are known",
             ) from error
         self._tar.window = window
+        self._last = b""  # the entry that was taken last
 
     def take_all(self, taker: MemberTaker) -> str:
         """Take all entries; returns why the tar broke off, or the empty string. Raises
         DieselError."""
-        tar, work = self._tar, taker.work
-        name, entries = b"", 0
+        tar, ends = self._tar, 0
         try:
-            while (member := tar.next()) is not None:
-                tar.members.clear()  # else tarfile keeps a kilobyte for each
-                name = member_path(encoded(member.name))
-                content = partial(tar.extractfile, member)
-                taker.take(name, member, _mtime_ns(member), cast("OpenContent", content))
-                name = self._take_plain(taker) or name
-                entries += 1
-                if entries % _PROGRESS_ENTRIES == 0:
-                    work.progress(work.report)
-            if type(tar.end_error).__name__ != "EOFHeaderError":
-                raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
-            name = b""
-            for _ in range(_TAIL_BYTES_MAX // _READ_BYTES):
-                if not tar.window.read(_READ_BYTES):
-                    break
+            while True:
+                begun = tar.offset
+                self._take_one_tar(taker)
+                if type(tar.end_error).__name__ != "EOFHeaderError":
+                    if ends and begun == tar.offset:
+                        return f"what follows the tar's end, from byte {begun} on, is no tar"
+                    raise tarfile.ReadError(f"no header where one should be ({tar.end_error})")
+                self._last, ends = b"", ends + 1
+                if not tar.window.skip_zeros():
+                    return ""
+                tar.offset, tar.pax_headers = tar.window.tell(), {}
         except _BROKEN as error:
-            last = f", after {shown(name)}" if name else ""
+            if ends and isinstance(error, TrailingBytes):
+                return str(error)
+            last = f", after {shown(self._last)}" if self._last else ""
             return f"the tar is damaged or cut off{last}: {error}"
-        return ""
 
-    def _take_plain(self, taker: MemberTaker) -> bytes:
-        """Take the plain files that come next; returns the name of the last, if any. Raises what
-        the stream raises."""
-        tar, last = self._tar, b""
+    def _take_one_tar(self, taker: MemberTaker) -> None:
+        """Take the entries up to the end of a tar, or to damage. Raises what the stream raises,
+        DieselError."""
+        tar, work, entries = self._tar, taker.work, 0
+        while (member := tar.next()) is not None:
+            tar.members.clear()  # else tarfile keeps a kilobyte for each
+            if member.type != _VOLUME_LABEL:
+                self._last = member_path(encoded(member.name))
+                content = partial(tar.extractfile, member)
+                taker.take(self._last, member, _mtime_ns(member), cast("OpenContent", content))
+            self._take_plain(taker)
+            entries += 1
+            if entries % _PROGRESS_ENTRIES == 0:
+                work.progress(work.report)
+
+    def _take_plain(self, taker: MemberTaker) -> None:
+        """Take the plain files that come next. Raises what the stream raises."""
+        tar = self._tar
         while tar.is_at_header:
             window = tar.window
             files = plain_files(window.data, window.at, window.end)
@@ -275,10 +330,9 @@ class TarEntries:
                 for each in _by_folder(files, memoryview(window.data)):
                     taker.take_files(each)
                 taker.work.progress(taker.work.report)
-                last = member_path(files.names[-1])
+                self._last = member_path(files.names[-1])
             if not window.fill():
                 break
-        return last
 
 
 class TarSource(Source):
@@ -363,10 +417,10 @@ def _mtime_ns(member: tarfile.TarInfo) -> int | None:
     text = member.pax_headers.get("mtime")
     if text is None:
         time_ns = int(member.mtime) * _SECOND_NS
-        return time_ns if -_TIME_NS_END <= time_ns < _TIME_NS_END else None
+        return time_ns if time_ns in MTIMES_NS else None
     try:
         exact = Decimal(text) * _SECOND_NS
-        if not -_TIME_NS_END <= exact < _TIME_NS_END:
+        if not MTIMES_NS.start <= exact < MTIMES_NS.stop:
             return None
         return int(exact.to_integral_value(ROUND_FLOOR))
     except ArithmeticError:

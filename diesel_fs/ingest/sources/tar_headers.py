@@ -3,7 +3,7 @@
 A tar of a million small files has a million headers, and `tarfile` takes 50 us for each. A plain
 file is a regular file of the forms v7, ustar or GNU, also behind one GNU header with a long name or
 one pax header with common keys. All else, and all that is damaged, is left to `tarfile`; what is
-read here equals what `tarfile` reads of the same bytes. Pure: bytes in, values out.
+read here equals what `tar.py` reads of the same bytes by `tarfile`. Pure: bytes in, values out.
 """
 
 import re
@@ -24,7 +24,16 @@ _PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
 IGNORED_PAX_KEYS = frozenset("atime ctime uid gid uname gname comment".split())
 """Keys of pax headers that a put ignores, and that do not change where contents lie."""
 
+PREFIX = slice(345, 500)
+"""Where a header of the ustar format has the first part of a long name."""
+
+_MAGIC, _USTAR = slice(257, 263), b"ustar\0"
 _Bytes = npt.NDArray[np.uint8]
+
+
+def has_prefix(header: bytes | bytearray) -> bool:
+    """Whether a header is of the ustar format. Others have something else at PREFIX, or nothing."""
+    return header[_MAGIC] == _USTAR
 
 
 @dataclass(slots=True)
@@ -119,11 +128,13 @@ def _columns(
     good &= mtime < _MTIME_S_END
     good[extended_at] &= good[len(headers) :]  # behind the own headers stand the extended ones
     good, head = good[: len(headers)], head[: len(headers)]
-    names, prefixes = _texts(head[:, :100], good), _texts(head[:, 345:500], good)
+    is_ustar = (head[:, _MAGIC] == np.frombuffer(_USTAR, np.uint8)).all(axis=1)
+    prefixes = _texts(np.where(is_ustar[:, None], head[:, PREFIX], np.uint8(0)), good)
+    names = _texts(head[:, :100], good)
     old = np.flatnonzero(head[:, 156] == _OLD_REGULAR).tolist()
     good[[i for i in old if names[i].endswith(b"/")]] = False  # these are folders
     count = len(good) if good.all() else int(good.argmin())
-    for i in np.flatnonzero(head[:count, 345]).tolist():
+    for i in np.flatnonzero(is_ustar[:count] & (head[:count, 345] != 0)).tolist():
         names[i] = b"%b/%b" % (prefixes[i], names[i])
     mtimes_ns = (mtime[:count] * _SECOND_NS).tolist()
     for i in extended_at:
