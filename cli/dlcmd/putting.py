@@ -36,6 +36,7 @@ from .output import (
     name_line,
     print_json,
     print_line,
+    print_note,
     raise_if_partial,
     write_stdout,
 )
@@ -267,6 +268,8 @@ def _print_report(
     """Print the result, and on stderr the entries that failed. Raises PartialError."""
     with suppress(BrokenPipeError):  # the put is done, also where nobody reads the result
         _print_result(report, target, dry_run=dry_run)
+    if report.all_left_out:
+        print_note(f"--include and --exclude leave out all files of {source.name}")
     raise_if_partial(report.failed, source.name, "put")
 
 
@@ -327,6 +330,9 @@ def _lost_attributes(report: PutReport) -> str:
     if report.stripped:
         entries = count_text(report.stripped, "entry")
         parts.append(f"set-user-ID, set-group-ID and sticky bits of {entries} are not kept")
+    if report.backslashes:
+        names = count_text(report.backslashes, "name")
+        parts.append(f"backslashes of {names} in zips made by Windows were taken for slashes")
     if report.hard_links:
         parts.append(f"{count_text(report.hard_links, 'hard link')} became files of their own")
     return "; ".join(parts)

@@ -60,8 +60,9 @@ class PutReport:
     has been. `to_delete` has what a dry run would delete, deepest first. `stripped` counts entries
     whose set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored
     once for each of their names. `archives_skipped` of the `archives` were put before, and were not
-    read again; their entries count as unchanged. `samples` counts those of the manifest, once the
-    dataset has it.
+    read again; their entries count as unchanged. `backslashes` counts the names in zips whose
+    backslashes were taken for slashes, `samples` those of the manifest, once the dataset has it.
+    `all_left_out`: the filters took no file of the source.
     """
 
     files: int = 0
@@ -78,7 +79,9 @@ class PutReport:
     version: int = 0
     archives: int = 0
     archives_skipped: int = 0
+    backslashes: int = 0
     samples: int = 0
+    all_left_out: bool = False
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
@@ -109,6 +112,8 @@ class Filter:
         self._include = [_Glob.of(pattern) for pattern in options.include]
         self._exclude = [_Glob.of(pattern) for pattern in options.exclude]
         self.includes_all = not (self._include or self._exclude)
+        self.has_taken = self.includes_all
+        """Whether a file or link was to be put."""
         if any(glob.folders_only for glob in self._include):
             raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
@@ -120,13 +125,16 @@ class Filter:
         """Whether the file or link at a path is to be put, if the folders above it are."""
         if any(glob.matches(path, is_folder=False) for glob in self._exclude):
             return False
-        return not self._include or any(
+        is_taken = not self._include or any(
             glob.matches(path, is_folder=False) for glob in self._include
         )
+        self.has_taken |= is_taken
+        return is_taken
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
         """Whether an entry is not to be put, by its own path or by that of a folder above it."""
         if self.includes_all or not path:
+            self.has_taken |= not is_folder
             return False
         end = path.find(b"/")
         while end >= 0:

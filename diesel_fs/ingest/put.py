@@ -111,9 +111,11 @@ def put(
             if source.count():
                 report.to_delete = comparer.removed_paths()
                 report.deleted = len(report.to_delete)
+            report.all_left_out = not path_filter.has_taken
             return report
         if source.pack(session) and (removed := comparer.removed_paths()):
             report.deleted = session.delete(removed)
+        report.all_left_out = not (path_filter.has_taken or report.archives_skipped)
         finish_put(repository, session, report, target)
         if source.shadowed_reason:
             _delete_shadowed_files(repository, session, view, report, source.shadowed_reason)

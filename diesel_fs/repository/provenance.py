@@ -65,6 +65,9 @@ class ArchiveRecord:
     writer: str = ""
     """The user who put it, as a server knows it; empty for an administrator, and where there is no
     server. A record cannot be checked without the archive, so only these are believed by others."""
+    yields_to: tuple[bytes, ...] = ()
+    """The `source_id` of each archive that was named behind it in the same put and had a file or
+    link at one of its paths. The dataset has the archive's own only together with theirs."""
 
     @property
     def name(self) -> str:
@@ -88,6 +91,7 @@ class ArchiveRecord:
                 "files": np.array(self.files, "<u4").tobytes(),
                 "others": b"\0".join(self.others),
                 "writer": self.writer,
+                "yields_to": b"".join(self.yields_to),
             }
         )
         return packed
@@ -102,6 +106,9 @@ class ArchiveRecord:
         if len(ids) % _ID_BYTES or len(ids) // _ID_BYTES * 4 != len(files):
             sent.bad("chunks", "it is an ID of 16 bytes and a count of 4 for each")
         others = sent.octets("others")
+        later = sent.octets("yields_to") if "yields_to" in sent else b""
+        if len(later) % _ID_BYTES:
+            sent.bad("yields_to", "it is an ID of 16 bytes for each")
         record = cls(
             sent.text("source"),
             sent.octets("source_id", 16),
@@ -112,13 +119,18 @@ class ArchiveRecord:
             sent.number("seconds"),
             sent.integer("entries"),
             sent.flag("alone", default=False),
-            tuple(ChunkId(ids[at : at + _ID_BYTES]) for at in range(0, len(ids), _ID_BYTES)),
+            tuple(map(ChunkId, _split(ids))),
             tuple(np.frombuffer(files, "<u4").tolist()),
             tuple(others.split(b"\0")) if others else (),
             sent.text("writer", ""),
+            tuple(_split(later)),
         )
         sent.end()
         return record
+
+
+def _split(ids: bytes) -> list[bytes]:
+    return [ids[at : at + _ID_BYTES] for at in range(0, len(ids), _ID_BYTES)]
 
 
 def source_id(address: str) -> bytes:

@@ -14,8 +14,10 @@ at the archive. With `--checksum` or `--delete` no archive is skipped. Where ano
 the caller may read has an archive of the same SHA-256, its entries are copied from there.
 
 **Order.** Of files and links with one path, the one in the archive that is named last counts,
-whichever is packed first: where several archives had one, the last of them is read again for these.
-Archives that were skipped count as earlier ones.
+whichever is packed first: if several archives had one, the last of them is read again for these. So
+is an archive that was skipped, if one that was named before it has replaced something of it. The
+record of an archive says which later ones have replaced something (`yields_to`): without these, the
+dataset has not all of it.
 """
 
 import contextlib
@@ -67,6 +69,7 @@ _SIDE_BY_SIDE_MAX = 8  # archives: for each, some 100 MiB are in memory
 _LOOKS = 16  # archives whose tags and sizes are asked for at once
 _COUNTED_BYTES = 64 << 20  # of one compressed file in memory; a longer one is decompressed twice
 _COPY_MEMORY_BYTES = 256 << 20
+_YIELDS_MAX = 4096  # a record that would yield to more is left as it is: the archive is read again
 _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
@@ -240,7 +243,7 @@ class ArchivesSource(Source):
         batches = _batches(todo, self._work.options.chunk_bytes)
         if batches:
             self._run(batches)
-        self._settle_order(todo)
+        self._settle_order()
         self._work.report.walked = True
         return not self._work.report.failed
 
@@ -259,14 +262,19 @@ class ArchivesSource(Source):
         if not recorded:
             return
         live = LiveFiles(self._work.repository.view(session.name))
+        last_of = _contested(self._jobs)
         for job in recorded:
             assert job.record is not None
             files, others = tuple(live.counts(job.record.chunks)), live.others(job.record)
-            if (files, others) != (job.record.files, job.record.others):
-                self._work.repository.record_archive(
-                    session.identity,
-                    replace(job.record, files=files, others=others, is_alone=False),
-                )
+            beaten_by = last_of.yields.get(id(job), [])
+            if job.is_skipped and files != job.record.files:  # its paths are not known
+                behind = self._jobs[self._jobs.index(job) + 1 :]
+                beaten_by = [each for each in behind if not each.is_skipped]
+            later = {self._source_id(each) for each in beaten_by}
+            yields_to = tuple(sorted(later.union(job.record.yields_to)))
+            now = replace(job.record, files=files, others=others, yields_to=yields_to)
+            if now != job.record and len(yields_to) <= _YIELDS_MAX:
+                self._work.repository.record_archive(session.identity, replace(now, is_alone=False))
 
     # Which archives need not be read
 
@@ -280,11 +288,14 @@ class ArchivesSource(Source):
         mine = [record for record in records if record.target == self._work.target]
         by_source = {record.source_id: record for record in mine}
         live = LiveFiles(self._work.view, self._work.readable.lost) if mine else None
-        for job in self._jobs:
+        place_of = {self._source_id(job): place for place, job in enumerate(self._jobs)}
+        for place, job in enumerate(self._jobs):
             record = by_source.get(self._source_id(job))
             if record is None or not _is_unchanged(job, record):
                 record = self._of_same_content(job, mine)
-            if record is not None and live is not None and live.has_all(record):
+            if record is None or live is None or not live.has_all(record):
+                continue
+            if all(place_of.get(later, -1) > place for later in record.yields_to):
                 job.record, job.is_skipped = record, True
                 self._work.report.unchanged += record.entries
                 self._work.report.archives_skipped += 1
@@ -408,6 +419,7 @@ class ArchivesSource(Source):
                 work.report.entries_found += report.entries_found
                 work.report.unchanged += report.unchanged
                 work.report.hard_links += report.hard_links
+                work.report.backslashes += report.backslashes
                 work.report.stripped += packer.stripped
                 work.report.failed += report.failed
         for job, seconds, sha256 in whole:
@@ -573,50 +585,70 @@ class ArchivesSource(Source):
 
     # Members with one path in several archives
 
-    def _settle_order(self, jobs: Sequence[_Job]) -> None:
-        """Where archives of this put had members at one path, make that of the last one count: read
-        it again for these, and compare contents. Raises DieselError."""
-        again = _contested(jobs)
-        if not again:
-            return
+    def _settle_order(self) -> None:
+        """If archives of this put had members at one path, make that of the last one count. Raises
+        DieselError."""
+        read = [job for job in self._jobs if not job.is_skipped]
+        contested = _contested(read).last
+        view = self._newest_view() if contested else None
+        for job, hashes in contested:
+            assert view is not None
+            self._read_again(job, view, hashes)
+        first = self._jobs.index(read[0]) if read else len(self._jobs)
+        live: LiveFiles | None = None
+        for place, job in enumerate(self._jobs[first:], first):
+            if not job.is_skipped:
+                continue
+            if live is None:
+                view = self._newest_view()
+                live = LiveFiles(view)
+            assert view is not None
+            assert job.record is not None
+            if not live.has_all(job.record):  # an earlier one has replaced something of it
+                hashes = _paths(self._jobs[:place]) - _paths(self._jobs[place + 1 :])
+                self._read_again(job, view, hashes)
+                live = None
+
+    def _newest_view(self) -> Snapshot:
         self._session.finish()
-        view = self._work.repository.view(self._session.name)
-        for job, hashes in again:
-            comparer = Comparer(
-                view, self._work.target, self._work.options,
-                _OnlyThese(self._work.path_filter, hashes), lambda _: True,
-            )  # fmt: skip
-            chunks: dict[ChunkId, int] = {}
+        return self._work.repository.view(self._session.name)
 
-            def committed(
-                chunk: ValidatedChunk, entries: int, chunks: dict[ChunkId, int] = chunks
-            ) -> None:
-                chunks[chunk.batch.chunk.id] = chunk.files
-                self._work.report.add_chunk(chunk, entries)
+    def _read_again(self, job: _Job, view: Snapshot, hashes: Set[int]) -> None:
+        """Read an archive again for the paths with these hashes, and compare contents with what the
+        dataset has now. Raises DieselError."""
+        comparer = Comparer(
+            view, self._work.target, self._work.options,
+            _OnlyThese(self._work.path_filter, hashes), lambda _: True,
+        )  # fmt: skip
+        chunks: dict[ChunkId, int] = {}
 
-            packer = self._packer(committed)
-            work = replace(
-                self._work, path_filter=comparer.path_filter, report=PutReport(),
-                options=replace(self._work.options, checksum=True),
-                progress=lambda _: self._check_running(),
-            )  # fmt: skip
-            taker = MemberTaker(work, comparer, packer)
-            try:
-                with contextlib.closing(_opened(job)) as file:
-                    reason = self._take_members(job, file, taker)
-                self._copy_hard_links(taker, packer)
-                packer.finish()
-            except OSError as error:
-                reason = str(error)
-            finally:
-                packer.close()
-            if reason:
-                self._work.report.fail(os.fsencode(job.archive.name), reason)
-            elif job.record is not None and chunks:
-                both = dict(zip(job.record.chunks, job.record.files, strict=True)) | chunks
-                ordered = tuple(sorted(both))
-                counts = tuple(both[chunk] for chunk in ordered)
-                job.record = replace(job.record, chunks=ordered, files=counts, is_alone=False)
+        def committed(chunk: ValidatedChunk, entries: int) -> None:
+            chunks[chunk.batch.chunk.id] = chunk.files
+            self._work.report.add_chunk(chunk, entries)
+
+        packer = self._packer(committed)
+        work = replace(
+            self._work, path_filter=comparer.path_filter, report=PutReport(),
+            options=replace(self._work.options, checksum=True),
+            progress=lambda _: self._check_running(),
+        )  # fmt: skip
+        taker = MemberTaker(work, comparer, packer, job.log if job.is_skipped else None)
+        try:
+            with contextlib.closing(_opened(job)) as file:
+                reason = self._take_members(job, file, taker)
+            self._copy_hard_links(taker, packer)
+            packer.finish()
+        except OSError as error:
+            reason = str(error)
+        finally:
+            packer.close()
+        if reason:
+            self._work.report.fail(os.fsencode(job.archive.name), reason)
+        elif job.record is not None and chunks:
+            both = dict(zip(job.record.chunks, job.record.files, strict=True)) | chunks
+            ordered = tuple(sorted(both))
+            counts = tuple(both[chunk] for chunk in ordered)
+            job.record = replace(job.record, chunks=ordered, files=counts, is_alone=False)
 
 
 def _opened(job: _Job) -> ArchiveFile:
@@ -652,23 +684,44 @@ def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_Batch]:
     return batches
 
 
-def _contested(jobs: Sequence[_Job]) -> list[tuple[_Job, Set[int]]]:
-    """The archives that are the last of several with a file at one path, in their order, with the
-    hashes of these paths."""
-    if len(jobs) < 2:
-        return []
-    paths = np.concatenate([np.frombuffer(job.log.paths, np.uint64) for job in jobs])
-    owner = np.repeat(np.arange(len(jobs)), [len(job.log.paths) for job in jobs])
+class _Contested(NamedTuple):
+    """Which archives have files or links at the same paths."""
+
+    last: list[tuple[_Job, Set[int]]]
+    """Those that are the last with a path, in their order, with the hashes of these paths."""
+    yields: dict[int, list[_Job]]
+    """By the `id` of each of the others, the last ones."""
+
+
+def _contested(jobs: Sequence[_Job]) -> _Contested:
+    """By what is known to be in the archives."""
+    lengths = [len(job.log.paths) for job in jobs]
+    paths = np.concatenate(
+        [np.zeros(0, np.uint64), *(np.frombuffer(job.log.paths, np.uint64) for job in jobs)]
+    )
+    owner = np.repeat(np.arange(len(jobs)), lengths)
     order = np.lexsort((owner, paths))
     paths, owner = paths[order], owner[order]
     is_contested = (paths[1:] == paths[:-1]) & (owner[1:] != owner[:-1])
     contested = np.isin(paths, paths[1:][is_contested])
-    # Owners ascend: the last one of a path stays
-    last = dict(zip(paths[contested].tolist(), owner[contested].tolist(), strict=True))
+    pairs = list(zip(paths[contested].tolist(), owner[contested].tolist(), strict=True))
+    last = dict(pairs)  # owners ascend: the last one of a path stays
     again: dict[int, set[int]] = {}
     for path, number in last.items():
         again.setdefault(number, set()).add(path)
-    return [(jobs[number], again[number]) for number in sorted(again)]
+    yields: dict[int, dict[int, _Job]] = {}
+    for path, number in pairs:
+        if number != last[path]:
+            yields.setdefault(id(jobs[number]), {})[last[path]] = jobs[last[path]]
+    return _Contested(
+        [(jobs[number], again[number]) for number in sorted(again)],
+        {job: list(later.values()) for job, later in yields.items()},
+    )
+
+
+def _paths(jobs: Sequence[_Job]) -> set[int]:
+    """The hashes of the paths of archives that were read."""
+    return {path for job in jobs if not job.is_skipped for path in job.log.paths}
 
 
 def _copy(original: _Original, taker: MemberTaker) -> str:

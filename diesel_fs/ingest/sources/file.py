@@ -50,6 +50,7 @@ class FileSource(Source):
 
     def start(self, work: PutWork) -> Comparer:
         comparer, found = super().start(work), self._found
+        work.path_filter.has_taken = True  # filters choose files in folders
         index = comparer.find(work.target)
         if reason := comparer.conflict_reason(work.target, index, Kind.FILE):
             raise ConflictError(f"cannot put {self._path}: {reason}")

@@ -1,11 +1,16 @@
 """The entries of a zip, read with Python's `zipfile` in the order in which they lie there.
 
-Names are taken as the bytes that the zip has, if it says that they are UTF-8 or they can be read
-so, else as code page 437. A mode is that of a zip made on Unix, else 0644 and 0755. An mtime is
-UTC where the zip has it in the extra field of Info-ZIP; the older field has a local time without
-its zone, and is taken as UTC; one that is no date (some programs write zeros) counts as the first
-that the format has, 1980-01-01. Members that are encrypted, or compressed by a method that Python
-does not know, are left out, and the report names them.
+Names are taken as the bytes that the zip has: those of Info-ZIP's field for UTF-8 names, or the
+entry's own, if it says that they are UTF-8 or they can be read so, else as code page 437. Programs
+of Windows have written backslashes for slashes; where an entry is said to be made by DOS and has no
+slash, its backslashes count as slashes, as `unzip` has it. A mode is that of a zip made on Unix,
+else 0644 and 0755. An mtime is UTC where the zip has it in the extra field of Info-ZIP; the older
+field has a local time without its zone, and is taken as UTC; one that is no date (some programs
+write zeros) counts as the first that the format has, 1980-01-01.
+
+An entry that cannot be read is left out, and the report names it: it is encrypted, of an unknown
+method, or damaged. `zipfile` refuses the whole zip where one entry of its table is odd, so the
+table is made plain before it sees it (`_plain_table`).
 """
 
 import calendar
@@ -13,11 +18,12 @@ import stat
 import struct
 import tarfile
 import zipfile
+import zlib
+from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
 from ...errors import UsageError
-from ...names import shown
 from ..packer import FileSkipped
 from .compression import BROKEN_STREAM
 from .members import MemberTaker, member_path
@@ -33,9 +39,26 @@ _LINK_BYTES_MAX = 4096
 _PROGRESS_ENTRIES = 256
 _SECOND_NS = 1_000_000_000
 _FIRST_TIME_NS = 315_532_800 * _SECOND_NS
-_EXTENDED_TIME = 0x5455
 _UTF8, _ENCRYPTED = 0x800, 0x1
-_UNIX = 3
+_DOS, _UNIX = 0, 3
+
+_TABLE_MAGIC = b"PK\x01\x02"
+_TABLE_HEADER = struct.Struct("<4s2xBxH10xLLHHH8xL")
+"""Of an entry in the table: magic, version needed, flags, sizes of data and content, lengths of
+name, extra fields and comment, and where it begins."""
+_IN_ZIP64 = 0xFFFF_FFFF  # a size or place that stands in the field for it
+_NEEDED_AT, _FLAGS_AT = 6, 8
+_NEEDED_MAX = 63  # zipfile refuses all of a zip for one entry with more
+_FIELD = struct.Struct("<HH")  # of an extra field: kind, size
+_ZIP64, _EXTENDED_TIME, _UTF8_NAME, _UNKNOWN = 0x0001, 0x5455, 0x7075, 0xFFFF
+
+
+@dataclass(slots=True)
+class _TableEntry:
+    """What the table says of an entry, as far as `zipfile` is not trusted with it."""
+
+    name: bytes
+    fault: str = ""
 
 
 class ZipEntries:
@@ -43,40 +66,47 @@ class ZipEntries:
     zip."""
 
     def __init__(self, file: BinaryIO) -> None:
+        plain = _PlainTableFile(file)
         try:
-            self._zip = zipfile.ZipFile(file)
+            self._zip = zipfile.ZipFile(cast("BinaryIO", plain))
+            self._entries = [*zip(self._zip.infolist(), plain.take_entries(), strict=True)]
         except _BROKEN as error:
             raise UsageError(f"the input is no zip: {error}") from error
+        self._entries.sort(key=lambda each: each[0].header_offset)
 
     def close(self) -> None:
         self._zip.close()
 
     def take_all(self, taker: MemberTaker) -> str:
-        """Take all entries; returns why reading broke off, or the empty string. Raises
-        DieselError."""
-        path, work = b"", taker.work
-        try:
-            for number, info in enumerate(sorted(self._zip.infolist(), key=_place)):
-                path = member_path(_name(info))
-                if info.flag_bits & _ENCRYPTED:
-                    work.report.fail(path, "skipped: it is encrypted")
-                    continue
-                try:
-                    member, content = self._member(info), partial(self._zip.open, info)
-                    taker.take(path, member, _mtime_ns(info), content)  # type: ignore[arg-type]  # a ZipExtFile reads bytes
-                except NotImplementedError as error:
-                    work.report.fail(path, f"skipped: {error} (method {info.compress_type})")
-                if number % _PROGRESS_ENTRIES == 0:
-                    work.progress(work.report)
-        except _BROKEN as error:
-            return f"the zip is damaged or cut off, after {shown(path)}: {error}"
+        """Take all entries; returns why reading broke off: never. Raises DieselError."""
+        work = taker.work
+        for number, (info, entry) in enumerate(self._entries):
+            name = entry.name
+            if info.create_system == _DOS and b"\\" in name and b"/" not in name:
+                name = name.replace(b"\\", b"/")
+                work.report.backslashes += 1
+            path = member_path(name)
+            if info.flag_bits & _ENCRYPTED:
+                entry.fault = "it is encrypted"
+            if entry.fault:
+                work.report.fail(path, f"skipped: {entry.fault}")
+                continue
+            try:
+                member, content = self._member(info, name), partial(self._zip.open, info)
+                taker.take(path, member, _mtime_ns(info), content)  # type: ignore[arg-type]  # a ZipExtFile reads bytes
+            except NotImplementedError as error:
+                work.report.fail(path, f"skipped: {error} (method {info.compress_type})")
+            except _BROKEN as error:
+                work.report.fail(path, f"it is damaged or cut off: {error}")
+            if number % _PROGRESS_ENTRIES == 0:
+                work.progress(work.report)
         return ""
 
-    def _member(self, info: zipfile.ZipInfo) -> tarfile.TarInfo:
+    def _member(self, info: zipfile.ZipInfo, name: bytes) -> tarfile.TarInfo:
         member = tarfile.TarInfo()
         mode = info.external_attr >> 16 if info.create_system == _UNIX else 0
         member.size = info.file_size
-        if info.filename.endswith("/"):
+        if name.endswith(b"/"):
             member.type, member.size = tarfile.DIRTYPE, 0
             member.mode = stat.S_IMODE(mode) if mode else 0o755
         elif stat.S_ISLNK(mode):
@@ -92,20 +122,93 @@ class ZipEntries:
         return member
 
 
-def _place(info: zipfile.ZipInfo) -> int:
-    return info.header_offset
+class _PlainTableFile:
+    """A zip's file, of which `zipfile` gets to see the table made plain. It reads the table at
+    once."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._entries: list[_TableEntry] = []
+        self._is_taken = False
+        self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._file.read(size)
+        if not self._is_taken and data.startswith(_TABLE_MAGIC):
+            data, self._entries = _plain_table(data)
+        return data
+
+    def take_entries(self) -> list[_TableEntry]:
+        """The entries of the table. From now on all is read as it is."""
+        self._is_taken = True
+        return self._entries
+
+    def close(self) -> None: ...
 
 
-def _name(info: zipfile.ZipInfo) -> bytes:
-    """The name as bytes; `zipfile` has decoded it."""
-    if info.flag_bits & _UTF8:
-        return info.filename.encode("utf-8", "surrogateescape")
-    raw = info.filename.encode("cp437", "surrogateescape")
+def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
+    """A table in which `zipfile` finds nothing odd, and what it says of each entry. It ends where
+    no entry follows another."""
+    plain, entries, at = bytearray(table), list[_TableEntry](), 0
+    while at + _TABLE_HEADER.size <= len(table):
+        magic, needed, flags, packed, size, *lengths, place = _TABLE_HEADER.unpack_from(table, at)
+        name_at = at + _TABLE_HEADER.size
+        extra_at = name_at + lengths[0]
+        extra_end = extra_at + lengths[1]
+        end = extra_end + lengths[2]
+        if magic != _TABLE_MAGIC or end > len(table):
+            break
+        raw = table[name_at:extra_at]
+        entry = _TableEntry(_name(raw, bool(flags & _UTF8)))
+        if needed > _NEEDED_MAX:
+            entry.fault = f"it needs version {needed / 10} of the format"
+            plain[at + _NEEDED_AT] = _NEEDED_MAX
+        if flags & _UTF8 and not _is_utf8(raw):
+            plain[at + _FLAGS_AT : at + _FLAGS_AT + 2] = (flags & ~_UTF8).to_bytes(2, "little")
+        zip64_bytes = 8 * [size, packed, place].count(_IN_ZIP64)
+        _make_extra_plain(plain, extra_at, extra_end, entry, raw, zip64_bytes)
+        entries.append(entry)
+        at = end
+    return bytes(plain), entries
+
+
+def _make_extra_plain(
+    plain: bytearray, at: int, end: int, entry: _TableEntry, raw: bytes, zip64_bytes: int
+) -> None:
+    """Give those extra fields an unknown kind of which `zipfile` might refuse the content, and take
+    a name from them. `zip64_bytes`: how long the field for large sizes must be."""
+    while at + _FIELD.size <= end:
+        kind, size = _FIELD.unpack_from(plain, at)
+        field = bytes(plain[at + _FIELD.size : min(at + _FIELD.size + size, end)])
+        is_plain = len(field) == size
+        if kind == _ZIP64:
+            is_plain &= len(field) >= zip64_bytes > 0
+            zip64_bytes = 0 if is_plain else zip64_bytes
+        elif kind == _UTF8_NAME:
+            is_plain = False
+            is_of_name = field[:5] == b"\x01" + zlib.crc32(raw).to_bytes(4, "little")
+            if len(field) == size and is_of_name and _is_utf8(field[5:]):
+                entry.name = field[5:] or entry.name
+        if not is_plain:
+            _FIELD.pack_into(plain, at, _UNKNOWN, len(field))
+        at += _FIELD.size + len(field)
+    if zip64_bytes:
+        entry.fault = entry.fault or "its sizes are damaged"
+
+
+def _is_utf8(name: bytes) -> bool:
     try:
-        raw.decode("utf-8")
+        name.decode("utf-8")
     except UnicodeDecodeError:
-        return info.filename.encode("utf-8", "surrogateescape")
-    return raw
+        return False
+    return True
+
+
+def _name(raw: bytes, says_utf8: bool) -> bytes:
+    """An entry's name, which is UTF-8 or of code page 437."""
+    if says_utf8 or _is_utf8(raw):
+        return raw
+    return raw.decode("cp437").encode("utf-8")
 
 
 def _mtime_ns(info: zipfile.ZipInfo) -> int:
