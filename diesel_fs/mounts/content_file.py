@@ -18,7 +18,6 @@ Concurrency: one trio task at a time, as in `vfs.py`. Only `read` waits.
 
 import errno
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -40,14 +39,10 @@ PATIENCE_S = 0.5
 """So long does a READ of several files wait for all of them. Then it fails, since one that hangs
 must not delay readers of the others for longer."""
 
-RETRIES_APART_S = 1.0
-"""After an extent could not be read, READs of it fail at once as long as they follow one another
-this soon: the kernel sends two for each page that it wanted to read ahead, and the store would be
-asked each time."""
-
-RETRIES_MAX = 1024
-"""But no more than these fail so, twice what the kernel sends for one call of a reader (which reads
-ahead 1 MiB): others are new attempts of readers."""
+REFUSED_S_MAX = 1.0
+"""After an extent could not be read, READs of it fail at once for as long as the attempt took, but
+no longer than this. The kernel sends two for each page that it wanted to read ahead, and each would
+wait for a store that hangs. A store that answers at once is asked again at once."""
 
 _FAILED_MAX = 4096
 """So many extents that could not be read are remembered; then all are forgotten."""
@@ -63,19 +58,11 @@ def private_name(node: int) -> str:
     return f"content-{HIDDEN_ROOT - node}"
 
 
-class _Failure:
-    """That an extent could not be read, and when a READ of it came last."""
+class _Attempt(NamedTuple):
+    """A READ of an extent that waits."""
 
-    def __init__(self) -> None:
-        self._left = RETRIES_MAX
-        self._last_s = time.monotonic()
-
-    def refuses(self) -> bool:
-        """Whether the READ that has just come is one of the kernel's repetitions."""
-        now_s, before_s = time.monotonic(), self._last_s
-        self._last_s = now_s
-        self._left -= 1
-        return now_s - before_s < RETRIES_APART_S and self._left >= 0
+    begun_s: float  # trio's clock
+    scope: trio.CancelScope
 
 
 @dataclass(slots=True, eq=False)
@@ -85,11 +72,11 @@ class ContentVersion:
     vfs: Vfs
     starts: memoryview  # the first blocks of all contents, ascending
     order: memoryview  # the entries that have them
-    failed: dict[tuple[int, int], _Failure] = field(default_factory=dict)
-    """Extents that could not be read a moment ago, by entry and offset."""
-    waiting: dict[tuple[int, int], set[trio.CancelScope]] = field(default_factory=dict)
-    """READs of extents that wait. They fail together, or a reader would wait for one after the
-    other."""
+    failed: dict[tuple[int, int], float] = field(default_factory=dict)
+    """Until when (trio's clock) READs of an extent fail at once, by entry and offset."""
+    waiting: dict[tuple[int, int], set[_Attempt]] = field(default_factory=dict)
+    """READs of extents that wait. Those that began together fail together, or a reader would wait
+    for one after the other."""
 
     def read_nowait(self, entry: int, offset: int, size: int) -> Bytes | None:
         """As that of `vfs`. Raises FuseErrno alone."""
@@ -104,34 +91,39 @@ class ContentVersion:
         for extent in self.vfs.snapshot.extents(entry, offset, offset + size):
             start, end = max(extent.start, offset), min(extent.start + extent.size, offset + size)
             key = entry, extent.start
-            failure = self.failed.get(key)
-            if failure is not None and failure.refuses():
+            now_s = trio.current_time()
+            if now_s < self.failed.get(key, now_s):
                 raise FuseErrno(errno.EIO)
-            others = self.waiting.setdefault(key, set())
+            attempts = self.waiting.setdefault(key, set())
             with trio.CancelScope() as scope:
-                others.add(scope)
+                attempt = _Attempt(now_s, scope)
+                attempts.add(attempt)
                 try:
                     found.append(await self.vfs.read(entry + 1, start, end - start))
                 except trio.Cancelled:
                     raise
                 except BaseException as fault:
-                    self._fail(key)
+                    self._fail(key, attempt)
                     raise FuseErrno(self.vfs.errno_of(fault, "read", entry + 1)) from fault
                 finally:
-                    others.discard(scope)
-                    if not others:
+                    attempts.discard(attempt)
+                    if not attempts:
                         self.waiting.pop(key, None)
             if scope.cancelled_caught:
                 raise FuseErrno(errno.EIO)
         return found
 
-    def _fail(self, key: tuple[int, int]) -> None:
-        """Fails all READs of an extent that wait, and remembers that it could not be read."""
+    def _fail(self, key: tuple[int, int], failed: _Attempt) -> None:
+        """Fail the READs of an extent that wait since about the same time as one that has failed.
+        A later one may get what the store has by now."""
+        now_s = trio.current_time()
+        took_s = now_s - failed.begun_s
         if len(self.failed) >= _FAILED_MAX:
             self.failed.clear()
-        self.failed[key] = _Failure()
+        self.failed[key] = now_s + min(took_s, REFUSED_S_MAX)
         for each in self.waiting[key]:
-            each.cancel()
+            if each.begun_s <= failed.begun_s + took_s / 2:
+                each.scope.cancel()
 
     def entry_at(self, offset: int) -> int:
         """The entry whose content is at `offset`, or lies next before it; -1 for none."""
