@@ -19,7 +19,7 @@ class LoaderStreams:
         self._name = name
         self._controls = controls
         self._table: SampleTable = FileTable(0)
-        self._epoch = -1
+        self.epoch = -1
         self._lag_entries = 0
         self._orders: dict[ShownVersion, SampleFiles] = {}  # of the current epoch, as far as known
         self._announced_to: set[ShownVersion] = set()  # where the current epoch is announced
@@ -29,7 +29,7 @@ class LoaderStreams:
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
         """A new epoch begins, in this order (as far as it is known)."""
-        self._table, self._epoch, self._lag_entries = table, epoch, lag_entries
+        self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
         self._orders, self._is_planned = {}, False
         self._announced_to.clear()
         self.more(indices)
@@ -60,7 +60,7 @@ class LoaderStreams:
         for shown in self._announced_to:
             files = len(self._orders[shown].first(position).entries)
             with suppress(UsageError):  # the mount has seen the end of the epoch already
-                self._controls.of(shown).progress(self._name, files, self._epoch)
+                self._controls.of(shown).progress(self._name, files, self.epoch)
 
     def withdraw(self) -> None:
         """The process has ended."""
@@ -72,7 +72,7 @@ class LoaderStreams:
         """Announce these files of the current epoch, or more of them."""
         if not len(files.entries):
             return
-        order = explicit(epoch=self._epoch, entries=files.entries)
+        order = explicit(epoch=self.epoch, entries=files.entries)
         control = self._controls.of(shown)
         if shown in self._announced_to:
             control.extend(self._name, [order])

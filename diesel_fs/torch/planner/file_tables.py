@@ -211,11 +211,6 @@ class MountedFiles:
         """Where datasets are mounted."""
         return {each.path for each in self._mounts}
 
-    @property
-    def fuse_trees(self) -> list[str]:
-        """The mounts whose trees are FUSE's."""
-        return [each.path for each in self._mounts if not each.is_native]
-
     def snapshot(self, mount: str) -> Snapshot:
         """The snapshot that a mount shows. Raises OSError, DieselError."""
         found = self._snapshots.get(mount)

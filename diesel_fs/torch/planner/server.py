@@ -33,6 +33,7 @@ _LENGTH = struct.Struct("<Q")
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
+_BACKLOG = 4096  # as many processes as may join at once: a kernel allows no more
 _END_S = 20.0  # for what is left to announce at the end; a mount may be slow
 
 Said = dict[str, object]
@@ -63,7 +64,7 @@ class TrainingPlanner:
         self._lock = threading.Lock()  # for all of the above
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.socket_path))
-        self._listener.listen(64)
+        self._listener.listen(_BACKLOG)
         self._served: list[_Served] = []
         self._accepting = threading.Thread(target=self._accept, name="accept", daemon=True)
 
@@ -76,7 +77,6 @@ class TrainingPlanner:
         return {
             "socket": str(self.socket_path),
             "ahead": ahead,
-            "fuse_trees": self._files.fuse_trees,
             "group_size": group_size,
             "own_seed": own_seed,
         }
@@ -235,13 +235,18 @@ class _Process:
 
     def end(self) -> None:
         """The process has ended."""
-        for each in self._streams.values():
-            self._summary.files += each.announced
-            self._summary.planned_epochs += each.planned_epochs
-            try:
-                each.withdraw()
-            except DieselError:  # the mount is gone, or knows the stream no more
-                continue
+        for name in [*self._streams]:
+            self._leave(name)
+
+    def _leave(self, name: str, epoch: object = None) -> None:
+        """A loader reads no more; or this epoch is left, unless the next has begun."""
+        streams = self._streams.get(name)
+        if streams is not None and epoch in (None, streams.epoch):
+            del self._streams[name]
+            self._summary.files += streams.announced
+            self._summary.planned_epochs += streams.planned_epochs
+            with suppress(DieselError):  # the mount is gone, or knows the stream no more
+                streams.withdraw()
 
     def _note(self, text: str) -> None:
         self._summary.notes[text] += 1
@@ -284,6 +289,8 @@ class _Process:
                 self._streams[str(said["stream"])].cut(_whole(said["position"]))
             case "progress":
                 self._progress(said)
+            case "left":
+                self._leave(str(said["stream"]), said.get("epoch"))
 
     def _paths(self, number: int, payload: bytes, cwd: str) -> None:
         (table, filled), paths = self._filling[number], payload.split(b"\0")

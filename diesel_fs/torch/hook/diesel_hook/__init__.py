@@ -4,8 +4,7 @@
 begins (`loaders.py`). `prediction.py` learns the order without drawing from the user's generators,
 `files.py` tells which files a dataset reads (`arrow_tables.py` for Hugging Face's `datasets`), and
 `link.py` sends both to the launcher. `learning.py` finds out which files a dataset opens that does
-not say it, and `chunk_wise.py` has the orders of `--shuffle chunk`. `opening.py` spares a request
-for each `open()` on a mount of a user without root.
+not say it, and `chunk_wise.py` has the orders of `--shuffle chunk`.
 """
 
 from __future__ import annotations
@@ -45,11 +44,16 @@ def install(settings: Settings) -> None:
     """Have this process announce what it will read."""
     if _links:
         return
-    from . import link, loaders, opening  # noqa: PLC0415  (processes without settings need none)
+    from . import link, loaders  # noqa: PLC0415  (processes without settings need none)
 
     launcher = link.Link(settings["socket"])
     _links.append(launcher)
     launcher.send({"do": "hello"})
-    if settings["fuse_trees"]:
-        opening.spare_terminal_checks(settings["fuse_trees"])
     loaders.watch(launcher, settings)
+
+
+def learning_workers(*parts: object) -> object:
+    """A `LearningWorkers` that was pickled; called by the pickle."""
+    from .learning import LearningWorkers  # noqa: PLC0415  (processes without settings need none)
+
+    return LearningWorkers(*parts)  # type: ignore[arg-type] # as they were

@@ -244,10 +244,18 @@ def inside(dataset: object, steps: Steps) -> object:
     return dataset
 
 
+_REMAKE = (
+    "(lambda hook: hook.learning_workers(*parts) if hook else parts[2])"
+    "(__import__('sys').modules.get('diesel_hook'))"
+)
+"""What a pickle of `LearningWorkers` evaluates: it needs nothing but Python."""
+
+
 class LearningWorkers:
     """The `worker_init_fn` of a loader whose workers learn; the user's own runs behind it.
 
-    It is pickled where workers are spawned.
+    It is pickled where workers are spawned. A worker that has not joined, since the script has
+    changed PYTHONPATH, cannot import this module: there the user's own comes out of the pickle.
     """
 
     def __init__(
@@ -259,6 +267,10 @@ class LearningWorkers:
         self._socket_path = socket_path
         self._wanted = wanted
         self._users = users
+
+    def __reduce__(self) -> tuple[object, ...]:
+        parts = self._socket_path, self._wanted, self._users
+        return eval, (_REMAKE, {"parts": parts})
 
     def __call__(self, worker: int) -> None:
         with suppress(Exception):  # the worker goes on as it would without us

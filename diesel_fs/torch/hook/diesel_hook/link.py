@@ -12,10 +12,12 @@ import os
 import socket
 import struct
 import threading
+from collections import deque
 from typing import TypedDict
 
 _LENGTHS = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<Q")
+_TIME = struct.Struct("@ll")  # seconds, microseconds
 _SEND_S = 20.0  # a launcher that takes nothing for so long is given up
 
 
@@ -26,8 +28,6 @@ class Settings(TypedDict):
     """The path of the launcher's socket."""
     ahead: int
     """How many further epochs are announced, where they can be foreseen."""
-    fuse_trees: list[str]
-    """The mount points whose `open` is slow."""
     group_size: int
     """Random orders are replaced by chunk-wise ones with so many chunks in a group; 0: not."""
     own_seed: bool
@@ -41,8 +41,10 @@ class Link:
         self.path = path
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._place = (0, 0)  # what tells the socket from a descriptor that took its number
         self._owner = 0  # the process that made the connection
         self._is_lost = False
+        self._later: deque[dict[str, object]] = deque()
         os.register_at_fork(after_in_child=self._after_fork)
 
     def send(self, message: dict[str, object], payload: bytes | memoryview = b"") -> None:
@@ -53,26 +55,47 @@ class Link:
         """Send a message, and wait for the payload that answers it; None without a launcher."""
         return self._exchange(message, b"", has_answer=True)
 
+    def send_soon(self, message: dict[str, object]) -> None:
+        """As `send`; may also be called while objects are collected, perhaps within `send`. The
+        message is sent now, or behind the one that is being sent."""
+        self._later.append(message)
+        self._send_waiting()
+
+    def _send_waiting(self) -> None:
+        while self._later and not self._is_lost and self._lock.acquire(blocking=False):
+            try:
+                self._send(self._later.popleft(), b"")
+            except IndexError:  # another thread has sent it
+                continue
+            except OSError:
+                self._lose()
+            finally:
+                self._lock.release()
+
     def _exchange(
         self, message: dict[str, object], payload: bytes | memoryview, *, has_answer: bool
     ) -> bytes | None:
         if self._is_lost:
             return None
-        body = json.dumps(message).encode()
-        size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        answer = None
         try:
             with self._lock:
-                connected = self._connected()
-                connected.sendall(_LENGTHS.pack(len(body), size) + body)
-                if size:
-                    connected.sendall(payload)
+                connected = self._send(message, payload)
                 if has_answer:
-                    return self._answer(connected)
+                    answer = self._answer(connected)
         except OSError:
-            self._is_lost = True
-            if self._socket is not None:
-                self._socket.close()
-        return None
+            self._lose()
+        self._send_waiting()
+        return answer
+
+    def _send(self, message: dict[str, object], payload: bytes | memoryview) -> socket.socket:
+        body = json.dumps(message).encode()
+        size = payload.nbytes if isinstance(payload, memoryview) else len(payload)
+        connected = self._connected()
+        connected.sendall(_LENGTHS.pack(len(body), size) + body)
+        if size:
+            connected.sendall(payload)
+        return connected
 
     def note(self, text: str) -> None:
         """Have the launcher tell the user something at the end. The same text is told once."""
@@ -89,15 +112,49 @@ class Link:
         return content
 
     def _connected(self) -> socket.socket:
-        if self._socket is None or self._owner != os.getpid():
+        if self._socket is not None and (self._owner != os.getpid() or not self._is_ours()):
+            self._forget()
+        if self._socket is None:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket, self._owner = made, os.getpid()
-            made.settimeout(_SEND_S)
+            self._place = _place_of(made.fileno())
+            # In blocking mode: else it fails at once if many processes connect at the same time
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(_SEND_S), 0))
             made.connect(self.path)
+            made.settimeout(_SEND_S)
             body = json.dumps({"do": "process", "pid": os.getpid()}).encode()
             made.sendall(_LENGTHS.pack(len(body), 0) + body)
         return self._socket
 
+    def _is_ours(self) -> bool:
+        """Whether the descriptor is still that of the socket: a program may close all descriptors,
+        and then open others, which get these numbers."""
+        assert self._socket is not None
+        try:
+            return _place_of(self._socket.fileno()) == self._place
+        except OSError:
+            return False
+
+    def _forget(self) -> None:
+        """Drop the socket: close it, unless its descriptor is the user's by now."""
+        if self._socket is not None:
+            if self._is_ours():
+                self._socket.close()
+            else:
+                self._socket.detach()
+            self._socket = None
+
+    def _lose(self) -> None:
+        """The launcher has gone."""
+        self._is_lost = True
+        self._forget()
+
     def _after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._socket = None  # the parent's: closing it here does not end it there
+        self._later.clear()
+        self._forget()  # the parent's: closing it here does not end it there
+
+
+def _place_of(descriptor: int) -> tuple[int, int]:
+    found = os.fstat(descriptor)
+    return found.st_dev, found.st_ino

@@ -19,7 +19,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Protocol
@@ -40,7 +41,7 @@ _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages about what a sampler has given that could not be foreseen
 
 _expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
-_epochs: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by iterator
+_loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  # by iterator
 _current: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by sampler
 _wrapped: set[type] = set()
 _SEEDS = 1 << 63
@@ -70,12 +71,19 @@ class Watch:
         self._has_own_seed = settings["own_seed"]
         self.datasets = Datasets(link)
         self._learner = Learner(link)
-        self._loaders: weakref.WeakKeyDictionary[object, list[int]] = weakref.WeakKeyDictionary()
+        self._loaders: weakref.WeakKeyDictionary[object, _Stream] = weakref.WeakKeyDictionary()
         self._between: weakref.WeakKeyDictionary[object, BetweenEpochs] = (
             weakref.WeakKeyDictionary()
         )
         self._count = 0
         self._groupings: dict[int, chunk_wise.Grouping] = {}  # by number of the dataset
+        os.register_at_fork(after_in_child=self._after_fork)
+
+    def _after_fork(self) -> None:
+        """The launcher takes a child for another process: it has told nothing yet."""
+        self.datasets = Datasets(self.link)
+        self._groupings.clear()
+        self._loaders.clear()
 
     def tell_files(self, loader: _Loader) -> Told | None:
         """What the launcher knows of the loader's dataset; None where it has no files by index."""
@@ -83,20 +91,24 @@ class Watch:
             return None  # that of datasets that choose for themselves
         return self.datasets.told(loader.dataset)
 
+    def stream(self, loader: _Loader) -> _Stream:
+        """That of a loader, which is made with its first epoch."""
+        found = self._loaders.get(loader)
+        if found is None:
+            self._count += 1
+            found = self._loaders[loader] = _Stream(self._count, self.link)
+        return found
+
     def begin(self, loader: _Loader) -> Epoch:
         """The next epoch of a loader."""
-        sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        sampler = _index_sampler(loader)
         dataset, told = loader.dataset, self.tell_files(loader)
         if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
-        numbers = self._loaders.get(loader)
-        if numbers is None:
-            self._count += 1
-            numbers = self._loaders[loader] = [self._count, -1]
-        numbers[1] += 1
-        stream = f"{os.getpid()}.{numbers[0]}"
+        stream = self.stream(loader)
+        stream.epochs += 1
         batches = loader.num_workers * (loader.prefetch_factor or 0)
-        epoch = Epoch(self, sampler, told, stream, numbers[1], batches)
+        epoch = Epoch(self, sampler, told, stream, batches)
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # else torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
@@ -104,7 +116,7 @@ class Watch:
             with suppress(TypeError):  # of a class without references
                 _current[each] = epoch
             if self._has_own_seed:
-                self._seed(each, numbers[0])
+                self._seed(each, stream.number)
         if self.group_size and told is not None:
             *_, innermost = _nested(sampler)
             self._make_chunk_wise(innermost, told)
@@ -154,14 +166,40 @@ class Watch:
         self._learner.stop()
 
 
+class _Stream:
+    """What the launcher is told of a loader. It ends when the loader and its iterator have gone."""
+
+    def __init__(self, number: int, link: Link) -> None:
+        self.number = number
+        self.name = f"{os.getpid()}.{number}"
+        self.epochs = 0  # that have begun
+        _when_collected(
+            self, functools.partial(link.send_soon, {"do": "left", "stream": self.name})
+        )
+
+
+@dataclass
+class _Loop:
+    """The loop over an iterator of a loader; if that has workers that stay, one loop each epoch."""
+
+    epoch: Epoch
+    stream: _Stream
+
+    def leave(self) -> None:
+        """The iterator has gone."""
+        self.epoch.leave()
+
+
 class Epoch:
     """One iteration over a loader."""
 
     def __init__(
-        self, watch: Watch, sampler: object, told: Told | None, stream: str, number: int, lag: int
+        self, watch: Watch, sampler: object, told: Told | None, stream: _Stream, lag: int
     ) -> None:
         """`lag` is how many batches the workers may have in hand, and may read in any order."""
-        self.sampler = sampler
+        self.sampler_kind = type(sampler)
+        self._sampler = _weak(sampler)
+        self.is_over = False
         self.loaders_generator: object = None
         """A generator from which the loader draws when an epoch begins."""
         self.between: BetweenEpochs | None = None
@@ -169,7 +207,7 @@ class Epoch:
         self._watch, self.link = watch, watch.link
         self.told = told
         self._dataset = None if told is None else told.number
-        self._names: dict[str, object] = {"stream": stream, "epoch": number}
+        self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: Order | None = None  # what the sampler is expected to give
         self._drawn = Order()
@@ -186,7 +224,7 @@ class Epoch:
         if self._dataset is None:
             return
         orders = predict(
-            self.sampler, self._watch.ahead, iterator, self.loaders_generator, self.between
+            self._sampler(), self._watch.ahead, iterator, self.loaders_generator, self.between
         )
         self._order = orders[0] if orders else None
         lag = self._lag * self._batch_size()
@@ -205,7 +243,7 @@ class Epoch:
         """How many indices a batch has: as the first that is foreseen, or as the sampler says."""
         if self._order is not None:
             return self._order.bounds[0] if self._order.bounds else 1
-        size = getattr(self.sampler, "batch_size", None)
+        size = getattr(self._sampler(), "batch_size", None)
         return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
@@ -259,13 +297,32 @@ class Epoch:
         self._sent = self._received
         self._waited_s = self._computed_s = 0.0
         if is_over:
+            self.is_over = True
             self._watch.end()
+
+    def leave(self) -> None:
+        """The loop has dropped the iterator. If it has not read the epoch to its end, the stream
+        ends."""
+        if not self.is_over:
+            self.is_over = True
+            self.link.send_soon({"do": "left", **self._names})
 
     def position(self, more: int = 0) -> int:
         """How many indices of the order were in the batches that the loop has received."""
         bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
         count = min(self._received + more, len(bounds))
         return bounds[count - 1] if count > 0 else 0
+
+
+@contextmanager
+def _expecting_none() -> Iterator[None]:
+    """While a sampler itself runs, it may iterate itself, or samplers inside."""
+    pair = getattr(_expected, "pair", None)
+    _expected.pair = None
+    try:
+        yield
+    finally:
+        _expected.pair = pair
 
 
 class _WatchedSampler:
@@ -283,7 +340,8 @@ class _WatchedSampler:
         if not self._has_begun:
             self._has_begun = True
             self._quietly(lambda epoch: epoch.foresee(self._inner))
-        element = next(self._inner)
+        with _expecting_none():
+            element = next(self._inner)
         self._quietly(lambda epoch: epoch.drew(element))
         return element
 
@@ -313,6 +371,30 @@ class _WatchedStateful(_WatchedSampler):
         super().__init__(inner, epoch)
         self.state_dict = inner.state_dict
         self.load_state_dict = inner.load_state_dict
+
+
+def _index_sampler(loader: _Loader) -> object:
+    """What torch iterates of a loader."""
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _weak(sampler: object) -> Callable[[], object]:
+    """Gives a sampler without keeping it: an epoch lives as long as its sampler."""
+    try:
+        return weakref.ref(sampler)
+    except TypeError:  # of a class without references
+        return lambda: sampler
+
+
+def _when_collected(thing: object, act: Callable[[], object]) -> None:
+    """Call `act` in this process when `thing` has gone, unless the process ends before."""
+    process = os.getpid()
+
+    def call() -> None:
+        if os.getpid() == process:
+            act()
+
+    weakref.finalize(thing, call).atexit = False
 
 
 def _nested(sampler: object) -> Iterator[object]:
@@ -396,11 +478,11 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         users = self.worker_init_fn
         try:
             epoch = state.begin(self)
-            _wrap_sampler(type(epoch.sampler), epoch)
+            _wrap_sampler(epoch.sampler_kind, epoch)
             workers = None if epoch.told is None else state.learn(self, epoch.told)
         except Exception as error:  # the loop goes on as it would without us
             state.link.note(f"cannot follow a DataLoader: {error!r}")
-        _expected.pair = None if epoch is None else (epoch.sampler, epoch)
+        _expected.pair = None if epoch is None else (_index_sampler(self), epoch)
         if workers is not None:
             self.worker_init_fn = workers
         try:
@@ -412,7 +494,12 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         if epoch is not None:
             try:
                 _wrap_iterator(type(iterator))
-                _epochs[iterator] = epoch
+                stream = state.stream(self)
+                loop = _loops.get(iterator)
+                if loop is None:
+                    loop = _loops[iterator] = _Loop(epoch, stream)
+                    _when_collected(iterator, loop.leave)
+                loop.epoch = epoch
             except Exception as error:
                 state.link.note(f"cannot follow a DataLoader: {error!r}")
         return iterator
@@ -432,7 +519,8 @@ def _wrap_sampler(kind: type, epoch: Epoch) -> None:
         pair = getattr(_expected, "pair", None)
         if pair is None or pair[0] is not self:
             return original(self)
-        inner = original(self)  # torch may ask twice, and use the second
+        with _expecting_none():  # of `super().__iter__()`
+            inner = original(self)  # torch may ask twice, and use the second
         watched = _WatchedStateful if hasattr(inner, "load_state_dict") else _WatchedSampler
         return watched(inner, pair[1])
 
@@ -456,9 +544,10 @@ def _wrap_iterator(kind: type) -> None:
 
     @functools.wraps(original)
     def __next__(self: object) -> object:
-        epoch = _epochs.get(self)
-        if epoch is None:
+        loop = _loops.get(self)
+        if loop is None:
             return original(self)
+        epoch = loop.epoch
         before_s = time.monotonic()
         try:
             batch = original(self)
