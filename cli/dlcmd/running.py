@@ -29,6 +29,10 @@ _FORWARDED = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
+_LOOKS_S = (2.0, 3.0, 5.0, 5.0, 5.0, 9.0)
+"""When the processes of the command are looked at, one after the other: within 30 s in all. After a
+signal the next look may be later by the time that was left."""
+
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as well
 
 
@@ -134,13 +138,52 @@ def _run(command: Sequence[str], environment: Mapping[str, str], planner: Traini
         except OSError as error:
             return _not_started(command[0], error, NOT_EXECUTABLE)
         planner.start()
+        looks = iter(_LOOKS_S)
         while child.poll() is None:
-            got = signal.sigwaitinfo({*_FORWARDED, signal.SIGCHLD})
-            if got.si_signo != signal.SIGCHLD and got.si_code != _FROM_KERNEL:
+            got = _next_signal(next(looks, None))
+            if got is None:
+                if unjoined := _unjoined_path(environment):
+                    _say(
+                        f"nothing is planned for a process of the command, which has PYTHONPATH="
+                        f"{unjoined}: write PYTHONPATH={unjoined}:$PYTHONPATH in the script"
+                    )
+                    looks = iter(())
+            elif got.si_signo != signal.SIGCHLD and got.si_code != _FROM_KERNEL:
                 child.send_signal(got.si_signo)
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
+    """The next signal; None if none has come in time."""
+    wanted = {*_FORWARDED, signal.SIGCHLD}
+    if patience_s is None:
+        return signal.sigwaitinfo(wanted)
+    return signal.sigtimedwait(wanted, patience_s)
+
+
+def _unjoined_path(environment: Mapping[str, str]) -> str:
+    """PYTHONPATH of a Python process of the command that did not keep what it was given, and so
+    cannot join; empty if there is none."""
+    hook = environment["PYTHONPATH"].partition(os.pathsep)[0]
+    settings = f"{VARIABLE}={environment[VARIABLE]}".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if settings not in variables or not (process / "exe").readlink().name.startswith(
+                "python"
+            ):
+                continue
+        except OSError:  # it has ended, or is another user's
+            continue
+        if settings not in variables or not program.startswith("python"):
+            continue
+        for each in variables:
+            name, _, value = os.fsdecode(each).partition("=")
+            if name == "PYTHONPATH" and hook not in value.split(os.pathsep):
+                return value
+    return ""
 
 
 def _set_mask(mask: "set[signal.Signals] | set[int]") -> None:

@@ -29,7 +29,7 @@ from . import chunk_wise
 from .files import NEEDS_NO_MOUNT, Datasets, Told
 from .learning import Learner, LearningWorkers, inside
 from .link import Link, Settings
-from .prediction import DRAWS, BetweenEpochs, Order, predict
+from .prediction import DRAWS, BetweenEpochs, Drawn, Order, predict
 
 _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
@@ -45,6 +45,7 @@ _loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  
 _current: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by sampler
 _wrapped: set[type] = set()
 _SEEDS = 1 << 63
+_DROPPED_MIN = 1 << 18  # indices that were received, and are dropped together
 
 
 class _Loader(Protocol):
@@ -210,7 +211,7 @@ class Epoch:
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: Order | None = None  # what the sampler is expected to give
-        self._drawn = Order()
+        self._drawn = Drawn()
         self._received = self._sent = 0  # batches
         self._drawn_sent = 0  # indices, where the order is not known
         self._drawn_s = 0.0
@@ -248,31 +249,34 @@ class Epoch:
 
     def drew(self, element: object) -> None:
         """The sampler gave this: an index, or the indices of a batch."""
-        drawn, position = self._drawn, len(self._drawn.indices)
+        drawn, position = self._drawn, self._drawn.count
         if not drawn.append(element) or self._dataset is None:
             return
         if self._order is not None:
-            new = drawn.indices[position:]
-            if self._order.indices[position : position + len(new)] == new:
+            new = drawn.between(position)
+            foreseen = self._order.indices[position : position + len(new)]
+            if foreseen == new:
                 return
+            is_behind = not self._order.is_whole and position == len(self._order.indices)
             self._order = None
             self._drawn_sent = position
-            self.link.send({"do": "cut", "position": position, **self._names})
+            if not is_behind:  # else all that was foreseen has come
+                self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
         """Send what the sampler has given, where that was not foreseen."""
-        if self._order is None and self._drawn_sent < len(self._drawn.indices):
-            new = self._drawn.indices[self._drawn_sent :]
-            self._drawn_sent, self._drawn_s = len(self._drawn.indices), time.monotonic()
+        if self._order is None and self._drawn_sent < self._drawn.count:
+            new = self._drawn.between(self._drawn_sent)
+            self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
         """The loop has got a batch, for which it asked at `before_s`."""
         self._received += 1
         if self.told is not None and self.told.wanted:
-            self.told.saw(self._drawn.indices[self.position(-1) : self.position()])
+            self.told.saw(self._drawn.between(self.position(-1), self.position()))
         self._waited_s += after_s - before_s
         if self._left_s:
             self._computed_s += before_s - self._left_s
@@ -294,6 +298,8 @@ class Epoch:
                 "computed_s": self._computed_s,
             }
         )  # fmt: skip
+        if self._order is not None or self._drawn_sent == self._drawn.count:
+            self._drawn.drop(self._received - 1, _DROPPED_MIN)
         self._sent = self._received
         self._waited_s = self._computed_s = 0.0
         if is_over:
@@ -309,9 +315,7 @@ class Epoch:
 
     def position(self, more: int = 0) -> int:
         """How many indices of the order were in the batches that the loop has received."""
-        bounds = self._drawn.bounds or range(1, len(self._drawn.indices) + 1)
-        count = min(self._received + more, len(bounds))
-        return bounds[count - 1] if count > 0 else 0
+        return self._drawn.end_of(self._received + more)
 
 
 @contextmanager

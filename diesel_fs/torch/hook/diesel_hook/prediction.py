@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import random
 import sys
+import time
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -45,9 +46,14 @@ _COUNT_EPOCHS = frozenset(
     ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler")
 )
 _NESTED = ("sampler", "batch_sampler")
-ENTRIES_MAX = 50_000_000
-"""Of a longer order, which may be endless, only the beginning is predicted."""
+ENTRIES_MAX = 1 << 24
+"""Of a longer order, which may be endless, only the beginning is predicted: its indices take eight
+bytes each here, and more in the launcher."""
 
+DRAWING_S_MAX = 1.0
+"""Nor is more predicted than can be drawn in this time: the loop waits for its first batch."""
+
+_TIMED_ELEMENTS = 1024  # from one look at the clock to the next
 
 _DRAWS_MAX = 8  # torch's loaders draw a number when an epoch begins; a program has few of them
 
@@ -99,6 +105,8 @@ class Order:
         self.indices = array("q")
         self.bounds = array("q")
         """Where each batch ends, if the sampler gives batches."""
+        self.is_whole = True
+        """Whether the sampler gives no more."""
 
     def append(self, element: object) -> bool:
         """Add what a sampler gave: an index, or the indices of a batch. False for anything else."""
@@ -111,6 +119,49 @@ class Order:
         except TypeError:
             return False
         return True
+
+
+class Drawn:
+    """What a sampler has given in an epoch, but for the beginning, which is dropped."""
+
+    def __init__(self) -> None:
+        self._kept = Order()
+        self._dropped = self._dropped_batches = 0
+
+    @property
+    def count(self) -> int:
+        """How many indices it has given."""
+        return self._dropped + len(self._kept.indices)
+
+    def append(self, element: object) -> bool:
+        """As that of `Order`."""
+        return self._kept.append(element)
+
+    def between(self, start: int, end: int | None = None) -> array[int]:
+        """The indices from the position `start` on, as far as they are kept."""
+        last = None if end is None else max(end - self._dropped, 0)
+        return self._kept.indices[max(start - self._dropped, 0) : last]
+
+    def end_of(self, batches: int) -> int:
+        """How many indices were in the first `batches`."""
+        if not self._kept.bounds and not self._dropped_batches:  # it gives single indices
+            return max(min(batches, self.count), 0)
+        at = min(batches - self._dropped_batches, len(self._kept.bounds))
+        return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
+
+    def drop(self, batches: int, least: int) -> None:
+        """Drop these first batches, if they have at least so many indices that are kept."""
+        count = self.end_of(batches) - self._dropped
+        if count < least:
+            return
+        kept, whole = Order(), self._kept
+        kept.indices = whole.indices[count:]
+        if whole.bounds:
+            behind = whole.bounds[batches - self._dropped_batches :]
+            kept.bounds = array("q", (each - count for each in behind))
+        self._dropped_batches = batches
+        self._dropped += count
+        self._kept = kept
 
 
 def predict(
@@ -137,12 +188,12 @@ def predict(
     between.begin()
     with _states_kept():
         while len(orders) <= ahead:
-            order = Order()
-            begun = _begun(twin, None if orders else iterator)
-            for element in islice(begun, ENTRIES_MAX):
-                if not order.append(element):
-                    return orders
+            order = _drawn(_begun(twin, None if orders else iterator))
+            if order is None:
+                return orders
             orders.append(order)
+            if not order.is_whole:
+                break
             if len(orders) == 1:
                 between.end()
             if not _can_go_on(twin, global_generator_too=between.draws >= 0):
@@ -153,6 +204,20 @@ def predict(
                 generator = copies[id(loaders_generator)]
                 torch.empty((), dtype=torch.int64).random_(generator=generator)
     return orders
+
+
+def _drawn(iterator: Iterator[object]) -> Order | None:
+    """What an iterator gives, within bounds of time and memory; None if it is not understood."""
+    order, end_s = Order(), time.monotonic() + DRAWING_S_MAX
+    while order.is_whole:
+        before = len(order.indices)
+        for element in islice(iterator, _TIMED_ELEMENTS):
+            if not order.append(element):
+                return None
+        if len(order.indices) == before:
+            return order
+        order.is_whole = len(order.indices) < ENTRIES_MAX and time.monotonic() < end_s
+    return order
 
 
 def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
