@@ -15,6 +15,12 @@ DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 def check_dataset_name(name: str) -> str:
     """`name` itself. Raises UsageError if it is not allowed: it becomes part of keys and paths."""
+    dataset, slash, _ = name.partition("/")
+    if slash and DATASET_NAME.fullmatch(dataset):
+        raise UsageError(
+            f"{name!r} is a path, and the name of a dataset is expected",
+            advice=f"name {dataset}: its folders are in it",
+        )
     if not DATASET_NAME.fullmatch(name):
         raise UsageError(
             f"bad dataset name {name!r}",

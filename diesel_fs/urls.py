@@ -151,4 +151,7 @@ def parse_url(text: str) -> RepositoryUrl:
                 f"bad repository URL {shown}", advice=f"write {parts.scheme}://host:port"
             )
         return RepositoryUrl(parts.scheme, host=parts.netloc)
-    raise ConfigError(f"bad repository URL: unknown scheme {parts.scheme!r}")
+    known = ", ".join(["file", *CLOUD_SCHEMES, *SERVER_SCHEMES])
+    raise ConfigError(
+        f"bad repository URL: unknown scheme {parts.scheme!r}", advice=f"known are {known}"
+    )

@@ -1,6 +1,8 @@
 """The verbs `mount`, `umount` and `stats`. The module imports no numpy, so that a mount is fast."""
 
+import grp
 import os
+import pwd
 import re
 import time
 from collections.abc import Callable
@@ -33,6 +35,22 @@ def octal(text: str) -> int:
     if not re.fullmatch("[0-7]{1,4}", text):
         raise UsageError(f"bad umask {text!r}", advice="write it in octal digits: 022")
     return int(text, 8)
+
+
+def user_id(text: str) -> int:
+    """The number of a user, who is given by it or by name. Raises UsageError."""
+    try:
+        return int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
+    except KeyError:
+        raise UsageError(f"there is no user {text!r}", advice="give a name or a number") from None
+
+
+def group_id(text: str) -> int:
+    """The number of a group, which is given by it or by name. Raises UsageError."""
+    try:
+        return int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
+    except KeyError:
+        raise UsageError(f"there is no group {text!r}", advice="give a name or a number") from None
 
 
 mount_folder = click.Path(path_type=Path, readable=False)
@@ -108,12 +126,12 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
 )  # fmt: skip
 @click.option("--allow-other", is_flag=True, help="Let other users read the mount.")
 @click.option(
-    "--uid", type=click.IntRange(0), metavar="N",
-    help="User that all entries belong to.  [default: you]",
+    "--uid", type=user_id, metavar="USER",
+    help="User, by name or number, that all entries belong to.  [default: you]",
 )  # fmt: skip
 @click.option(
-    "--gid", type=click.IntRange(0), metavar="N",
-    help="Group that all entries belong to.  [default: yours]",
+    "--gid", type=group_id, metavar="GROUP",
+    help="Group, by name or number, that all entries belong to.  [default: yours]",
 )  # fmt: skip
 @click.option(
     "--umask", type=octal, default="0", show_default=True,

@@ -171,10 +171,7 @@ def _unjoined_path(environment: Mapping[str, str]) -> str:
     for process in Path("/proc").glob("[0-9]*"):
         try:
             variables = (process / "environ").read_bytes().split(b"\0")
-            if settings not in variables or not (process / "exe").readlink().name.startswith(
-                "python"
-            ):
-                continue
+            program = (process / "exe").readlink().name
         except OSError:  # it has ended, or is another user's
             continue
         if settings not in variables or not program.startswith("python"):

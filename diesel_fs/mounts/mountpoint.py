@@ -203,7 +203,14 @@ def our_mount(directory: str | os.PathLike[str]) -> DatasetMount:
         reason = f"it belongs to the mount on {os.path.dirname(path)}"
     else:
         reason = f"that is a mount of {other.kind}"
-    raise UsageError(f"{path} is no mount of a dataset: {reason}")
+    name = os.fspath(directory)
+    of_dataset = [
+        each.path for each in dataset_mounts(entries) if each.source.partition("@")[0] == name
+    ]
+    raise UsageError(
+        f"{path} is no mount of a dataset: {reason}",
+        advice=f"the dataset {name} is mounted on {', '.join(of_dataset)}" if of_dataset else "",
+    )
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[DatasetMount, bytes]:

@@ -19,6 +19,7 @@ from ..system.daemons import DaemonRequest
 from ..urls import HostPort, parse_url
 
 LOOPBACK = "127.0.0.1"
+ID_MAX = (1 << 32) - 2  # of users and groups; one more means none
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,9 @@ class MountRequest(DaemonRequest):
         self.task_options.check()
         if self.metrics:
             parse_endpoint(self.metrics, default_host=LOOPBACK)
+        for name, number in (("uid", self.uid), ("gid", self.gid)):
+            if number > ID_MAX:
+                raise UsageError(f"no {name} is {number}: the greatest is {ID_MAX}")
         if self.memory_bytes > memory_limit_bytes():
             raise UsageError(
                 f"{self.memory_bytes:,} bytes of memory are more than the"

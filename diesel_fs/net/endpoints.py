@@ -25,8 +25,9 @@ def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
     try:
         return HostPort.parse(f"{default_host}:{port}" if port.isdecimal() else text)
     except ValueError:
+        why = "a port is at most 65535" if port.isdecimal() else "it is no HOST:PORT"
         raise ConfigError(
-            f"cannot listen at {text!r}: it is no HOST:PORT", advice="write it as 127.0.0.1:9300"
+            f"cannot listen at {text!r}: {why}", advice="write it as 127.0.0.1:9300"
         ) from None
 
 

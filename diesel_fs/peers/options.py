@@ -251,6 +251,8 @@ class TaskOptions(DaemonRequest):
         """
         given: dict[str, object] = {**kwargs}
         _check_names(given)
+        if given.get("task") == "":  # a variable of a script that is not set, perhaps
+            raise UsageError("the task's name is empty", advice="leave it out to use no task")
         values = {each.name: _checked_value(each, given.get(each.name)) for each in fields(cls)}
         options = TaskOptions.from_values(values).or_single_node(shared_name, spelled)
         if not options:

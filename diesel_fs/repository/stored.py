@@ -15,6 +15,7 @@ import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from typing import Self
 from uuid import UUID
 
@@ -173,7 +174,9 @@ class StoredRepository(Repository):
         if not same and damaged:
             raise damaged[0]  # the damaged one may have this name: absence needs proof
         if not same:
-            raise NoSuchDataset(f"no dataset {name!r} in {self.url}")
+            near = get_close_matches(name, [info.name for info in known], 1)
+            advice = f"did you mean {near[0]}?" if near else ""
+            raise NoSuchDataset(f"no dataset {name!r} in {self.url}", advice=advice)
         if len(same) > 1:
             raise MetadataError(
                 f"two datasets are named {name!r}: {same[0].identity} and {same[1].identity}"
