@@ -180,16 +180,18 @@ class _Table:
         self._indices, self._values, self._pending = [], [], 0
 
     def settle_pending(self) -> None:
-        """Copy what waits on its device. Raises UsageError for samples that there are not."""
+        """Copy what waits on its device. Raises UsageError for samples that there are not; what was
+        reported of others counts."""
         if not self._pending:
             return
         given, values = self._indices, torch.cat(self._values).cpu().numpy()
         self.forget_pending()
         indices = np.concatenate([_as_row(each) for each in given])
-        _check_samples("update", indices, len(self.agreed))
         is_good = np.isfinite(values) & (values >= 0)
         self.ignored += int(len(values) - np.count_nonzero(is_good))
+        is_good &= (indices >= 0) & (indices < len(self.agreed))
         self.reported[indices[is_good]] = values[is_good]
+        _check_samples("update", indices, len(self.agreed))
 
     def agree(self, epoch: int, world: int, claims: Sequence[int], *, has_ranks: bool) -> None:
         """All ranks take over what each has reported, and forget it. Called by all at once; without
@@ -532,7 +534,12 @@ class ImportanceSampler(ChunkShuffleSampler):
             table.agree(epoch, self.world, self._claims(epoch), has_ranks=_has_ranks(self.world))
             is_known = not np.isnan(table.agreed).all() or not count
             if self.rank == 0 and epoch and epoch >= self.warm_up and not is_known:
-                self._say("no loss was reported, so samples are drawn at random: call update")
+                self._say(
+                    f"all {table.ignored:,} losses that were reported are infinite, negative or no"
+                    " numbers, so samples are drawn at random"
+                    if table.ignored
+                    else "no loss was reported, so samples are drawn at random: call update"
+                )
         if epoch < self.warm_up:
             drawn = _Draw(epoch, np.ones(count, np.float32), np.arange(count))
         else:
