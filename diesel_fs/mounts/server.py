@@ -81,6 +81,9 @@ ORPHANED_SIGNAL = signal.SIGUSR2
 """What the kernel sends when the supervisor was killed. The server then aborts the connection,
 since the worker may wait for a page lock. Before there is a mount this signal ends the process."""
 
+RETIRED_DIVISOR = 4
+"""In a mount that follows, this part of the server's memory is for all retired versions."""
+
 TASK_STATS_S = 1.0
 """How old the statistics of the task in `.diesel/stats` may be."""
 
@@ -350,6 +353,8 @@ class _Server:
         snapshot, request = self._snapshot, self._request
         pushes = session != "pyfuse3"
         memory_bytes = self._memory.server_bytes(pushes=pushes)
+        retired_bytes = memory_bytes // RETIRED_DIVISOR if request.follow else 0
+        memory_bytes -= retired_bytes
         reader = self._source.reader(request, snapshot, memory_bytes, pushes=pushes)
         self._reader = reader
         owner = Owner(*request.owner_ids, request.umask)
@@ -372,8 +377,9 @@ class _Server:
         if not request.follow:
             return Vfs(snapshot, reader, owner, hooks, read_deadline_s=deadline_s)
         self._watcher = VersionWatcher(
-            request, self._source, self._link, self._leases, memory_bytes, self._on_switch
-        )
+            request, self._source, self._link, self._leases, memory_bytes, retired_bytes,
+            self._on_switch,
+        )  # fmt: skip
         kind = VersionedVfs if session == NativeSession.name else FollowingVfs
         return kind(
             snapshot,

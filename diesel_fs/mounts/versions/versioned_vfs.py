@@ -23,13 +23,42 @@ from ..vfs import EntryReader, MountHooks, Vfs
 ReaderFactory = Callable[[], EntryReader]
 
 
-class LazyReader:
-    """The reader of a retired version: it is opened at its first read, which seldom comes."""
+RETIRED_READERS_MAX = 4
+"""Readers of retired versions that are open at once: they share one sum of memory."""
 
-    def __init__(self, open_reader: ReaderFactory) -> None:
+
+class RetiredReaders:
+    """Which readers of retired versions are open: the last that were read, and those in use."""
+
+    def __init__(self) -> None:
+        self._open: dict[LazyReader, None] = {}  # the last used one last
+        self._lock = threading.Lock()
+
+    def used(self, reader: "LazyReader") -> None:
+        """A reader is used; those that have not been for longest are closed."""
+        with self._lock:
+            self._open.pop(reader, None)
+            self._open[reader] = None
+            too_many = list(self._open)[:-RETIRED_READERS_MAX]
+            closed = [each for each in too_many if each.close_if_idle()]
+            for each in closed:
+                del self._open[each]
+
+    def forget(self, reader: "LazyReader") -> None:
+        """A reader was closed."""
+        with self._lock:
+            self._open.pop(reader, None)
+
+
+class LazyReader:
+    """The reader of a retired version: it is open for a while after a read, which seldom comes."""
+
+    def __init__(self, open_reader: ReaderFactory, all_readers: RetiredReaders) -> None:
         self._open = open_reader
+        self._all = all_readers
         self._reader: EntryReader | None = None
         self._lock = threading.Lock()
+        self._reads = 0  # under way
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
         """See `EntryReader`. Raises DieselError."""
@@ -37,20 +66,40 @@ class LazyReader:
             if self._reader is None:
                 self._reader = self._open()
             reader = self._reader
-        return reader.read(index, offset, size)
+            self._reads += 1
+        try:
+            self._all.used(self)
+            return memoryview(bytes(reader.read(index, offset, size)))  # it may be closed soon
+        finally:
+            with self._lock:
+                self._reads -= 1
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
         """See `EntryReader`."""
-        reader = self._reader
-        return None if reader is None else reader.read_nowait(index, offset, size)
+        return None
 
     def stats(self) -> dict[str, int]:
         """See `EntryReader`."""
         reader = self._reader
         return {} if reader is None else reader.stats()
 
+    def close_if_idle(self) -> bool:
+        """Close the reader, unless it is read. Returns whether it is closed."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._reads:
+                return False
+            reader, self._reader = self._reader, None
+        finally:
+            self._lock.release()
+        if reader is not None:
+            reader.close()
+        return True
+
     def close(self) -> None:
-        """Closes the reader, if it was opened."""
+        """Closes the reader, if it is open."""
+        self._all.forget(self)
         if self._reader is not None:
             self._reader.close()
 
@@ -75,9 +124,9 @@ class VersionVfs(Vfs):
         """The kernel asks for nothing any more."""
         self._is_needed = False
 
-    def retire(self, reopen: ReaderFactory) -> EntryReader:
+    def retire(self, reopen: ReaderFactory, others: RetiredReaders) -> EntryReader:
         """Reads open another reader from now on, by `reopen`. Returns the present one."""
-        reader, self._reader = self._reader, LazyReader(reopen)
+        reader, self._reader = self._reader, LazyReader(reopen, others)
         return reader
 
 
@@ -100,6 +149,7 @@ class VersionedVfs(Vfs):
         )
         self.current = self._first_version(snapshot, reader)
         self._retired: Sequence[VersionVfs] = ()  # the newest first
+        self._retired_readers = RetiredReaders()
         self._follow_stats = follow_stats
         self._since_s = time.time()
         self._switches = 0
@@ -118,7 +168,7 @@ class VersionedVfs(Vfs):
         Reads of the retired version open a reader by `reopen`. Its present reader is returned:
         close it after `drain_retired`.
         """
-        old_reader = self.current.retire(reopen)
+        old_reader = self.current.retire(reopen, self._retired_readers)
         self._retired = self.current, *self._retired
         self.current = new
         self.snapshot, self._reader = new.snapshot, new._reader

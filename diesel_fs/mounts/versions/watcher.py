@@ -37,6 +37,7 @@ from ..source import MountSource
 from ..vfs import EntryReader
 from .leases import VersionLeases
 from .switching import PreparedSwitch, Switching
+from .versioned_vfs import RETIRED_READERS_MAX
 
 log = logging.getLogger("diesel.mount")
 
@@ -53,9 +54,6 @@ mount switches when no newer version has come between two checks, or after this 
 WORKER_DEADLINE_S = 15.0
 """How long to wait for the worker to say whether plans are running: it may be fetching a chunk."""
 
-RETIRED_BYTES = 16 << 20
-"""Memory for chunks of a retired version, of which only open files are read."""
-
 
 class VersionWatcher:
     """Watches the dataset of one mount (see the module)."""
@@ -67,13 +65,16 @@ class VersionWatcher:
         link: WorkerLink,
         leases: VersionLeases,
         memory_bytes: int,
+        retired_bytes: int,
         on_switch: Callable[[Snapshot], None],
     ) -> None:
-        """`memory_bytes` is for chunks of the current version. `on_switch` is called in step 3."""
+        """`memory_bytes` are for chunks of the current version, `retired_bytes` for those of all
+        retired ones, of which only open files are read. `on_switch` is called in step 3."""
         self._request = request
         self._source = source
         self._link = link
         self._memory_bytes = memory_bytes
+        self._retired_bytes = retired_bytes // RETIRED_READERS_MAX
         self._on_switch = on_switch
         self._leases = leases
         self._thread = trio.CapacityLimiter(1)
@@ -264,7 +265,7 @@ class VersionWatcher:
         old, new = ready.diff.old, ready.diff.new
         self._applied_version = old.version
         before = await ready.prepared.make(
-            lambda: self._source.reader(self._request, old, RETIRED_BYTES, pushes=True)
+            lambda: self._source.reader(self._request, old, self._retired_bytes, pushes=True)
         )
         self._on_switch(new)
         await self._in_thread(lambda: self._source.switch_version(new))  # before the worker reads
