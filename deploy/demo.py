@@ -93,7 +93,7 @@ def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
         try:
             yield process.stdout.readline().strip().rpartition(" ")[2]
         finally:
-            process.send_signal(signal.SIGINT)  # as ^C ends it
+            process.terminate()  # in a background job it would ignore ^C
 
 
 def screenshot(address: str, folder: Path) -> bytes:

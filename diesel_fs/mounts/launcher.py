@@ -350,7 +350,18 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
     except DieselError:
         if is_mounted(path, device):  # else its daemon has unmounted it meanwhile
             raise
-    _wait(own, path, patience)
+    try:
+        _wait(own, path, patience)
+    except DeadlineError as error:  # a process waits in the kernel, where no signal reaches it
+        error.advice = f"root can end it: {_abort_command(device)}"
+        raise
+
+
+def _abort_command(device: str) -> str:
+    """What root types to end the connection of a FUSE mount, whatever waits for it."""
+    place = "/sys/fs/fuse/connections"
+    mount = "" if os.path.ismount(place) else f"mount -t fusectl none {place} && "
+    return f"{mount}echo 1 > {place}/{device.partition(':')[2]}/abort"
 
 
 def _remove_dead_sockets() -> None:

@@ -13,6 +13,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -472,8 +473,9 @@ def _run_in_child(statement: str, path: str, deadline_s: float | None = None) ->
                 )
             answer, _ = child.communicate(timeout=left_s)
     except subprocess.TimeoutExpired:
-        child.kill()  # where it waits uninterruptibly, it ends when the mount does
-        child.returncode = -9
+        child.kill()
+        # Where it waits uninterruptibly, it ends when the mount does; until then a thread waits
+        threading.Thread(target=child.wait, name="reap", daemon=True).start()
         assert child.stdout is not None
         child.stdout.close()
         raise DeadlineError(

@@ -1,4 +1,4 @@
-"""Readers of retired versions: however many versions have open files, their memory has one bound."""
+"""Readers of retired versions: however many have open files, their memory has one bound."""
 
 import random
 import threading
