@@ -390,6 +390,6 @@ def staleness_text(view: Snapshot, why: str) -> str:
     """A warning that `view` may not be the current version, with the reason and the view's age."""
     age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
     return (
-        f"{why}: this is version {view.version} of {view.dataset}, the newest snapshot,"
+        f"{why.rstrip('.')}: this is version {view.version} of {view.dataset}, the newest snapshot,"
         f" which is {timedelta(seconds=age_s)} old"
     )

@@ -118,9 +118,9 @@ def _redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
     elif url.prefix:
         found[f"{url.host}/{url.prefix}"] = "the server's store"
     if url.meta:
-        found |= dict.fromkeys(
-            (url.meta, shown_url(url.meta), str(parse_redis_url(url.meta))), "its metadata store"
-        )
+        addresses = {url.meta, shown_url(url.meta), str(parse_redis_url(url.meta))}
+        sentences = {f"the metadata store {each}" for each in addresses}
+        found |= dict.fromkeys(addresses | sentences, "the server's metadata store")
     if cache:
         found |= dict.fromkeys((cache, os.path.realpath(cache)), "the server's cache")
     return {text: found[text] for text in sorted(found, key=len, reverse=True) if text > "/"}

@@ -49,12 +49,16 @@ _UNKNOWN = re.compile(r"unknown command\W+(\w+)", re.IGNORECASE)
 """Redis repeats the unknown command and its arguments, and they may have been a password."""
 
 
+_CONNECTING = re.compile(r"Error -?\d+ connecting to \S+\. (?=\S)")
+"""redis-py names the address; ours is named already."""
+
+
 def _redacted(text: str, where: RedisAddress) -> str:
     if unknown := _UNKNOWN.search(text):
         return f"it does not know the command {unknown.group(1)[:20]}"
     for secret in _secrets(where):
         text = text.replace(secret, "***")
-    return text
+    return _CONNECTING.sub("", text).rstrip(".")
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
