@@ -127,6 +127,7 @@ class Drawn:
     def __init__(self) -> None:
         self._kept = Order()
         self._dropped = self._dropped_batches = 0
+        self._has_batches = False
 
     @property
     def count(self) -> int:
@@ -135,7 +136,9 @@ class Drawn:
 
     def append(self, element: object) -> bool:
         """As that of `Order`."""
-        return self._kept.append(element)
+        is_known = self._kept.append(element)
+        self._has_batches |= bool(self._kept.bounds)
+        return is_known
 
     def between(self, start: int, end: int | None = None) -> array[int]:
         """The indices from the position `start` on, as far as they are kept."""
@@ -144,7 +147,7 @@ class Drawn:
 
     def end_of(self, batches: int) -> int:
         """How many indices were in the first `batches`."""
-        if not self._kept.bounds and not self._dropped_batches:  # it gives single indices
+        if self.count and not self._has_batches:  # it gives single indices
             return max(min(batches, self.count), 0)
         at = min(batches - self._dropped_batches, len(self._kept.bounds))
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
