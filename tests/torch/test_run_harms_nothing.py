@@ -1,0 +1,125 @@
+"""`dlcmd run` never makes a script worse: nothing of Python's is replaced that a script can see,
+nothing is kept alive, no descriptor of the script's is closed, and what it leaves ends.
+"""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from diesel_fs.mounts import stats
+from diesel_fs.torch.hook.diesel_hook.link import Link
+from diesel_fs.torch.planner import TrainingPlanner
+from tests.cli.conftest import dlcmd as dlcmd
+from tests.waiting import wait_until
+
+from .test_run import FILES_OF_THE_MOUNT, mounted, python, run
+
+__all__ = ["dlcmd", "mounted"]
+
+LEFT_LOOPS = f"""{FILES_OF_THE_MOUNT}
+import gc, io, pickle, weakref
+class Opens: opened = open
+Opens().opened(Files.paths[0]).close()
+assert pickle.loads(pickle.dumps(open)) is io.open is open
+os.closerange(3, 256)
+mine = open(sys.argv[2], "w+")
+gone = []
+for epoch in range(80):
+    data = Files()
+    loader = DataLoader(data, batch_size=10, shuffle=True)
+    for batch in loader:
+        break
+    gone.append(weakref.ref(data))
+    del data, loader
+gc.collect()
+assert not any(each() for each in gone)
+mine.write("mine")
+mine.close()
+time.sleep(1.5)
+with open(sys.argv[1] + "/.diesel/stats") as file:
+    print(json.dumps(json.load(file)["residency"]["streams"]))
+loader = DataLoader(Files(), batch_size=10, shuffle=True)
+assert len(list(loader)) == 20
+"""
+
+
+@pytest.mark.fuse
+def test_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
+    """Also where the script has closed all descriptors, and its own has the number of ours."""
+    done = run(*python(LEFT_LOOPS), mounted, tmp_path / "mine")
+    assert done.stdout == "[]\n"
+    assert (tmp_path / "mine").read_text() == "mine"
+    assert "announced 81 of 81 epochs" in done.stderr
+    assert len(done.stderr.splitlines()) == 2, done.stderr
+
+
+FORKED = f"""{FILES_OF_THE_MOUNT}
+from torch.utils.data import BatchSampler, RandomSampler
+class Own(BatchSampler):
+    def __iter__(self): yield from super().__iter__()
+data = Files()
+loader = DataLoader(data, batch_size=10, shuffle=True)
+list(loader)
+if os.fork() == 0:
+    list(loader)
+    os._exit(0)
+os.wait()
+mine = DataLoader(data, batch_sampler=Own(RandomSampler(data), 10, False), num_workers=2)
+assert len(list(mine)) == 20
+"""
+
+
+@pytest.mark.fuse
+def test_a_loader_from_before_a_fork_and_a_sampler_that_calls_its_base(mounted: Path) -> None:
+    """Each epoch is planned once, with all of its files."""
+    done = run(*python(FORKED), mounted)
+    assert "announced 3 of 3 epochs, 600 files" in done.stderr
+    assert len(done.stderr.splitlines()) == 2, done.stderr
+
+
+SPAWNED = f"""
+import os
+os.environ["PYTHONPATH"] = "/nowhere"
+import sys, torch
+from torch.utils.data import DataLoader
+class Files(torch.utils.data.Dataset):
+    def __len__(self): return 20
+    def __getitem__(self, index):
+        with open(sys.argv[1] + "/c0/0000") as file: file.read()
+        return index
+if __name__ == "__main__":
+    loader = DataLoader(Files(), 5, num_workers=1, multiprocessing_context="spawn",
+                        worker_init_fn=print)
+    print(len(list(loader)))
+"""
+
+
+@pytest.mark.fuse
+def test_workers_that_cannot_join_do_what_the_script_says(mounted: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SPAWNED)
+    done = run(*python("")[:1], script, mounted)
+    assert done.stdout == "0\n4\n"
+
+
+def test_a_lost_path_is_told_while_the_command_runs(tmp_path: Path) -> None:
+    done = run("sh", "-c", f"PYTHONPATH=/x exec {python('')[0]} -c 'import time; time.sleep(4)'")
+    assert "write PYTHONPATH=/x:$PYTHONPATH in the script" in done.stderr
+
+
+def test_many_processes_join_at_once() -> None:
+    """Before the launcher has taken the first connection."""
+    with TrainingPlanner() as planner:
+        links = [Link(str(planner.socket_path)) for _ in range(300)]
+        threads = [
+            threading.Thread(target=link.send, args=({"do": "hello"},)) for link in links
+        ]
+        for each in threads:
+            each.start()
+        planner.start()
+        for each in threads:
+            each.join()
+        wait_until(lambda: planner.summary.processes == len(links))
+        for link in links:
+            link._forget()
