@@ -24,6 +24,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import stats
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
+from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import write
 from tests.waiting import wait_until
@@ -39,12 +40,11 @@ DEADLINE_S = 300
 def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
     """A mount of a small dataset."""
     files = {f"c{n % 5}/{n:04}": bytes([n % 251]) * (1 + 17 * n) for n in range(FILES)}
-    dlcmd(
-        "put", "--chunk-size", "64K", "--compress", "none", write(tmp_path / "src", files), "pets"
-    )
-    dlcmd("mount", "pets", tmp_path / "mnt")
-    yield tmp_path / "mnt"
-    dlcmd("umount", "--force", tmp_path / "mnt")
+    source, at = write(tmp_path / "src", files), tmp_path / "mnt"
+    dlcmd("put", "--chunk-size", "64K", "--compress", "none", source, "pets")
+    dlcmd("mount", "pets", at)
+    yield at
+    dlcmd("umount", "--force", at)
 
 
 def plain_environment() -> dict[str, str]:
@@ -69,6 +69,14 @@ def run(
 
 def python(text: str) -> tuple[str, str, str]:
     return sys.executable, "-c", text
+
+
+def running(*command: str | Path) -> "subprocess.Popen[bytes]":
+    """`dlcmd run` as a program."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "dlcmd", "run", "--", *command],
+        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
 def alone_and_joined(
@@ -105,16 +113,22 @@ def test_each_sampler_gives_what_it_gave_and_is_announced(
     assert len(said.splitlines()) == 2, "there is nothing to complain of"
 
 
-PLANNED = """
-import json, os, sys, time
-import torch
+FILES_OF_THE_MOUNT = """
+import json, os, subprocess, sys, time, torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data.distributed import DistributedSampler
 class Files(torch.utils.data.Dataset):
-    def __init__(self):
-        self.paths = [os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b]
+    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
     def __len__(self): return len(self.paths)
     def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: return len(file.read())
-loader = torch.utils.data.DataLoader(Files(), batch_size=10, shuffle=True)
+        with open(self.paths[index], "rb") as file: self.size = len(file.read())
+        return index
+"""
+"""How scripts begin: with a dataset that reads the files of the mount, and gives their indices."""
+
+PLANNED = f"""{FILES_OF_THE_MOUNT}
+loader = DataLoader(Files(), batch_size=10, shuffle=True)
 seen = []
 for epoch in range(2):
     for number, _ in enumerate(loader):
@@ -157,33 +171,34 @@ def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(
     check_report(page.read_text())
 
 
-@pytest.mark.fuse
-@pytest.mark.parametrize(("ahead", "is_foreseen"), fast_first([("1", True), ("0", False)]))
-def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
-    mounted: Path, ahead: str, is_foreseen: bool
-) -> None:
-    script = PLANNED.replace("shuffle=True", "shuffle=True, generator=torch.Generator()")
-    joined = run(*python(script), mounted, options=("--ahead", ahead))
-    assert joined.returncode == 0, joined.stderr
-    [first], _ = json.loads(joined.stdout)
-    assert (first["frontier"] > FILES) == is_foreseen
-    assert first["length"] == FILES
+GENERATOR = ("shuffle=True", "shuffle=True, generator=torch.Generator()")
 
 
 @pytest.mark.fuse
 @pytest.mark.parametrize(
-    ("draw", "is_foreseen"), fast_first([("", True), ("torch.rand(1)", False)])
+    ("ahead", "change", "is_foreseen"),
+    fast_first(
+        [
+            ("1", GENERATOR, [True]),
+            ("1", ("", ""), [False, True]),
+            ("0", GENERATOR, [False]),
+            ("1", ("range(2):", "range(2):\n    torch.rand(1)"), [False, False]),
+        ],
+        2,
+    ),
+    ids=["generator", "global generator", "not ahead", "another draw"],
 )
-def test_the_mount_prepares_the_next_epoch_where_the_program_draws_nothing_in_between(
-    mounted: Path, draw: str, is_foreseen: bool
+def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
+    mounted: Path, ahead: str, change: tuple[str, str], is_foreseen: list[bool]
 ) -> None:
-    """That is known from the second epoch on."""
-    script = PLANNED.replace("range(2):", f"range(2):\n    {draw}")
-    joined = run(*python(script), mounted)
+    """With the global generator, that the program draws nothing in between is known from the second
+    epoch on."""
+    joined = run(*python(PLANNED.replace(*change, 1)), mounted, options=("--ahead", ahead))
     assert joined.returncode == 0, joined.stderr
-    [first], [second] = json.loads(joined.stdout)
-    assert first["frontier"] <= FILES
-    assert (second["frontier"] > FILES) == is_foreseen
+    told = json.loads(joined.stdout)
+    assert [stream["length"] for [stream] in told] == [FILES, FILES]
+    found = [stream["frontier"] > FILES for [stream] in told]
+    assert found[: len(is_foreseen)] == is_foreseen
 
 
 def streams_of(mounted: Path) -> object:
@@ -294,19 +309,14 @@ def ioctls_of(mounted: Path) -> int:
     return int(counted.get("ioctl", 0))
 
 
-CHANGED = """
-import os, subprocess, sys, torch
+CHANGED = f"""{FILES_OF_THE_MOUNT}
 root, python, source = sys.argv[1:]
-class Files(torch.utils.data.Dataset):
-    samples = [(root + f"/c{n % 5}/{n:04}", 0) for n in range(200)]
-    def __len__(self): return len(self.samples)
-    def __getitem__(self, index):
-        with open(self.samples[index][0], "rb") as file: return len(file.read())
 def dlcmd(*words):
     subprocess.run([python, "-m", "dlcmd", *words], check=True, stdout=subprocess.DEVNULL)
-loader = torch.utils.data.DataLoader(Files(), batch_size=50)
+files = Files()
+loader = DataLoader(files)
 for epoch in range(3):
-    print(torch.cat(list(loader)).sum().item(), flush=True)
+    print(sum(files.size for _ in loader), flush=True)
     if epoch == 0:
         with open(source + "/a new one", "w") as file: file.write("it moves the indices")
         dlcmd("umount", root)
@@ -327,19 +337,10 @@ def test_a_plan_of_another_version_is_not_made(mounted: Path) -> None:
     assert "has changed to another version" in joined.stderr
 
 
-RANKS = """
-import os, sys, torch
-import torch.distributed as dist
-from torch.utils.data.distributed import DistributedSampler
-class Files(torch.utils.data.Dataset):
-    samples = [(sys.argv[1] + f"/c{n % 5}/{n:04}", 0) for n in range(200)]
-    def __len__(self): return len(self.samples)
-    def __getitem__(self, index):
-        with open(self.samples[index][0], "rb") as file: file.read()
-        return index
+RANKS = f"""{FILES_OF_THE_MOUNT}
 dist.init_process_group("gloo")
 sampler = DistributedSampler(Files(), seed=3)
-loader = torch.utils.data.DataLoader(Files(), batch_size=10, sampler=sampler, num_workers=1)
+loader = DataLoader(Files(), batch_size=10, sampler=sampler, num_workers=1)
 for epoch in range(2):
     sampler.set_epoch(epoch)
     mine = torch.cat(list(loader))
@@ -363,17 +364,7 @@ def test_the_ranks_of_torchrun_are_joined(mounted: Path, tmp_path: Path) -> None
     assert "40 batches" in joined.stderr
 
 
-ORDERS = """
-import os, sys, torch
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
-from torch.utils.data.distributed import DistributedSampler
-class Files(torch.utils.data.Dataset):
-    def __init__(self):
-        self.paths = sorted(os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b)
-    def __len__(self): return len(self.paths)
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: file.read()
-        return index
+ORDERS = f"""{FILES_OF_THE_MOUNT}
 torch.manual_seed(7)
 files = Files()
 def given(name, loader):
@@ -385,7 +376,7 @@ given("some", DataLoader(files, batch_size=16, sampler=RandomSampler(files, num_
 given("subset", DataLoader(files, batch_size=16, sampler=SubsetRandomSampler(range(0, 200, 2))))
 for rank in range(3):
     sampler = DistributedSampler(files, 3, rank, seed=2)
-    given(f"rank{rank}", DataLoader(files, batch_size=16, sampler=sampler))
+    given("rank" + str(rank), DataLoader(files, batch_size=16, sampler=sampler))
 given("in order", DataLoader(files, batch_size=16))
 print("state", torch.rand(1).item())
 """
@@ -402,8 +393,8 @@ def orders_of(said: str) -> dict[str, list[int]]:
 def chunk_changes(mounted: Path, order: list[int]) -> int:
     """How often the chunk changes from one sample of `ORDERS` to the next."""
     snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
-    paths = sorted(f"c{n % 5}/{n:04}".encode() for n in range(FILES))
-    chunks = snapshot.chunk_of(snapshot.lookup_many([paths[index] for index in order]))
+    paths = [f"c{index % 5}/{index:04}".encode() for index in order]
+    chunks = snapshot.chunk_of(snapshot.lookup_many(paths))
     assert snapshot.chunk_count in (6, 7)
     return int(np.count_nonzero(np.diff(chunks)))
 
@@ -437,19 +428,10 @@ def test_chunk_wise_orders_are_of_the_same_length_and_seed(mounted: Path) -> Non
     assert again.stdout == ended.stdout, "the seeds are those of the script"
 
 
-SEEDED = """
-import sys, torch
-class Files(torch.utils.data.Dataset):
-    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
-    def __len__(self): return 200
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: file.read()
-        return index
+SEEDED = f"""{FILES_OF_THE_MOUNT}
 torch.manual_seed(7)
-loader = torch.utils.data.DataLoader(Files(), batch_size=16, shuffle=True)
-before = torch.get_rng_state()
-print(*torch.cat(list(loader)).tolist())
-print(*torch.cat(list(loader)).tolist())
+loader = DataLoader(Files(), batch_size=16, shuffle=True)
+for _ in range(2): print(*torch.cat(list(loader)).tolist())
 loader.sampler.generator.get_state()
 """
 
@@ -469,41 +451,23 @@ def test_a_sampler_gets_a_generator_of_its_own(mounted: Path) -> None:
     assert without.stdout.splitlines()[0] != first
 
 
-def test_a_report_that_cannot_be_written_is_said_before_the_command_runs(tmp_path: Path) -> None:
+def test_a_report_takes_arguments_that_are_no_text_and_that_it_cannot_be_written_is_said(
+    tmp_path: Path,
+) -> None:
+    """Before the command runs; at the end it changes no exit code."""
+    page = tmp_path / "run.html"
+    assert run("true", os.fsdecode(b"\xff"), options=("--report", page)).returncode == 0
+    assert "true " in page.read_text(encoding="utf-8")
     ended = run(*python("print(1)"), options=("--report", tmp_path / "none" / "run.html"))
     assert (ended.returncode, ended.stdout) == (2, "")
     assert "cannot write the report" in ended.stderr
-
-
-def test_a_report_that_cannot_be_written_at_the_end_changes_no_exit_code() -> None:
     ended = run(*python("exit(7)"), options=("--report", "/dev/full"))
     assert ended.returncode == 7
     assert "cannot write the report /dev/full: No space left on device" in ended.stderr
 
 
-def test_a_report_takes_arguments_that_are_no_text(tmp_path: Path) -> None:
-    page = tmp_path / "run.html"
-    assert run("true", os.fsdecode(b"\xff"), options=("--report", page)).returncode == 0
-    assert "true " in page.read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("end", ["2>&-", "2>/dev/full"])
-def test_the_exit_code_is_the_commands_where_nothing_can_be_said(end: str) -> None:
-    words = [sys.executable, "-m", "dlcmd", "run", "--", *python("exit(7)")]
-    script = f"exec {shlex.join(words)} {end}"
-    ended = subprocess.run(["sh", "-c", script], env=program_environment(), check=False)
-    assert ended.returncode == 7
-
-
-GONE = """
-import os, subprocess, sys, torch
-class Files(torch.utils.data.Dataset):
-    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
-    def __len__(self): return 200
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: file.read()
-        return index
-for number, _ in enumerate(torch.utils.data.DataLoader(Files(), batch_size=10)):
+GONE = f"""{FILES_OF_THE_MOUNT}
+for number, _ in enumerate(DataLoader(Files(), batch_size=10)):
     if number == 10:
         subprocess.run([sys.executable, "-m", "dlcmd", "umount", "--lazy", sys.argv[1]], check=True)
 """
@@ -580,6 +544,10 @@ def test_exit_codes_and_output_pass_through() -> None:
     assert run("/etc/passwd").returncode == 126
     assert run(*python("pass"), flags=("-q",)).stderr == ""
     assert run().returncode == 2
+    words = shlex.join([sys.executable, "-m", "dlcmd", "run", "--", *python("exit(7)")])
+    for nowhere in ("2>&-", "2>/dev/full"):
+        script = ["sh", "-c", f"exec {words} {nowhere}"]
+        assert subprocess.run(script, env=program_environment(), check=False).returncode == 7
 
 
 def test_a_long_temporary_folder_and_what_is_left_in_one(tmp_path: Path) -> None:
@@ -593,19 +561,15 @@ def test_a_long_temporary_folder_and_what_is_left_in_one(tmp_path: Path) -> None
     flat.rmdir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@each_row("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on(number: signal.Signals) -> None:
     program = (
         "import signal, sys, time\n"
-        "for each in signal.SIGTERM, signal.SIGINT, signal.SIGUSR1:\n"
-        "    signal.signal(each, lambda number, _: sys.exit(number))\n"
+        f"signal.signal({number}, lambda number, _: sys.exit(number))\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-m", "dlcmd", "run", "--", *python(program)],
-        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    with running(*python(program)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
@@ -637,10 +601,7 @@ def test_a_launcher_that_is_killed_does_not_end_the_command(tmp_path: Path) -> N
         f"while not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
         "print(len(list(torch.utils.data.DataLoader(range(40), shuffle=True))), flush=True)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-m", "dlcmd", "run", "--", sys.executable, str(script)],
-        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    with running(sys.executable, script) as process:
         assert process.stdout is not None
         assert int(process.stdout.readline()) == process.pid
         process.kill()
@@ -665,18 +626,11 @@ def test_the_hook_needs_python_3_9_and_its_standard_library_only() -> None:
                 assert name.partition(".")[0] in sys.stdlib_module_names, (path, name)
 
 
-TUNED = """
-import os, sys
+TUNED = f"""{FILES_OF_THE_MOUNT}
 from diesel_fs.torch import AutoDataLoader, ChunkShuffleSampler, DieselDataset
 class Script:
     numbers = [2, 1, 2, 1]
     def decide(self, measured): return self.numbers.pop(0) if self.numbers else measured.workers
-class Files:
-    def __init__(self):
-        self.paths = [os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b]
-    def __len__(self): return len(self.paths)
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: return len(file.read())
 for data in Files(), DieselDataset("pets", loader=len, is_valid_file=bool, url=sys.argv[2]):
     sampler = ChunkShuffleSampler(data, group_size=2)
     loader = AutoDataLoader(
