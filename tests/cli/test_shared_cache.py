@@ -43,10 +43,6 @@ class Job:
     at: Path
     master: int
 
-    def read_all(self) -> None:
-        for path, content in files_of(self.name).items():
-            assert (self.at / path).read_bytes() == content
-
 
 class Machine:
     """Mounts datasets with one cache folder."""
@@ -64,13 +60,13 @@ class Machine:
         here = self.folders.get(name)
         return {each.name for each in here.iterdir() if len(each.name) == 32} if here else set()
 
-    def begin(self, name: str, evict: str = "lrfu") -> Job:
+    def begin(self, name: str) -> Job:
         sockets = self._sockets()
         at = self._folder / f"{name}.mount"
         before = {*self.cache.glob("*/*/")}
         self._dlcmd(
             "mount", "--memory", "8M", "--cache-dir", self.cache, "--cache-size", LIMIT,
-            "--policy", "oneshot", "--evict", evict, name, at,
+            "--policy", "oneshot", "--evict", "lrfu", name, at,
         )  # fmt: skip
         if name not in self.folders:  # which the job has registered in
             [self.folders[name]] = {*self.cache.glob("*/*/")} - before
@@ -78,7 +74,9 @@ class Machine:
         return Job(name, at, _process_of(opened))
 
     def end(self, job: Job) -> None:
-        """Unmount; the master then writes what it has in memory, and ends."""
+        """Read all, and unmount; the master then writes what it has in memory, and ends."""
+        for path, content in files_of(job.name).items():
+            assert (job.at / path).read_bytes() == content
         self._dlcmd("umount", job.at)
         with suppress(ProcessLookupError):
             os.kill(job.master, signal.SIGTERM)
@@ -129,17 +127,13 @@ def machine(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 @pytest.mark.deep
 def test_datasets_in_use_stay_and_then_the_least_used_goes_first(machine: Machine) -> None:
-    job = machine.begin("daily")
-    job.read_all()
-    machine.end(job)
+    machine.end(machine.begin("daily"))
     daily = machine.chunks("daily")
     assert len(daily) > 6
 
     job = machine.begin("daily")
     machine.seem_unused("daily", 4)
-    other = machine.begin("weekly")
-    other.read_all()
-    machine.end(other)
+    machine.end(machine.begin("weekly"))
     weekly = machine.chunks("weekly")
     assert machine.chunks("daily") == daily, "a job uses them"
     assert weekly, "the rest of the folder"
@@ -147,9 +141,7 @@ def test_datasets_in_use_stay_and_then_the_least_used_goes_first(machine: Machin
 
     machine.seem_unused("daily", 4)
     machine.seem_unused("weekly", 1)  # by LRU it would stay
-    new = machine.begin("new")
-    new.read_all()
-    machine.end(new)
+    machine.end(machine.begin("new"))
     assert len(machine.chunks("new")) > 3
     assert machine.chunks("daily") == daily, "two jobs have used them, and one the others"
     assert machine.chunks("weekly") < weekly
