@@ -16,6 +16,7 @@ import pytest
 from diesel_fs.settings import Settings, user_folders
 from dlcmd.doctor.redaction import Redactor, known_secrets
 from tests.rows import each_row
+from tests.trees import write
 
 from .conftest import Dlcmd, program_environment
 
@@ -53,32 +54,21 @@ def test_secrets_are_taken_out_of_texts(text: str, left: str | None) -> None:
     assert redactor.text(text) == (text if left is None else left)
 
 
-def test_secrets_are_taken_out_of_values_and_numbers_stay() -> None:
-    environment = {
-        "MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us",
-        "http_proxy": "me:pass-of-proxy@h:1",
-    }  # fmt: skip
-    redactor = Redactor(known_secrets(None, environment))
-    value = {
-        "password": "x",
-        "ok": [True, 1.5, "false us", "a t0k3n-of-mine pass-of-proxy"],
-        "key_file": "/k",
-    }
-    assert redactor.value(value) == {
-        "password": "***", "ok": [True, 1.5, "false us", "a *** ***"], "key_file": "/k"
-    }  # fmt: skip
-
-
-def test_secrets_in_files_are_known_and_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+def test_secrets_are_taken_out_of_values_and_numbers_stay(tmp_path: Path) -> None:
+    """Those of files are known, too. A fifo is not waited for."""
     password, fifo = tmp_path / "password", tmp_path / "fifo"
-    password.write_text("sécret-of-redis\n", encoding="utf-8")
+    password.write_text("s\u00e9cret-of-redis\n", encoding="utf-8")
     os.mkfifo(fifo)
     environment = {
-        "DIESEL_REDIS_PASSWORD_FILE": str(password),
+        "MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us",
+        "http_proxy": "me:pass-of-proxy@h:1", "DIESEL_REDIS_PASSWORD_FILE": str(password),
         "AWS_SHARED_CREDENTIALS_FILE": str(fifo),
-    }
+    }  # fmt: skip
     redactor = Redactor(known_secrets(Settings(key_file="/dev/zero"), environment))
-    assert redactor.text("it was sécret-of-redis.") == "it was ***."
+    text = "a t0k3n-of-mine pass-of-proxy s\u00e9cret-of-redis."
+    value = {"password": "x", "ok": [True, 1.5, "false us", text], "key_file": "/k"}
+    expected = {"password": "***", "ok": [True, 1.5, "false us", "a *** *** ***."]}
+    assert redactor.value(value) == {**expected, "key_file": "/k"}
 
 
 @pytest.fixture
@@ -136,17 +126,13 @@ def test_a_reader_of_the_list_that_ends_does_not_end_the_archive(
 
 
 def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    archive = tmp_path / "help.tgz"
-    archive.write_bytes(b"of somebody")
-    assert "exists already" in dlcmd("support", "--yes", archive, code=12).err
+    """Other bad names are refused before anything is looked at, too."""
+    archive = write(tmp_path, {"help.tgz": b"of somebody"}) / "help.tgz"
+    (tmp_path / "link.tgz").symlink_to(tmp_path / "elsewhere")
+    for there in (archive, tmp_path / "link.tgz"):
+        assert "exists already" in dlcmd("support", "--yes", there, code=12).err
     assert archive.read_bytes() == b"of somebody"
-    archive.unlink()
-    archive.symlink_to(tmp_path / "elsewhere")
-    assert "exists already" in dlcmd("support", "--yes", archive, code=12).err
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_bad_names_are_refused_before_anything_is_looked_at(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert "does not end in .tar.gz" in dlcmd("support", tmp_path / "help.zip", code=2).err
     for name, code in (("nothing", 10), (".", 2)):
         result = dlcmd("support", "-n", "--log", tmp_path / name, tmp_path / "a.tgz", code=code)
