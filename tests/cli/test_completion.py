@@ -93,9 +93,7 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_verbs_datasets_versions_and_paths(
-    shell: str, pets: str, tmp_path: Path
-) -> None:
+def test_a_shell_completes_verbs_and_addresses(shell: str, pets: str, tmp_path: Path) -> None:
     """What it inserts is quoted, so that the command gets the name itself."""
     (tmp_path / "local file").touch()
     expected = {
@@ -142,9 +140,7 @@ def test_of_a_large_folder_only_the_common_beginning_is_completed(
 
 
 @pytest.mark.parametrize("url", ["diesel://192.0.2.1:9300", "file:///nowhere", "bad"])
-def test_a_repository_that_cannot_be_read_completes_nothing_and_says_nothing(
-    url: str, tmp_path: Path
-) -> None:
+def test_a_repository_that_cannot_be_read_completes_nothing(url: str, tmp_path: Path) -> None:
     """One that does not answer ends the program: a TAB must not hang."""
     asked = {"_DLCMD_COMPLETE": "zsh", "_DLCMD_LINE": "dlcmd ls pe", "DIESEL_URL": url}
     key = {"DIESEL_USER": "me", "DIESEL_KEY": "A" * 43}

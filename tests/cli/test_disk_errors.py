@@ -72,7 +72,7 @@ def test_an_error_of_close_in_the_store_names_the_object(
     assert ended(verb, *words, inject=CLOSE, path=path) == (13, result)
 
 
-def test_an_error_of_closing_a_folder_is_ignored_and_of_a_file_named(
+def test_of_errors_of_close_those_of_files_count(
     dlcmd: Dlcmd, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -88,9 +88,7 @@ def test_an_error_of_closing_a_folder_is_ignored_and_of_a_file_named(
     assert (code, result.splitlines()[0]) == (3, "dlcmd: sub/b: Input/output error")
 
 
-def test_a_metadata_store_that_cannot_be_opened_is_named_with_the_reason(
-    dlcmd: Dlcmd, source: Path
-) -> None:
+def test_a_metadata_store_that_cannot_be_opened_is_named(dlcmd: Dlcmd, source: Path) -> None:
     file = dlcmd.store / "meta.sqlite"
     code, result = ended("rm", "pets/a", inject="openat:error=EIO:when=1", path=file)
     assert code == 14
@@ -98,9 +96,7 @@ def test_a_metadata_store_that_cannot_be_opened_is_named_with_the_reason(
     assert dlcmd("ls", "pets").out == b"a\nsub\n"
 
 
-def test_a_packing_process_finishes_its_chunk_after_its_put_has_ended(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """The put is killed, or it ends with another packing process's error."""
     source = write(tmp_path / "src", {str(i): os.urandom(9000) for i in range(40)})
     dlcmd("put", write(tmp_path / "first", {}), "pets")
@@ -119,7 +115,7 @@ def test_a_packing_process_finishes_its_chunk_after_its_put_has_ended(
 
 
 @pytest.mark.parametrize("words", ["pets out", "pets/sub/b out", "--tar out/x pets"])
-def test_the_next_get_removes_temporary_files_of_a_killed_one(
+def test_the_next_get_removes_what_is_left(
     dlcmd: Dlcmd, source: Path, tmp_path: Path, words: str
 ) -> None:
     out = tmp_path / "out"

@@ -30,7 +30,6 @@ from diesel_fs.credentials import Credentials
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.mounts import launcher, stats
 from diesel_fs.mounts.processes import children_of
-from diesel_fs.net.tls import load_certificate
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.storage.metadata.redis.link import ServerFacts
 from diesel_fs.storage.objects.store import encode_marker
@@ -42,8 +41,6 @@ from tests.bench.control_group import control_group
 from tests.mounts.conftest import open_place as open_place
 from tests.own_mounts import own_mounts
 from tests.rows import each_row
-from tests.server.certificates import DAY, Authority
-from tests.server.fake_server import ThreadedServer
 from tests.server.program import Server, new_repository
 from tests.small_disks import small_disk
 from tests.storage.metadata.redis_servers import RedisServer, free_port
@@ -185,9 +182,7 @@ def test_the_worst_comes_first_and_the_cure_stands_below() -> None:
     assert summary(found[:1]) == "a job would run well here"
 
 
-def test_a_new_user_is_told_how_to_begin(
-    doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_user_can_begin(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     doctor().one("store", "warning", "there is no repository yet", cure="dlcmd put")
     assert not (tmp_path / "data").exists()
@@ -294,7 +289,7 @@ cp $HELPER "$DEV/helper"; chmod 755 "$DEV/helper"; mount --bind "$DEV/helper" $H
 
 @needs_root
 @pytest.mark.fuse
-def test_a_user_who_may_neither_open_the_device_nor_use_fusermount3(
+def test_a_user_may_neither_use_the_device_nor_fusermount3(
     open_home: Mapping[str, str],
 ) -> None:
     """Nor open many files."""
@@ -426,9 +421,7 @@ def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Ask, tmp_path: 
 # Folders
 
 
-def test_folders_that_are_no_place_for_a_mount_or_cache(
-    pets: Dlcmd, doctor: Ask, tmp_path: Path
-) -> None:
+def test_folders_for_no_mount_and_no_cache(pets: Dlcmd, doctor: Ask, tmp_path: Path) -> None:
     file = write(tmp_path / "full", {"file": b""}) / "file"
     doctor(file).one("place", "fault", "is no folder", cure="name a folder")
     doctor(file.parent).one("place", "fault", "it holds 'file'", cure="name an empty folder")
@@ -489,7 +482,7 @@ def test_a_clock_that_is_off(pets: Dlcmd) -> None:
     said.one("clock", "fault", "600.0 s ahead of", cure="set the clock right")
 
 
-def test_faults_of_redis(
+def test_redis_faults(
     pets: Dlcmd, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps no log, is full, gets a wrong password, and has gone."""
@@ -597,9 +590,7 @@ def log_in(user: Credentials, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIESEL_KEY", user.key_text)
 
 
-def test_the_roles_of_a_user_of_a_server(
-    site: Site, doctor: Ask, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_roles_of_a_user(site: Site, doctor: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     url, users = site
     log_in(users["ann"], monkeypatch)
     said = by_program(url, environment=program_environment())
@@ -613,7 +604,7 @@ def test_the_roles_of_a_user_of_a_server(
     doctor("--write", url).one("store.rights", "ok", "read and write 1 dataset (tried)")
 
 
-def test_a_login_that_fails(
+def test_failing_logins(
     site: Site, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No user, a key file that others may read, another's key."""
@@ -627,23 +618,3 @@ def test_a_login_that_fails(
     assert users["ann"].key_text not in str(said)
     log_in(Credentials("root", users["ann"].seed), monkeypatch)
     doctor(url).one("store", "fault", cure="key")
-
-
-@each_row("case", ["not trusted", "expired"])
-def test_a_certificate_that_clients_refuse(
-    case: str, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    authority = Authority(tmp_path / "authority")
-    pair = authority.issue()
-    if case == "expired":
-        pair = authority.issue(start=-3 * DAY, end=-DAY)
-        monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
-    log_in(Credentials("ann", bytes(32)), monkeypatch)
-    with ThreadedServer(certificate=load_certificate(pair.certificate, pair.key)) as server:
-        doctor(server.url).one("store", "fault", "certificate")
-
-
-def test_a_server_that_is_not_there(doctor: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
-    log_in(Credentials("ann", bytes(32)), monkeypatch)
-    said = doctor(f"diesel://127.0.0.1:{free_port()}")
-    said.one("store", "fault", "127.0.0.1", cure="check that")

@@ -35,7 +35,7 @@ from .conftest import Dlcmd, program_environment
         (["--offline"], "--offline needs --snapshot"),
     ],
 )
-def test_impossible_options_are_errors(
+def test_options_that_are_refused(
     dlcmd: Dlcmd, tmp_path: Path, words: list[str], said: str
 ) -> None:
     """So are those that would have no effect."""
@@ -124,9 +124,7 @@ exec "$@"
 @pytest.mark.fuse
 @needs_root
 @pytest.mark.parametrize("way", ["the device is denied", "the capability is missing"])
-def test_a_machine_that_forbids_mounting_is_exit_code_12(
-    dlcmd: Dlcmd, tmp_path: Path, way: str
-) -> None:
+def test_a_machine_may_forbid_mounting(dlcmd: Dlcmd, tmp_path: Path, way: str) -> None:
     """As in a container without the device, or without the capability."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "dev").mkdir()

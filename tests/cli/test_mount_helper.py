@@ -179,9 +179,7 @@ class TestMount:
         machine("umount", "-l", at)
         machine("mountpoint", "-q", at, code=32)
 
-    def test_programs_do_not_run_where_fstab_forbids_it(
-        self, machine: Machine, session: str
-    ) -> None:
+    def test_fstab_may_forbid_to_run_programs(self, machine: Machine, session: str) -> None:
         at = machine.made("noexec")
         options = f"{machine.url},session={session},user"  # that implies noexec
         machine("mount", "-t", "diesel", "pets", at, "-o", options)

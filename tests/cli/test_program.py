@@ -105,17 +105,13 @@ def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
     ("word", "meant"),
     [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")],
 )
-def test_an_unknown_verb_leads_to_the_one_that_was_meant(
-    dlcmd: Dlcmd, word: str, meant: str
-) -> None:
+def test_an_unknown_verb_leads_to_one_that_is(dlcmd: Dlcmd, word: str, meant: str) -> None:
     result = dlcmd("--json", word, "pets", code=2).err.splitlines()
     assert result[0] == f"dlcmd: unknown verb {word!r}; did you mean `dlcmd {meant}`?"
     assert json.loads(result[1])["exit_code"] == 2
 
 
-def test_a_path_in_the_place_of_a_dataset_is_an_error_that_shows_the_order(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_a_path_in_the_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b""})
     swapped: dict[str, list[str | Path]] = {
         "put": ["pets", source], "mount": [source, "pets"], "ls": [source]
@@ -151,7 +147,7 @@ def test_an_exception_becomes_one_line_and_an_exit_code(
     assert len(result.err.splitlines()) == 1
 
 
-def test_verbose_prints_a_traceback_only_for_a_bug(
+def test_only_a_bug_has_a_traceback(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For an expected error it prints the causes instead."""

@@ -251,7 +251,7 @@ def test_entries_that_cannot_be_put_are_named_and_the_rest_is_put(
         ["--no-such-option"],
     ],
 )
-def test_I13_bad_values_of_options_are_usage_errors(
+def test_I13_bad_numbers_are_usage_errors(
     dlcmd: Dlcmd, tmp_path: Path, arguments: list[str]
 ) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
@@ -280,7 +280,7 @@ def test_I13_bad_values_of_options_are_usage_errors(
         (["--url", "ftp://x", "src", "pets"], 2, "unknown scheme"),
     ],
 )
-def test_bad_arguments_are_named(
+def test_bad_arguments(
     dlcmd: Dlcmd, tmp_path: Path, words: list[str], code: int, complaint: str
 ) -> None:
     write(tmp_path / "src", {"a": b"1"})
@@ -330,9 +330,7 @@ def test_archives_are_put_by_path_glob_and_folder(dlcmd: Dlcmd, tmp_path: Path) 
         (["http://127.0.0.1:1/a.tar#sha256=1", "pets"], 2, "64 hex digits"),
     ],
 )
-def test_bad_names_of_archives_are_told(
-    dlcmd: Dlcmd, arguments: list[str], code: int, said: str
-) -> None:
+def test_bad_archives_are_named(dlcmd: Dlcmd, arguments: list[str], code: int, said: str) -> None:
     result = dlcmd("put", "--unpack", *arguments, code=code)
     assert said in result.err
     assert "secret" not in result.err
@@ -359,9 +357,7 @@ def test_A15_a_signal_ends_a_put_which_can_be_repeated(dlcmd: Dlcmd, tmp_path: P
     dlcmd("verify", "top")
 
 
-def test_A15_a_listing_ends_silently_when_its_reader_has_ended(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_A15_a_listing_ends_silently_with_its_reader(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     receiver, sender = os.pipe()
     os.close(receiver)

@@ -169,7 +169,7 @@ def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> No
     assert put_again(dlcmd, source, tmp_path) == 0
 
 
-def test_A15_a_put_whose_packing_process_is_killed_fails_cleanly(
+def test_A15_a_killed_packing_process_ends_the_put(
     dlcmd: Dlcmd, source: Path, tmp_path: Path
 ) -> None:
     """As by the kernel when memory runs out: the put names the reason, and ends the other

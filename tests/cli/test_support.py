@@ -109,9 +109,7 @@ def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path
     assert members["logs/named-0-server.log"] == b"of the server\n"
 
 
-def test_a_reader_of_the_list_that_ends_does_not_end_the_archive(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """As `dlcmd support --yes help.tgz | head -1`, whose reader may end at any time."""
     archive = tmp_path / "help.tgz"
     receiver, sender = os.pipe()

@@ -111,28 +111,22 @@ def test_the_view_shows_causes_readers_and_plans() -> None:
         (["--count", "0"], "x>=1"),
     ],
 )
-def test_bad_uses_of_top_are_errors(
-    dlcmd: Dlcmd, tmp_path: Path, words: list[str], message: str
-) -> None:
+def test_bad_uses_of_top(dlcmd: Dlcmd, tmp_path: Path, words: list[str], message: str) -> None:
     assert message in dlcmd("top", *words, tmp_path, code=2).err
 
 
 @pytest.mark.fuse
 def test_mount_says_where_its_metrics_are(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """And a port that is in use is exit code 12, with nothing mounted."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
-    at, other = tmp_path / "mnt", tmp_path / "other"
+    at = tmp_path / "mnt"
+    assert "HOST:PORT" in dlcmd("mount", "--metrics", "here", "pets", at, code=2).err
     said = dlcmd("mount", "--metrics", "0", "pets", at).out.decode()
     try:
-        found = re.fullmatch(rf"pets is mounted on {at}; metrics at (http://(\S+)/metrics)\n", said)
+        found = re.fullmatch(rf"pets is mounted on {at}; metrics at (http://\S+/metrics)\n", said)
         assert found, said
         assert dlcmd("--json", "stats", at).objects[0]["metrics"] == found[1]
-        failed = dlcmd("mount", "--metrics", found[2], "pets", other, code=12).err
-        assert f"cannot listen at {found[2]}" in failed
-        assert not other.exists()
     finally:
         dlcmd("umount", at)
-    assert "HOST:PORT" in dlcmd("mount", "--metrics", "here", "pets", other, code=2).err
 
 
 @each_row("number", ["1e999", "-Infinity", "NaN", "1" + 400 * "0", '"7"', "null"])

@@ -116,9 +116,7 @@ def loaded(result: dict[str, object]) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
-def test_what_is_loaded_is_read_without_the_store(
-    dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str
-) -> None:
+def test_loaded_files_need_no_store(dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str) -> None:
     at = mounted("--session", session, "--memory", "256M")
     dlcmd("warmup", at / "b")
     with Control.connect(at) as control:
@@ -138,9 +136,7 @@ def test_what_is_loaded_is_read_without_the_store(
     assert facts(at / "a") == facts(pets / "a")
 
 
-def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
-    dlcmd: Dlcmd, mounted: Mount
-) -> None:
+def test_too_small_a_memory_is_filled_and_the_right_one_named(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "4M")
     result = dlcmd("warmup", at, code=3)
     before, after = result.err.splitlines()
@@ -160,9 +156,7 @@ def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
     dlcmd("warmup", at)
 
 
-def test_a_cache_on_a_disk_gets_what_memory_has_no_room_for(
-    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
-) -> None:
+def test_a_cache_gets_what_memory_cannot_hold(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
     """So does a file that is larger than the memory for pages."""
     large = os.urandom(2_000_000)
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "more", {"large": large}), "pets/more")
@@ -215,7 +209,7 @@ def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_pa
 
 
 @needs_root
-def test_another_view_of_a_mount_and_a_folder_in_one_are_told(
+def test_other_views_and_folders_of_a_mount_are_told(
     dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
 ) -> None:
     at, view = mounted("--session", "native", "--memory", "256M"), tmp_path / "view"
@@ -278,7 +272,7 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
         yield process
 
 
-def test_an_interrupted_warmup_withdraws_its_plan(
+def test_ctrl_c_withdraws_the_plan(
     dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a store that fails ends the wait."""

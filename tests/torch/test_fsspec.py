@@ -332,9 +332,7 @@ def test_many_files_at_once(fs: DieselFileSystem, url: str, source: Path) -> Non
         fs.cat_ranges(["pets/none"], 0, 3, on_error="raise")
 
 
-def test_each_chunk_is_loaded_once_for_many_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_chunk_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cat` of all files, in an order that jumps between chunks, reads each chunk once."""
     files = {f"{i:03}": os.urandom(30_000) for i in range(200)}
     url = (tmp_path / "s").as_uri()
@@ -433,7 +431,7 @@ def test_writing_is_refused(fs: DieselFileSystem, way: str) -> None:
 # Which repository
 
 
-def test_the_repository_is_found_as_by_connect(
+def test_options_are_those_of_connect(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DIESEL_URL", url)
@@ -462,7 +460,7 @@ def served(
         yield server, {"user": account.user, "key": account.key_text}
 
 
-def test_servers_in_options_and_in_paths(
+def test_servers_in_paths_too(
     tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with served(tmp_path, source) as (server, options):

@@ -169,9 +169,7 @@ def test_losses_of_any_kind_are_taken(pets: DieselDataset, losses: torch.Tensor)
     "indices",
     [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]],
 )
-def test_indices_that_are_no_whole_numbers_are_refused(
-    pets: DieselDataset, indices: list[int]
-) -> None:
+def test_indices_must_be_whole_numbers(pets: DieselDataset, indices: list[int]) -> None:
     sampler = ImportanceSampler(pets)
     list(sampler)
     with pytest.raises(UsageError, match="whole numbers"):
@@ -200,7 +198,7 @@ def test_what_was_reported_may_be_changed_and_bad_losses_are_ignored(pets: Diese
     assert sampler.ignored == 3
 
 
-def test_a_loop_that_forgets_set_epoch_is_told_once(
+def test_forgetting_set_epoch_is_told_once(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = ImportanceSampler(pets)
@@ -218,7 +216,7 @@ def test_a_loop_that_forgets_set_epoch_is_told_once(
     assert len(caplog.records) == 1
 
 
-def test_a_loop_that_forgets_update_is_told_once(
+def test_forgetting_update_is_told_once(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     """And one that does not, on no mount, is told nothing."""
@@ -346,9 +344,7 @@ def test_a_state_between_epochs(pets: DieselDataset) -> None:
         ({"nodes": 0}, "bad nodes"),
     ],
 )
-def test_a_bad_state_changes_nothing(
-    pets: DieselDataset, change: dict[str, object], match: str
-) -> None:
+def test_bad_states_are_refused(pets: DieselDataset, change: dict[str, object], match: str) -> None:
     sampler = ImportanceSampler(pets, share=0.25)
     train(sampler, 0)
     sampler.set_epoch(1)

@@ -135,7 +135,7 @@ def test_the_mount_keeps_what_is_important(at: Path) -> None:
     assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
 
 
-def test_two_nodes_keep_no_important_file_twice(
+def test_two_nodes_keep_no_file_twice(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two mounts stand for two nodes, with a rank each."""
@@ -188,9 +188,7 @@ def test_two_jobs_measure_what_they_gain(at: Path, monkeypatch: pytest.MonkeyPat
     assert list(resumed) == given[48:]
 
 
-def test_a_mount_that_is_gone_does_not_stop_the_training(
-    at: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_training_goes_on_without_the_mount(at: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = Files(at)
     sampler = ImportanceSampler(data)
     umount(at)

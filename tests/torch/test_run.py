@@ -153,9 +153,7 @@ def check_report(text: str) -> None:
 
 @pytest.mark.real_start
 @pytest.mark.fuse
-def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(
-    mounted: Path, tmp_path: Path
-) -> None:
+def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) -> None:
     """And a report shows each loop."""
     page = tmp_path / "run.html"
     joined = run(*python(PLANNED), mounted, options=("--report", page))
@@ -271,9 +269,7 @@ def test_joining_refuses_bad_arguments() -> None:
 
 
 @pytest.mark.fuse
-def test_opening_files_in_a_tree_of_fuse_asks_for_no_terminal(
-    dlcmd: Dlcmd, tmp_path: Path, mounted: Path
-) -> None:
+def test_opening_a_file_asks_for_no_terminal(dlcmd: Dlcmd, tmp_path: Path, mounted: Path) -> None:
     """`open` gives the same as without; bad arguments are the same errors."""
     at = tmp_path / "fuse"
     dlcmd("mount", "--session", "kernel", "pets", at)
@@ -364,70 +360,6 @@ def test_the_ranks_of_torchrun_are_joined(mounted: Path, tmp_path: Path) -> None
     assert "40 batches" in joined.stderr
 
 
-ORDERS = f"""{FILES_OF_THE_MOUNT}
-torch.manual_seed(7)
-files = Files()
-def given(name, loader):
-    for epoch in range(2):
-        if hasattr(loader.sampler, "set_epoch"): loader.sampler.set_epoch(epoch)
-        print(name, epoch, *torch.cat(list(loader)).tolist())
-given("random", DataLoader(files, batch_size=16, shuffle=True, num_workers=1))
-given("some", DataLoader(files, batch_size=16, sampler=RandomSampler(files, num_samples=70)))
-given("subset", DataLoader(files, batch_size=16, sampler=SubsetRandomSampler(range(0, 200, 2))))
-for rank in range(3):
-    sampler = DistributedSampler(files, 3, rank, seed=2)
-    given("rank" + str(rank), DataLoader(files, batch_size=16, sampler=sampler))
-given("in order", DataLoader(files, batch_size=16))
-print("state", torch.rand(1).item())
-"""
-
-
-def orders_of(said: str) -> dict[str, list[int]]:
-    """What the loaders of `ORDERS` gave, by name and epoch."""
-    rows = [line.rsplit(" ", line.count(" ")) for line in said.splitlines()]
-    return {
-        f"{row[0]} {row[1]}": [int(each) for each in row[2:]] for row in rows if row[0] != "state"
-    }
-
-
-def chunk_changes(mounted: Path, order: list[int]) -> int:
-    """How often the chunk changes from one sample of `ORDERS` to the next."""
-    snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
-    paths = [f"c{index % 5}/{index:04}".encode() for index in order]
-    chunks = snapshot.chunk_of(snapshot.lookup_many(paths))
-    assert snapshot.chunk_count in (6, 7)
-    return int(np.count_nonzero(np.diff(chunks)))
-
-
-@pytest.mark.deep
-@pytest.mark.fuse
-def test_chunk_wise_orders_are_of_the_same_length_and_seed(mounted: Path) -> None:
-    full = orders_of(run(*python(ORDERS), mounted).stdout)
-    options = ("--shuffle", "chunk", "--group-size", "1")
-    ended = run(*python(ORDERS), mounted, options=options)
-    assert ended.returncode == 0, ended.stderr
-    chunk = orders_of(ended.stdout)
-    assert chunk.keys() == full.keys()
-    for name, order in chunk.items():
-        assert len(order) == len(full[name])
-        if name.startswith("in order"):
-            assert order == full[name]
-        else:
-            assert order != full[name]
-            assert chunk_changes(mounted, order) < 8
-            assert chunk_changes(mounted, full[name]) > 30
-    for epoch in "01":
-        assert sorted(chunk[f"random {epoch}"]) == sorted(full[f"random {epoch}"])
-        assert sorted(chunk[f"subset {epoch}"]) == sorted(full[f"subset {epoch}"])
-        parts = [chunk[f"rank{rank} {epoch}"] for rank in range(3)]
-        assert sorted({*parts[0], *parts[1], *parts[2]}) == list(range(FILES))
-    assert chunk["random 0"] != chunk["random 1"]
-    assert "announced 14 of 14 epochs" in ended.stderr
-    assert "keeps its order" not in ended.stderr
-    again = run(*python(ORDERS), mounted, options=options)
-    assert again.stdout == ended.stdout, "the seeds are those of the script"
-
-
 SEEDED = f"""{FILES_OF_THE_MOUNT}
 torch.manual_seed(7)
 loader = DataLoader(Files(), batch_size=16, shuffle=True)
@@ -436,22 +368,40 @@ loader.sampler.generator.get_state()
 """
 
 
+def orders_of(
+    *options: str, mounted: Path
+) -> tuple[list[list[int]], subprocess.CompletedProcess[str]]:
+    """What `SEEDED` gives in each epoch."""
+    ended = run(*python(SEEDED), mounted, options=options)
+    return [[*map(int, line.split())] for line in ended.stdout.splitlines()], ended
+
+
 @pytest.mark.deep
 @pytest.mark.fuse
-def test_a_sampler_gets_a_generator_of_its_own(mounted: Path) -> None:
-    """Its seed depends on the script's."""
-    ended = run(*python(SEEDED), mounted, options=("--own-seed",))
-    assert ended.returncode == 0, ended.stderr
-    first, second = ended.stdout.splitlines()
-    assert first != second
-    assert [sorted(map(int, line.split())) for line in (first, second)] == [[*range(200)]] * 2
-    assert run(*python(SEEDED), mounted, options=("--own-seed",)).stdout == ended.stdout
-    without = run(*python(SEEDED), mounted)
+def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Path) -> None:
+    """The seed of each depends on the script's."""
+    [plain, _], without = orders_of(mounted=mounted)
     assert without.returncode == 1, "there is no generator"
-    assert without.stdout.splitlines()[0] != first
+    orders, ended = orders_of("--own-seed", mounted=mounted)
+    assert ended.returncode == 0, ended.stderr
+    assert orders[0] != orders[1]
+    assert plain not in orders
+    assert orders_of("--own-seed", mounted=mounted)[0] == orders
+    chunk_wise, ended = orders_of("--shuffle", "chunk", "--group-size", "1", mounted=mounted)
+    assert "announced 2 of 2 epochs" in ended.stderr
+    assert "keeps its order" not in ended.stderr
+    snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
+    paths = [f"c{index % 5}/{index:04}".encode() for index in range(FILES)]
+    chunk_of = snapshot.chunk_of(snapshot.lookup_many(paths))
+    for order in (*orders, *chunk_wise):
+        assert sorted(order) == [*range(FILES)]
+        changes = np.count_nonzero(np.diff(chunk_of[order]))
+        assert changes < 8 if order in chunk_wise else changes > 30
+    assert chunk_wise[0] != chunk_wise[1]
+    assert orders_of("--shuffle", "chunk", "--group-size", "1", mounted=mounted)[0] == chunk_wise
 
 
-def test_a_report_takes_arguments_that_are_no_text_and_that_it_cannot_be_written_is_said(
+def test_a_report_that_cannot_be_written_is_said(
     tmp_path: Path,
 ) -> None:
     """Before the command runs; at the end it changes no exit code."""

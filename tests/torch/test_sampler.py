@@ -193,9 +193,7 @@ with diesel_fs.torch.DieselDataset("pets", loader=len, extensions=".bin", url=ur
 """
 
 
-def test_after_join_the_sampler_counts_what_the_loop_has_received(
-    pets: DieselDataset, url: str
-) -> None:
+def test_after_join_the_sampler_counts_what_is_received(pets: DieselDataset, url: str) -> None:
     """A run is stopped twice, and goes on with other numbers of workers."""
     given: list[int] = []
     state = None
@@ -246,9 +244,7 @@ def test_numbers_that_cannot_be_are_refused(pets: DieselDataset) -> None:
         ChunkShuffleSampler(pets).load_state_dict({})
 
 
-def test_a_state_of_other_samples_is_refused_with_both_named(
-    pets: DieselDataset, tmp_path: Path
-) -> None:
+def test_a_state_of_other_samples_names_both(pets: DieselDataset, tmp_path: Path) -> None:
     def opened() -> DieselDataset:
         return DieselDataset("pets", loader=len, extensions=".bin", url=url)
 
