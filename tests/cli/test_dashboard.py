@@ -141,10 +141,13 @@ def _stats(mounted: Path) -> Object:
 @pytest.mark.fuse
 def test_a_task_shows_its_members_and_their_shares(place: Place, board: Dashboard) -> None:
     """Two nodes on this machine: each tells what it holds, and both own all chunks."""
-    task = {"task": "nightly", "world": 2, "task_key": "k" * 32, "policy": "oneshot",
-            "peers": [f"127.0.0.1:{free_port()}" for _ in range(2)]}  # fmt: skip
+    peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     for rank in range(2):
-        place.mount(f"node{rank}", TaskOptions.from_kwargs({**task, "rank": rank}, str(rank)))
+        options = TaskOptions.from_kwargs({
+            "task": "nightly", "rank": rank, "world": 2, "peers": peers,
+            "task_key": "k" * 32, "policy": "oneshot",
+        }, str(rank))  # fmt: skip
+        place.mount(f"node{rank}", options)
     with LocalRepository.open(place.url) as repository:
         chunks = repository.view("pets").chunk_count
 

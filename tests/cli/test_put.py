@@ -123,7 +123,8 @@ def test_a_dry_run_names_what_would_be_deleted(dlcmd: Dlcmd, tmp_path: Path) -> 
     gone = [b"old", *(b"old/%02d" % i for i in range(11)), b"old/\xff"]
     before = {"kept": b"1"} | {os.fsdecode(path): b"" for path in gone[1:]}
     dlcmd("put", write(tmp_path / "before", before), "pets")
-    words = ["put", "-n", "--delete", write(tmp_path / "src", {"kept": b"1"}), "pets"]
+    source = str(write(tmp_path / "src", {"kept": b"1"}))
+    words = ["put", "-n", "--delete", source, "pets"]
     lines = [b"would delete " + path for path in gone]
     shown = [*lines[:10], b"... and 3 more; -v shows all of them"]
     assert dlcmd(*words).out.splitlines()[1:] == shown
@@ -149,11 +150,12 @@ def test_put_notes_special_mode_bits_and_hard_links_that_are_not_kept(
     os.link(source / "plain", source / "linked")
     os.link(source / "su/passwd", source / "su/other")
     subprocess.run(["tar", "cf", tmp_path / "a.tar", "-C", source, "."], check=True)
-    words: list[str | Path] = {
+    all_words: dict[str, list[str | Path]] = {
         "file": ["put", source / "su/passwd", "file/passwd"],
         "folder": ["put", "--chunk-size", "64K", source, "folder"],
         "tar": ["put", "--tar", tmp_path / "a.tar", "tar"],
-    }[kind]
+    }
+    words = all_words[kind]
     note = (
         f"note: set-user-ID, set-group-ID and sticky bits of {count_text(stripped, 'entry')} are"
         f" not kept; {count_text(links, 'hard link')} became files of their own"
@@ -200,8 +202,8 @@ def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
     files = dict.fromkeys(["a.txt", "b.jpg", "cache/x.jpg", "d/c.jpg"], b"")
     names = write(tmp_path / "lists", {"names": "".join(f"./{n}\n" for n in files).encode()})
     filters = ("--exclude", "cache", "--include", "*.jpg", write(tmp_path / "src", files))
-    for dataset, words in (("pets", []), ("named", ["--files-from", names / "names"])):
-        dlcmd("put", *words, *filters, dataset)
+    for dataset, more in (("pets", []), ("named", ["--files-from", str(names / "names")])):
+        dlcmd("put", *more, *filters, dataset)
         assert dlcmd("ls", "-R", dataset).out == b"b.jpg\nd\nd/c.jpg\n"
 
 

@@ -207,9 +207,9 @@ def test_any_tree_has_the_samples_of_image_folder(
         assert dataset.targets == expected.targets
 
 
-def binary(url: str, name: str = "pets", **named: int) -> DieselDataset:
+def binary(url: str, name: str = "pets", memory_bytes: int | None = None) -> DieselDataset:
     """A dataset of files that are no images."""
-    return DieselDataset(name, loader=bytes, extensions=".bin", url=url, **named)
+    return DieselDataset(name, loader=bytes, extensions=".bin", url=url, memory_bytes=memory_bytes)
 
 
 def test_the_version_stays_and_an_older_one_can_be_named(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def test_batches_come_with_the_indices_of_their_samples(pets: DieselDataset, wor
     def loader(**named: bool) -> "DataLoader[list[torch.Tensor]]":
         return DataLoader(pets, batch_size=7, sampler=sampler, num_workers=workers, **named)
 
+    batch: list[torch.Tensor]
     for epoch in range(3):
         seen, expected = 0, len(sampler)
         for indices, batch in sampler.enumerate(loader()):

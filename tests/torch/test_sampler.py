@@ -245,11 +245,12 @@ def test_numbers_that_cannot_be_are_refused(pets: DieselDataset) -> None:
 
 
 def test_a_state_of_other_samples_names_both(pets: DieselDataset, tmp_path: Path) -> None:
-    def opened() -> DieselDataset:
-        return DieselDataset("pets", loader=len, extensions=".bin", url=url)
-
     source = write(tmp_path / "src", contents(FILES))
-    url = packed(source, tmp_path / "store")
+    place = packed(source, tmp_path / "store")
+
+    def opened() -> DieselDataset:
+        return DieselDataset("pets", loader=len, extensions=".bin", url=place)
+
     with opened() as another:
         both = f"pets@{pets.version}.*pets@{another.version}.*another dataset"
         with pytest.raises(ConflictError, match=both):
