@@ -37,7 +37,6 @@ def is_running(process: int) -> bool:
 
 
 def children(process: int) -> list[int]:
-    """The processes that a process has started."""
     return [
         int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
     ]

@@ -39,7 +39,6 @@ def traced(
 
 
 def ended(*words: str | Path, inject: str, path: Path) -> tuple[int, str]:
-    """The exit code, and stderr."""
     with traced(*words, inject=inject, path=path) as process:
         _, result = process.communicate(timeout=DEADLINE_S)
         return process.returncode, result.decode()
@@ -47,7 +46,6 @@ def ended(*words: str | Path, inject: str, path: Path) -> tuple[int, str]:
 
 @pytest.fixture
 def source(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """The names in the dataset `pets`."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22"})
     dlcmd("put", source, "pets")
     return source

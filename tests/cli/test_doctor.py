@@ -79,7 +79,6 @@ class Said:
 
 
 def parsed(code: int, out: bytes, err: str) -> Said:
-    """What the doctor has said with --json."""
     assert out, err
     answer = json.loads(out)
     assert (code == 0) == answer["runs_well"] == (answer["faults"] == 0), answer
@@ -89,7 +88,6 @@ def parsed(code: int, out: bytes, err: str) -> Said:
 
 
 def by_program(*words: str | Path, environment: Mapping[str, str]) -> Said:
-    """What the program says."""
     done = subprocess.run(
         [sys.executable, "-m", "dlcmd", "doctor", "--json", *words],
         check=False, capture_output=True, timeout=60, env=environment,
@@ -120,14 +118,11 @@ def examined(
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Dlcmd:
-    """A repository with a dataset."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1", "b": b"2" * 5000}), "pets")
     return dlcmd
 
 
 class Ask(Protocol):
-    """Asks the doctor."""
-
     def __call__(self, *words: str | Path) -> Said: ...
 
 
@@ -516,7 +511,6 @@ def marker() -> Stored:
 
 
 def of_bucket(s3: ScriptedS3, *words: str, bucket: str = BUCKET) -> Said:
-    """What the program says about a bucket."""
     environment = {**without_proxies(), **credentials(s3.endpoint), "PYTHONPATH": OUR_PATH}
     return by_program(*words, f"s3://{bucket}/pre", environment=environment)
 

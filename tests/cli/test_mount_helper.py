@@ -87,13 +87,11 @@ class Machine:
         return done.stdout
 
     def fstab(self, *lines: str) -> Path:
-        """A file like /etc/fstab."""
         path = self.folder / "fstab"
         path.write_text("".join(f"{line} 0 0\n" for line in lines), encoding="utf-8")
         return path
 
     def made(self, name: str) -> Path:
-        """A folder to mount on."""
         path = self.folder / "at" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -143,8 +141,6 @@ def session(request: pytest.FixtureRequest) -> str:
 
 
 class TestMount:
-    """With a real mount(8)."""
-
     pytestmark = boots
 
     def test_mount_and_umount(self, machine: Machine, session: str) -> None:

@@ -1,7 +1,6 @@
 """Tests of a user whose private copy of a snapshot has a flipped bit (E12 in tests/FAULTS.md)."""
 
 import os
-import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -48,22 +47,13 @@ class User:
         self.dlcmd, self.top, self._patch = dlcmd, top, patch
         self.source, self.cache = top / "source", top / "cache"
         patch.setenv("XDG_CACHE_HOME", str(self.cache))
-        self.listed = b""
-
-    def begin(self) -> "User":
-        """Put the dataset, and read it."""
         odd_tree(self.source)
         write(self.source, {"large": os.urandom(3 * CHUNK_BYTES), "d/e/f/g": b"deep"})
         self.source.chmod(0o700)  # as a native mount shows it, which has no `--allow-other`
-        self.dlcmd("put", "--chunk-size", str(CHUNK_BYTES), self.source, "pets")
-        self.listed = self.dlcmd("ls", "-lR", "--json", "pets").out
-        self.dlcmd("get", "pets", self.top / "before")
-        assert self.got("before") == facts(self.source)
-        return self
-
-    def got(self, name: str) -> Facts:
-        """What a get has written."""
-        return facts(self.top / name)
+        dlcmd("put", "--chunk-size", str(CHUNK_BYTES), self.source, "pets")
+        self.listed = dlcmd("ls", "-lR", "--json", "pets").out
+        dlcmd("get", "pets", top / "before")
+        assert facts(top / "before") == facts(self.source)
 
     def flip(self, place: Callable[[bytes], range]) -> None:
         """Turn a bit of the copy around."""
@@ -77,26 +67,12 @@ class User:
         """The dataset, as somebody without any private copy gets it."""
         self._patch.setenv("XDG_CACHE_HOME", str(self.top / "another"))
         self.dlcmd("get", "pets", self.top / "others")
-        return self.got("others")
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """For what the first test has put and read, of which each test gets a copy."""
-    return tmp_path_factory.mktemp("begun") / "user"
+        return facts(self.top / "others")
 
 
 @pytest.fixture
-def user(dlcmd: Dlcmd, begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
-    made = User(dlcmd, tmp_path, monkeypatch)
-    if not begun.exists():
-        made.begin()
-        (tmp_path / "listed").write_bytes(made.listed)
-        shutil.copytree(tmp_path, begun, symlinks=True)
-    else:
-        shutil.copytree(begun, tmp_path, symlinks=True, dirs_exist_ok=True)
-        made.listed = (tmp_path / "listed").read_bytes()
-    return made
+def user(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> User:
+    return User(dlcmd, tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -107,7 +83,7 @@ def test_E12_a_flipped_bit_changes_no_answer_and_is_never_published(user: User, 
     assert user.dlcmd("ls", "-lR", "--json", "pets").out == user.listed
     user.flip(PLACES[place])
     user.dlcmd("get", "pets", user.top / "out")
-    assert user.got("out") == facts(user.source)
+    assert facts(user.top / "out") == facts(user.source)
     user.flip(PLACES[place])
     user.dlcmd("verify", "pets")
     assert "private copy" not in user.dlcmd("ls", "pets").err
@@ -148,7 +124,7 @@ def test_E12_a_servers_client_fetches_the_version_again(
         monkeypatch.setenv("DIESEL_USER", who.user)
         monkeypatch.setenv("DIESEL_KEY", who.key_text)
         monkeypatch.setenv("DIESEL_URL", server.url)
-        user = User(dlcmd, tmp_path, monkeypatch).begin()
+        user = User(dlcmd, tmp_path, monkeypatch)
         for place in DAMAGED:
             user.flip(PLACES[place])
             assert dlcmd("ls", "-lR", "--json", "pets").out == user.listed

@@ -373,7 +373,6 @@ def test_A15_a_listing_ends_silently_with_its_reader(dlcmd: Dlcmd, tmp_path: Pat
 
 
 def drawn_by(*words: str | Path) -> bytes:
-    """The output of a command on a terminal."""
     terminal, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
     drawn = b""

@@ -56,7 +56,6 @@ class Machine:
             dlcmd("put", "--compress", "none", "--chunk-size", "256K", source, name)
 
     def chunks(self, name: str) -> set[str]:
-        """The chunks of a dataset that are in the cache."""
         here = self.folders.get(name)
         return {each.name for each in here.iterdir() if len(each.name) == 32} if here else set()
 

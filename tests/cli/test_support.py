@@ -22,7 +22,6 @@ from .conftest import Dlcmd, program_environment
 
 
 def contents(archive: Path) -> dict[str, bytes]:
-    """The members of an archive, by their names."""
     found = {}
     with tarfile.open(archive) as packed:
         for member in packed:

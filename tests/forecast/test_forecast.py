@@ -54,7 +54,6 @@ class Setting:
 
     @property
     def parts(self) -> list[list[int]]:
-        """The files of each rank."""
         count = len(self.sizes)
         length = -(-count // self.ranks)
         return [

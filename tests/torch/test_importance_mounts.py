@@ -30,8 +30,6 @@ STEP = 30
 
 
 class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
-    """All files of a mount."""
-
     def __init__(self, root: Path) -> None:
         self.samples = [(str(path), 0) for path in sorted(root.glob("*/*"))]
 

@@ -48,7 +48,6 @@ def sampler_of(kind: str, count: int, seed: int | None) -> Sampler[int]:
 
 
 def flat(sampler: object) -> list[int]:
-    """What a sampler gives, indices and not batches."""
     found: list[int] = []
     assert isinstance(sampler, Sampler)
     for each in sampler:

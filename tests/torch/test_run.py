@@ -38,7 +38,6 @@ DEADLINE_S = 300
 
 @pytest.fixture
 def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
-    """A mount of a small dataset."""
     files = {f"c{n % 5}/{n:04}": bytes([n % 251]) * (1 + 17 * n) for n in range(FILES)}
     source, at = write(tmp_path / "src", files), tmp_path / "mnt"
     dlcmd("put", "--chunk-size", "64K", "--compress", "none", source, "pets")
@@ -58,7 +57,6 @@ def run(
     options: tuple[str | Path, ...] = (),
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`dlcmd run` as a program, to its end."""
     words = [sys.executable, "-m", "dlcmd", *flags, "run", *map(str, options), "--"]
     words += map(str, command)
     return subprocess.run(
@@ -72,7 +70,6 @@ def python(text: str) -> tuple[str, str, str]:
 
 
 def running(*command: str | Path) -> "subprocess.Popen[bytes]":
-    """`dlcmd run` as a program."""
     return subprocess.Popen(
         [sys.executable, "-m", "dlcmd", "run", "--", *command],
         env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -371,7 +368,6 @@ loader.sampler.generator.get_state()
 def orders_of(
     *options: str, mounted: Path
 ) -> tuple[list[list[int]], subprocess.CompletedProcess[str]]:
-    """What `SEEDED` gives in each epoch."""
     ended = run(*python(SEEDED), mounted, options=options)
     return [[*map(int, line.split())] for line in ended.stdout.splitlines()], ended
 

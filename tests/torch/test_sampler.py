@@ -5,8 +5,6 @@ import copy
 import json
 import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -22,7 +20,7 @@ from torch.utils.data.distributed import DistributedSampler
 from diesel_fs import connect
 from diesel_fs.errors import ConflictError, NoSuchPath, UsageError
 from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
-from tests.cli.conftest import Dlcmd, program_environment
+from tests.cli.conftest import Dlcmd
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.examples import examples
 from tests.rows import each_row
@@ -173,40 +171,22 @@ def test_a_stock_loader_resumes(pets: DieselDataset, workers: int) -> None:
     assert [batch.tolist() for batch in second] == expected, "the next epoch is whole"
 
 
-JOINED = """
-import json, sys
-import diesel_fs.torch
-from torch.utils.data import DataLoader
-url, workers, stop, state = json.loads(sys.argv[1])
-diesel_fs.torch.join()
-with diesel_fs.torch.DieselDataset("pets", loader=len, extensions=".bin", url=url) as pets:
-    sampler = diesel_fs.torch.ChunkShuffleSampler(pets, group_size=2)
-    if state:
-        sampler.load_state_dict(state)
-    loader = DataLoader(range(len(pets)), batch_size=4, sampler=sampler, num_workers=workers)
-    given = []
-    for number, batch in enumerate(loader, 1):
-        given += batch.tolist()
-        if number == stop:
-            break
-    print(json.dumps([given, sampler.state_dict()]))
-"""
-
-
-def test_after_join_the_sampler_counts_what_is_received(pets: DieselDataset, url: str) -> None:
-    """A run is stopped twice, and goes on with other numbers of workers."""
-    given: list[int] = []
-    state = None
-    for workers, stop in ((2, 2), (0, 1), (1, -1)):
-        words = json.dumps([url, workers, stop, state])
-        ended = subprocess.run(
-            [sys.executable, "-c", JOINED, words], env=program_environment(), text=True,
-            capture_output=True, check=False, timeout=120,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr
-        part, state = json.loads(ended.stdout)
-        given += part
-    assert given == list(ChunkShuffleSampler(pets, group_size=2))
+def test_after_join_a_state_has_the_number(
+    pets: DieselDataset, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That the hook has counted: `test_run.py` looks at how. More than was handed out is of another
+    iteration."""
+    whole, sampler = list(ChunkShuffleSampler(pets)), ChunkShuffleSampler(pets)
+    list(islice(sampler, 9))
+    for counted, expected in ((0, whole), (5, whole[5:]), (9, whole[9:]), (10, None)):
+        monkeypatch.setattr("diesel_fs.torch.sampler.counted_by_hook", lambda _: counted)  # noqa: B023
+        resumed = ChunkShuffleSampler(pets)
+        resumed.load_state_dict(sampler.state_dict())
+        if expected is None:
+            with pytest.raises(UsageError, match="how many samples had been received"):
+                next(iter(resumed))
+        else:
+            assert list(resumed) == expected
 
 
 def test_a_state_without_the_number_is_refused_when_it_is_used(pets: DieselDataset) -> None:
