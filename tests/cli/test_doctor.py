@@ -17,11 +17,10 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -97,7 +96,6 @@ def by_program(*words: str | Path, environment: Mapping[str, str]) -> Said:
 
 def examined(
     *words: str | Path,
-    keep: Path = Path("/nowhere"),
     before: str = "",
     prefix: Sequence[str] = (),
     python: str = sys.executable,
@@ -108,7 +106,7 @@ def examined(
     command = [*prefix, python, "-m", "dlcmd", "doctor", "--json", *map(str, words)]
     script = f"set -e\n{before}\nexec {shlex.join(command)}"
     done = subprocess.run(
-        [*own_mounts("--propagation", "private", keep=keep), "sh", "-c", script],
+        [*own_mounts("--propagation", "private"), "sh", "-c", script],
         check=False, capture_output=True, timeout=60,
         env={**without_proxies(), "PYTHONPATH": OUR_PATH, **(environment or {})},
     )  # fmt: skip
@@ -122,8 +120,7 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Dlcmd:
     return dlcmd
 
 
-class Ask(Protocol):
-    def __call__(self, *words: str | Path) -> Said: ...
+Ask = Callable[..., Said]
 
 
 @pytest.fixture
@@ -510,9 +507,9 @@ def marker() -> Stored:
     return Stored(encode_marker(uuid.uuid4()), time.time())
 
 
-def of_bucket(s3: ScriptedS3, *words: str, bucket: str = BUCKET) -> Said:
+def of_bucket(s3: ScriptedS3, *words: str) -> Said:
     environment = {**without_proxies(), **credentials(s3.endpoint), "PYTHONPATH": OUR_PATH}
-    return by_program(*words, f"s3://{bucket}/pre", environment=environment)
+    return by_program(*words, f"s3://{BUCKET}/pre", environment=environment)
 
 
 def test_a_bucket_that_is_slow_and_has_no_metadata_store() -> None:
@@ -550,14 +547,12 @@ def test_a_bucket_that_takes_no_writes() -> None:
 
 
 def test_an_endpoint_at_which_nothing_listens_and_one_that_is_silent() -> None:
-    with ScriptedS3() as s3:
+    unreachable = ("store", "fault", "cannot be reached")
+    with ScriptedS3() as s3, socket.create_server(("127.0.0.1", 0)) as silent:
         s3.stop()
-        said = of_bucket(s3, "--quick")
-        said.one("store", "fault", "cannot be reached", cure="AWS_ENDPOINT_URL")
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            s3.endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
-            said = of_bucket(s3, "--quick")
-    said.one("store", "fault", "cannot be reached", "timed out", cure="check the network")
+        of_bucket(s3, "--quick").one(*unreachable, cure="AWS_ENDPOINT_URL")
+        s3.endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        of_bucket(s3, "--quick").one(*unreachable, "timed out", cure="check the network")
 
 
 # Servers

@@ -4,10 +4,9 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -28,10 +27,7 @@ pytestmark = pytest.mark.fuse
 FILES = {f"{folder}/{number}": os.urandom(9_000) for folder in "ab" for number in range(300)}
 
 
-class Mount(Protocol):
-    """Mounts `pets` with these options."""
-
-    def __call__(self, *options: str) -> Path: ...
+Mount = Callable[..., Path]
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -46,23 +46,26 @@ def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
     dlcmd("umount", "--force", at)
 
 
-def plain_environment() -> dict[str, str]:
-    """The environment of a training command: without the packages of this tree."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+def ended(
+    *command: str | Path, environment: Mapping[str, str], code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """A program that has run to its end, which must be this one."""
+    done = subprocess.run(
+        command, env=environment, text=True, capture_output=True, timeout=DEADLINE_S, check=False
+    )
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def run(
     *command: str | Path,
-    flags: tuple[str, ...] = (),
-    options: tuple[str | Path, ...] = (),
+    flags: Sequence[str] = (),
+    options: Sequence[str | Path] = (),
+    code: int = 0,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "dlcmd", *flags, "run", *map(str, options), "--"]
-    words += map(str, command)
-    return subprocess.run(
-        words, env={**program_environment(), **environment}, text=True, capture_output=True,
-        timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+    words = [sys.executable, "-m", "dlcmd", *flags, "run", *options, "--", *command]
+    return ended(*words, environment=program_environment() | environment, code=code)
 
 
 def python(text: str) -> tuple[str, str, str]:
@@ -82,13 +85,10 @@ def alone_and_joined(
     """What a script gives alone, what it gives under `dlcmd run`, and what that says. Alone its
     workers are always forked, which gives the same: one that is spawned takes seconds to import
     torch. `names` of loaders are given for the same reason."""
-    first = [sys.executable, str(script), str(mounted), str(workers)]
-    alone = subprocess.run(
-        [*first, "fork", *names], env=plain_environment(), capture_output=True, text=True,
-        timeout=DEADLINE_S, check=True,
-    )  # fmt: skip
+    first = [sys.executable, script, mounted, str(workers)]
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    alone = ended(*first, "fork", *names, environment=plain)
     joined = run(*first, start, *names)
-    assert joined.returncode == 0, joined.stderr
     return json.loads(alone.stdout), json.loads(joined.stdout), joined.stderr
 
 
@@ -113,7 +113,7 @@ def test_each_sampler_gives_what_it_gave_and_is_announced(
 FILES_OF_THE_MOUNT = """
 import json, os, subprocess, sys, time, torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
+from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 class Files(torch.utils.data.Dataset):
     paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
@@ -154,7 +154,6 @@ def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) 
     """And a report shows each loop."""
     page = tmp_path / "run.html"
     joined = run(*python(PLANNED), mounted, options=("--report", page))
-    assert joined.returncode == 0, joined.stderr
     for streams in json.loads(joined.stdout):
         [stream] = streams
         assert stream["name"].startswith("run:")
@@ -189,7 +188,6 @@ def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
     """With the global generator, that the program draws nothing in between is known from the second
     epoch on."""
     joined = run(*python(PLANNED.replace(*change, 1)), mounted, options=("--ahead", ahead))
-    assert joined.returncode == 0, joined.stderr
     told = json.loads(joined.stdout)
     assert [stream["length"] for [stream] in told] == [FILES, FILES]
     found = [stream["frontier"] > FILES for [stream] in told]
@@ -213,12 +211,9 @@ exec(sys.argv[2])
 
 @pytest.mark.fuse
 def test_a_script_can_join_by_itself(mounted: Path) -> None:
-    ended = subprocess.run(
-        [*python(JOINED), mounted, PLANNED], env=program_environment(), text=True,
-        capture_output=True, timeout=DEADLINE_S, check=True,
-    )  # fmt: skip
-    assert [len(streams) for streams in json.loads(ended.stdout)] == [1, 1]
-    assert f"announced 2 of 2 epochs, {2 * FILES} files" in ended.stderr
+    joined = ended(*python(JOINED), mounted, PLANNED, environment=program_environment())
+    assert [len(streams) for streams in json.loads(joined.stdout)] == [1, 1]
+    assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
     wait_until(lambda: streams_of(mounted) == [])
 
 
@@ -245,13 +240,8 @@ for workers in 0, 2:
 
 def test_what_a_loop_has_received_is_counted() -> None:
     """With `join`, under `dlcmd run`, and with both: then `join` does nothing."""
-    alone = subprocess.run(
-        python(COUNTED), env=program_environment(), text=True, capture_output=True,
-        timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert alone.returncode == 0, alone.stderr
+    ended(*python(COUNTED), environment=program_environment())
     both = run(*python(COUNTED), PYTHONPATH=program_environment()["PYTHONPATH"])
-    assert both.returncode == 0, both.stderr
     assert "diesel_fs.torch:" not in both.stderr
 
 
@@ -285,10 +275,9 @@ def test_opening_a_file_asks_for_no_terminal(dlcmd: Dlcmd, tmp_path: Path, mount
             "    except Exception as error: print(type(error).__name__, error)\n"
         )
         joined = run(*python(text), at)
-        assert joined.returncode == 0, joined.stderr
         time.sleep(1.5)  # statistics may be a second old
         assert ioctls_of(at) < 20
-        alone = subprocess.run([*python(text), at], capture_output=True, text=True, check=True)
+        alone = ended(*python(text), at, environment=program_environment())
         assert joined.stdout == alone.stdout
         if sys.version_info < (3, 14):
             wait_until(lambda: ioctls_of(at) >= 600)
@@ -324,7 +313,6 @@ def test_a_plan_of_another_version_is_not_made(mounted: Path) -> None:
     """Its indices are other files there. The script reads on, and is told at the end."""
     script = (*python(CHANGED), mounted, sys.executable, mounted.parent / "src")
     joined = run(*script, PYTHONPATH=program_environment()["PYTHONPATH"])
-    assert joined.returncode == 0, joined.stderr
     assert len(set(joined.stdout.split())) == 1
     assert f"announced 1 of 3 epochs, {FILES} files" in joined.stderr
     assert "has changed to another version" in joined.stderr
@@ -352,7 +340,6 @@ def test_the_ranks_of_torchrun_are_joined(mounted: Path, tmp_path: Path) -> None
     script.write_text(RANKS)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     joined = run(sys.executable, *torchrun, script, mounted)
-    assert joined.returncode == 0, joined.stderr
     assert f"announced 4 of 4 epochs, {2 * FILES} files" in joined.stderr
     assert "40 batches" in joined.stderr
 
@@ -365,27 +352,24 @@ loader.sampler.generator.get_state()
 """
 
 
-def orders_of(
-    *options: str, mounted: Path
-) -> tuple[list[list[int]], subprocess.CompletedProcess[str]]:
-    ended = run(*python(SEEDED), mounted, options=options)
-    return [[*map(int, line.split())] for line in ended.stdout.splitlines()], ended
+def orders_of(*options: str, mounted: Path, code: int = 0) -> tuple[list[list[int]], str]:
+    joined = run(*python(SEEDED), mounted, options=options, code=code)
+    return [[*map(int, line.split())] for line in joined.stdout.splitlines()], joined.stderr
 
 
 @pytest.mark.deep
 @pytest.mark.fuse
 def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Path) -> None:
     """The seed of each depends on the script's."""
-    [plain, _], without = orders_of(mounted=mounted)
-    assert without.returncode == 1, "there is no generator"
-    orders, ended = orders_of("--own-seed", mounted=mounted)
-    assert ended.returncode == 0, ended.stderr
+    [plain, _], _ = orders_of(mounted=mounted, code=1)  # there is no generator
+    orders, _ = orders_of("--own-seed", mounted=mounted)
     assert orders[0] != orders[1]
     assert plain not in orders
     assert orders_of("--own-seed", mounted=mounted)[0] == orders
-    chunk_wise, ended = orders_of("--shuffle", "chunk", "--group-size", "1", mounted=mounted)
-    assert "announced 2 of 2 epochs" in ended.stderr
-    assert "keeps its order" not in ended.stderr
+    by_chunks = ("--own-seed", "--shuffle", "chunk", "--group-size", "1")
+    chunk_wise, said = orders_of(*by_chunks, mounted=mounted)
+    assert "announced 2 of 2 epochs" in said
+    assert "keeps its order" not in said
     snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
     paths = [f"c{index % 5}/{index:04}".encode() for index in range(FILES)]
     chunk_of = snapshot.chunk_of(snapshot.lookup_many(paths))
@@ -394,22 +378,19 @@ def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Pa
         changes = np.count_nonzero(np.diff(chunk_of[order]))
         assert changes < 8 if order in chunk_wise else changes > 30
     assert chunk_wise[0] != chunk_wise[1]
-    assert orders_of("--shuffle", "chunk", "--group-size", "1", mounted=mounted)[0] == chunk_wise
+    assert orders_of(*by_chunks, mounted=mounted)[0] == chunk_wise
 
 
-def test_a_report_that_cannot_be_written_is_said(
-    tmp_path: Path,
-) -> None:
+def test_a_report_that_cannot_be_written_is_said(tmp_path: Path) -> None:
     """Before the command runs; at the end it changes no exit code."""
     page = tmp_path / "run.html"
-    assert run("true", os.fsdecode(b"\xff"), options=("--report", page)).returncode == 0
+    run("true", os.fsdecode(b"\xff"), options=("--report", page))
     assert "true " in page.read_text(encoding="utf-8")
-    ended = run(*python("print(1)"), options=("--report", tmp_path / "none" / "run.html"))
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "cannot write the report" in ended.stderr
-    ended = run(*python("exit(7)"), options=("--report", "/dev/full"))
-    assert ended.returncode == 7
-    assert "cannot write the report /dev/full: No space left on device" in ended.stderr
+    early = run(*python("print(1)"), options=("--report", tmp_path / "none/run.html"), code=2)
+    assert early.stdout == ""
+    assert "cannot write the report" in early.stderr
+    late = run(*python("exit(7)"), options=("--report", "/dev/full"), code=7)
+    assert "cannot write the report /dev/full: No space left on device" in late.stderr
 
 
 GONE = f"""{FILES_OF_THE_MOUNT}
@@ -422,10 +403,9 @@ for number, _ in enumerate(DataLoader(Files(), batch_size=10)):
 @pytest.mark.fuse
 def test_a_mount_that_goes_away_is_named(mounted: Path, dlcmd: Dlcmd) -> None:
     path = program_environment()["PYTHONPATH"]
-    ended = run(*python(GONE), mounted, PYTHONPATH=path)
-    assert ended.returncode == 1
-    assert "FileNotFoundError" in ended.stderr
-    assert f"the mount on {mounted} has gone" in ended.stderr.splitlines()[-1]
+    said = run(*python(GONE), mounted, PYTHONPATH=path, code=1).stderr
+    assert "FileNotFoundError" in said
+    assert f"the mount on {mounted} has gone" in said.splitlines()[-1]
     dlcmd("mount", "pets", mounted)
 
 
@@ -471,7 +451,6 @@ def test_what_cannot_be_planned_is_said(mounted: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PARTLY)
     joined = run(sys.executable, script, mounted)
-    assert joined.returncode == 0, joined.stderr
     assert "announced 1 of 2 epochs, 50 files" in joined.stderr
     assert "50 of 100 files of a dataset lie in no mount" in joined.stderr
     assert "Unknown opened no file of a mount" in joined.stderr
@@ -479,17 +458,13 @@ def test_what_cannot_be_planned_is_said(mounted: Path, tmp_path: Path) -> None:
 
 
 def test_exit_codes_and_output_pass_through() -> None:
-    ended = run(*python("import sys; print('out'); sys.exit(7)"))
-    assert (ended.returncode, ended.stdout) == (7, "out\n")
-    assert run(*python("import os; os.kill(os.getpid(), 9)")).returncode == 128 + 9
-    missing = run("/no/such/program")
-    assert missing.returncode == 127
-    assert missing.stderr == (
-        "dlcmd run: cannot start '/no/such/program': No such file or directory\n"
-    )
-    assert run("/etc/passwd").returncode == 126
+    assert run(*python("import sys; print('out'); sys.exit(7)"), code=7).stdout == "out\n"
+    run(*python("import os; os.kill(os.getpid(), 9)"), code=128 + 9)
+    missing = "dlcmd run: cannot start '/no/such/program': No such file or directory\n"
+    assert run("/no/such/program", code=127).stderr == missing
+    run("/etc/passwd", code=126)
     assert run(*python("pass"), flags=("-q",)).stderr == ""
-    assert run().returncode == 2
+    run(code=2)
     words = shlex.join([sys.executable, "-m", "dlcmd", "run", "--", *python("exit(7)")])
     for nowhere in ("2>&-", "2>/dev/full"):
         script = ["sh", "-c", f"exec {words} {nowhere}"]
@@ -501,8 +476,8 @@ def test_a_long_temporary_folder_and_what_is_left_in_one(tmp_path: Path) -> None
     deep, flat = tmp_path / ("x" * 120), Path(tempfile.mkdtemp(prefix="flat"))
     deep.mkdir()
     for folder in (deep, flat):
-        ended = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
-        assert (json.loads(ended.stdout)["socket"].startswith(str(folder))) == (folder == flat)
+        told = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
+        assert (json.loads(told.stdout)["socket"].startswith(str(folder))) == (folder == flat)
         assert os.listdir(folder) == []
     flat.rmdir()
 
@@ -524,9 +499,9 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
 
 def test_a_python_that_ignores_the_environment_is_named() -> None:
     for flag in ("-I", "-E", "-S"):
-        ended = run(sys.executable, flag, "-c", "print(1)")
-        assert (ended.returncode, ended.stdout) == (0, "1\n")
-        assert "no Python process of the command could be joined" in ended.stderr
+        alone = run(sys.executable, flag, "-c", "print(1)")
+        assert alone.stdout == "1\n"
+        assert "no Python process of the command could be joined" in alone.stderr
     assert "no DataLoader" in run(*python("print(1)")).stderr
     assert "no Python process" in run("true").stderr
 
@@ -534,8 +509,8 @@ def test_a_python_that_ignores_the_environment_is_named() -> None:
 def test_another_sitecustomize_runs_and_nothing_is_left_on_the_path(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.was_here = 5\n")
     text = "import sys; print(was_here, [p for p in sys.path if 'hook' in p])"
-    ended = run(*python(text), PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
-    assert ended.stdout == "5 []\n"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    assert run(*python(text), PYTHONPATH=path).stdout == "5 []\n"
 
 
 def test_a_launcher_that_is_killed_does_not_end_the_command(tmp_path: Path) -> None:
@@ -594,6 +569,5 @@ def test_a_loader_that_tunes_itself_is_one_stream(mounted: Path, dlcmd: Dlcmd) -
     """Its orders are announced whole, although its workers change. A dataset that reads from no
     mount is none of the mounts' business."""
     joined = run(*python(TUNED), mounted, dlcmd.store.as_uri())
-    assert joined.returncode == 0, joined.stderr
     assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
     assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"
