@@ -77,9 +77,8 @@ def test_where_nothing_can_be_mounted_the_rows_say_why(
 
 
 def test_bad_numbers_are_errors(dlcmd: Dlcmd, state: Path, tmp_path: Path) -> None:
-    dlcmd("bench", "--files", "0", code=2)
-    dlcmd("bench", "--size", "0", code=2)
-    dlcmd("bench", "--size", "much", code=2)
+    for option, value in (("--files", "0"), ("--size", "0"), ("--size", "much")):
+        dlcmd("bench", option, value, code=2)
     dlcmd("bench", "--folder", tmp_path / "none", code=10)
     result = dlcmd("bench", "--files", "10000000", "--size", "1G", code=16)
     assert "make fewer with --files" in result.err

@@ -6,7 +6,6 @@
 import json
 import os
 import pty
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -18,7 +17,7 @@ from dlcmd.doctor.redaction import Redactor, known_secrets
 from tests.rows import each_row
 from tests.trees import write
 
-from .conftest import Dlcmd, program_environment
+from .conftest import Dlcmd
 
 
 def contents(archive: Path) -> dict[str, bytes]:
@@ -110,16 +109,13 @@ def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path
 
 def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """As `dlcmd support --yes help.tgz | head -1`, whose reader may end at any time."""
-    archive = tmp_path / "help.tgz"
     receiver, sender = os.pipe()
     os.close(receiver)
-    done = subprocess.run(
-        [sys.executable, "-m", "dlcmd", "support", "--yes", str(archive)],
-        stdout=sender, timeout=60, check=False, env=program_environment(),
-    )  # fmt: skip
+    with dlcmd.start("support", "--yes", tmp_path / "help.tgz", stdout=sender) as process:
+        process.communicate(timeout=60)
     os.close(sender)
-    assert done.returncode == 141
-    assert "versions.json" in contents(archive)
+    assert process.returncode == 141
+    assert "versions.json" in contents(tmp_path / "help.tgz")
 
 
 def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -138,17 +134,16 @@ def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> Non
     assert str(missing) in dlcmd("support", "--yes", missing, code=12).err
 
 
-@pytest.mark.parametrize("answer", ["y", "n"])
+@each_row("answer", ["y", "n"])
 def test_on_a_terminal_it_asks(answer: str, dlcmd: Dlcmd, tmp_path: Path) -> None:
     archive = tmp_path / "help.tar.gz"
     ours, theirs = pty.openpty()
     os.write(ours, f"{answer}\n".encode())
-    done = subprocess.run(
-        [sys.executable, "-m", "dlcmd", "support", str(archive)],
-        stdin=theirs, capture_output=True, timeout=60, check=True, env=program_environment(),
-    )  # fmt: skip
+    with dlcmd.start("support", archive, stdin=theirs) as process:
+        said = process.communicate(timeout=60)[1].decode()
     os.close(ours)
     os.close(theirs)
-    assert f"write {archive}?" in done.stderr.decode()
+    assert process.returncode == 0
+    assert f"write {archive}?" in said
     assert archive.exists() == (answer == "y")
-    assert ("nothing has been written" in done.stderr.decode()) == (answer == "n")
+    assert ("nothing has been written" in said) == (answer == "n")
