@@ -64,19 +64,13 @@ class Dlcmd:
         return result
 
     def start(
-        self,
-        *arguments: str | Path,
-        stdin: int | None = subprocess.DEVNULL,
-        stdout: int = subprocess.PIPE,
+        self, *words: str | Path, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.PIPE
     ) -> "subprocess.Popen[bytes]":
         """The program itself, running."""
         return subprocess.Popen(
-            [sys.executable, "-m", "dlcmd", *map(str, arguments)],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            env=program_environment(),
-        )
+            [sys.executable, "-m", "dlcmd", *words],
+            stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=program_environment(),
+        )  # fmt: skip
 
     def program(
         self, *arguments: str | Path, stdin: bytes | None = None, code: int = 0

@@ -137,9 +137,6 @@ def doctor(capfdbinary: pytest.CaptureFixture[bytes]) -> Ask:
     return ask
 
 
-# A machine without faults
-
-
 @needs_root
 @pytest.mark.fuse
 def test_a_machine_without_faults_gets_0_and_nothing_stays(pets: Dlcmd, tmp_path: Path) -> None:
@@ -232,9 +229,6 @@ def test_no_thread_can_be_started(open_home: Mapping[str, str]) -> None:
     prefix = ["prlimit", "--nproc=1", "--", *as_user()]
     said = examined("--quick", prefix=prefix, python=user_python(), environment=open_home)
     said.one("folder.tmp", "fault", "there is no memory or no process left", cure="`ulimit -u`")
-
-
-# This machine
 
 
 def fuse(facts: checks.FuseFacts) -> Finding:
@@ -351,9 +345,6 @@ def test_the_users_own_folders(
     doctor().one("settings", "fault", "unknown key 'colour'", cure="known:")
 
 
-# Mounts
-
-
 @contextmanager
 def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
     """A mount of the dataset, with the processes that serve it."""
@@ -410,9 +401,6 @@ def test_a_mount_behind_the_current_version(pets: Dlcmd, doctor: Ask, tmp_path: 
         doctor(at).one("mount.stale", "warning", "has no dataset 'pets'", cure="--url")
 
 
-# Folders
-
-
 def test_folders_for_no_mount_and_no_cache(pets: Dlcmd, doctor: Ask, tmp_path: Path) -> None:
     file = write(tmp_path / "full", {"file": b""}) / "file"
     doctor(file).one("place", "fault", "is no folder", cure="name a folder")
@@ -446,9 +434,6 @@ def test_a_cache_whose_disk_is_full_and_one_that_nobody_uses(doctor: Ask, tmp_pa
         said.one("cache.old", "warning", "for 40 days", cure=f"`rm -r {dataset}`")
         cache.chmod(0o777)
         doctor(cache).one("place.cache", "fault", "others can write", cure="chmod 700")
-
-
-# Repositories that this process opens itself
 
 
 def test_no_repository_is_at_the_address(dlcmd: Dlcmd, doctor: Ask) -> None:
@@ -497,9 +482,6 @@ def test_redis_faults(
             assert "canary" not in str(said)
         redis.kill()
         doctor(url).one("metadata", "fault", "cannot reach", cure="check that the metadata")
-
-
-# Buckets
 
 
 def marker() -> Stored:
@@ -553,9 +535,6 @@ def test_an_endpoint_at_which_nothing_listens_and_one_that_is_silent() -> None:
         of_bucket(s3, "--quick").one(*unreachable, cure="AWS_ENDPOINT_URL")
         s3.endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         of_bucket(s3, "--quick").one(*unreachable, "timed out", cure="check the network")
-
-
-# Servers
 
 
 Site = tuple[str, dict[str, Credentials]]

@@ -3,6 +3,7 @@ reclaimable."""
 
 import os
 import tarfile
+from contextlib import chdir
 from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
@@ -61,27 +62,16 @@ def test_kept_versions_are_listed_and_read(filled: Dlcmd, tmp_path: Path) -> Non
 @each_row(
     "words",
     [
-        ("put", "src", "pets@5"),
-        ("put", "src", "pets@5/d"),
-        ("rm", "pets@5/c"),
-        ("purge", "pets@5"),
-        ("verify", "pets@5"),
-        ("recover", "pets@5"),
-        ("delete-dataset", "pets@5", "--yes"),
-        ("ls", "pets@x"),
-        ("ls", "pets@-1"),
-        ("ls", "pets@0"),
-        ("cat", "pets@/c"),
-        ("purge", "pets", "--grace", "soon"),
-        ("purge", "pets", "--max-unused", "101%"),
-        ("purge", "pets", "--keep", "-1"),
+        *("put src pets@5", "put src pets@5/d", "rm pets@5/c", "delete-dataset pets@5 --yes"),
+        *("purge pets@5", "verify pets@5", "recover pets@5"),
+        *("ls pets@x", "ls pets@-1", "ls pets@0", "cat pets@/c"),
+        *("purge pets --grace soon", "purge pets --max-unused 101%", "purge pets --keep -1"),
     ],
 )
-def test_verbs_that_write_refuse_a_version(
-    filled: Dlcmd, words: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(filled.store.parent)
-    filled(*words, code=2)
+def test_verbs_that_write_refuse_a_version(filled: Dlcmd, words: str) -> None:
+    """And all verbs what is no version."""
+    with chdir(filled.store.parent):
+        filled(*words.split(), code=2)
     assert filled("cat", "pets/c").out == b"newer"
 
 

@@ -189,10 +189,9 @@ def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> N
     dlcmd("put", "--files-from", names, source, "found")
     dlcmd("get", "found", tmp_path / "back")
     assert (tmp_path / "back").stat().st_mtime_ns == 5
-    names.write_bytes(b"../a\n")
-    assert "'..'" in dlcmd("put", "--files-from", names, source, "pets", code=2).err
-    names.write_bytes(b"gone\n")
-    assert "gone: No such file" in dlcmd("put", "--files-from", names, source, "pets", code=3).err
+    for bad, code, said in ((b"../a\n", 2, "'..'"), (b"gone\n", 3, "gone: No such file")):
+        names.write_bytes(bad)
+        assert said in dlcmd("put", "--files-from", names, source, "pets", code=code).err
     dlcmd("put", "--files-from", names, "--delete", source, "pets", code=2)
     assert "no file" in dlcmd("put", "--files-from", "nowhere", source, "pets", code=10).err
 
@@ -237,20 +236,9 @@ def test_entries_that_cannot_be_put_are_named_and_the_rest_is_put(
 @each_row(
     "arguments",
     [
-        ["--chunk-size", "0"],
-        ["--chunk-size", "1"],
-        ["--chunk-size", "-1"],
-        ["--chunk-size", "1T"],
-        ["--chunk-size", "NaN"],
-        ["--chunk-size", "\u0664M"],
-        ["--jobs", "0"],
-        ["--jobs", "-1"],
-        ["--jobs", "1000000"],
-        ["--jobs", "two"],
-        ["--compress", "zip"],
-        ["--include", ""],
-        ["-0"],
-        ["--no-such-option"],
+        *(["--chunk-size", bad] for bad in ("0", "1", "-1", "1T", "NaN", "\u0664M")),
+        *(["--jobs", bad] for bad in ("0", "-1", "1000000", "two")),
+        *(["--compress", "zip"], ["--include", ""], ["-0"], ["--no-such-option"]),
     ],
 )
 def test_I13_bad_numbers_are_usage_errors(

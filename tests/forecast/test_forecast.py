@@ -36,9 +36,6 @@ def made_files(sizes: Sequence[int], per_chunk: int) -> Files:
     return Files(chunked, offset, size, (-(-size // PAGE)).astype(np.uint32), chunk_bytes)
 
 
-# Against a naive simulation -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Setting:
     """A small job of one node whose cache keeps files and whose pushes have one file each."""
@@ -210,9 +207,6 @@ def test_chunks_that_come_first_are_fetched_whole_and_the_rest_read_past_the_cac
         assert first.store_requests == sum(any(chunk) for chunk in chunks)
 
 
-# Sums ---------------------------------------------------------------------------------------------
-
-
 @each_row("nodes", [1, 3])
 @each_row("shuffle", ["full", "chunk"])
 @each_row("policy", NAMES)
@@ -259,9 +253,6 @@ def test_owners_fetch_at_the_same_time() -> None:
         job = Job(node, store, nodes=nodes, images_per_s=1e9, epochs=1)
         [epoch] = forecast(job, files, "plan").epochs
         assert epoch.seconds == pytest.approx(8.0 / nodes, rel=0.25)
-
-
-# Known theory -------------------------------------------------------------------------------------
 
 
 def kept_in_random_order(policy: str, part: float) -> float:
@@ -321,9 +312,6 @@ def test_no_ranks_wait_where_all_is_fast_and_all_do_where_the_store_is_slow() ->
     assert forecast(slow, files, "none").later.seconds == pytest.approx(4.0, rel=0.05)
 
 
-# The smallest cache -------------------------------------------------------------------------------
-
-
 @given(needed=st.integers(0, 40_000), data=st.integers(1, 100_000), nodes=st.integers(1, 5))
 @examples(60)
 def test_the_smallest_cache_is_found_in_few_runs(needed: int, data: int, nodes: int) -> None:
@@ -361,9 +349,6 @@ def test_the_smallest_cache_of_a_job_is_that_of_trying_all() -> None:
     assert found == enough[0] > 0
     hopeless = replace(job, node=replace(job.node, disk_read_bytes_per_s=1e3))
     assert smallest_disk(hopeless, files.bytes, run) is None
-
-
-# What it says -------------------------------------------------------------------------------------
 
 
 def test_the_cheapest_of_the_fastest_is_recommended() -> None:

@@ -103,9 +103,6 @@ def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
     assert caught.value.filename == str(tmp_path / "none/file")
 
 
-# Links and files that another user has planted
-
-
 def append(path: Path, content: bytes) -> None:
     with log_file(path) as file:
         file.write(content)

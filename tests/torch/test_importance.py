@@ -48,7 +48,7 @@ def pets(url: str) -> Iterator[DieselDataset]:
         yield dataset
 
 
-def losses_of(indices: "list[int] | np.ndarray[tuple[int], np.dtype[np.int64]]") -> torch.Tensor:
+def losses_of(indices: list[int]) -> torch.Tensor:
     return torch.tensor([float(index) for index in indices])
 
 
@@ -293,10 +293,7 @@ def test_other_measures_of_importance(pets: DieselDataset) -> None:
 
 
 def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselDataset) -> None:
-    def fresh() -> ImportanceSampler:
-        return ImportanceSampler(pets, share=np.float64(0.5), floor=np.float64(0.125), seed=5)
-
-    whole = fresh()
+    whole = ImportanceSampler(pets, share=np.float64(0.5), floor=np.float64(0.125), seed=5)
     for epoch in range(2):
         train(whole, epoch)
     whole.set_epoch(2)
@@ -308,7 +305,6 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
     checkpoint.seek(0)
     state = torch.load(checkpoint, weights_only=True)
     left = list(iterator)
-    whole.update(left, losses_of(left) + 100)
 
     other = ImportanceSampler(pets)
     other.update([1], torch.ones(1))  # forgotten
@@ -317,7 +313,8 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
     other.set_epoch(2)
     assert list(other) == left
     assert torch.equal(other.weights(left), whole.weights(left))
-    other.update(left, losses_of(left) + 100)
+    for sampler in (whole, other):
+        sampler.update(left, losses_of(left) + 100)
     assert train(other, 3) == train(whole, 3)
     assert np.array_equal(other.importance, whole.importance)
 
@@ -427,30 +424,27 @@ def test_the_hook_foresees_an_epoch_without_a_trace(pets: DieselDataset) -> None
     """Only this epoch: the next one depends on what it will measure."""
     sampler = ImportanceSampler(pets, seed=4)
     train(sampler, 0)
-    sampler.set_epoch(1)
-    [order] = predict(BatchSampler(sampler, 8, drop_last=False), ahead=2)
-    assert order.indices.tolist() == list(sampler)
-    sampler.update(order.indices.tolist(), losses_of(order.indices.tolist()))
-    sampler.set_epoch(2)
-    [order] = predict(sampler, ahead=2)
-    assert order.indices.tolist() == list(sampler)
+    for epoch, foreseen in ((1, BatchSampler(sampler, 8, drop_last=False)), (2, sampler)):
+        sampler.set_epoch(epoch)
+        [order] = predict(foreseen, ahead=2)
+        given = list(sampler)
+        assert order.indices.tolist() == given
+        sampler.update(given, losses_of(given))
 
 
 def test_an_auto_data_loader_resumes_it(pets: DieselDataset) -> None:
-    def loader_of() -> "AutoDataLoader[list[torch.Tensor]]":
-        return AutoDataLoader(pets, batch_size=6, sampler=ImportanceSampler(pets, seed=8))
-
-    loader = loader_of()
-    sampler = loader.sampler
+    loader, resumed = (
+        AutoDataLoader(pets, batch_size=6, sampler=ImportanceSampler(pets, seed=8))
+        for _ in range(2)
+    )
     for epoch in range(2):
-        sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)
         batches = []
         for number, (sizes, _) in enumerate(loader):
             batches.append(sizes.tolist())
             if (epoch, number) == (1, 1):
                 state = loader.state_dict()
-        sampler.update(range(FILES), torch.arange(FILES))
-    resumed = loader_of()
+        loader.sampler.update(range(FILES), torch.arange(FILES))
     resumed.load_state_dict(state)
     resumed.sampler.set_epoch(1)
     assert [sizes.tolist() for sizes, _ in resumed] == batches[2:]

@@ -79,10 +79,9 @@ def batches(loader: "DataLoader[object]", epochs: int = 2) -> tuple[list[Batches
     torch.manual_seed(5)
     given_: list[Batches] = []
     for _ in range(epochs):
-        found: Batches = []
+        given_.append([])
         for index, chance, _ in loader:
-            found.append((torch.as_tensor(index).tolist(), torch.as_tensor(chance).tolist()))
-        given_.append(found)
+            given_[-1].append((torch.as_tensor(index).tolist(), torch.as_tensor(chance).tolist()))
         torch.rand(1)
     return given_, (random.random(), torch.rand(2).tolist())
 
@@ -101,11 +100,10 @@ def options(kind: str) -> dict[str, object]:
         case "random":
             return {"batch_size": 7, "shuffle": True}
         case "own generator":
-            generator = torch.Generator().manual_seed(9)
-            return {"batch_size": 7, "shuffle": True, "generator": generator, "drop_last": True}
+            own = torch.Generator().manual_seed(9)
+            return {"batch_size": 7, "shuffle": True, "generator": own, "drop_last": True}
         case "weighted":
-            sampler = WeightedRandomSampler([1.0, 2.0] * 50, 90)
-            return {"batch_size": 9, "sampler": sampler}
+            return {"batch_size": 9, "sampler": WeightedRandomSampler([1.0, 2.0] * 50, 90)}
         case "in place":
             return {"batch_size": 7, "sampler": InPlace()}
         case "batches":
