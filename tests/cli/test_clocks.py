@@ -60,11 +60,8 @@ def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]
 
 def objects(store: Path) -> Facts:
     """All objects in the store, without the files of SQLite."""
-    return {
-        path: what
-        for path, what in facts(store).items()
-        if what[0] == "file" and not path.startswith(b"meta.sqlite")
-    }
+    found = {path: what for path, what in facts(store).items() if what[0] == "file"}
+    return {path: found[path] for path in found if not path.startswith(b"meta.sqlite")}
 
 
 @contextmanager

@@ -54,9 +54,7 @@ def test_two_datasets_are_compared(dlcmd: Dlcmd, source: Path) -> None:
     assert dlcmd("diff", "pets", source).out.startswith(b"M .\nM b\n")
 
 
-def test_a_folder_needs_a_slash(
-    dlcmd: Dlcmd, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_need_a_slash(dlcmd: Dlcmd, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(source.parent)
     for folder in ("./source", "source/"):
         assert b"6 unchanged" in dlcmd("diff", "pets", folder).out

@@ -70,9 +70,7 @@ def test_an_error_of_close_in_the_store_names_the_object(
     assert ended(verb, *words, inject=CLOSE, path=path) == (13, result)
 
 
-def test_of_errors_of_close_those_of_files_count(
-    dlcmd: Dlcmd, source: Path, tmp_path: Path
-) -> None:
+def test_of_errors_of_close_those_of_files_say(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     for folder in (source, source / "sub"):
         assert ended("put", source, "more", inject=CLOSE, path=folder) == (0, "")
@@ -113,9 +111,7 @@ def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: 
 
 
 @pytest.mark.parametrize("words", ["pets out", "pets/sub/b out", "--tar out/x pets"])
-def test_the_next_get_removes_what_is_left(
-    dlcmd: Dlcmd, source: Path, tmp_path: Path, words: str
-) -> None:
+def test_the_next_get_tidies_up(dlcmd: Dlcmd, source: Path, tmp_path: Path, words: str) -> None:
     out = tmp_path / "out"
     (out / "sub").mkdir(parents=True)
     dlcmd("ls", "pets")  # which keeps the snapshot: the get renames nothing but what it writes
@@ -136,9 +132,7 @@ def of_a_stranger() -> str:
     return re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
 
 
-def test_temporary_files_of_an_unknown_process_are_removed_after_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_strangers_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for left in (of_a_stranger(), ".dlcmd-0123456789abcdef", ".dlcmd-mine"):
         (tmp_path / left).touch()
     remove_leftovers(tmp_path)

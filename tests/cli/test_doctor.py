@@ -275,9 +275,7 @@ cp $HELPER "$DEV/helper"; chmod 755 "$DEV/helper"; mount --bind "$DEV/helper" $H
 
 @needs_root
 @pytest.mark.fuse
-def test_a_user_may_neither_use_the_device_nor_fusermount3(
-    open_home: Mapping[str, str],
-) -> None:
+def test_a_user_may_neither_use_the_device_nor_fusermount3(open_home: Mapping[str, str]) -> None:
     """Nor open many files."""
     helper = str(shutil.which("fusermount3"))
     said = examined(
@@ -324,9 +322,7 @@ def test_a_full_disk(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     said.one("folder.state", "fault", "the disk is full", cure=cure)
 
 
-def test_the_users_own_folders(
-    doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folders_of_the_user(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others may write to one, and earlier boots have left copies in another."""
     for kind in ("STATE", "CACHE", "CONFIG"):
         monkeypatch.setenv(f"XDG_{kind}_HOME", str(tmp_path / kind))
@@ -572,9 +568,7 @@ def test_the_roles_of_a_user(site: Site, doctor: Ask, monkeypatch: pytest.Monkey
     doctor("--write", url).one("store.rights", "ok", "read and write 1 dataset (tried)")
 
 
-def test_failing_logins(
-    site: Site, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logins(site: Site, doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No user, a key file that others may read, another's key."""
     url, users = site
     doctor(url).one("store", "fault", "no user is named", cure="--user and --key-file")

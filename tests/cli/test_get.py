@@ -131,9 +131,7 @@ def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, ordinary: P
         folder.chmod(0o755)
 
 
-def test_a_destination_with_entries_keeps_its_mode(
-    dlcmd: Dlcmd, pets: Path, tmp_path: Path
-) -> None:
+def test_a_full_destination_keeps_its_mode(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
     """`get pets /tmp` must not give /tmp the mode of the dataset's root."""
     out = write(tmp_path / "out", {"other": b""})
     out.chmod(0o1777)

@@ -35,9 +35,7 @@ from .conftest import Dlcmd, program_environment
         (["--offline"], "--offline needs --snapshot"),
     ],
 )
-def test_options_that_are_refused(
-    dlcmd: Dlcmd, tmp_path: Path, words: list[str], said: str
-) -> None:
+def test_options_are_refused(dlcmd: Dlcmd, tmp_path: Path, words: list[str], said: str) -> None:
     """So are those that would have no effect."""
     assert said in dlcmd("mount", *words, "pets", tmp_path / "mnt", code=2).err
     assert not (tmp_path / "mnt").exists()
@@ -123,7 +121,7 @@ exec "$@"
 
 @pytest.mark.fuse
 @needs_root
-@pytest.mark.parametrize("way", ["the device is denied", "the capability is missing"])
+@each_row("way", ["the device is denied", "the capability is missing"])
 def test_a_machine_may_forbid_mounting(dlcmd: Dlcmd, tmp_path: Path, way: str) -> None:
     """As in a container without the device, or without the capability."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
@@ -133,8 +131,7 @@ def test_a_machine_may_forbid_mounting(dlcmd: Dlcmd, tmp_path: Path, way: str) -
         around = [*own_mounts(), "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
     done = subprocess.run(
         [*around, sys.executable, "-m", "dlcmd", "mount", "pets", tmp_path / "mnt"],
-        env=program_environment(),
-        capture_output=True, text=True, check=False,
+        env=program_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 12, done.stderr
     assert "; a container needs --device /dev/fuse --cap-add SYS_ADMIN" in done.stderr
@@ -304,9 +301,7 @@ def test_a_mount_that_is_interrupted_leaves_nothing(
 
 
 @pytest.mark.fuse
-def test_a_mount_of_a_version_that_may_be_old_says_so_on_screen_and_in_its_stats(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_a_mount_of_a_version_that_may_be_old_says_so(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "source", {"a": b"1"}), "pets")
     for file in dlcmd.store.glob("meta.sqlite*"):
         file.unlink()

@@ -29,12 +29,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 class Epoch(TypedDict):
     files: dict[str, int]
     bytes: dict[str, int]
-    store_bytes: int
-    store_requests: int
-    written_bytes: int
-    seconds: float
     stall_s: list[float]
-    on_time: float
 
 
 class Row(TypedDict):
@@ -42,7 +37,6 @@ class Row(TypedDict):
     shuffle: str
     layout: str
     seconds: float
-    price: float
     smallest_cache_bytes: int | None
     epochs: list[Epoch]
 

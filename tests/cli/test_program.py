@@ -145,9 +145,7 @@ def test_an_exception_becomes_one_line_and_an_exit_code(
     assert len(result.err.splitlines()) == 1
 
 
-def test_only_a_bug_has_a_traceback(
-    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracebacks_of_bugs(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For an expected error it prints the causes instead."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     for words, code in (

@@ -241,9 +241,7 @@ def test_entries_that_cannot_be_put_are_named_and_the_rest_is_put(
         *(["--compress", "zip"], ["--include", ""], ["-0"], ["--no-such-option"]),
     ],
 )
-def test_I13_bad_numbers_are_usage_errors(
-    dlcmd: Dlcmd, tmp_path: Path, arguments: list[str]
-) -> None:
+def test_I13_bad_values_are_refused(dlcmd: Dlcmd, tmp_path: Path, arguments: list[str]) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     result = dlcmd("put", *arguments, source, "pets", code=2)
     assert len(result.err.splitlines()) == 1
@@ -270,7 +268,7 @@ def test_I13_bad_numbers_are_usage_errors(
         (["--url", "ftp://x", "src", "pets"], 2, "unknown scheme"),
     ],
 )
-def test_bad_arguments(
+def test_bad_words(
     dlcmd: Dlcmd, tmp_path: Path, words: list[str], code: int, complaint: str
 ) -> None:
     write(tmp_path / "src", {"a": b"1"})

@@ -89,19 +89,6 @@ def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared.program("verify", "pets")
 
 
-def test_C1_a_put_fails_before_any_chunk_where_redis_is_down(
-    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = write(tmp_path / "source", {"a": b"1"})
-    url = f"{(tmp_path / 'store').as_uri()}?meta=redis://me:hush@127.0.0.1:1"
-    monkeypatch.setenv("DIESEL_URL", url)
-    result = dlcmd.program("put", source, "pets", code=14)
-    assert "127.0.0.1:1" in result.err
-    assert "hush" not in result.err
-    chunks = [path for path in (tmp_path / "store").rglob("*") if "chunks" in path.parts]
-    assert chunks == []
-
-
 def test_C2_redis_is_killed_in_the_middle_of_a_put(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,18 +218,23 @@ def test_a_key_that_cannot_be_a_path_is_named(
     assert dlcmd("ls", code=13 if not dlcmd.store.exists() else 0).out == b""
 
 
-def test_a_verb_notes_once_that_it_reads_the_newest_snapshot(
+def test_C1_where_redis_is_down_a_put_fails_and_readers_note_it(
     shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis is down: reading goes on, and the note is printed once, unless -q is given."""
+    """A put fails before any chunk. Reading goes on, and the note is printed once, unless -q is
+    given."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     shared.program("put", source, "pets")
-    place = os.environ["DIESEL_URL"].partition("?")[0]
-    monkeypatch.setenv("DIESEL_URL", f"{place}?meta=redis://me:hush@127.0.0.1:1")
+    place, down = os.environ["DIESEL_URL"].partition("?")[0], "meta=redis://me:hush@127.0.0.1:1"
+    monkeypatch.setenv("DIESEL_URL", f"{place}?{down}")
     result = shared.program("cat", "pets/a", "pets/b")
     assert result.out == b"12"
-    (line,) = result.err.splitlines()
-    assert "127.0.0.1:1" in line
-    assert "the newest snapshot" in line
-    assert "hush" not in line
+    (note,) = result.err.splitlines()
+    assert "the newest snapshot" in note
     assert shared.program("-q", "ls", "pets").err == ""
+    monkeypatch.setenv("DIESEL_URL", f"{shared.store.as_uri()}?{down}")
+    error = shared.program("put", source, "pets", code=14).err
+    for text in (note, error):
+        assert "127.0.0.1:1" in text
+        assert "hush" not in text
+    assert [path for path in shared.store.rglob("*") if "chunks" in path.parts] == []

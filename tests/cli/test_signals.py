@@ -61,10 +61,6 @@ class Put:
         return list(filter(is_running, self.packers))
 
 
-def _chunks(dlcmd: Dlcmd) -> int:
-    return len(list(dlcmd.store.glob("datasets/*/chunks/*/*")))
-
-
 def _has_committed(dlcmd: Dlcmd) -> bool:
     """Whether the dataset has files already: chunks are committed in batches, some time after they
     arrive."""
@@ -87,7 +83,8 @@ def stopped_put(
 
             def has_committed_some() -> bool:
                 assert process.poll() is None, "A16: the put has ended: proves nothing"
-                return _chunks(dlcmd) >= CHUNKS_SEEN and _has_committed(dlcmd)
+                chunks = [*dlcmd.store.glob("datasets/*/chunks/*/*")]
+                return len(chunks) >= CHUNKS_SEEN and _has_committed(dlcmd)
 
             wait_until(has_committed_some)
             process.send_signal(signal.SIGSTOP)
@@ -169,9 +166,7 @@ def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> No
     assert put_again(dlcmd, source, tmp_path) == 0
 
 
-def test_A15_a_killed_packing_process_ends_the_put(
-    dlcmd: Dlcmd, source: Path, tmp_path: Path
-) -> None:
+def test_A15_a_killed_packer_ends_the_put(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
     """As by the kernel when memory runs out: the put names the reason, and ends the other
     processes."""
     with stopped_put(dlcmd, source) as put:

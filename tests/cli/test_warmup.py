@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -57,31 +57,30 @@ def mounted(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> Iterator[Mount]:
 
 
 @contextmanager
-def without_contents(store: Path) -> Iterator[None]:
+def moved_away(found: Iterable[Path], *, behind_folders: bool = False) -> Iterator[None]:
+    """Meanwhile these are not there, or folders stand in their places."""
+    moved = [(each, Path(f"{each}.away")) for each in found]
+    for each, away in moved:
+        each.rename(away)
+        if behind_folders:
+            each.mkdir()
+    try:
+        yield
+    finally:
+        for each, away in moved:
+            if behind_folders:
+                each.rmdir()
+            away.rename(each)
+
+
+def without_contents(store: Path) -> AbstractContextManager[None]:
     """Meanwhile the store has no chunks: reads that need them fail."""
-    chunks = [*store.glob("datasets/*/chunks")]
-    for each in chunks:
-        each.rename(each.with_name("away"))
-    try:
-        yield
-    finally:
-        for each in chunks:
-            each.with_name("away").rename(each)
+    return moved_away(store.glob("datasets/*/chunks"))
 
 
-@contextmanager
-def with_failing_store(store: Path) -> Iterator[None]:
-    """Meanwhile the objects of all chunks are folders, so that reading them is an error."""
-    objects = [*store.glob("datasets/*/chunks/*/*")]
-    for each in objects:
-        each.rename(f"{each}.away")
-        each.mkdir()
-    try:
-        yield
-    finally:
-        for each in objects:
-            each.rmdir()
-            Path(f"{each}.away").rename(each)
+def with_failing_store(store: Path) -> AbstractContextManager[None]:
+    """Meanwhile it is an error to read a chunk."""
+    return moved_away(store.glob("datasets/*/chunks/*/*"), behind_folders=True)
 
 
 ATTEMPTS = 5
@@ -205,9 +204,7 @@ def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_pa
 
 
 @needs_root
-def test_other_views_and_folders_of_a_mount_are_told(
-    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
-) -> None:
+def test_other_views_of_a_mount_are_told(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
     at, view = mounted("--session", "native", "--memory", "256M"), tmp_path / "view"
     view.mkdir()
     subprocess.run(["mount", "--bind", at, view], check=True)
@@ -268,7 +265,7 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
         yield process
 
 
-def test_ctrl_c_withdraws_the_plan(
+def test_ctrl_c_ends_the_plan(
     dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And a store that fails ends the wait."""

@@ -199,9 +199,7 @@ def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path) -> None:
         ("mount", ["--log-file", "LINK", "pets", "mount"]),
     ],
 )
-def test_verbs_refuse_planted_links(
-    dlcmd: Dlcmd, tmp_path: Path, verb: str, words: list[str]
-) -> None:
+def test_no_verb_follows_them(dlcmd: Dlcmd, tmp_path: Path, verb: str, words: list[str]) -> None:
     """The verb ends with exit code 12, and the target of the link is unchanged."""
     with connect("pets", dlcmd.store.as_uri(), create=True) as dataset:
         dataset.put(b"content", "cat")

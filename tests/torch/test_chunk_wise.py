@@ -1,6 +1,7 @@
 """Chunk-wise orders of torch's samplers keep their lengths, seeds and rules."""
 
 from collections import Counter
+from itertools import chain
 
 import torch
 from hypothesis import given, settings
@@ -57,9 +58,7 @@ def test_a_random_order_goes_by_groups(chunks: list[int], group_size: int, seed:
 
 
 @given(chunk_lists, group_sizes, st.integers(1, 200))
-def test_the_number_of_samples_and_the_use_of_the_global_generator_stay(
-    chunks: list[int], group_size: int, count: int
-) -> None:
+def test_numbers_and_global_generators_stay(chunks: list[int], group_size: int, count: int) -> None:
     size = len(chunks)
     torch.manual_seed(count)
     plain = [*RandomSampler(range(size), num_samples=count)]
@@ -80,22 +79,15 @@ def test_the_number_of_samples_and_the_use_of_the_global_generator_stay(
 def test_ranks_share_the_samples_as_distributed_sampler_does(
     chunks: list[int], group_size: int, world: int, drop_last: bool, epoch: int
 ) -> None:
-    def parts(*, is_chunk_wise: bool) -> list[list[int]]:
-        found = []
-        for rank in range(world):
-            sampler = DistributedSampler(
-                range(len(chunks)), world, rank, seed=3, drop_last=drop_last
-            )
-            sampler.set_epoch(epoch)
-            if is_chunk_wise:
-                marked(sampler, chunks, group_size)
-            found.append([*sampler])
-        return found
-
-    full, ours = parts(is_chunk_wise=False), parts(is_chunk_wise=True)
+    full, ours = [], []
+    for rank in range(world):
+        data = range(len(chunks))
+        sampler = DistributedSampler(data, world, rank, seed=3, drop_last=drop_last)
+        sampler.set_epoch(epoch)
+        full.append([*sampler])
+        ours.append([*marked(sampler, chunks, group_size)])
     assert [*map(len, ours)] == [*map(len, full)]
-    counts = Counter(index for part in ours for index in part)
-    expected = Counter(index for part in full for index in part)
+    counts, expected = Counter(chain(*ours)), Counter(chain(*full))
     assert sorted(counts.values()) == sorted(expected.values()), "as many repeated or left out"
 
 

@@ -415,7 +415,7 @@ def test_writing_is_refused(fs: DieselFileSystem, way: str) -> None:
     assert fs.find("pets") == before
 
 
-def test_options_are_those_of_connect(
+def test_it_opens_as_connect_does(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DIESEL_URL", url)
@@ -444,9 +444,7 @@ def served(
         yield server, {"user": account.user, "key": account.key_text}
 
 
-def test_servers_in_paths_too(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_servers_in_paths(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with served(tmp_path, source) as (server, options):
         host_port = server.url.removeprefix("diesel://")
         fs = fsspec.filesystem("diesel", repository=server.url, **options)

@@ -199,9 +199,7 @@ def test_what_was_reported_may_be_changed_and_bad_losses_are_ignored(pets: Diese
     assert sampler.ignored == 3
 
 
-def test_forgetting_set_epoch_is_told_once(
-    pets: DieselDataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_forgotten_set_epoch_is_told(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
     sampler = ImportanceSampler(pets)
     first = list(sampler)
     assert list(sampler) == first  # a look is no training
@@ -217,9 +215,7 @@ def test_forgetting_set_epoch_is_told_once(
     assert len(caplog.records) == 1
 
 
-def test_forgetting_update_is_told_once(
-    pets: DieselDataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_forgotten_update_is_told(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
     """And one that does not, on no mount, is told nothing."""
     sampler, forgetful = ImportanceSampler(pets, substitute=True), ImportanceSampler(pets)
     with caplog.at_level(logging.WARNING):

@@ -129,7 +129,7 @@ def test_the_mount_keeps_what_is_important(at: Path) -> None:
     assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
 
 
-def test_two_nodes_keep_no_file_twice(
+def test_nodes_keep_no_file_twice(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two mounts stand for two nodes, with a rank each."""

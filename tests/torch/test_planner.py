@@ -154,7 +154,7 @@ print(len(list(loader)))
 """
 
 
-def test_files_and_the_distance_of_workers_are_told_before(
+def test_files_and_the_distance_of_workers_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two workers have three batches of five in hand: they read 30 positions apart at most."""

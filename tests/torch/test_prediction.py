@@ -48,11 +48,8 @@ def sampler_of(kind: str, count: int, seed: int | None) -> Sampler[int]:
 
 
 def flat(sampler: object) -> list[int]:
-    found: list[int] = []
     assert isinstance(sampler, Sampler)
-    for each in sampler:
-        found += each if isinstance(each, list) else [each]
-    return found
+    return [index for each in sampler for index in (each if isinstance(each, list) else [each])]
 
 
 @settings(deadline=None)

@@ -171,9 +171,7 @@ def test_a_stock_loader_resumes(pets: DieselDataset, workers: int) -> None:
     assert [batch.tolist() for batch in second] == expected, "the next epoch is whole"
 
 
-def test_after_join_a_state_has_the_number(
-    pets: DieselDataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_join_states_are_whole(pets: DieselDataset, monkeypatch: pytest.MonkeyPatch) -> None:
     """That the hook has counted: `test_run.py` looks at how. More than was handed out is of another
     iteration."""
     whole, sampler = list(ChunkShuffleSampler(pets)), ChunkShuffleSampler(pets)
