@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -120,7 +121,8 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Dlcmd:
     return dlcmd
 
 
-Ask = Callable[..., Said]
+class Ask(Protocol):
+    def __call__(self, *words: str | Path) -> Said: ...
 
 
 @pytest.fixture

@@ -4,9 +4,10 @@ import os
 import re
 import signal
 import subprocess
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
@@ -27,7 +28,8 @@ pytestmark = pytest.mark.fuse
 FILES = {f"{folder}/{number}": os.urandom(9_000) for folder in "ab" for number in range(300)}
 
 
-Mount = Callable[..., Path]
+class Mount(Protocol):
+    def __call__(self, *options: str) -> Path: ...
 
 
 @pytest.fixture

@@ -429,10 +429,10 @@ def test_the_hook_foresees_an_epoch_without_a_trace(pets: DieselDataset) -> None
 
 
 def test_an_auto_data_loader_resumes_it(pets: DieselDataset) -> None:
-    loader, resumed = (
-        AutoDataLoader(pets, batch_size=6, sampler=ImportanceSampler(pets, seed=8))
-        for _ in range(2)
-    )
+    def loader_of() -> "AutoDataLoader[list[torch.Tensor]]":
+        return AutoDataLoader(pets, batch_size=6, sampler=ImportanceSampler(pets, seed=8))
+
+    loader, resumed = loader_of(), loader_of()
     for epoch in range(2):
         loader.sampler.set_epoch(epoch)
         batches = []

@@ -85,7 +85,7 @@ def alone_and_joined(
     """What a script gives alone, what it gives under `dlcmd run`, and what that says. Alone its
     workers are always forked, which gives the same: one that is spawned takes seconds to import
     torch. `names` of loaders are given for the same reason."""
-    first = [sys.executable, script, mounted, str(workers)]
+    first = [sys.executable, str(script), str(mounted), str(workers)]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     alone = ended(*first, "fork", *names, environment=plain)
     joined = run(*first, start, *names)
