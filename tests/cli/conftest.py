@@ -37,7 +37,6 @@ def is_running(process: int) -> bool:
 
 
 def children(process: int) -> list[int]:
-    """The processes that a process has started."""
     return [
         int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
     ]
@@ -65,19 +64,13 @@ class Dlcmd:
         return result
 
     def start(
-        self,
-        *arguments: str | Path,
-        stdin: int | None = subprocess.DEVNULL,
-        stdout: int = subprocess.PIPE,
+        self, *words: str | Path, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.PIPE
     ) -> "subprocess.Popen[bytes]":
         """The program itself, running."""
         return subprocess.Popen(
-            [sys.executable, "-m", "dlcmd", *map(str, arguments)],
-            stdin=stdin,
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            env=program_environment(),
-        )
+            [sys.executable, "-m", "dlcmd", *words],
+            stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=program_environment(),
+        )  # fmt: skip
 
     def program(
         self, *arguments: str | Path, stdin: bytes | None = None, code: int = 0

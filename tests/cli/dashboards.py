@@ -25,8 +25,6 @@ class Got(NamedTuple):
 
 
 class Dashboard:
-    """A running dashboard."""
-
     def __init__(
         self, *arguments: str | Path, environment: Mapping[str, str] | None = None
     ) -> None:

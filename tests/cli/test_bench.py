@@ -50,9 +50,7 @@ def test_all_rates_are_measured(dlcmd: Dlcmd, state: Path) -> None:
 
 
 @pytest.mark.fuse
-def test_a_named_repository_is_measured_and_stays_as_it_was(
-    dlcmd: Dlcmd, state: Path, tmp_path: Path
-) -> None:
+def test_a_named_repository_stays_as_it_was(dlcmd: Dlcmd, state: Path, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     dlcmd("--url", dlcmd.store.as_uri(), "bench", *SMALL)
     assert dlcmd("ls").out == b"pets\n"
@@ -79,9 +77,8 @@ def test_where_nothing_can_be_mounted_the_rows_say_why(
 
 
 def test_bad_numbers_are_errors(dlcmd: Dlcmd, state: Path, tmp_path: Path) -> None:
-    dlcmd("bench", "--files", "0", code=2)
-    dlcmd("bench", "--size", "0", code=2)
-    dlcmd("bench", "--size", "much", code=2)
+    for option, value in (("--files", "0"), ("--size", "0"), ("--size", "much")):
+        dlcmd("bench", option, value, code=2)
     dlcmd("bench", "--folder", tmp_path / "none", code=10)
     result = dlcmd("bench", "--files", "10000000", "--size", "1G", code=16)
     assert "make fewer with --files" in result.err
@@ -89,9 +86,7 @@ def test_bad_numbers_are_errors(dlcmd: Dlcmd, state: Path, tmp_path: Path) -> No
 
 @pytest.mark.fuse
 @pytest.mark.parametrize(("moment", "files"), [("it is put", 2_000), ("it is mounted", 500)])
-def test_an_interrupted_bench_leaves_nothing(
-    dlcmd: Dlcmd, state: Path, moment: str, files: int
-) -> None:
+def test_interrupted_it_leaves_nothing(dlcmd: Dlcmd, state: Path, moment: str, files: int) -> None:
     """Two signals, of which the second one comes while it cleans up."""
     place = state / "TMPDIR"
     looks: dict[str, Callable[[], bool]] = {

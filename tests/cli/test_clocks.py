@@ -23,7 +23,7 @@ from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.repository.test_interleavings import Writer
 from tests.server.program import Server, new_repository
-from tests.storage.metadata.redis_servers import RedisServer
+from tests.storage.metadata.redis_servers import emptied_server
 from tests.tiers import fast_first
 from tests.trees import Facts, facts, write
 
@@ -35,18 +35,11 @@ LAST_SECOND = 2**32 - 1
 
 
 @pytest.fixture(params=fast_first(["sqlite", "redis"]))
-def url(
-    request: pytest.FixtureRequest,
-    dlcmd: Dlcmd,
-    redis_server: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> str:
+def url(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
     """A repository whose metadata store has the right time."""
     url = dlcmd.store.as_uri()
     if request.param == "redis":
-        with redis_server.client() as client:
-            client.flushall()
-        url = f"{url}?meta={redis_server.url}"
+        url = f"{url}?meta={emptied_server().url}"
         monkeypatch.setenv("DIESEL_URL", url)
     return url
 
@@ -67,11 +60,8 @@ def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]
 
 def objects(store: Path) -> Facts:
     """All objects in the store, without the files of SQLite."""
-    return {
-        path: what
-        for path, what in facts(store).items()
-        if what[0] == "file" and not path.startswith(b"meta.sqlite")
-    }
+    found = {path: what for path, what in facts(store).items() if what[0] == "file"}
+    return {path: found[path] for path in found if not path.startswith(b"meta.sqlite")}
 
 
 @contextmanager
@@ -86,40 +76,30 @@ def clock_ahead(seconds: float) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("when", AHEAD)
-def test_K2_put_and_rm_by_a_clock_that_is_ahead_are_refused(
-    dlcmd: Dlcmd, url: str, tmp_path: Path, when: str
-) -> None:
-    """They are refused before anything is written; all other verbs work."""
+def test_K2_a_clock_that_is_ahead_writes_nothing(dlcmd: Dlcmd, url: str, tmp_path: Path) -> None:
+    """They are refused before anything is written; all other verbs work, and so does a put by a
+    clock that is a little ahead or far behind."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     dlcmd("put", source, "pets")
     before, listed = objects(dlcmd.store), dlcmd("ls", "-lR", "pets").out
     write(source, {"a": b"changed", "c": b"3"})
-    for words in (("put", source, "pets"), ("put", source, "new"), ("rm", "pets/a")):
-        result = by_clock(when, *words)
-        assert (result.returncode, result.stdout) == (13, ""), result.stderr
-        assert "the clock of this host is" in result.stderr
-        assert "ahead of the repository's" in result.stderr
-        assert "Traceback" not in result.stderr
+    for when in AHEAD:
+        for words in (("put", source, "pets"), ("put", source, "new"), ("rm", "pets/a")):
+            result = by_clock(when, *words)
+            assert (result.returncode, result.stdout) == (13, ""), result.stderr
+            assert "the clock of this host is" in result.stderr
+            assert "ahead of the repository's" in result.stderr
+            assert "Traceback" not in result.stderr
     assert objects(dlcmd.store) == before
     assert dlcmd("ls", "-lR", "pets").out == listed
     dlcmd("ls", "new", code=10)
-    dlcmd("put", source, "pets")
     dlcmd("rm", "pets/b")
-    assert dlcmd("ls", "pets").out == b"a\nc\n"
-
-
-def test_K2_puts_work_with_a_clock_that_is_a_little_ahead_or_far_behind(
-    dlcmd: Dlcmd, url: str, tmp_path: Path
-) -> None:
-    """Versions are in the order of the puts, whatever the clock says."""
-    source = write(tmp_path / "source", {"a": b"1"})
-    for number, when in enumerate(("+200s", "-200s", "+0s", "-3000s")):
-        write(source, {"a": b"%d" % number})
+    for when in ("+200s", "-3000s"):
+        write(source, {"a": when.encode()})
         result = by_clock(when, "put", source, "pets")
         assert result.returncode == 0, result.stderr
-        assert dlcmd("cat", "pets/a").out == b"%d" % number
-    dlcmd("verify", "pets")
+        assert dlcmd("cat", "pets/a").out == when.encode()
+    assert dlcmd("ls", "pets").out == b"a\nb\nc\n"
 
 
 def test_K2_behind_a_server_only_its_clock_counts(
@@ -142,10 +122,10 @@ def test_K2_behind_a_server_only_its_clock_counts(
         assert abs(id_seconds(chunk) - time.time()) < 3600
 
 
-def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
-    dlcmd: Dlcmd, url: str, tmp_path: Path
-) -> None:
-    """The later writer wins, `verify` notes the IDs, and a rebuild gives the same dataset."""
+def test_K2_ids_from_the_future_lock_nobody_out(dlcmd: Dlcmd, url: str, tmp_path: Path) -> None:
+    """The later writer wins, `verify` notes the IDs, and a rebuild gives the same dataset. A chunk
+    that a killed put has stored is as old as its object: the next put adopts it after the put
+    window."""
     source = write(tmp_path / "source", {"a": b"1", "b": b"2"})
     with clock_ahead(YEAR_S), LocalRepository.open(url, create=True) as repository:
         writer = Writer(repository, "pets")
@@ -154,45 +134,23 @@ def test_K2_a_dataset_with_ids_from_the_future_stays_writable(
         writer.seal().commit()
         writer.session.finish()
         writer.add(b"lost", b"a killed put")
-        orphan = writer.seal().id
+        orphan = chunk_object(writer.session.identity, writer.seal().id)
     dlcmd.program("put", source, "pets")
     assert dlcmd("cat", "pets/a").out == b"1"
     dlcmd.program("rm", "pets/b")
     assert dlcmd("ls", "pets").out == b"a\n"
-    result = dlcmd.program("verify", "pets")
-    assert b"note: 4 chunks with an ID from the future" in result.out
-    dlcmd.program("recover", "pets", "--since", "1m")  # reads all of them, the killed put's too
-    assert dlcmd("ls", "pets").out == b"a\nlost\n"
-    with LocalRepository.open(url) as repository:
-        assert orphan in repository.view("pets").chunk_ids
-    dlcmd.program("recover", "pets")
-    assert dlcmd("ls", "pets").out == b"a\nlost\n"
-    assert dlcmd("cat", "pets/a").out == b"1"
+    assert b"note: 4 chunks with an ID from the future" in dlcmd.program("verify", "pets").out
+    two_hours_ago = time.time() - 7200
+    os.utime(dlcmd.store / orphan, (two_hours_ago, two_hours_ago))
+    dlcmd.program("put", source, "pets/again")
+    for _ in range(2):
+        assert dlcmd("ls", "pets").out == b"a\nagain\nlost\n"
+        assert dlcmd("cat", "pets/a").out == b"1"
+        dlcmd.program("recover", "pets")
     dlcmd.program("purge", "pets")
 
 
-def test_K2_an_orphan_from_the_future_is_as_old_as_its_object(
-    dlcmd: Dlcmd, url: str, tmp_path: Path
-) -> None:
-    """An orphan is a chunk that was stored and not committed. The next put after the put window
-    adopts it."""
-    with clock_ahead(YEAR_S), LocalRepository.open(url, create=True) as repository:
-        writer = Writer(repository, "pets")
-        writer.add(b"lost", b"a killed put")
-        sealed = writer.seal()
-        name = chunk_object(writer.session.identity, sealed.id)
-    source = write(tmp_path / "source", {"a": b"1"})
-    dlcmd.program("put", source, "pets")
-    assert dlcmd("ls", "pets").out == b"a\n"
-    two_hours_ago = time.time() - 7200
-    os.utime(dlcmd.store / name, (two_hours_ago, two_hours_ago))
-    dlcmd.program("put", source, "pets")
-    assert dlcmd("ls", "pets").out == b"a\nlost\n"
-
-
-def test_K4_a_dataset_at_the_end_of_the_timestamps_takes_a_copy(
-    dlcmd: Dlcmd, url: str, tmp_path: Path
-) -> None:
+def test_K4_after_the_last_timestamp_a_copy_helps(dlcmd: Dlcmd, url: str, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     with (
         clock_ahead(LAST_SECOND - time.time()),
@@ -208,17 +166,10 @@ def test_K4_a_dataset_at_the_end_of_the_timestamps_takes_a_copy(
         assert "end in 2106" in result.err
         assert "only a copy into a new dataset helps" in result.err
         assert "Traceback" not in result.err
+    with clock_ahead(100 * YEAR_S):  # the repository's clock, too
+        assert "end in 2106" in dlcmd("put", source, "pets", code=12).err
     assert objects(dlcmd.store) == before
     dlcmd.program("get", "pets", tmp_path / "copy")
     dlcmd.program("put", tmp_path / "copy", "copied")
     dlcmd.program("put", source, "copied")
     assert dlcmd("ls", "copied").out == b"a\nlast\n"
-
-
-def test_K4_a_clock_beyond_the_timestamps_is_an_error(
-    dlcmd: Dlcmd, url: str, tmp_path: Path
-) -> None:
-    """Also if the repository's clock has the same wrong time."""
-    source = write(tmp_path / "source", {"a": b"1"})
-    with clock_ahead(100 * YEAR_S):
-        assert "end in 2106" in dlcmd("put", source, "pets", code=12).err

@@ -13,6 +13,7 @@ import pytest
 
 from dlcmd.completing import SCRIPTS, completions
 from dlcmd.main import program
+from tests.rows import each_row
 from tests.trees import write
 from tests.waiting import wait_until
 
@@ -38,7 +39,12 @@ def _words(shell: str, lines: list[str], folder: Path) -> list[list[str]]:
     """The words of which each of these lines consists for the shell, after a TAB at its end."""
     main, end = pty.openpty()
     environment = program_environment() | {"TERM": "dumb", "HOME": str(folder), "LC_ALL": "C.UTF-8"}
-    environment["PATH"] = f"{_programs(folder)}:{environment['PATH']}"
+    programs = folder / "programs"
+    programs.mkdir()
+    start = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m dlcmd "$@"\n'
+    (programs / "dlcmd").write_text(start, encoding="utf-8")
+    (programs / "dlcmd").chmod(0o755)
+    environment["PATH"] = f"{programs}:{environment['PATH']}"
     files = [folder / f"words{number}" for number in range(len(lines))]
     screen = bytearray()
     with subprocess.Popen(
@@ -70,16 +76,6 @@ def _read(terminal: int, screen: bytearray) -> None:
             screen += text
 
 
-def _programs(folder: Path) -> Path:
-    """A folder with the program `dlcmd` of this tree."""
-    programs = folder / "programs"
-    programs.mkdir(exist_ok=True)
-    start = f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m dlcmd "$@"\n'
-    (programs / "dlcmd").write_text(start, encoding="utf-8")
-    (programs / "dlcmd").chmod(0o755)
-    return programs
-
-
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
     """A dataset in two versions; the older of them."""
@@ -93,9 +89,7 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_verbs_datasets_versions_and_paths(
-    shell: str, pets: str, tmp_path: Path
-) -> None:
+def test_a_shell_completes_verbs_and_addresses(shell: str, pets: str, tmp_path: Path) -> None:
     """What it inserts is quoted, so that the command gets the name itself."""
     (tmp_path / "local file").touch()
     expected = {
@@ -116,19 +110,21 @@ def test_what_is_completed_depends_on_the_place(pets: str, dlcmd: Dlcmd) -> None
     def found(line: str) -> list[tuple[str, str]]:
         return [(each.type, each.value) for each in completions(program, line)]
 
+    for line, expected in {
+        "mount ": [("plain", "pets")],
+        "grant pets ": [],
+        "mount pets ": [("dir", "")],
+        "put ": [("part", "pets/"), ("file", "")],
+        "ls pets/train/": [("part", "pets/train/cat/")],
+        "ls 'pets/it'\"'\"'s $x/": [("part", "pets/it's $x/deep er/")],
+        "rm pets@": [],
+        f"ls --url {dlcmd.store.as_uri()} pe": [("part", "pets/")],
+    }.items():
+        assert found(f"dlcmd {line}") == expected
     assert ("part", "pets/") in found("dlcmd ls ")
-    assert found("dlcmd mount ") == [("plain", "pets")]
-    assert found("dlcmd grant pets ") == []
-    assert found("dlcmd mount pets ") == [("dir", "")]
-    assert found("dlcmd put ") == [("part", "pets/"), ("file", "")]
-    assert found("dlcmd ls pets/train/") == [("part", "pets/train/cat/")]
-    assert found("dlcmd ls 'pets/it'\"'\"'s $x/") == [("part", "pets/it's $x/deep er/")]
-    versions = [value for _, value in found("dlcmd ls pets@")]
-    assert len(versions) == 2
-    assert versions[1] == f"pets@{pets}/"
-    assert found("dlcmd rm pets@") == []
-    assert found(f"dlcmd ls --url {dlcmd.store.as_uri()} pe") == [("part", "pets/")]
     assert ("plain", "--task-key-file") in found("dlcmd mount --task")
+    [_, (_, older)] = found("dlcmd ls pets@")
+    assert older == f"pets@{pets}/"
 
 
 def test_of_a_large_folder_only_the_common_beginning_is_completed(
@@ -141,10 +137,8 @@ def test_of_a_large_folder_only_the_common_beginning_is_completed(
     assert len(completions(program, "dlcmd cat pets/all-3")) == 2
 
 
-@pytest.mark.parametrize("url", ["diesel://192.0.2.1:9300", "file:///nowhere", "bad"])
-def test_a_repository_that_cannot_be_read_completes_nothing_and_says_nothing(
-    url: str, tmp_path: Path
-) -> None:
+@each_row("url", ["diesel://192.0.2.1:9300", "file:///nowhere", "bad"])
+def test_a_repository_that_cannot_be_read_completes_nothing(url: str, tmp_path: Path) -> None:
     """One that does not answer ends the program: a TAB must not hang."""
     asked = {"_DLCMD_COMPLETE": "zsh", "_DLCMD_LINE": "dlcmd ls pe", "DIESEL_URL": url}
     key = {"DIESEL_USER": "me", "DIESEL_KEY": "A" * 43}

@@ -4,6 +4,7 @@ import base64
 import errno
 import json
 import os
+import re
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -43,20 +44,16 @@ def test_ls_lists_datasets_and_folders(dlcmd: Dlcmd, pets: Path) -> None:
     assert dlcmd("ls", "-R", "pets/sub").out == b"b\nin\nin/c\n"
     assert dlcmd("ls", "pets/sub/b").out == b"b\n"
     lines = dlcmd("ls", "-l", "pets").out.decode().splitlines()
-    assert lines[0].startswith("-rw-r--r--") and " 9000 " in lines[0]  # noqa: PT018
-    assert lines[1].startswith("lrwxrwxrwx") and lines[1].endswith("link -> a")  # noqa: PT018
+    assert re.fullmatch(r"-rw-r--r-- .* 9000 .*", lines[0])
+    assert re.fullmatch(r"lrwxrwxrwx .*link -> a", lines[1])
     dlcmd("ls", "pets/gone", code=10)
     dlcmd("ls", "pets/a/", code=2)
     dlcmd("ls", "gone", code=10)
 
 
 def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    source = os.fsencode(tmp_path / "src")
-    os.mkdir(source)
-    for name in (b"\xff\xfe", b"esc\x1b[2J"):
-        with open(source + b"/" + name, "wb"):
-            pass
-    dlcmd("put", tmp_path / "src", "odd")
+    source = write(tmp_path / "src", {"\udcff\udcfe": b"", "esc\x1b[2J": b""})
+    dlcmd("put", source, "odd")
     assert dlcmd("ls", "odd").out == b"esc\x1b[2J\n\xff\xfe\n"
     escape, raw = dlcmd("ls", "--json", "odd").objects
     assert (escape["path"], "path_b64" in escape) == ("esc\x1b[2J", False)
@@ -66,7 +63,7 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
     assert "\x1b" not in result.err
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("text", "understood"),
     [
         ("2020-01-31T12:00", "2020-01-31 12:00:00 -0500 (2020-01-31 17:00:00 UTC)"),
@@ -76,9 +73,10 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
     ],
 )
 def test_recover_since_prints_how_it_understood_the_time(
-    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, understood: str
+    dlcmd: Dlcmd, pets: Path, monkeypatch: pytest.MonkeyPatch, text: str, understood: str
 ) -> None:
-    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
+    """And refuses one in the future."""
+    assert pets.exists()
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
     try:
@@ -89,16 +87,11 @@ def test_recover_since_prints_how_it_understood_the_time(
     finally:
         monkeypatch.undo()
         time.tzset()
-
-
-def test_a_time_in_the_future_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     soon = datetime.now(UTC) + timedelta(minutes=90)
-    for text in (f"{soon:%Y-%m-%dT%H:%M}Z", "2999-01-01"):
-        result = dlcmd("recover", "--since", text, "pets", code=2).err
-        assert f"the time {text!r} lies in the future: it means " in result
     west = f"{soon - timedelta(hours=8):%Y-%m-%dT%H:%M}-08:00"
-    assert "lies in the future" in dlcmd("recover", "--since", west, "pets", code=2).err
+    for late in (f"{soon:%Y-%m-%dT%H:%M}Z", "2999-01-01", west):
+        refused = dlcmd("recover", "--since", late, "pets", code=2).err
+        assert f"the time {late!r} lies in the future: it means " in refused
 
 
 def test_ls_0_ends_raw_names_with_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -116,18 +109,13 @@ def test_ls_0_ends_raw_names_with_nul(dlcmd: Dlcmd, tmp_path: Path) -> None:
 
 def test_control_characters_are_escaped_on_a_terminal(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"esc\x1b[2J": b""}), "odd")
-    terminal, theirs = os.openpty()
-    with dlcmd.start("ls", "odd", stdout=theirs) as process:
-        process.communicate(timeout=60)
-    os.close(theirs)
-    assert os.read(terminal, 4096) == b"esc\\x1b[2J\r\n"
-    terminal_2, theirs = os.openpty()
-    with dlcmd.start("ls", "-l", stdout=theirs) as process:
-        process.communicate(timeout=60)
-    os.close(theirs)
-    assert b"odd" in os.read(terminal_2, 4096)
-    os.close(terminal)
-    os.close(terminal_2)
+    for words, shown in ((["odd"], b"esc\\x1b[2J\r\n"), (["-l"], b"odd")):
+        terminal, theirs = os.openpty()
+        with dlcmd.start("ls", *words, stdout=theirs) as process:
+            process.communicate(timeout=60)
+        os.close(theirs)
+        assert shown in os.read(terminal, 4096)
+        os.close(terminal)
 
 
 def test_stat_shows_the_chunks_of_a_file(dlcmd: Dlcmd, pets: Path) -> None:
@@ -179,8 +167,12 @@ def test_delete_dataset_wants_to_be_sure(dlcmd: Dlcmd, pets: Path) -> None:
 
 
 def test_a_snapshot_goes_to_a_file_and_is_checked(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
+    """A device or fifo stays one; with /dev/stdout nothing else is printed there."""
     file = tmp_path / "pets.snapshot"
     dlcmd("save-meta", "pets", file)
+    assert dlcmd.fifo("save-meta", "pets") == file.read_bytes()
+    assert dlcmd.program("save-meta", "pets", "/dev/stdout").out == file.read_bytes()
+    assert "is a folder" in dlcmd("save-meta", "pets", tmp_path, code=2).err
     assert b"state     up to date\n" in dlcmd("load-meta", file).out
     (pets / "new").write_bytes(b"")
     dlcmd("put", pets, "pets")
@@ -220,17 +212,6 @@ def test_A12_a_snapshot_file_is_replaced_whole_or_not_at_all(
     assert file.read_bytes() != before
 
 
-def test_a_snapshot_is_written_to_a_device_or_fifo(
-    dlcmd: Dlcmd, pets: Path, tmp_path: Path
-) -> None:
-    """It stays a device or fifo; with /dev/stdout nothing else is printed there."""
-    file = tmp_path / "pets.snapshot"
-    dlcmd("save-meta", "pets", file)
-    assert dlcmd.fifo("save-meta", "pets") == file.read_bytes()
-    assert dlcmd.program("save-meta", "pets", "/dev/stdout").out == file.read_bytes()
-    assert "is a folder" in dlcmd("save-meta", "pets", tmp_path, code=2).err
-
-
 def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:
     listing = dlcmd("ls", "-l", "-R", "pets").out
     for file in dlcmd.store.glob("meta.sqlite*"):
@@ -259,11 +240,10 @@ def test_recover_names_chunks_that_it_cannot_read(dlcmd: Dlcmd, pets: Path) -> N
 
 
 @each_row(
-    "name", ["../other", "a/b", "-rf", "", "a" * 300, "%2e%2e", ".", "a b", "pets\n", "\u0661"]
+    "name",
+    ["../other", "a/b", "-rf", "", "a" * 300, "%2e%2e", ".", "a b", "pets\n", "\u0661", "a\udcff"],
 )
-def test_M9_bad_names_are_refused_before_anything_is_made(
-    dlcmd: Dlcmd, tmp_path: Path, name: str
-) -> None:
+def test_M9_for_bad_names_nothing_is_made(dlcmd: Dlcmd, tmp_path: Path, name: str) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     verbs = [
         ["delete-dataset", "--yes", "--", name],
@@ -276,9 +256,7 @@ def test_M9_bad_names_are_refused_before_anything_is_made(
         verbs += [["put", "--", str(source), name], ["ls", "--", name], ["cat", "--", name]]
     for words in verbs:
         result = dlcmd(*words, code=2)
-        assert "bad dataset name" in result.err or "name of a dataset is expected" in result.err, (
-            words
-        )
+        assert re.search("bad dataset name|name of a dataset is expected", result.err), words
         assert len(result.err.splitlines()) == 1
     assert not dlcmd.store.exists()
     assert not (tmp_path / "file").exists()

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from pathlib import Path
 
 import pytest
 
 from diesel_fs.system.atomic_file import remove_leftovers, temporary_name
-from tests.trees import Facts, facts, write
+from tests.rows import each_row
+from tests.trees import facts, write
 
 from ..waiting import wait_until
 from .conftest import Dlcmd, children, is_running, program_environment
@@ -38,32 +39,19 @@ def traced(
 
 
 def ended(*words: str | Path, inject: str, path: Path) -> tuple[int, str]:
-    """The exit code, and stderr."""
     with traced(*words, inject=inject, path=path) as process:
         _, result = process.communicate(timeout=DEADLINE_S)
         return process.returncode, result.decode()
 
 
-def wait_for(folder: Path, pattern: str) -> Path:
-    """The first file below a folder that matches, as soon as there is one."""
-    wait_until(lambda: any(folder.rglob(pattern)), otherwise=lambda: f"no {pattern}")
-    return next(folder.rglob(pattern))
-
-
-def below(folder: Path) -> Facts:
-    """The names in a folder."""
-    return {path: found for path, found in facts(folder).items() if path != b"."}
-
-
 @pytest.fixture
 def source(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """The names in the dataset `pets`."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22"})
     dlcmd("put", source, "pets")
     return source
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("verb", "what"),
     [
         ("ls", "datasets/*/DATASET"),
@@ -74,6 +62,7 @@ def source(dlcmd: Dlcmd, tmp_path: Path) -> Path:
 def test_an_error_of_close_in_the_store_names_the_object(
     dlcmd: Dlcmd, source: Path, tmp_path: Path, verb: str, what: str
 ) -> None:
+    assert source.exists()
     (path,) = dlcmd.store.glob(what)
     words = {"ls": ["pets"], "cat": ["pets/a"], "get": ["pets", str(tmp_path / "out")]}[verb]
     name = path.relative_to(dlcmd.store)
@@ -81,27 +70,21 @@ def test_an_error_of_close_in_the_store_names_the_object(
     assert ended(verb, *words, inject=CLOSE, path=path) == (13, result)
 
 
-def test_an_error_of_closing_a_folder_is_ignored(
-    dlcmd: Dlcmd, source: Path, tmp_path: Path
-) -> None:
+def test_of_errors_of_close_those_of_files_say(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
     for folder in (source, source / "sub"):
         assert ended("put", source, "more", inject=CLOSE, path=folder) == (0, "")
-        (tmp_path / "out/sub").mkdir(parents=True, exist_ok=True)
-        into = tmp_path / "out" / folder.relative_to(source)
-        assert ended("get", "--force", "more", tmp_path / "out", inject=CLOSE, path=into) == (0, "")
-        assert below(tmp_path / "out") == below(source)
-
-
-def test_an_error_of_close_of_a_file_that_is_read_names_it(
-    dlcmd: Dlcmd, source: Path, tmp_path: Path
-) -> None:
-    code, result = ended("put", source, "more", inject=CLOSE, path=source / "sub/b")
+        (out / "sub").mkdir(parents=True, exist_ok=True)
+        into = out / folder.relative_to(source)
+        assert ended("get", "--force", "more", out, inject=CLOSE, path=into) == (0, "")
+        put, got = facts(source), facts(out)
+        del put[b"."], got[b"."]  # the folder itself was there before
+        assert got == put
+    code, result = ended("put", source, "other", inject=CLOSE, path=source / "sub/b")
     assert (code, result.splitlines()[0]) == (3, "dlcmd: sub/b: Input/output error")
 
 
-def test_a_metadata_store_that_cannot_be_opened_is_named_with_the_reason(
-    dlcmd: Dlcmd, source: Path
-) -> None:
+def test_a_metadata_store_that_cannot_be_opened_is_named(dlcmd: Dlcmd, source: Path) -> None:
     file = dlcmd.store / "meta.sqlite"
     code, result = ended("rm", "pets/a", inject="openat:error=EIO:when=1", path=file)
     assert code == 14
@@ -109,16 +92,14 @@ def test_a_metadata_store_that_cannot_be_opened_is_named_with_the_reason(
     assert dlcmd("ls", "pets").out == b"a\nsub\n"
 
 
-def test_a_packing_process_finishes_its_chunk_after_its_put_has_ended(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """The put is killed, or it ends with another packing process's error."""
     source = write(tmp_path / "src", {str(i): os.urandom(9000) for i in range(40)})
     dlcmd("put", write(tmp_path / "first", {}), "pets")
     options = ("--jobs", "1", "--chunk-size", "64K")
     slowly = "fsync:delay_enter=1000000"
     with traced("put", *options, source, "pets", inject=slowly) as process:
-        wait_for(dlcmd.store, "chunks/*/.tmp-*")
+        wait_until(lambda: any(dlcmd.store.rglob("chunks/*/.tmp-*")))
         (coordinator,) = children(process.pid)
         (packer,) = children(coordinator)
         os.kill(coordinator, signal.SIGKILL)
@@ -129,38 +110,31 @@ def test_a_packing_process_finishes_its_chunk_after_its_put_has_ended(
     dlcmd("verify", "pets")
 
 
-@pytest.mark.parametrize("words", [("pets",), ("pets/sub/b",), ("--tar", "pets")])
-def test_the_next_get_removes_temporary_files_of_a_killed_one(
-    dlcmd: Dlcmd, source: Path, tmp_path: Path, words: tuple[str, ...]
-) -> None:
+@pytest.mark.parametrize("words", ["pets out", "pets/sub/b out", "--tar out/x pets"])
+def test_the_next_get_tidies_up(dlcmd: Dlcmd, source: Path, tmp_path: Path, words: str) -> None:
     out = tmp_path / "out"
     (out / "sub").mkdir(parents=True)
-    last = [out / "x"] if words[0] != "pets" else [out]
-    words = ("get", *words[:-1], *map(str, last), words[-1]) if words[0] == "--tar" else (
-        "get", *words, *map(str, last)
-    )  # fmt: skip
     dlcmd("ls", "pets")  # which keeps the snapshot: the get renames nothing but what it writes
     killed = "/^rename(at2?)?$:signal=KILL:when=1"
-    with traced(*words, inject=killed) as process:
+    with chdir(tmp_path), traced("get", *words.split(), inject=killed) as process:
         assert process.wait(DEADLINE_S) in (-signal.SIGKILL, 128 + signal.SIGKILL)
     (left,) = out.rglob(".dlcmd-*")
-    ours, strangers = (
-        left.with_name(temporary_name()),
-        left.with_name(re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())),
-    )
+    ours, strangers = left.with_name(temporary_name()), left.with_name(of_a_stranger())
     for kept in (ours, strangers):
         kept.write_bytes(b"somebody is writing this")
-    dlcmd(*words)
+    with chdir(tmp_path):
+        dlcmd("get", *words.split())
     assert {*out.rglob(".dlcmd-*")} == {ours, strangers}
 
 
-def test_temporary_files_of_an_unknown_process_are_removed_after_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    strangers = tmp_path / re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
-    nameless = tmp_path / ".dlcmd-0123456789abcdef"
-    for left in (strangers, nameless, tmp_path / ".dlcmd-mine"):
-        left.touch()
+def of_a_stranger() -> str:
+    """The name of a temporary file of a process that is not known here."""
+    return re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
+
+
+def test_files_of_strangers_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for left in (of_a_stranger(), ".dlcmd-0123456789abcdef", ".dlcmd-mine"):
+        (tmp_path / left).touch()
     remove_leftovers(tmp_path)
     assert len([*tmp_path.iterdir()]) == 3
     now_s = time.time()

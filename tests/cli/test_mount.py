@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from dlcmd.mount_stats import stats_lines
 from tests.own_mounts import own_mounts
+from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import facts, write
 from tests.unprivileged_user import needs_root
@@ -23,23 +24,32 @@ from tests.waiting import wait_until
 from .conftest import Dlcmd, program_environment
 
 
-def test_impossible_mounts_are_errors(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    assert "no mount of a dataset" in dlcmd("umount", tmp_path, code=2).err
-    assert "no mount of a dataset" in dlcmd("stats", tmp_path, code=2).err
-    for bad in ("99", "-1", "0o22", "07777777", ""):
-        result = dlcmd("mount", f"--umask={bad}", "pets", tmp_path, code=2).err
-        assert f"bad umask {bad!r}" in result
-    dlcmd("mount", "--memory", "much", "pets", tmp_path, code=2)
-    dlcmd("mount", "--session", "none", "pets", tmp_path, code=2)
+@each_row(
+    ("words", "said"),
+    [
+        *((["--umask", bad], f"bad umask {bad!r}") for bad in ("99", "-1", "0o22", "07777777", "")),
+        (["--memory", "much"], "bad size 'much'"),
+        (["--memory", "0"], "--memory 0 leaves no room"),
+        (["--memory", "999T"], f"{999 << 40:,} bytes of memory are more than the"),
+        (["--session", "none"], "'none' is not one of"),
+        (["--offline"], "--offline needs --snapshot"),
+    ],
+)
+def test_options_are_refused(dlcmd: Dlcmd, tmp_path: Path, words: list[str], said: str) -> None:
+    """So are those that would have no effect."""
+    assert said in dlcmd("mount", *words, "pets", tmp_path / "mnt", code=2).err
+    assert not (tmp_path / "mnt").exists()
 
 
-def test_options_that_would_have_no_effect_are_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    at = tmp_path / "mnt"
-    assert "--memory 0 leaves no room" in dlcmd("mount", "--memory", "0", "pets", at, code=2).err
-    result = dlcmd("mount", "--memory", "999T", "pets", at, code=2).err
-    assert f"{999 << 40:,} bytes of memory are more than the" in result
-    assert "--offline needs --snapshot" in dlcmd("mount", "--offline", "pets", at, code=2).err
-    assert not at.exists()
+def test_impossible_places_are_errors(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    for verb in ("umount", "stats"):
+        assert "no mount of a dataset" in dlcmd(verb, tmp_path, code=2).err
+    (tmp_path / "file").touch()
+    is_root = os.geteuid() == 0
+    if not is_root:
+        tmp_path.chmod(0o500)
+    at, code = (tmp_path / "file/mnt", 2) if is_root else (tmp_path / "mnt", 12)
+    assert "cannot make the folder" in dlcmd("mount", "pets", at, code=code).err
 
 
 @pytest.mark.fuse
@@ -53,11 +63,13 @@ def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> N
         words = ["mount", "--policy", "oneshot", "--memory", memory, "pets", str(at)]
         with subprocess.Popen(
             [sys.executable, "-m", "dlcmd", *words],
-            env=program_environment(),
-            stdout=subprocess.PIPE, stderr=terminal,
+            env=program_environment(), stdout=subprocess.PIPE, stderr=terminal,
         ) as process:  # fmt: skip
             os.close(terminal)
-            result = b"".join(_read_to_the_end(ours))
+            result = b""
+            with suppress(OSError):  # EIO, when the other end is closed
+                while read := os.read(ours, 1 << 16):
+                    result += read
             assert process.wait(60) == 0, result
         os.close(ours)
         assert b"load pets" in result
@@ -69,20 +81,12 @@ def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> N
         dlcmd("umount", at)
 
 
-def _read_to_the_end(terminal: int) -> Iterator[bytes]:
-    with suppress(OSError):  # EIO, when the other end is closed
-        while read := os.read(terminal, 1 << 16):
-            yield read
-
-
 @pytest.mark.fuse
 def test_without_pyfuse3_only_its_session_is_missing(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As after `pip install diesel-fs` on a machine that cannot compile pyfuse3."""
-    source = write(tmp_path / "src", {"a": b"1"})
-    source.chmod(0o700)  # as a native mount shows it, which has no `--allow-other`
-    dlcmd("put", source, "pets")
+    source = put_private(dlcmd, tmp_path)
     (tmp_path / "pyfuse3.py").write_text("raise ModuleNotFoundError('No module named pyfuse3')")
     monkeypatch.syspath_prepend(tmp_path)
     at = tmp_path / "mnt"
@@ -97,6 +101,14 @@ def test_without_pyfuse3_only_its_session_is_missing(
         dlcmd("umount", at)
 
 
+def put_private(dlcmd: Dlcmd, tmp_path: Path) -> Path:
+    """Put a folder as a native mount shows it, which has no `--allow-other`."""
+    source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
+    source.chmod(0o700)
+    dlcmd("put", source, "pets")
+    return source
+
+
 NODEV = """
 set -e
 mount -t tmpfs -o nodev none "$1"
@@ -109,10 +121,8 @@ exec "$@"
 
 @pytest.mark.fuse
 @needs_root
-@pytest.mark.parametrize("way", ["the device is denied", "the capability is missing"])
-def test_a_machine_that_forbids_mounting_is_exit_code_12(
-    dlcmd: Dlcmd, tmp_path: Path, way: str
-) -> None:
+@each_row("way", ["the device is denied", "the capability is missing"])
+def test_a_machine_may_forbid_mounting(dlcmd: Dlcmd, tmp_path: Path, way: str) -> None:
     """As in a container without the device, or without the capability."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "dev").mkdir()
@@ -121,8 +131,7 @@ def test_a_machine_that_forbids_mounting_is_exit_code_12(
         around = [*own_mounts(), "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
     done = subprocess.run(
         [*around, sys.executable, "-m", "dlcmd", "mount", "pets", tmp_path / "mnt"],
-        env=program_environment(),
-        capture_output=True, text=True, check=False,
+        env=program_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 12, done.stderr
     assert "; a container needs --device /dev/fuse --cap-add SYS_ADMIN" in done.stderr
@@ -132,12 +141,11 @@ def test_a_machine_that_forbids_mounting_is_exit_code_12(
 @pytest.mark.real_start
 @pytest.mark.fuse
 def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
-    source.chmod(0o700)  # as a native mount shows it, which has no `--allow-other`
-    dlcmd("put", source, "pets")
+    source = put_private(dlcmd, tmp_path)
     folder = tmp_path / "mnt"
     folder.mkdir()
     assert "version 7" in dlcmd("mount", "pets@7", folder, code=10).err
+    assert "no dataset 'gone'" in dlcmd("mount", "gone", folder, code=10).err
     said_so = dlcmd("mount", "--seed", "4", "--group-size", "3", "pets", folder).out
     assert said_so == f"pets is mounted on {folder}\n".encode()
     try:
@@ -147,10 +155,8 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
         assert result["mountpoint"] == str(folder)
         assert b"mountpoint" in dlcmd("stats", folder).out
         listed = (folder / ".diesel/filelist").read_bytes()
-        assert (
-            listed
-            == dlcmd("shuffle", "pets", "--seed", "4", "--epoch", "0", "--group-size", "3").out
-        )
+        numbers = ("--seed", "4", "--epoch", "0", "--group-size", "3")
+        assert listed == dlcmd("shuffle", "pets", *numbers).out
         assert sorted(listed.split()) == [b"a", b"sub/b"]
         with (folder / "a").open("rb"):
             assert str(os.getpid()) in dlcmd.program("umount", folder, code=11).err
@@ -202,54 +208,40 @@ def test_a_missing_folder_is_made_and_removed_with_its_mount(dlcmd: Dlcmd, tmp_p
     (tmp_path / "there").mkdir()
     folder = tmp_path / "there/made/mnt"
 
-    def left() -> bool:
-        return (tmp_path / "there/made").exists()
+    def is_gone() -> bool:
+        return [*(tmp_path / "there").iterdir()] == []
 
-    dlcmd("mount", "pets", folder)
-    assert (folder / "a").read_bytes() == b"1"
-    dlcmd("umount", folder)
-    assert not left()
+    def end_by_signal() -> None:
+        pid = dlcmd("--json", "stats", folder).objects[0]["pid"]
+        os.kill(int(str(pid)), signal.SIGTERM)
+
+    plain = ["umount", "-R"] if os.geteuid() == 0 else ["fusermount3", "-u"]
+    ends: list[Callable[[], object]] = [
+        lambda: dlcmd("umount", folder),
+        end_by_signal,
+        lambda: subprocess.run([*plain, folder], check=True),
+    ]
+    for end in ends:
+        dlcmd("mount", "pets", folder)
+        assert (folder / "a").read_bytes() == b"1"
+        end()
+        wait_until(is_gone)
     dlcmd("mount", "pets", folder)
     with (folder / "a").open("rb") as file:
         dlcmd("umount", "--lazy", folder)
-        wait_until(lambda: not left())
+        wait_until(is_gone)
         assert file.read() == b"1"
-    dlcmd("mount", "pets", folder)
-    os.kill(_daemon_of(dlcmd, folder), signal.SIGTERM)
-    wait_until(lambda: not left())
-    dlcmd("mount", "gone", folder, code=10)
-    assert not left()
-    dlcmd("mount", "pets@7", folder, code=10)
-    assert not left()
+    for missing in ("gone", "pets@7"):
+        dlcmd("mount", missing, folder, code=10)
+        assert is_gone()
     with dlcmd.start("mount", "-f", "pets", folder) as process:
         wait_until((folder / "a").exists)
         process.terminate()
-    assert not left()
-    dlcmd("mount", "pets", folder)
-    plain = ["umount", "-R"] if os.geteuid() == 0 else ["fusermount3", "-u"]
-    subprocess.run([*plain, folder], check=True)
-    wait_until(lambda: not left())
+    assert is_gone()
     dlcmd("mount", "pets", folder)
     (tmp_path / "there/made/other").mkdir()
     dlcmd("umount", folder)
     assert [each.name for each in folder.parent.iterdir()] == ["other"]
-    assert (tmp_path / "there").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_named(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    if os.geteuid() == 0:
-        (tmp_path / "file").touch()
-        result = dlcmd("mount", "pets", tmp_path / "file/mnt", code=2).err
-    else:
-        tmp_path.chmod(0o500)
-        result = dlcmd("mount", "pets", tmp_path / "mnt", code=12).err
-    assert "cannot make the folder" in result
-
-
-def _daemon_of(dlcmd: Dlcmd, folder: Path) -> int:
-    pid = dlcmd("--json", "stats", folder).objects[0]["pid"]
-    assert isinstance(pid, int)
-    return pid
 
 
 def _processes_of(folder: Path) -> list[int]:
@@ -309,16 +301,7 @@ def test_a_mount_that_is_interrupted_leaves_nothing(
 
 
 @pytest.mark.fuse
-def test_a_dataset_that_is_not_there_is_not_mounted(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
-    (tmp_path / "mnt").mkdir()
-    assert "no dataset 'gone'" in dlcmd("mount", "gone", tmp_path / "mnt", code=10).err
-
-
-@pytest.mark.fuse
-def test_a_mount_of_a_version_that_may_be_old_says_so_on_screen_and_in_its_stats(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_a_mount_of_a_version_that_may_be_old_says_so(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "source", {"a": b"1"}), "pets")
     for file in dlcmd.store.glob("meta.sqlite*"):
         file.unlink()

@@ -16,12 +16,13 @@ from click.testing import CliRunner
 from diesel_fs.errors import UsageError
 from dlcmd.mount_helper import dlcmd_options, mount_options, mount_program, split_options
 from tests.own_mounts import own_mounts
+from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
 
-from .conftest import program_environment
+from .conftest import children, program_environment
 
 SETUP = r"""
 set -eu
@@ -86,13 +87,11 @@ class Machine:
         return done.stdout
 
     def fstab(self, *lines: str) -> Path:
-        """A file like /etc/fstab."""
         path = self.folder / "fstab"
         path.write_text("".join(f"{line} 0 0\n" for line in lines), encoding="utf-8")
         return path
 
     def made(self, name: str) -> Path:
-        """A folder to mount on."""
         path = self.folder / "at" / name
         path.mkdir(parents=True, exist_ok=True)
         return path
@@ -119,20 +118,13 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
     own = Path("/dev/shm") / f"diesel-test-{os.getpid()}"
     start = 'mount -t tmpfs none "$1" && cp -r "$2"/programs "$1" && exec sh -c "$3" sh "$1"'
     own.mkdir()
-    with subprocess.Popen(
-        [
-            *own_mounts("--pid", "--fork", "--kill-child"),
-            *("sh", "-c", start, "sh", own, folder, SETUP),
-        ],
-        stdin=subprocess.DEVNULL,
-    ) as process:
+    command = [*own_mounts("--pid", "--fork", "--kill-child"), "sh", "-c", start, "sh"]
+    with subprocess.Popen([*command, own, folder, SETUP], stdin=subprocess.DEVNULL) as process:
         try:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            wait_until(lambda: process.poll() is not None or children.read_text())
-            pid = int(children.read_text())
-            wait_until(
-                lambda: process.poll() is not None or Path(f"/proc/{pid}/root{own}/ready").exists()
-            )
+            wait_until(lambda: process.poll() is not None or children(process.pid))
+            [pid] = children(process.pid)
+            ready = Path(f"/proc/{pid}/root{own}/ready")
+            wait_until(lambda: process.poll() is not None or ready.exists())
             assert process.poll() is None
             yield Machine(pid, folder)
         finally:
@@ -149,8 +141,6 @@ def session(request: pytest.FixtureRequest) -> str:
 
 
 class TestMount:
-    """With a real mount(8)."""
-
     pytestmark = boots
 
     def test_mount_and_umount(self, machine: Machine, session: str) -> None:
@@ -185,9 +175,7 @@ class TestMount:
         machine("umount", "-l", at)
         machine("mountpoint", "-q", at, code=32)
 
-    def test_programs_do_not_run_where_fstab_forbids_it(
-        self, machine: Machine, session: str
-    ) -> None:
+    def test_fstab_may_forbid_to_run_programs(self, machine: Machine, session: str) -> None:
         at = machine.made("noexec")
         options = f"{machine.url},session={session},user"  # that implies noexec
         machine("mount", "-t", "diesel", "pets", at, "-o", options)
@@ -215,7 +203,7 @@ class TestMount:
         output = machine(*command, machine.made("autofs"), f"{machine.url},memory=64M")
         assert output == "read: one\n"
 
-    @pytest.mark.parametrize(
+    @each_row(
         ("device", "options", "code", "message"),
         [
             ("gone", "", 32, "no dataset 'gone'"),
@@ -228,40 +216,25 @@ class TestMount:
             ("pets", "url=diesel://a", 1, "no user"),
             ("pets", "env-file=/gone", 1, "cannot read the environment in /gone"),
         ],
-        ids=lambda value: str(value).partition(" ")[0] or "none",
     )
     def test_an_error_has_the_exit_code_of_mount(
         self, machine: Machine, device: str, options: str, code: int, message: str
     ) -> None:
-        given = ",".join(filter(None, [machine.url, options]))
-        words: list[str | Path] = [
-            "mount",
-            "-t",
-            "diesel",
-            device,
-            machine.made("bad"),
-            "-o",
-            given,
-        ]
-        assert message in machine(*words, code=code)
-
-    def test_umount_of_what_is_no_mount(self, machine: Machine) -> None:
-        at = machine.made("none")
+        given, at = ",".join(filter(None, [machine.url, options])), machine.made("bad")
+        assert message in machine("mount", "-t", "diesel", device, at, "-o", given, code=code)
         assert "nothing is mounted there" in machine("umount.diesel", at, code=1)
 
     def test_a_fake_mount_checks_the_options_alone(self, machine: Machine) -> None:
         at = machine.made("fake")
-        words: list[str | Path] = ["mount", "-f", "-t", "diesel", "pets", at, "-o", "memroy=1G"]
-        machine(*words, code=1)
-        machine(*words, "-s")
+        words: list[str | Path] = ["mount", "-f", "-t", "diesel", "pets", at, "-o"]
+        machine(*words, "memroy=1G", code=1)
+        machine(*words, "memroy=1G", "-s")
         machine("mountpoint", "-q", at, code=32)
-        bad = machine(
-            "mount", "-f", "-t", "diesel", "pets", at, "-o", "memory=much,umask=999", code=1
-        )
-        assert "bad size 'much'" in bad
+        assert "bad size 'much'" in machine(*words, "memory=much,umask=999", code=1)
 
 
 def test_every_option_of_dlcmd_mount_is_a_mount_option() -> None:
+    """And the help lists all of them. A mount cannot be changed."""
     given = 'rw,url="diesel://a:1,b:2",username=me,group_size=7,follow,user=joe,nosuid,x-a.b=c'
     assert dlcmd_options(split_options(given), sloppy=False) == [
         "--url=diesel://a:1,b:2", "--user=me", "--group-size=7", "--follow"
@@ -269,14 +242,7 @@ def test_every_option_of_dlcmd_mount_is_a_mount_option() -> None:
     names = mount_options()
     assert {"session", "task", "cache-dir", "allow-other", "key-file", "log-file"} <= set(names)
     assert not {"foreground", "json", "help", "user"} & set(names)
-
-
-def test_the_help_lists_all_options() -> None:
     text = CliRunner().invoke(mount_program, ["--help"]).output
-    assert [name for name in mount_options() if f"  {name}" not in text] == []
-    assert "env-file=FILE" in text
-
-
-def test_a_mount_cannot_be_changed() -> None:
+    assert [name for name in [*names, "env-file=FILE"] if f"  {name}" not in text] == []
     with pytest.raises(UsageError, match="cannot be remounted"):
         dlcmd_options(["remount", "ro"], sloppy=False)

@@ -39,10 +39,8 @@ def test_global_options_stand_before_or_after_the_verb(dlcmd: Dlcmd, tmp_path: P
     other = (tmp_path / "other").as_uri()
     source = write(tmp_path / "src", {"a": b""})
     dlcmd("--url", other, "put", source, "pets")
-    assert (
-        dlcmd("ls", "--url", other, "--json").objects
-        == dlcmd("--json", "--url", other, "ls").objects
-    )
+    listed = dlcmd("ls", "--url", other, "--json").objects
+    assert dlcmd("--json", "--url", other, "ls").objects == listed
     dlcmd("--url", "file:///nowhere", "ls", "--url", other)
     assert dlcmd("-q", "put", source, "cars").out == dlcmd("put", "-q", source, "cars").out == b""
     version = f"dlcmd, version {diesel_fs.__version__}\n".encode()
@@ -64,7 +62,7 @@ def test_the_configuration_file_gives_way_to_options_and_environment(
     assert "unknown key 'color'" in dlcmd("ls", code=2).err
 
 
-def test_a_missing_repository_is_an_error_with_advice(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_a_missing_repository_or_user_is_an_error_with_advice(dlcmd: Dlcmd, tmp_path: Path) -> None:
     for words in (["ls"], ["cat", "a/b"], ["verify", "a"], ["get", "a", "x"], ["rm", "a/b"]):
         result = dlcmd(*words, code=13)
         assert "there is no repository at file://" in result.err
@@ -73,16 +71,20 @@ def test_a_missing_repository_is_an_error_with_advice(dlcmd: Dlcmd, tmp_path: Pa
     assert "should be mounted there" in dlcmd("ls", code=13).err
     (dlcmd.store / "file").touch()
     dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets", code=12)
+    for words in (["ls"], ["user", "ls"]):
+        said = dlcmd("--url", "diesel://localhost:1", *words, code=2).err
+        assert "diesel://localhost:1 is the address of a server, and no user is named" in said
+        assert "--user and --key-file" in said
 
 
 def test_an_error_is_one_line_and_with_json_an_object(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets")
     line, described = dlcmd("--json", "ls", "gone", code=10).err.splitlines()
     assert line.startswith("dlcmd: no dataset 'gone' in file://")
-    assert json.loads(described)["error"] == "NoSuchDataset"
-    assert json.loads(described)["exit_code"] == 10
-    assert len(dlcmd("frobnicate", code=2).err.splitlines()) == 1
-    assert "dlcmd --help" in dlcmd("frobnicate", code=2).err
+    found = json.loads(described)
+    assert (found["error"], found["exit_code"]) == ("NoSuchDataset", 10)
+    [line] = dlcmd("frobnicate", code=2).err.splitlines()
+    assert "dlcmd --help" in line
     assert "dlcmd ls --help" in dlcmd("ls", "--bad", code=2).err
     _, described = dlcmd("ls", "--json", "--bad", code=2).err.splitlines()
     assert json.loads(described)["exit_code"] == 2
@@ -101,22 +103,13 @@ def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
     ("word", "meant"),
     [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")],
 )
-def test_an_unknown_verb_leads_to_the_one_that_was_meant(
-    dlcmd: Dlcmd, word: str, meant: str
-) -> None:
+def test_an_unknown_verb_leads_to_one_that_is(dlcmd: Dlcmd, word: str, meant: str) -> None:
     result = dlcmd("--json", word, "pets", code=2).err.splitlines()
     assert result[0] == f"dlcmd: unknown verb {word!r}; did you mean `dlcmd {meant}`?"
     assert json.loads(result[1])["exit_code"] == 2
 
 
-def test_synonyms_are_no_verbs_and_mean_verbs() -> None:
-    assert not main.SYNONYMS.keys() & main.VERBS.keys()
-    assert {*main.SYNONYMS.values()} <= main.VERBS.keys()
-
-
-def test_a_path_in_the_place_of_a_dataset_is_an_error_that_shows_the_order(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_a_path_in_the_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b""})
     swapped: dict[str, list[str | Path]] = {
         "put": ["pets", source], "mount": [source, "pets"], "ls": [source]
@@ -141,11 +134,7 @@ def test_a_path_in_the_place_of_a_dataset_is_an_error_that_shows_the_order(
     ],
 )
 def test_an_exception_becomes_one_line_and_an_exit_code(
-    dlcmd: Dlcmd,
-    monkeypatch: pytest.MonkeyPatch,
-    error: BaseException,
-    code: int,
-    words: str,
+    dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, words: str
 ) -> None:
     def fail(*_: object, **__: object) -> None:
         raise error
@@ -156,16 +145,7 @@ def test_an_exception_becomes_one_line_and_an_exit_code(
     assert len(result.err.splitlines()) == 1
 
 
-def test_a_server_without_a_user_is_an_error(dlcmd: Dlcmd) -> None:
-    for words in (["ls"], ["user", "ls"]):
-        result = dlcmd("--url", "diesel://localhost:1", *words, code=2).err
-        assert "diesel://localhost:1 is the address of a server, and no user is named" in result
-        assert "--user and --key-file" in result
-
-
-def test_verbose_prints_a_traceback_only_for_a_bug(
-    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tracebacks_of_bugs(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """For an expected error it prints the causes instead."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     for words, code in (
@@ -200,12 +180,13 @@ def test_help_has_examples_and_the_global_options(dlcmd: Dlcmd, name: str) -> No
 
 
 def test_the_table_of_verbs_names_each_command() -> None:
-    """Each command is in the module that the table names, and has the name of its verb."""
+    """Each command is in the module that the table names, and has the name of its verb. Synonyms
+    are no verbs, and mean verbs."""
     found = commands()
     assert list(dict.fromkeys(name.split()[0] for name in found)) == list(main.VERBS)
-    assert {name: command.name for name, command in found.items()} == {
-        name: name.split()[-1] for name in found
-    }
+    assert [command.name for command in found.values()] == [name.split()[-1] for name in found]
+    assert not main.SYNONYMS.keys() & main.VERBS.keys()
+    assert {*main.SYNONYMS.values()} <= main.VERBS.keys()
 
 
 def test_every_option_is_explained_by_a_sentence() -> None:
@@ -229,54 +210,43 @@ def test_start_up_imports_little() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [["ls"], ["ls", "-l"], ["doctor", "--quick"], ["get", "pets", "--tar", "-"]],
-    ids=" ".join,
-)
-def test_a_closed_stdout_is_an_error_of_one_line(
-    dlcmd: Dlcmd, words: list[str], tmp_path: Path
-) -> None:
-    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
-    command = shlex.join([sys.executable, "-m", "dlcmd", *words])
-    done = subprocess.run(
-        ["sh", "-c", f"exec {command} >&-"], env=program_environment(), check=False,
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    assert (done.returncode, done.stderr) == (1, "dlcmd: standard output is closed\n")
-
-
-def test_a_current_folder_that_has_been_removed_is_named(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    command = shlex.join([sys.executable, "-m", "dlcmd", "stats", "x"])
-    done = subprocess.run(
-        ["sh", "-c", f"mkdir gone; cd gone; rmdir ../gone; exec {command}"], cwd=tmp_path,
+def by_shell(script: str, folder: Path, *words: str | Path) -> "subprocess.CompletedProcess[str]":
+    """A shell's script, in which `$dlcmd` is a command, in a folder."""
+    dlcmd = shlex.join([sys.executable, "-m", "dlcmd", *map(str, words)])
+    return subprocess.run(
+        ["sh", "-c", script.replace("$dlcmd", f"exec {dlcmd}")], cwd=folder,
         env=program_environment(), check=False, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
+
+
+def test_a_closed_stdout_is_an_error_of_one_line(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """But a put goes on."""
+    source = write(tmp_path / "src", {"a": b"1"})
+    for closed in (">&-", ">&- 2>&-"):
+        done = by_shell(f"$dlcmd {closed}", tmp_path, "-q", "put", source, "pets")
+        assert done.returncode == 0
+    assert dlcmd("ls", "pets").out == b"a\n"
+    for words in (["ls"], ["ls", "-l"], ["doctor", "--quick"], ["get", "pets", "--tar", "-"]):
+        done = by_shell("$dlcmd >&-", tmp_path, *words)
+        assert (done.returncode, done.stderr) == (1, "dlcmd: standard output is closed\n"), words
+
+
+def test_a_current_folder_that_has_been_removed_is_named(tmp_path: Path) -> None:
+    done = by_shell("mkdir gone; cd gone; rmdir ../gone; $dlcmd", tmp_path, "stats", "x")
     assert done.returncode == 10
     assert "the current folder has been removed; go to another one" in done.stderr
 
 
-def test_put_runs_with_stdout_closed(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", {"a": b"1"})
-    for closed in (">&-", ">&- 2>&-"):
-        command = f'exec "$0" -m dlcmd -q put "$1" pets {closed}'
-        done = subprocess.run(["sh", "-c", command, sys.executable, source], check=False)
-        assert done.returncode == 0
-    assert dlcmd("ls", "pets").out == b"a\n"
-
-
-@each_row("url", ["file:///data#2", "file:///data#", "file://[x", "file:///a%00b", "file:///%ff"])
-def test_a_bad_url_is_refused(dlcmd: Dlcmd, url: str) -> None:
-    result = dlcmd("--url", url, "ls", code=2)
-    assert "bad repository URL" in result.err
-    assert "bug" not in result.err
-
-
 def test_a_url_names_a_folder_of_any_bytes(dlcmd: Dlcmd, tmp_path: Path) -> None:
+    """A bad one is refused."""
     url = f"{tmp_path.as_uri()}/%23%c3%a9%3f"
     dlcmd("--url", url, "put", write(tmp_path / "src", {"a": b""}), "pets")
     assert os.path.isdir(os.fsencode(tmp_path) + b"/#\xc3\xa9?/datasets")
     assert dlcmd("--url", url, "ls").out == b"pets\n"
+    for bad in ("file:///data#2", "file:///data#", "file://[x", "file:///a%00b", "file:///%ff"):
+        result = dlcmd("--url", bad, "ls", code=2)
+        assert "bad repository URL" in result.err
+        assert "bug" not in result.err
 
 
 def test_a_user_without_a_home_can_use_a_named_repository(

@@ -2,20 +2,18 @@
 
 import base64
 import fcntl
-import io
 import os
 import signal
 import struct
 import subprocess
 import sys
-import tarfile
 import termios
+from contextlib import chdir, suppress
 from pathlib import Path
-
-import pytest
 
 from dlcmd.output import count_text
 from dlcmd.progress import progress_json
+from tests.ingest.test_tar import tar_of
 from tests.rows import each_row
 from tests.trees import facts, odd_tree, write
 
@@ -32,16 +30,6 @@ def wait_for_reader(pipe: int, pid: int) -> None:
         return not unread and state == "S"
 
     wait_until(has_read_all)
-
-
-def tar_of(files: dict[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for name, content in files.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return out.getvalue()
 
 
 def test_a_folder_is_put_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -62,29 +50,30 @@ def test_odd_names_survive_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert (tmp_path / "out/empty").stat().st_mode & 0o7777 == 0o755  # the rest of 4755 is dropped
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("address", "path"),
     [
-        ("pets", "cat.jpg"),
-        ("pets/", "cat.jpg"),
-        ("pets/dog.jpg", "dog.jpg"),
-        ("pets/new/", "new/cat.jpg"),
-        ("pets/new", "new"),
-        ("pets/there", "there/cat.jpg"),
+        ("plain", "cat.jpg"),
+        ("slash/", "cat.jpg"),
+        ("named/dog.jpg", "dog.jpg"),
+        ("folder/new/", "new/cat.jpg"),
+        ("file/new", "new"),
+        ("into/there", "there/cat.jpg"),
     ],
 )
 def test_a_file_takes_the_name_of_its_address(
     dlcmd: Dlcmd, tmp_path: Path, address: str, path: str
 ) -> None:
-    dlcmd("put", write(tmp_path / "src", {"there/old": b""}), "pets")
+    dataset = address.partition("/")[0]
+    dlcmd("put", write(tmp_path / "src", {"there/old": b""}), dataset)
     (tmp_path / "cat.jpg").write_bytes(b"meow")
     (tmp_path / "cat.jpg").chmod(0o640)
-    result = dlcmd("put", "--json", tmp_path / "cat.jpg", address)
-    assert (result.objects[-1]["files"], result.objects[-1]["bytes"]) == (1, 4)
-    assert dlcmd("cat", f"pets/{path}").out == b"meow"
-    assert b"-rw-r-----" in dlcmd("ls", "-l", f"pets/{path}").out
-    again = dlcmd("put", "--json", tmp_path / "cat.jpg", address if path != "new" else "pets/new")
-    assert (again.objects[-1]["files"], again.objects[-1]["unchanged"]) == (0, 1)
+    done = dlcmd("put", "--json", tmp_path / "cat.jpg", address).objects[-1]
+    assert (done["files"], done["bytes"]) == (1, 4)
+    assert dlcmd("cat", f"{dataset}/{path}").out == b"meow"
+    assert b"-rw-r-----" in dlcmd("ls", "-l", f"{dataset}/{path}").out
+    done = dlcmd("put", "--json", tmp_path / "cat.jpg", address).objects[-1]
+    assert (done["files"], done["unchanged"]) == (0, 1)
 
 
 def test_a_file_never_hides_a_folder_nor_lies_below_a_file(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -128,22 +117,17 @@ def test_a_dry_run_changes_nothing_on_disk(dlcmd: Dlcmd, tmp_path: Path) -> None
     dlcmd("ls", "pets", code=10)
 
 
-@pytest.mark.parametrize("kind", ["folder", "tar"])
-def test_a_dry_run_names_what_would_be_deleted(dlcmd: Dlcmd, tmp_path: Path, kind: str) -> None:
+def test_a_dry_run_names_what_would_be_deleted(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """It names the first ten, with -v or --json all; folders come before their entries. Nothing is
     deleted."""
     gone = [b"old", *(b"old/%02d" % i for i in range(11)), b"old/\xff"]
-    source = write(tmp_path / "src", {"kept": b"1"})
-    tar = tmp_path / "src.tar"
-    tar.write_bytes(tar_of({"kept": b"1"}))
     before = {"kept": b"1"} | {os.fsdecode(path): b"" for path in gone[1:]}
     dlcmd("put", write(tmp_path / "before", before), "pets")
-    words = ["put", "-n", "--delete", *([source] if kind == "folder" else ["--tar", tar]), "pets"]
+    source = str(write(tmp_path / "src", {"kept": b"1"}))
+    words = ["put", "-n", "--delete", source, "pets"]
     lines = [b"would delete " + path for path in gone]
-    assert dlcmd(*words).out.splitlines()[1:] == [
-        *lines[:10],
-        b"... and 3 more; -v shows all of them",
-    ]
+    shown = [*lines[:10], b"... and 3 more; -v shows all of them"]
+    assert dlcmd(*words).out.splitlines()[1:] == shown
     assert dlcmd("-v", *words).out.splitlines()[1:] == lines
     *events, done = dlcmd("--json", *words).objects
     assert {each["event"] for each in events} == {"would delete"}
@@ -155,74 +139,39 @@ def test_a_dry_run_names_what_would_be_deleted(dlcmd: Dlcmd, tmp_path: Path, kin
     assert len(dlcmd("ls", "-R", "pets").out.splitlines()) == 14
 
 
-@pytest.mark.parametrize("kind", ["folder", "tar", "file"])
+@each_row(("kind", "stripped", "links"), [("file", 1, 1), ("folder", 4, 4), ("tar", 3, 2)])
 def test_put_notes_special_mode_bits_and_hard_links_that_are_not_kept(
-    dlcmd: Dlcmd, tmp_path: Path, kind: str
+    dlcmd: Dlcmd, tmp_path: Path, kind: str, stripped: int, links: int
 ) -> None:
     """The note is one line, about the entries that were put now; a second put notes nothing."""
     source = write(tmp_path / "src", {"su/passwd": b"1", "su/large": bytes(200_000), "plain": b"2"})
-    (source / "su/passwd").chmod(0o4755)
-    (source / "su/large").chmod(0o2711)
-    (source / "su").chmod(0o1777)
+    for name, mode in (("passwd", 0o4755), ("large", 0o2711), ("", 0o1777)):
+        (source / "su" / name).chmod(mode)
     os.link(source / "plain", source / "linked")
     os.link(source / "su/passwd", source / "su/other")
-    words: list[str | Path]
-    if kind == "file":
-        words, stripped, links = ["put", source / "su/passwd", "pets/passwd"], 1, 1
-    elif kind == "folder":
-        words, stripped, links = ["put", "--chunk-size", "64K", source, "pets"], 4, 4
-    else:
-        subprocess.run(["tar", "cf", tmp_path / "a.tar", "-C", source, "."], check=True)
-        words, stripped, links = ["put", "--tar", tmp_path / "a.tar", "pets"], 3, 2
+    subprocess.run(["tar", "cf", tmp_path / "a.tar", "-C", source, "."], check=True)
+    all_words: dict[str, list[str | Path]] = {
+        "file": ["put", source / "su/passwd", "file/passwd"],
+        "folder": ["put", "--chunk-size", "64K", source, "folder"],
+        "tar": ["put", "--tar", tmp_path / "a.tar", "tar"],
+    }
+    words = all_words[kind]
     note = (
         f"note: set-user-ID, set-group-ID and sticky bits of {count_text(stripped, 'entry')} are"
         f" not kept; {count_text(links, 'hard link')} became files of their own"
     )
     assert dlcmd(*words).out.decode().splitlines()[1:] == [note]
     assert dlcmd(*words).out.count(b"\n") == 1
-    dlcmd("delete-dataset", "pets", "--yes")
+    dlcmd("delete-dataset", kind, "--yes")
     done = dlcmd("--json", *words).objects[-1]
     assert (done["stripped"], done["hard_links"]) == (stripped, links)
-
-
-def test_a_missing_source_makes_no_repository(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    folder = write(tmp_path / "src", {"a": b"1"})
-    for words, code in (
-        (["/nonexistent", "pets"], 10),
-        (["/dev/null", "pets"], 2),
-        (["--tar", "/nonexistent", "pets"], 10),
-        (["--files-from", "/nonexistent", folder, "pets"], 10),
-        (["--files-from", folder / "a", folder / "a", "pets"], 2),
-    ):
-        dlcmd("put", *words, code=code)
-        assert not dlcmd.store.exists()
-
-
-def test_filters_apply_to_files_from(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    source = write(
-        tmp_path / "src", {"a.txt": b"", "b.jpg": b"", "cache/x.jpg": b"", "d/c.jpg": b""}
-    )
-    names = tmp_path / "names"
-    names.write_bytes(b".\n./a.txt\n./b.jpg\n./cache\n./cache/x.jpg\n./d\n./d/c.jpg\n")
-    filters = ("--exclude", "cache", "--include", "*.jpg")
-    dlcmd("put", "--files-from", names, *filters, source, "pets")
-    assert dlcmd("ls", "-R", "pets").out == b"b.jpg\nd\nd/c.jpg\n"
 
 
 def test_progress_counts_a_large_file_once(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """It counts entries, not extents: else it would show 17 of 2 as done."""
     source = write(tmp_path / "src", {"big": os.urandom(1 << 20)})
-    result = dlcmd("--json", "put", "--chunk-size", "64K", source, "pets")
-    assert result.objects[-1]["entries"] == 2
-    assert result.objects[-1]["chunks"] == 16
-    with (tmp_path / "one.tar").open("wb") as file:
-        file.write(tar_of({"big": bytes(1 << 20)}))
-    result = dlcmd("--json", "put", "--chunk-size=64K", "--tar", tmp_path / "one.tar", "tarred")
-    assert result.objects[-1]["entries"] == 1
-
-
-def test_progress_beyond_the_total_has_no_time_left() -> None:
-    assert progress_json("entries", 10.0, 17, 2, 0)["seconds_left"] == 0
+    done = dlcmd("--json", "put", "--chunk-size", "64K", source, "pets").objects[-1]
+    assert (done["entries"], done["chunks"]) == (2, 16)
 
 
 def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -240,18 +189,21 @@ def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> N
     dlcmd("put", "--files-from", names, source, "found")
     dlcmd("get", "found", tmp_path / "back")
     assert (tmp_path / "back").stat().st_mtime_ns == 5
-    names.write_bytes(b"../a\n")
-    assert "'..'" in dlcmd("put", "--files-from", names, source, "pets", code=2).err
-    names.write_bytes(b"gone\n")
-    assert "gone: No such file" in dlcmd("put", "--files-from", names, source, "pets", code=3).err
+    for bad, code, said in ((b"../a\n", 2, "'..'"), (b"gone\n", 3, "gone: No such file")):
+        names.write_bytes(bad)
+        assert said in dlcmd("put", "--files-from", names, source, "pets", code=code).err
     dlcmd("put", "--files-from", names, "--delete", source, "pets", code=2)
     assert "no file" in dlcmd("put", "--files-from", "nowhere", source, "pets", code=10).err
 
 
 def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", {"a.jpg": b"", "b.txt": b"", "t/c.jpg": b"", "s/d.jpg": b""})
-    dlcmd("put", "--include", "*.jpg", "--exclude", "t", source, "pets")
-    assert dlcmd("ls", "-R", "pets").out == b"a.jpg\ns\ns/d.jpg\n"
+    """Also of those that `--files-from` names."""
+    files = dict.fromkeys(["a.txt", "b.jpg", "cache/x.jpg", "d/c.jpg"], b"")
+    names = write(tmp_path / "lists", {"names": "".join(f"./{n}\n" for n in files).encode()})
+    filters = ("--exclude", "cache", "--include", "*.jpg", write(tmp_path / "src", files))
+    for dataset, more in (("pets", []), ("named", ["--files-from", str(names / "names")])):
+        dlcmd("put", *more, *filters, dataset)
+        assert dlcmd("ls", "-R", dataset).out == b"b.jpg\nd\nd/c.jpg\n"
 
 
 def test_checksum_finds_a_change_that_size_and_mtime_hide(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -284,25 +236,12 @@ def test_entries_that_cannot_be_put_are_named_and_the_rest_is_put(
 @each_row(
     "arguments",
     [
-        ["--chunk-size", "0"],
-        ["--chunk-size", "1"],
-        ["--chunk-size", "-1"],
-        ["--chunk-size", "1T"],
-        ["--chunk-size", "NaN"],
-        ["--chunk-size", "\u0664M"],
-        ["--jobs", "0"],
-        ["--jobs", "-1"],
-        ["--jobs", "1000000"],
-        ["--jobs", "two"],
-        ["--compress", "zip"],
-        ["--include", ""],
-        ["-0"],
-        ["--no-such-option"],
+        *(["--chunk-size", bad] for bad in ("0", "1", "-1", "1T", "NaN", "\u0664M")),
+        *(["--jobs", bad] for bad in ("0", "-1", "1000000", "two")),
+        *(["--compress", "zip"], ["--include", ""], ["-0"], ["--no-such-option"]),
     ],
 )
-def test_I13_bad_values_of_options_are_usage_errors(
-    dlcmd: Dlcmd, tmp_path: Path, arguments: list[str]
-) -> None:
+def test_I13_bad_values_are_refused(dlcmd: Dlcmd, tmp_path: Path, arguments: list[str]) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     result = dlcmd("put", *arguments, source, "pets", code=2)
     assert len(result.err.splitlines()) == 1
@@ -324,29 +263,27 @@ def test_I13_bad_values_of_options_are_usage_errors(
         (["gone", "pets"], 10, "there is no file or folder gone"),
         (["--tar", "gone", "pets"], 10, "there is no file gone"),
         (["/dev/null", "pets"], 2, "neither a file nor a folder"),
+        (["--files-from", "/nonexistent", "src", "pets"], 10, "no file"),
+        (["--files-from", "src/a", "src/a", "pets"], 2, "src/a"),
         (["--url", "ftp://x", "src", "pets"], 2, "unknown scheme"),
     ],
 )
-def test_bad_arguments_are_named(
-    dlcmd: Dlcmd,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    words: list[str],
-    code: int,
-    complaint: str,
+def test_bad_words(
+    dlcmd: Dlcmd, tmp_path: Path, words: list[str], code: int, complaint: str
 ) -> None:
     write(tmp_path / "src", {"a": b"1"})
-    monkeypatch.chdir(tmp_path)
-    result = dlcmd("put", *words, code=code)
+    with chdir(tmp_path):
+        result = dlcmd("put", *words, code=code)
     assert complaint in result.err
     assert len(result.err.splitlines()) == 1
+    assert not dlcmd.store.exists()
 
 
 def test_a_tar_is_put_from_a_file_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(tar_of({"x": b"1", "sub/y": b"2"}))
+    (tmp_path / "a.tar").write_bytes(tar_of(("x", b"1"), ("sub/y", b"2")))
     assert b"put 2 files" in dlcmd("put", "--tar", tmp_path / "a.tar", "pets/in").out
     assert dlcmd("ls", "-R", "pets").out == b"in\nin/sub\nin/x\nin/sub/y\n"
-    whole = tar_of({"x": b"1" * 1000, "z": b"2" * 1000})
+    whole = tar_of(("x", b"1" * 1000), ("z", b"2" * 1000))
     result = dlcmd.program("put", "--tar", "-", "pets", stdin=whole[:2500], code=3)
     assert "dlcmd: -: the tar is damaged or cut off, after z" in result.err
     assert dlcmd("cat", "pets/x").out == b"1" * 1000
@@ -359,7 +296,7 @@ def test_archives_are_put_by_path_glob_and_folder(dlcmd: Dlcmd, tmp_path: Path) 
     folder = tmp_path / "archives"
     folder.mkdir()
     for name in ("a", "b", "c"):
-        (folder / f"{name}.tar").write_bytes(tar_of({name: name.encode()}))
+        (folder / f"{name}.tar").write_bytes(tar_of((name, name.encode())))
     dlcmd("put", "--unpack", folder / "a.tar", f"{folder}/[b]*", "pets/deep")
     assert dlcmd("ls", "pets/deep").out == b"a\nb\n"
     assert b"skipped 2 of 3 archives" in dlcmd("put", "--unpack", folder, "pets/deep").out
@@ -381,68 +318,34 @@ def test_archives_are_put_by_path_glob_and_folder(dlcmd: Dlcmd, tmp_path: Path) 
         (["http://127.0.0.1:1/a.tar#sha256=1", "pets"], 2, "64 hex digits"),
     ],
 )
-def test_bad_names_of_archives_are_told(
-    dlcmd: Dlcmd, arguments: list[str], code: int, said: str
-) -> None:
+def test_bad_archives_are_named(dlcmd: Dlcmd, arguments: list[str], code: int, said: str) -> None:
     result = dlcmd("put", "--unpack", *arguments, code=code)
     assert said in result.err
     assert "secret" not in result.err
     assert not dlcmd.store.exists()
 
 
-def test_the_store_itself_is_refused_as_a_source(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    dlcmd("put", write(tmp_path / "src", {"a": b""}), "pets")
-    assert "lie in each other" in dlcmd("put", dlcmd.store, "pets", code=2).err
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [
-        (signal.SIGINT, 130, "interrupted"),
-        (signal.SIGTERM, 143, "ended by SIGTERM"),
-        (signal.SIGHUP, 129, "ended by SIGHUP"),
-    ],
-)
-def test_A15_a_signal_ends_a_put_which_can_be_repeated(
-    dlcmd: Dlcmd, tmp_path: Path, number: int, code: int, words: str
-) -> None:
+def test_A15_a_signal_ends_a_put_which_can_be_repeated(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """Also where the dataset has the name of a verb that has nothing to finish."""
-    whole = tar_of({"a": b"1", "b": b"2" * 100_000})
+    whole = tar_of(("a", b"1"), ("b", b"2" * 100_000))
     os.mkfifo(tmp_path / "pipe")
-    if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("ignored here, and so by what is started here (nohup)")
     with (
         dlcmd.start("put", "--tar", tmp_path / "pipe", "top") as process,
         (tmp_path / "pipe").open("wb", buffering=0) as pipe,  # opens when it is read
     ):
         pipe.write(whole[:1024])
         wait_for_reader(pipe.fileno(), process.pid)
-        process.send_signal(number)
+        process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
-    result = f"dlcmd: {words}; 0 files (0 B) committed so far; run it again to finish\n"
-    assert (process.returncode, err.decode()) == (code, result)
+    result = "dlcmd: ended by SIGTERM; 0 files (0 B) committed so far; run it again to finish\n"
+    assert (process.returncode, err.decode()) == (143, result)
     (tmp_path / "a.tar").write_bytes(whole)
     dlcmd("put", "--tar", tmp_path / "a.tar", "top")
     assert dlcmd("ls", "top").out == b"a\nb\n"
     dlcmd("verify", "top")
 
 
-def test_A15_a_put_goes_on_when_its_reader_has_ended(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", {"a": b"1"})
-    receiver, sender = os.pipe()
-    os.close(receiver)
-    try:
-        with dlcmd.start("put", "--json", source, "pets", stdout=sender) as process:
-            _, err = process.communicate(timeout=60)
-    finally:
-        os.close(sender)
-    assert (process.returncode, err) == (0, b"")
-    assert dlcmd("ls", "pets").out == b"a\n"
-
-
-def test_A15_a_listing_ends_silently_when_its_reader_has_ended(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_A15_a_listing_ends_silently_with_its_reader(dlcmd: Dlcmd, tmp_path: Path) -> None:
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     receiver, sender = os.pipe()
     os.close(receiver)
@@ -453,28 +356,20 @@ def test_A15_a_listing_ends_silently_when_its_reader_has_ended(
             assert (words, process.returncode, err) == (words, 141, b"")
     finally:
         os.close(sender)
-    with dlcmd.start("cat", "pets/a", stdout=os.open("/dev/full", os.O_WRONLY)) as process:
-        _, err = process.communicate(timeout=60)
-    assert (process.returncode, err.count(b"\n")) == (16, 1)
 
 
 def drawn_by(*words: str | Path) -> bytes:
-    """The output of a command on a terminal."""
     terminal, theirs = os.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 200, 0, 0))
+    drawn = b""
     with subprocess.Popen(
         [sys.executable, "-m", "dlcmd", *words],
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-        env={**os.environ, "TERM": "xterm"},
-    ) as process:
+        stdout=subprocess.DEVNULL, stderr=theirs, env={**os.environ, "TERM": "xterm"},
+    ) as process:  # fmt: skip
         os.close(theirs)
-        drawn = b""
-        try:
+        with suppress(OSError):  # the terminal's other side has closed
             while piece := os.read(terminal, 4096):
                 drawn += piece
-        except OSError:  # the terminal's other side has closed
-            pass
     os.close(terminal)
     assert process.returncode == 0
     return drawn
@@ -494,11 +389,10 @@ def test_the_bar_on_a_terminal_names_what_a_verb_counts(dlcmd: Dlcmd, tmp_path: 
 
 
 def test_progress_in_json_names_what_a_verb_counts() -> None:
-    assert progress_json("chunks", 10.0, 20, 80, None) == {
-        "event": "progress",
-        "chunks": 20,
-        "chunks_total": 80,
-        "chunks_per_s": 2.0,
-        "seconds": 10.0,
-        "seconds_left": 30.0,
-    }
+    described = progress_json("chunks", 10.0, 20, 80, None)
+    assert described == {
+        "event": "progress", "chunks": 20, "chunks_total": 80, "chunks_per_s": 2.0,
+        "seconds": 10.0, "seconds_left": 30.0,
+    }  # fmt: skip
+    beyond = progress_json("entries", 10.0, 17, 2, 0)
+    assert beyond["seconds_left"] == 0, "of what is more than the total"

@@ -7,7 +7,6 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -21,31 +20,10 @@ from tests.waiting import wait_until
 
 from .conftest import Dlcmd, is_running
 
-pytestmark = pytest.mark.fuse
-
-FILE_BYTES = 9_000
 FILES = {"weekly": 300, "daily": 300, "new": 150}
 """The datasets, and how many files each has."""
 LIMIT = "4M"
 """There is room for `daily`, which has 2 MB, for most of `weekly`, and not for `new` as well."""
-
-
-def files_of(name: str) -> dict[str, bytes]:
-    return {f"{number}": (b"%s %d " % (name.encode(), number)) * (FILE_BYTES // 12)
-            for number in range(FILES[name])}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A mount, and the process of its master, which keeps the chunks."""
-
-    name: str
-    at: Path
-    master: int
-
-    def read_all(self) -> None:
-        for path, content in files_of(self.name).items():
-            assert (self.at / path).read_bytes() == content
 
 
 class Machine:
@@ -53,53 +31,55 @@ class Machine:
 
     def __init__(self, dlcmd: Dlcmd, folder: Path) -> None:
         self._dlcmd, self._folder = dlcmd, folder
-        self.cache = folder / "cache"
+        self._cache = folder / "cache"
+        self._masters: dict[str, int] = {}  # which keep the chunks
         self.folders: dict[str, Path] = {}  # of datasets, in the cache
-        for name in FILES:
-            source = write(folder / name, files_of(name))
+        for name, count in FILES.items():
+            files = {f"{n}": b"%s %d " % (name.encode(), n) * 750 for n in range(count)}
+            source = write(folder / name, files)
             dlcmd("put", "--compress", "none", "--chunk-size", "256K", source, name)
 
     def chunks(self, name: str) -> set[str]:
-        """The chunks of a dataset that are in the cache."""
-        here = self.folders.get(name)
-        return {each.name for each in here.iterdir() if len(each.name) == 32} if here else set()
+        return {each.name for each in self.folders[name].iterdir() if len(each.name) == 32}
 
-    def begin(self, name: str, evict: str = "lrfu") -> Job:
-        sockets = self._sockets()
+    def begin(self, name: str) -> None:
+        """Mount, and read all."""
+        sockets, before = self._sockets(), {*self._cache.glob("*/*/")}
         at = self._folder / f"{name}.mount"
-        before = {*self.cache.glob("*/*/")}
         self._dlcmd(
-            "mount", "--memory", "8M", "--cache-dir", self.cache, "--cache-size", LIMIT,
-            "--policy", "oneshot", "--evict", evict, name, at,
+            "mount", "--memory", "8M", "--cache-dir", self._cache, "--cache-size", LIMIT,
+            "--policy", "oneshot", "--evict", "lrfu", name, at,
         )  # fmt: skip
         if name not in self.folders:  # which the job has registered in
-            [self.folders[name]] = {*self.cache.glob("*/*/")} - before
+            [self.folders[name]] = {*self._cache.glob("*/*/")} - before
         [opened] = self._sockets() - sockets
-        return Job(name, at, _process_of(opened))
+        self._masters[name] = _process_of(opened)
+        for source in (self._folder / name).iterdir():
+            assert (at / source.name).read_bytes() == source.read_bytes()
 
-    def end(self, job: Job) -> None:
+    def end(self, name: str) -> None:
         """Unmount; the master then writes what it has in memory, and ends."""
-        self._dlcmd("umount", job.at)
+        master = self._masters[name]
+        self._dlcmd("umount", self._folder / f"{name}.mount")
         with suppress(ProcessLookupError):
-            os.kill(job.master, signal.SIGTERM)
-        wait_until(lambda: not is_running(job.master))
+            os.kill(master, signal.SIGTERM)
+        wait_until(lambda: not is_running(master))
 
     def seem_unused(self, name: str, hours: int) -> None:
         """As if nobody had used a dataset for some hours."""
+        assert hours * 3600 > IDLE_S
         long_ago = time.time() - hours * 3600
-        assert time.time() - long_ago > IDLE_S
         for each in self.folders[name].iterdir():
             os.utime(each, (long_ago, long_ago))
 
     def close(self) -> None:
-        for name in FILES:
-            at = str(self._folder / f"{name}.mount")
-            while mounted_at(at) is not None:
+        for at in self._folder.glob("*.mount"):
+            while mounted_at(str(at)) is not None:
                 with suppress(DieselError):
-                    umount(Path(at), force=True)
-        for opened in self._sockets():
-            with suppress(OSError):
-                os.kill(_process_of(opened), signal.SIGKILL)
+                    umount(at, force=True)
+        for master in self._masters.values():
+            with suppress(ProcessLookupError):
+                os.kill(master, signal.SIGKILL)
 
     def _sockets(self) -> set[Path]:
         return {*(self._folder / "run").glob("diesel/tasks/*/0/socket")}
@@ -107,13 +87,13 @@ class Machine:
 
 def _process_of(opened: Path) -> int:
     """The process that listens at a socket."""
-    with socket.socket(socket.AF_UNIX) as link:
-        here = os.open(opened.parent, os.O_PATH)  # a short path
-        try:
+    here = os.open(opened.parent, os.O_PATH)  # a short path
+    try:
+        with socket.socket(socket.AF_UNIX) as link:
             link.connect(f"/proc/self/fd/{here}/socket")
-        finally:
-            os.close(here)
-        credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+            credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    finally:
+        os.close(here)
     pid: int = struct.unpack("3i", credentials)[0]
     return pid
 
@@ -128,28 +108,26 @@ def machine(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @pytest.mark.deep
+@pytest.mark.fuse
 def test_datasets_in_use_stay_and_then_the_least_used_goes_first(machine: Machine) -> None:
-    job = machine.begin("daily")
-    job.read_all()
-    machine.end(job)
+    machine.begin("daily")
+    machine.end("daily")
     daily = machine.chunks("daily")
     assert len(daily) > 6
 
-    job = machine.begin("daily")
+    machine.begin("daily")
     machine.seem_unused("daily", 4)
-    other = machine.begin("weekly")
-    other.read_all()
-    machine.end(other)
+    machine.begin("weekly")
+    machine.end("weekly")
     weekly = machine.chunks("weekly")
     assert machine.chunks("daily") == daily, "a job uses them"
     assert weekly, "the rest of the folder"
-    machine.end(job)
+    machine.end("daily")
 
     machine.seem_unused("daily", 4)
     machine.seem_unused("weekly", 1)  # by LRU it would stay
-    new = machine.begin("new")
-    new.read_all()
-    machine.end(new)
+    machine.begin("new")
+    machine.end("new")
     assert len(machine.chunks("new")) > 3
     assert machine.chunks("daily") == daily, "two jobs have used them, and one the others"
     assert machine.chunks("weekly") < weekly

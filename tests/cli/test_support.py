@@ -6,7 +6,6 @@
 import json
 import os
 import pty
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -16,12 +15,12 @@ import pytest
 from diesel_fs.settings import Settings, user_folders
 from dlcmd.doctor.redaction import Redactor, known_secrets
 from tests.rows import each_row
+from tests.trees import write
 
-from .conftest import Dlcmd, program_environment
+from .conftest import Dlcmd
 
 
 def contents(archive: Path) -> dict[str, bytes]:
-    """The members of an archive, by their names."""
     found = {}
     with tarfile.open(archive) as packed:
         for member in packed:
@@ -53,32 +52,21 @@ def test_secrets_are_taken_out_of_texts(text: str, left: str | None) -> None:
     assert redactor.text(text) == (text if left is None else left)
 
 
-def test_secrets_are_taken_out_of_values_and_numbers_stay() -> None:
-    environment = {
-        "MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us",
-        "http_proxy": "me:pass-of-proxy@h:1",
-    }  # fmt: skip
-    redactor = Redactor(known_secrets(None, environment))
-    value = {
-        "password": "x",
-        "ok": [True, 1.5, "false us", "a t0k3n-of-mine pass-of-proxy"],
-        "key_file": "/k",
-    }
-    assert redactor.value(value) == {
-        "password": "***", "ok": [True, 1.5, "false us", "a *** ***"], "key_file": "/k"
-    }  # fmt: skip
-
-
-def test_secrets_in_files_are_known_and_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+def test_secrets_are_taken_out_of_values_and_numbers_stay(tmp_path: Path) -> None:
+    """Those of files are known, too. A fifo is not waited for."""
     password, fifo = tmp_path / "password", tmp_path / "fifo"
-    password.write_text("sécret-of-redis\n", encoding="utf-8")
+    password.write_text("s\u00e9cret-of-redis\n", encoding="utf-8")
     os.mkfifo(fifo)
     environment = {
-        "DIESEL_REDIS_PASSWORD_FILE": str(password),
+        "MY_TOKEN": "t0k3n-of-mine", "TOKENIZERS_PARALLELISM": "false", "A_KEY": "us",
+        "http_proxy": "me:pass-of-proxy@h:1", "DIESEL_REDIS_PASSWORD_FILE": str(password),
         "AWS_SHARED_CREDENTIALS_FILE": str(fifo),
-    }
+    }  # fmt: skip
     redactor = Redactor(known_secrets(Settings(key_file="/dev/zero"), environment))
-    assert redactor.text("it was sécret-of-redis.") == "it was ***."
+    text = "a t0k3n-of-mine pass-of-proxy s\u00e9cret-of-redis."
+    value = {"password": "x", "ok": [True, 1.5, "false us", text], "key_file": "/k"}
+    expected = {"password": "***", "ok": [True, 1.5, "false us", "a *** *** ***."]}
+    assert redactor.value(value) == {**expected, "key_file": "/k"}
 
 
 @pytest.fixture
@@ -119,34 +107,25 @@ def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path
     assert members["logs/named-0-server.log"] == b"of the server\n"
 
 
-def test_a_reader_of_the_list_that_ends_does_not_end_the_archive(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Path) -> None:
     """As `dlcmd support --yes help.tgz | head -1`, whose reader may end at any time."""
-    archive = tmp_path / "help.tgz"
     receiver, sender = os.pipe()
     os.close(receiver)
-    done = subprocess.run(
-        [sys.executable, "-m", "dlcmd", "support", "--yes", str(archive)],
-        stdout=sender, timeout=60, check=False, env=program_environment(),
-    )  # fmt: skip
+    with dlcmd.start("support", "--yes", tmp_path / "help.tgz", stdout=sender) as process:
+        process.communicate(timeout=60)
     os.close(sender)
-    assert done.returncode == 141
-    assert "versions.json" in contents(archive)
+    assert process.returncode == 141
+    assert "versions.json" in contents(tmp_path / "help.tgz")
 
 
 def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    archive = tmp_path / "help.tgz"
-    archive.write_bytes(b"of somebody")
-    assert "exists already" in dlcmd("support", "--yes", archive, code=12).err
+    """Other bad names are refused before anything is looked at, too."""
+    archive = write(tmp_path, {"help.tgz": b"of somebody"}) / "help.tgz"
+    (tmp_path / "link.tgz").symlink_to(tmp_path / "elsewhere")
+    for there in (archive, tmp_path / "link.tgz"):
+        assert "exists already" in dlcmd("support", "--yes", there, code=12).err
     assert archive.read_bytes() == b"of somebody"
-    archive.unlink()
-    archive.symlink_to(tmp_path / "elsewhere")
-    assert "exists already" in dlcmd("support", "--yes", archive, code=12).err
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_bad_names_are_refused_before_anything_is_looked_at(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert "does not end in .tar.gz" in dlcmd("support", tmp_path / "help.zip", code=2).err
     for name, code in (("nothing", 10), (".", 2)):
         result = dlcmd("support", "-n", "--log", tmp_path / name, tmp_path / "a.tgz", code=code)
@@ -155,17 +134,16 @@ def test_bad_names_are_refused_before_anything_is_looked_at(dlcmd: Dlcmd, tmp_pa
     assert str(missing) in dlcmd("support", "--yes", missing, code=12).err
 
 
-@pytest.mark.parametrize("answer", ["y", "n"])
+@each_row("answer", ["y", "n"])
 def test_on_a_terminal_it_asks(answer: str, dlcmd: Dlcmd, tmp_path: Path) -> None:
     archive = tmp_path / "help.tar.gz"
     ours, theirs = pty.openpty()
     os.write(ours, f"{answer}\n".encode())
-    done = subprocess.run(
-        [sys.executable, "-m", "dlcmd", "support", str(archive)],
-        stdin=theirs, capture_output=True, timeout=60, check=True, env=program_environment(),
-    )  # fmt: skip
+    with dlcmd.start("support", archive, stdin=theirs) as process:
+        said = process.communicate(timeout=60)[1].decode()
     os.close(ours)
     os.close(theirs)
-    assert f"write {archive}?" in done.stderr.decode()
+    assert process.returncode == 0
+    assert f"write {archive}?" in said
     assert archive.exists() == (answer == "y")
-    assert ("nothing has been written" in done.stderr.decode()) == (answer == "n")
+    assert ("nothing has been written" in said) == (answer == "n")

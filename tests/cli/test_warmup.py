@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -29,8 +29,6 @@ FILES = {f"{folder}/{number}": os.urandom(9_000) for folder in "ab" for number i
 
 
 class Mount(Protocol):
-    """Mounts `pets` with these options."""
-
     def __call__(self, *options: str) -> Path: ...
 
 
@@ -61,31 +59,30 @@ def mounted(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> Iterator[Mount]:
 
 
 @contextmanager
-def without_contents(store: Path) -> Iterator[None]:
+def moved_away(found: Iterable[Path], *, behind_folders: bool = False) -> Iterator[None]:
+    """Meanwhile these are not there, or folders stand in their places."""
+    moved = [(each, Path(f"{each}.away")) for each in found]
+    for each, away in moved:
+        each.rename(away)
+        if behind_folders:
+            each.mkdir()
+    try:
+        yield
+    finally:
+        for each, away in moved:
+            if behind_folders:
+                each.rmdir()
+            away.rename(each)
+
+
+def without_contents(store: Path) -> AbstractContextManager[None]:
     """Meanwhile the store has no chunks: reads that need them fail."""
-    chunks = [*store.glob("datasets/*/chunks")]
-    for each in chunks:
-        each.rename(each.with_name("away"))
-    try:
-        yield
-    finally:
-        for each in chunks:
-            each.with_name("away").rename(each)
+    return moved_away(store.glob("datasets/*/chunks"))
 
 
-@contextmanager
-def with_failing_store(store: Path) -> Iterator[None]:
-    """Meanwhile the objects of all chunks are folders, so that reading them is an error."""
-    objects = [*store.glob("datasets/*/chunks/*/*")]
-    for each in objects:
-        each.rename(f"{each}.away")
-        each.mkdir()
-    try:
-        yield
-    finally:
-        for each in objects:
-            each.rmdir()
-            Path(f"{each}.away").rename(each)
+def with_failing_store(store: Path) -> AbstractContextManager[None]:
+    """Meanwhile it is an error to read a chunk."""
+    return moved_away(store.glob("datasets/*/chunks/*/*"), behind_folders=True)
 
 
 ATTEMPTS = 5
@@ -96,19 +93,17 @@ def assert_loads(dlcmd: Dlcmd, at: Path, place: Path, paths: Iterable[str]) -> N
 
     The machine may take idle pages away meanwhile; not at each attempt.
     """
-    failed: dict[int, list[str]] = {}
-    for attempt in range(ATTEMPTS):
+    failed: list[list[str]] = []
+    while [] not in failed:
+        assert len(failed) < ATTEMPTS, failed
         dlcmd("warmup", place)
-        failed[attempt] = []
+        failed.append([])
         with without_contents(dlcmd.store):
             for path in paths:
                 try:
                     assert (at / path).read_bytes() == FILES[path]
                 except OSError:
-                    failed[attempt].append(path)
-        if not failed[attempt]:
-            return
-    raise AssertionError(failed)
+                    failed[-1].append(path)
 
 
 def loaded(result: dict[str, object]) -> tuple[object, ...]:
@@ -118,10 +113,12 @@ def loaded(result: dict[str, object]) -> tuple[object, ...]:
 
 
 @pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
-def test_what_is_loaded_is_read_without_the_store(
-    dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str
-) -> None:
+def test_loaded_files_need_no_store(dlcmd: Dlcmd, pets: Path, mounted: Mount, session: str) -> None:
     at = mounted("--session", session, "--memory", "256M")
+    dlcmd("warmup", at / "b")
+    with Control.connect(at) as control:
+        assert _residency(control)["resident_entries"] == 300
+        assert _streams(control) == []  # the plan is withdrawn
     (result,) = dlcmd("--json", "-q", "warmup", at / "a" / "1").objects
     assert result["path"] == "a/1"
     assert loaded(result) == (1, 1, 0, 0)
@@ -136,19 +133,7 @@ def test_what_is_loaded_is_read_without_the_store(
     assert facts(at / "a") == facts(pets / "a")
 
 
-def test_a_folder_alone_is_loaded(dlcmd: Dlcmd, mounted: Mount) -> None:
-    at = mounted("--memory", "256M")
-    dlcmd("warmup", at / "b")
-    with Control.connect(at) as control:
-        stats = control.stats()["residency"]
-        assert isinstance(stats, dict)
-        assert stats["resident_entries"] == 300
-        assert stats["streams"] == []  # the plan is withdrawn
-
-
-def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
-    dlcmd: Dlcmd, mounted: Mount
-) -> None:
+def test_too_small_a_memory_is_filled_and_the_right_one_named(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "4M")
     result = dlcmd("warmup", at, code=3)
     before, after = result.err.splitlines()
@@ -168,30 +153,20 @@ def test_a_memory_that_is_too_small_is_filled_and_the_right_one_named(
     dlcmd("warmup", at)
 
 
-def test_a_cache_on_a_disk_gets_what_memory_has_no_room_for(
-    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
-) -> None:
-    disk = tmp_path / "cache"
-    at = mounted("--memory", "8M", "--cache-dir", str(disk), "--cache-size", "64M")
-    (result,) = dlcmd("--json", "-q", "warmup", at).objects
-    _, in_memory, cached, left = map(int, map(str, loaded(result)))
-    assert (in_memory + cached, left) == (601, 0)
-    assert cached > 300
-    with without_contents(dlcmd.store):
-        for path in FILES:
-            assert (at / path).read_bytes() == FILES[path]
-
-
-def test_a_file_larger_than_the_memory_for_pages_gets_into_the_cache(
-    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
-) -> None:
+def test_a_cache_gets_what_memory_cannot_hold(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
+    """So does a file that is larger than the memory for pages."""
     large = os.urandom(2_000_000)
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "more", {"large": large}), "pets/more")
     at = mounted("--memory", "8M", "--cache-dir", str(tmp_path / "cache"), "--cache-size", "64M")
     (result,) = dlcmd("--json", "-q", "warmup", at / "more").objects
     assert loaded(result) == (1, 0, 1, 0)
+    (result,) = dlcmd("--json", "-q", "warmup", at).objects
+    _, in_memory, cached, left = map(int, map(str, loaded(result)))
+    assert (in_memory + cached, left) == (602, 0)
+    assert cached > 300
     with without_contents(dlcmd.store):
-        assert (at / "more/large").read_bytes() == large
+        for path, content in (FILES | {"more/large": large}).items():
+            assert (at / path).read_bytes() == content
 
 
 def test_a_cache_that_is_too_small_is_said_to_be(
@@ -216,10 +191,10 @@ def test_files_that_the_kernel_has_freed_are_loaded_again(dlcmd: Dlcmd, mounted:
 def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
     at = mounted("--memory", "256M")
     assert "is in no mount of a dataset" in dlcmd("warmup", tmp_path, code=2).err
-    assert "no file or folder" in dlcmd("warmup", at / "no such", code=10).err
-    assert "no file or folder" in dlcmd("warmup", "", code=10).err
-    assert "belongs to the mount on" in dlcmd("warmup", at / ".diesel", code=2).err
-    assert "belongs to the mount on" in dlcmd("warmup", at / ".diesel/stats", code=2).err
+    for missing in (at / "no such", ""):
+        assert "no file or folder" in dlcmd("warmup", missing, code=10).err
+    for own in (".diesel", ".diesel/stats"):
+        assert "belongs to the mount on" in dlcmd("warmup", at / own, code=2).err
     assert f"leads to {tmp_path}" in dlcmd("warmup", at / "outside", code=2).err
     assert b"has no files to load" in dlcmd("warmup", at / "empty").out
     assert b"1 file (0 B)" in dlcmd("warmup", at / "a/empty file").out
@@ -231,9 +206,7 @@ def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_pa
 
 
 @needs_root
-def test_another_view_of_a_mount_and_a_folder_in_one_are_told(
-    dlcmd: Dlcmd, mounted: Mount, tmp_path: Path
-) -> None:
+def test_other_views_of_a_mount_are_told(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
     at, view = mounted("--session", "native", "--memory", "256M"), tmp_path / "view"
     view.mkdir()
     subprocess.run(["mount", "--bind", at, view], check=True)
@@ -294,7 +267,10 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
         yield process
 
 
-def test_an_interrupted_warmup_withdraws_its_plan(dlcmd: Dlcmd, mounted: Mount) -> None:
+def test_ctrl_c_ends_the_plan(
+    dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a store that fails ends the wait."""
     at = mounted("--memory", "256M")
     with _waiting_for_a_failing_store(dlcmd, at) as process:
         process.send_signal(signal.SIGINT)
@@ -302,6 +278,9 @@ def test_an_interrupted_warmup_withdraws_its_plan(dlcmd: Dlcmd, mounted: Mount) 
     assert process.returncode == 130, err
     with Control.connect(at) as control:
         assert _streams(control) == []
+    with with_failing_store(dlcmd.store), monkeypatch.context() as patch:
+        patch.setattr("diesel_fs.mounts.warmup.FAILING_S", 0.5)
+        assert "cannot read its object store" in dlcmd("warmup", at, code=13).err
     dlcmd("warmup", at)
 
 
@@ -323,30 +302,16 @@ def test_a_dead_mount_is_an_error(dlcmd: Dlcmd, mounted: Mount, session: str) ->
     wait_until(lambda: "ended" in dlcmd("warmup", at, code=1).err)
 
 
-def test_a_store_that_fails_ends_the_wait(
-    dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at = mounted("--memory", "256M")
-    with with_failing_store(dlcmd.store), monkeypatch.context() as patch:
-        patch.setattr("diesel_fs.mounts.warmup.FAILING_S", 0.5)
-        assert "cannot read its object store" in dlcmd("warmup", at, code=13).err
-    dlcmd("warmup", at)
-
-
 def test_a_mount_whose_worker_has_ended_is_read(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "256M")
-    (stats,) = dlcmd("--json", "stats", at).objects
-    residency = stats["residency"]
-    assert isinstance(residency, dict)
-    os.kill(residency["pid"], signal.SIGKILL)
-    with Control.connect(at) as control:
-        wait_until(lambda: not _takes_plans(control))
-    assert_loads(dlcmd, at, at, FILES)
 
-
-def _takes_plans(control: Control) -> bool:
-    try:
-        control.resident([1])
-    except DieselError:
+    def takes_plans() -> bool:
+        with suppress(DieselError):
+            control.resident([1])
+            return True
         return False
-    return True
+
+    with Control.connect(at) as control:
+        os.kill(int(str(_residency(control)["pid"])), signal.SIGKILL)
+        wait_until(lambda: not takes_plans())
+    assert_loads(dlcmd, at, at, FILES)

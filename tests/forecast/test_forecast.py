@@ -36,9 +36,6 @@ def made_files(sizes: Sequence[int], per_chunk: int) -> Files:
     return Files(chunked, offset, size, (-(-size // PAGE)).astype(np.uint32), chunk_bytes)
 
 
-# Against a naive simulation -----------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Setting:
     """A small job of one node whose cache keeps files and whose pushes have one file each."""
@@ -52,21 +49,26 @@ class Setting:
     window: int
     memory: int
 
+    @property
+    def parts(self) -> list[list[int]]:
+        count = len(self.sizes)
+        length = -(-count // self.ranks)
+        return [
+            [self.order[(rank * length + place) % count] for place in range(length)]
+            for rank in range(self.ranks)
+        ]
+
+
+Load = tuple[int, int, int, bool]
+"""Epoch, rank, place, and whether the file is kept."""
+
 
 @st.composite
 def small_settings(draw: st.DrawFn) -> Setting:
-    count = draw(st.integers(1, 12))
-    sizes = draw(st.lists(st.integers(1, 20_000), min_size=count, max_size=count))
-    return Setting(
-        sizes,
-        draw(st.permutations(range(count))),
-        draw(st.integers(1, 3)),
-        draw(st.integers(1, 4)),
-        draw(st.integers(0, 2)),
-        draw(st.integers(1, 3)),
-        draw(st.integers(0, 60_000)),
-        draw(st.integers(0, 80_000)),
-    )
+    sizes = draw(st.lists(st.integers(1, 20_000), min_size=1, max_size=12))
+    order = draw(st.permutations(range(len(sizes))))
+    limits = [(1, 3), (1, 4), (0, 2), (1, 3), (0, 60_000), (0, 80_000)]
+    return Setting(sizes, order, *(draw(st.integers(*each)) for each in limits))
 
 
 RATE, LATENCY_S, IMAGES_PER_S = 1e6, 0.005, 100.0
@@ -75,13 +77,9 @@ RATE, LATENCY_S, IMAGES_PER_S = 1e6, 0.005, 100.0
 def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
     """Of each epoch the files that were kept, its seconds, and the files that were on time. All is
     found file by file, with lists."""
-    count = len(setting.sizes)
-    length = -(-count // setting.ranks)
-    parts = [
-        [setting.order[(rank * length + place) % count] for place in range(length)]
-        for rank in range(setting.ranks)
-    ]
-    loads: list[tuple[int, int, int, bool]] = []  # epoch, rank, place, is kept
+    parts = setting.parts
+    length = len(parts[0])
+    loads: list[Load] = []
     cache: list[int] = []  # the longest unread first
     for epoch in range(setting.epochs):
         for place in range(length):
@@ -100,7 +98,7 @@ def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
                 if sum(setting.sizes[each] for each in cache) + size <= setting.memory:
                     cache.append(file)
 
-    def pages(load: tuple[int, int, int, bool]) -> int:
+    def pages(load: Load) -> int:
         _, rank, place, is_kept = load
         return 0 if is_kept else -(-setting.sizes[parts[rank][place]] // PAGE) * PAGE
 
@@ -116,7 +114,7 @@ def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
             read += sum(pages(load) for load in loads if load[0] == epoch and load[2] < ahead)
             room = setting.window + read
             if any(load[3] for load in loads):  # kept files that no read finds again lend memory
-                room += setting.memory - of_use(loads, parts, setting, epoch, start)
+                room += setting.memory - of_use(loads, setting, epoch, start)
             while begun < len(loads):
                 epoch_of, _, place, is_kept = loads[begun]
                 has_room = sum(pages(load) for load in loads[: begun + 1]) <= room
@@ -143,19 +141,13 @@ def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
     return results
 
 
-def of_use(
-    loads: list[tuple[int, int, int, bool]],
-    parts: list[list[int]],
-    setting: Setting,
-    epoch: int,
-    start: int,
-) -> int:
+def of_use(loads: list[Load], setting: Setting, epoch: int, start: int) -> int:
     """The bytes that are kept in an iteration from a read before or in it to one behind it."""
 
-    def iteration(load: tuple[int, int, int, bool]) -> tuple[int, int]:
+    def iteration(load: Load) -> tuple[int, int]:
         return load[0], load[2] // setting.batch
 
-    now, total = (epoch, start // setting.batch), 0
+    parts, now, total = setting.parts, (epoch, start // setting.batch), 0
     before: dict[int, tuple[int, int]] = {}
     for load in loads:
         file = parts[load[1]][load[2]]
@@ -189,58 +181,43 @@ def test_it_does_what_a_naive_simulation_does(setting: Setting, policy: str) -> 
 
 @examples(100)
 @given(
-    sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=40),
-    per_chunk=st.integers(1, 6),
-    memory=st.integers(0, 60_000),
-    disk=st.integers(0, 60_000),
-    seed=st.integers(0, 99),
-)
-def test_chunks_that_come_first_are_fetched_whole_and_the_rest_is_read_past_the_cache(
+    sizes=st.lists(st.integers(0, 9000), min_size=1, max_size=40), per_chunk=st.integers(1, 6),
+    memory=st.integers(0, 60_000), disk=st.integers(0, 60_000), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_chunks_that_come_first_are_fetched_whole_and_the_rest_read_past_the_cache(
     sizes: list[int], per_chunk: int, memory: int, disk: int, seed: int
 ) -> None:
     """With the policy none and all files in one push, which is small enough for one."""
     files = made_files(sizes, per_chunk)
     job = Job(Node(1 << 40, memory, disk), batch=7, epochs=2, seed=seed)
-    found = forecast(job, files, "none")
-    free, tier_of = [memory, disk], {}
-    for chunk in range(len(files.chunk_bytes)):
-        mine = [size for at, size in enumerate(sizes) if at // per_chunk == chunk]
-        chunk_bytes = PAGE + sum(mine)
-        for tier in (MEMORY, DISK):
-            if sum(mine) and chunk_bytes <= free[tier]:
-                tier_of[chunk] = tier
-                free[tier] -= chunk_bytes
-                break
-    if len(found.epochs[0].files) and len({*tier_of.values()}) and sum(sizes) > 0:
-        counts = [0, 0, 0, 0]
-        for at, size in enumerate(sizes):
-            counts[tier_of.get(at // per_chunk, STORE)] += size > 0
-        order = cut_epoch(job, files, epoch_order(job, files, 0))
-        if len(order.rank) == 1:  # else chunks come in the order of their pushes
-            assert found.epochs[1].files == tuple(counts)
-            assert found.epochs[0].store_requests == sum(
-                any(size for at, size in enumerate(sizes) if at // per_chunk == chunk)
-                for chunk in range(len(files.chunk_bytes))
-            )
-    assert found.epochs[1].written_bytes == 0
-
-
-# Sums ---------------------------------------------------------------------------------------------
+    first, second = forecast(job, files, "none").epochs
+    assert second.written_bytes == 0
+    chunks = [sizes[at : at + per_chunk] for at in range(0, len(sizes), per_chunk)]
+    free, counts, kept = [memory, disk], [0, 0, 0, 0], 0
+    for chunk in chunks:
+        used = PAGE + sum(chunk)
+        tier = next((tier for tier in (MEMORY, DISK) if used <= free[tier]), STORE)
+        if sum(chunk) and tier != STORE:
+            free[tier] -= used
+            kept += 1
+        counts[tier] += sum(map(bool, chunk))
+    order = cut_epoch(job, files, epoch_order(job, files, 0))
+    if kept and len(order.rank) == 1:  # else chunks come in the order of their pushes
+        assert second.files == tuple(counts)
+        assert first.store_requests == sum(any(chunk) for chunk in chunks)
 
 
 @each_row("nodes", [1, 3])
 @each_row("shuffle", ["full", "chunk"])
 @each_row("policy", NAMES)
-def test_all_reads_come_from_somewhere(policy: str, shuffle: str, nodes: int) -> None:
+def test_all_reads_come_from_somewhere(policy: str, shuffle: Shuffle, nodes: int) -> None:
     rng = np.random.default_rng(5)
     files = made_files(rng.integers(1, 50_000, 900).tolist(), 12)
     data = files.bytes
     node = Node(data // 10, data // 8, data // 4)
-    job = Job(node, nodes=nodes, ranks=2, batch=8, shuffle="full", group_size=4)
-    job = replace(job, shuffle="chunk" if shuffle == "chunk" else "full")
+    job = Job(node, nodes=nodes, ranks=2, batch=8, shuffle=shuffle, group_size=4)
     found = forecast(job, files, policy)
-    again = forecast(job, files, policy)
-    assert found == again
+    assert found == forecast(job, files, policy)
     for number, epoch in enumerate(found.epochs):
         order = epoch_order(job, files, number)
         assert sum(epoch.files) == order.size
@@ -276,9 +253,6 @@ def test_owners_fetch_at_the_same_time() -> None:
         job = Job(node, store, nodes=nodes, images_per_s=1e9, epochs=1)
         [epoch] = forecast(job, files, "plan").epochs
         assert epoch.seconds == pytest.approx(8.0 / nodes, rel=0.25)
-
-
-# Known theory -------------------------------------------------------------------------------------
 
 
 def kept_in_random_order(policy: str, part: float) -> float:
@@ -338,9 +312,6 @@ def test_no_ranks_wait_where_all_is_fast_and_all_do_where_the_store_is_slow() ->
     assert forecast(slow, files, "none").later.seconds == pytest.approx(4.0, rel=0.05)
 
 
-# The smallest cache -------------------------------------------------------------------------------
-
-
 @given(needed=st.integers(0, 40_000), data=st.integers(1, 100_000), nodes=st.integers(1, 5))
 @examples(60)
 def test_the_smallest_cache_is_found_in_few_runs(needed: int, data: int, nodes: int) -> None:
@@ -373,17 +344,11 @@ def test_the_smallest_cache_of_a_job_is_that_of_trying_all() -> None:
     found = smallest_disk(job, files.bytes, run)
     whole = files.bytes + files.bytes // 8
     tried = [whole * step // 31 for step in range(32)]
-    enough = [
-        size
-        for size in tried
-        if not stalls(run(replace(job, node=replace(job.node, disk_bytes=size))))
-    ]
+    with_disk = {size: replace(job, node=replace(job.node, disk_bytes=size)) for size in tried}
+    enough = [size for size in tried if not stalls(run(with_disk[size]))]
     assert found == enough[0] > 0
     hopeless = replace(job, node=replace(job.node, disk_read_bytes_per_s=1e3))
     assert smallest_disk(hopeless, files.bytes, run) is None
-
-
-# What it says -------------------------------------------------------------------------------------
 
 
 def test_the_cheapest_of_the_fastest_is_recommended() -> None:
@@ -404,22 +369,21 @@ def test_the_cheapest_of_the_fastest_is_recommended() -> None:
 def test_the_commands_can_be_pasted() -> None:
     files = made_files([1000] * 10, 5)
     options = Options("pets@7", "4G", "9G")
-    job = Job(Node(1 << 20, 0, 9 << 30))
-    assert commands(forecast(job, files, "order"), options) == [
+    for job, policy, mount, run in (
         (
-            "dlcmd mount pets@7 /mnt/pets@7 --memory 4G --cache-layout order"
-            " --cache-dir /var/cache/diesel --cache-size 9G"
+            Job(Node(1 << 20, 0, 9 << 30)), "order",
+            "--cache-layout order --cache-dir /var/cache/diesel --cache-size 9G", "--shuffle full",
         ),
-        "dlcmd run --ahead 1 --shuffle full -- python train.py",
-    ]
-    job = Job(Node(1 << 20, 1 << 20), nodes=2, shuffle="chunk", group_size=30)
-    assert commands(forecast(job, files, "plan"), options) == [
         (
-            'dlcmd mount pets@7 /mnt/pets@7 --memory 4G --evict plan --task "$JOB" --rank "$NODE"'
-            " --world 2"
+            Job(Node(1 << 20, 1 << 20), nodes=2, shuffle="chunk", group_size=30), "plan",
+            '--evict plan --task "$JOB" --rank "$NODE" --world 2',
+            "--shuffle chunk --group-size 30",
         ),
-        "dlcmd run --ahead 1 --shuffle chunk --group-size 30 -- python train.py",
-    ]
+    ):  # fmt: skip
+        assert commands(forecast(job, files, policy), options) == [
+            f"dlcmd mount pets@7 /mnt/pets@7 --memory 4G {mount}",
+            f"dlcmd run --ahead 1 {run} -- python train.py",
+        ]
 
 
 def test_odd_files_can_be_planned() -> None:

@@ -15,6 +15,7 @@ from diesel_fs.system.daemons import log_file
 
 from ..cli.conftest import Dlcmd as Dlcmd
 from ..cli.conftest import dlcmd as dlcmd
+from ..rows import each_row
 from ..unprivileged_user import USER, needs_root
 
 
@@ -23,7 +24,7 @@ def write(path: Path, content: bytes, *, sync: bool = True) -> None:
         file.write(content)
 
 
-@pytest.mark.parametrize("sync", [True, False])
+@each_row("sync", [True, False])
 def test_a_file_appears_when_it_is_whole(tmp_path: Path, sync: bool) -> None:
     path = tmp_path / "file"
     write(path, b"1", sync=sync)
@@ -86,6 +87,7 @@ def test_a_device_stays_a_device(tmp_path: Path) -> None:
 
 
 def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
+    """An error names the file that cannot be written."""
     with (tmp_path / "file").open("w+b") as file:
         file.write(b"longer than that")
         file.flush()
@@ -94,18 +96,11 @@ def test_an_open_file_without_a_name_is_written_to(tmp_path: Path) -> None:
         file.seek(0)
         assert file.read() == b"words"
     assert [*tmp_path.iterdir()] == []
-
-
-def test_an_error_names_the_file_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a folder"):
         write(tmp_path, b"")
-    missing = tmp_path / "none/file"
     with pytest.raises(FileNotFoundError) as caught:
-        write(missing, b"")
-    assert caught.value.filename == str(missing)
-
-
-# Links and files that another user has planted
+        write(tmp_path / "none/file", b"")
+    assert caught.value.filename == str(tmp_path / "none/file")
 
 
 def append(path: Path, content: bytes) -> None:
@@ -116,13 +111,12 @@ def append(path: Path, content: bytes) -> None:
 WRITERS = {"whole": write, "log": append}
 
 
-@pytest.fixture
-def shared(tmp_path: Path) -> Path:
+def made_shared(tmp_path: Path, mode: int = 0o777) -> Path:
     """A folder where every user may write. It has no sticky bit, unlike /tmp: there many kernels
     themselves refuse to follow planted links."""
     folder = tmp_path / "shared"
     folder.mkdir()
-    folder.chmod(0o777)
+    folder.chmod(mode)
     return folder
 
 
@@ -132,40 +126,38 @@ def planted(path: Path) -> Path:
     return path
 
 
+def refuses(way: str, path: Path) -> bool:
+    """Whether nothing is written there."""
+    with pytest.raises(PermissionDenied, match="another user may have planted"):
+        WRITERS[way](path, b"theirs")
+    return True
+
+
 @needs_root
-@pytest.mark.parametrize("way", WRITERS)
-@pytest.mark.parametrize("mode", [0o1777, 0o777, 0o775])
-def test_a_planted_link_is_not_followed(tmp_path: Path, shared: Path, way: str, mode: int) -> None:
-    """Neither a link to a file of ours, nor a link to a missing file."""
-    shared.chmod(mode)
+@each_row("way", WRITERS)
+@each_row("mode", [0o1777, 0o777, 0o775])
+def test_a_planted_link_is_not_followed(tmp_path: Path, way: str, mode: int) -> None:
+    """Nor is one to a missing file; nor one on the way where everybody may write, also if a link of
+    our own leads there."""
+    shared = made_shared(tmp_path, mode)
+    (tmp_path / "private").mkdir()
     (tmp_path / "ours").write_bytes(b"ours")
-    for target in ("ours", "new"):
-        link = shared / f"to-{target}"
-        link.symlink_to(tmp_path / target)
-        planted(link)
-        with pytest.raises(PermissionDenied, match="another user may have planted"):
-            WRITERS[way](link, b"theirs")
+    for target in ("ours", "new", "private"):
+        (shared / target).symlink_to(tmp_path / target)
+        planted(shared / target)
+    (tmp_path / "link").symlink_to(shared / "private/file")
+    on_the_way = ["private/file", "private/../private/file", "../link"]
+    for path in ("ours", "new", *(on_the_way if mode & stat.S_IWOTH else [])):
+        assert refuses(way, shared / path)
     assert (tmp_path / "ours").read_bytes() == b"ours"
     assert not (tmp_path / "new").exists()
-
-
-@needs_root
-@pytest.mark.parametrize("way", WRITERS)
-def test_a_planted_link_on_the_way_is_not_followed(tmp_path: Path, shared: Path, way: str) -> None:
-    """Nor if a link of our own leads to it."""
-    (tmp_path / "private").mkdir()
-    (shared / "folder").symlink_to(tmp_path / "private")
-    planted(shared / "folder")
-    (tmp_path / "ours").symlink_to(shared / "folder/file")
-    for path in (shared / "folder/file", tmp_path / "ours", shared / "folder/../folder/file"):
-        with pytest.raises(PermissionDenied, match="another user may have planted"):
-            WRITERS[way](path, b"theirs")
     assert not [*(tmp_path / "private").iterdir()]
 
 
 @needs_root
-@pytest.mark.parametrize("way", WRITERS)
-def test_other_links_are_followed(tmp_path: Path, shared: Path, way: str) -> None:
+@each_row("way", WRITERS)
+def test_other_links_are_followed(tmp_path: Path, way: str) -> None:
+    shared = made_shared(tmp_path)
     (shared / "ours").symlink_to(tmp_path / "file")
     WRITERS[way](shared / "ours", b"1")
     assert (tmp_path / "file").read_bytes() == b"1"
@@ -178,52 +170,46 @@ def test_other_links_are_followed(tmp_path: Path, shared: Path, way: str) -> Non
 
 
 @needs_root
-def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path, shared: Path) -> None:
-    """The owner of the file could read the log, and a hard link could lead to a file of ours."""
-    (shared / "theirs").touch()
-    planted(shared / "theirs")
+def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path) -> None:
+    """The owner of the file could read the log, and a hard link could lead to a file of ours. Into
+    a planted fifo nothing is written whole, either."""
+    shared = made_shared(tmp_path)
     (tmp_path / "ours").write_bytes(b"ours")
     os.link(tmp_path / "ours", shared / "linked")
+    (shared / "theirs").touch()
     os.mkfifo(shared / "fifo")
-    planted(shared / "fifo")
+    for name in ("theirs", "fifo"):
+        planted(shared / name)
     for name in ("theirs", "linked", "fifo"):
-        with pytest.raises(PermissionDenied, match="another user may have planted"):
-            append(shared / name, b"log")
+        assert refuses("log", shared / name)
     assert (tmp_path / "ours").read_bytes() == b"ours"
-
-
-@needs_root
-def test_nothing_is_written_into_a_planted_fifo(shared: Path) -> None:
-    os.mkfifo(shared / "fifo")
-    planted(shared / "fifo")
     reader = os.open(shared / "fifo", os.O_RDONLY | os.O_NONBLOCK)
-    with pytest.raises(PermissionDenied, match="another user may have planted"):
-        write(shared / "fifo", b"secret")
+    assert refuses("whole", shared / "fifo")
     assert os.read(reader, 10) == b""
     os.close(reader)
 
 
 @needs_root
-@pytest.mark.parametrize("command", ["save-meta", "get", "get --tar", "mount --log-file"])
-def test_no_verb_writes_through_a_planted_link(
-    dlcmd: Dlcmd, tmp_path: Path, shared: Path, command: str
-) -> None:
+@each_row(
+    ("verb", "words"),
+    [
+        ("save-meta", ["pets", "LINK"]),
+        ("get", ["pets", "LINK"]),
+        ("get", ["pets", "--force", "--tar", "LINK"]),
+        ("mount", ["--log-file", "LINK", "pets", "mount"]),
+    ],
+)
+def test_no_verb_follows_them(dlcmd: Dlcmd, tmp_path: Path, verb: str, words: list[str]) -> None:
     """The verb ends with exit code 12, and the target of the link is unchanged."""
     with connect("pets", dlcmd.store.as_uri(), create=True) as dataset:
         dataset.put(b"content", "cat")
-    ours, link = tmp_path / "ours", shared / "link"
-    if command == "get":
+    ours, link = tmp_path / "ours", made_shared(tmp_path) / "link"
+    if is_folder := words == ["pets", "LINK"] and verb == "get":
         ours.mkdir()
     else:
         ours.write_bytes(b"ours")
     link.symlink_to(ours)
     planted(link)
-    words: dict[str, list[str | Path]] = {
-        "save-meta": ["save-meta", "pets", link],
-        "get": ["get", "pets", link],
-        "get --tar": ["get", "pets", "--force", "--tar", link],
-        "mount --log-file": ["mount", "--log-file", link, "pets", tmp_path / "mount"],
-    }
-    assert "another user may have planted" in dlcmd(*words[command], code=12).err
-    assert ours.is_dir() or ours.read_bytes() == b"ours"
-    assert not ours.is_dir() or not [*ours.iterdir()]
+    given = [str(link) if word == "LINK" else word for word in words]
+    assert "another user may have planted" in dlcmd(verb, *given, code=12).err
+    assert [*ours.iterdir()] == [] if is_folder else ours.read_bytes() == b"ours"

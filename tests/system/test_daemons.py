@@ -18,6 +18,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.system import daemons
 from diesel_fs.system.daemons import LOG_LINES_SHOWN, add_log_tail
+from tests.rows import each_row
 
 LOG = b"2026-01-01 INFO starts\n2026-01-01 ERROR what failed; what to do\n  | of another's log\n"
 
@@ -27,12 +28,11 @@ def said(error: DieselError, log: bytes = LOG, start: int = 0) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("kind", [DieselError, DeadlineError])
+@each_row("kind", [DieselError, DeadlineError])
 def test_the_end_of_the_log_follows_the_advice(kind: type[DieselError]) -> None:
     error = kind("what failed", advice="what to do")
-    assert said(error) == (
-        "what failed; what to do\n  | 2026-01-01 INFO starts\n  | of another's log"
-    )
+    lines = "\n  | 2026-01-01 INFO starts\n  | of another's log"
+    assert said(error) == f"what failed; what to do{lines}"
     assert (error.message, error.advice) == ("what failed", "what to do")
     assert said(kind("what"), b"early\nlate\n", 6) == "what\n  | late"
     assert said(kind("what"), b"") == "what"
@@ -40,9 +40,7 @@ def test_the_end_of_the_log_follows_the_advice(kind: type[DieselError]) -> None:
     assert len(said(kind("what"), many).splitlines()) == 1 + LOG_LINES_SHOWN
 
 
-@pytest.mark.parametrize(
-    "kind", [BusyError, MetadataError, NoSuchDataset, PermissionDenied, UsageError]
-)
+@each_row("kind", [BusyError, MetadataError, NoSuchDataset, PermissionDenied, UsageError])
 def test_an_error_that_explains_itself_has_no_log_lines(kind: type[DieselError]) -> None:
     assert said(kind("what failed", advice="what to do")) == "what failed; what to do"
 

@@ -1,6 +1,7 @@
 """Chunk-wise orders of torch's samplers keep their lengths, seeds and rules."""
 
 from collections import Counter
+from itertools import chain
 
 import torch
 from hypothesis import given, settings
@@ -45,9 +46,7 @@ def has_groups(order: list[int], chunks: list[int], group_size: int) -> bool:
 
 
 @given(chunk_lists, group_sizes, st.integers(0, 1000))
-def test_a_random_order_goes_from_group_to_group(
-    chunks: list[int], group_size: int, seed: int
-) -> None:
+def test_a_random_order_goes_by_groups(chunks: list[int], group_size: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     sampler = marked(RandomSampler(range(len(chunks)), generator=generator), chunks, group_size)
     orders = [[*sampler], [*sampler]]
@@ -59,9 +58,7 @@ def test_a_random_order_goes_from_group_to_group(
 
 
 @given(chunk_lists, group_sizes, st.integers(1, 200))
-def test_the_number_of_samples_and_the_use_of_the_global_generator_stay(
-    chunks: list[int], group_size: int, count: int
-) -> None:
+def test_numbers_and_global_generators_stay(chunks: list[int], group_size: int, count: int) -> None:
     size = len(chunks)
     torch.manual_seed(count)
     plain = [*RandomSampler(range(size), num_samples=count)]
@@ -82,31 +79,20 @@ def test_the_number_of_samples_and_the_use_of_the_global_generator_stay(
 def test_ranks_share_the_samples_as_distributed_sampler_does(
     chunks: list[int], group_size: int, world: int, drop_last: bool, epoch: int
 ) -> None:
-    def parts(*, is_chunk_wise: bool) -> list[list[int]]:
-        found = []
-        for rank in range(world):
-            sampler = DistributedSampler(
-                range(len(chunks)), world, rank, seed=3, drop_last=drop_last
-            )
-            sampler.set_epoch(epoch)
-            if is_chunk_wise:
-                marked(sampler, chunks, group_size)
-            found.append([*sampler])
-        return found
-
-    full, ours = parts(is_chunk_wise=False), parts(is_chunk_wise=True)
+    full, ours = [], []
+    for rank in range(world):
+        data = range(len(chunks))
+        sampler = DistributedSampler(data, world, rank, seed=3, drop_last=drop_last)
+        sampler.set_epoch(epoch)
+        full.append([*sampler])
+        ours.append([*marked(sampler, chunks, group_size)])
     assert [*map(len, ours)] == [*map(len, full)]
-    counts = Counter(index for part in ours for index in part)
-    expected = Counter(index for part in full for index in part)
-    assert sorted(counts.values()) == sorted(expected.values()), (
-        "as often repeated, as many left out"
-    )
+    counts, expected = Counter(chain(*ours)), Counter(chain(*full))
+    assert sorted(counts.values()) == sorted(expected.values()), "as many repeated or left out"
 
 
 @given(chunk_lists, group_sizes, st.data())
-def test_a_subset_keeps_its_members(
-    chunks: list[int], group_size: int, data: st.DataObject
-) -> None:
+def test_a_subset_keeps_members(chunks: list[int], group_size: int, data: st.DataObject) -> None:
     known = [index for index, chunk in enumerate(chunks) if chunk >= 0]
     some = data.draw(st.lists(st.sampled_from(known), unique=True, min_size=1))
     generator = torch.Generator().manual_seed(1)
@@ -128,12 +114,10 @@ def test_what_is_not_random_or_weighted_keeps_its_order() -> None:
     in_order = SequentialSampler(range(10))
     assert mark(in_order, grouping) is None
     assert [*in_order] == [*range(10)]
-    said = mark(WeightedRandomSampler([1.0] * 10, 10), grouping)
-    assert said == "a WeightedRandomSampler keeps its order"
-    said = mark(RandomSampler(range(10), replacement=True), grouping)
-    assert said == "a RandomSampler with replacement keeps its order"
-    said = mark(DistributedSampler(range(10), 2, 0), grouping, is_whole=False)
-    assert said == "a DistributedSampler of files that are learned keeps its order"
-    said = mark(RandomSampler(range(9)), grouping)
-    assert said is not None
-    assert "other indices" in said
+    for sampler, is_whole, said in (
+        (WeightedRandomSampler([1.0] * 10, 10), True, "a WeightedRandomSampler keeps its order"),
+        (RandomSampler(range(10), replacement=True), True, "with replacement keeps its order"),
+        (DistributedSampler(range(10), 2, 0), False, "files that are learned keeps its order"),
+        (RandomSampler(range(9)), True, "other indices"),
+    ):
+        assert said in str(mark(sampler, grouping, is_whole=is_whole))

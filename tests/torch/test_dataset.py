@@ -25,6 +25,7 @@ from diesel_fs.torch import ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.folder import resolved
 from tests.cli.conftest import program_environment
 from tests.examples import examples
+from tests.rows import each_row
 from tests.trees import write
 
 from .stores import packed
@@ -80,20 +81,15 @@ def relative(dataset: DatasetFolder) -> list[tuple[str, int]]:
     return [(os.path.relpath(path, dataset.root), target) for path, target in dataset.samples]
 
 
-def readable(folder: Path, path: str) -> bool:
-    return (folder / path).exists()
-
-
 def test_samples_are_those_of_image_folder(folder: Path, pets: DieselDataset) -> None:
     expected = ImageFolder(folder)
+    samples = relative(expected)
     assert pets.classes == expected.classes
     assert pets.class_to_idx == expected.class_to_idx
-    assert list(pets.samples) == relative(expected)
-    assert pets.samples == relative(expected)
-    assert pets.imgs == relative(expected)
+    assert list(pets.samples) == pets.samples == pets.imgs == samples
     assert pets.targets == expected.targets
-    assert pets.samples[-1] == relative(expected)[-1]
-    assert pets.samples[1:9:3] == relative(expected)[1:9:3]
+    assert pets.samples[-1] == samples[-1]
+    assert pets.samples[1:9:3] == samples[1:9:3]
     assert pets.targets[2:5] == expected.targets[2:5]
     assert len(pets) == len(expected)
     with pytest.raises(IndexError):
@@ -106,7 +102,7 @@ def test_images_are_those_of_image_folder(folder: Path, url: str) -> None:
 
     ours = DieselDataset("pets", brighter, lambda target: -target, url=url)
     theirs = ImageFolder(folder, brighter, lambda target: -target)
-    good = [at for at, (path, _) in enumerate(ours.samples) if readable(folder, path)]
+    good = [at for at, (path, _) in enumerate(ours.samples) if (folder / path).exists()]
     assert len(good) == len(ours) - 2
     with ours:
         torch.manual_seed(2)
@@ -145,30 +141,25 @@ def test_a_folder_of_the_dataset_and_other_files(folder: Path, url: str) -> None
         assert dataset.samples == relative(expected)
 
 
-ERRORS = {
-    "a class without images": (["a/1.png", "b/1.txt", "c/1.txt"], FileNotFoundError),
-    "no class": (["1.png"], FileNotFoundError),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors_are_those_of_image_folder(case: str, tmp_path: Path) -> None:
-    names, kind = ERRORS[case]
+@each_row("names", [["a/1.png", "b/1.txt", "c/1.txt"], ["1.png"]])
+def test_errors_are_those_of_image_folder(names: list[str], tmp_path: Path) -> None:
+    """A class without images, or no class."""
     source = write(tmp_path / "src", dict.fromkeys(names, b"x"))
-    (source / "empty").mkdir() if len(names) > 1 else None
+    if has_classes := len(names) > 1:
+        (source / "empty").mkdir()
     url = packed(source, tmp_path / "store")
-    with pytest.raises(kind) as expected:
+    with pytest.raises(FileNotFoundError) as expected:
         ImageFolder(source)
     with pytest.raises(NoSuchPath) as found:
         DieselDataset("pets", url=url)
     assert found.value.message == str(expected.value).replace(str(source), "pets")
-    if len(names) > 1:
+    if has_classes:
         with DieselDataset("pets", loader=bytes, allow_empty=True, url=url) as dataset:
             assert dataset.classes == ["a", "b", "c", "empty"]
             assert dataset.samples == relative(ImageFolder(source, allow_empty=True))
 
 
-def test_bad_arguments_are_refused(url: str) -> None:
+def test_bad_arguments_and_links_in_a_circle_are_refused(url: str, tmp_path: Path) -> None:
     with pytest.raises(NoSuchPath, match="absent"):
         DieselDataset("pets/absent", url=url)
     with pytest.raises(UsageError, match="is not a folder"):
@@ -179,16 +170,13 @@ def test_bad_arguments_are_refused(url: str) -> None:
         DieselDataset("pets@now", url=url)
     with pytest.raises(UsageError, match="either"):
         DieselDataset("pets", url=url, is_valid_file=bool, extensions=".png")
-
-
-def test_links_in_a_circle_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a/b/1.png": b"x"})
     (source / "a" / "b" / "loop").symlink_to("../../a")
     (source / "self").symlink_to("self")
-    url = packed(source, tmp_path / "store")
+    circle = packed(source, tmp_path / "store")
     with pytest.raises(UsageError, match="leads to a folder that it lies in"):
-        DieselDataset("pets", url=url)
-    with diesel_fs.connect("pets", url) as dataset:
+        DieselDataset("pets", url=circle)
+    with diesel_fs.connect("pets", circle) as dataset:
         assert resolved(dataset.snapshot, dataset.snapshot.index_of(b"self")) == -1
 
 
@@ -219,26 +207,31 @@ def test_any_tree_has_the_samples_of_image_folder(
         assert dataset.targets == expected.targets
 
 
+def binary(url: str, name: str = "pets", memory_bytes: int | None = None) -> DieselDataset:
+    """A dataset of files that are no images."""
+    return DieselDataset(name, loader=bytes, extensions=".bin", url=url, memory_bytes=memory_bytes)
+
+
 def test_the_version_stays_and_an_older_one_can_be_named(tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a/1.bin": b"one", "b/1.bin": b"two"})
     url = packed(source, tmp_path / "store")
-    with DieselDataset("pets", loader=bytes, extensions=".bin", url=url) as dataset:
+    with binary(url) as dataset:
         write(source, {"a/1.bin": b"three", "a/0.bin": b"zero"})
         packed(source, tmp_path / "store")
         assert [dataset[at][0] for at in range(len(dataset))] == [b"one", b"two"]
         [again, other] = copy.deepcopy(dataset).__getitems__([0, 1])
         assert (again[0], other[0]) == (b"one", b"two")
         name = f"pets@{dataset.version}"
-        with DieselDataset("pets", loader=bytes, extensions=".bin", url=url) as newer:
+        with binary(url) as newer:
             assert [newer[at][0] for at in range(3)] == [b"zero", b"three", b"two"]
-    with DieselDataset(f"{name}/", loader=bytes, extensions=".bin", url=url) as older:
+    with binary(url, f"{name}/") as older:
         assert [older[at][0] for at in range(2)] == [b"one", b"two"]
 
 
 def test_a_pickle_is_small_and_holds_no_list_of_names(tmp_path: Path) -> None:
     files = {f"c{n % 9}/{n:06}-{'name' * 9}.bin": b"" for n in range(3000)}
     url = packed(write(tmp_path / "src", files), tmp_path / "store")
-    with DieselDataset("pets", loader=bytes, extensions=".bin", url=url) as dataset:
+    with binary(url) as dataset:
         sent = bytes(ForkingPickler.dumps(dataset))
         assert len(sent) < 8 * len(files)
         with ForkingPickler.loads(sent) as loaded:
@@ -253,13 +246,9 @@ def test_workers_read_the_same(start: str, tmp_path: Path) -> None:
     chance = random.Random(3)
     files = {f"c{n % 3}/{n:03}.bin": chance.randbytes(9000) for n in range(60)}
     url = packed(write(tmp_path / "src", files), tmp_path / "store")
-    with DieselDataset(
-        "pets", loader=bytes, extensions=".bin", url=url, memory_bytes=600_000
-    ) as dataset:
+    with binary(url, memory_bytes=600_000) as dataset:
         sampler = ChunkShuffleSampler(dataset, group_size=2)
         expected = [files[dataset.samples[at][0]] for at in sampler]
-        alone = DataLoader(dataset, batch_size=7, sampler=sampler, collate_fn=list)
-        assert [each[0] for batch in alone for each in batch] == expected
         assert len(list(dataset.__getitems__(list(sampler)[:20]))) == 20  # follows the order, and
         workers = 2 if start == "fork" else 1  # a spawned one takes seconds to start
         several = DataLoader(  # its workers do not
@@ -274,16 +263,13 @@ def test_in_chunk_wise_order_each_chunk_is_read_once(tmp_path: Path) -> None:
     chance = random.Random(3)
     files = {f"c/{n:03}.bin": chance.randbytes(9000) for n in range(90)}
     url = packed(write(tmp_path / "src", files), tmp_path / "store")
-    with DieselDataset(
-        "pets", loader=bytes, extensions=".bin", url=url, memory_bytes=300_000
-    ) as dataset:
+    with binary(url, memory_bytes=300_000) as dataset:
         chunks = dataset.snapshot.chunk_count
         assert chunks > 8
-        loader = DataLoader(
-            dataset, batch_size=7, sampler=ChunkShuffleSampler(dataset, group_size=2),
-            collate_fn=list,
-        )  # fmt: skip
-        assert sum(len(batch) for batch in loader) == 90
+        sampler = ChunkShuffleSampler(dataset, group_size=2)
+        expected = [files[dataset.samples[at][0]] for at in sampler]
+        loader = DataLoader(dataset, batch_size=7, sampler=sampler, collate_fn=list)
+        assert [each[0] for batch in loader for each in batch] == expected
         assert dataset._dataset._reader.stats()["chunk_fetches"] == chunks
 
 

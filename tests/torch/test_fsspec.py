@@ -5,10 +5,13 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partialmethod
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -17,7 +20,7 @@ from fsspec.tests.abstract import AbstractFixtures, AbstractGetTests
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.client.dataset import Dataset, connect, list_datasets
+from diesel_fs.client.dataset import connect, list_datasets
 from diesel_fs.errors import CorruptError, ObjectStoreError, UsageError
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
@@ -142,23 +145,17 @@ class TestOfFsspec(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]  #
         return packed(self._10_files_with_hashed_names)
 
 
-# What is there
-
-
 def test_files_are_found_and_read(fs: DieselFileSystem, url: str) -> None:
     for path, content in FILES.items():
         assert fs.cat_file(f"pets/{path}") == content
         assert fs.info(f"diesel://pets/{path}")["size"] == len(content)
         with fsspec.open(f"diesel://pets/{path}", repository=url) as file:
             assert file.read() == content
-    assert fs.ls("pets/train/cat", detail=False) == ["pets/train/cat/1.jpg", "pets/train/cat/2.jpg"]
-    assert fs.ls("pets/train/cat") == [fs.info(f"pets/train/cat/{i}.jpg") for i in (1, 2)]
+    cats, dog = [f"pets/train/cat/{i}.jpg" for i in (1, 2)], "pets/train/dog/1.jpg"
+    assert fs.ls("pets/train/cat", detail=False) == fs.find("pets/train/cat") == cats
+    assert fs.ls("pets/train/cat") == [fs.info(each) for each in cats]
     assert fs.ls("pets/empty", detail=False) == ["pets/empty"]
-    assert fs.glob("diesel://pets/train/*/1.jpg") == [
-        "pets/train/cat/1.jpg",
-        "pets/train/dog/1.jpg",
-    ]
-    assert fs.find("pets/train/cat") == ["pets/train/cat/1.jpg", "pets/train/cat/2.jpg"]
+    assert fs.glob("diesel://pets/train/*/1.jpg") == [cats[0], dog]
     assert fs.du("pets/train/cat") == 14
     assert fs.du("pets/train/cat/1.jpg", total=False) == {"pets/train/cat/1.jpg": 7}
     assert fs.isdir("pets/train/")
@@ -166,6 +163,21 @@ def test_files_are_found_and_read(fs: DieselFileSystem, url: str) -> None:
     assert fs.isfile("/pets/large")
     assert not fs.isfile("pets/train")
     assert fs.read_text("pets/lines", newline="") == FILES["lines"].decode()
+    with fs.open("pets/lines") as file:
+        assert [*file] == [b"one\n", b"two\r\n", b"\n", b"last"]
+    with fs.open("pets/lines", "rt") as file:
+        assert file.readlines() == ["one\n", "two\n", "\n", "last"]
+    [path] = fs.glob("pets/*.txt")
+    assert path == "pets/\udcff\udcfe.txt"
+    assert fs.cat_file(path) == b"not UTF-8"
+    with fs.open(path) as file:
+        assert file.read() == b"not UTF-8"
+    for read in (fs.open, fs.cat_file, lambda path: fs.cat([path])):
+        with pytest.raises(IsADirectoryError):
+            read("pets/train")
+    fs.close()
+    fs.close()
+    assert fs.cat_file("pets/lines") == FILES["lines"], "it opens again"
 
 
 def test_the_root_lists_the_datasets(fs: DieselFileSystem, url: str, source: Path) -> None:
@@ -196,16 +208,9 @@ def test_what_is_not_there_is_not_found(fs: DieselFileSystem, path: str) -> None
             read(path)
 
 
-def test_a_folder_is_not_read(fs: DieselFileSystem) -> None:
-    for read in (fs.open, fs.cat_file, lambda path: fs.cat([path])):
-        with pytest.raises(IsADirectoryError):
-            read("pets/train")
-
-
 def test_times_and_tokens_follow_the_content(fs: DieselFileSystem, url: str, source: Path) -> None:
-    status = os.stat(source / "large")
-    assert fs.info("pets/large")["mtime"] == status.st_mtime_ns / 1e9
-    assert fs.info("pets/large")["mode"] == status.st_mode
+    status, info = os.stat(source / "large"), fs.info("pets/large")
+    assert (info["mtime"], info["mode"]) == (status.st_mtime_ns / 1e9, status.st_mode)
     assert fs.modified("pets/large").timestamp() == pytest.approx(status.st_mtime)
     before, other = fs.ukey("pets/lines"), fs.checksum("pets/large")
     with connect("pets", url) as dataset:  # the same size and time
@@ -237,16 +242,6 @@ def test_links_are_followed_inside_the_dataset(fs: DieselFileSystem) -> None:
             fs.open(path)
 
 
-def test_names_that_are_not_utf8(fs: DieselFileSystem) -> None:
-    [path] = fs.glob("pets/*.txt")
-    assert path == "pets/\udcff\udcfe.txt"
-    assert fs.cat_file(path) == b"not UTF-8"
-    with fs.open(path) as file:
-        assert file.read() == b"not UTF-8"
-
-
-# Reading parts and many
-
 _SLICES = st.none() | st.integers(-len(LARGE) - 9, len(LARGE) + 9) | st.integers(-20, 20)
 
 
@@ -259,17 +254,16 @@ def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @examples(60)
-@given(st.data())
-def test_parts_are_those_of_a_slice(constant: Path, data: st.DataObject) -> None:
+@given(st.lists(st.tuples(st.sampled_from([*FILES]), _SLICES, _SLICES), max_size=4))
+def test_parts_are_those_of_a_slice(
+    constant: Path, parts: list[tuple[str, int | None, int | None]]
+) -> None:
     fs = fsspec.filesystem("diesel", repository=(constant.parent / "store").as_uri())
-    names = data.draw(st.lists(st.sampled_from([*FILES]), max_size=4))
-    starts = [data.draw(_SLICES) for _ in names]
-    ends = [data.draw(_SLICES) for _ in names]
-    expected = [FILES[name][i:j] for name, i, j in zip(names, starts, ends, strict=True)]
-    paths = [f"pets/{name}" for name in names]
+    expected = [FILES[name][i:j] for name, i, j in parts]
+    paths = [f"pets/{name}" for name, _, _ in parts]
+    starts, ends = [i for _, i, _ in parts], [j for _, _, j in parts]
     assert fs.cat_ranges(paths, starts, ends) == expected
-    for path, start, end, part in zip(paths, starts, ends, expected, strict=True):
-        assert fs.cat_file(path, start, end) == part
+    assert [*map(fs.cat_file, paths, starts, ends)] == expected
 
 
 @examples(40)
@@ -302,38 +296,26 @@ def test_an_open_file_reads_as_any_other(constant: Path, data: st.DataObject) ->
             assert file.tell() == model.tell()
 
 
-def test_lines(fs: DieselFileSystem, source: Path) -> None:
-    with fs.open("pets/lines") as file:
-        assert [*file] == [b"one\n", b"two\r\n", b"\n", b"last"]
-    with fs.open("pets/lines", "rt") as file:
-        assert file.readlines() == ["one\n", "two\n", "\n", "last"]
-
-
 def test_many_files_at_once(fs: DieselFileSystem, url: str, source: Path) -> None:
     put_folder(url, source / "train", "more")
-    paths = ["pets/large", "more/cat/1.jpg", "pets/lines", "pets/to_file", "more/dog/1.jpg"]
     expected = {
-        "pets/large": LARGE,
-        "more/cat/1.jpg": b"cat one",
-        "pets/lines": FILES["lines"],
-        "pets/to_file": b"cat one",
-        "more/dog/1.jpg": b"dog",
-    }
+        "pets/large": LARGE, "more/cat/1.jpg": b"cat one", "pets/lines": FILES["lines"],
+        "pets/to_file": b"cat one", "more/dog/1.jpg": b"dog",
+    }  # fmt: skip
+    paths, missing = [*expected], [*expected, "pets/none"]
     assert fs.cat(paths) == expected
     assert fs.cat("pets/lines") == FILES["lines"]
     assert fs.cat(["pets/lines"]) == {"pets/lines": FILES["lines"]}
-    assert fs.cat("pets/train/*/1.jpg") == {
-        "pets/train/cat/1.jpg": b"cat one",
-        "pets/train/dog/1.jpg": b"dog",
-    }
+    found = fs.cat("pets/train/*/1.jpg")
+    assert found == {"pets/train/cat/1.jpg": b"cat one", "pets/train/dog/1.jpg": b"dog"}
     assert fs.cat("more", recursive=True, on_error="omit") == {
         f"more/{path[6:]}": content for path, content in FILES.items() if path.startswith("train/")
     }
     assert fs.cat(paths, start=1, end=3) == {each: expected[each][1:3] for each in paths}
     with pytest.raises(FileNotFoundError):
-        fs.cat([*paths, "pets/none"])
-    assert fs.cat([*paths, "pets/none"], on_error="omit") == expected
-    found = fs.cat([*paths, "pets/none"], on_error="return")
+        fs.cat(missing)
+    assert fs.cat(missing, on_error="omit") == expected
+    found = fs.cat(missing, on_error="return")
     assert isinstance(found, dict)
     assert isinstance(found["pets/none"], FileNotFoundError)
     [good, bad] = fs.cat_ranges(["pets/lines", "pets/none"], 0, 3)
@@ -343,44 +325,26 @@ def test_many_files_at_once(fs: DieselFileSystem, url: str, source: Path) -> Non
         fs.cat_ranges(["pets/none"], 0, 3, on_error="raise")
 
 
-def test_each_chunk_is_loaded_once_for_many_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_chunk_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`cat` of all files, in an order that jumps between chunks, reads each chunk once."""
     files = {f"{i:03}": os.urandom(30_000) for i in range(200)}
     url = (tmp_path / "s").as_uri()
     put_folder(url, write(tmp_path / "many", files))
     fs = fsspec.filesystem("diesel", repository=url)
     paths = [f"pets/{i * 77 % 200:03}" for i in range(200)]
-    reads = _count_reads(monkeypatch)
-    assert fs.cat(paths) == {f"pets/{name}": content for name, content in files.items()}
+    with monkeypatch.context() as patch:
+        reads = [Mock(wraps=getattr(FolderStore, way)) for way in ("read", "read_into")]
+        for way, counted in zip(("read", "read_into"), reads, strict=True):
+            patch.setattr(FolderStore, way, partialmethod(counted))
+        assert fs.cat(paths) == {f"pets/{name}": content for name, content in files.items()}
     with connect("pets", url) as dataset:
-        assert 0 < len(reads) <= dataset.snapshot.chunk_count
+        assert 0 < sum(each.call_count for each in reads) <= dataset.snapshot.chunk_count
 
 
-def _count_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the chunks that are read from the folder from now on."""
-    reads: list[str] = []
-    for way in ("read", "read_into"):
-        monkeypatch.setattr(FolderStore, way, _counted(getattr(FolderStore, way), reads))
-    return reads
-
-
-def _counted(
-    whole: Callable[[FolderStore, str, int, object], object], reads: list[str]
-) -> Callable[[FolderStore, str, int, object], object]:
-    def counted(store: FolderStore, name: str, start: int, sized: object) -> object:
-        reads.append(name)
-        return whole(store, name, start, sized)
-
-    return counted
-
-
-def test_a_damaged_file_fails_alone(fs: DieselFileSystem, url: str, tmp_path: Path) -> None:
-    for chunk in (tmp_path / "store").rglob("*"):
-        if chunk.is_file() and b"cat one" in (content := chunk.read_bytes()):
-            chunk.chmod(0o600)
-            chunk.write_bytes(content.replace(b"cat one", b"cat 0ne"))
+def test_a_damaged_file_fails_alone(fs: DieselFileSystem, tmp_path: Path) -> None:
+    for chunk in (tmp_path / "store").glob("datasets/*/chunks/*/*"):
+        chunk.chmod(0o600)
+        chunk.write_bytes(chunk.read_bytes().replace(b"cat one", b"cat 0ne"))
     paths = ["pets/lines", "pets/train/cat/1.jpg", "pets/train/cat/2.jpg"]
     found = fs.cat(paths, on_error="return")
     assert isinstance(found, dict)
@@ -388,9 +352,6 @@ def test_a_damaged_file_fails_alone(fs: DieselFileSystem, url: str, tmp_path: Pa
     assert (found[paths[0]], found[paths[2]]) == (FILES["lines"], b"cat two")
     with pytest.raises(CorruptError):
         fs.cat_file(paths[1])
-
-
-# Versions
 
 
 def test_versions(fs: DieselFileSystem, url: str) -> None:
@@ -417,8 +378,6 @@ def test_versions(fs: DieselFileSystem, url: str) -> None:
     assert not fs.exists(f"pets@{first}/aaa")
     assert fs.ls(f"pets@{first}/train/dog", detail=False) == [f"pets@{first}/train/dog/1.jpg"]
 
-
-# Writing
 
 WRITES: dict[str, Callable[[DieselFileSystem], object]] = {
     "open": lambda fs: fs.open("pets/new", "wb"),
@@ -456,30 +415,37 @@ def test_writing_is_refused(fs: DieselFileSystem, way: str) -> None:
     assert fs.find("pets") == before
 
 
-# Which repository
-
-
-def test_the_repository_is_found_as_by_connect(
+def test_it_opens_as_connect_does(
     url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("DIESEL_URL", url)
     with fsspec.open("diesel://pets/lines") as file:
         assert file.read() == FILES["lines"]
     other = fsspec.filesystem("diesel", repository=(tmp_path / "none").as_uri())
-    with pytest.raises(ObjectStoreError):
-        other.cat_file("pets/lines")
-    with pytest.raises(ObjectStoreError):  # and it is not taken for absence
-        other.exists("pets/lines")
+    for read in (other.cat_file, other.exists):  # and it is not taken for absence
+        with pytest.raises(ObjectStoreError):
+            read("pets/lines")
+    with pytest.raises(UsageError, match=r"no option 'url'; known: .*repository"):
+        fsspec.filesystem("diesel", url=url)
+    with pytest.raises(UsageError, match="task"):
+        fsspec.filesystem("diesel", repository=url, world=2).info("pets")
+    assert fsspec.filesystem("diesel", repository=url, use_listings_cache=False).exists("pets")
 
 
-def test_servers_in_options_and_in_paths(
-    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@contextmanager
+def served(
+    tmp_path: Path, source: Path, *arguments: str | Path
+) -> Iterator[tuple[Server, dict[str, str]]]:
+    """A server of the folder as `pets`, and the options of a user."""
     store = (tmp_path / "served").as_uri()
     account = new_repository(store)["root"]
     put_folder(store, source)
-    options = {"user": account.user, "key": account.key_text}
-    with Server(tmp_path / "run", "--store", store) as server:
+    with Server(tmp_path / "run", "--store", store, *arguments) as server:
+        yield server, {"user": account.user, "key": account.key_text}
+
+
+def test_servers_in_paths(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(tmp_path, source) as (server, options):
         host_port = server.url.removeprefix("diesel://")
         fs = fsspec.filesystem("diesel", repository=server.url, **options)
         assert fs.cat_file("pets/lines") == FILES["lines"]
@@ -494,23 +460,18 @@ def test_servers_in_options_and_in_paths(
         assert fs.find(f"{server.url}/pets/train/dog") == [f"{host_port}/pets/train/dog/1.jpg"]
         [found] = fs.glob(f"{server.url}/pets/train/d*/*")
         assert fs.cat_file(fs.unstrip_protocol(found)) == b"dog"
+        other = fsspec.filesystem("diesel", repository="diesel://h:1", **options)
         with pytest.raises(UsageError, match="another server"):
-            fsspec.filesystem("diesel", repository="diesel://h:1", **options).info(
-                f"{server.url}/pets"
-            )
+            other.info(f"{server.url}/pets")
         fs.close()
 
 
 def test_a_server_with_tls(tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = (tmp_path / "served").as_uri()
-    account = new_repository(store)["root"]
-    put_folder(store, source)
     authority = Authority(tmp_path / "authority")
     files = authority.issue()
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     arguments = ("--tls-cert", files.certificate, "--tls-key", files.key)
-    with Server(tmp_path / "run", "--store", store, *arguments) as server:
-        options = {"user": account.user, "key": account.key_text}
+    with served(tmp_path, source, *arguments) as (server, options):
         address = f"diesel+tls://localhost:{server.port}"
         with fsspec.open(f"{address}/pets/lines", **options) as file:
             assert file.read() == FILES["lines"]
@@ -529,39 +490,17 @@ def test_a_bad_server_is_refused(protocol: str, path: str) -> None:
         fsspec.filesystem(protocol).info(path)
 
 
-def test_unknown_options_are_refused(url: str) -> None:
-    with pytest.raises(UsageError, match=r"no option 'url'; known: .*repository"):
-        fsspec.filesystem("diesel", url=url)
-    with pytest.raises(UsageError, match="task"):
-        fsspec.filesystem("diesel", repository=url, world=2).info("pets")
-    assert fsspec.filesystem("diesel", repository=url, use_listings_cache=False).exists("pets")
-
-
-# Processes and threads
-
-
 def test_threads_share_what_is_open(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened = []
+    opened = Mock(wraps=connect)
+    monkeypatch.setattr("diesel_fs.torch.fsspec.connect", opened)
 
-    def counted(name: str, *arguments: str, memory_bytes: int | None) -> Dataset:
-        opened.append(name)
-        return connect(name, *arguments, memory_bytes=memory_bytes)
-
-    monkeypatch.setattr("diesel_fs.torch.fsspec.connect", counted)
-    failed = []
-
-    def read() -> None:
+    def read(_: int) -> object:
         with fsspec.open("diesel://pets/lines", repository=url) as file:
-            if file.read() != FILES["lines"]:
-                failed.append(1)
+            return file.read()
 
-    threads = [threading.Thread(target=read) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert len(opened) == 1
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(read, range(8))] == [FILES["lines"]] * 8
+    assert opened.call_count == 1
 
 
 def _read_in_child(fs: DieselFileSystem, url: str) -> tuple[bytes, bytes]:
@@ -599,13 +538,6 @@ def test_a_pickle_opens_the_same_and_holds_no_secret(
         ForkingPickler.dumps(secret)
     monkeypatch.setenv("DIESEL_URL", with_password)
     assert b"password" not in bytes(ForkingPickler.dumps(secret))
-
-
-def test_a_closed_file_system_opens_again(fs: DieselFileSystem) -> None:
-    assert fs.cat_file("pets/lines") == FILES["lines"]
-    fs.close()
-    fs.close()
-    assert fs.cat_file("pets/lines") == FILES["lines"]
 
 
 def test_torch_is_not_imported_and_a_missing_fsspec_is_named(url: str) -> None:

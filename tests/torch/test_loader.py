@@ -24,6 +24,7 @@ from diesel_fs.torch import AutoDataLoader, ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.workers import Measured
 from tests.cli.conftest import is_running
 from tests.examples import examples
+from tests.rows import each_row
 from tests.trees import write
 
 from .stores import packed
@@ -78,10 +79,9 @@ def batches(loader: "DataLoader[object]", epochs: int = 2) -> tuple[list[Batches
     torch.manual_seed(5)
     given_: list[Batches] = []
     for _ in range(epochs):
-        found: Batches = []
+        given_.append([])
         for index, chance, _ in loader:
-            found.append((torch.as_tensor(index).tolist(), torch.as_tensor(chance).tolist()))
-        given_.append(found)
+            given_[-1].append((torch.as_tensor(index).tolist(), torch.as_tensor(chance).tolist()))
         torch.rand(1)
     return given_, (random.random(), torch.rand(2).tolist())
 
@@ -100,11 +100,10 @@ def options(kind: str) -> dict[str, object]:
         case "random":
             return {"batch_size": 7, "shuffle": True}
         case "own generator":
-            generator = torch.Generator().manual_seed(9)
-            return {"batch_size": 7, "shuffle": True, "generator": generator, "drop_last": True}
+            own = torch.Generator().manual_seed(9)
+            return {"batch_size": 7, "shuffle": True, "generator": own, "drop_last": True}
         case "weighted":
-            sampler = WeightedRandomSampler([1.0, 2.0] * 50, 90)
-            return {"batch_size": 9, "sampler": sampler}
+            return {"batch_size": 9, "sampler": WeightedRandomSampler([1.0, 2.0] * 50, 90)}
         case "in place":
             return {"batch_size": 7, "sampler": InPlace()}
         case "batches":
@@ -113,18 +112,15 @@ def options(kind: str) -> dict[str, object]:
             return {"batch_size": None, "shuffle": True}
 
 
+FORKED = {"num_workers": 1, "multiprocessing_context": "fork"}
 KINDS = ["random", "own generator", "weighted", "in place", "batches", "no batches"]
 
 
-@pytest.mark.parametrize("persistent", [False, True])
-@pytest.mark.parametrize("kind", KINDS)
+@each_row("persistent", [False, True])
+@each_row("kind", KINDS)
 def test_it_is_a_stock_loader_while_the_number_stays(kind: str, persistent: bool) -> None:
     """To the random numbers of the workers."""
-    workers = {
-        "num_workers": 2,
-        "persistent_workers": persistent,
-        "multiprocessing_context": "fork",
-    }
+    workers = {**FORKED, "num_workers": 2, "persistent_workers": persistent}
     expected = batches(DataLoader(Numbers(), **options(kind), **workers))
     ours = auto(Numbers(), **options(kind), **workers, controller=Script([]), tune_every=2)
     assert batches(ours) == expected
@@ -173,10 +169,7 @@ def test_spawned_workers_change_too() -> None:
 
 def test_the_processes_change_with_the_number() -> None:
     script = Script([3, 1])
-    loader = auto(
-        Numbers(), batch_size=4, num_workers=1, multiprocessing_context="fork", controller=script,
-        tune_every=3,
-    )  # fmt: skip
+    loader = auto(Numbers(), batch_size=4, **FORKED, controller=script, tune_every=3)
     processes = [int(batch[2][0]) for batch in loader]
     assert len(set(processes)) == 5
     assert len(set(processes[:3])) == 1
@@ -189,19 +182,15 @@ def test_the_processes_change_with_the_number() -> None:
 
 def test_a_failing_sample_is_raised_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAIL_AT_77", "1")
-    loader = auto(
-        Numbers(), batch_size=10, num_workers=1, multiprocessing_context="fork",
-        controller=Script([2, 1]), tune_every=2,
-    )  # fmt: skip
+    loader = auto(Numbers(), batch_size=10, **FORKED, controller=Script([2, 1]), tune_every=2)
     found: list[list[int]] = []
     left = iter(loader)
-    while True:
+    for _ in range(len(loader)):
         try:
             found.append(next(left)[0].tolist())
         except LookupError:
             found.append([-1])
-        except StopIteration:
-            break
+    assert next(left, None) is None
     whole = [list(range(at, min(at + 10, SAMPLES))) for at in range(0, SAMPLES, 10)]
     assert found == [[-1] if 77 in each else each for each in whole]
 
@@ -220,10 +209,7 @@ class Slow:
 def test_a_loop_that_waits_gets_more_workers() -> None:
     """The whole path with our own controller: workers that wait for a store do not need a core
     each."""
-    loader = auto(
-        Slow(), batch_size=2, num_workers=1, multiprocessing_context="fork", tune_every=5,
-        workers_max=4,
-    )  # fmt: skip
+    loader = auto(Slow(), batch_size=2, **FORKED, tune_every=5, workers_max=4)
     assert [batch.tolist() for batch in loader] == [[at, at + 1] for at in range(0, 400, 2)]
     assert loader.num_workers == 4
 
@@ -299,8 +285,8 @@ def test_a_loader_that_is_dropped_ends_its_workers_at_once() -> None:
     try:
         for persistent in (False, True):
             loader = auto(
-                Numbers(), batch_size=4, num_workers=1, multiprocessing_context="fork",
-                persistent_workers=persistent, controller=Script([2, 1]), tune_every=2,
+                Numbers(), batch_size=4, **FORKED, persistent_workers=persistent,
+                controller=Script([2, 1]), tune_every=2,
             )  # fmt: skip
             left = iter(loader)
             processes = {int(next(left)[2][0]) for _ in range(9)}

@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 from array import array
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -56,7 +56,11 @@ def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> N
     assert handled == [(None, 0), *((number, 80_000) for number in range(100))]
 
 
-def test_messages_without_meaning_are_noted() -> None:
+def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
+    """And a launcher that is gone is no error."""
+    gone = Link(str(tmp_path / "none"))
+    for _ in range(3):
+        gone.send({"do": "hello"})
     with TrainingPlanner() as planner:
         planner.start()
         link = Link(str(planner.socket_path))
@@ -68,12 +72,6 @@ def test_messages_without_meaning_are_noted() -> None:
         wait_until(lambda: planner.summary.notes["a word"])
     assert sum("has no meaning" in note for note in planner.summary.notes) == 4
     assert len(planner.summary.lines()) == 6
-
-
-def test_a_launcher_that_is_gone_is_no_error(tmp_path: Path) -> None:
-    link = Link(str(tmp_path / "none"))
-    for _ in range(3):
-        link.send({"do": "hello"})
 
 
 files_of_samples = st.lists(st.lists(st.integers(0, 999), max_size=3), max_size=20)
@@ -133,15 +131,13 @@ def test_subsets_and_concatenations_are_those_of_lists(
 
 
 @given(files_of_samples, st.integers(0, 25), st.lists(st.integers(-25, 25), max_size=30))
-def test_the_first_samples_and_those_that_are_appended(
-    samples: list[list[int]], count: int, indices: list[int]
-) -> None:
-    files = table_of([*samples, [1]]).take(np.array(indices, np.int64))[A]
+def test_parts_and_sums_of_files(samples: list[list[int]], count: int, indices: list[int]) -> None:
+    samples = [*samples, [1]]
+    files, rest = (
+        table_of(samples).take(np.array(each, np.int64))[A] for each in (indices, indices[count:])
+    )
     first = files.first(count)
-    assert first.entries.tolist() == [
-        entry for each in expected([*samples, [1]], indices[:count]) for entry in each
-    ]
-    rest = table_of([*samples, [1]]).take(np.array(indices[count:], np.int64))[A]
+    assert first.entries.tolist() == [*chain(*expected(samples, indices[:count]))]
     joined = first.then(rest)
     assert joined.entries.tolist() == files.entries.tolist()
     assert joined.ends.tolist() == files.ends.tolist()
@@ -158,7 +154,7 @@ print(len(list(loader)))
 """
 
 
-def test_files_are_told_before_the_epoch_and_how_far_apart_workers_read(
+def test_files_and_the_distance_of_workers_are_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two workers have three batches of five in hand: they read 30 positions apart at most."""
@@ -168,13 +164,9 @@ def test_files_are_told_before_the_epoch_and_how_far_apart_workers_read(
     )
     with TrainingPlanner() as planner:
         planner.start()
-        environment = {
-            **os.environ,
-            "PYTHONPATH": str(HOOK),
-            VARIABLE: json.dumps(planner.settings(ahead=0)),
-        }
+        told = {"PYTHONPATH": str(HOOK), VARIABLE: json.dumps(planner.settings(ahead=0))}
         ended = subprocess.run(
-            [sys.executable, "-c", TOLD], env=environment, capture_output=True, text=True,
+            [sys.executable, "-c", TOLD], env=os.environ | told, capture_output=True, text=True,
             timeout=120, check=True,
         )  # fmt: skip
         assert ended.stdout == "20\n"

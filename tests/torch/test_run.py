@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
@@ -24,6 +24,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import stats
 from tests.cli.conftest import Dlcmd, program_environment
 from tests.cli.conftest import dlcmd as dlcmd
+from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import write
 from tests.waiting import wait_until
@@ -37,38 +38,45 @@ DEADLINE_S = 300
 
 @pytest.fixture
 def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
-    """A mount of a small dataset."""
     files = {f"c{n % 5}/{n:04}": bytes([n % 251]) * (1 + 17 * n) for n in range(FILES)}
-    dlcmd(
-        "put", "--chunk-size", "64K", "--compress", "none", write(tmp_path / "src", files), "pets"
+    source, at = write(tmp_path / "src", files), tmp_path / "mnt"
+    dlcmd("put", "--chunk-size", "64K", "--compress", "none", source, "pets")
+    dlcmd("mount", "pets", at)
+    yield at
+    dlcmd("umount", "--force", at)
+
+
+def ended(
+    *command: str | Path, environment: Mapping[str, str], code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """A program that has run to its end, which must be this one."""
+    done = subprocess.run(
+        command, env=environment, text=True, capture_output=True, timeout=DEADLINE_S, check=False
     )
-    dlcmd("mount", "pets", tmp_path / "mnt")
-    yield tmp_path / "mnt"
-    dlcmd("umount", "--force", tmp_path / "mnt")
-
-
-def plain_environment() -> dict[str, str]:
-    """The environment of a training command: without the packages of this tree."""
-    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def run(
     *command: str | Path,
-    flags: tuple[str, ...] = (),
-    options: tuple[str | Path, ...] = (),
+    flags: Sequence[str] = (),
+    options: Sequence[str | Path] = (),
+    code: int = 0,
     **environment: str,
 ) -> subprocess.CompletedProcess[str]:
-    """`dlcmd run` as a program, to its end."""
-    words = [sys.executable, "-m", "dlcmd", *flags, "run", *map(str, options), "--"]
-    words += map(str, command)
-    return subprocess.run(
-        words, env={**program_environment(), **environment}, text=True, capture_output=True,
-        timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
+    words = [sys.executable, "-m", "dlcmd", *flags, "run", *options, "--", *command]
+    return ended(*words, environment=program_environment() | environment, code=code)
 
 
 def python(text: str) -> tuple[str, str, str]:
     return sys.executable, "-c", text
+
+
+def running(*command: str | Path) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "dlcmd", "run", "--", *command],
+        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
 
 
 def alone_and_joined(
@@ -78,12 +86,9 @@ def alone_and_joined(
     workers are always forked, which gives the same: one that is spawned takes seconds to import
     torch. `names` of loaders are given for the same reason."""
     first = [sys.executable, str(script), str(mounted), str(workers)]
-    alone = subprocess.run(
-        [*first, "fork", *names], env=plain_environment(), capture_output=True, text=True,
-        timeout=DEADLINE_S, check=True,
-    )  # fmt: skip
+    plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    alone = ended(*first, "fork", *names, environment=plain)
     joined = run(*first, start, *names)
-    assert joined.returncode == 0, joined.stderr
     return json.loads(alone.stdout), json.loads(joined.stdout), joined.stderr
 
 
@@ -105,16 +110,22 @@ def test_each_sampler_gives_what_it_gave_and_is_announced(
     assert len(said.splitlines()) == 2, "there is nothing to complain of"
 
 
-PLANNED = """
-import json, os, sys, time
-import torch
+FILES_OF_THE_MOUNT = """
+import json, os, subprocess, sys, time, torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 class Files(torch.utils.data.Dataset):
-    def __init__(self):
-        self.paths = [os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b]
+    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
     def __len__(self): return len(self.paths)
     def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: return len(file.read())
-loader = torch.utils.data.DataLoader(Files(), batch_size=10, shuffle=True)
+        with open(self.paths[index], "rb") as file: self.size = len(file.read())
+        return index
+"""
+"""How scripts begin: with a dataset that reads the files of the mount, and gives their indices."""
+
+PLANNED = f"""{FILES_OF_THE_MOUNT}
+loader = DataLoader(Files(), batch_size=10, shuffle=True)
 seen = []
 for epoch in range(2):
     for number, _ in enumerate(loader):
@@ -139,13 +150,10 @@ def check_report(text: str) -> None:
 
 @pytest.mark.real_start
 @pytest.mark.fuse
-def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(
-    mounted: Path, tmp_path: Path
-) -> None:
+def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) -> None:
     """And a report shows each loop."""
     page = tmp_path / "run.html"
     joined = run(*python(PLANNED), mounted, options=("--report", page))
-    assert joined.returncode == 0, joined.stderr
     for streams in json.loads(joined.stdout):
         [stream] = streams
         assert stream["name"].startswith("run:")
@@ -157,33 +165,33 @@ def test_the_mount_follows_the_reader_and_forgets_the_plan_at_the_end(
     check_report(page.read_text())
 
 
-@pytest.mark.fuse
-@pytest.mark.parametrize(("ahead", "is_foreseen"), fast_first([("1", True), ("0", False)]))
-def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
-    mounted: Path, ahead: str, is_foreseen: bool
-) -> None:
-    script = PLANNED.replace("shuffle=True", "shuffle=True, generator=torch.Generator()")
-    joined = run(*python(script), mounted, options=("--ahead", ahead))
-    assert joined.returncode == 0, joined.stderr
-    [first], _ = json.loads(joined.stdout)
-    assert (first["frontier"] > FILES) == is_foreseen
-    assert first["length"] == FILES
+GENERATOR = ("shuffle=True", "shuffle=True, generator=torch.Generator()")
 
 
 @pytest.mark.fuse
 @pytest.mark.parametrize(
-    ("draw", "is_foreseen"), fast_first([("", True), ("torch.rand(1)", False)])
+    ("ahead", "change", "is_foreseen"),
+    fast_first(
+        [
+            ("1", GENERATOR, [True]),
+            ("1", ("", ""), [False, True]),
+            ("0", GENERATOR, [False]),
+            ("1", ("range(2):", "range(2):\n    torch.rand(1)"), [False, False]),
+        ],
+        2,
+    ),
+    ids=["generator", "global generator", "not ahead", "another draw"],
 )
-def test_the_mount_prepares_the_next_epoch_where_the_program_draws_nothing_in_between(
-    mounted: Path, draw: str, is_foreseen: bool
+def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
+    mounted: Path, ahead: str, change: tuple[str, str], is_foreseen: list[bool]
 ) -> None:
-    """That is known from the second epoch on."""
-    script = PLANNED.replace("range(2):", f"range(2):\n    {draw}")
-    joined = run(*python(script), mounted)
-    assert joined.returncode == 0, joined.stderr
-    [first], [second] = json.loads(joined.stdout)
-    assert first["frontier"] <= FILES
-    assert (second["frontier"] > FILES) == is_foreseen
+    """With the global generator, that the program draws nothing in between is known from the second
+    epoch on."""
+    joined = run(*python(PLANNED.replace(*change, 1)), mounted, options=("--ahead", ahead))
+    told = json.loads(joined.stdout)
+    assert [stream["length"] for [stream] in told] == [FILES, FILES]
+    found = [stream["frontier"] > FILES for [stream] in told]
+    assert found[: len(is_foreseen)] == is_foreseen
 
 
 def streams_of(mounted: Path) -> object:
@@ -203,12 +211,9 @@ exec(sys.argv[2])
 
 @pytest.mark.fuse
 def test_a_script_can_join_by_itself(mounted: Path) -> None:
-    ended = subprocess.run(
-        [*python(JOINED), mounted, PLANNED], env=program_environment(), text=True,
-        capture_output=True, timeout=DEADLINE_S, check=True,
-    )  # fmt: skip
-    assert [len(streams) for streams in json.loads(ended.stdout)] == [1, 1]
-    assert f"announced 2 of 2 epochs, {2 * FILES} files" in ended.stderr
+    joined = ended(*python(JOINED), mounted, PLANNED, environment=program_environment())
+    assert [len(streams) for streams in json.loads(joined.stdout)] == [1, 1]
+    assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
     wait_until(lambda: streams_of(mounted) == [])
 
 
@@ -235,13 +240,8 @@ for workers in 0, 2:
 
 def test_what_a_loop_has_received_is_counted() -> None:
     """With `join`, under `dlcmd run`, and with both: then `join` does nothing."""
-    alone = subprocess.run(
-        python(COUNTED), env=program_environment(), text=True, capture_output=True,
-        timeout=DEADLINE_S, check=False,
-    )  # fmt: skip
-    assert alone.returncode == 0, alone.stderr
+    ended(*python(COUNTED), environment=program_environment())
     both = run(*python(COUNTED), PYTHONPATH=program_environment()["PYTHONPATH"])
-    assert both.returncode == 0, both.stderr
     assert "diesel_fs.torch:" not in both.stderr
 
 
@@ -256,9 +256,7 @@ def test_joining_refuses_bad_arguments() -> None:
 
 
 @pytest.mark.fuse
-def test_opening_files_in_a_tree_of_fuse_asks_for_no_terminal(
-    dlcmd: Dlcmd, tmp_path: Path, mounted: Path
-) -> None:
+def test_opening_a_file_asks_for_no_terminal(dlcmd: Dlcmd, tmp_path: Path, mounted: Path) -> None:
     """`open` gives the same as without; bad arguments are the same errors."""
     at = tmp_path / "fuse"
     dlcmd("mount", "--session", "kernel", "pets", at)
@@ -277,10 +275,9 @@ def test_opening_files_in_a_tree_of_fuse_asks_for_no_terminal(
             "    except Exception as error: print(type(error).__name__, error)\n"
         )
         joined = run(*python(text), at)
-        assert joined.returncode == 0, joined.stderr
         time.sleep(1.5)  # statistics may be a second old
         assert ioctls_of(at) < 20
-        alone = subprocess.run([*python(text), at], capture_output=True, text=True, check=True)
+        alone = ended(*python(text), at, environment=program_environment())
         assert joined.stdout == alone.stdout
         if sys.version_info < (3, 14):
             wait_until(lambda: ioctls_of(at) >= 600)
@@ -294,19 +291,14 @@ def ioctls_of(mounted: Path) -> int:
     return int(counted.get("ioctl", 0))
 
 
-CHANGED = """
-import os, subprocess, sys, torch
+CHANGED = f"""{FILES_OF_THE_MOUNT}
 root, python, source = sys.argv[1:]
-class Files(torch.utils.data.Dataset):
-    samples = [(root + f"/c{n % 5}/{n:04}", 0) for n in range(200)]
-    def __len__(self): return len(self.samples)
-    def __getitem__(self, index):
-        with open(self.samples[index][0], "rb") as file: return len(file.read())
 def dlcmd(*words):
     subprocess.run([python, "-m", "dlcmd", *words], check=True, stdout=subprocess.DEVNULL)
-loader = torch.utils.data.DataLoader(Files(), batch_size=50)
+files = Files()
+loader = DataLoader(files)
 for epoch in range(3):
-    print(torch.cat(list(loader)).sum().item(), flush=True)
+    print(sum(files.size for _ in loader), flush=True)
     if epoch == 0:
         with open(source + "/a new one", "w") as file: file.write("it moves the indices")
         dlcmd("umount", root)
@@ -321,25 +313,15 @@ def test_a_plan_of_another_version_is_not_made(mounted: Path) -> None:
     """Its indices are other files there. The script reads on, and is told at the end."""
     script = (*python(CHANGED), mounted, sys.executable, mounted.parent / "src")
     joined = run(*script, PYTHONPATH=program_environment()["PYTHONPATH"])
-    assert joined.returncode == 0, joined.stderr
     assert len(set(joined.stdout.split())) == 1
     assert f"announced 1 of 3 epochs, {FILES} files" in joined.stderr
     assert "has changed to another version" in joined.stderr
 
 
-RANKS = """
-import os, sys, torch
-import torch.distributed as dist
-from torch.utils.data.distributed import DistributedSampler
-class Files(torch.utils.data.Dataset):
-    samples = [(sys.argv[1] + f"/c{n % 5}/{n:04}", 0) for n in range(200)]
-    def __len__(self): return len(self.samples)
-    def __getitem__(self, index):
-        with open(self.samples[index][0], "rb") as file: file.read()
-        return index
+RANKS = f"""{FILES_OF_THE_MOUNT}
 dist.init_process_group("gloo")
 sampler = DistributedSampler(Files(), seed=3)
-loader = torch.utils.data.DataLoader(Files(), batch_size=10, sampler=sampler, num_workers=1)
+loader = DataLoader(Files(), batch_size=10, sampler=sampler, num_workers=1)
 for epoch in range(2):
     sampler.set_epoch(epoch)
     mine = torch.cat(list(loader))
@@ -358,152 +340,61 @@ def test_the_ranks_of_torchrun_are_joined(mounted: Path, tmp_path: Path) -> None
     script.write_text(RANKS)
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     joined = run(sys.executable, *torchrun, script, mounted)
-    assert joined.returncode == 0, joined.stderr
     assert f"announced 4 of 4 epochs, {2 * FILES} files" in joined.stderr
     assert "40 batches" in joined.stderr
 
 
-ORDERS = """
-import os, sys, torch
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler
-from torch.utils.data.distributed import DistributedSampler
-class Files(torch.utils.data.Dataset):
-    def __init__(self):
-        self.paths = sorted(os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b)
-    def __len__(self): return len(self.paths)
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: file.read()
-        return index
+SEEDED = f"""{FILES_OF_THE_MOUNT}
 torch.manual_seed(7)
-files = Files()
-def given(name, loader):
-    for epoch in range(2):
-        if hasattr(loader.sampler, "set_epoch"): loader.sampler.set_epoch(epoch)
-        print(name, epoch, *torch.cat(list(loader)).tolist())
-given("random", DataLoader(files, batch_size=16, shuffle=True, num_workers=1))
-given("some", DataLoader(files, batch_size=16, sampler=RandomSampler(files, num_samples=70)))
-given("subset", DataLoader(files, batch_size=16, sampler=SubsetRandomSampler(range(0, 200, 2))))
-for rank in range(3):
-    sampler = DistributedSampler(files, 3, rank, seed=2)
-    given(f"rank{rank}", DataLoader(files, batch_size=16, sampler=sampler))
-given("in order", DataLoader(files, batch_size=16))
-print("state", torch.rand(1).item())
-"""
-
-
-def orders_of(said: str) -> dict[str, list[int]]:
-    """What the loaders of `ORDERS` gave, by name and epoch."""
-    rows = [line.rsplit(" ", line.count(" ")) for line in said.splitlines()]
-    return {
-        f"{row[0]} {row[1]}": [int(each) for each in row[2:]] for row in rows if row[0] != "state"
-    }
-
-
-def chunk_changes(mounted: Path, order: list[int]) -> int:
-    """How often the chunk changes from one sample of `ORDERS` to the next."""
-    snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
-    paths = sorted(f"c{n % 5}/{n:04}".encode() for n in range(FILES))
-    chunks = snapshot.chunk_of(snapshot.lookup_many([paths[index] for index in order]))
-    assert snapshot.chunk_count in (6, 7)
-    return int(np.count_nonzero(np.diff(chunks)))
-
-
-@pytest.mark.deep
-@pytest.mark.fuse
-def test_chunk_wise_orders_are_of_the_same_length_and_seed(mounted: Path) -> None:
-    full = orders_of(run(*python(ORDERS), mounted).stdout)
-    options = ("--shuffle", "chunk", "--group-size", "1")
-    ended = run(*python(ORDERS), mounted, options=options)
-    assert ended.returncode == 0, ended.stderr
-    chunk = orders_of(ended.stdout)
-    assert chunk.keys() == full.keys()
-    for name, order in chunk.items():
-        assert len(order) == len(full[name])
-        if name.startswith("in order"):
-            assert order == full[name]
-        else:
-            assert order != full[name]
-            assert chunk_changes(mounted, order) < 8
-            assert chunk_changes(mounted, full[name]) > 30
-    for epoch in "01":
-        assert sorted(chunk[f"random {epoch}"]) == sorted(full[f"random {epoch}"])
-        assert sorted(chunk[f"subset {epoch}"]) == sorted(full[f"subset {epoch}"])
-        parts = [chunk[f"rank{rank} {epoch}"] for rank in range(3)]
-        assert sorted({*parts[0], *parts[1], *parts[2]}) == list(range(FILES))
-    assert chunk["random 0"] != chunk["random 1"]
-    assert "announced 14 of 14 epochs" in ended.stderr
-    assert "keeps its order" not in ended.stderr
-    again = run(*python(ORDERS), mounted, options=options)
-    assert again.stdout == ended.stdout, "the seeds are those of the script"
-
-
-SEEDED = """
-import sys, torch
-class Files(torch.utils.data.Dataset):
-    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
-    def __len__(self): return 200
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: file.read()
-        return index
-torch.manual_seed(7)
-loader = torch.utils.data.DataLoader(Files(), batch_size=16, shuffle=True)
-before = torch.get_rng_state()
-print(*torch.cat(list(loader)).tolist())
-print(*torch.cat(list(loader)).tolist())
+loader = DataLoader(Files(), batch_size=16, shuffle=True)
+for _ in range(2): print(*torch.cat(list(loader)).tolist())
 loader.sampler.generator.get_state()
 """
 
 
+def orders_of(*options: str, mounted: Path, code: int = 0) -> tuple[list[list[int]], str]:
+    joined = run(*python(SEEDED), mounted, options=options, code=code)
+    return [[*map(int, line.split())] for line in joined.stdout.splitlines()], joined.stderr
+
+
 @pytest.mark.deep
 @pytest.mark.fuse
-def test_a_sampler_gets_a_generator_of_its_own(mounted: Path) -> None:
-    """Its seed depends on the script's."""
-    ended = run(*python(SEEDED), mounted, options=("--own-seed",))
-    assert ended.returncode == 0, ended.stderr
-    first, second = ended.stdout.splitlines()
-    assert first != second
-    assert [sorted(map(int, line.split())) for line in (first, second)] == [[*range(200)]] * 2
-    assert run(*python(SEEDED), mounted, options=("--own-seed",)).stdout == ended.stdout
-    without = run(*python(SEEDED), mounted)
-    assert without.returncode == 1, "there is no generator"
-    assert without.stdout.splitlines()[0] != first
+def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Path) -> None:
+    """The seed of each depends on the script's."""
+    [plain, _], _ = orders_of(mounted=mounted, code=1)  # there is no generator
+    orders, _ = orders_of("--own-seed", mounted=mounted)
+    assert orders[0] != orders[1]
+    assert plain not in orders
+    assert orders_of("--own-seed", mounted=mounted)[0] == orders
+    by_chunks = ("--own-seed", "--shuffle", "chunk", "--group-size", "1")
+    chunk_wise, said = orders_of(*by_chunks, mounted=mounted)
+    assert "announced 2 of 2 epochs" in said
+    assert "keeps its order" not in said
+    snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
+    paths = [f"c{index % 5}/{index:04}".encode() for index in range(FILES)]
+    chunk_of = snapshot.chunk_of(snapshot.lookup_many(paths))
+    for order in (*orders, *chunk_wise):
+        assert sorted(order) == [*range(FILES)]
+        changes = np.count_nonzero(np.diff(chunk_of[order]))
+        assert changes < 8 if order in chunk_wise else changes > 30
+    assert chunk_wise[0] != chunk_wise[1]
+    assert orders_of(*by_chunks, mounted=mounted)[0] == chunk_wise
 
 
-def test_a_report_that_cannot_be_written_is_said_before_the_command_runs(tmp_path: Path) -> None:
-    ended = run(*python("print(1)"), options=("--report", tmp_path / "none" / "run.html"))
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert "cannot write the report" in ended.stderr
-
-
-def test_a_report_that_cannot_be_written_at_the_end_changes_no_exit_code() -> None:
-    ended = run(*python("exit(7)"), options=("--report", "/dev/full"))
-    assert ended.returncode == 7
-    assert "cannot write the report /dev/full: No space left on device" in ended.stderr
-
-
-def test_a_report_takes_arguments_that_are_no_text(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    """Before the command runs; at the end it changes no exit code."""
     page = tmp_path / "run.html"
-    assert run("true", os.fsdecode(b"\xff"), options=("--report", page)).returncode == 0
+    run("true", os.fsdecode(b"\xff"), options=("--report", page))
     assert "true " in page.read_text(encoding="utf-8")
+    early = run(*python("print(1)"), options=("--report", tmp_path / "none/run.html"), code=2)
+    assert early.stdout == ""
+    assert "cannot write the report" in early.stderr
+    late = run(*python("exit(7)"), options=("--report", "/dev/full"), code=7)
+    assert "cannot write the report /dev/full: No space left on device" in late.stderr
 
 
-@pytest.mark.parametrize("end", ["2>&-", "2>/dev/full"])
-def test_the_exit_code_is_the_commands_where_nothing_can_be_said(end: str) -> None:
-    words = [sys.executable, "-m", "dlcmd", "run", "--", *python("exit(7)")]
-    script = f"exec {shlex.join(words)} {end}"
-    ended = subprocess.run(["sh", "-c", script], env=program_environment(), check=False)
-    assert ended.returncode == 7
-
-
-GONE = """
-import os, subprocess, sys, torch
-class Files(torch.utils.data.Dataset):
-    paths = [sys.argv[1] + f"/c{n % 5}/{n:04}" for n in range(200)]
-    def __len__(self): return 200
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: file.read()
-        return index
-for number, _ in enumerate(torch.utils.data.DataLoader(Files(), batch_size=10)):
+GONE = f"""{FILES_OF_THE_MOUNT}
+for number, _ in enumerate(DataLoader(Files(), batch_size=10)):
     if number == 10:
         subprocess.run([sys.executable, "-m", "dlcmd", "umount", "--lazy", sys.argv[1]], check=True)
 """
@@ -512,10 +403,9 @@ for number, _ in enumerate(torch.utils.data.DataLoader(Files(), batch_size=10)):
 @pytest.mark.fuse
 def test_a_mount_that_goes_away_is_named(mounted: Path, dlcmd: Dlcmd) -> None:
     path = program_environment()["PYTHONPATH"]
-    ended = run(*python(GONE), mounted, PYTHONPATH=path)
-    assert ended.returncode == 1
-    assert "FileNotFoundError" in ended.stderr
-    assert f"the mount on {mounted} has gone" in ended.stderr.splitlines()[-1]
+    said = run(*python(GONE), mounted, PYTHONPATH=path, code=1).stderr
+    assert "FileNotFoundError" in said
+    assert f"the mount on {mounted} has gone" in said.splitlines()[-1]
     dlcmd("mount", "pets", mounted)
 
 
@@ -561,7 +451,6 @@ def test_what_cannot_be_planned_is_said(mounted: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PARTLY)
     joined = run(sys.executable, script, mounted)
-    assert joined.returncode == 0, joined.stderr
     assert "announced 1 of 2 epochs, 50 files" in joined.stderr
     assert "50 of 100 files of a dataset lie in no mount" in joined.stderr
     assert "Unknown opened no file of a mount" in joined.stderr
@@ -569,17 +458,17 @@ def test_what_cannot_be_planned_is_said(mounted: Path, tmp_path: Path) -> None:
 
 
 def test_exit_codes_and_output_pass_through() -> None:
-    ended = run(*python("import sys; print('out'); sys.exit(7)"))
-    assert (ended.returncode, ended.stdout) == (7, "out\n")
-    assert run(*python("import os; os.kill(os.getpid(), 9)")).returncode == 128 + 9
-    missing = run("/no/such/program")
-    assert missing.returncode == 127
-    assert missing.stderr == (
-        "dlcmd run: cannot start '/no/such/program': No such file or directory\n"
-    )
-    assert run("/etc/passwd").returncode == 126
+    assert run(*python("import sys; print('out'); sys.exit(7)"), code=7).stdout == "out\n"
+    run(*python("import os; os.kill(os.getpid(), 9)"), code=128 + 9)
+    missing = "dlcmd run: cannot start '/no/such/program': No such file or directory\n"
+    assert run("/no/such/program", code=127).stderr == missing
+    run("/etc/passwd", code=126)
     assert run(*python("pass"), flags=("-q",)).stderr == ""
-    assert run().returncode == 2
+    run(code=2)
+    words = shlex.join([sys.executable, "-m", "dlcmd", "run", "--", *python("exit(7)")])
+    for nowhere in ("2>&-", "2>/dev/full"):
+        script = ["sh", "-c", f"exec {words} {nowhere}"]
+        assert subprocess.run(script, env=program_environment(), check=False).returncode == 7
 
 
 def test_a_long_temporary_folder_and_what_is_left_in_one(tmp_path: Path) -> None:
@@ -587,25 +476,21 @@ def test_a_long_temporary_folder_and_what_is_left_in_one(tmp_path: Path) -> None
     deep, flat = tmp_path / ("x" * 120), Path(tempfile.mkdtemp(prefix="flat"))
     deep.mkdir()
     for folder in (deep, flat):
-        ended = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
-        assert (json.loads(ended.stdout)["socket"].startswith(str(folder))) == (folder == flat)
+        told = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
+        assert (json.loads(told.stdout)["socket"].startswith(str(folder))) == (folder == flat)
         assert os.listdir(folder) == []
     flat.rmdir()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@each_row("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_signals_are_passed_on(number: signal.Signals) -> None:
     program = (
         "import signal, sys, time\n"
-        "for each in signal.SIGTERM, signal.SIGINT, signal.SIGUSR1:\n"
-        "    signal.signal(each, lambda number, _: sys.exit(number))\n"
+        f"signal.signal({number}, lambda number, _: sys.exit(number))\n"
         "print('ready', flush=True)\n"
         "time.sleep(60)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-m", "dlcmd", "run", "--", *python(program)],
-        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    with running(*python(program)) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         process.send_signal(number)
@@ -614,9 +499,9 @@ def test_signals_are_passed_on(number: signal.Signals) -> None:
 
 def test_a_python_that_ignores_the_environment_is_named() -> None:
     for flag in ("-I", "-E", "-S"):
-        ended = run(sys.executable, flag, "-c", "print(1)")
-        assert (ended.returncode, ended.stdout) == (0, "1\n")
-        assert "no Python process of the command could be joined" in ended.stderr
+        alone = run(sys.executable, flag, "-c", "print(1)")
+        assert alone.stdout == "1\n"
+        assert "no Python process of the command could be joined" in alone.stderr
     assert "no DataLoader" in run(*python("print(1)")).stderr
     assert "no Python process" in run("true").stderr
 
@@ -624,8 +509,8 @@ def test_a_python_that_ignores_the_environment_is_named() -> None:
 def test_another_sitecustomize_runs_and_nothing_is_left_on_the_path(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.was_here = 5\n")
     text = "import sys; print(was_here, [p for p in sys.path if 'hook' in p])"
-    ended = run(*python(text), PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
-    assert ended.stdout == "5 []\n"
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    assert run(*python(text), PYTHONPATH=path).stdout == "5 []\n"
 
 
 def test_a_launcher_that_is_killed_does_not_end_the_command(tmp_path: Path) -> None:
@@ -637,10 +522,7 @@ def test_a_launcher_that_is_killed_does_not_end_the_command(tmp_path: Path) -> N
         f"while not os.path.exists({str(go)!r}): time.sleep(0.05)\n"
         "print(len(list(torch.utils.data.DataLoader(range(40), shuffle=True))), flush=True)\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-m", "dlcmd", "run", "--", sys.executable, str(script)],
-        env=program_environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    with running(sys.executable, script) as process:
         assert process.stdout is not None
         assert int(process.stdout.readline()) == process.pid
         process.kill()
@@ -665,18 +547,11 @@ def test_the_hook_needs_python_3_9_and_its_standard_library_only() -> None:
                 assert name.partition(".")[0] in sys.stdlib_module_names, (path, name)
 
 
-TUNED = """
-import os, sys
+TUNED = f"""{FILES_OF_THE_MOUNT}
 from diesel_fs.torch import AutoDataLoader, ChunkShuffleSampler, DieselDataset
 class Script:
     numbers = [2, 1, 2, 1]
     def decide(self, measured): return self.numbers.pop(0) if self.numbers else measured.workers
-class Files:
-    def __init__(self):
-        self.paths = [os.path.join(a, c) for a, _, b in os.walk(sys.argv[1]) for c in b]
-    def __len__(self): return len(self.paths)
-    def __getitem__(self, index):
-        with open(self.paths[index], "rb") as file: return len(file.read())
 for data in Files(), DieselDataset("pets", loader=len, is_valid_file=bool, url=sys.argv[2]):
     sampler = ChunkShuffleSampler(data, group_size=2)
     loader = AutoDataLoader(
@@ -694,6 +569,5 @@ def test_a_loader_that_tunes_itself_is_one_stream(mounted: Path, dlcmd: Dlcmd) -
     """Its orders are announced whole, although its workers change. A dataset that reads from no
     mount is none of the mounts' business."""
     joined = run(*python(TUNED), mounted, dlcmd.store.as_uri())
-    assert joined.returncode == 0, joined.stderr
     assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
     assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"

@@ -38,21 +38,11 @@ def test_the_limits_are_kept(
     ("fetch_s", "request_s", "expected"),
     [(0.8, 0.3, 3), (0.8, 0.1, 9), (0.8, 0.01, 16), (0.8, 9.0, 1), (0.8, 0.0, 16), (0.0, 0.0, 1)],
 )
-def test_with_one_measurement_it_is_the_rule_of_dlcache(
-    fetch_s: float, request_s: float, expected: int
-) -> None:
+def test_by_one_it_is_dlcaches_rule(fetch_s: float, request_s: float, expected: int) -> None:
     """Time to fetch / time between requests, rounded up, with a tenth to spare; without enough
     cores, all of them."""
-    found = WorkerController(Limits(16, BIG)).decide(measured(1, fetch_s, request_s))
-    if expected == 16:  # the rate rises to the end
-        assert found == 16
-    else:
-        assert found == expected
-
-
-def test_memory_limits_the_workers() -> None:
-    controller = WorkerController(Limits(16, 1000))
-    assert controller.decide(measured(2, 1.0, 0.1, worker_bytes=300)) == 3
+    controller = WorkerController(Limits(16, BIG))
+    assert controller.decide(measured(1, fetch_s, request_s)) == expected
 
 
 COSTS = st.tuples(st.floats(0.001, 1), st.floats(0, 0.2), st.integers(1, 12))
@@ -84,9 +74,7 @@ def test_it_settles_where_the_loop_does_not_wait(
 
 @given(fetch_s=st.floats(0.01, 1), request_s=st.floats(0.01, 1), noise=st.lists(
     st.floats(0.95, 1.05), min_size=40, max_size=40))  # fmt: skip
-def test_noise_does_not_make_it_restless(
-    fetch_s: float, request_s: float, noise: list[float]
-) -> None:
+def test_noise_leaves_it_at_rest(fetch_s: float, request_s: float, noise: list[float]) -> None:
     controller = WorkerController(Limits(16, BIG))
     workers, changes = 4, 0
     for each in noise:
@@ -97,21 +85,20 @@ def test_noise_does_not_make_it_restless(
 
 
 def test_it_follows_when_the_cache_gets_warm_and_cold_again() -> None:
+    """But not beyond memory, nor beyond the number that reaches the highest rate: from some number
+    on, more workers only disturb each other (Lobster)."""
     controller = WorkerController(Limits(16, BIG))
     workers = 1
     for fetch_s, least, most in ((1.0, 10, 16), (0.05, 1, 2), (1.0, 10, 16)):
         for _ in range(10):
             workers = controller.decide(measured(workers, fetch_s, 0.1))
         assert least <= workers <= most
-
-
-def test_more_workers_than_reach_the_highest_rate_are_not_taken() -> None:
-    """Lobster's observation: from some number on, more workers only disturb each other."""
-    controller = WorkerController(Limits(16, BIG))
-    workers = 2
+    workers, controller = 2, WorkerController(Limits(16, BIG))
     for _ in range(30):
         workers = controller.decide(measured(workers, max(1.0, workers / 6), 0.01))
     assert workers <= 8
+    controller = WorkerController(Limits(16, 1000))
+    assert controller.decide(measured(2, 1.0, 0.1, worker_bytes=300)) == 3
 
 
 def test_each_size_of_samples_has_its_own_curve() -> None:

@@ -10,20 +10,12 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    RandomSampler,
-    Sampler,
-    Subset,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils import data as torch_data
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, Subset
 from torch.utils.data.distributed import DistributedSampler
 
 BATCH = 16
@@ -59,22 +51,18 @@ class InPlace(Sampler[int]):  # type: ignore[misc] # mypy skips torch
         return len(self.order)
 
 
-def loaders(
-    files: Folder, workers: int, start: str | None
-) -> Iterator[tuple[str, DataLoader[object]]]:
+Loader: TypeAlias = "DataLoader[object]"
+
+
+def loaders(files: Folder, workers: int, start: str) -> Iterator[tuple[str, Loader]]:
     """Loaders by name, each with a sampler of another kind."""
     count = len(files)
     own = torch.Generator().manual_seed(3)
-    parts = ConcatDataset([Subset(files, range(0, count, 3)), Subset(files, range(1, count, 3))])
+    parts = torch_data.ConcatDataset([Subset(files, range(n, count, 3)) for n in range(2)])
 
-    def loader(
-        data: object = files, batch: int | None = BATCH, **named: object
-    ) -> DataLoader[object]:
-        context = start if workers else None
-        return DataLoader(
-            data, batch_size=batch, num_workers=workers, multiprocessing_context=context,
-            **named,
-        )  # fmt: skip
+    def loader(data: object = files, batch: int | None = BATCH, **named: object) -> Loader:
+        named |= {"num_workers": workers, "multiprocessing_context": start if workers else None}
+        return DataLoader(data, batch_size=batch, **named)
 
     yield "sequential", loader()
     yield "random", loader(shuffle=True)
@@ -83,8 +71,9 @@ def loaders(
     yield "shared generator", loader(sampler=RandomSampler(files, generator=own))
     drawn = RandomSampler(files, replacement=True, num_samples=100, generator=own)
     yield "replacement", loader(sampler=drawn)
-    yield "subset", loader(sampler=SubsetRandomSampler(range(0, count, 2)))
-    yield "weighted", loader(sampler=WeightedRandomSampler([1.0, 2.0] * (count // 2), count))
+    yield "subset", loader(sampler=torch_data.SubsetRandomSampler(range(0, count, 2)))
+    weights = [1.0, 2.0] * (count // 2)
+    yield "weighted", loader(sampler=torch_data.WeightedRandomSampler(weights, count))
     yield "distributed", loader(sampler=DistributedSampler(files, 3, 1, seed=4))
     yield "parts", loader(parts, shuffle=True)
     yield "in place", loader(sampler=InPlace(count))

@@ -44,20 +44,16 @@ class Epoch:
 
 @dataclass(slots=True)
 class Training:
-    """A training script that has run to its end."""
-
     epochs: list[Epoch]
     said: str
     """What it, and `dlcmd run`, wrote to stderr."""
 
     @property
     def samples(self) -> dict[str, dict[int, object]]:
-        """The samples by epoch and rank."""
         return {each.name: each.samples for each in self.epochs}
 
     @property
     def reads(self) -> dict[str, int]:
-        """READ requests by epoch."""
         return {each.name: each.reads for each in self.epochs}
 
 
@@ -168,5 +164,4 @@ class Client:
 
 @pytest.fixture
 def client(dlcmd: Dlcmd, images: Path, tmp_path: Path) -> Client:
-    """Runs training scripts on a mount of the images."""
     return Client(dlcmd, images, tmp_path)

@@ -128,15 +128,8 @@ def test_zarr(url: str, name: str) -> None:
 
 
 def test_a_zarr_group(url: str) -> None:
-    group = zarr.open_group(
-        "diesel://pets/group.zarr", mode="r", storage_options={"repository": url}
-    )
+    options = {"storage_options": {"repository": url}}
+    group = zarr.open_group("diesel://pets/group.zarr", mode="r", **options)
     assert [*group.array_keys()] == ["sharded"]
     with pytest.raises(OSError, match="read-only"):
-        zarr.open_array(
-            "diesel://pets/new.zarr",
-            mode="w",
-            shape=(4,),
-            dtype="i4",
-            storage_options={"repository": url},
-        )
+        zarr.open_array("diesel://pets/new.zarr", mode="w", shape=(4,), dtype="i4", **options)

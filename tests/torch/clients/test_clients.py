@@ -96,9 +96,7 @@ def test_the_same_samples_and_hardly_a_read(client: Client, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LATER_CLIENTS)
-def test_the_same_samples_and_hardly_a_read_from_the_second_epoch(
-    client: Client, name: str
-) -> None:
+def test_the_same_samples_and_hardly_a_read_from_epoch_2(client: Client, name: str) -> None:
     _, joined = trained(client, LATER_CLIENTS[name])
     assert reads_after_the_first_epoch(joined) <= READS_MAX
 
