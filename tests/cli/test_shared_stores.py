@@ -13,11 +13,9 @@ import boto3
 import pytest
 
 from tests.ingest.test_tar import tar_of
-from tests.rows import each_row
 from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer
-from tests.storage.objects.s3_server import Server, credentials
-from tests.storage.objects.scripted_s3 import ScriptedS3
+from tests.storage.objects.s3_server import Server
 from tests.trees import facts, odd_tree, write
 
 from ..waiting import wait_until
@@ -192,30 +190,6 @@ def test_the_objects_of_a_bucket_are_put(shared: Dlcmd, s3: Server, tmp_path: Pa
     assert shared.program("ls", "-R", "pets/in").out.decode().split("\n")[0] == "d"
     nowhere = shared.program("put", "--delete", f"{place}/d/nowhere", "pets/in", code=10).err
     assert f"there is no object below {place}/d/nowhere, nor at that key" in nowhere
-
-
-@each_row(
-    ("key", "shown", "why"),
-    [
-        ("a\x1b[2Jb", r"a\x1b[2Jb", "control characters"),
-        ("a//b", "a//b", "empty or dotted parts"),
-        ('a"/../b', 'a"/../b', "empty or dotted parts"),
-    ],
-)
-def test_a_key_that_cannot_be_a_path_is_named(
-    dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch, key: str, shown: str, why: str
-) -> None:
-    """The store's library then lists no other object either; no empty dataset is left."""
-    with ScriptedS3() as server:
-        for name, text in credentials(server.endpoint).items():
-            monkeypatch.setenv(name, text)
-        server.put(f"images/{key}", b"1")
-        server.put("images/fine", b"1")
-        result = dlcmd.program("put", "s3://bucket/images", "pets", code=13)
-    assert f"the key images/{shown} has {why}" in result.err
-    assert "rename or remove that object" in result.err
-    assert len(result.err.splitlines()) == 1
-    assert dlcmd("ls", code=13 if not dlcmd.store.exists() else 0).out == b""
 
 
 def test_C1_where_redis_is_down_a_put_fails_and_readers_note_it(

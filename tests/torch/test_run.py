@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from xml.etree import ElementTree as ET
@@ -253,42 +252,6 @@ def test_joining_refuses_bad_arguments() -> None:
         diesel_fs.torch.join(shuffle="some")
     with pytest.raises(UsageError, match="bad group size 0"):
         diesel_fs.torch.join(shuffle="chunk", group_size=0)
-
-
-@pytest.mark.fuse
-def test_opening_a_file_asks_for_no_terminal(dlcmd: Dlcmd, tmp_path: Path, mounted: Path) -> None:
-    """`open` gives the same as without; bad arguments are the same errors."""
-    at = tmp_path / "fuse"
-    dlcmd("mount", "--session", "kernel", "pets", at)
-    try:
-        text = (
-            "import os, sys; from pathlib import Path\n"
-            "os.chdir(sys.argv[1])\n"
-            "paths = [f'c{n % 5}/{n:04}' for n in range(200)]\n"
-            "whole = [open(sys.argv[1] + '/' + p, 'rb').read() for p in paths]\n"
-            "assert whole == [open(p.encode(), mode='rb').read() for p in paths]\n"
-            "assert whole == [Path(p).read_bytes() for p in paths]\n"
-            "assert whole[66].decode() == open(paths[66], encoding='ascii').read() != ''\n"
-            "with open(os.open(paths[3], os.O_RDONLY), 'rb') as f: assert f.read() == whole[3]\n"
-            "for bad in (['c0/none'], ['c0/0000', 'w'], ['c0/0000', 'q'], [None], [1.5]):\n"
-            "    try: open(*bad)\n"
-            "    except Exception as error: print(type(error).__name__, error)\n"
-        )
-        joined = run(*python(text), at)
-        time.sleep(1.5)  # statistics may be a second old
-        assert ioctls_of(at) < 20
-        alone = ended(*python(text), at, environment=program_environment())
-        assert joined.stdout == alone.stdout
-        if sys.version_info < (3, 14):
-            wait_until(lambda: ioctls_of(at) >= 600)
-    finally:
-        dlcmd("umount", "--force", at)
-
-
-def ioctls_of(mounted: Path) -> int:
-    counted = stats(mounted)["requests"]
-    assert isinstance(counted, dict)
-    return int(counted.get("ioctl", 0))
 
 
 CHANGED = f"""{FILES_OF_THE_MOUNT}

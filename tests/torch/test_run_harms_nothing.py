@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.mounts import stats
 from diesel_fs.torch.hook.diesel_hook.link import Link
 from diesel_fs.torch.planner import TrainingPlanner
 from tests.cli.conftest import dlcmd as dlcmd
@@ -78,7 +77,7 @@ def test_a_loader_from_before_a_fork_and_a_sampler_that_calls_its_base(mounted: 
     assert len(done.stderr.splitlines()) == 2, done.stderr
 
 
-SPAWNED = f"""
+SPAWNED = """
 import os
 os.environ["PYTHONPATH"] = "/nowhere"
 import sys, torch
@@ -112,9 +111,7 @@ def test_many_processes_join_at_once() -> None:
     """Before the launcher has taken the first connection."""
     with TrainingPlanner() as planner:
         links = [Link(str(planner.socket_path)) for _ in range(300)]
-        threads = [
-            threading.Thread(target=link.send, args=({"do": "hello"},)) for link in links
-        ]
+        threads = [threading.Thread(target=link.send, args=({"do": "hello"},)) for link in links]
         for each in threads:
             each.start()
         planner.start()
