@@ -13,9 +13,10 @@ import pytest
 
 from diesel_fs.errors import DieselError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.mounts import umount
+from diesel_fs.mounts import launcher, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control, explicit
+from diesel_fs.mounts.warmup import Warmup
 from tests.tiers import fast_first
 from tests.trees import facts, write
 from tests.unprivileged_user import needs_root
@@ -133,8 +134,14 @@ def test_loaded_files_need_no_store(dlcmd: Dlcmd, pets: Path, mounted: Mount, se
     assert facts(at / "a") == facts(pets / "a")
 
 
-def test_too_small_a_memory_is_filled_and_the_right_one_named(dlcmd: Dlcmd, mounted: Mount) -> None:
+def test_too_small_a_memory_is_filled_and_the_right_one_named(
+    dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
+) -> None:
     at = mounted("--memory", "4M")
+    with monkeypatch.context() as patch:  # as in the first moment of a mount, before it reports
+        early = {**launcher.stats(at), "residency": {}}
+        patch.setattr(launcher, "stats", lambda _: early)
+        assert 200 < Warmup.open(at).room.files < 400
     result = dlcmd("warmup", at, code=3)
     before, after = result.err.splitlines()
     assert "there is memory for" in before
