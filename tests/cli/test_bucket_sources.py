@@ -66,7 +66,7 @@ GOOD = {
 REFUSED = ["a//b", "./x", "../x", "y/./z", "y/../z", "/slash", "n" * 256, "both", ".diesel/x"]
 
 
-def test_keys_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
+def test_I16_keys_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None:
     """Each key becomes a path or is named; none stands in the way of the others."""
     keys.put(GOOD | dict.fromkeys(REFUSED, b"refused"))
     keys.put({"cat/": b"", "deep/": b"", "": b"", "full/": b"with content"})
@@ -98,7 +98,7 @@ def test_prefixes_of_all_kinds(dlcmd: Dlcmd, keys: Keys, tmp_path: Path) -> None
         assert dlcmd("cat", f"d{number}/one").out == prefix.encode()
 
 
-def test_an_archived_object_is_named_and_the_others_are_put(dlcmd: Dlcmd, keys: Keys) -> None:
+def test_I16_an_archived_object_is_named_and_the_others_are_put(dlcmd: Dlcmd, keys: Keys) -> None:
     keys.put({f"{number:03}": b"%d" % number for number in range(200)}, StorageClass="GLACIER")
     keys.put({"fine": b"1"})
     result = dlcmd("put", keys.url, "pets", code=3)

@@ -538,7 +538,7 @@ def test_of_files_with_one_path_that_in_the_last_archive_counts(
         lambda order: st.integers(1, 4).map(lambda count: order[:count])
     ), min_size=2, max_size=4),
 )  # fmt: skip
-def test_of_the_same_archives_in_any_order_the_last_named_counts(
+def test_I18_of_the_same_archives_in_any_order_the_last_named_counts(
     tmp_path_factory: pytest.TempPathFactory,
     made: Sequence[Sequence[str]],
     commands: Sequence[Sequence[int]],

@@ -66,7 +66,7 @@ def put_both_ways(repository: LocalRepository, folder: Path, data: bytes) -> dic
         zstd.compress(A) + b"\x50\x2a\x4d\x18\x03\0\0\0abc" + zstd.compress(B),
     ],
 )
-def test_tars_behind_tars_are_read(
+def test_I17_tars_behind_tars_are_read(
     repository: LocalRepository, tmp_path: Path, data: bytes
 ) -> None:
     for name, report in put_both_ways(repository, tmp_path, data).items():
@@ -86,7 +86,7 @@ def test_tars_behind_tars_are_read(
         (zstd.compress(A + B) + b"text", "of the Zstandard stream"),
     ],
 )
-def test_what_follows_and_is_none_is_named(
+def test_I17_what_follows_and_is_none_is_named(
     repository: LocalRepository, tmp_path: Path, data: bytes, reason: str
 ) -> None:
     for name, report in put_both_ways(repository, tmp_path, data).items():
@@ -152,7 +152,7 @@ def tar_field(number: int, length: int) -> bytes:
     magic=st.sampled_from([b"ustar\x0000", b"ustar  \0", bytes(8)]),
     pax=st.sampled_from(["", "size=-1", "size=99999999999999999999", "mtime=1e400", "mtime=-9e18"]),
 )
-def test_any_field_of_a_tar_header(
+def test_I16_any_field_of_a_tar_header(
     tmp_path_factory: pytest.TempPathFactory,
     numbers: dict[str, int],
     kind: int,
@@ -204,7 +204,7 @@ ZIP_FIELDS = {
     | st.tuples(st.sampled_from([1, 0x5455, 0x7075, 9]), st.integers(0, 30), st.binary(max_size=30))
     .map(lambda each: struct.pack("<HH", *each[:2]) + each[2]),
 )  # fmt: skip
-def test_any_field_of_a_zips_table(
+def test_I16_any_field_of_a_zips_table(
     tmp_path_factory: pytest.TempPathFactory, fields: dict[str, int], extra: bytes
 ) -> None:
     """The entry is put or named, and the other one is put."""
@@ -230,7 +230,7 @@ def test_any_field_of_a_zips_table(
         assert len(found) == 2 or report.failed
 
 
-def test_a_time_or_size_that_no_chunk_can_hold(repository: LocalRepository, tmp_path: Path) -> None:
+def test_I16_a_time_that_no_chunk_can_hold(repository: LocalRepository, tmp_path: Path) -> None:
     """Of files, links and folders; of one file alone, too."""
     source = write(tmp_path / "src", {"a": b"1", "late": b"2", "d/b": b"3"})
     (source / "link").symlink_to("a")

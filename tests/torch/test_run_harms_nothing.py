@@ -44,7 +44,7 @@ assert len(list(loader)) == 20
 
 
 @pytest.mark.fuse
-def test_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
+def test_H23_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
     """Also where the script has closed all descriptors, and its own has the number of ours."""
     done = run(*python(LEFT_LOOPS), mounted, tmp_path / "mine")
     assert done.stdout == "[]\n"
@@ -70,7 +70,7 @@ assert len(list(mine)) == 20
 
 
 @pytest.mark.fuse
-def test_a_loader_from_before_a_fork_and_a_sampler_that_calls_its_base(mounted: Path) -> None:
+def test_H23_a_loader_from_before_a_fork_and_a_sampler_that_calls_its_base(mounted: Path) -> None:
     """Each epoch is planned once, with all of its files."""
     done = run(*python(FORKED), mounted)
     assert "announced 3 of 3 epochs, 600 files" in done.stderr
@@ -95,7 +95,9 @@ if __name__ == "__main__":
 
 
 @pytest.mark.fuse
-def test_workers_that_cannot_join_do_what_the_script_says(mounted: Path, tmp_path: Path) -> None:
+def test_H23_workers_that_cannot_join_do_what_the_script_says(
+    mounted: Path, tmp_path: Path
+) -> None:
     script = tmp_path / "train.py"
     script.write_text(SPAWNED)
     done = run(*python("")[:1], script, mounted)
