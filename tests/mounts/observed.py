@@ -3,18 +3,23 @@
 import json
 import mmap
 import random
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple, Self, cast
 
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.launcher import DAEMON, log_path
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control
+from diesel_fs.mounts.processes import children_of
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
+from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import LiveMount, request_for
+from tests.waiting import PATIENCE_S, wait_until
 
 FILE_BYTES = 200_000
 _MAP_LOCKED = 0x2000
@@ -77,11 +82,16 @@ def fresh_stats(mounted: LiveMount) -> dict[str, object]:
     return values
 
 
+def figures(found: Mapping[str, object], *names: str) -> dict[str, int]:
+    """A group of figures within statistics."""
+    for name in names:
+        found = cast("Mapping[str, object]", found[name])
+    return cast("dict[str, int]", found)
+
+
 def waiting_reads(at: Path) -> int:
     """How many READs have come that were not answered from memory."""
-    reads = stats(at)["reads"]
-    assert isinstance(reads, dict)
-    return int(reads["misses"])
+    return figures(stats(at), "reads")["misses"]
 
 
 def log_of(mounted: LiveMount) -> str:
@@ -102,3 +112,86 @@ def is_gone(pid: int) -> bool:
     if state_of(pid) != "Z":
         return not state_of(pid)
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1] == "1"
+
+
+class Processes(NamedTuple):
+    """The process IDs of a mount."""
+
+    supervisor: int
+    server: int
+    worker: int
+
+    @classmethod
+    def of(cls, at: Path) -> "Processes":
+        """Those of the mount at a place."""
+        found = figures(stats(at))
+        [worker] = set(children_of(found["pid"])) - {found["server_pid"]}
+        return cls(found["pid"], found["server_pid"], worker)
+
+    def wait_for_their_end(self) -> None:
+        """Returns when all have ended."""
+        wait_until(lambda: all(map(is_gone, self)))
+
+
+def mounts_below(place: Path) -> list[str]:
+    """The paths of all mounts at a place or below it, as this process sees them."""
+    return [each.path for each in mounts() if f"{each.path}/".startswith(f"{place}/")]
+
+
+class Program:
+    """A Python program in a process of its own, which has printed a first line."""
+
+    def __init__(self, text: str, *arguments: object, by: Sequence[str] = ()) -> None:
+        """`by` are the words of a program that starts it."""
+        self._process = subprocess.Popen(
+            [*by, sys.executable, "-c", text, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd="/",
+        )
+        self.pid: int = self._process.pid
+        first = self._told()
+        assert first, self.end()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate(timeout=PATIENCE_S)
+
+    def _told(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def ask(self, question: str) -> str:
+        """Sends a line. Returns the line of the answer."""
+        assert self._process.stdin is not None
+        print(question, file=self._process.stdin, flush=True)
+        return self._told()
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def end(self) -> str:
+        """Ends its input, and waits for its end. Returns what it printed since."""
+        return self._process.communicate(timeout=PATIENCE_S)[0]
+
+
+HOLD = """if True:
+    import mmap, os, sys
+    {hold}
+    print("held", flush=True)
+    sys.stdin.read()
+    {after}
+"""
+
+
+def holding(hold: str, after: str = "") -> Program:
+    """A process that uses a mount in some way, until it is told to end."""
+    return Program(HOLD.format(hold=hold, after=after))

@@ -13,10 +13,10 @@ from diesel_fs.errors import DeadlineError, DieselError
 from diesel_fs.mounts import launcher, mount, mountpoint, stats, umount
 from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.mountpoint import is_alive, mounted_at
-from diesel_fs.mounts.processes import children_of, ends_within
+from diesel_fs.mounts.processes import ends_within
 from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.dying_at_start import DIES, DIES_AT, MOMENTS
-from tests.mounts.observed import is_gone
+from tests.mounts.observed import Processes, figures, is_gone
 from tests.mounts.test_repeated_mounts import resources_of
 from tests.tiers import fast_first
 from tests.unprivileged_user import needs_root
@@ -27,8 +27,6 @@ pytestmark = [pytest.mark.fuse, needs_root]
 DYING = (sys.executable, "-m", "tests.mounts.dying_at_start")
 
 VICTIMS = ("server", "supervisor", "worker", "supervisor,server", "server,supervisor,worker")
-
-SIDE_BY_SIDE = int(os.environ.get("DIESEL_MOUNTS", "10"))
 
 
 @pytest.fixture
@@ -74,19 +72,15 @@ def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
 ) -> None:
     """Before that its tree looks alive, and `is_alive` and `stats` tell that it is not."""
     at = tmp_path / "mount"
-    at.mkdir()
     mount(request_for(source, at, "native"), program=PROGRAM)
-    found = stats(at)
-    supervisor, server = int(str(found["pid"])), int(str(found["server_pid"]))
-    [worker] = set(children_of(supervisor)) - {server}
-    pids = {"supervisor": supervisor, "server": server, "worker": worker}
+    pids = Processes.of(at)
     for name in victims.split(","):
         with suppress(ProcessLookupError):  # the end of the one before has ended it
-            os.kill(pids[name], signal.SIGKILL)
+            os.kill(getattr(pids, name), signal.SIGKILL)
     if victims == "worker":
         assert is_alive(str(at))
     else:
-        wait_until(lambda: all(map(is_gone, pids.values())))
+        pids.wait_for_their_end()
         assert not is_alive(str(at))
         with pytest.raises(DieselError, match="Transport endpoint is not connected"):
             stats(at)
@@ -94,7 +88,7 @@ def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
         assert mounted_at(str(at)) is not None
     umount(at)
     assert str(at) not in Path("/proc/self/mountinfo").read_text()
-    assert all(map(is_gone, pids.values()))
+    assert all(map(is_gone, pids))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -109,7 +103,7 @@ def test_a_mount_that_does_not_answer_is_named(
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
     monkeypatch.setattr(mountpoint, "ANSWER_NOTICE_S", 0.1)
     with mounting(source, tmp_path / "mount", "native") as mounted:
-        server = int(str(stats(mounted.at)["server_pid"]))
+        server = Processes.of(mounted.at).server
         os.kill(server, signal.SIGSTOP)
         for call in (
             lambda: mount(request_for(source, mounted.at, "native"), program=PROGRAM),
@@ -148,13 +142,13 @@ def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
 @pytest.mark.usefixtures("nothing_left")
 def test_many_mounts_side_by_side(source: Path, tmp_path: Path) -> None:
     """Each is its own: where some are killed the others go on, and each is unmounted alone."""
-    places = [tmp_path / f"mount{number}" for number in range(SIDE_BY_SIDE)]
+    places = [tmp_path / f"mount{number}" for number in range(10)]
     pids = []
     for at in places:
         mount(request_for(source, at, "native"), program=PROGRAM)
-        pids.append(int(str(stats(at)["pid"])))
+        pids.append(figures(stats(at))["pid"])
     devices = {found.device for at in places if (found := mounted_at(str(at)))}
-    assert len(devices) == SIDE_BY_SIDE
+    assert len(devices) == 10
     for pid in pids[::3]:
         os.kill(pid, signal.SIGKILL)
     for number, at in enumerate(places):
