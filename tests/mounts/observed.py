@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import random
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from diesel_fs.mounts.processes import children_of
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import LiveMount, request_for
+from tests.unprivileged_user import module_path
 from tests.waiting import PATIENCE_S, wait_until
 
 FILE_BYTES = 200_000
@@ -141,10 +143,16 @@ def mounts_below(place: Path) -> list[str]:
 class Program:
     """A Python program in a process of its own, which has printed a first line."""
 
-    def __init__(self, text: str, *arguments: object, by: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        text: str,
+        *arguments: object,
+        by: Sequence[str] = (),
+        python: str = sys.executable,
+    ) -> None:
         """`by` are the words of a program that starts it."""
         self._process = subprocess.Popen(
-            [*by, sys.executable, "-c", text, *map(str, arguments)],
+            [*by, python, "-c", text, *map(str, arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -152,8 +160,8 @@ class Program:
             cwd="/",
         )
         self.pid: int = self._process.pid
-        first = self._told()
-        assert first, self.end()
+        self.first_line: str = self._told()
+        assert self.first_line, self.end()
 
     def __enter__(self) -> Self:
         return self
@@ -195,3 +203,16 @@ HOLD = """if True:
 def holding(hold: str, after: str = "") -> Program:
     """A process that uses a mount in some way, until it is told to end."""
     return Program(HOLD.format(hold=hold, after=after))
+
+
+def with_our_modules(home: Path, **environment: str) -> list[str]:
+    """The words before a command that imports our modules, and has nothing else of this process's
+    environment."""
+    values = {
+        "PATH": os.environ["PATH"],
+        "PYTHONPATH": module_path(),
+        "HOME": str(home),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        **environment,
+    }
+    return ["env", "-i", *(f"{name}={value}" for name, value in values.items())]

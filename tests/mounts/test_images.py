@@ -73,7 +73,7 @@ def test_an_image_is_built_once_and_found_again(folder: Path) -> None:
         again = opened(snapshot)
         assert (again.chain, again.sequence) == (image.chain, image.sequence)
         assert os.path.samestat(path.stat(), before)
-        assert path.stat().st_mode & 0o077 == 0
+        assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     finally:
         os.close(descriptor)
 

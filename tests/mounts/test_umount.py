@@ -25,14 +25,21 @@ from diesel_fs.mounts.source import MountSource
 from tests.mounts.conftest import mounting, request_for
 from tests.mounts.folder_daemon import WORKS_UNTIL
 from tests.mounts.folder_dataset import HANG
-from tests.mounts.observed import Program, log_of, mounts_below
+from tests.mounts.observed import Program, log_of, mounts_below, with_our_modules
 from tests.own_mounts import own_mounts
-from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
+from tests.unprivileged_user import as_user, module_path, needs_root, user_python
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.fuse
 
 CLI = Path(__file__).parents[2] / "cli"
+
+
+def by_another_user(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    """Runs dlcmd as an ordinary user."""
+    environment = with_our_modules(Path("/"), PYTHONPATH=f"{CLI}:{module_path()}")
+    command = [*environment, *as_user(), user_python(), "-m", "dlcmd", *map(str, arguments)]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)
 
 
 @needs_root
@@ -43,28 +50,15 @@ def test_another_users_mount_is_refused_and_lives(
     """Each way to unmount is exit 12, and names the user who mounted it. So are statistics of a
     mount without --allow-other."""
     with mounting(source, open_place / "mount", session) as mounted:
-        run = as_other_user("dlcmd", "umount", *option, mounted.at)
+        run = by_another_user("umount", *option, mounted.at)
         assert run.returncode == 12, run
         assert f"{mounted.at} was mounted by user 0" in run.stderr
         assert "is unmounted" not in run.stdout
         assert (mounted.at / "b").read_bytes() == b"beta"
         assert not ends_within(mounted.pid, 0)
-        run = as_other_user("dlcmd", "stats", mounted.at)
+        run = by_another_user("stats", mounted.at)
         assert run.returncode == 12, run
         assert "another user has mounted it" in run.stderr
-
-
-def as_other_user(module: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    """Runs one of our programs as an ordinary user."""
-    return subprocess.run(
-        [*as_user(), user_python(), "-m", module, *map(str, arguments)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{CLI}:{module_path()}", "HOME": "/"},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 READS = """if True:
@@ -226,63 +220,3 @@ def test_a_daemon_that_works_is_waited_for(
             released.touch()
         ending.result()
         assert ends_within(mounted.pid, 0)
-
-
-FUSERMOUNT = """#!/bin/sh
-tr '\\0' '\\n' < /proc/$$/environ >> "${0%/*}/seen"
-exec REAL "$@"
-"""
-
-MOUNTING = """if True:
-    import os, sys
-    from pathlib import Path
-    from diesel_fs.mounts import mount, umount
-    from tests.mounts.conftest import request_for
-    place = Path(sys.argv[1])
-    request = request_for(place / "source", place / "mount", sys.argv[2])
-    mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
-    assert (place / "mount" / "file").read_bytes() == b"content"
-    umount(place / "mount")
-"""
-
-
-@needs_root
-@pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
-@pytest.mark.usefixtures("device_for_all")
-def test_fusermount3_gets_no_secret(open_place: Path, session: str) -> None:
-    """It gets only the environment variables that it needs, since a secret may have any name."""
-    real = subprocess.run(["which", "fusermount3"], check=True, capture_output=True, text=True)
-    between = open_place / "bin"
-    between.mkdir()
-    (between / "fusermount3").write_text(FUSERMOUNT.replace("REAL", real.stdout.strip()))
-    (between / "fusermount3").chmod(0o755)
-    between.chmod(0o777)
-    (open_place / "source").mkdir()
-    (open_place / "source" / "file").write_bytes(b"content")
-    (open_place / "mount").mkdir()
-    os.chown(open_place / "mount", USER, USER)
-    secrets = (
-        "AWS_SECRET_ACCESS_KEY",
-        "DIESEL_KEY",
-        "DIESEL_TASK_KEY",
-        "HF_TOKEN",
-        "REDISCLI_AUTH",
-    )
-    run = subprocess.run(
-        [*as_user(), user_python(), "-c", MOUNTING, str(open_place), session],
-        env={
-            **dict.fromkeys(secrets, "hush"),
-            "PATH": f"{between}:{os.environ['PATH']}",
-            "PYTHONPATH": module_path(),
-            "HOME": str(open_place),
-        },
-        capture_output=True,
-        text=True,
-        cwd="/",
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    seen = (between / "seen").read_text()
-    assert f"PATH={between}" in seen
-    assert "hush" not in seen
