@@ -89,8 +89,8 @@ class FolderMountSource(MountSource):
             os._exit(9)
         if request.dataset == "slow":
             time.sleep(60)
-        if request.dataset == MANY:
-            return OpenedSnapshot(Snapshot(many()))
+        if request.dataset.startswith(MANY):
+            return OpenedSnapshot(Snapshot(many(request.dataset)))
         return OpenedSnapshot(
             FaultySnapshot(snapshot_of(parse_url(request.url).path, request.dataset))
         )

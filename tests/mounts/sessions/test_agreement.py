@@ -23,11 +23,9 @@ from diesel_fs.client.dataset import connect
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.sessions.protocol import Flag
-from tests.mounts.conftest import ODD_NAMES, TESTED_SESSIONS, LiveMount, mounting, request_for
+from tests.mounts.conftest import ODD_NAMES, TESTED_SESSIONS, mounting, request_for
 from tests.mounts.folder_daemon import LACKING
-from tests.mounts.folder_dataset import MANY, many_names
 from tests.mounts.observed import current_stats, waiting_reads
-from tests.mounts.sessions.test_folders import Folder
 from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.waiting import wait_until
@@ -416,55 +414,6 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
                 assert (at / file).read_bytes() == content
         finally:
             umount(at, force=True)
-
-
-@pytest.fixture(
-    scope="module",
-    params=fast_first(TESTED_SESSIONS),
-)
-def many(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveMount]:
-    """A folder of 100,000 entries, without files behind them."""
-    base = tmp_path_factory.mktemp("many")
-    (base / "source").mkdir()
-    with mounting(base / "source", base / "mount", str(request.param), dataset=MANY) as mounted:
-        yield mounted
-
-
-def memory_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def test_H8_a_folder_of_100_000_entries_is_listed_in_order(many: LiveMount) -> None:
-    """All names come in order, from any position, and the server keeps no memory for them."""
-    server = stats(many.at)["server_pid"]
-    assert isinstance(server, int)
-    before_bytes = memory_bytes(server)
-    with os.scandir(many.at / "many") as entries:
-        next(entries)
-    names = [b".", b"..", *many_names()]
-    folder = Folder(many.at / "many")
-    places = [folder.tell()]
-    found = []
-    while name := folder.read():
-        found.append(name)
-        places.append(folder.tell())
-    assert found == names
-    noise = random.Random(1)
-    for _ in range(200):
-        place = noise.randrange(len(names))
-        folder.seek(places[place])
-        assert [folder.read() for _ in range(3)] == (names + [b""] * 3)[place : place + 3]
-    folder.seek(places[-1])
-    assert folder.read() == b""
-    libc.rewinddir(folder._stream)
-    assert folder.read() == b"."
-    folder.close()
-    assert memory_bytes(server) - before_bytes < 48 << 20
 
 
 def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session: str) -> None:
