@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple, Self, cast
 
+from diesel_fs.client.dataset import connect
 from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.mounts.launcher import DAEMON, log_path
 from diesel_fs.mounts.mountpoint import mounted_at
@@ -58,6 +59,17 @@ def locked_in_memory(*paths: Path) -> Iterator[None]:
         yield
 
 
+def put(
+    url: str, files: Mapping[str, bytes], dataset: str = "ds", *, one_each: bool = False
+) -> None:
+    """Put files into a dataset, into one chunk or a chunk for each."""
+    with connect(dataset, url, create=True) as written:
+        for path, content in files.items():
+            written.put(content, path)
+            if one_each:
+                written.flush()
+
+
 @contextmanager
 def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[Path]:
     """A mount that is ended whatever happened to it."""
@@ -94,6 +106,12 @@ def figures(found: Mapping[str, object], *names: str) -> dict[str, int]:
 def waiting_reads(at: Path) -> int:
     """How many READs have come that were not answered from memory."""
     return figures(stats(at), "reads")["misses"]
+
+
+def count_of_reads(at: Path) -> int:
+    """How many READs have come."""
+    found = figures(current_stats(at), "reads")
+    return found["hits"] + found["misses"]
 
 
 def log_of(mounted: LiveMount) -> str:
