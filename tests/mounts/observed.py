@@ -234,3 +234,14 @@ def with_our_modules(home: Path, **environment: str) -> list[str]:
         **environment,
     }
     return ["env", "-i", *(f"{name}={value}" for name, value in values.items())]
+
+
+@contextmanager
+def bound(folder: Path, at: Path, *options: str) -> Iterator[Path]:
+    """A folder that is mounted at a second place, too."""
+    at.mkdir(exist_ok=True)
+    subprocess.run(["mount", "--bind", *options, folder, at], check=True)
+    try:
+        yield at
+    finally:
+        subprocess.run(["umount", "--lazy", at], check=True)

@@ -8,8 +8,7 @@ import errno
 import json
 import os
 import subprocess
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ import pytest
 from diesel_fs.mounts.attributes import HIDDEN_ROOT
 from diesel_fs.mounts.content_file import CONTENT_BYTES, private_name
 from tests.mounts.conftest import mounting
-from tests.mounts.observed import holding
+from tests.mounts.observed import bound, holding
 from tests.unprivileged_user import USER, as_user, needs_root, user_python
 
 pytestmark = [pytest.mark.fuse, needs_root, pytest.mark.only_session("native", "kernel")]
@@ -68,17 +67,6 @@ def handle_of(path: Path) -> bytes:
     if libc.name_to_handle_at(-100, bytes(path), room, ctypes.byref(mount_id), 0) < 0:
         raise OSError(ctypes.get_errno(), "name_to_handle_at")
     return room.raw
-
-
-@contextmanager
-def bound(folder: Path, at: Path) -> Iterator[Path]:
-    """A bind mount of a folder."""
-    at.mkdir(exist_ok=True)
-    subprocess.run(["mount", "--bind", folder, at], check=True)
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", at], check=True)
 
 
 @pytest.fixture

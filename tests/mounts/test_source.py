@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.client.dataset import connect
+from diesel_fs.credentials import key_text
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
 from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.source import MemorySplit, MountSource, OpenedSnapshot
@@ -117,6 +118,8 @@ def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
         open_with(saved)
     assert refused.value.exit_code == 14
     assert "--offline" in refused.value.advice
+    with pytest.raises(MetadataError, match="cannot find out whether"):
+        open_with(saved, url="diesel://127.0.0.1:1", user="me", key=key_text(bytes(32)))
     source = open_with(saved, offline=True)
     assert source.warning == ""
     assert content(saved, source, b"b") == b"another"

@@ -8,7 +8,6 @@ import ctypes
 import fcntl
 import mmap
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -237,11 +236,6 @@ def content_mount(folder: Path, contents: dict[bytes, bytes]) -> Iterator[Conten
     finally:
         mounted.close()
         mounted.server.close()
-
-
-def noise(seed: int, size: int) -> bytes:
-    """Bytes that differ for each seed."""
-    return random.Random(seed).randbytes(size)
 
 
 def _attributes(node: int) -> bytes:

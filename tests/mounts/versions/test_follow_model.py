@@ -18,7 +18,6 @@ from tests.examples import examples
 from tests.mounts.observed import mounted
 from tests.mounts.versions.followed_dataset import POLL_INTERVAL_S, FollowedMount
 from tests.trees import facts
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 
@@ -162,4 +161,4 @@ def test_after_each_switch_the_mount_is_the_tree(
             ]
         for each in held:
             each.close()
-        wait_until(lambda: followed.retired_versions() == [])
+        followed.wait_for_retirement()
