@@ -11,21 +11,20 @@ import os
 import random
 import stat
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.client.dataset import connect
-from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.mounts import MountRequest, stats
 from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.sessions.protocol import Flag
 from tests.mounts.conftest import ODD_NAMES, TESTED_SESSIONS, mounting, request_for
 from tests.mounts.folder_daemon import LACKING
-from tests.mounts.observed import current_stats, waiting_reads
+from tests.mounts.observed import current_stats, figures, mounted, put, waiting_reads
 from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.waiting import wait_until
@@ -394,15 +393,10 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
         "edge": random.Random(2).randbytes(4 << 20),
         "small": b"s" * 10,
     }
-    with connect("ds", url, create=True) as dataset:
-        for name, content in contents.items():
-            dataset.put(content, name)
+    put(url, contents)
     edges = [0, 4096, 65_536, 1 << 20, 4 << 20, (4 << 20) - 65_536, 8 << 20, 11_000_000]
     for name in TESTED_SESSIONS:
-        at = tmp_path / name
-        at.mkdir()
-        mount(MountRequest(url, "ds", str(at), session=name))
-        try:
+        with mounted(MountRequest(url, "ds", str(tmp_path / name), session=name)) as at:
             for file, content in contents.items():
                 descriptor = os.open(at / file, os.O_RDONLY)
                 for edge in edges:
@@ -412,8 +406,6 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
                             assert found == content[max(place, 0) :][:length]
                 os.close(descriptor)
                 assert (at / file).read_bytes() == content
-        finally:
-            umount(at, force=True)
 
 
 def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session: str) -> None:
@@ -423,23 +415,15 @@ def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session:
     for number in range(16):
         (source / f"wait{number}").write_bytes(b"%d" % number * 1000)
     with mounting(source, tmp_path / "mount", session) as mounted:
-        wrong: list[int] = []
-
-        def read(number: int) -> None:
-            if (mounted.at / f"wait{number}").read_bytes() != b"%d" % number * 1000:
-                wrong.append(number)
-
-        readers = [threading.Thread(target=read, args=(number,)) for number in range(16)]
-        for reader in readers:
-            reader.start()
-        wait_until(lambda: waiting_reads(mounted.at) >= 16)
-        mounted.release_reads()
-        for reader in readers:
-            reader.join()
-        assert not wrong
-        cache = current_stats(mounted.at)["cache"]
-        assert isinstance(cache, dict)
-        assert cache["at_once_max"] >= 16  # in a native mount some are read ahead, too
+        with ThreadPoolExecutor(16) as readers:
+            files = [mounted.at / f"wait{number}" for number in range(16)]
+            found = readers.map(Path.read_bytes, files)
+            wait_until(lambda: waiting_reads(mounted.at) >= 16)
+            mounted.release_reads()
+            assert list(found) == [b"%d" % number * 1000 for number in range(16)]
+        assert (
+            figures(current_stats(mounted.at), "cache")["at_once_max"] >= 16
+        )  # in a native mount some are read ahead, too
 
 
 def test_auto_falls_back_where_the_kernel_lacks_something(

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting
-from tests.mounts.observed import fresh_stats
+from tests.mounts.observed import figures, fresh_stats
 from tests.rows import each_row
 
 pytestmark = pytest.mark.fuse
@@ -52,13 +52,11 @@ def test_names_bytes_modes_times_and_links_are_those_of_the_source(
             assert (tree.at / path).read_bytes() == (tree.source / path).read_bytes()
 
 
-def test_a_copy_equals_the_source(tree: LiveMount, tmp_path: Path) -> None:
+def test_cp_and_tar_take_all_of_a_mount(tree: LiveMount, tmp_path: Path) -> None:
+    """And no hidden folder."""
     subprocess.run(["cp", "-a", f"{tree.at}/.", tmp_path / "copy"], check=True)
     subprocess.run(["diff", "-r", "--no-dereference", tree.source, tmp_path / "copy"], check=True)
     assert not (tmp_path / "copy" / ".diesel").exists()
-
-
-def test_tar_reads_a_mount(tree: LiveMount, tmp_path: Path) -> None:
     subprocess.run(["tar", "cf", tmp_path / "t.tar", "-C", tree.at, "."], check=True)
     with tarfile.open(tmp_path / "t.tar") as tar:
         assert len(tar.getmembers()) == len(list(everything_below(tree.source)))
@@ -93,8 +91,7 @@ def test_a_missing_name_is_looked_up_once(tree: LiveMount, session: str) -> None
 
 def requests(mounted: LiveMount) -> Counter[str]:
     """How many requests of each kind have come, without FORGET, which comes at any time."""
-    counted = fresh_stats(mounted)["requests"]
-    assert isinstance(counted, dict)
+    counted = figures(fresh_stats(mounted), "requests")
     return Counter({name: n for name, n in counted.items() if "forget" not in name})
 
 
