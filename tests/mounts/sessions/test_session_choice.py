@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.errors import DieselError
-from diesel_fs.mounts import mount, stats
-from tests.mounts.conftest import PROGRAM, mounting, request_for
+from diesel_fs.mounts import stats
+from tests.mounts.conftest import mounting
 from tests.mounts.observed import Program, log_of, with_our_modules
 from tests.mounts.other_kernels import KERNEL
 from tests.trees import write
@@ -115,13 +114,3 @@ def test_root_of_a_user_namespace_gets_the_kernel_session(tmp_path: Path) -> Non
     found, log = mounted_as(tmp_path, "auto", *IN_USER_NAMESPACE)
     assert found["session"] == "kernel", log
     assert "root of the machine" in notes(found)
-
-
-def test_a_session_that_is_named_and_cannot_be_had_is_an_error(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says why, and what to do."""
-    monkeypatch.setenv(KERNEL, "no-erofs")
-    with pytest.raises(DieselError, match="no EROFS") as caught:
-        mount(request_for(source, tmp_path / "mount", "native"), program=PROGRAM)
-    assert "--session auto" in caught.value.advice
