@@ -115,7 +115,7 @@ def attach_tree_alone(mount: int, path: str, *, folder: int = -1, beneath: bool 
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
 
-STARTS: dict[str, tuple[object, str, Callable[..., object]]] = {
+STARTS: dict[str, tuple[object, str, object]] = {
     "the image is built": (server, "open_image", then_dying(open_image)),
     "FUSE is mounted": (syscalls, "new_fuse", then_dying(syscalls.new_fuse)),
     "the tree is mounted": (native, "mount_tree", then_dying(mount_tree)),

@@ -115,9 +115,7 @@ def test_a_damaged_image_is_made_again_in_a_new_chain(
     assert path.read_bytes() == bytes(again.buffer)
 
 
-def test_an_image_of_another_tree_is_not_used(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_image_of_another_tree_is_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(snapshot_of(FIRST))
     [path] = kept(folder)
     opened(snapshot_of(SECOND, version=2))
@@ -198,9 +196,7 @@ def name_of_another(kind: str, ours: str, tag: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["boot", "dataset", "chain"])
-def test_what_has_not_been_used_for_a_week_is_removed_unless_a_node_has_it_open(
-    folder: Path, kind: str
-) -> None:
+def test_what_was_unused_for_a_week_goes_unless_a_node_has_it_open(folder: Path, kind: str) -> None:
     """The folder may be shared by nodes, and holds what was left before a boot."""
     opened(snapshot_of(FIRST))
     [kept_image] = kept(folder)
@@ -348,9 +344,7 @@ def test_on_a_full_disk_the_image_is_built_elsewhere(
         assert leftovers == []
 
 
-def test_where_all_disks_are_full_the_image_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_full_disks_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path / "disk", "size=16k") as disk:
         monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
         monkeypatch.setattr("diesel_fs.mounts.images.UNNAMED_IN", (str(disk), "/missing"))

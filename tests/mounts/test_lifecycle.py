@@ -124,9 +124,7 @@ def test_S8_no_secret_in_arguments_environment_or_log(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, 0])
-def test_H4_the_end_of_a_mount_that_is_in_use_is_no_error_in_its_log(
-    live_mount: LiveMount, number: int
-) -> None:
+def test_H4_the_end_of_a_used_mount_is_no_logged_error(live_mount: LiveMount, number: int) -> None:
     """The mount leaves the tree at once. After a signal the daemon ends, and who holds a file gets
     an error; after `umount --lazy` they are served to their end."""
     pid = live_mount.pid
@@ -193,9 +191,7 @@ HOLDING = {
 }
 
 
-def test_umount_of_a_busy_mount_names_the_processes_and_takes_nothing_away(
-    live_mount: LiveMount,
-) -> None:
+def test_umount_of_a_busy_mount_names_its_users_and_changes_nothing(live_mount: LiveMount) -> None:
     """It is exit 11, in whatever way a process uses the mount. `.diesel` is found by name, and
     listed nowhere, also after the kernel has forgotten what names it can."""
     at = live_mount.at
@@ -239,9 +235,7 @@ def test_what_is_no_mount_of_a_dataset_is_refused(tmp_path: Path, place: str, wh
 
 
 @pytest.mark.parametrize("whom", ["pid", "server_pid"])
-def test_H1_readers_of_a_killed_daemon_get_an_error(
-    live_mount: LiveMount, session: str, whom: str
-) -> None:
+def test_H1_readers_of_a_killed_daemon_fail(live_mount: LiveMount, session: str, whom: str) -> None:
     """After kill -9 while reads wait, all readers get errors, and none stays in D state. `umount`
     takes the dead mount away."""
     at = live_mount.at
@@ -267,9 +261,7 @@ def test_H1_readers_of_a_killed_daemon_get_an_error(
     assert mounted_at(str(at)) is None
 
 
-def test_H2_a_dead_mount_is_replaced_and_a_living_one_is_not(
-    live_mount: LiveMount, session: str
-) -> None:
+def test_H2_only_a_dead_mount_is_replaced(live_mount: LiveMount, session: str) -> None:
     again = request_for(live_mount.source, live_mount.at, session)
     with pytest.raises(BusyError, match="folder@7 is mounted on"):
         mount(again, program=PROGRAM)

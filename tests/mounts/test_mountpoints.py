@@ -62,9 +62,7 @@ def test_H20_folders_that_cannot_be_mount_points(source: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "name", ["a,b", "with space", "quo'te\"", "new\nline", "-o allow_other", "é"]
 )
-def test_H20_a_mount_point_may_have_any_name(
-    source: Path, tmp_path: Path, session: str, name: str
-) -> None:
+def test_H20_a_place_of_any_name(source: Path, tmp_path: Path, session: str, name: str) -> None:
     """No part of a path becomes an option."""
     with mounting(source, tmp_path / name, session) as mounted:
         found = mounted_at(str(mounted.at))
@@ -102,9 +100,7 @@ def test_the_options_are_a_fixed_list() -> None:
     ]
 
 
-def test_entries_have_the_owner_and_umask_that_were_asked_for(
-    source: Path, tmp_path: Path, session: str
-) -> None:
+def test_owner_and_umask_are_those_asked_for(source: Path, tmp_path: Path, session: str) -> None:
     """All entries have the owner that was asked for, and modes without the umask; links have
     0777."""
     (source / "folder").mkdir(mode=0o755)
@@ -258,9 +254,7 @@ FOLLOWING_AS_USER = """if True:
 
 @needs_root
 @pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
-def test_an_ordinary_users_mount_follows(
-    by_user: list[str], open_place: Path, session: str
-) -> None:
+def test_a_plain_users_mount_follows(by_user: list[str], open_place: Path, session: str) -> None:
     """An ordinary user can notify the kernel, too."""
     with Program(FOLLOWING_AS_USER, open_place, session, by=by_user, python=user_python()) as user:
         assert user.first_line == "followed", user.end()

@@ -79,9 +79,7 @@ def test_umount_8_with_an_option_ends_everything(native: LiveMount, option: str)
 
 
 @pytest.mark.parametrize("again", ["umount", "mount"])
-def test_a_tree_whose_hidden_folder_was_unmounted_is_unmounted(
-    native: LiveMount, again: str
-) -> None:
+def test_a_tree_without_its_hidden_folder_is_unmounted(native: LiveMount, again: str) -> None:
     """By `umount`, and by mounting there again."""
     pids = Processes.of(native.at)
     syscalls.umount2(str(native.at / ".diesel"))
@@ -170,9 +168,7 @@ def second(tmp_path: Path) -> Iterator[Path]:
         run("umount", "-R", "-l", at)
 
 
-def test_a_bind_mount_shows_the_tree_with_an_empty_hidden_folder(
-    native: LiveMount, second: Path
-) -> None:
+def test_a_bind_mount_shows_the_tree_with_no_hidden_files(native: LiveMount, second: Path) -> None:
     """It keeps the mount alive, and is ended by `umount`."""
     assert run("mount", "--bind", native.at, second).returncode == 0
     assert (second / "a").read_bytes() == b"alpha" * 1000
@@ -189,9 +185,7 @@ def test_a_bind_mount_shows_the_tree_with_an_empty_hidden_folder(
     assert not mounts_below(second)
 
 
-def test_a_recursive_bind_mount_shows_the_hidden_folder_too(
-    native: LiveMount, second: Path
-) -> None:
+def test_a_recursive_bind_mount_shows_hidden_files_too(native: LiveMount, second: Path) -> None:
     assert run("mount", "--rbind", native.at, second).returncode == 0
     assert serves(second)
     umount(second)
@@ -230,7 +224,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_mounts_come_to_other_namespaces_and_go_from_them(
+def test_mounts_come_to_and_go_from_other_namespaces(
     source: Path, shared: Path, before: bool
 ) -> None:
     """Whether the namespace was made before the mount or after it. A file that is open there keeps

@@ -200,9 +200,7 @@ def test_auto_goes_over_to_logs_where_they_pay(filled: Path, tmp_path: Path, ses
         assert job.logs()["log_refused"] == 0
 
 
-def test_a_mount_after_a_kill_reads_what_the_log_has(
-    store: Path, tmp_path: Path, session: str
-) -> None:
+def test_a_mount_after_a_kill_reads_from_the_log(store: Path, tmp_path: Path, session: str) -> None:
     """The worker of a mount is killed in the second epoch; the next mount begins it again."""
     wanted = request(store, tmp_path / "at", tmp_path / "cache", session)
     with mounted(wanted) as at, Training(at) as job:

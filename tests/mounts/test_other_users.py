@@ -79,9 +79,7 @@ def source(open_place: Path) -> Path:
     return folder
 
 
-def test_no_other_user_gets_in_without_allow_other(
-    source: Path, open_place: Path, session: str
-) -> None:
+def test_nobody_gets_in_without_allow_other(source: Path, open_place: Path, session: str) -> None:
     """By its path, the folders of root's processes, a bind mount, or a file handle."""
     with (
         mounting(source, open_place / "m", session) as mounted,
@@ -105,9 +103,7 @@ def test_a_file_handle_is_for_root_alone(source: Path, open_place: Path, session
         assert tried_by_another_user(("by_handle", str(mounted.at), handle)) == ["EPERM"]
 
 
-def test_modes_decide_for_users_whom_root_puts_inside(
-    source: Path, open_place: Path, session: str
-) -> None:
+def test_modes_decide_for_those_put_inside(source: Path, open_place: Path, session: str) -> None:
     """FUSE refuses them everywhere. A native mount is closed at its root folder alone: root must
     not bind a folder of it elsewhere, or change the user of a process inside it."""
     inside = ["", "EACCES"] if session == "native" else ["EACCES", "EACCES"]

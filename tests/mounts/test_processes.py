@@ -128,7 +128,7 @@ def test_Z1_readers_are_freed_when_a_process_is_killed_while_a_push_waits(
     assert mounted_at(str(found.at)) is None
 
 
-def test_Z1_a_killed_worker_that_can_end_leaves_the_mount_alone(
+def test_Z1_a_killed_worker_that_can_end_harms_no_read(
     mounted: tuple[LiveMount, Processes],
 ) -> None:
     """Reads go on, nothing is pushed, and the log says so."""
@@ -169,7 +169,7 @@ def test_H6_reads_go_on_while_the_worker_is_stopped(mounted: tuple[LiveMount, Pr
     assert all(map(is_gone, pids))
 
 
-def test_H6_a_pause_of_all_processes_is_no_reason_to_end(
+def test_H6_a_pause_of_all_processes_ends_nothing(
     mounted: tuple[LiveMount, Processes],
 ) -> None:
     """After Ctrl-Z, or in a container that was frozen, everything goes on."""

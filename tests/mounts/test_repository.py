@@ -102,9 +102,7 @@ def test_H16_a_missing_chunk_gives_EIO(url: str, at: Path, session: str, tmp_pat
 
 
 @pytest.mark.only_session("native")
-def test_a_mount_has_a_lease_on_its_version(
-    url: str, at: Path, session: str, tmp_path: Path
-) -> None:
+def test_a_mount_leases_its_version(url: str, at: Path, session: str, tmp_path: Path) -> None:
     put(url, {"a": b"a"})
     with LocalRepository.open(url) as repository:
         view, objects = repository.view("ds"), repository.objects
@@ -114,9 +112,7 @@ def test_a_mount_has_a_lease_on_its_version(
         assert leased_versions(objects, view.identity, time.time()) == set()
 
 
-def test_H21_a_new_mount_of_a_newer_version_shows_no_old_page(
-    url: str, at: Path, session: str
-) -> None:
+def test_H21_a_mount_of_a_newer_version_shows_no_old_page(url: str, at: Path, session: str) -> None:
     """Path, size, inode number and mount point are the same; an old descriptor keeps the old
     bytes."""
     old, new = noise(1), noise(2)

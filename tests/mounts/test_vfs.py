@@ -103,9 +103,7 @@ def test_listings_agree_with_attributes(vfs: Vfs) -> None:
     assert vfs.child_columns(vfs.lookup(ROOT, b"a").node, 0, 400) is None
 
 
-async def test_a_hidden_file_gets_a_new_node_when_and_only_when_it_changes(
-    vfs: Vfs, clock: Clock
-) -> None:
+async def test_a_hidden_file_has_a_new_node_whenever_it_changes(vfs: Vfs, clock: Clock) -> None:
     async def hidden(name: bytes) -> Attributes:
         return await vfs.lookup_hidden(HIDDEN_ROOT, name)
 

@@ -87,7 +87,7 @@ def read(*paths: Path, **environment: str) -> None:
         ),
     ],
 )
-def test_waiting_is_for_what_is_slow(
+def test_waits_name_what_is_slow(
     request_of: MountRequest, slow: str, cause: str, name: str
 ) -> None:
     """A node of the task is this node's own master here."""

@@ -145,7 +145,7 @@ class Model:
 
 
 @given(STEPS)
-def test_each_moment_is_divided_equally_among_the_requests_that_wait(
+def test_each_moment_is_divided_among_waiting_requests(
     steps: list[tuple[object, ...]],
 ) -> None:
     """Any overlap of requests, of threads that mark what they wait for, and of answers given at

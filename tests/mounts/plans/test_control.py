@@ -128,9 +128,7 @@ def test_requests_are_answered_while_a_push_waits_for_the_store(
 
 
 @pytest.mark.only_session("native")
-def test_a_long_epoch_is_sent_in_parts(
-    at: Path, control: Control, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_long_epochs_are_split(at: Path, control: Control, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diesel_fs.mounts.plans.control.ENTRIES_PER_FRAME", 100)
     files = view(at).files()
     control.announce(
@@ -220,9 +218,7 @@ def empty(tmp_path: Path, session: str) -> MountRequest:
 
 
 @pytest.mark.only_session("native")
-def test_the_socket_is_removed_with_the_mount_and_dead_ones_by_the_next(
-    empty: MountRequest,
-) -> None:
+def test_the_socket_goes_with_the_mount_and_dead_ones_with_the_next(empty: MountRequest) -> None:
     dead, new = (runtime_folder() / name for name in ("control-dead", ".new-control-late"))
     for each in (dead, new):
         with socket.socket(socket.AF_UNIX) as left:
@@ -299,9 +295,7 @@ BEGINS_LATE = """if True:
 """
 
 
-def test_a_runtime_folder_that_is_a_link_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_link_is_no_runtime_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     (tmp_path / "diesel").symlink_to("elsewhere")
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))

@@ -191,9 +191,7 @@ GARBAGE = [
     ("frames", "answers"),
     [*((frames, 0) for frames in WITHOUT_HELLO), *(([HELLO, STATS, each], 2) for each in GARBAGE)],
 )
-async def test_garbage_ends_only_its_own_connection(
-    folder: Path, frames: list[bytes], answers: int
-) -> None:
+async def test_garbage_ends_its_connection(folder: Path, frames: list[bytes], answers: int) -> None:
     """After the answers to what came before it. A frame that is too long is not waited for."""
     served = ServedSocket(folder)
     async with served.serving(), served.connected() as client, served.connected() as other:

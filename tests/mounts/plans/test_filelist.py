@@ -239,9 +239,7 @@ def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
 
 
 @pytest.mark.fuse
-def test_lists_are_those_of_their_names_and_stay_until_they_are_followed(
-    at: Path, tmp_path: Path
-) -> None:
+def test_lists_have_their_orders_and_stay_until_followed(at: Path, tmp_path: Path) -> None:
     """By all ways to read one: again and again, by two readers at once, by cp, which takes as many
     bytes as stat said, and by the library."""
     hidden = at / ".diesel"

@@ -28,9 +28,7 @@ def test_a_miss_pushes_the_rest_of_its_chunk() -> None:
 
 
 @each_row(("size", "later_s", "pushed"), [(4_096, 0.5, 63), (4_096, 2.0, 64), (2 << 20, 0.5, 64)])
-def test_contents_that_a_READ_has_just_brought_are_not_pushed(
-    size: int, later_s: float, pushed: int
-) -> None:
+def test_what_a_READ_has_just_brought_is_not_pushed(size: int, later_s: float, pushed: int) -> None:
     """But they are if that was long ago, or if the file is large: a READ brings only a part."""
     planner = make_planner(256, 2, "oneshot", file_bytes=size)
     planner.missed(5, 100.0)

@@ -169,9 +169,7 @@ def test_an_epoch_over_two_thirds_of_the_memory_reads_nothing_twice(
         assert store["fetched_bytes"] < 1.1 * DATASET_BYTES
 
 
-def test_a_dataset_larger_than_the_staging_area_becomes_resident_once(
-    tmp_path: Path, url: str
-) -> None:
+def test_what_exceeds_the_staging_area_becomes_resident_once(tmp_path: Path, url: str) -> None:
     """With `oneshot`; the staging area is an eighth of the memory for pages."""
     memory_bytes = DATASET_BYTES * 3 // 2
     at = tmp_path / "mount"

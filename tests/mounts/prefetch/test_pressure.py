@@ -108,9 +108,7 @@ def drop_caches() -> None:
 @pytest.mark.parametrize(
     ("session", "policy"), [("kernel", "oneshot"), ("native", "oneshot"), ("native", "on-demand")]
 )
-def test_Z2_readers_with_little_memory_get_every_byte_right(
-    tmp_path: Path, session: str, policy: str
-) -> None:
+def test_Z2_bytes_are_right_with_little_memory(tmp_path: Path, session: str, policy: str) -> None:
     """Pages for which their group has no room are freed and read again. (The kernel may free inodes
     as well; the next test makes it do so.)"""
     source = source_of_many(tmp_path)

@@ -79,9 +79,7 @@ def test_entries_that_slower_workers_want_are_pushed() -> None:
 
 
 @each_row(("lag", "first"), [(0, 65), (256, 0)])
-def test_entries_that_other_workers_have_in_hand_at_the_start_are_pushed(
-    lag: int, first: int
-) -> None:
+def test_entries_that_other_workers_hold_at_the_start_are_pushed(lag: int, first: int) -> None:
     """The stream said how far apart they read. Before its first entry, one of the second batch was
     read; without the word of the stream, the first batch would be taken as read."""
     planner = followed(lag)

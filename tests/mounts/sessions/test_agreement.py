@@ -343,9 +343,7 @@ def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[st
 
 @pytest.mark.parametrize("pair", [("kernel", "pyfuse3"), ("kernel", "native")], ids=" and ".join)
 @each_row("room_bytes", [300, 1024, 4096, 65_536])
-def test_folders_are_listed_alike_with_any_room(
-    trees: Trees, room_bytes: int, pair: tuple[str, str]
-) -> None:
+def test_folders_are_listed_alike(trees: Trees, room_bytes: int, pair: tuple[str, str]) -> None:
     """Entries, their types, and, but for native mounts, inode numbers and offsets agree, also
     across the parts of a large folder."""
     top = os.fsencode(trees.source)

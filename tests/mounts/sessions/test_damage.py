@@ -179,9 +179,7 @@ def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_
         assert os.pread(file.fileno(), 10_000, readable[-1]) == content[readable[-1] :][:10_000]
 
 
-def test_files_that_were_read_stay_where_the_store_is_away(
-    stored: Stored, session: str, tmp_path: Path
-) -> None:
+def test_what_was_read_outlives_the_store(stored: Stored, session: str, tmp_path: Path) -> None:
     away = stored.store.with_name("away")
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
         assert (at / "00").read_bytes() == stored.contents["00"]

@@ -73,9 +73,7 @@ def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: LiveMount, f
     assert fault in log_of(faulty)
 
 
-def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(
-    faulty: LiveMount, session: str
-) -> None:
+def test_a_waiting_read_delays_no_other_and_ends_in_time(faulty: LiveMount, session: str) -> None:
     """Reads from a store that does not answer get EIO at the deadline; others go on meanwhile."""
     found: list[int] = []
     readers = [

@@ -47,7 +47,7 @@ async def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int,
     assert requests > 3 * turns
 
 
-async def test_a_wait_for_the_next_request_does_not_delay_other_tasks_for_long(
+async def test_a_wait_for_a_request_delays_other_tasks_little(
     pipe: tuple[int, int],
 ) -> None:
     stand_in = TrioStandIn(RequestWait(lambda: True))
@@ -63,7 +63,7 @@ async def test_a_wait_for_the_next_request_does_not_delay_other_tasks_for_long(
     assert time.monotonic() - start_s < LATE_S
 
 
-async def test_while_a_read_waits_poll_does_not_wait_for_the_next_request(
+async def test_while_a_read_waits_poll_waits_for_no_request(
     pipe: tuple[int, int],
 ) -> None:
     """The bytes of the read probably come first, and they come through trio."""

@@ -31,9 +31,7 @@ def everything_below(root: Path) -> Iterator[str]:
             yield os.path.relpath(os.path.join(folder, name), root)
 
 
-def test_names_bytes_modes_times_and_links_are_those_of_the_source(
-    tree: LiveMount, session: str
-) -> None:
+def test_all_that_is_shown_is_that_of_the_source(tree: LiveMount, session: str) -> None:
     """Each path has the bytes, size, mode, mtime and link target that were put. The root folder of
     a native mount without --allow-other has the mode that keeps other users out.
     """

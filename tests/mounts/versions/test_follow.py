@@ -49,9 +49,7 @@ def content_of(descriptor: int) -> bytes:
     return os.pread(descriptor, FILE_BYTES + 1, 0)
 
 
-def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(
-    followed: FollowedMount,
-) -> None:
+def test_Z3_open_files_keep_the_old_version_and_names_lead_on(followed: FollowedMount) -> None:
     """Entries are added before others, changed, removed, renamed, or change their kind."""
     at = followed.at
     held = {name: os.open(at / name, os.O_RDONLY) for name in FILES}
@@ -131,9 +129,7 @@ def test_pages_of_unchanged_files_stay_and_are_still_counted_and_new_files_are_p
 
 
 @pytest.mark.only_session(*PUSHING)
-def test_a_miss_after_a_switch_makes_the_worker_push_the_right_chunk(
-    followed: FollowedMount,
-) -> None:
+def test_a_miss_after_a_switch_pushes_the_right_chunk(followed: FollowedMount) -> None:
     """The session reports nodes, which are no indices any more."""
     names = [f"mate{number}" for number in range(10)]
     followed.put_together(dict.fromkeys(names, noise(7, 1000)))
@@ -217,9 +213,7 @@ def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
         assert (stat.S_IMODE(found.st_mode), found.st_mtime) == (mode, time_s)
 
 
-def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
-    tmp_path: Path, session: str
-) -> None:
+def test_an_empty_dataset_is_filled_and_emptied(tmp_path: Path, session: str) -> None:
     (tmp_path / "empty").mkdir()
     followed = begin(tmp_path / "empty", session)
     with followed.connected() as dataset:
@@ -238,9 +232,7 @@ def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
 
 
 @pytest.mark.only_session(*PUSHING)
-def test_a_stopped_worker_delays_a_switch_and_nothing_else(
-    followed: FollowedMount,
-) -> None:
+def test_a_stopped_worker_delays_a_switch_and_nothing_else(followed: FollowedMount) -> None:
     """The mount switches once the worker goes on."""
     wait_until(lambda: followed.stats()["residency"])
     worker = Processes.of(followed.at).worker
@@ -256,9 +248,7 @@ def test_a_stopped_worker_delays_a_switch_and_nothing_else(
     assert (followed.at / "0new").read_bytes() == b"0"
 
 
-def test_names_in_the_hidden_folder_follow_and_open_files_of_it_do_not(
-    followed: FollowedMount,
-) -> None:
+def test_hidden_names_follow_and_open_hidden_files_do_not(followed: FollowedMount) -> None:
     """A list that was read postpones no switch."""
     hidden = followed.at / ".diesel"
     names = sorted(name.encode() for name in FILES)
@@ -311,9 +301,7 @@ def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
 
 
 @pytest.mark.only_session("kernel")
-def test_H16_that_a_dataset_was_deleted_or_made_anew_is_logged_once(
-    followed: FollowedMount,
-) -> None:
+def test_H16_a_deletion_and_a_new_dataset_are_logged_once(followed: FollowedMount) -> None:
     at = followed.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     with connect("ds", followed.url) as dataset:

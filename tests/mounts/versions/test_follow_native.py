@@ -127,9 +127,7 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
 
 
 @pytest.mark.parametrize("what", fast_first(["file", "mapping", "working folder"]))
-def test_what_is_open_in_an_old_version_keeps_the_mount_busy(
-    followed: FollowedMount, what: str
-) -> None:
+def test_what_is_open_of_an_old_version_is_busy(followed: FollowedMount, what: str) -> None:
     """The process is named. Lazily, the mount goes at once, and the daemon with its last user."""
     program = """if True:
         import mmap, os, sys
@@ -207,9 +205,7 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
             assert os.listdir(there) == []
 
 
-def test_what_is_resident_survives_a_switch_without_the_store(
-    prepared: FollowedMount,
-) -> None:
+def test_what_is_resident_survives_a_switch_without_the_store(prepared: FollowedMount) -> None:
     """Small files, and one of several chunks. The first version then ends."""
     contents = {f"many/{number:03}": noise(number) for number in range(200)}
     contents["large"] = random.Random(3).randbytes(9 << 20)

@@ -143,9 +143,7 @@ def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
 
 
 @pytest.mark.only_session("native", "kernel")
-def test_umount_does_not_wait_for_a_stopped_server(
-    prepared: FollowedMount, server: ServerWithRedis
-) -> None:
+def test_umount_waits_for_no_server(prepared: FollowedMount, server: ServerWithRedis) -> None:
     """Also while the mount waits for its answer."""
     (stopped,) = server.servers
     with mounted(prepared.request):
