@@ -245,3 +245,30 @@ def bound(folder: Path, at: Path, *options: str) -> Iterator[Path]:
         yield at
     finally:
         subprocess.run(["umount", "--lazy", at], check=True)
+
+
+READ = """if True:
+    import os, signal, sys, threading
+    def read(file):
+        try:
+            content = b""
+            while part := os.pread(file, 1 << 20, len(content)):
+                content += part  # short where a page after it cannot be read: then comes the error
+        except OSError as error:
+            found = b"%d" % error.errno
+        else:
+            right = bytes.fromhex(sys.argv[2]) * int(sys.argv[4])
+            found = b"right" if content == right else b"WRONG"
+        os.write(1, found + b"\\n")
+    files = [os.open(sys.argv[1], os.O_RDONLY) for _ in range(int(sys.argv[3]))]
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    threads = [threading.Thread(target=read, args=(file,)) for file in files]
+    print("opened", flush=True)
+    [thread.start() for thread in threads]
+"""
+
+
+def reading(path: Path, content: bytes, count: int = 1) -> Program:
+    """A process with threads that read a file at once. It prints how each read ends: by an errno,
+    or that it is right. The content repeats its first 16 bytes."""
+    return Program(READ, path, content[:16].hex(), count, len(content) // 16)

@@ -22,6 +22,7 @@ from tests.mounts.observed import (
     holding,
     log_of,
     mounts_below,
+    reading,
     state_of,
     waiting_reads,
 )
@@ -33,19 +34,6 @@ pytestmark = pytest.mark.fuse
 NEVER_S = 3600.0
 """No test waits so long."""
 
-READ = """if True:
-    import sys, threading
-    def read():
-        try:
-            with open(sys.argv[1] + "/wait", "rb") as file:
-                print("right" if file.read() == b"w" * 5000 else "WRONG", flush=True)
-        except OSError as error:
-            print(error.errno, flush=True)
-    threads = [threading.Thread(target=read) for _ in range(int(sys.argv[2]))]
-    print("begun", flush=True)
-    [each.start() for each in threads]
-"""
-
 ENDED = {str(number) for number in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTED)}
 """The errors of readers of a mount that has ended."""
 
@@ -55,14 +43,14 @@ def live_mount(source: Path, tmp_path: Path, session: str) -> Iterator[LiveMount
     """A mount with a file whose reads wait."""
     # A native mount reads ahead over the ends of files, which must not reach the file that waits.
     (source / "between").write_bytes(bytes(2 << 20))
-    (source / "wait").write_bytes(b"w" * 5000)
+    (source / "wait").write_bytes(b"w" * 4992)
     with mounting(source, tmp_path / "mount", session, read_deadline_s=NEVER_S) as mounted:
         yield mounted
 
 
-def reading(at: Path, count: int = 1) -> Program:
+def waiting(at: Path, count: int = 1) -> Program:
     """A process with threads whose reads wait. It prints how each ends."""
-    readers = Program(READ, at, count)
+    readers = reading(at / "wait", b"w" * 4992, count)
     wait_until(lambda: waiting_reads(at))
     return readers
 
@@ -151,7 +139,7 @@ def test_H4_the_end_of_a_used_mount_is_no_logged_error(live_mount: LiveMount, nu
 def test_H4_reads_under_way_get_their_bytes_within_the_grace_time_or_an_error(
     live_mount: LiveMount, come: bool
 ) -> None:
-    with reading(live_mount.at) as reader:
+    with waiting(live_mount.at) as reader:
         os.kill(live_mount.pid, signal.SIGTERM)
         wait_until(lambda: mounted_at(str(live_mount.at)) is None)
         if come:
@@ -168,7 +156,7 @@ def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("long_grace")
 def test_H4_a_second_signal_ends_at_once(live_mount: LiveMount) -> None:
-    with reading(live_mount.at) as reader:
+    with waiting(live_mount.at) as reader:
         os.kill(live_mount.pid, signal.SIGTERM)
         wait_until(lambda: mounted_at(str(live_mount.at)) is None)
         assert not ends_within(live_mount.pid, 0.5), "the first signal did not wait for reads"
@@ -216,7 +204,7 @@ def test_umount_of_a_busy_mount_names_its_users_and_changes_nothing(live_mount: 
 @pytest.mark.parametrize("stopped", [False, True])
 def test_H6_umount_by_force_ends_a_mount_that_hangs(live_mount: LiveMount, stopped: bool) -> None:
     """Readers get an error although neither store nor daemon answers."""
-    with reading(live_mount.at) as reader:
+    with waiting(live_mount.at) as reader:
         if stopped:
             os.kill(live_mount.pid, signal.SIGSTOP)
         umount(live_mount.at, force=True)
@@ -239,7 +227,7 @@ def test_H1_readers_of_a_killed_daemon_fail(live_mount: LiveMount, session: str,
     """After kill -9 while reads wait, all readers get errors, and none stays in D state. `umount`
     takes the dead mount away."""
     at = live_mount.at
-    with reading(at, 8) as readers:
+    with waiting(at, 8) as readers:
         os.kill(figures(stats(at))[whom], signal.SIGKILL)
         told = readers.end().split()
         assert len(told) == 8

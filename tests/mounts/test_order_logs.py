@@ -135,6 +135,7 @@ class Training:
 
 
 def request(store: Path, at: Path, cache: Path, session: str) -> MountRequest:
+    at.mkdir(exist_ok=True)
     task = TaskOptions(cache_dir=str(cache), cache_layout="order", cache_bytes=100 << 20)
     return MountRequest(
         store.as_uri(), "ds", str(at), session=session, memory_bytes=MEMORY, task_options=task

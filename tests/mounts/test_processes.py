@@ -26,6 +26,7 @@ from tests.mounts.observed import (
     fresh_stats,
     is_gone,
     log_of,
+    reading,
     state_of,
     waiting_reads,
 )
@@ -40,26 +41,6 @@ pushed again."""
 READERS = 8
 FREED_S = 15.0  # far less than the 20 s after which a read that waits is an error
 
-READ = """if True:
-    import os, signal, sys, threading
-    def read(file):
-        try:
-            content = b""
-            while part := os.pread(file, 1 << 20, len(content)):
-                content += part  # short where a page after it cannot be read: then comes the error
-        except OSError as error:
-            found = b"%d" % error.errno
-        else:
-            right = bytes.fromhex(sys.argv[2]) * int(sys.argv[4])
-            found = b"right" if content == right else b"WRONG"
-        os.write(1, found + b"\\n")
-    files = [os.open(sys.argv[1], os.O_RDONLY) for _ in range(int(sys.argv[3]))]
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    threads = [threading.Thread(target=read, args=(file,)) for file in files]
-    print("opened", flush=True)
-    [thread.start() for thread in threads]
-"""
-
 
 @pytest.fixture
 def mounted(
@@ -70,11 +51,6 @@ def mounted(
     (source / PUSHED).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
         yield found, Processes.of(found.at)
-
-
-def reading(at: Path, name: str = PUSHED, content: bytes = CONTENT) -> Program:
-    """A process with threads that read a file at once."""
-    return Program(READ, at / name, content[:16].hex(), READERS, len(content) // 16)
 
 
 def wait_for_the_push(at: Path, worker: int) -> None:
@@ -113,7 +89,7 @@ def test_Z1_readers_are_freed_when_a_process_is_killed_while_a_push_waits(
 ) -> None:
     """Readers get an error, no process stays in D state, and mounting again works."""
     found, pids = mounted
-    with reading(found.at) as readers:
+    with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
         killed_s = time.monotonic()
         for victim in VICTIMS[victims]:
@@ -133,7 +109,7 @@ def test_Z1_a_killed_worker_that_can_end_harms_no_read(
 ) -> None:
     """Reads go on, nothing is pushed, and the log says so."""
     found, pids = mounted
-    with reading(found.at) as readers:
+    with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
         os.kill(pids.worker, signal.SIGKILL)
         found.release_reads()
@@ -147,7 +123,7 @@ def test_Z1_a_killed_worker_that_can_end_harms_no_read(
 
 def test_H6_a_stopped_server_is_ended_by_the_watchdog(mounted: tuple[LiveMount, Processes]) -> None:
     found, pids = mounted
-    with reading(found.at) as readers:
+    with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
         os.kill(pids.server, signal.SIGSTOP)
         time.sleep(1.0)
@@ -191,7 +167,7 @@ def test_H4_a_mount_ends_while_a_push_waits(mounted: tuple[LiveMount, Processes]
     """Plainly it is busy; lazily its readers are served to their end; by force or by signals it
     ends, and so do they."""
     found, pids = mounted
-    with reading(found.at) as readers:
+    with reading(found.at / PUSHED, CONTENT, READERS) as readers:
         wait_for_the_push(found.at, pids.worker)
         started_s = time.monotonic()
         match way:
@@ -251,7 +227,7 @@ def test_H4_a_signal_to_all_processes_of_a_mount_in_the_foreground_counts_once(
         assert any("is mounted on" in line for line in process.stderr)  # reads up to this line
         pids = Processes.of(at)
         assert pids.supervisor == process.pid
-        with reading(at, "wait", content) as readers:
+        with reading(at / "wait", content, READERS) as readers:
             wait_until(lambda: waiting_reads(at))
             os.killpg(process.pid, number)
             wait_until(lambda: mounted_at(str(at)) is None)
@@ -278,7 +254,7 @@ def test_a_reader_that_is_ended_while_it_waits_ends_at_once(
     (pyfuse3 is not told of that). Later reads of the file work."""
     (source / name).write_bytes(CONTENT)
     with mounting(source, tmp_path / "mount", "kernel") as found:
-        with reading(found.at, name) as readers:
+        with reading(found.at / name, CONTENT, READERS) as readers:
             wait_until(lambda: waiting_reads(found.at) >= (2 if name == "retry" else 1))
             time.sleep(0.1)
             assert not readers.has_ended()

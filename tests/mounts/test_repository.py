@@ -5,9 +5,8 @@ import logging
 import mmap
 import os
 import signal
-import subprocess
-import sys
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,14 +19,16 @@ from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.processes import holders_of
 from diesel_fs.repository.leases import leased_versions
 from diesel_fs.repository.local import LocalRepository
-from tests.mounts.observed import FILE_BYTES, current_stats, figures, mounted, noise, put
+from tests.mounts.observed import FILE_BYTES, current_stats, figures, holding, mounted, noise, put
 
 pytestmark = pytest.mark.fuse
 
 
 @pytest.fixture
 def at(tmp_path: Path) -> Path:
-    return tmp_path / "mount"
+    folder = tmp_path / "mount"
+    folder.mkdir()
+    return folder
 
 
 @pytest.fixture
@@ -139,53 +140,22 @@ def test_H21_a_mount_of_a_newer_version_shows_no_old_page(url: str, at: Path, se
         assert (at / "a").read_bytes() == new
 
 
-READERS = """if True:
-    import os, random, sys
-    at, count, files = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    for number in range(count):
-        if os.fork():
-            continue
-        chosen = random.Random(number)
-        held = []
-        while True:  # as a worker does: open, read, close, keep a few
-            held.append(open(f"{at}/f{chosen.randrange(files)}", "rb"))
-            if len(held[-1].read()) != %d:
-                os._exit(1)
-            if len(held) == 1:
-                os.write(1, b"%%d\\n" %% os.getpid())
-            if len(held) > 4:
-                held.pop(0).close()
-            if os.path.exists(f"{at}-stop"):
-                os._exit(0)
-    codes = [os.wait()[1] for _ in range(count)]
-    print(*codes)
-"""
-
-
 def test_H19_killed_readers_leave_no_handle_behind(url: str, at: Path, session: str) -> None:
-    """32 processes read, a third of them is killed: each OPEN gets its RELEASE."""
-    count, files = 32, 12
-    put(url, {f"f{seed}": noise(seed) for seed in range(files)})
-    with mounted(MountRequest(url, "ds", str(at), session=session)):
-        program = READERS % FILE_BYTES
-        readers = subprocess.Popen(
-            [sys.executable, "-c", program, str(at), str(count), str(files)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert readers.stdout is not None
-        pids = [int(readers.stdout.readline()) for _ in range(count)]
-        for pid in pids[::3]:
-            os.kill(pid, signal.SIGKILL)
-        (at.parent / "mount-stop").touch()
-        codes = readers.communicate(timeout=60)[0].split()
-        assert sorted(codes) == ["0"] * (count - len(pids[::3])) + ["9"] * len(pids[::3])
+    """Of 12 processes that have files open, a third is killed: each OPEN gets its RELEASE."""
+    files = {f"f{seed}": noise(seed) for seed in range(12)}
+    put(url, files, one_each=True)
+    with mounted(MountRequest(url, "ds", str(at), session=session)), ExitStack() as stack:
+        holds = (f"f = open('{at}/{name}', 'rb'); f.read(9)" for name in files)
+        readers = [stack.enter_context(holding(hold, "f.read()")) for hold in holds]
+        for reader in readers[::3]:
+            reader.send_signal(signal.SIGKILL)
+        assert [reader.end() for reader in readers] == [""] * len(readers)
         found = mounted_at(str(at))
         assert found is not None
         assert holders_of(found) == []
         # The kernel session is asked for no OPEN, so it has nothing to release.
         assert session == "native" or "release" not in figures(current_stats(at), "requests")
-        assert all((at / f"f{seed}").read_bytes() == noise(seed) for seed in range(files))
+        assert {name: (at / name).read_bytes() for name in files} == files
         umount(at)  # it would fail if a process used the mount
 
 
