@@ -104,7 +104,6 @@ def mounting(
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A small source folder."""
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "a").write_bytes(b"alpha" * 1000)

@@ -68,7 +68,6 @@ def die() -> None:
 
 
 def reach(moment: str) -> None:
-    """Here is such a moment."""
     if moment == os.environ[MOMENT]:
         if os.environ[DIES] == "nobody":
             time.sleep(PAUSE_S)
@@ -93,8 +92,6 @@ def then_dying(function: Callable[_P, _T], times: int = 1) -> Callable[_P, _T]:
 
 
 def dying_first(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, before which the processes are killed."""
-
     def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
         die()
         return function(*arguments, **named)
@@ -137,14 +134,12 @@ STARTS: dict[str, tuple[object, str, object]] = {
 
 
 def write(descriptor: int, content: bytes) -> int:
-    """The system call."""
     if len(content) > OUT_HEADER.size and OUT_HEADER.unpack_from(content)[1] == NOTIFY_INVALIDATE:
         reach("told")
     return real_write(descriptor, content)
 
 
 def make_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
-    """The system calls."""
     made = new_mount(kind, options, attributes)
     if kind == "erofs":
         trees.append(made)
@@ -154,14 +149,12 @@ def make_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -
 
 
 def attach(mount: int, path: str, *, folder: int = AT_FDCWD, beneath: bool = False) -> None:
-    """The system call."""
     attach_mount(mount, path, folder=folder, beneath=beneath)
     if beneath:
         reach("beneath")
 
 
 def unmount(mountpoint: str, flags: int = 0) -> None:
-    """The system call."""
     umount2(mountpoint, flags)
     reach("detached")
 

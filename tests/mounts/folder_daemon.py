@@ -101,11 +101,9 @@ class FolderMountSource(MountSource):
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
     ) -> FolderReader:
-        """Reads contents from the folder."""
         return FolderReader(snapshot, parse_url(request.url).path)
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> FolderBatchSource:
-        """The same for the prefetch worker."""
         return FolderBatchSource(snapshot, parse_url(request.url).path)
 
 

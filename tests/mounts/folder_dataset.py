@@ -47,7 +47,6 @@ _KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.F
 
 
 def snapshot_of(source: Path, dataset: str = "folder", version: int = 7) -> bytes:
-    """The snapshot of a folder and everything below it."""
     folders: list[bytes] = []
     names: list[bytes] = []
     tails: dict[int, bytes] = {}
@@ -104,7 +103,6 @@ def many_names(count: int) -> list[bytes]:
 
 
 def many(dataset: str) -> bytes:
-    """The snapshot of such a dataset."""
     inside = many_names(int(dataset.removeprefix(MANY)))
     names = [b"", b"many", *inside]
     fixed = (0, 0, 0, 0, 0o755, Kind.FOLDER, 0)
@@ -151,7 +149,6 @@ class FolderBatchSource:
         return [(0.0, 0.0)] * len(units)
 
     def stats(self) -> dict[str, int]:
-        """How many files it gave."""
         return {"pieces": self._given}
 
     def close(self) -> None:

@@ -42,7 +42,6 @@ def foreground_command(source: Path, at: Path, session: str) -> list[str]:
 
 
 def noise(seed: int, size: int = FILE_BYTES) -> bytes:
-    """Bytes that differ for each seed and cannot be compressed."""
     return random.Random(seed).randbytes(size)
 
 
@@ -104,18 +103,15 @@ def figures(found: Mapping[str, object], *names: str) -> dict[str, int]:
 
 
 def waiting_reads(at: Path) -> int:
-    """How many READs have come that were not answered from memory."""
     return figures(stats(at), "reads")["misses"]
 
 
 def count_of_reads(at: Path) -> int:
-    """How many READs have come."""
     found = figures(current_stats(at), "reads")
     return found["hits"] + found["misses"]
 
 
 def log_of(mounted: LiveMount) -> str:
-    """The log of a mount by `mounting`."""
     return log_path(request_for(mounted.source, mounted.at)).read_text()
 
 
@@ -149,7 +145,6 @@ class Processes(NamedTuple):
         return cls(found["pid"], found["server_pid"], worker)
 
     def wait_for_their_end(self) -> None:
-        """Returns when all have ended."""
         wait_until(lambda: all(map(is_gone, self)))
 
 
@@ -238,7 +233,6 @@ def with_our_modules(home: Path, **environment: str) -> list[str]:
 
 @contextmanager
 def bound(folder: Path, at: Path, *options: str) -> Iterator[Path]:
-    """A folder that is mounted at a second place, too."""
     at.mkdir(exist_ok=True)
     subprocess.run(["mount", "--bind", *options, folder, at], check=True)
     try:

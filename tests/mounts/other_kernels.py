@@ -54,8 +54,6 @@ def _zeros() -> None:
 
 
 def _no_erofs() -> None:
-    """EROFS is not there."""
-
     def mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
         if kind == "erofs":
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
@@ -65,8 +63,6 @@ def _no_erofs() -> None:
 
 
 def _no_loop_devices() -> None:
-    """All loop devices are in use."""
-
     def control(file: int, request: int, argument: bytes | int = 0) -> bytes | int:
         if request == 0x4C82:  # LOOP_CTL_GET_FREE
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -29,20 +29,17 @@ SECOND = {b"b": file(3, 97, 9), b"c": file(4, 96, 9)}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of images, which is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "diesel" / "images"
 
 
 def opened(snapshot: Snapshot, how: Shown = ME) -> Image:
-    """An image that nothing keeps open."""
     image, descriptor = open_image(snapshot, how)
     os.close(descriptor)
     return image
 
 
 def kept(folder: Path) -> list[Path]:
-    """The files of images, the oldest first."""
     found = [path for path in folder.iterdir() if not path.name.endswith(".chain")]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 

@@ -40,7 +40,6 @@ ENDED = {str(number) for number in (errno.EIO, errno.ENOTCONN, errno.ECONNABORTE
 
 @pytest.fixture
 def live_mount(source: Path, tmp_path: Path, session: str) -> Iterator[LiveMount]:
-    """A mount with a file whose reads wait."""
     # A native mount reads ahead over the ends of files, which must not reach the file that waits.
     (source / "between").write_bytes(bytes(2 << 20))
     (source / "wait").write_bytes(b"w" * 4992)
@@ -150,7 +149,6 @@ def test_H4_reads_under_way_get_their_bytes_within_the_grace_time_or_an_error(
 
 @pytest.fixture
 def long_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At its end the daemon waits for reads without limit."""
     monkeypatch.setenv(GRACE, str(NEVER_S))
 
 

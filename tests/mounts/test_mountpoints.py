@@ -27,7 +27,6 @@ pytestmark = pytest.mark.fuse
 
 
 def refused(request: MountRequest) -> DieselError:
-    """The error of a mount that must fail."""
     with pytest.raises(DieselError) as raised:
         mount(request, program=PROGRAM)
     assert mounted_at(request.mountpoint) is None

@@ -238,7 +238,6 @@ def test_two_mounts_of_one_order_share_a_folder(store: Path, tmp_path: Path, ses
 def test_a_folder_that_takes_no_log_costs_nothing_but_that(
     store: Path, tmp_path: Path, session: str, options: str
 ) -> None:
-    """A read-only disk, and one that is nearly full."""
     with (
         small_disk(tmp_path / "disk", options) as disk,
         mounted(request(store, tmp_path / "at", disk / "cache", session)) as at,

@@ -61,7 +61,6 @@ def tried_by_another_user(*attempts: Attempt, inside: Path | None = None) -> lis
 
 
 def handle_of(path: Path) -> bytes:
-    """The file handle of a path (name_to_handle_at)."""
     room = ctypes.create_string_buffer(bytes([128, 0, 0, 0]), 136)
     mount_id = ctypes.c_int()
     if libc.name_to_handle_at(-100, bytes(path), room, ctypes.byref(mount_id), 0) < 0:

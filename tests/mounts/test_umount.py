@@ -36,7 +36,6 @@ CLI = Path(__file__).parents[2] / "cli"
 
 
 def by_another_user(*arguments: object) -> "subprocess.CompletedProcess[str]":
-    """Runs dlcmd as an ordinary user."""
     environment = with_our_modules(Path("/"), PYTHONPATH=f"{CLI}:{module_path()}")
     command = [*environment, *as_user(), user_python(), "-m", "dlcmd", *map(str, arguments)]
     return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)

@@ -27,8 +27,6 @@ MANY = 1034
 
 
 class Clock:
-    """A clock that a test moves."""
-
     def __init__(self) -> None:
         self.now_s = 0.0
 
@@ -43,7 +41,6 @@ def clock() -> Clock:
 
 @pytest.fixture
 def vfs(source: Path, clock: Clock) -> Vfs:
-    """A small dataset, with a clock that the test moves."""
     (source / "link").symlink_to("a")
     (source / "many").mkdir()
     for number in range(MANY):

@@ -55,7 +55,6 @@ def request_of(url: str, tmp_path: Path, session: str) -> MountRequest:
 
 @contextmanager
 def slow_mount(request: MountRequest, slow: str) -> Iterator[Path]:
-    """A mount in which one thing takes `SLOW_S`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(slow, SLOW_S)
         with mounted(request, slow_daemon.PROGRAM) as at:
@@ -63,14 +62,12 @@ def slow_mount(request: MountRequest, slow: str) -> Iterator[Path]:
 
 
 def share(found: Mapping[str, object], cause: str) -> float:
-    """The part of all waiting that was for a cause."""
     causes, waited_s = figures(found, "causes_s"), figures(found)["waited_s"]
     assert sum(causes.values()) == pytest.approx(waited_s, abs=1e-4)
     return causes[cause] / waited_s
 
 
 def read(*paths: Path, **environment: str) -> None:
-    """Reads files in another process."""
     subprocess.run(
         ["cat", *paths], check=True, stdout=subprocess.DEVNULL, env={**os.environ, **environment}
     )

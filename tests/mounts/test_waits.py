@@ -25,8 +25,6 @@ MARKED = [cause for cause in WaitCause if cause not in (WaitCause.MOUNT, WaitCau
 
 
 class Clock:
-    """A clock that moves when it is told to."""
-
     def __init__(self) -> None:
         self.now_s = 1000.0
 
@@ -81,8 +79,6 @@ def readers_in(figures: Mapping[str, object]) -> list[dict[str, int]]:
 
 
 class Model:
-    """Runs steps on `Waits` and on the oracle."""
-
     def __init__(self) -> None:
         self.clock = Clock()
         self.waits = Waits(group_of, now=self.clock)

@@ -65,7 +65,6 @@ class Bench:
         raise AssertionError("it never rests")
 
     def stream(self, name: str) -> StreamStats | None:
-        """Where a stream is."""
         found = self.residency.stats()["streams"]
         return next((each for each in found if each["name"] == name), None)
 
@@ -80,7 +79,6 @@ def bench() -> Bench:
 
 
 def announce(**changed: Value) -> Message:
-    """A good `announce`, with changed fields."""
     epochs: list[Value] = [explicit(epoch=0, entries=SNAPSHOT.files()[:20])]
     return {"do": "announce", "stream": "s", **OF_VERSION, "epochs": epochs, **changed}
 
@@ -311,7 +309,6 @@ def test_any_message_is_answered(message: Message) -> None:
 
 
 def read_list(bench: Bench, epoch: int, stream: str = "filelist") -> None:
-    """A program begins to read a list."""
     bench.ask(do="list read", stream=stream, list=f"seed=1,epoch={epoch},group=2")
 
 
@@ -320,7 +317,6 @@ def looked_up(bench: Bench) -> Value:
 
 
 def follow(bench: Bench, epoch: int) -> None:
-    """Open every file of an epoch."""
     bench.settle()
     for entry in chunk_shuffle(bench.snapshot, 1, epoch, group_size=2).tolist():
         bench.residency.opened(entry, bench.now_s)

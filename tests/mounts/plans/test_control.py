@@ -33,7 +33,6 @@ NOBODY = 65534
 
 @pytest.fixture(scope="module")
 def at(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Path]:
-    """A mount of a real dataset."""
     base = tmp_path_factory.mktemp("control")
     url = (base / "store").as_uri()
     put(url, {f"{number % 7}/{number:05}": b"%d" % number * 50 for number in range(FILES)})
@@ -100,7 +99,6 @@ def test_a_plan_makes_files_resident(at: Path, control: Control) -> None:
 
 
 def streams(control: Control) -> dict[str, dict[str, int]]:
-    """The streams of the mount, by name."""
     found = cast("list[dict[str, int]]", figures(control.stats(), "residency")["streams"])
     return {str(each["name"]): each for each in found}
 

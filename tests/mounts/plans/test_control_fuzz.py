@@ -83,7 +83,6 @@ class Client:
         return received
 
     async def answers(self) -> list[Message]:
-        """All messages until the connection ends."""
         found = []
         while (answer := await self.answer()) is not None:
             found.append(answer)

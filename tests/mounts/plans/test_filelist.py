@@ -93,8 +93,6 @@ def test_a_newline_in_a_path_makes_two_lines_and_is_refused(tmp_path: Path) -> N
 
 
 class CountingObserver(ListObserver):
-    """Readers that count."""
-
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
@@ -190,7 +188,6 @@ def expected(at: Path, epoch: int, rank: int = 0, world: int = 1) -> bytes:
 
 
 def follow(at: Path, text: bytes) -> None:
-    """Read the files that a list names."""
     for line in text.splitlines():
         assert (at / os.fsdecode(line)).read_bytes()
 
@@ -282,7 +279,6 @@ def test_reading_a_list_pushes_its_files(at: Path) -> None:
 
 
 def residency(at: Path) -> Counter[str]:
-    """The statistics of the prefetch worker."""
     return Counter(figures(current_stats(at), "residency"))
 
 

@@ -110,7 +110,6 @@ class ContentServer:
 
     @property
     def reads(self) -> int:
-        """How many READs have come."""
         count: int = self._counts[0].item()
         return count
 
@@ -119,7 +118,6 @@ class ContentServer:
         os.pwrite(self._store, content, address)
 
     def content_bytes(self) -> int:
-        """How many bytes of the content file are in the page cache."""
         return syscalls.cached_bytes(self.content.descriptor, 0, CONTENT_BYTES)
 
     def close(self) -> None:
@@ -166,12 +164,10 @@ class ContentMount:
         return self.image.order.copy()
 
     def entry(self, name: bytes) -> int:
-        """The entry of a file."""
         entries: list[int] = self.entries().tolist()
         return next(entry for entry in entries if self.snapshot.path(entry) == name)
 
     def content_of(self, entry: int) -> bytes:
-        """What a file must contain."""
         return self.contents[self.snapshot.path(entry)]
 
     def address(self, entry: int) -> int:
@@ -179,11 +175,9 @@ class ContentMount:
         return self.image.first_block.item(entry) * BLOCK_BYTES
 
     def path(self, entry: int) -> Path:
-        """A file as users see it."""
         return self.at / os.fsdecode(self.snapshot.path(entry))
 
     def batch(self, entries: Sequence[int] | npt.NDArray[np.uint32]) -> Batch:
-        """The contents of these files, whole."""
         contents = [memoryview(self.content_of(int(entry))) for entry in entries]
         return Batch(np.array(entries, np.int64), np.zeros(len(entries), np.int64), contents)
 
@@ -203,7 +197,6 @@ class ContentMount:
 
 @contextmanager
 def content_mount(folder: Path, contents: dict[bytes, bytes]) -> Iterator[ContentMount]:
-    """A mount of these files."""
     mounted = ContentMount(folder, contents)
     try:
         yield mounted

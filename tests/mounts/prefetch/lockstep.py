@@ -43,7 +43,6 @@ class Place:
         return max(self.free_s, now_s + size / self.read_bytes_per_s) + self.latency_s
 
     def cost(self, size: int) -> tuple[float, float]:
-        """What a read costs, by the true figures."""
         return self.latency_s + size / self.read_bytes_per_s, size / self.bytes_per_s
 
 
@@ -102,18 +101,15 @@ class Job:
         self._finished: dict[int, float] = {}  # of this iteration, by rank
 
     def rank_of(self, entries: Entries) -> int:
-        """The rank whose files these are."""
         return int(entries[0]) // self.files
 
     def true_costs(self, units: Sequence[Entries]) -> list[tuple[float, float]]:
-        """What reads of these units cost."""
         return [
             self.places[self.rank_of(unit)].cost(len(unit) * FILE_BYTES) if len(unit) else (0, 0)
             for unit in units
         ]
 
     def run(self) -> "Job":
-        """Run all iterations."""
         while len(self.iterations) < self.files // BATCH:
             decision = self.planner.next(self.now_s)
             match decision:
@@ -176,7 +172,6 @@ class Job:
                 self.reads += 1
 
     def _read(self) -> None:
-        """Let the ranks read what is there by now."""
         active = [rank for rank in range(RANKS) if rank != self.stands_still]
         while len(self.iterations) < self.files // BATCH and self._started_s <= self.now_s:
             at = len(self.iterations) * BATCH

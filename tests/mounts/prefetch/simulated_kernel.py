@@ -25,7 +25,6 @@ CHUNKS = list(range(N // CHUNK_ENTRIES))
 
 
 def shuffled(seed: int, entries: int = N) -> list[int]:
-    """All entries in a random order."""
     return random.Random(seed).sample(range(entries), entries)
 
 
@@ -103,8 +102,6 @@ class Reader:
 
 @dataclass
 class Machine:
-    """The kernel, the prefetch worker and the readers of one mount."""
-
     planner: PrefetchPlanner
     entry_count: int
     pushed_files_per_s: float = 100_000.0
@@ -168,7 +165,6 @@ class Machine:
         return True
 
     def run_until_idle(self, most: int = 20_000) -> None:
-        """Carry out decisions until there are none."""
         for _ in range(most):
             if not self.run_decision():
                 return
@@ -205,7 +201,6 @@ class Machine:
 
 
 def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0) -> Stream:
-    """A stream with an epoch for each order."""
     epochs = tuple(Epoch(number, np.array(order)) for number, order in enumerate(orders))
     return Stream(name, epochs, tentative, lag)
 

@@ -27,7 +27,6 @@ from .simulated_kernel import (
 
 
 def reader_position(machine: Machine, name: str = "a") -> tuple[int, int]:
-    """The epoch and the position of a stream's reader."""
     found = next(each for each in machine.planner.stats()["streams"] if each["name"] == name)
     return found["epoch"], found["position"]
 

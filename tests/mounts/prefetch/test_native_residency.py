@@ -89,8 +89,6 @@ DATASET_BYTES = FILES * FILE_PAGES_BYTES
 
 
 class NativeMount:
-    """A mount of the dataset."""
-
     def __init__(self, at: Path, prefix: list[str]) -> None:
         self.at = at
         self._prefix = prefix
@@ -103,7 +101,6 @@ class NativeMount:
             subprocess.run([*command, listed], check=True, timeout=60)
 
     def content_bytes(self) -> int:
-        """How many bytes of the content file are in the page cache."""
         file = os.open(self.at / ".diesel" / private_name(PRIVATE_NODE), os.O_RDONLY)
         try:
             return cached_bytes(file, 0, CONTENT_BYTES)
@@ -115,7 +112,6 @@ class NativeMount:
         return sum(self.cached_bytes(self.at / name_of(number)) for number in range(FILES))
 
     def cached_bytes(self, path: Path) -> int:
-        """The same of one file."""
         with path.open("rb", buffering=0) as file:
             return cached_bytes(file.fileno(), 0, os.fstat(file.fileno()).st_size)
 

@@ -135,7 +135,6 @@ def test_what_is_ahead_stays_ahead_where_the_loop_is_behind_its_workers() -> Non
 
 
 def some_chunk_wise(group: int) -> list[int]:
-    """Chunk-wise, with so many chunks in a group."""
     order = chunk_wise(list(range(COUNT // 64)), group, 7)
     assert sorted(order) == list(range(COUNT))
     return order

@@ -86,7 +86,6 @@ class Trees:
     at: Mapping[str, Path]
 
     def pair(self, names: tuple[str, str]) -> Pair:
-        """The places of two."""
         return self.at[names[0]], self.at[names[1]]
 
 
@@ -97,7 +96,6 @@ class Trees:
 def trees(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trees]:
-    """A random tree under all sessions, and as ext4."""
     base = tmp_path_factory.mktemp("trees")
     source = base / "source"
     source.mkdir()
@@ -119,7 +117,6 @@ def trees(
 
 @functools.cache
 def paths_below(root: Path) -> list[bytes]:
-    """All paths, relative, in one order."""
     top = os.fsencode(root)
     found = [b"."]
     for folder, inner, files in os.walk(top):
@@ -128,7 +125,6 @@ def paths_below(root: Path) -> list[bytes]:
 
 
 def outcome(call: Call, path: bytes) -> object:
-    """What a call gives, or its errno."""
     try:
         return call(path)
     except OSError as error:

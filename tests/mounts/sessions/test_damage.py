@@ -81,7 +81,6 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
 
 @contextmanager
 def mounted_anew(stored: Stored, base: Path, session: str, *, pushes: bool) -> Iterator[Path]:
-    """A mount that has read nothing yet."""
     request = MountRequest(
         stored.store.as_uri(),
         "ds",
@@ -102,7 +101,6 @@ MAP = (
 
 
 def or_errno(call: Callable[[], bytes]) -> bytes | int:
-    """What a call gives, or its errno."""
     try:
         return call()
     except OSError as error:
@@ -198,7 +196,6 @@ def test_what_was_read_outlives_the_store(stored: Stored, session: str, tmp_path
 
 
 def open_files(pid: int) -> list[str]:
-    """The paths of the files that a process has open."""
     found = []
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile: the program still starts

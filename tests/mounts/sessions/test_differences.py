@@ -45,7 +45,6 @@ def native(fuse: LiveMount) -> Iterator[LiveMount]:
 
 
 def errno_of(call: Callable[[], object]) -> str:
-    """The name of the errno of a call; empty where it succeeds."""
     try:
         call()
     except OSError as error:
@@ -54,7 +53,6 @@ def errno_of(call: Callable[[], object]) -> str:
 
 
 def on_file(path: Path, call: Callable[[int], object], flags: int = os.O_RDONLY) -> object:
-    """What a call gives for an open file."""
     descriptor = os.open(path, flags)
     try:
         return call(descriptor)
@@ -151,7 +149,6 @@ def test_the_order_of_a_listing(tmp_path: Path) -> None:
 
 
 def names_in_order(at: Path) -> list[bytes]:
-    """As readdir gives them."""
     folder = Folder(at)
     try:
         return folder.rest()

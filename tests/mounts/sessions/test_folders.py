@@ -84,7 +84,6 @@ def many(
 
 
 def listing_requests(at: Path) -> int:
-    """How many requests for listings the mount has answered."""
     counts = figures(current_stats(at), "requests")
     return sum(count for name, count in counts.items() if "readdir" in name.lower())
 

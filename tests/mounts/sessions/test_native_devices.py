@@ -39,7 +39,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Files of many sizes, in several folders."""
     folder = tmp_path / "source"
     for number in range(60):
         path = folder / f"folder{number % 7}" / f"file{number}"
@@ -51,7 +50,6 @@ def source(tmp_path: Path) -> Path:
 
 
 def loops() -> list[str]:
-    """The files of a native mount's loop devices."""
     return [
         name
         for name in files_of_loop_devices()
@@ -61,7 +59,6 @@ def loops() -> list[str]:
 
 
 def assert_same(source: Path, shown: Path) -> None:
-    """Both hold the same names and bytes."""
     names = sorted(path.relative_to(source) for path in source.rglob("*"))
     assert sorted(path.relative_to(shown) for path in shown.rglob("*")) == names
     for name in names:

@@ -140,7 +140,6 @@ def test_resident_files_stay_readable_when_processes_are_killed(
 
 
 def kept_image() -> Path:
-    """The file of the image that was built last."""
     folder = Path(os.environ["XDG_CACHE_HOME"]) / "diesel" / "images"
     return max(folder.glob("*-*"), key=lambda path: path.stat().st_mtime_ns)
 

@@ -50,7 +50,6 @@ PARSERS: list[Callable[[memoryview], object]] = [
 
 
 def message(op: int, unique: int, node: int, body: bytes = b"", thread: int = 0) -> bytes:
-    """A request as the kernel would write it."""
     return IN_HEADER.pack(IN_HEADER.size + len(body), op, unique, node, 0, 0, thread, 0, 0) + body
 
 
@@ -100,7 +99,6 @@ class Device:
         await self._socket.send(content)
 
     async def reply(self) -> tuple[int, int, bytes]:
-        """The number, errno and content of the next reply."""
         found = await self._socket.recv(1 << 22)
         length, error, unique = OUT_HEADER.unpack_from(found)
         assert length == len(found)

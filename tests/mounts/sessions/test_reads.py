@@ -40,7 +40,6 @@ def deadline_of(session: str) -> float:
 
 
 def errno_of(path: Path) -> int:
-    """The errno of reading a file; 0 where it can be read."""
     try:
         path.read_bytes()
     except OSError as error:

@@ -24,7 +24,6 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def everything_below(root: Path) -> Iterator[str]:
-    """All paths below a folder, relative, itself included."""
     yield "."
     for folder, inner, files in os.walk(root):
         for name in inner + files:
@@ -134,7 +133,6 @@ def renameat2(old: Path, new: Path, flags: int) -> None:
 
 @each_row("call", sorted(MODIFYING))
 def test_H7_every_change_is_refused(tree: LiveMount, call: str) -> None:
-    """Every call that would change the tree fails with EROFS."""
     with pytest.raises(OSError, match=r".") as raised:
         MODIFYING[call](tree.at)
     assert raised.value.errno == errno.EROFS
@@ -158,7 +156,6 @@ def test_H7_an_open_file_cannot_be_changed(tree: LiveMount) -> None:
 
 
 def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
-    """Reading a file of 0 bytes sends no READ."""
     before = requests(tree)
     assert (tree.at / "empty").read_bytes() == b""
     assert (tree.at / "empty").stat().st_size == 0

@@ -42,7 +42,6 @@ class FollowedMount:
         return self.request.session == "native"
 
     def connected(self, *, create: bool = False) -> Dataset:
-        """The dataset, opened as the user who mounts it."""
         user, key = self.request.user or None, self.request.key or None
         return connect("ds", self.url, user, key, create=create)
 
@@ -58,7 +57,6 @@ class FollowedMount:
             return dataset.version
 
     def stats(self) -> dict[str, object]:
-        """The statistics, as they are now."""
         return current_stats(self.at)
 
     def follow(self) -> dict[str, object]:
@@ -95,7 +93,6 @@ class FollowedMount:
             self.wait_for(dataset.version)
 
     def warnings(self, text: str) -> int:
-        """How many lines of the log have this text."""
         return sum(text in line for line in self.log.read_text().splitlines())
 
     def read_bytes(self) -> int:
@@ -103,11 +100,9 @@ class FollowedMount:
         return figures(self.stats(), "reads")["bytes"]
 
     def snapshot(self) -> Snapshot:
-        """What the mount shows now."""
         return Snapshot((self.at / ".diesel/snapshot").read_bytes())
 
     def entries(self, names: Iterable[str]) -> list[int]:
-        """The entries of these paths now."""
         snapshot = self.snapshot()
         return [snapshot.lookup(name.encode()) for name in names]
 

@@ -29,8 +29,6 @@ SETTLED_S = 60.0
 
 
 class Figures(NamedTuple):
-    """The resources of one process."""
-
     descriptors: int
     threads: int
     mappings: int
@@ -80,7 +78,6 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
-    """The mount's processes, and the task's master on this node."""
     found = Processes.of(followed.at)._asdict()
     return {**found, "master": master_of(runtime)} if followed.request.task_options else found
 

@@ -51,7 +51,6 @@ def changed_tree(tree: dict[str, Entry], change: dict[str, Entry | None]) -> dic
 
 
 def write_tree(top: Path, tree: dict[str, Entry]) -> None:
-    """Writes the tree to a folder, which is emptied first."""
     shutil.rmtree(top, ignore_errors=True)
     top.mkdir()
     for path in sorted(tree):

@@ -77,7 +77,6 @@ READER = """if True:
 
 
 def put_number(followed: FollowedMount, number: int) -> None:
-    """Replaces all files, and adds one, by one commit."""
     files = {f"f{i}": noise(1000 * number + i, 3000 * i + 1) for i in range(FILES_EACH)}
     followed.put_together({**files, "number": b"%d" % number, f"new{number}": b""})
 

@@ -40,7 +40,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis
 
 @pytest.fixture
 def prepared(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedMount:
-    """A dataset on the server, not mounted yet."""
     server.empty()
     for left in leases(server):  # of mounts that were ended by force
         left.unlink()
@@ -56,7 +55,6 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def leases(server: ServerWithRedis) -> list[Path]:
-    """The leases in the server's store."""
     return [*server.store.glob("datasets/*/leases/*")]
 
 
@@ -189,7 +187,6 @@ def test_a_node_fetches_a_snapshot_from_a_server_once(
 
 
 def sent_bytes(server: Server) -> int:
-    """The bytes that a server has sent to all clients so far."""
     where = f"http://127.0.0.1:{server.metrics_port}/metrics"
     with urllib.request.urlopen(where, timeout=10) as answer:
         found = re.search(r"^diesel_sent_bytes_total (\S+)$", answer.read().decode(), re.MULTILINE)
