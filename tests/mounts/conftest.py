@@ -18,7 +18,7 @@ from tests.mounts.folder_dataset import RELEASE_SUFFIX
 from tests.unprivileged_user import USER
 
 TESTED_SESSIONS = ("native", "kernel", "pyfuse3")
-ALL_SESSIONS = ("test_agreement.py", "test_semantics.py")
+ALL_SESSIONS = ("test_agreement.py", "test_folders.py", "test_semantics.py")
 
 PROGRAM = (sys.executable, "-m", "tests.mounts.folder_daemon")
 
@@ -104,7 +104,6 @@ def mounting(
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A small source folder."""
     folder = tmp_path / "source"
     folder.mkdir()
     (folder / "a").write_bytes(b"alpha" * 1000)

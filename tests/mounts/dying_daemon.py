@@ -1,7 +1,9 @@
-"""The program of a mount, one process of which is killed in the midst of a switch.
+"""The program of a mount, processes of which are killed at a moment.
 
-The environment variable `DIES` names the process (worker, server or supervisor; `nobody`: the
-switch pauses instead), and `MOMENT` the moment:
+The environment variable `MOMENT` names the moment, and `DIES` the processes (worker, server,
+supervisor), with commas between; `nobody`: the mount pauses instead.
+
+While a mount starts, that is one of `STARTS`; its dataset is a folder. In the midst of a switch:
 
 - `told`: the kernel is told of the first change, in a FUSE mount;
 - `made`: the new tree of a native mount is mounted nowhere yet;
@@ -11,48 +13,133 @@ switch pauses instead), and `MOMENT` the moment:
 Without `DIES`, none is killed. The kernel may be another one, too (`other_kernels.py`).
 """
 
+import errno
 import logging
 import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 
+from diesel_fs.mounts import server
+from diesel_fs.mounts.images import open_image
+from diesel_fs.mounts.sessions import native, native_tree
+from diesel_fs.mounts.sessions.native import NativeSession
+from diesel_fs.mounts.sessions.native_tree import mount_tree
 from diesel_fs.mounts.sessions.protocol import NOTIFY_INVALIDATE, OUT_HEADER
 from diesel_fs.mounts.supervisor import main
-from diesel_fs.system import syscalls
+from diesel_fs.system import loop_devices, syscalls
+from tests.mounts.folder_daemon import FolderMountSource
 from tests.mounts.other_kernels import AT_FDCWD, KERNEL, meet
 
 DIES, MOMENT = "TEST_DIES", "TEST_MOMENT"
 
 PAUSE_S = 1.5
 
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
 real_write = os.write
 new_mount, attach_mount, umount2 = syscalls.new_mount, syscalls.attach_mount, syscalls.umount2
 
 first_process = os.getpid()  # the supervisor
 trees: list[int] = []
+attached: list[str] = []
+opened: list[int] = []
+
+
+def die() -> None:
+    """Kills the processes that `DIES` names, the one that runs this last: the worker, or the
+    server, which are the supervisor's children. Calls by the supervisor do nothing."""
+    supervisor = os.getppid()
+    if supervisor != first_process:
+        return
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    pids = {"supervisor": supervisor, "server": int(children[0])}
+    if len(children) > 1:
+        pids["worker"] = int(children[1])
+    names = [name for name in os.environ[DIES].split(",") if name in pids]
+    for name in sorted(names, key=lambda name: pids[name] == os.getpid()):
+        with suppress(ProcessLookupError):  # the end of the supervisor has ended it
+            os.kill(pids[name], signal.SIGKILL)
 
 
 def reach(moment: str) -> None:
-    """Kills the process at its moment. One that kills itself ends here."""
     if moment == os.environ[MOMENT]:
         if os.environ[DIES] == "nobody":
             time.sleep(PAUSE_S)
-        elif pid := process_to_kill():
-            os.kill(pid, signal.SIGKILL)
+        else:
+            die()
+
+
+# While a mount starts
+
+
+def then_dying(function: Callable[_P, _T], times: int = 1) -> Callable[_P, _T]:
+    """The function, after the last of so many calls of which the processes are killed."""
+
+    def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
+        result = function(*arguments, **named)
+        opened.append(1)
+        if len(opened) == times:
+            die()
+        return result
+
+    return called
+
+
+def dying_first(function: Callable[_P, _T]) -> Callable[_P, _T]:
+    def called(*arguments: _P.args, **named: _P.kwargs) -> _T:
+        die()
+        return function(*arguments, **named)
+
+    return called
+
+
+def attach_tree_alone(mount: int, path: str, *, folder: int = -1, beneath: bool = False) -> None:
+    """The system call of a kernel that mounts nothing in a tree that is attached nowhere (before
+    Linux 6.15). The processes are killed once the tree is attached."""
+    if folder < 0:
+        attached.append(path)
+        attach_mount(mount, path)
+        die()
+    elif attached:
+        attach_mount(mount, path, folder=folder)
+    else:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+STARTS: dict[str, tuple[object, str, object]] = {
+    "the image is built": (server, "open_image", then_dying(open_image)),
+    "FUSE is mounted": (syscalls, "new_fuse", then_dying(syscalls.new_fuse)),
+    "the tree is mounted": (native, "mount_tree", then_dying(mount_tree)),
+    "the tree is attached alone": (syscalls, "attach_mount", attach_tree_alone),
+    "all is attached": (syscalls, "open_abort", then_dying(syscalls.open_abort)),
+    # One of the server's own threads waits for the answer.
+    "the content file is to be opened": (NativeSession, "_open", dying_first(NativeSession._open)),
+    **{
+        f"{number} of 3 loop devices are open": (
+            native_tree, "open_loop_device", then_dying(loop_devices.open_loop_device, number),
+        )
+        for number in (1, 2, 3)
+    },
+}  # fmt: skip
+"""When the processes are killed: module and name of a function, and what replaces it."""
+
+
+# In the midst of a switch
 
 
 def write(descriptor: int, content: bytes) -> int:
-    """The system call."""
     if len(content) > OUT_HEADER.size and OUT_HEADER.unpack_from(content)[1] == NOTIFY_INVALIDATE:
         reach("told")
     return real_write(descriptor, content)
 
 
 def make_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
-    """The system calls."""
     made = new_mount(kind, options, attributes)
     if kind == "erofs":
         trees.append(made)
@@ -62,43 +149,26 @@ def make_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -
 
 
 def attach(mount: int, path: str, *, folder: int = AT_FDCWD, beneath: bool = False) -> None:
-    """The system call."""
     attach_mount(mount, path, folder=folder, beneath=beneath)
     if beneath:
         reach("beneath")
 
 
 def unmount(mountpoint: str, flags: int = 0) -> None:
-    """The system call."""
     umount2(mountpoint, flags)
     reach("detached")
 
 
-def process_to_kill() -> int:
-    """The process that `DIES` names; 0 if it was killed already.
-
-    This runs in the worker, or in the server if there is no worker: both are the supervisor's
-    children.
-    """
-    supervisor = os.getppid()
-    if supervisor != first_process:
-        return 0
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    name = os.environ[DIES]
-    if name == "supervisor":
-        return supervisor
-    if name == "server":
-        return int(children[0])
-    return int(children[1]) if len(children) > 1 else 0
-
-
 if __name__ == "__main__":
-    if DIES in os.environ:
+    start = STARTS.get(os.environ.get(MOMENT, ""))
+    if start is not None:
+        setattr(*start)
+    elif DIES in os.environ:
         setattr(os, "write", write)  # noqa: B010  # mypy forbids =
         setattr(syscalls, "new_mount", make_mount)  # noqa: B010
         setattr(syscalls, "attach_mount", attach)  # noqa: B010
         setattr(syscalls, "umount2", unmount)  # noqa: B010
     meet(os.environ.get(KERNEL, ""))
-    code = main(sys.argv[1:])
+    code = main(sys.argv[1:], FolderMountSource() if start is not None else None)
     logging.shutdown()
     os._exit(code)

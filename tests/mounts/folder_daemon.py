@@ -89,8 +89,8 @@ class FolderMountSource(MountSource):
             os._exit(9)
         if request.dataset == "slow":
             time.sleep(60)
-        if request.dataset == MANY:
-            return OpenedSnapshot(Snapshot(many()))
+        if request.dataset.startswith(MANY):
+            return OpenedSnapshot(Snapshot(many(request.dataset)))
         return OpenedSnapshot(
             FaultySnapshot(snapshot_of(parse_url(request.url).path, request.dataset))
         )
@@ -101,11 +101,9 @@ class FolderMountSource(MountSource):
     def reader(
         self, request: MountRequest, snapshot: Snapshot, memory_bytes: int, *, pushes: bool
     ) -> FolderReader:
-        """Reads contents from the folder."""
         return FolderReader(snapshot, parse_url(request.url).path)
 
     def batch_source(self, request: MountRequest, snapshot: Snapshot) -> FolderBatchSource:
-        """The same for the prefetch worker."""
         return FolderBatchSource(snapshot, parse_url(request.url).path)
 
 

@@ -35,9 +35,8 @@ PUSHED = "waitpush"
 HANG = "hang"
 """Files called so hang the worker, but no reader, while `SOURCE.go` is missing."""
 
-MANY = "many"
-MANY_ENTRIES = 100_000
-
+MANY = "many-"
+"""The dataset `many-N` has one folder `many` of N empty files, which do not exist on disk."""
 LEFT_OUT = (
     *("missing", "keyerror", "oserror", "memory", "group", "exit", "short"),
     *("wait", "retry"),
@@ -48,7 +47,6 @@ _KINDS = {stat.S_IFREG: Kind.FILE, stat.S_IFLNK: Kind.LINK, stat.S_IFDIR: Kind.F
 
 
 def snapshot_of(source: Path, dataset: str = "folder", version: int = 7) -> bytes:
-    """The snapshot of a folder and everything below it."""
     folders: list[bytes] = []
     names: list[bytes] = []
     tails: dict[int, bytes] = {}
@@ -99,20 +97,20 @@ def _merged(
     return b"".join(parts)
 
 
-def many_names() -> list[bytes]:
-    """The names in the folder `many` of the dataset `MANY`, in order."""
-    return [b"%06d-%s" % (number, b"x" * (number % 40)) for number in range(MANY_ENTRIES)]
+def many_names(count: int) -> list[bytes]:
+    """The names in the folder `many` of such a dataset, in order."""
+    return [b"%07d-%s" % (number, b"x" * (number % 40)) for number in range(count)]
 
 
-def many() -> bytes:
-    """The snapshot of that dataset: one folder of empty files, which do not exist on disk."""
-    names = [b"", b"many", *many_names()]
+def many(dataset: str) -> bytes:
+    inside = many_names(int(dataset.removeprefix(MANY)))
+    names = [b"", b"many", *inside]
     fixed = (0, 0, 0, 0, 0o755, Kind.FOLDER, 0)
     records = [(0, *fixed, number, 1, 0) for number in range(2)]
     fixed = (0, 0, 0, 0, 0o644, Kind.FILE, 0)
     records += [(0, *fixed, number, 1, 0) for number in range(2, len(names))]
-    places = [0, 0, *[1] * MANY_ENTRIES]
-    return _merged([b"", b"many"], places, names, records, {}, MANY, 1)
+    places = [0, 0, *[1] * len(inside)]
+    return _merged([b"", b"many"], places, names, records, {}, dataset, 1)
 
 
 class FolderBatchSource:
@@ -151,7 +149,6 @@ class FolderBatchSource:
         return [(0.0, 0.0)] * len(units)
 
     def stats(self) -> dict[str, int]:
-        """How many files it gave."""
         return {"pieces": self._given}
 
     def close(self) -> None:

@@ -1,20 +1,15 @@
 """Kernels other than the one of this machine, as far as the daemon of a native mount meets them.
 
-`meet` replaces system calls in the program of a mount, so that they fail as they would there, or
-ends the program in the middle of mounting.
+`meet` replaces system calls in the program of a mount, so that they fail as they would there.
 """
 
 import errno
 import fcntl
 import os
-import signal
 import stat
 from collections.abc import Callable, Sequence
 
-from diesel_fs.mounts.sessions import native_tree
-from diesel_fs.mounts.sessions.native import NativeSession
 from diesel_fs.system import syscalls
-from diesel_fs.system.loop_devices import open_loop_device
 
 KERNEL = "TEST_KERNEL"
 """The environment variable with the names of `_KINDS`, separated by spaces."""
@@ -59,8 +54,6 @@ def _zeros() -> None:
 
 
 def _no_erofs() -> None:
-    """EROFS is not there."""
-
     def mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
         if kind == "erofs":
             raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
@@ -70,39 +63,12 @@ def _no_erofs() -> None:
 
 
 def _no_loop_devices() -> None:
-    """All loop devices are in use."""
-
     def control(file: int, request: int, argument: bytes | int = 0) -> bytes | int:
         if request == 0x4C82:  # LOOP_CTL_GET_FREE
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real_ioctl(file, request, argument)
 
     setattr(fcntl, "ioctl", control)  # noqa: B010
-
-
-def _killed_after(devices: int) -> Callable[[], None]:
-    """The server is killed when it has so many loop devices."""
-    opened: list[int] = []
-
-    def open_or_end(file: int) -> int:
-        opened.append(open_loop_device(file))
-        if len(opened) == devices:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return opened[-1]
-
-    return lambda: setattr(native_tree, "open_loop_device", open_or_end)
-
-
-def _killed_when_mounted() -> None:
-    """The server is killed when it has made the tree, before it has attached it."""
-
-    def mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) -> int:
-        made = new_mount(kind, options, attributes)
-        if kind == "erofs":
-            os.kill(os.getpid(), signal.SIGKILL)
-        return made
-
-    setattr(syscalls, "new_mount", mount)  # noqa: B010
 
 
 def _no_mounts_beneath() -> None:
@@ -136,16 +102,6 @@ def _detached_mounts_are_alone() -> None:
     setattr(syscalls, "copy_mount", copy)  # noqa: B010
 
 
-def _killed_at_open() -> None:
-    """The server is killed when it has taken the request to open the content file, for which one of
-    its own threads waits."""
-
-    def die(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(NativeSession, "_open", die)  # noqa: B010
-
-
 _KINDS: dict[str, Callable[[], None]] = {
     "no-file-mounts": _no_file_mounts,
     "zeros": _zeros,
@@ -153,9 +109,4 @@ _KINDS: dict[str, Callable[[], None]] = {
     "no-loop-devices": _no_loop_devices,
     "no-mounts-beneath": _no_mounts_beneath,
     "detached-mounts-are-alone": _detached_mounts_are_alone,
-    "killed-after-1": _killed_after(1),
-    "killed-after-2": _killed_after(2),
-    "killed-after-3": _killed_after(3),
-    "killed-when-mounted": _killed_when_mounted,
-    "killed-at-open": _killed_at_open,
 }

@@ -28,8 +28,6 @@ _T = TypeVar("_T")
 
 
 def slowed(call: Callable[_P, _T], seconds: float) -> Callable[_P, _T]:
-    """The same function, which takes longer."""
-
     def slow(*args: _P.args, **named: _P.kwargs) -> _T:
         time.sleep(seconds)
         return call(*args, **named)

@@ -42,7 +42,6 @@ class Reader:
         return os.fsdecode(self._snapshot.path(index))
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """Asks the "store"."""
         name = self._name(index)
         self.asked.append(name)
         if name in self.stuck and self.asked.count(name) > 1:
@@ -69,8 +68,6 @@ class Reader:
 
 
 class Content:
-    """A content file with one version, and what its bytes must be."""
-
     def __init__(self, source: Path) -> None:
         snapshot = Snapshot(snapshot_of(source))
         pieces = build_image(snapshot, Shown(0, 0), uuid4())
@@ -89,8 +86,6 @@ class Content:
                 self.bytes[start : start + len(content)] = content
 
     def read(self, offset: int, size: int) -> bytes | int:
-        """A READ, or its errno."""
-
         async def answer() -> bytes:
             found = self.file.read_nowait(offset, size)
             return b"".join(await self.file.read(offset, size) if found is None else found)
@@ -108,7 +103,6 @@ class Content:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Files called by letters, of many sizes."""
     folder = tmp_path / "source"
     folder.mkdir()
     for name, size in zip("abcdefghij", SIZES, strict=True):

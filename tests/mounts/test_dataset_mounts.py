@@ -1,14 +1,17 @@
 """Which mounts show datasets, by the text of a mountinfo file, and which processes serve them."""
 
-import subprocess
-import sys
+from contextlib import ExitStack
 
 from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
 from diesel_fs.mounts.processes import daemon_of
 from diesel_fs.system.mountinfo import parse_mounts
+from tests.mounts.observed import Program
+from tests.rows import each_row
 
 ROOT = "22 1 254:0 / / rw - ext4 /dev/vda rw"
 TREE = "50 22 0:42 / /mnt/a ro,nosuid - erofs pets@7 ro,cache_strategy=readaround"
+FUSE = "50 22 0:41 / /mnt/a ro - fuse.diesel pets@7 ro,user_id=0"
+BOUND = "60 22 0:42 / /mnt/b ro - erofs pets@7 ro"
 HIDDEN = "51 50 0:41 / /mnt/a/.diesel ro,nosuid - fuse.diesel pets@7 ro,user_id=0"
 
 
@@ -22,34 +25,26 @@ def found_in(*lines: str) -> dict[str, DatasetMount]:
     return found[0]
 
 
-def test_a_fuse_mount_is_a_mount_of_its_own() -> None:
-    found = found_in("50 22 0:41 / /mnt/a ro - fuse.diesel pets@7 ro,user_id=0")
-    mount = found["/mnt/a"]
-    assert (mount.device, mount.source, mount.is_native) == ("0:41", "pets@7", False)
-    assert mount.hidden_mount is None
-    assert mount.hidden_folder == "/mnt/a/.diesel"
-
-
-def test_a_native_mount_is_a_tree_and_the_fuse_mount_on_its_hidden_folder() -> None:
+@each_row(
+    ("lines", "path", "device", "is_native", "hidden_mount"),
+    [
+        ([FUSE], "/mnt/a", "0:41", False, None),
+        ([TREE, HIDDEN], "/mnt/a", "0:41", True, "/mnt/a/.diesel"),
+        ([TREE], "/mnt/a", "", True, None),
+        ([TREE, HIDDEN, BOUND], "/mnt/b", "0:41", True, None),
+    ],
+    ids=["by FUSE", "native", "its hidden folder was unmounted", "a bind mount without it"],
+)
+def test_a_native_mount_is_a_tree_and_the_fuse_mount_on_its_hidden_folder(
+    lines: list[str], path: str, device: str, is_native: bool, hidden_mount: str | None
+) -> None:
     """It is one mount, whose device is that of the FUSE mount."""
-    found = found_in(TREE, HIDDEN)
-    assert list(found) == ["/mnt/a"]
-    mount = found["/mnt/a"]
-    assert (mount.device, mount.source, mount.is_native) == ("0:41", "pets@7", True)
-    assert mount.hidden_mount is not None
-    assert mount.hidden_mount.path == mount.hidden_folder == "/mnt/a/.diesel"
-
-
-def test_a_tree_whose_hidden_folder_was_unmounted_has_no_device() -> None:
-    mount = found_in(TREE)["/mnt/a"]
-    assert (mount.device, mount.is_native, mount.hidden_mount) == ("", True, None)
-
-
-def test_a_bind_mount_without_the_hidden_folder_has_the_device_of_the_other_place() -> None:
-    bound = found_in(TREE, HIDDEN, "60 22 0:42 / /mnt/b ro - erofs pets@7 ro")["/mnt/b"]
-    assert bound.device == "0:41"
-    assert bound.hidden_mount is None
-    assert bound.hidden_folder == "/mnt/a/.diesel"
+    found = found_in(*lines)
+    assert len(found) == (2 if BOUND in lines else 1)
+    mount = found[path]
+    assert (mount.device, mount.source, mount.is_native) == (device, "pets@7", is_native)
+    assert (mount.hidden_mount and mount.hidden_mount.path) == hidden_mount
+    assert mount.hidden_folder == "/mnt/a/.diesel"
 
 
 def test_other_mounts_of_erofs_or_fuse_are_no_mounts_of_datasets() -> None:
@@ -72,15 +67,8 @@ MARKED = """if True:
 def test_the_daemon_of_a_mount_is_the_one_that_was_marked_last() -> None:
     """A device number may be in use again before the daemon of its earlier mount has ended."""
     device = "999999:7"  # no file system has such a number
-    daemons = []
-    for _ in range(5):
-        daemon = subprocess.Popen(
-            [sys.executable, "-c", MARKED, device], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        daemons.append(daemon)
-        assert daemon.stdout is not None
-        assert daemon.stdout.readline()
-        assert daemon_of(device) == daemon.pid
-    for daemon in daemons:
-        daemon.communicate(timeout=60)
+    with ExitStack() as stack:
+        for _ in range(5):
+            daemon = stack.enter_context(Program(MARKED, device))
+            assert daemon_of(device) == daemon.pid
     assert daemon_of(device) is None

@@ -19,7 +19,6 @@ from diesel_fs.format.image import Image, ImageTooLarge, Shown
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.images import IMAGES_KEPT, UNUSED_S_MAX, open_image
 from diesel_fs.repository.private_copies import boot_id
-from tests.format.image.kernel import mounted_files, needs_erofs, silence
 from tests.format.image.trees import file, link, snapshot_of, snapshot_of_large_file
 from tests.small_disks import small_disk
 
@@ -30,31 +29,19 @@ SECOND = {b"b": file(3, 97, 9), b"c": file(4, 96, 9)}
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of images, which is empty."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "diesel" / "images"
 
 
 def opened(snapshot: Snapshot, how: Shown = ME) -> Image:
-    """An image that nothing keeps open."""
     image, descriptor = open_image(snapshot, how)
     os.close(descriptor)
     return image
 
 
 def kept(folder: Path) -> list[Path]:
-    """The files of images, the oldest first."""
     found = [path for path in folder.iterdir() if not path.name.endswith(".chain")]
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
-
-
-def only(paths: list[Path]) -> Path:
-    assert len(paths) == 1
-    return paths[0]
-
-
-def first_blocks(image: Image) -> list[int]:
-    return list(image.first_block.tolist())
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -65,7 +52,7 @@ def test_an_image_is_built_once_and_found_again(folder: Path) -> None:
     snapshot = snapshot_of(FIRST)
     image, descriptor = open_image(snapshot, ME)
     try:
-        path = only(kept(folder))
+        [path] = kept(folder)
         assert os.path.samestat(os.fstat(descriptor), path.stat())
         assert path.read_bytes() == bytes(image.buffer)
         assert (image.identity, image.version, image.shown) == (snapshot.identity, 1, ME)
@@ -73,7 +60,7 @@ def test_an_image_is_built_once_and_found_again(folder: Path) -> None:
         again = opened(snapshot)
         assert (again.chain, again.sequence) == (image.chain, image.sequence)
         assert os.path.samestat(path.stat(), before)
-        assert path.stat().st_mode & 0o077 == 0
+        assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     finally:
         os.close(descriptor)
 
@@ -84,8 +71,8 @@ def test_versions_and_ways_to_show_them_continue_one_chain() -> None:
     second = opened(snapshot_of(SECOND, version=2, also=[3]))
     assert {image.chain for image in (first, other, second)} == {first.chain}
     assert [image.sequence for image in (first, other, second)] == [1, 2, 3]
-    assert first_blocks(first) == first_blocks(other) == [0, 1, 3]
-    assert first_blocks(second) == [0, 3, 4]
+    blocks = [image.first_block.tolist() for image in (first, other, second)]
+    assert blocks == [[0, 1, 3], [0, 1, 3], [0, 3, 4]]
 
 
 def test_another_snapshot_that_calls_itself_by_the_same_version_has_its_own_image() -> None:
@@ -113,32 +100,27 @@ def test_a_damaged_image_is_made_again_in_a_new_chain(
     """A mount may still read the one that was lost: its addresses must not be given again."""
     snapshot = snapshot_of(FIRST)
     image = opened(snapshot)
-    path = only(kept(folder))
+    [path] = kept(folder)
     good = path.read_bytes()
     path.unlink()  # else the mapping changes, which others cannot do in this folder
     path.write_bytes(DAMAGE[how](good))
     again = opened(snapshot)
     assert (again.entry_count, again.sequence) == (3, 1)
     assert again.chain != image.chain
-    assert "made again" in only_text(warnings_in(caplog))
+    [warning] = warnings_in(caplog)
+    assert "made again" in warning
     assert path.read_bytes() == bytes(again.buffer)
 
 
-def only_text(lines: list[str]) -> str:
-    assert len(lines) == 1
-    return lines[0]
-
-
-def test_an_image_of_another_tree_is_not_used(
-    folder: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_no_image_of_another_tree_is_used(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     opened(snapshot_of(FIRST))
-    path = only(kept(folder))
+    [path] = kept(folder)
     opened(snapshot_of(SECOND, version=2))
     other = kept(folder)[-1]
     other.rename(path)
     assert opened(snapshot_of(FIRST)).version == 1
-    assert "another tree" in only_text(warnings_in(caplog))
+    [warning] = warnings_in(caplog)
+    assert "another tree" in warning
 
 
 @pytest.mark.parametrize("lost", ["image", "record", "part of the record", "text"])
@@ -211,13 +193,11 @@ def name_of_another(kind: str, ours: str, tag: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["boot", "dataset", "chain"])
-def test_what_has_not_been_used_for_a_week_is_removed_unless_a_node_has_it_open(
-    folder: Path, kind: str
-) -> None:
+def test_what_was_unused_for_a_week_goes_unless_a_node_has_it_open(folder: Path, kind: str) -> None:
     """The folder may be shared by nodes, and holds what was left before a boot."""
     opened(snapshot_of(FIRST))
-    name = only(kept(folder)).name
-    used, unused, recent = (folder / name_of_another(kind, name, tag) for tag in "012")
+    [kept_image] = kept(folder)
+    used, unused, recent = (folder / name_of_another(kind, kept_image.name, tag) for tag in "012")
     for path in (used, unused, recent):
         path.write_bytes(b"x")
     for path in (used, unused):
@@ -319,7 +299,8 @@ def test_a_process_that_has_waited_long_enough_builds_for_itself(
     image, descriptor = open_image(snapshot_of(FIRST), ME, deadline_s=0.1)
     os.close(descriptor)
     assert image.entry_count == 3
-    assert "another process" in only_text(warnings_in(caplog))
+    [warning] = warnings_in(caplog)
+    assert "another process" in warning
     assert builder.poll() is None
 
 
@@ -360,9 +341,7 @@ def test_on_a_full_disk_the_image_is_built_elsewhere(
         assert leftovers == []
 
 
-def test_where_all_disks_are_full_the_image_is_in_memory(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_with_full_disks_it_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_disk(tmp_path / "disk", "size=16k") as disk:
         monkeypatch.setenv("XDG_CACHE_HOME", str(disk))
         monkeypatch.setattr("diesel_fs.mounts.images.UNNAMED_IN", (str(disk), "/missing"))
@@ -370,23 +349,3 @@ def test_where_all_disks_are_full_the_image_is_in_memory(
         assert "memfd:" in os.readlink(f"/proc/self/fd/{descriptor}")
         assert image.entry_count == 3
         os.close(descriptor)
-
-
-@needs_erofs
-@pytest.mark.deep
-@pytest.mark.alone
-@pytest.mark.parametrize("where", ["folder", "file without a name"])
-def test_the_kernel_mounts_by_the_descriptor(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if where != "folder":
-        (tmp_path / "file").touch()
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    image, descriptor = open_image(snapshot_of({b"a": file(3, 96, 0)}), ME)
-    (tmp_path / "root").write_bytes(image.root_folder(hidden=True))
-    (tmp_path / "content").touch()
-    tree, files = f"/proc/self/fd/{descriptor}", (tmp_path / "content", tmp_path / "root")
-    with silence(), mounted_files(tree, *files, tmp_path / "mount") as at:
-        os.close(descriptor)
-        del image
-        assert os.listdir(at) == [b"a"]

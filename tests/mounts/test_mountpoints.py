@@ -5,7 +5,7 @@ import os
 import shutil
 import stat
 import subprocess
-import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -18,14 +18,15 @@ from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.settings import state_folder
 from tests.mounts.conftest import PROGRAM, mounting, request_for
+from tests.mounts.observed import Program, log_of, mounts_below, with_our_modules
 from tests.rows import each_row
-from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
+from tests.trees import write
+from tests.unprivileged_user import USER, as_user, needs_root, user_python
 
 pytestmark = pytest.mark.fuse
 
 
 def refused(request: MountRequest) -> DieselError:
-    """The error of a mount that must fail."""
     with pytest.raises(DieselError) as raised:
         mount(request, program=PROGRAM)
     assert mounted_at(request.mountpoint) is None
@@ -60,9 +61,7 @@ def test_H20_folders_that_cannot_be_mount_points(source: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     "name", ["a,b", "with space", "quo'te\"", "new\nline", "-o allow_other", "é"]
 )
-def test_H20_a_mount_point_may_have_any_name(
-    source: Path, tmp_path: Path, session: str, name: str
-) -> None:
+def test_H20_a_place_of_any_name(source: Path, tmp_path: Path, session: str, name: str) -> None:
     """No part of a path becomes an option."""
     with mounting(source, tmp_path / name, session) as mounted:
         found = mounted_at(str(mounted.at))
@@ -100,9 +99,7 @@ def test_the_options_are_a_fixed_list() -> None:
     ]
 
 
-def test_entries_have_the_owner_and_umask_that_were_asked_for(
-    source: Path, tmp_path: Path, session: str
-) -> None:
+def test_owner_and_umask_are_those_asked_for(source: Path, tmp_path: Path, session: str) -> None:
     """All entries have the owner that was asked for, and modes without the umask; links have
     0777."""
     (source / "folder").mkdir(mode=0o755)
@@ -133,102 +130,95 @@ def test_a_request_survives_its_way_as_json() -> None:
             MountRequest.from_json(text)
 
 
-# Ordinary users -------------------------------------------------------------------------------
-
-
 AS_USER = """if True:
-    import os, sys, time
+    import os, sys
     from pathlib import Path
-    from diesel_fs.errors import BusyError, DieselError
+    from diesel_fs.errors import BusyError
     from diesel_fs.mounts import mount, stats, umount
     from diesel_fs.mounts.processes import ends_within
-    from tests.mounts.conftest import request_for
-    place = Path(sys.argv[1])
-    request = request_for(place / "source", place / "mount", sys.argv[2], policy="oneshot")
-    mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
-    found = stats(place / "mount")
-    assert (place / "mount" / "file").read_bytes() == b"content"
-    assert os.stat(place / "mount" / "file").st_uid == os.getuid()
+    from tests.mounts.conftest import PROGRAM, request_for
+    from tests.mounts.observed import figures
+    from tests.waiting import wait_until
+    at, session = Path(sys.argv[1]) / "mount", sys.argv[2]
+    request = request_for(at.with_name("source"), at, session, policy="oneshot")
+    mount(request, program=PROGRAM)
+    pid = figures(stats(at))["pid"]
+    assert (at / "file").read_bytes() == b"content"
+    assert os.stat(at / "file").st_uid == os.getuid()
     print("mounted", flush=True)
     sys.stdin.readline()
-    with open(place / "mount" / "file"):
+    with open(at / "file"):
         try:
-            umount(place / "mount")
+            umount(at)
         except BusyError as error:
             assert f"held by processes {os.getpid()};" in str(error)
         else:
             raise AssertionError("unmounted what is in use")
-    umount(place / "mount")
-    assert ends_within(found["pid"], 0)
+    umount(at)
+    assert ends_within(pid, 0)
     for _ in range(3):  # the worker, which opens folders of the mount, pushes meanwhile
-        mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
-        found = stats(place / "mount")
-        assert (place / "mount" / "many" / "7").read_bytes() == b"7"
-        umount(place / "mount")
+        mount(request, program=PROGRAM)
+        found = figures(stats(at))
+        assert (at / "many" / "7").read_bytes() == b"7"
+        umount(at)
         assert ends_within(found["pid"], 0)
         assert ends_within(found["server_pid"], 0)
-    mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
-    assert (place / "mount" / "many" / "7").read_bytes() == b"7"
-    deadline_s = time.monotonic() + 10
-    while sys.argv[2] == "kernel":
-        if stats(place / "mount")["residency"].get("pushed_entries", 0) > 100:
-            break
-        assert time.monotonic() < deadline_s, "an ordinary user's worker pushes nothing"
-        time.sleep(0.1)
-    os.kill(stats(place / "mount")["pid"], 15)
-    print("ended", ends_within(found["pid"], 2.0), flush=True)
+    mount(request, program=PROGRAM)
+    assert (at / "many" / "7").read_bytes() == b"7"
+    if session == "kernel":
+        wait_until(lambda: figures(stats(at), "residency").get("pushed_entries", 0) > 100)
+    pid = figures(stats(at))["pid"]
+    os.kill(pid, 15)
+    print("ended", ends_within(pid, 2.0), flush=True)
 """
+
+FUSERMOUNT = """#!/bin/sh
+tr '\\0' '\\n' < /proc/$$/environ >> "${0%/*}/seen"
+exec REAL "$@"
+"""
+
+SECRETS = "AWS_SECRET_ACCESS_KEY DIESEL_KEY DIESEL_TASK_KEY HF_TOKEN REDISCLI_AUTH".split()
+
+
+@pytest.fixture
+def by_user(open_place: Path, device_for_all: None) -> Iterator[list[str]]:
+    """The words before a program of an ordinary user, who has secrets in the environment. All
+    fusermount3 that it starts write theirs to a file `bin/seen`."""
+    real = shutil.which("fusermount3")
+    if real is None or shutil.which("setpriv") is None:
+        pytest.skip("no fusermount3 or setpriv")
+    between = open_place / "bin"
+    between.mkdir()
+    between.chmod(0o777)
+    (between / "fusermount3").write_text(FUSERMOUNT.replace("REAL", real))
+    (between / "fusermount3").chmod(0o755)
+    secrets = dict.fromkeys(SECRETS, "hush")
+    path = f"{between}:{os.environ['PATH']}"
+    yield [*with_our_modules(open_place, **secrets, PATH=path), *as_user()]
+    for at in mounts_below(open_place):
+        subprocess.run(["umount", "-l", at], check=True)
 
 
 @needs_root
 @pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
-@pytest.mark.usefixtures("device_for_all")
-def test_an_ordinary_user_mounts_and_others_stay_out(open_place: Path, session: str) -> None:
-    """By fusermount3. H18: without allow_other all other users get EACCES, root too."""
-    if shutil.which("fusermount3") is None or shutil.which("setpriv") is None:
-        pytest.skip("no fusermount3 or setpriv")
-    shutil.rmtree(open_place / "source", ignore_errors=True)
-    (open_place / "source" / "many").mkdir(parents=True)
-    (open_place / "source" / "file").write_bytes(b"content")
-    for number in range(500):
-        (open_place / "source" / "many" / str(number)).write_text(str(number))
-    (open_place / "mount").mkdir(exist_ok=True)
-    os.chown(open_place / "mount", USER, USER)
-    process = started_by_user(AS_USER, open_place, session)
-    assert process.stdout is not None
-    try:
-        assert process.stdout.readline() == "mounted\n", process.communicate(timeout=20)[1]
+def test_an_ordinary_user_mounts_and_others_stay_out(
+    by_user: list[str], open_place: Path, session: str
+) -> None:
+    """By fusermount3, which gets only the environment variables that it needs, since a secret may
+    have any name. H18: without allow_other all other users get EACCES, root too."""
+    at = open_place / "mount"
+    write(open_place / "source", {f"many/{number}": b"%d" % number for number in range(500)})
+    write(open_place / "source", {"file": b"content"})
+    with Program(AS_USER, open_place, session, by=by_user, python=user_python()) as user:
+        assert user.first_line == "mounted", user.end()
         with pytest.raises(PermissionError):
-            (open_place / "mount" / "file").read_bytes()
-        assert is_alive(str(open_place / "mount")), "a living mount of another user is not dead"
-        output, complaint = process.communicate("go\n", timeout=30)
-        assert (output, process.returncode) == ("ended True\n", 0), complaint
-        assert mounted_at(str(open_place / "mount")) is None
-    finally:
-        process.kill()
-        process.communicate()
-        while mounted_at(str(open_place / "mount")) is not None:
-            subprocess.run(["umount", "-l", open_place / "mount"], check=True)
-
-
-def started_by_user(script: str, place: Path, session: str) -> "subprocess.Popen[str]":
-    """Runs a script as an ordinary user, whose home is `place`."""
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": module_path(),
-        "HOME": str(place),
-        "XDG_STATE_HOME": str(place / "state"),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    return subprocess.Popen(
-        [*as_user(), user_python(), "-c", script, str(place), session],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd="/",
-        env=environment,
-    )
+            (at / "file").read_bytes()
+        assert is_alive(str(at)), "a living mount of another user is not dead"
+        assert user.ask("go") == "ended True", user.end()
+        assert mounted_at(str(at)) is None
+    seen = (open_place / "bin" / "seen").read_text()
+    assert f"PATH={open_place}/bin" in seen
+    assert "hush" not in seen
 
 
 FOLLOWING_AS_USER = """if True:
@@ -236,18 +226,13 @@ FOLLOWING_AS_USER = """if True:
     from pathlib import Path
     from tests.mounts.observed import mounted, noise
     from tests.mounts.versions.followed_dataset import FILES, begin, tried
-    from tests.waiting import wait_until
-    place = Path(sys.argv[1]) / f"following-{sys.argv[2]}"
-    place.mkdir()
-    ds = begin(place, sys.argv[2])
+    ds = begin(Path(sys.argv[1]), sys.argv[2])
     with mounted(ds.request):
         for name, content in FILES.items():
             assert (ds.at / name).read_bytes() == content
-        held = os.open(ds.at / "changed", os.O_RDONLY)
-        os.chdir(ds.at / "left")
-        ds.change({"0new": b"0", "changed": noise(90), "kind/in": b"k"}, gone=("left", "kind"))
-        assert os.pread(held, 10**6, 0) == FILES["changed"]
-        assert Path("inner/f").read_bytes() == FILES["left/inner/f"]
+        with open(ds.at / "changed", "rb", buffering=0) as held:
+            ds.change({"0new": b"0", "changed": noise(90), "kind/in": b"k"}, gone=("left", "kind"))
+            assert held.read() == FILES["changed"]
         assert (ds.at / "changed").read_bytes() == noise(90)
         assert sorted(os.listdir(ds.at)) == ["0new", "changed", "d", "gone", "kept", "kind", "z"]
         def pages_stay(number):
@@ -256,30 +241,17 @@ FOLLOWING_AS_USER = """if True:
             with ds.served_by_page_cache():
                 assert (ds.at / "kept").read_bytes() == FILES["kept"]
         tried(pages_stay)
-        os.chdir("/")
-        os.close(held)
-        wait_until(lambda: ds.follow()["retired_versions"] == [])
+        ds.wait_for_retirement()
     print("followed")
 """
 
 
 @needs_root
 @pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
-@pytest.mark.usefixtures("device_for_all")
-def test_an_ordinary_users_mount_follows(open_place: Path, session: str) -> None:
-    """By fusermount3. An ordinary user can notify the kernel, too."""
-    if shutil.which("fusermount3") is None or shutil.which("setpriv") is None:
-        pytest.skip("no fusermount3 or setpriv")
-    process = started_by_user(FOLLOWING_AS_USER, open_place, session)
-    try:
-        output, complaint = process.communicate(timeout=60)
-        assert (output, process.returncode) == ("followed\n", 0), complaint
-    finally:
-        process.kill()
-        process.communicate()
-        at = open_place / f"following-{session}/mount"
-        while mounted_at(str(at)) is not None:
-            subprocess.run(["umount", "-l", at], check=True)
+def test_a_plain_users_mount_follows(by_user: list[str], open_place: Path, session: str) -> None:
+    """An ordinary user can notify the kernel, too."""
+    with Program(FOLLOWING_AS_USER, open_place, session, by=by_user, python=user_python()) as user:
+        assert user.first_line == "followed", user.end()
 
 
 def test_H18_allow_other_needs_user_allow_other(
@@ -293,39 +265,18 @@ def test_H18_allow_other_needs_user_allow_other(
         mount(request_for(source, tmp_path / "mount", allow_other=True), program=PROGRAM)
 
 
-@needs_root
-def test_allow_other_lets_others_in(source: Path, tmp_path: Path, session: str) -> None:
-    """Other users read what the modes allow, and no more."""
-    (source / "private").write_bytes(b"p")
-    (source / "private").chmod(0o600)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mounting(source, Path(folder) / "m", session, allow_other=True) as mounted,
-    ):
-        os.chmod(folder, 0o711)  # noqa: S103  # so that other users can get there
-        command = [*as_user(), "cat"]
-        read = subprocess.run([*command, mounted.at / "b"], check=True, capture_output=True)
-        assert read.stdout == b"beta"
-        private = subprocess.run(
-            [*command, mounted.at / "private"], check=False, capture_output=True
-        )
-        assert private.returncode != 0
-        assert b"Permission denied" in private.stderr
-
-
 @pytest.mark.only_session("kernel")
 def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
     source: Path, tmp_path: Path, session: str
 ) -> None:
     """It is one file for each mount point, readable by its owner alone."""
     with mounting(source, tmp_path / "mount", session) as mounted:
-        log = launcher.log_path(request_for(source, mounted.at))
-        assert log.parent == state_folder()
-        assert stat.S_IMODE(log.stat().st_mode) == 0o600
-        assert "is mounted on" in log.read_text()
+        assert launcher.log_path(request_for(source, mounted.at)).parent == state_folder()
+        assert "is mounted on" in log_of(mounted)
     own = tmp_path / "own.log"
     with mounting(source, tmp_path / "mount", session, log_file=str(own)):
         assert "is mounted on" in own.read_text()
+        assert stat.S_IMODE(own.stat().st_mode) == 0o600
 
 
 def test_the_reason_of_a_failed_mount_is_once_in_the_error_and_once_in_the_log(

@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Self, cast
@@ -15,17 +14,16 @@ from typing import Self, cast
 import numpy as np
 import pytest
 
-from diesel_fs.client.dataset import connect
-from diesel_fs.errors import ConflictError, UsageError
-from diesel_fs.mounts import MountRequest, mount
+from diesel_fs.errors import UsageError
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.peers.options import TaskKwargs, TaskOptions
 from tests.cli.conftest import program_environment
-from tests.mounts.observed import current_stats, mounted, noise
+from tests.mounts.observed import Processes, current_stats, figures, mounted, noise, put
+from tests.rows import each_row
 from tests.small_disks import small_disk
 from tests.waiting import wait_until
-
-pytestmark = pytest.mark.fuse
 
 FILES, FILE_BYTES = 6_000, 9_000
 MEMORY = 16 << 20  # a third of the files
@@ -35,35 +33,38 @@ STEP = 30
 """Files that are read without a look at the mount: fewer than it always pushes ahead."""
 
 
+pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
+
+
+def names_of(files: int) -> list[str]:
+    return [f"{number % 9}/{number}" for number in range(files)]
+
+
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("store") / "store", FILES)
-
-
-def made(folder: Path, files: int) -> Path:
-    """A store with so many files."""
-    with connect("ds", folder.as_uri(), create=True) as written:
-        for number in range(files):
-            written.put(noise(number, FILE_BYTES), f"{number % 9}/{number}")
+def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Stores with some files, and with many."""
+    folder = tmp_path_factory.mktemp("stores")
+    for files in (FEW, FILES):
+        contents = (noise(number, FILE_BYTES) for number in range(files))
+        put((folder / str(files)).as_uri(), dict(zip(names_of(files), contents, strict=True)))
     return folder
 
 
 @pytest.fixture
-def own_store(store: Path, tmp_path: Path) -> Path:
-    """A copy, which the test may take away."""
-    return Path(shutil.copytree(store, tmp_path / "store", symlinks=True))
+def store(filled: Path, tmp_path: Path) -> Path:
+    """A copy of that with many files, which the test may take away."""
+    return Path(shutil.copytree(filled / str(FILES), tmp_path / "store", symlinks=True))
 
 
 class Training:
     """Reads epochs of a mount in random orders that are announced before."""
 
-    def __init__(self, at: Path, store: Path, files: int = FILES) -> None:
+    def __init__(self, at: Path, files: int = FILES) -> None:
         self.at = at
         self.files = files
-        with connect("ds", store.as_uri()) as ds:
-            names = [f"{number % 9}/{number}" for number in range(files)]
-            self.index = np.array([ds.snapshot.lookup(name.encode()) for name in names])
-        self.names = names
+        self.names = names_of(files)
+        snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
+        self.index = np.array([snapshot.lookup(name.encode()) for name in self.names])
         self.control = Control.connect(at)
 
     def __enter__(self) -> Self:
@@ -119,135 +120,96 @@ class Training:
 
     def pushed(self, epoch: int) -> int:
         """How many files of an epoch the mount has pushed, the first first."""
-        residency = cast("dict[str, list[dict[str, int]]]", self.control.stats()["residency"])
-        [stream] = residency["streams"]
+        streams = figures(self.control.stats(), "residency")["streams"]
+        [stream] = cast("list[dict[str, int]]", streams)
         is_before = stream["epoch"] == epoch - 1  # its last files are about to be noticed
         return stream["frontier"] - (stream["length"] if is_before else 0)
 
     def log_hits(self) -> int:
         """How many files came from logs: pushed, or to READs of a reader that outruns pushes."""
-        reader = current_stats(self.at)["cache"]
-        assert isinstance(reader, dict)
-        return self.logs()["log_hits"] + int(reader["log_hits"])
+        return self.logs()["log_hits"] + figures(current_stats(self.at), "cache")["log_hits"]
 
-    def said(self) -> str:
-        """The worker's figures, for a message."""
-        return str(self.logs())
-
-    def logs(self) -> Mapping[str, int]:
+    def logs(self) -> dict[str, int]:
         """The worker's figures, which may be some tenths of a second old."""
-        residency = current_stats(self.at)["residency"]
-        assert isinstance(residency, dict)
-        found = residency["store"]
-        assert isinstance(found, dict)
-        return found
+        return figures(current_stats(self.at), "residency", "store")
 
 
-def request(store: Path, at: Path, cache: Path, session: str, **options: object) -> MountRequest:
-    given = {"cache_dir": str(cache), "cache_layout": "order", "cache_bytes": 100 << 20, **options}
-    task = TaskOptions(**given)  # type: ignore[arg-type]  # fields by name
+def request(store: Path, at: Path, cache: Path, session: str) -> MountRequest:
     at.mkdir(exist_ok=True)
+    task = TaskOptions(cache_dir=str(cache), cache_layout="order", cache_bytes=100 << 20)
     return MountRequest(
         store.as_uri(), "ds", str(at), session=session, memory_bytes=MEMORY, task_options=task
     )
 
 
-@pytest.fixture
-def training(own_store: Path, tmp_path: Path, session: str) -> Iterator[tuple[Training, Path]]:
-    with (
-        mounted(request(own_store, tmp_path / "at", tmp_path / "cache", session)),
-        Training(tmp_path / "at", own_store) as job,
-    ):
-        yield job, own_store
-
-
-def chunk_files(store: Path) -> list[Path]:
-    return [path for path in store.rglob("*") if path.is_file() and path.stat().st_size > 1 << 20]
-
-
-WITH_PLANS = pytest.mark.only_session("native", "kernel")  # the third session takes none
-
-
-@WITH_PLANS
-def test_later_epochs_need_no_store(training: tuple[Training, Path]) -> None:
+def test_later_epochs_need_no_store(store: Path, tmp_path: Path, session: str) -> None:
     """All chunks are gone after the first epoch, and two more epochs are read without them. The
     mount has registered in the folder as a job, and pins its dataset."""
-    job, store = training
-    job.announce(0, 1)
-    job.read(0)
-    wait_until(lambda: job.logs()["log_next_entries"] == FILES)
-    [used] = store.with_name("cache").glob("*/*/.used")
-    assert used.stat().st_size == 36
-    with used.open("rb") as file, pytest.raises(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    for path in chunk_files(store):
-        path.rename(path.with_name(path.name + ".gone"))
-    for epoch in (1, 2):
-        job.extend(epoch + 1)
-        job.read(epoch)
+    wanted = request(store, tmp_path / "at", tmp_path / "cache", session)
+    with mounted(wanted) as at, Training(at) as job:
+        job.announce(0, 1)
+        job.read(0)
         wait_until(lambda: job.logs()["log_next_entries"] == FILES)
-    figures = job.logs()
-    assert figures["log_wrong"] == figures["log_refused"] == 0
-    assert figures["log_bytes"] < 2 * FILES * FILE_BYTES
-
-
-@pytest.fixture(scope="module")
-def small_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made(tmp_path_factory.mktemp("store") / "store", FEW)
+        [used] = (tmp_path / "cache").glob("*/*/.used")
+        assert used.stat().st_size == 36
+        with used.open("rb") as file, pytest.raises(BlockingIOError):
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for path in store.rglob("*"):
+            if path.is_file() and path.stat().st_size > 1 << 20:
+                path.rename(path.with_name(path.name + ".gone"))
+        for epoch in (1, 2):
+            job.extend(epoch + 1)
+            job.read(epoch)
+            wait_until(lambda: job.logs()["log_next_entries"] == FILES)
+        logs = job.logs()
+        assert logs["log_wrong"] == logs["log_refused"] == 0
+        assert logs["log_bytes"] < 2 * FILES * FILE_BYTES
 
 
 @pytest.mark.deep
-@WITH_PLANS
-def test_auto_goes_over_to_logs_where_they_pay(
-    small_store: Path, tmp_path: Path, session: str
-) -> None:
+def test_auto_goes_over_to_logs_where_they_pay(filled: Path, tmp_path: Path, session: str) -> None:
     """Small files, more than fit the memory, and the next order is known: not before. The chunks
     that the cache has by then make room.
 
     The reader waits for what is pushed: what READs bring would stay in the kernel's memory, and no
     log would be asked for it."""
     dataset_bytes = FEW * FILE_BYTES
+    cache = tmp_path / "cache"
     cache_bytes = dataset_bytes * 3 // 2  # the log, and less than half of the chunks
-    given: TaskKwargs = {"cache_dir": str(tmp_path / "cache"), "cache_bytes": cache_bytes}
+    given: TaskKwargs = {"cache_dir": str(cache), "cache_bytes": cache_bytes}
     options = TaskOptions.from_kwargs(given, str(tmp_path / "at"))
-    (tmp_path / "at").mkdir()
-    wanted = replace(request(small_store, tmp_path / "at", tmp_path / "cache", session),
-                     task_options=options)  # fmt: skip
-    with mounted(wanted), Training(tmp_path / "at", small_store, FEW) as job:
+    wanted = request(filled / str(FEW), tmp_path / "at", cache, session)
+
+    def used_bytes() -> int:
+        return sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
+
+    with mounted(replace(wanted, task_options=options)) as at, Training(at, FEW) as job:
         job.announce(0)
         job.read_in_step(0)
-        wait_until(lambda: used_bytes(tmp_path / "cache") > dataset_bytes // 2)
+        wait_until(lambda: used_bytes() > dataset_bytes // 2)
         assert "log_hits" not in job.logs()
         job.extend(1)
         job.extend(2)
         job.read_in_step(1)
-        wait_until(lambda: job.logs()["log_next_entries"] > 0.9 * FEW, otherwise=job.said)
+        wait_until(
+            lambda: job.logs()["log_next_entries"] > 0.9 * FEW, otherwise=lambda: str(job.logs())
+        )
         before = job.log_hits()
         job.read_in_step(2)
         # All but what was in memory, or pushed before the log had it. The figures may come late.
-        wait_until(lambda: job.log_hits() - before > 0.6 * FEW, otherwise=job.said)
+        wait_until(lambda: job.log_hits() - before > 0.6 * FEW, otherwise=lambda: str(job.logs()))
         assert job.logs()["log_refused"] == 0
 
 
-def used_bytes(folder: Path) -> int:
-    """What the files of a folder take."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-@WITH_PLANS
-def test_a_mount_after_a_kill_reads_what_the_log_has(
-    own_store: Path, tmp_path: Path, session: str
-) -> None:
-    """All processes of a mount are killed in the second epoch; the next mount begins it again."""
-    wanted = request(own_store, tmp_path / "at", tmp_path / "cache", session)
-    with mounted(wanted), Training(tmp_path / "at", own_store) as job:
+def test_a_mount_after_a_kill_reads_from_the_log(store: Path, tmp_path: Path, session: str) -> None:
+    """The worker of a mount is killed in the second epoch; the next mount begins it again."""
+    wanted = request(store, tmp_path / "at", tmp_path / "cache", session)
+    with mounted(wanted) as at, Training(at) as job:
         job.announce(0, 1)
         job.read(0)
         wait_until(lambda: job.logs()["log_next_entries"] == FILES)
-        worker = current_stats(tmp_path / "at")["residency"]
-        assert isinstance(worker, dict)
-        os.kill(int(worker["pid"]), signal.SIGKILL)
-    with mounted(wanted), Training(tmp_path / "at", own_store) as job:
+        os.kill(Processes.of(at).worker, signal.SIGKILL)
+    with mounted(wanted) as at, Training(at) as job:
         job.announce(1, 2)
         wait_until(lambda: job.logs().get("log_recovered") == 1)
         job.read(1)
@@ -256,16 +218,13 @@ def test_a_mount_after_a_kill_reads_what_the_log_has(
 
 
 @pytest.mark.deep
-@WITH_PLANS
-def test_two_mounts_of_one_order_share_a_folder(
-    own_store: Path, tmp_path: Path, session: str
-) -> None:
+def test_two_mounts_of_one_order_share_a_folder(store: Path, tmp_path: Path, session: str) -> None:
     """The second one goes without a log; both read right."""
     with (
-        mounted(request(own_store, tmp_path / "one", tmp_path / "cache", session)),
-        mounted(request(own_store, tmp_path / "two", tmp_path / "cache", session)),
-        Training(tmp_path / "one", own_store) as one,
-        Training(tmp_path / "two", own_store) as two,
+        mounted(request(store, tmp_path / "one", tmp_path / "cache", session)),
+        mounted(request(store, tmp_path / "two", tmp_path / "cache", session)),
+        Training(tmp_path / "one") as one,
+        Training(tmp_path / "two") as two,
     ):
         for job in (one, two):
             job.announce(0, 1)
@@ -275,32 +234,19 @@ def test_two_mounts_of_one_order_share_a_folder(
 
 
 @pytest.mark.deep
-@WITH_PLANS
+@each_row("options", ["ro,size=64m", f"size={FILES * FILE_BYTES // 4}"])
 def test_a_folder_that_takes_no_log_costs_nothing_but_that(
-    own_store: Path, tmp_path: Path, session: str
+    store: Path, tmp_path: Path, session: str, options: str
 ) -> None:
-    """A read-only disk, and one that is nearly full."""
-    for options in ("ro,size=64m", f"size={FILES * FILE_BYTES // 4}"):
-        name = options.partition(",")[0].replace("=", "-")
-        with (
-            small_disk(tmp_path / f"disk-{name}", options) as disk,
-            mounted(request(own_store, tmp_path / f"at-{name}", disk / "cache", session)),
-            Training(tmp_path / f"at-{name}", own_store) as job,
-        ):
-            job.announce(0, 1)
-            job.read(0)
-            job.extend(2)
-            job.read(1)
-
-
-@WITH_PLANS
-def test_a_folder_with_other_files_is_refused(
-    own_store: Path, tmp_path: Path, session: str
-) -> None:
-    (tmp_path / "cache").mkdir(mode=0o700)
-    (tmp_path / "cache" / "thesis.tex").write_text("all of it")
-    with pytest.raises(ConflictError, match="neither empty nor a cache"):
-        mount(request(own_store, tmp_path / "at", tmp_path / "cache", session))
+    with (
+        small_disk(tmp_path / "disk", options) as disk,
+        mounted(request(store, tmp_path / "at", disk / "cache", session)) as at,
+        Training(at) as job,
+    ):
+        job.announce(0, 1)
+        job.read(0)
+        job.extend(2)
+        job.read(1)
 
 
 def test_a_layout_needs_a_folder() -> None:

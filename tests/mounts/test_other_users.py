@@ -8,9 +8,7 @@ import errno
 import json
 import os
 import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -18,6 +16,7 @@ import pytest
 from diesel_fs.mounts.attributes import HIDDEN_ROOT
 from diesel_fs.mounts.content_file import CONTENT_BYTES, private_name
 from tests.mounts.conftest import mounting
+from tests.mounts.observed import bound, holding
 from tests.unprivileged_user import USER, as_user, needs_root, user_python
 
 pytestmark = [pytest.mark.fuse, needs_root, pytest.mark.only_session("native", "kernel")]
@@ -62,38 +61,11 @@ def tried_by_another_user(*attempts: Attempt, inside: Path | None = None) -> lis
 
 
 def handle_of(path: Path) -> bytes:
-    """The file handle of a path (name_to_handle_at)."""
     room = ctypes.create_string_buffer(bytes([128, 0, 0, 0]), 136)
     mount_id = ctypes.c_int()
     if libc.name_to_handle_at(-100, bytes(path), room, ctypes.byref(mount_id), 0) < 0:
         raise OSError(ctypes.get_errno(), "name_to_handle_at")
     return room.raw
-
-
-@contextmanager
-def bound(folder: Path, at: Path) -> Iterator[Path]:
-    """A bind mount of a folder."""
-    at.mkdir(exist_ok=True)
-    subprocess.run(["mount", "--bind", folder, at], check=True)
-    try:
-        yield at
-    finally:
-        subprocess.run(["umount", at], check=True)
-
-
-@contextmanager
-def root_inside(folder: Path) -> Iterator[int]:
-    """A process of root whose working folder is in the mount."""
-    command = [sys.executable, "-I", "-S", "-c", "print(flush=True); input()"]
-    with subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        try:
-            yield process.pid
-        finally:
-            process.communicate(b"\n")
 
 
 @pytest.fixture
@@ -106,21 +78,20 @@ def source(open_place: Path) -> Path:
     return folder
 
 
-def test_no_other_user_gets_in_without_allow_other(
-    source: Path, open_place: Path, session: str
-) -> None:
+def test_nobody_gets_in_without_allow_other(source: Path, open_place: Path, session: str) -> None:
     """By its path, the folders of root's processes, a bind mount, or a file handle."""
     with (
         mounting(source, open_place / "m", session) as mounted,
         bound(mounted.at, open_place / "bound") as other,
-        root_inside(mounted.at / "folder") as pid,
+        holding(f"os.chdir('{mounted.at}/folder')") as inside,
     ):
         attempts = []
         for at in (mounted.at, other):
             attempts += [("list", at), ("stat", at / "folder"), ("list", at / "folder")]
             attempts += [("read", at / "folder" / "public"), ("stat", at / "no such name")]
             attempts += [("stat", at / ".diesel"), ("read", at / ".diesel" / "stats")]
-        attempts += [("list", Path(f"/proc/{pid}/cwd")), ("read", Path(f"/proc/{pid}/cwd/public"))]
+        folder = Path(f"/proc/{inside.pid}/cwd")
+        attempts += [("list", folder), ("read", folder / "public")]
         found = tried_by_another_user(*[tuple(map(str, each)) for each in attempts])
         assert found == ["EACCES"] * len(found)
 
@@ -131,9 +102,7 @@ def test_a_file_handle_is_for_root_alone(source: Path, open_place: Path, session
         assert tried_by_another_user(("by_handle", str(mounted.at), handle)) == ["EPERM"]
 
 
-def test_modes_decide_for_users_whom_root_puts_inside(
-    source: Path, open_place: Path, session: str
-) -> None:
+def test_modes_decide_for_those_put_inside(source: Path, open_place: Path, session: str) -> None:
     """FUSE refuses them everywhere. A native mount is closed at its root folder alone: root must
     not bind a folder of it elsewhere, or change the user of a process inside it."""
     inside = ["", "EACCES"] if session == "native" else ["EACCES", "EACCES"]
@@ -182,16 +151,6 @@ def test_the_content_file_is_roots_alone_and_listed_nowhere(
         closed = [*found, mounted.at / "folder" / "closed"]
         attempts = [("read", str(path)) for path in [*closed, hidden / "stats"]]
         assert tried_by_another_user(*attempts) == ["EACCES"] * len(closed) + [""]
-
-
-@pytest.mark.only_session("native")
-def test_the_kept_image_is_its_owners_alone(source: Path, open_place: Path, session: str) -> None:
-    images = Path(os.environ["XDG_CACHE_HOME"]) / "diesel" / "images"
-    with mounting(source, open_place / "m", session, allow_other=True):
-        assert images.stat().st_mode & 0o777 == 0o700
-        kept = list(images.iterdir())
-        assert kept
-        assert all(path.stat().st_mode & 0o777 == 0o600 for path in kept)
 
 
 @pytest.mark.only_session("native")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.client.dataset import connect
+from diesel_fs.credentials import key_text
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
 from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.source import MemorySplit, MountSource, OpenedSnapshot
@@ -74,9 +75,7 @@ def test_only_the_first_version_waits_for_a_master_that_ends(
 
 
 @pytest.mark.parametrize("stale", ["refuse", "warn", "allow"])
-def test_a_saved_snapshot_of_the_current_version_gives_no_warning(
-    saved: MountRequest, stale: str
-) -> None:
+def test_a_current_snapshot_gives_no_warning(saved: MountRequest, stale: str) -> None:
     source = open_with(saved, stale=stale)
     assert source.warning == ""
     assert content(saved, source, b"b") == b"another"
@@ -109,14 +108,14 @@ def test_E5_a_snapshot_newer_than_the_metadata_is_accepted_with_a_warning(
     assert open_with(saved, stale="allow").warning == ""
 
 
-def test_E6_no_metadata_to_compare_with_is_exit_14_unless_offline(
-    saved: MountRequest, tmp_path: Path
-) -> None:
+def test_E6_without_metadata_it_is_exit_14_or_offline(saved: MountRequest, tmp_path: Path) -> None:
     lose_metadata(tmp_path / "store")
     with pytest.raises(MetadataError, match="cannot find out whether") as refused:
         open_with(saved)
     assert refused.value.exit_code == 14
     assert "--offline" in refused.value.advice
+    with pytest.raises(MetadataError, match="cannot find out whether"):
+        open_with(saved, url="diesel://127.0.0.1:1", user="me", key=key_text(bytes(32)))
     source = open_with(saved, offline=True)
     assert source.warning == ""
     assert content(saved, source, b"b") == b"another"

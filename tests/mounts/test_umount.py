@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,17 +18,16 @@ import pytest
 
 from diesel_fs.errors import DeadlineError
 from diesel_fs.mounts import launcher, stats, umount
-from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.mountpoint import mounted_at, unmount
 from diesel_fs.mounts.prefetch_worker import run_prefetch_worker
 from diesel_fs.mounts.processes import children_of, ends_within, processor_ticks
 from diesel_fs.mounts.source import MountSource
-from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import mounting, request_for
 from tests.mounts.folder_daemon import WORKS_UNTIL
 from tests.mounts.folder_dataset import HANG
+from tests.mounts.observed import Program, log_of, mounts_below, with_our_modules
 from tests.own_mounts import own_mounts
-from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
+from tests.unprivileged_user import as_user, module_path, needs_root, user_python
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.fuse
@@ -37,53 +35,32 @@ pytestmark = pytest.mark.fuse
 CLI = Path(__file__).parents[2] / "cli"
 
 
+def by_another_user(*arguments: object) -> "subprocess.CompletedProcess[str]":
+    environment = with_our_modules(Path("/"), PYTHONPATH=f"{CLI}:{module_path()}")
+    command = [*environment, *as_user(), user_python(), "-m", "dlcmd", *map(str, arguments)]
+    return subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60, check=False)
+
+
 @needs_root
-@pytest.mark.parametrize(
-    "command",
-    [
-        pytest.param(["umount", "--force"], marks=pytest.mark.only_session("kernel")),
-        pytest.param(["umount", "--lazy"], marks=pytest.mark.only_session("pyfuse3")),
-        pytest.param(["umount"], marks=pytest.mark.only_session("native")),
-    ],
-)
+@pytest.mark.parametrize("option", [[], ["--force"], ["--lazy"]])
 def test_another_users_mount_is_refused_and_lives(
-    source: Path, open_place: Path, session: str, command: list[str]
+    source: Path, open_place: Path, session: str, option: list[str]
 ) -> None:
-    """Each way to unmount is exit 12, and names the user who mounted it."""
+    """Each way to unmount is exit 12, and names the user who mounted it. So are statistics of a
+    mount without --allow-other."""
     with mounting(source, open_place / "mount", session) as mounted:
-        run = as_other_user("dlcmd", *command, mounted.at)
+        run = by_another_user("umount", *option, mounted.at)
         assert run.returncode == 12, run
         assert f"{mounted.at} was mounted by user 0" in run.stderr
         assert "is unmounted" not in run.stdout
         assert (mounted.at / "b").read_bytes() == b"beta"
         assert not ends_within(mounted.pid, 0)
-
-
-@needs_root
-def test_statistics_of_another_users_mount_are_not_allowed(
-    source: Path, open_place: Path, session: str
-) -> None:
-    """`dlcmd stats` is exit 12 for a mount without --allow-other."""
-    with mounting(source, open_place / "mount", session) as mounted:
-        run = as_other_user("dlcmd", "stats", mounted.at)
+        run = by_another_user("stats", mounted.at)
         assert run.returncode == 12, run
         assert "another user has mounted it" in run.stderr
 
 
-def as_other_user(module: str, *arguments: object) -> "subprocess.CompletedProcess[str]":
-    """Runs one of our programs as an ordinary user."""
-    return subprocess.run(
-        [*as_user(), user_python(), "-m", module, *map(str, arguments)],
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": f"{CLI}:{module_path()}", "HOME": "/"},
-        cwd="/",
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-
-
-IN_ANOTHER = """if True:
+READS = """if True:
     import sys
     print("there", flush=True)
     sys.stdin.readline()
@@ -92,59 +69,32 @@ IN_ANOTHER = """if True:
 """
 
 
-@contextmanager
-def another_namespace(at: Path) -> Iterator["subprocess.Popen[str]"]:
+def in_another_namespace(at: Path) -> Program:
     """A process in a mount namespace of its own, as in a container, which has the mount, too."""
-    with subprocess.Popen(
-        [
-            *own_mounts("--propagation=private", keep=at.parent),
-            *(sys.executable, "-c", IN_ANOTHER, at),
-        ],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd="/",
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "there\n"
-        try:
-            yield process
-        finally:
-            process.kill()
+    return Program(READS, at, by=own_mounts("--propagation=private", keep=at.parent))
 
 
 @needs_root
-@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("way", ["umount", "lazy", "force"])
 def test_a_mount_that_another_namespace_has_too_is_served_there_further(
-    source: Path, tmp_path: Path, session: str, caplog: pytest.LogCaptureFixture, lazy: bool
+    source: Path, tmp_path: Path, session: str, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    """It is unmounted here, with a warning; the daemon ends with the other namespace."""
+    """It is unmounted here, with a warning; the daemon ends with the other namespace. By force the
+    mount ends for all."""
     with (
         mounting(source, tmp_path / "mount", session) as mounted,
-        another_namespace(mounted.at) as process,
+        in_another_namespace(mounted.at) as other,
+        caplog.at_level(logging.WARNING, "diesel.mount"),
     ):
-        with caplog.at_level(logging.WARNING, "diesel.mount"):
-            umount(mounted.at, lazy=lazy)
+        umount(mounted.at, force=way == "force", lazy=way == "lazy")
         assert mounted_at(str(mounted.at)) is None
-        assert f"on {mounted.at}, as process {process.pid} sees it" in caplog.text
-        assert "kill" not in caplog.text
-        assert not ends_within(mounted.pid, 0)
-        assert process.stdin is not None
-        assert process.stdout is not None
-        print(file=process.stdin, flush=True)
-        assert process.stdout.readline() == "beta\n"
-        process.kill()
-        wait_until(lambda: ends_within(mounted.pid, 0))
-
-
-@needs_root
-def test_force_ends_a_mount_for_all_namespaces(source: Path, tmp_path: Path, session: str) -> None:
-    with (
-        mounting(source, tmp_path / "mount", session) as mounted,
-        another_namespace(mounted.at),
-    ):
-        umount(mounted.at, force=True)
-        assert mounted_at(str(mounted.at)) is None
+        if way != "force":
+            assert f"on {mounted.at}, as process {other.pid} sees it" in caplog.text
+            assert "kill" not in caplog.text
+            assert not ends_within(mounted.pid, 0)
+            assert other.ask("read") == "beta"
+            os.kill(other.pid, signal.SIGKILL)
+            wait_until(lambda: ends_within(mounted.pid, 0))
         assert ends_within(mounted.pid, 0)
 
 
@@ -153,7 +103,8 @@ def test_force_ends_a_mount_for_all_namespaces(source: Path, tmp_path: Path, ses
 def test_a_mount_that_was_moved_is_unmounted_where_it_is(
     source: Path, tmp_path: Path, session: str, way: str
 ) -> None:
-    """By `umount` with its new path, and by a signal for its daemon."""
+    """By `umount` with its new path, and by a signal for its daemon. What is mounted at its old
+    place by now stays."""
     with mounts_to_be_moved(tmp_path) as place, mounting(source, place / "old", session) as mounted:
         at = place / "new"
         at.mkdir()
@@ -161,27 +112,14 @@ def test_a_mount_that_was_moved_is_unmounted_where_it_is(
         assert mounted_at(str(mounted.at)) is None
         assert stats(at)["pid"] == mounted.pid
         assert (at / "b").read_bytes() == b"beta"
-        if way == "signal":
-            os.kill(mounted.pid, signal.SIGTERM)
-            assert ends_within(mounted.pid, PATIENCE_S)
-        else:
-            umount(at, force=way == "force", lazy=way == "lazy")
-            assert ends_within(mounted.pid, 0)
-        assert not [each for each in mounts() if each.path.startswith(f"{place}/")]
-
-
-@needs_root
-def test_a_signal_leaves_what_was_mounted_where_a_mount_was(
-    source: Path, tmp_path: Path, session: str
-) -> None:
-    """The mount was moved away, and another one is at its place now."""
-    with mounts_to_be_moved(tmp_path) as place, mounting(source, place / "old", session) as mounted:
-        (place / "new").mkdir()
-        subprocess.run(["mount", "--move", mounted.at, place / "new"], check=True)
         with mounting(source, mounted.at, session) as second:
-            os.kill(mounted.pid, signal.SIGTERM)
-            assert ends_within(mounted.pid, PATIENCE_S)
-            assert mounted_at(str(place / "new")) is None
+            if way == "signal":
+                os.kill(mounted.pid, signal.SIGTERM)
+                assert ends_within(mounted.pid, PATIENCE_S)
+            else:
+                umount(at, force=way == "force", lazy=way == "lazy")
+                assert ends_within(mounted.pid, 0)
+            assert not mounts_below(at)
             assert (second.at / "b").read_bytes() == b"beta"
 
 
@@ -212,9 +150,8 @@ def test_a_worker_that_keeps_an_unmounted_mount_is_ended_and_that_is_no_error(
             unmount(str(mounted.at), lazy=True)
             wait_until(lambda: len(children_of(mounted.pid)) == 1)  # the server is left
         assert ends_within(mounted.pid, PATIENCE_S)
-        log = log_path(request_for(source, mounted.at)).read_text()
-        assert "is mounted on" in log
-        assert " ERROR " not in log
+        assert "is mounted on" in log_of(mounted)
+        assert " ERROR " not in log_of(mounted)
 
 
 def test_a_worker_may_be_told_to_end_before_it_has_begun(source: Path, tmp_path: Path) -> None:
@@ -282,63 +219,3 @@ def test_a_daemon_that_works_is_waited_for(
             released.touch()
         ending.result()
         assert ends_within(mounted.pid, 0)
-
-
-FUSERMOUNT = """#!/bin/sh
-tr '\\0' '\\n' < /proc/$$/environ >> "${0%/*}/seen"
-exec REAL "$@"
-"""
-
-MOUNTING = """if True:
-    import os, sys
-    from pathlib import Path
-    from diesel_fs.mounts import mount, umount
-    from tests.mounts.conftest import request_for
-    place = Path(sys.argv[1])
-    request = request_for(place / "source", place / "mount", sys.argv[2])
-    mount(request, program=(sys.executable, "-m", "tests.mounts.folder_daemon"))
-    assert (place / "mount" / "file").read_bytes() == b"content"
-    umount(place / "mount")
-"""
-
-
-@needs_root
-@pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
-@pytest.mark.usefixtures("device_for_all")
-def test_fusermount3_gets_no_secret(open_place: Path, session: str) -> None:
-    """It gets only the environment variables that it needs, since a secret may have any name."""
-    real = subprocess.run(["which", "fusermount3"], check=True, capture_output=True, text=True)
-    between = open_place / "bin"
-    between.mkdir()
-    (between / "fusermount3").write_text(FUSERMOUNT.replace("REAL", real.stdout.strip()))
-    (between / "fusermount3").chmod(0o755)
-    between.chmod(0o777)
-    (open_place / "source").mkdir()
-    (open_place / "source" / "file").write_bytes(b"content")
-    (open_place / "mount").mkdir()
-    os.chown(open_place / "mount", USER, USER)
-    secrets = (
-        "AWS_SECRET_ACCESS_KEY",
-        "DIESEL_KEY",
-        "DIESEL_TASK_KEY",
-        "HF_TOKEN",
-        "REDISCLI_AUTH",
-    )
-    run = subprocess.run(
-        [*as_user(), user_python(), "-c", MOUNTING, str(open_place), session],
-        env={
-            **dict.fromkeys(secrets, "hush"),
-            "PATH": f"{between}:{os.environ['PATH']}",
-            "PYTHONPATH": module_path(),
-            "HOME": str(open_place),
-        },
-        capture_output=True,
-        text=True,
-        cwd="/",
-        timeout=60,
-        check=False,
-    )
-    assert run.returncode == 0, run.stderr
-    seen = (between / "seen").read_text()
-    assert f"PATH={between}" in seen
-    assert "hush" not in seen

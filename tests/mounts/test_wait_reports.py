@@ -10,14 +10,15 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import diesel_fs
-from diesel_fs.client.dataset import connect
 from diesel_fs.errors import ConfigError, ConflictError
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.mount_metrics import TABLE
@@ -26,7 +27,7 @@ from diesel_fs.mounts.waits import CAUSE_NAMES
 from diesel_fs.peers.options import TaskOptions
 from tests.cli.conftest import program_environment
 from tests.mounts import slow_daemon
-from tests.mounts.observed import current_stats, mounted, noise
+from tests.mounts.observed import Processes, current_stats, figures, mounted, noise, put
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -35,48 +36,38 @@ FILES = 6
 SLOW_S = "0.15"
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    """A dataset of some files, each in a chunk of its own, and one that is compressed."""
-    address = (tmp_path / "store").as_uri()
-    with connect("ds", address, create=True) as written:
-        for number in range(FILES):
-            written.put(noise(number, 20_000), f"file{number}")
-            written.flush()
-        for number in range(FILES):
-            written.put(b"much the same " * 5_000, f"packed{number}")
-            written.flush()
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A dataset of some files, each in a chunk of its own, and some that are compressed."""
+    address = (tmp_path_factory.mktemp("waits") / "store").as_uri()
+    packed = dict.fromkeys(
+        (f"packed{number}" for number in range(FILES)), b"much the same " * 5_000
+    )
+    files = {f"file{number}": noise(number, 20_000) for number in range(FILES)}
+    put(address, {**files, **packed}, one_each=True)
     return address
 
 
+@pytest.fixture
+def request_of(url: str, tmp_path: Path, session: str) -> MountRequest:
+    return MountRequest(url, "ds", str(tmp_path / "mount"), session=session)
+
+
 @contextmanager
-def slow_mount(url: str, at: Path, session: str, slow: str, **options: object) -> Iterator[Path]:
-    """A mount in which one thing takes `SLOW_S`."""
-    request = MountRequest(url, "ds", str(at), session=session, **options)  # type: ignore[arg-type]  # fields by name
+def slow_mount(request: MountRequest, slow: str) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(slow, SLOW_S)
-        at.mkdir()
-        with mounted(request, slow_daemon.PROGRAM):
+        with mounted(request, slow_daemon.PROGRAM) as at:
             yield at
 
 
-def waits(at: Path) -> Mapping[str, object]:
-    found = current_stats(at)["waits"]
-    assert isinstance(found, Mapping)
-    return found
-
-
 def share(found: Mapping[str, object], cause: str) -> float:
-    """The part of all waiting that was for a cause."""
-    causes, waited_s = found["causes_s"], found["waited_s"]
-    assert isinstance(causes, Mapping)
-    assert isinstance(waited_s, float)
+    causes, waited_s = figures(found, "causes_s"), figures(found)["waited_s"]
     assert sum(causes.values()) == pytest.approx(waited_s, abs=1e-4)
-    return float(causes[cause]) / waited_s
+    return causes[cause] / waited_s
 
 
 def read(*paths: Path, **environment: str) -> None:
-    """Reads files in another process."""
     subprocess.run(
         ["cat", *paths], check=True, stdout=subprocess.DEVNULL, env={**os.environ, **environment}
     )
@@ -87,54 +78,44 @@ def read(*paths: Path, **environment: str) -> None:
     [
         (slow_daemon.STORE, "store", "file"),
         (slow_daemon.DECODE, "decompression", "packed"),
+        (slow_daemon.PEER, "peer", "file"),
+        pytest.param(
+            slow_daemon.LOOKUP, "metadata", "", marks=pytest.mark.only_session("kernel", "pyfuse3")
+        ),
     ],
 )
-def test_waiting_is_for_what_is_slow(
-    url: str, tmp_path: Path, session: str, slow: str, cause: str, name: str
+def test_waits_name_what_is_slow(
+    request_of: MountRequest, slow: str, cause: str, name: str
 ) -> None:
-    with slow_mount(url, tmp_path / "mount", session, slow) as at:
-        read(*(at / f"{name}{number}" for number in range(FILES)))
-        found = waits(at)
-        assert share(found, cause) > 0.6, found
-        assert found["waited_s"] > float(SLOW_S)  # type: ignore[operator]  # a number
-
-
-def test_waiting_for_a_node_of_the_task_is_for_a_peer(
-    url: str, tmp_path: Path, session: str
-) -> None:
-    """Here that is this node's own master."""
-    options = TaskOptions(task="night", rank=0, world=1)
-    with slow_mount(url, tmp_path / "mount", session, slow_daemon.PEER, task_options=options) as at:
-        read(*(at / f"file{number}" for number in range(FILES)))
-        found = waits(at)
-        assert share(found, "peer") > 0.6, found
-
-
-@pytest.mark.only_session("kernel", "pyfuse3")
-def test_waiting_for_names_is_for_metadata(url: str, tmp_path: Path, session: str) -> None:
-    with slow_mount(url, tmp_path / "mount", session, slow_daemon.LOOKUP) as at:
-        for number in range(FILES):
-            os.stat(at / f"file{number}")
-        found = waits(at)
-        assert share(found, "metadata") > 0.9, found
+    """A node of the task is this node's own master here."""
+    if cause == "peer":
+        options = TaskOptions(task="night", rank=0, world=1)
+        request_of = replace(request_of, task_options=options)
+    with slow_mount(request_of, slow) as at:
+        if name:
+            read(*(at / f"{name}{number}" for number in range(FILES)))
+        else:
+            for number in range(FILES):
+                os.stat(at / f"file{number}")
+        found = figures(current_stats(at), "waits")
+        assert share(found, cause) > (0.6 if name else 0.9), found
+        assert found["waited_s"] > float(SLOW_S)
 
 
 @pytest.mark.only_session("native", "kernel")
-def test_each_rank_has_its_own_figures(url: str, tmp_path: Path, session: str) -> None:
-    with slow_mount(url, tmp_path / "mount", session, slow_daemon.STORE) as at:
-        read(at / "file0", RANK="0")
-        read(at / "file1", RANK="1")
-        read(at / "file2", RANK="not a number")
+def test_each_rank_has_its_own_figures(request_of: MountRequest) -> None:
+    with slow_mount(request_of, slow_daemon.STORE) as at:
+        for number, rank in enumerate(("0", "1", "not a number")):
+            read(at / f"file{number}", RANK=rank)
 
-        def by_rank() -> dict[object, Mapping[str, object]]:
-            readers = waits(at)["readers"]
-            assert isinstance(readers, list)
-            return {each["rank"]: each for each in readers}
+        def by_rank() -> dict[object, dict[str, object]]:
+            readers = figures(current_stats(at), "waits")["readers"]
+            return {each["rank"]: each for each in cast("list[dict[str, object]]", readers)}
 
         wait_until(lambda: {0, 1, None} <= by_rank().keys())
-        for rank in (0, 1):
-            assert share(by_rank()[rank], "store") > 0.6
-            assert by_rank()[rank]["command"] == "cat"
+        for number in (0, 1):
+            assert share(by_rank()[number], "store") > 0.6
+            assert by_rank()[number]["command"] == "cat"
 
 
 # dlcmd top ----------------------------------------------------------------------------------------
@@ -149,10 +130,10 @@ def top(*arguments: str | Path) -> Iterator["subprocess.Popen[str]"]:
         yield process
 
 
-def test_top_divides_each_interval(url: str, tmp_path: Path, session: str) -> None:
+def test_top_divides_each_interval(request_of: MountRequest) -> None:
     """Its parts add up to the interval; it ends with the mount, and says so."""
     with (
-        slow_mount(url, tmp_path / "mount", session, slow_daemon.STORE) as at,
+        slow_mount(request_of, slow_daemon.STORE) as at,
         top("--json", "--interval", "0.2", at) as process,
     ):
         assert process.stdout is not None
@@ -180,10 +161,8 @@ def test_top_divides_each_interval(url: str, tmp_path: Path, session: str) -> No
 
 
 @pytest.mark.only_session("kernel")
-def test_top_ends_with_ctrl_c_and_after_its_count(url: str, tmp_path: Path, session: str) -> None:
-    at = tmp_path / "mount"
-    at.mkdir()
-    with mounted(MountRequest(url, "ds", str(at), session=session)):
+def test_top_ends_with_ctrl_c_and_after_its_count(request_of: MountRequest) -> None:
+    with mounted(request_of) as at:
         with top("--interval", "0.1", at) as process:
             assert process.stdout is not None
             assert re.fullmatch(
@@ -217,17 +196,13 @@ def get(address: str) -> str:
         return bytes(answer.read()).decode()
 
 
-PLACES = {"native": "127.0.0.1:0", "kernel": "[::1]:0", "pyfuse3": "0"}
-
-
-def test_prometheus_gets_the_figures_of_a_mount(url: str, tmp_path: Path, session: str) -> None:
-    place = PLACES[session]
-    at = tmp_path / "mount"
-    at.mkdir()
-    with mounted(MountRequest(url, "ds", str(at), session=session, metrics=place)):
+def test_prometheus_gets_the_figures_of_a_mount(request_of: MountRequest, session: str) -> None:
+    """While the mount does not answer, they are unavailable."""
+    place, host = ("127.0.0.1:0", "127.0.0.1") if session == "native" else ("[::1]:0", "[::1]")
+    with mounted(replace(request_of, metrics=place)) as at:
         read(at / "file0", RANK="5")
         address = str(current_stats(at)["metrics"])
-        assert address.startswith("http://[::1]:" if ":1]" in place else "http://127.0.0.1:")
+        assert address.startswith(f"http://{host}:")
 
         def families() -> dict[str, dict[tuple[str, ...], float]]:
             return {
@@ -236,8 +211,7 @@ def test_prometheus_gets_the_figures_of_a_mount(url: str, tmp_path: Path, sessio
             }
 
         wait_until(lambda: families()["diesel_mount_read_bytes"][()] == 20_000)
-        if session != "pyfuse3":
-            wait_until(lambda: ("5",) in families().get("diesel_mount_rank_requests", {}))
+        wait_until(lambda: ("5",) in families().get("diesel_mount_rank_requests", {}))
         found = families()
         assert found.keys() <= {metric.name.removesuffix("_total") for metric in TABLE}
         assert {*found["diesel_mount_waited_seconds"]} == {(cause,) for cause in CAUSE_NAMES}
@@ -247,48 +221,37 @@ def test_prometheus_gets_the_figures_of_a_mount(url: str, tmp_path: Path, sessio
         assert get(address.replace("/metrics", "/healthz")) == "ok\n"
         with pytest.raises(urllib.error.HTTPError, match="404"):
             get(address.replace("/metrics", "/other"))
+        server = Processes.of(at).server
+        os.kill(server, signal.SIGSTOP)
+
+        def status() -> int:
+            try:
+                return 200 if "diesel_mount_info" in families() else 0
+            except urllib.error.HTTPError as error:
+                return error.code
+
+        wait_until(lambda: status() == 503)  # what was asked for just now is said again
+        os.kill(server, signal.SIGCONT)
+        wait_until(lambda: status() == 200)
 
 
 @pytest.mark.only_session("kernel")
 def test_a_port_that_is_in_use_is_an_error_before_the_mount_is_made(
-    url: str, tmp_path: Path, session: str
+    request_of: MountRequest, url: str, tmp_path: Path
 ) -> None:
     at = tmp_path / "made" / "mount"
+    request_of = replace(request_of, mountpoint=str(at))
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = f"127.0.0.1:{other.getsockname()[1]}"
         with pytest.raises(ConflictError, match=f"cannot listen at {place}"):
-            mount(MountRequest(url, "ds", str(at), session=session, metrics=place))
+            mount(replace(request_of, metrics=place))
     assert mounted_at(str(at)) is None
     assert not at.parent.exists()
     for bad in ("here", "127.0.0.1:x", "127.0.0.1:99999999"):
         with pytest.raises(ConfigError, match="HOST:PORT"):
-            mount(MountRequest(url, "ds", str(at), session=session, metrics=bad))
+            mount(replace(request_of, metrics=bad))
     with diesel_fs.mount("ds", at, url=url, metrics="0") as made:
         assert "diesel_mount_uptime_seconds" in get(made.metrics)
-
-
-@pytest.mark.only_session("kernel")
-def test_metrics_of_a_mount_that_does_not_answer_are_unavailable(
-    url: str, tmp_path: Path, session: str
-) -> None:
-    """Until it answers again."""
-    at = tmp_path / "mount"
-    at.mkdir()
-    with mounted(MountRequest(url, "ds", str(at), session=session, metrics="0")):
-        found = current_stats(at)
-        address, server = str(found["metrics"]), found["server_pid"]
-        assert isinstance(server, int)
-        os.kill(server, signal.SIGSTOP)
-        with pytest.raises(urllib.error.HTTPError, match="503"):
-            get(address)
-        os.kill(server, signal.SIGCONT)
-
-        def is_served() -> bool:
-            with suppress(urllib.error.HTTPError):
-                return "diesel_mount_info" in get(address)
-            return False
-
-        wait_until(is_served)
 
 
 def test_every_metric_is_documented() -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import cast
 
 import pytest
 from hypothesis import given
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from diesel_fs.cache.waiting import WaitCause
 from diesel_fs.mounts.reader_groups import ReaderProcesses, reader_group
 from diesel_fs.mounts.waits import CAUSE_NAMES, READERS_MAX, UNSEEN, ReaderGroup, Wait, Waits
+from tests.mounts.observed import figures
 from tests.waiting import wait_until
 
 GROUPS = [ReaderGroup(0, 100, "train"), ReaderGroup(1, 200, "train"), ReaderGroup(None, 300, "cat")]
@@ -23,8 +25,6 @@ MARKED = [cause for cause in WaitCause if cause not in (WaitCause.MOUNT, WaitCau
 
 
 class Clock:
-    """A clock that moves when it is told to."""
-
     def __init__(self) -> None:
         self.now_s = 1000.0
 
@@ -36,18 +36,15 @@ def group_of(thread: int) -> ReaderGroup | None:
     return None if thread == OURS else GROUPS[thread % len(GROUPS)]
 
 
-class Tick:
-    """The oracle of one unit of time: it lists what each request waits for in it."""
-
-    def __init__(self) -> None:
-        self.requests: list[tuple[ReaderGroup, WaitCause]] = []
+Tick = list[tuple[ReaderGroup, WaitCause]]
+"""The oracle of one unit of time: what each request waits for in it."""
 
 
 def shares(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
     """Unit by unit, each request has the same part; of all readers or of one."""
     found = dict.fromkeys(CAUSE_NAMES, 0.0)
     for tick in ticks:
-        causes = [cause for of, cause in tick.requests if group in (None, of)]
+        causes = [cause for of, cause in tick if group in (None, of)]
         for cause in causes:
             found[cause.name.lower()] += 1 / len(causes)
     return found
@@ -57,7 +54,7 @@ def sums(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
     """The units of all requests, added up."""
     found = dict.fromkeys(CAUSE_NAMES, 0.0)
     for tick in ticks:
-        for of, cause in tick.requests:
+        for of, cause in tick:
             if group in (None, of):
                 found[cause.name.lower()] += 1
     return found
@@ -77,9 +74,11 @@ STEPS = st.lists(
 )
 
 
-class Model:
-    """Runs steps on `Waits` and on the oracle."""
+def readers_in(figures: Mapping[str, object]) -> list[dict[str, int]]:
+    return cast("list[dict[str, int]]", figures["readers"])
 
+
+class Model:
     def __init__(self) -> None:
         self.clock = Clock()
         self.waits = Waits(group_of, now=self.clock)
@@ -88,11 +87,11 @@ class Model:
 
     def pass_time(self, units: int, also: tuple[ReaderGroup | None, WaitCause] | None) -> None:
         for _ in range(units):
-            tick = Tick()
+            tick: Tick = []
             now = [(group, max([base, *marks])) for _, group, base, marks in self.waiting]
             for group, cause in [*now, *([also] if also else [])]:
                 if group is not None:
-                    tick.requests.append((group, cause))
+                    tick.append((group, cause))
             self.ticks.append(tick)
             self.clock.now_s += 1
 
@@ -128,9 +127,8 @@ class Model:
     def check(self) -> None:
         figures = self.waits.figures()
         self.check_one(figures, None)
-        assert isinstance(figures["readers"], list)
-        for each in figures["readers"]:
-            group = ReaderGroup(each["rank"], each["pid"], each["command"])
+        for each in readers_in(figures):
+            group = ReaderGroup(each["rank"], each["pid"], str(each["command"]))
             self.check_one(each, group)
 
     def check_one(self, figures: Mapping[str, object], group: ReaderGroup | None) -> None:
@@ -143,7 +141,7 @@ class Model:
 
 
 @given(STEPS)
-def test_each_moment_is_divided_equally_among_the_requests_that_wait(
+def test_each_moment_is_divided_among_waiting_requests(
     steps: list[tuple[object, ...]],
 ) -> None:
     """Any overlap of requests, of threads that mark what they wait for, and of answers given at
@@ -163,8 +161,7 @@ def test_decompression_is_told_apart_also_where_a_request_is_answered_at_once() 
     waits.inline.leave(WaitCause.DECOMPRESSION)
     clock.now_s += 1
     waits.answered(0, WaitCause.MOUNT, begun_s)
-    causes = waits.figures()["causes_s"]
-    assert isinstance(causes, Mapping)
+    causes = figures(waits.figures(), "causes_s")
     assert (causes["decompression"], causes["mount"]) == (3.0, 1.0)
 
 
@@ -181,11 +178,10 @@ def test_what_was_counted_for_a_process_goes_to_its_rank_when_that_is_known() ->
     waits.answered(70, WaitCause.METADATA, clock())
     clock.now_s += 2
     waits.end(wait)
-    figures = waits.figures()
-    assert isinstance(figures["readers"], list)
-    [reader] = figures["readers"]
+    found = waits.figures()
+    [reader] = readers_in(found)
     assert (reader["rank"], reader["pid"], reader["requests"]) == (3, 5, 3)
-    assert reader["waited_s"] == figures["waited_s"] == 3.0
+    assert reader["waited_s"] == found["waited_s"] == 3.0
 
 
 def test_many_processes_never_push_out_a_rank() -> None:
@@ -194,11 +190,10 @@ def test_many_processes_never_push_out_a_rank() -> None:
     for thread in range(1, 10 * READERS_MAX):
         clock.now_s += 1
         waits.answered(thread, WaitCause.METADATA, clock() - 0.5)
-    figures = waits.figures()
-    assert isinstance(figures["readers"], list)
-    assert len(figures["readers"]) == READERS_MAX
-    assert figures["readers"][0]["rank"] == 0
-    assert figures["waited_s"] == pytest.approx(0.5 * (10 * READERS_MAX - 1))
+    found = waits.figures()
+    assert len(readers_in(found)) == READERS_MAX
+    assert readers_in(found)[0]["rank"] == 0
+    assert found["waited_s"] == pytest.approx(0.5 * (10 * READERS_MAX - 1))
 
 
 CHILDREN = """if True:

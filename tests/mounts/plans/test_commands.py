@@ -65,7 +65,6 @@ class Bench:
         raise AssertionError("it never rests")
 
     def stream(self, name: str) -> StreamStats | None:
-        """Where a stream is."""
         found = self.residency.stats()["streams"]
         return next((each for each in found if each["name"] == name), None)
 
@@ -80,7 +79,6 @@ def bench() -> Bench:
 
 
 def announce(**changed: Value) -> Message:
-    """A good `announce`, with changed fields."""
     epochs: list[Value] = [explicit(epoch=0, entries=SNAPSHOT.files()[:20])]
     return {"do": "announce", "stream": "s", **OF_VERSION, "epochs": epochs, **changed}
 
@@ -117,11 +115,9 @@ def test_a_plan_may_give_batches_and_a_lag(bench: Bench) -> None:
     bench.ask(**announce(epochs=[epoch], lag_entries=300))
     stream = bench.residency.streams["s"]
     assert stream.lag_entries == 300
-    assert stream.epoch(0).bounds is not None
     assert stream.epoch(0).batch_entries_max == 8
-    for bad in ([8, 21], [8, 8, 20], [-1, 20]):
-        with pytest.raises(UsageError, match="bounds"):
-            bench.ask(**announce(epochs=[explicit(epoch=0, entries=files, bounds=bad)]))
+    with pytest.raises(UsageError, match="bounds"):
+        bench.ask(**announce(epochs=[explicit(epoch=0, entries=files, bounds=[8, 21])]))
 
 
 @pytest.mark.parametrize(
@@ -313,7 +309,6 @@ def test_any_message_is_answered(message: Message) -> None:
 
 
 def read_list(bench: Bench, epoch: int, stream: str = "filelist") -> None:
-    """A program begins to read a list."""
     bench.ask(do="list read", stream=stream, list=f"seed=1,epoch={epoch},group=2")
 
 
@@ -322,7 +317,6 @@ def looked_up(bench: Bench) -> Value:
 
 
 def follow(bench: Bench, epoch: int) -> None:
-    """Open every file of an epoch."""
     bench.settle()
     for entry in chunk_shuffle(bench.snapshot, 1, epoch, group_size=2).tolist():
         bench.residency.opened(entry, bench.now_s)

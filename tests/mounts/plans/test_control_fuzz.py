@@ -1,12 +1,12 @@
-"""Whatever a client sends to the control socket: it gets answers, or its connection ends.
+"""Whatever a client sends to the control socket, and when: it gets answers, or its connection ends.
 
 The socket is the real one, in this process; behind it is a real `PlanCommands` as the worker.
 """
 
 import os
-import random
 import socket
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
 
 import msgpack
@@ -16,18 +16,25 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs.mounts.plans.commands import PlanCommands
-from diesel_fs.mounts.plans.control_socket import ControlSocket
-from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, PROTOCOL, REQUESTS
+from diesel_fs.mounts.plans.control_socket import CONNECTIONS_MAX, ControlSocket
+from diesel_fs.mounts.plans.control_wire import FRAME_BYTES_MAX, HELLO_BYTES_MAX, PROTOCOL, REQUESTS
 from diesel_fs.mounts.prefetch.link import MessageDecoder, WorkerLink
 from diesel_fs.mounts.prefetch_worker import planner_for
-from diesel_fs.net.messages import LENGTH, Message, frame, unpack
+from diesel_fs.net.messages import LENGTH, Message, unpack
 from tests.examples import examples
-from tests.mounts.plans.test_commands import NAMES, OF_VERSION, SNAPSHOT, VALUES, announce
+from tests.mounts.plans.test_commands import NAMES, SNAPSHOT, VALUES, announce
 from tests.rows import each_row
+from tests.waiting import soon
 
 DEADLINE_S = 20.0
 
-HELLO = frame({"diesel_control": PROTOCOL}, FRAME_BYTES_MAX)
+
+def framed(value: object) -> bytes:
+    body: bytes = msgpack.packb(value)
+    return LENGTH.pack(len(body)) + body
+
+
+HELLO, STATS = framed({"diesel_control": PROTOCOL}), framed({"do": "stats"})
 
 MESSAGES = st.dictionaries(
     NAMES, VALUES | st.sampled_from([*sorted(REQUESTS), "s"]), max_size=8
@@ -36,52 +43,99 @@ MESSAGES = st.dictionaries(
     optional={"position": st.integers(-1, 400), "version": st.just(SNAPSHOT.version), "id": VALUES},
 )
 FRAMES = (
-    MESSAGES.map(lambda message: frame(message, FRAME_BYTES_MAX))
+    MESSAGES.map(framed)
     | st.binary(max_size=60).map(lambda body: LENGTH.pack(len(body)) + body)
     | st.binary(max_size=20)
-    | st.just(frame(announce(), FRAME_BYTES_MAX))
+    | st.just(framed(announce()))
 )
 
-Talk = Callable[[trio.SocketStream], Awaitable[None]]
+
+class Client:
+    """A connection to the socket."""
+
+    def __init__(self, stream: trio.SocketStream) -> None:
+        self.stream = stream
+
+    async def send(self, *frames: bytes, eof: bool = False) -> None:
+        with suppress(trio.BrokenResourceError):  # it was cut off
+            for each in frames:
+                await self.stream.send_all(each)
+            if eof:
+                await self.stream.send_eof()
+
+    async def answer(self) -> Message | None:
+        """The next message; None where the connection has ended."""
+        try:
+            length = await self._received(LENGTH.size)
+            return unpack(await self._received(*LENGTH.unpack(length))) if length else None
+        except trio.BrokenResourceError:
+            return None
+
+    async def _received(self, size: int) -> bytes:
+        received = b""
+        with trio.fail_after(DEADLINE_S):
+            while len(received) < size:
+                more = await self.stream.receive_some(size - len(received))
+                assert more or not received, "an answer ended too early"
+                if not more:
+                    break
+                received += more
+        return received
+
+    async def answers(self) -> list[Message]:
+        found = []
+        while (answer := await self.answer()) is not None:
+            found.append(answer)
+        return found
+
+    async def is_served(self) -> None:
+        """Asserts that this new connection works."""
+        progress = framed({"do": "progress", "stream": "nobody", "position": 1})
+        await self.send(HELLO, progress, STATS)
+        hello, refused, told = [await self.answer() for _ in range(3)]
+        assert hello is not None
+        assert hello["dataset"] == "ds"
+        assert refused is not None
+        assert "no stream" in str(refused["message"])
+        assert told is not None
+        assert "stats" in told
 
 
-class Fuzzed:
+class ServedSocket:
     """A control socket, and a worker that carries its requests out."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, frame_deadline_s: float = DEADLINE_S) -> None:
         self._ours, self._theirs = socket.socketpair()
         self._link = WorkerLink(self._ours)
         self._plans = PlanCommands(SNAPSHOT, planner_for(SNAPSHOT, 1 << 30, "on-demand"))
-        self.socket = ControlSocket(folder, {"dataset": "ds"}, dict, self._link)
+        self.socket = ControlSocket(
+            folder, {"dataset": "ds"}, dict, self._link, frame_deadline_s=frame_deadline_s
+        )
         self.socket.has_worker = True
 
-    def talk(self, talk: Talk) -> None:
-        """Run one conversation, and then a good one, to see that the socket still works."""
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
         self.socket.listen()
-
-        async def run() -> None:
-            with trio.fail_after(DEADLINE_S):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._link.run)
-                    nursery.start_soon(self._help)
-                    nursery.start_soon(self.socket.run)
-                    await self._speak(talk)
-                    await self._speak(well)
-                    nursery.cancel_scope.cancel()
-
         try:
-            trio.run(run)
+            async with trio.open_nursery() as nursery:
+                for task in (self._link.run, self._work, self.socket.run):
+                    nursery.start_soon(task)
+                yield
+                async with self.connected() as client:
+                    await client.is_served()
+                nursery.cancel_scope.cancel()
         finally:
             self.socket.close()
             self._ours.close()
             self._theirs.close()
 
-    async def _speak(self, talk: Talk) -> None:
+    @asynccontextmanager
+    async def connected(self) -> AsyncIterator[Client]:
         stream = await trio.open_unix_socket(os.fsdecode(self.socket.path))
         async with stream:
-            await talk(stream)
+            yield Client(stream)
 
-    async def _help(self) -> None:
+    async def _work(self) -> None:
         """Answer messages as the worker does."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._theirs))
         decoder = MessageDecoder()
@@ -89,37 +143,6 @@ class Fuzzed:
             for message in decoder.add(bytes(received)):
                 answer = self._plans.answer(message, 1.0)
                 await stream.send_all(msgpack.packb({**answer, "id": message["id"]}))
-
-
-async def answer_of(stream: trio.SocketStream) -> Message | None:
-    """The next message; None where the connection has ended."""
-    received = bytearray()
-    while (
-        len(received) < LENGTH.size or len(received) < LENGTH.size + LENGTH.unpack_from(received)[0]
-    ):
-        try:
-            more = await stream.receive_some(65_536)
-        except trio.BrokenResourceError:
-            return None
-        if not more:
-            return None
-        received += more
-    return unpack(received[LENGTH.size :])
-
-
-async def well(stream: trio.SocketStream) -> None:
-    """A conversation as it should be."""
-    await stream.send_all(HELLO)
-    hello = await answer_of(stream)
-    assert hello is not None
-    assert hello["dataset"] == "ds"
-    await stream.send_all(
-        frame({"do": "progress", "stream": "nobody", "position": 1}, FRAME_BYTES_MAX)
-    )
-    answer = await answer_of(stream)
-    assert answer is not None
-    assert answer["error"] == "UsageError"
-    assert "no stream" in str(answer["message"])
 
 
 @pytest.fixture
@@ -134,57 +157,121 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def test_any_frames_are_answered_or_end_their_connection(
     folder: Path, frames: list[bytes], greeted: bool
 ) -> None:
-    async def talk(stream: trio.SocketStream) -> None:
-        try:
-            await stream.send_all((HELLO if greeted else b"") + b"".join(frames))
-            await stream.send_eof()
-            while True:
-                with trio.fail_after(DEADLINE_S / 2):
-                    if await stream.receive_some(65_536) == b"":
-                        return
-        except trio.BrokenResourceError:
-            pass
+    async def talk() -> None:
+        socket = ServedSocket(folder)
+        async with socket.serving(), socket.connected() as client:
+            await client.send(HELLO if greeted else b"", *frames, eof=True)
+            await client.answers()
 
-    Fuzzed(folder).talk(talk)
+    trio.run(talk)
 
 
-@examples(100, suppress=(HealthCheck.function_scoped_fixture,))
-@given(message=MESSAGES)
-def test_any_message_has_one_answer(folder: Path, message: Message) -> None:
-    async def talk(stream: trio.SocketStream) -> None:
-        await stream.send_all(HELLO)
-        assert await answer_of(stream) is not None
-        for _ in range(2):
-            await stream.send_all(frame({**message, **OF_VERSION}, FRAME_BYTES_MAX))
-            answer = await answer_of(stream)
-            assert answer is not None, "a valid message ended the connection"
+WITHOUT_HELLO = [
+    [b"GET / HTTP/1.1\r\n\r\n"],
+    [LENGTH.pack(HELLO_BYTES_MAX + 1)],
+    [LENGTH.pack(0xFFFFFFFF)],
+    [framed({"diesel_control": True})],
+    [framed({"diesel_control": 1, "more": 1})],
+    [framed({"do": "stats"})],
+    [framed([1])],
+    [LENGTH.pack(1) + b"\xc1"],
+    [HELLO[:-1]],
+    [b"\0"],
+]
+GARBAGE = [
+    LENGTH.pack(FRAME_BYTES_MAX + 1),
+    LENGTH.pack(5) + b"\xdf\xff\xff\xff\xff",
+    LENGTH.pack(1000) + b"\x91" * 1000,
+    LENGTH.pack(100) + b"short",
+]
 
-    Fuzzed(folder).talk(talk)
+
+@each_row(
+    ("frames", "answers"),
+    [*((frames, 0) for frames in WITHOUT_HELLO), *(([HELLO, STATS, each], 2) for each in GARBAGE)],
+)
+async def test_garbage_ends_its_connection(folder: Path, frames: list[bytes], answers: int) -> None:
+    """After the answers to what came before it. A frame that is too long is not waited for."""
+    served = ServedSocket(folder)
+    async with served.serving(), served.connected() as client, served.connected() as other:
+        is_too_long = frames[-1] in (GARBAGE[0], *WITHOUT_HELLO[1], *WITHOUT_HELLO[2])
+        await client.send(*frames, eof=not is_too_long)
+        assert len(await client.answers()) == answers
+        await other.is_served()
 
 
-@each_row("seed", range(60))
-def test_changed_bytes_of_a_plan_are_answered_or_end_the_connection(
-    folder: Path, seed: int
+async def test_another_protocol_version_is_refused_with_ours(folder: Path) -> None:
+    served = ServedSocket(folder)
+    async with served.serving(), served.connected() as client:
+        await client.send(framed({"diesel_control": PROTOCOL + 1}))
+        [answer] = await client.answers()
+        assert answer["error"] == "UsageError"
+        assert f"version {PROTOCOL}" in str(answer["message"])
+
+
+@each_row(
+    "message",
+    [
+        {"do": "end"}, {"do": "begin"}, {"do": "missed", "entries": b""}, {"do": 1}, {},
+        {"do": "list read", "stream": "s", "list": "seed=1,epoch=1"}, {"do": "forget", "node": 2},
+        {"do": "stats", "id": 1}, {"do": "withdraw"}, {"do": "withdraw", "stream": None},
+    ],
+)  # fmt: skip
+async def test_internal_requests_are_refused_and_the_connection_stays(
+    folder: Path, message: dict[str, object]
 ) -> None:
-    """Bytes are flipped, cut and repeated; the plan that results is always a valid one."""
-    chance = random.Random(seed)
-    good = bytearray(msgpack.packb(announce()))
-    for _ in range(chance.randint(1, 4)):
-        match chance.randrange(3):
-            case 0:
-                good[chance.randrange(len(good))] = chance.randrange(256)
-            case 1:
-                del good[chance.randrange(len(good)) :]
-            case _:
-                at = chance.randrange(len(good) + 1)
-                good[at:at] = good[: chance.randrange(40)]
-        good = good or bytearray(b"\0")
+    served = ServedSocket(folder)
+    async with served.serving(), served.connected() as client:
+        await client.send(HELLO, framed(message), STATS, eof=True)
+        hello, refused, told = await client.answers()
+        assert hello["diesel_control"] == PROTOCOL
+        assert refused["error"] == "UsageError"
+        assert "stats" in told
 
-    async def talk(stream: trio.SocketStream) -> None:
-        await stream.send_all(HELLO + LENGTH.pack(len(good)) + good)
-        assert await answer_of(stream) is not None
-        with trio.fail_after(DEADLINE_S / 2):
-            answer = await answer_of(stream)
-        assert answer is None or "error" in answer or set(answer) == {"entries"}
 
-    Fuzzed(folder).talk(talk)
+async def test_connections_keep_their_limit(folder: Path) -> None:
+    """Those who have gone do not count."""
+    served = ServedSocket(folder)
+    async with served.serving(), AsyncExitStack() as stack:
+        talking = [
+            await stack.enter_async_context(served.connected()) for _ in range(CONNECTIONS_MAX)
+        ]
+        for each in talking:
+            await each.send(HELLO)
+            assert await each.answer() is not None
+        async with served.connected() as more:
+            await more.send(HELLO)
+            assert await more.answer() is None
+        await talking[0].send(STATS)
+        assert await talking[0].answer() is not None
+        await stack.aclose()
+
+        async def is_accepted() -> bool:
+            async with served.connected() as later:
+                await later.send(HELLO)
+                return await later.answer() is not None
+
+        await soon(is_accepted)
+
+
+async def test_an_unfinished_frame_ends_the_connection(folder: Path) -> None:
+    """An idle connection may stay; one in the middle of a frame or of a hello may not."""
+    served = ServedSocket(folder, frame_deadline_s=0.3)
+    async with served.serving():
+        for first, rest in ((HELLO[:3], HELLO[3:]), (b"", HELLO)):
+            async with served.connected() as late:
+                await late.send(first)
+                await trio.sleep(0.6)
+                await late.send(rest)
+                assert await late.answer() is None
+        async with served.connected() as idle:
+            await idle.send(HELLO)
+            assert await idle.answer() is not None
+            await trio.sleep(0.6)
+            await idle.send(STATS)
+            assert await idle.answer() is not None
+            await idle.send(LENGTH.pack(100) + b"x")
+            assert await idle.answer() is None
+        async with served.connected() as dawdler:
+            await dawdler.send(HELLO + b"\0")
+            assert len(await dawdler.answers()) == 1

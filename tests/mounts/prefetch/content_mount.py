@@ -4,11 +4,9 @@ An image is mounted with EROFS over a content file. Run as a program, this modul
 over FUSE, as the server of a mount does, and counts the READs.
 """
 
-import ctypes
 import fcntl
 import mmap
 import os
-import random
 import struct
 import subprocess
 import sys
@@ -34,32 +32,8 @@ CONTENT_NODE = 2
 CONTENT_BYTES = 1 << 44
 FOREVER_S = 1 << 31
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_MOVE_MOUNT, _FSOPEN, _FSCONFIG, _FSMOUNT = 429, 430, 431, 432
 _READ_ONLY_NOSUID_NODEV = 1 | 2 | 4
-_DETACH = 2
 _CLONE_DEVICE = 0x8004E500
-
-
-def _call(number: int, *arguments: int | bytes | None) -> int:
-    converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    result = int(_libc.syscall(ctypes.c_long(number), *converted))
-    if result < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return result
-
-
-def _mount_detached(kind: bytes, values: Sequence[tuple[bytes, bytes]], flags: list[bytes]) -> int:
-    context = _call(_FSOPEN, kind, 1)
-    try:
-        for key, value in values:
-            _call(_FSCONFIG, context, 1, key, value, 0)
-        for key in flags:
-            _call(_FSCONFIG, context, 0, key, None, 0)
-        _call(_FSCONFIG, context, 6, None, None, 0)
-        return _call(_FSMOUNT, context, 1, _READ_ONLY_NOSUID_NODEV)
-    finally:
-        os.close(context)
 
 
 Place = tuple[int, int]
@@ -117,11 +91,11 @@ class ContentServer:
         os.truncate(counts, 4096)
         self._counts: npt.NDArray[np.uint64] = np.frombuffer(mmap.mmap(counts, 4096), np.uint64)
         served = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
-        values = [
-            (b"source", b"images@1"), (b"fd", b"%d" % served), (b"rootmode", b"40000"),
-            (b"user_id", b"0"), (b"group_id", b"0"),
-        ]  # fmt: skip
-        self.mount = _mount_detached(b"fuse", values, [b"default_permissions", b"ro"])
+        options = {
+            "source": "images@1", "fd": str(served), "rootmode": "40000", "user_id": "0",
+            "group_id": "0", "default_permissions": "", "ro": "",
+        }  # fmt: skip
+        self.mount = syscalls.new_mount("fuse", [*options.items()], _READ_ONLY_NOSUID_NODEV)
         files = (served, self._store, counts)
         self._process = subprocess.Popen(
             [sys.executable, "-m", __name__, *map(str, files)], pass_fds=files
@@ -136,7 +110,6 @@ class ContentServer:
 
     @property
     def reads(self) -> int:
-        """How many READs have come."""
         count: int = self._counts[0].item()
         return count
 
@@ -145,7 +118,6 @@ class ContentServer:
         os.pwrite(self._store, content, address)
 
     def content_bytes(self) -> int:
-        """How many bytes of the content file are in the page cache."""
         return syscalls.cached_bytes(self.content.descriptor, 0, CONTENT_BYTES)
 
     def close(self) -> None:
@@ -178,13 +150,12 @@ class ContentMount:
         self.at.mkdir()
         root = os.memfd_create("root folder")
         os.write(root, self.image.root_folder(hidden=True))
-        devices = [
-            (b"device", b"/proc/self/fd/%d/content" % self.server.mount),
-            (b"device", b"/proc/self/fd/%d" % root),
-        ]
-        source = (b"source", os.fsencode(image_path))
-        tree = _mount_detached(b"erofs", [source, *devices], [b"ro"])
-        _call(_MOVE_MOUNT, tree, b"", -100, os.fsencode(self.at), 4)
+        options = [
+            ("source", str(image_path)), ("device", f"/proc/self/fd/{self.server.mount}/content"),
+            ("device", f"/proc/self/fd/{root}"), ("ro", ""),
+        ]  # fmt: skip
+        tree = syscalls.new_mount("erofs", options, _READ_ONLY_NOSUID_NODEV)
+        syscalls.attach_mount(tree, str(self.at))
         os.close(tree)
         os.close(root)
 
@@ -193,12 +164,10 @@ class ContentMount:
         return self.image.order.copy()
 
     def entry(self, name: bytes) -> int:
-        """The entry of a file."""
         entries: list[int] = self.entries().tolist()
         return next(entry for entry in entries if self.snapshot.path(entry) == name)
 
     def content_of(self, entry: int) -> bytes:
-        """What a file must contain."""
         return self.contents[self.snapshot.path(entry)]
 
     def address(self, entry: int) -> int:
@@ -206,11 +175,9 @@ class ContentMount:
         return self.image.first_block.item(entry) * BLOCK_BYTES
 
     def path(self, entry: int) -> Path:
-        """A file as users see it."""
         return self.at / os.fsdecode(self.snapshot.path(entry))
 
     def batch(self, entries: Sequence[int] | npt.NDArray[np.uint32]) -> Batch:
-        """The contents of these files, whole."""
         contents = [memoryview(self.content_of(int(entry))) for entry in entries]
         return Batch(np.array(entries, np.int64), np.zeros(len(entries), np.int64), contents)
 
@@ -225,23 +192,17 @@ class ContentMount:
 
     def close(self) -> None:
         """Unmount the tree."""
-        _libc.umount2(os.fsencode(self.at), _DETACH)
+        syscalls.umount2(str(self.at), syscalls.MNT_DETACH)
 
 
 @contextmanager
 def content_mount(folder: Path, contents: dict[bytes, bytes]) -> Iterator[ContentMount]:
-    """A mount of these files."""
     mounted = ContentMount(folder, contents)
     try:
         yield mounted
     finally:
         mounted.close()
         mounted.server.close()
-
-
-def noise(seed: int, size: int) -> bytes:
-    """Bytes that differ for each seed."""
-    return random.Random(seed).randbytes(size)
 
 
 def _attributes(node: int) -> bytes:

@@ -13,13 +13,13 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample, UnitCosts
-from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.plan import Entries
 
-from .simulated_kernel import stream
+from .simulated_kernel import make_planner, stream
 
 RANKS = 8
-FILE_BYTES, PAGES_BYTES = 110 << 10, 28 * 4_096
+FILE_BYTES = 110 << 10
+MEMORY_PART = 0.25  # of the dataset
 CHUNK_FILES = BATCH = 32
 AHEAD_BYTES = 32 << 20
 UNITS_AHEAD = 16
@@ -43,7 +43,6 @@ class Place:
         return max(self.free_s, now_s + size / self.read_bytes_per_s) + self.latency_s
 
     def cost(self, size: int) -> tuple[float, float]:
-        """What a read costs, by the true figures."""
         return self.latency_s + size / self.read_bytes_per_s, size / self.bytes_per_s
 
 
@@ -58,43 +57,28 @@ def store(bytes_per_s: float = 100e6) -> Place:
 
 
 @dataclass
-class Iteration:
-    """One iteration: how long each rank waited for its batch."""
-
-    waited_s: list[float]
-
-    @property
-    def gap_s(self) -> float:
-        """Between the slowest and the fastest rank."""
-        return max(self.waited_s) - min(self.waited_s)
-
-
-@dataclass
 class Job:
     """A training job of `RANKS` ranks, which read `files` files each."""
 
     places: Sequence[Place]  # of each rank's files
     files: int = 1_920
     compute_s: float = 0.06
-    memory_part: float = 0.25  # of the dataset
     costs: Callable[["Job"], UnitCosts] | None = None
-    make: type[PrefetchPlanner] = PrefetchPlanner
     stands_still: int = -1  # a rank that never reads, and that nobody waits for
     change: Callable[["Job", int], None] | None = None  # called at the start of each iteration
     now_s: float = 100.0
-    iterations: list[Iteration] = field(default_factory=list)
+    iterations: list[list[float]] = field(default_factory=list)  # how long each rank waited
     pushes: list[tuple[float, int]] = field(default_factory=list)  # when, and the rank
     wasted_bytes: int = 0  # read and given up
     reads: int = 0  # files that were not pushed in time, while the worker was idle
 
     def __post_init__(self) -> None:
         count = RANKS * self.files
-        chunk = np.arange(count) // CHUNK_FILES
-        self.planner = self.make(
-            chunk,
-            np.full(count, FILE_BYTES),
-            count // CHUNK_FILES,
-            budget_bytes=int(self.memory_part * count * PAGES_BYTES),
+        self.planner = make_planner(
+            count,
+            MEMORY_PART,
+            chunk_entries=CHUNK_FILES,
+            file_bytes=FILE_BYTES,
             costs=self.costs(self) if self.costs else None,
         )
         self.orders: list[list[int]] = []
@@ -117,18 +101,15 @@ class Job:
         self._finished: dict[int, float] = {}  # of this iteration, by rank
 
     def rank_of(self, entries: Entries) -> int:
-        """The rank whose files these are."""
         return int(entries[0]) // self.files
 
     def true_costs(self, units: Sequence[Entries]) -> list[tuple[float, float]]:
-        """What reads of these units cost."""
         return [
             self.places[self.rank_of(unit)].cost(len(unit) * FILE_BYTES) if len(unit) else (0, 0)
             for unit in units
         ]
 
     def run(self) -> "Job":
-        """Run all iterations."""
         while len(self.iterations) < self.files // BATCH:
             decision = self.planner.next(self.now_s)
             match decision:
@@ -145,9 +126,9 @@ class Job:
             self._read()
         return self
 
-    def gaps_s(self, skip: int = 0) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-        """The gap of each iteration, without some first ones."""
-        return np.array([each.gap_s for each in self.iterations[skip:]])
+    def gaps_s(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        """How long the fastest rank waited for the slowest in each iteration."""
+        return np.array([max(waited_s) - min(waited_s) for waited_s in self.iterations])
 
     def _push(self, push: Push, entries: Entries) -> None:
         self._prefetch([entries, *self.planner.upcoming(UNITS_AHEAD)])
@@ -191,7 +172,6 @@ class Job:
                 self.reads += 1
 
     def _read(self) -> None:
-        """Let the ranks read what is there by now."""
         active = [rank for rank in range(RANKS) if rank != self.stands_still]
         while len(self.iterations) < self.files // BATCH and self._started_s <= self.now_s:
             at = len(self.iterations) * BATCH
@@ -205,7 +185,7 @@ class Job:
             if len(self._finished) < len(active):
                 return
             waited_s = [each - self._started_s for each in self._finished.values()]
-            self.iterations.append(Iteration(waited_s))
+            self.iterations.append(waited_s)
             self._started_s = max(self._finished.values()) + self.compute_s
             self._finished = {}
             if self.change is not None:

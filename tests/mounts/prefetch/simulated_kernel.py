@@ -7,11 +7,11 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
-from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample
+from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample, UnitCosts
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.plan import Epoch, Stream
 
@@ -25,32 +25,28 @@ CHUNKS = list(range(N // CHUNK_ENTRIES))
 
 
 def shuffled(seed: int, entries: int = N) -> list[int]:
-    """All entries in a random order."""
     return random.Random(seed).sample(range(entries), entries)
-
-
-def columns(entries: int, chunk_entries: int = CHUNK_ENTRIES) -> tuple[npt.NDArray[np.int64], ...]:
-    """The chunk and the size of each of so many files."""
-    chunk = np.arange(entries, dtype=np.int64) // chunk_entries
-    return chunk, np.full(entries, ENTRY_BYTES - 7, np.int64)
 
 
 def make_planner(
     entries: int,
     budget: float,
-    policy: str = "on-demand",
-    chunk_entries: int = CHUNK_ENTRIES,
+    policy: Literal["on-demand", "oneshot"] = "on-demand",
     *,
+    chunk_entries: int = CHUNK_ENTRIES,
+    file_bytes: int = ENTRY_BYTES - 7,
+    costs: UnitCosts | None = None,
     keeps_important: bool = False,
 ) -> PrefetchPlanner:
-    """A planner for a dataset of equal files; `budget` is a part of the dataset's bytes."""
-    chunk, size = columns(entries, chunk_entries)
+    """A planner for a dataset of equal files; `budget` is a part of the dataset's pages."""
+    pages_bytes = -(-file_bytes // ENTRY_BYTES) * ENTRY_BYTES
     return PrefetchPlanner(
-        chunk,
-        size,
-        int(chunk[-1]) + 1,
-        budget_bytes=int(budget * entries * ENTRY_BYTES),
-        policy="oneshot" if policy == "oneshot" else "on-demand",
+        np.arange(entries) // chunk_entries,
+        np.full(entries, file_bytes),
+        -(-entries // chunk_entries),
+        budget_bytes=int(budget * entries * pages_bytes),
+        policy=policy,
+        costs=costs,
         keeps_important=keeps_important,
     )
 
@@ -58,8 +54,7 @@ def make_planner(
 def chunk_wise(chunks: list[int], group: int, seed: int) -> list[int]:
     """Chunks in random order, files shuffled within groups of them."""
     rng = random.Random(seed)
-    chunks = list(chunks)
-    rng.shuffle(chunks)
+    chunks = rng.sample(chunks, len(chunks))
     order: list[int] = []
     for start in range(0, len(chunks), group):
         files = [
@@ -107,8 +102,6 @@ class Reader:
 
 @dataclass
 class Machine:
-    """The kernel, the prefetch worker and the readers of one mount."""
-
     planner: PrefetchPlanner
     entry_count: int
     pushed_files_per_s: float = 100_000.0
@@ -172,7 +165,6 @@ class Machine:
         return True
 
     def run_until_idle(self, most: int = 20_000) -> None:
-        """Carry out decisions until there are none."""
         for _ in range(most):
             if not self.run_decision():
                 return
@@ -209,7 +201,6 @@ class Machine:
 
 
 def stream(name: str, *orders: list[int], tentative: bool = False, lag: int = 0) -> Stream:
-    """A stream with an epoch for each order."""
     epochs = tuple(Epoch(number, np.array(order)) for number, order in enumerate(orders))
     return Stream(name, epochs, tentative, lag)
 
@@ -222,3 +213,17 @@ def pushed_ahead(part: float, *streams: Stream) -> Machine:
         machine.planner.announce(each, machine.now_s)
     machine.run_until_idle()
     return machine
+
+
+def next_push(planner: PrefetchPlanner, now_s: float = START_S) -> Push:
+    """The next decision, which must be a push."""
+    push = planner.next(now_s)
+    assert isinstance(push, Push)
+    return push
+
+
+def push_next(planner: PrefetchPlanner, now_s: float = START_S) -> Push:
+    """The next push, which is carried out."""
+    push = next_push(planner, now_s)
+    planner.pushed(push, push.entries, [], now_s)
+    return push

@@ -18,6 +18,8 @@ from diesel_fs.mounts.prefetch.advice_process import (
     Parts,
     whole_files,
 )
+from tests.mounts.observed import is_gone
+from tests.waiting import wait_until
 
 DROP = os.POSIX_FADV_DONTNEED
 
@@ -40,17 +42,6 @@ def recording(file: Path) -> Callable[[], Advise]:
     return make
 
 
-def gone(pid: int) -> bool:
-    deadline_s = time.monotonic() + 5
-    while time.monotonic() < deadline_s:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.01)
-    return False
-
-
 def test_everything_is_dropped_in_order(tmp_path: Path) -> None:
     signs: list[int] = []
     process = AdviceProcess(recording(tmp_path / "log"))
@@ -63,17 +54,13 @@ def test_everything_is_dropped_in_order(tmp_path: Path) -> None:
     assert len(signs) >= 2
 
 
-def test_nothing_is_started_before_something_is_dropped(tmp_path: Path) -> None:
-    process = AdviceProcess(recording(tmp_path / "log"))
-    process.advise(DROP, whole_files(np.empty(0, np.uint32)), lambda: None)
-    assert not process.pid
-    process.close()
-
-
 def test_no_file_of_the_worker_is_open_in_it(tmp_path: Path) -> None:
-    """Above all not the FUSE connection, which would then outlive the mount's processes."""
+    """Above all not the FUSE connection, which would then outlive the mount's processes. Nothing is
+    started before there is something to drop."""
     with (tmp_path / "of the worker").open("w"):
         process = AdviceProcess(recording(tmp_path / "log"))
+        process.advise(DROP, whole_files(np.empty(0, np.uint32)), lambda: None)
+        assert not process.pid
         process.advise(DROP, whole_files(np.arange(3, dtype=np.uint32)), lambda: None)
         process.close()
     assert (tmp_path / "log").read_text() == "0 1 2\n"
@@ -93,7 +80,7 @@ def test_it_ends_with_its_worker(tmp_path: Path) -> None:
     dropping = int(os.read(receiver, 20))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    assert gone(dropping)
+    wait_until(lambda: is_gone(dropping))
     os.close(receiver)
     os.close(sender)
 
@@ -107,7 +94,7 @@ def test_a_killed_process_is_no_error(tmp_path: Path) -> None:
     for _ in range(2 * PIECES_MAX):
         process.advise(DROP, whole_files(np.arange(PIECE_PARTS, dtype=np.uint32)), lambda: None)
     assert process.pid not in (0, first)
-    assert gone(first)
+    wait_until(lambda: is_gone(first))
     process.close()
 
 

@@ -7,22 +7,11 @@ import numpy as np
 import pytest
 
 from diesel_fs.mounts.prefetch.decisions import Push
-from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.plan import Entries
 from tests.rows import each_row
 
 from .lockstep import RANKS, UNITS_AHEAD, Job, Place, memory, store
-from .simulated_kernel import N, shuffled, stream
-
-
-class ByTurns(PrefetchPlanner):
-    """The planner before it balanced: what it names to be read ahead is of the stream whose reader
-    is nearest to its frontier, before that of any other stream."""
-
-    def upcoming(self, count: int) -> list[Entries]:
-        trackers = sorted(self._trackers.values(), key=self._ahead_s)
-        units = [unit for tracker in trackers for unit in tracker.units_ahead(count)][:count]
-        return [self.resident_set.missing(unit) for unit in units]
+from .simulated_kernel import N, make_planner, shuffled, stream
 
 
 def unlucky(bytes_per_s: float = 100e6) -> list[Place]:
@@ -38,12 +27,10 @@ def free(units: Sequence[Entries]) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("bytes_per_s", [100e6, 200e6])
 def test_a_rank_that_misses_everything_delays_the_others_less(bytes_per_s: float) -> None:
     """Between the slowest and the fastest rank, an iteration has a fourth of the gap at most that
-    it has without costs, and a thirtieth of that by turns."""
+    it has without costs."""
     with_costs = Job(unlucky(bytes_per_s), costs=lambda job: job.true_costs).run().gaps_s()
     without = Job(unlucky(bytes_per_s)).run().gaps_s()
-    by_turns = Job(unlucky(bytes_per_s), make=ByTurns).run().gaps_s()
     assert with_costs.mean() < without.mean() / 4
-    assert with_costs.mean() < by_turns.mean() / 30
     assert np.quantile(with_costs, 0.95) < 0.001 < np.quantile(without, 0.95)
     assert np.mean(with_costs > 0.006) < np.mean(without > 0.006)  # the gap is a tenth of the time
 
@@ -106,9 +93,7 @@ def test_no_stream_is_starved_by_costs(costs_s: float) -> None:
     def costs(units: Sequence[Entries]) -> list[tuple[float, float]]:
         return [(costs_s * (int(unit[0]) % 3), costs_s) if len(unit) else (0, 0) for unit in units]
 
-    planner = PrefetchPlanner(
-        np.arange(N) // 64, np.full(N, 4_096), N // 64, budget_bytes=N * 4_096 // 4, costs=costs
-    )
+    planner = make_planner(N, 0.25, costs=costs)
     part = N // RANKS
     for rank in range(RANKS):
         order = [rank * part + each for each in shuffled(rank, part)]
@@ -128,9 +113,7 @@ def test_one_stream_costs_no_prediction() -> None:
     def costs(units: Sequence[Entries]) -> list[tuple[float, float]]:
         raise AssertionError("there is nothing to balance")
 
-    planner = PrefetchPlanner(
-        np.arange(N) // 64, np.full(N, 4_096), N // 64, budget_bytes=N * 4_096 // 4, costs=costs
-    )
+    planner = make_planner(N, 0.25, costs=costs)
     planner.announce(stream("a", shuffled(1)), 0.0)
     while isinstance(push := planner.next(0.0), Push):
         planner.upcoming(UNITS_AHEAD)

@@ -3,8 +3,7 @@
 import os
 import random
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,7 +13,9 @@ import pytest
 from diesel_fs.cache.coalescing_reader import Batch
 from diesel_fs.format.snapshot.diff import diff_snapshots
 from diesel_fs.mounts.prefetch.content_page_cache import ContentPageCache
-from tests.mounts.prefetch.content_mount import ContentMount, content_mount, noise
+from tests.mounts.observed import noise
+from tests.mounts.prefetch.content_mount import ContentMount, content_mount
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.fuse,
@@ -42,13 +43,6 @@ def page_cache(mounted: ContentMount, staging_bytes: int = 1 << 30) -> Iterator[
         yield made
     finally:
         made.close()
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.005)
 
 
 def settle_all(cache: ContentPageCache, mounted: ContentMount) -> None:
@@ -103,13 +97,18 @@ def reads_of_what_was_pushed(at: Path, seed: int) -> int:
 
 
 def test_memory_is_held_once_when_all_is_settled(tmp_path: Path) -> None:
+    """What is resident is known before and after."""
     contents = files(500)
     with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
-        cache.store(mounted.batch(mounted.entries()))
-        assert mounted.server.content_bytes() == whole_pages(contents)
-        assert mounted.tree_bytes() == 0
-        settle_all(cache, mounted)
-        assert mounted.tree_bytes() == whole_pages(contents)
+        entries = mounted.entries()
+        cache.store(mounted.batch(entries[:400]))
+        pushed_bytes = 400 * 12_288
+        assert (mounted.server.content_bytes(), mounted.tree_bytes()) == (pushed_bytes, 0)
+        for _ in range(2):
+            found = [cache.resident_bytes(entry) for entry in entries.tolist()]
+            assert found == [12_288] * 400 + [0] * 100
+            settle_all(cache, mounted)
+        assert mounted.tree_bytes() == pushed_bytes
         assert mounted.server.reads == 0
 
 
@@ -128,34 +127,28 @@ def test_the_staging_area_is_bounded(tmp_path: Path) -> None:
 
 
 def test_what_is_dropped_is_dropped_on_both_sides(tmp_path: Path) -> None:
+    """It can be pushed again, and again."""
     contents = files(300)
-    with content_mount(tmp_path, contents) as mounted, page_cache(mounted) as cache:
+    with content_mount(tmp_path, contents) as mounted, page_cache(mounted, 1 << 20) as cache:
         entries = mounted.entries()
+        for _ in range(3):
+            cache.store(mounted.batch(entries))
+            cache.drop(entries, lambda: None)
         cache.store(mounted.batch(entries))
         for entry in entries[:100].tolist():
             mounted.path(entry).read_bytes()
+        settle_all(cache, mounted)
+        assert mounted.tree_bytes() == whole_pages(contents)
         cache.drop(entries[50:150], lambda: None)
+        wait_until(lambda: cache.resident_bytes(int(entries[149])) == 0)
         settle_all(cache, mounted)
         kept = [*entries[:50].tolist(), *entries[150:].tolist()]
-        wait_until(lambda: cache.resident_bytes(int(entries[149])) == 0)
         assert all(cache.resident_bytes(entry) for entry in kept)
         assert not any(cache.resident_bytes(entry) for entry in entries[50:150].tolist())
         assert mounted.server.reads == 0
         for entry in entries.tolist():
             assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
         assert mounted.server.reads > 0
-
-
-def test_what_is_dropped_can_be_pushed_again(tmp_path: Path) -> None:
-    with content_mount(tmp_path, files(300)) as mounted, page_cache(mounted, 1 << 20) as cache:
-        entries = mounted.entries()
-        for _ in range(3):
-            cache.store(mounted.batch(entries))
-            cache.drop(entries, lambda: None)
-        cache.store(mounted.batch(entries))
-        settle_all(cache, mounted)
-        assert mounted.tree_bytes() == whole_pages(mounted.contents)
-        assert mounted.server.reads == 0
 
 
 def test_only_the_parts_that_were_pushed_are_settled(tmp_path: Path) -> None:
@@ -170,16 +163,6 @@ def test_only_the_parts_that_were_pushed_are_settled(tmp_path: Path) -> None:
         settle_all(cache, mounted)
         assert cache.resident_bytes(entry) == half
         assert mounted.server.reads == 0
-
-
-def test_what_is_resident_is_known_before_and_after_settling(tmp_path: Path) -> None:
-    with content_mount(tmp_path, files(20)) as mounted, page_cache(mounted) as cache:
-        entries = mounted.entries()
-        cache.store(mounted.batch(entries[:10]))
-        for _ in range(2):
-            found = [cache.resident_bytes(entry) for entry in entries.tolist()]
-            assert found == [12_288] * 10 + [0] * 10
-            settle_all(cache, mounted)
 
 
 def test_only_opens_by_readers_are_reported(tmp_path: Path) -> None:

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from diesel_fs.mounts.prefetch.decisions import Push
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
+from tests.rows import each_row
 
 from .simulated_kernel import (
     CHUNK_ENTRIES,
@@ -12,6 +12,8 @@ from .simulated_kernel import (
     Machine,
     N,
     make_planner,
+    next_push,
+    push_next,
     shuffled,
     stream,
 )
@@ -25,20 +27,15 @@ def test_a_miss_pushes_the_rest_of_its_chunk() -> None:
     assert machine.pushed == CHUNK_ENTRIES - 1  # the READ itself has brought one
 
 
-def test_contents_that_a_READ_has_just_brought_are_not_pushed() -> None:
-    """But they are if that was long ago, or if the file is large: a READ brings only a part of
-    it."""
-    for size, later_s, pushed in ((4_096, 0.5, 63), (4_096, 2.0, 64), (2 << 20, 0.5, 64)):
-        chunk = np.repeat(np.arange(4), 64)
-        planner = PrefetchPlanner(
-            chunk, np.full(256, size), 4, budget_bytes=1 << 30, policy="oneshot"
-        )
-        planner.missed(5, 100.0)
-        push = planner.next(100.0 + later_s)
-        assert isinstance(push, Push)
-        assert (push.chunk, len(push.entries)) == (0, pushed)
-        assert (5 in push.entries.tolist()) is (pushed == 64)
-        assert planner.resident([5])[0] == (pushed == 63)
+@each_row(("size", "later_s", "pushed"), [(4_096, 0.5, 63), (4_096, 2.0, 64), (2 << 20, 0.5, 64)])
+def test_what_a_READ_has_just_brought_is_not_pushed(size: int, later_s: float, pushed: int) -> None:
+    """But they are if that was long ago, or if the file is large: a READ brings only a part."""
+    planner = make_planner(256, 2, "oneshot", file_bytes=size)
+    planner.missed(5, 100.0)
+    push = next_push(planner, 100.0 + later_s)
+    assert (push.chunk, len(push.entries)) == (0, pushed)
+    assert (5 in push.entries.tolist()) is (pushed == 64)
+    assert planner.resident([5])[0] == (pushed == 63)
 
 
 def test_contents_that_a_READ_brought_and_were_dropped_are_pushed() -> None:
@@ -91,10 +88,7 @@ def test_misses_are_wanted_while_one_may_lead_to_a_push() -> None:
 def test_oneshot_fills_the_budget_missed_chunks_first() -> None:
     machine = Machine(make_planner(N, 0.1, "oneshot"), N)
     machine.open_and_read("x", N - 1)
-    first = machine.planner.next(machine.now_s)
-    assert isinstance(first, Push)
-    assert first.chunk == CHUNKS[-1]
-    machine.planner.pushed(first, first.entries, [], machine.now_s)
+    assert push_next(machine.planner, machine.now_s).chunk == CHUNKS[-1]
     machine.run_until_idle()
     assert machine.planner.resident_set.bytes == int(0.1 * N) * ENTRY_BYTES
     assert machine.planner.resident(np.arange(1_000)).all()

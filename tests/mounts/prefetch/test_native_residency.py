@@ -4,21 +4,19 @@ Readers are C-like loops in processes of their own that check every byte. The or
 on the content file and on the files of the tree.
 """
 
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from diesel_fs.client.dataset import connect
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, umount
 from diesel_fs.mounts.content_file import CONTENT_BYTES, private_name
@@ -27,8 +25,18 @@ from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.mounts.processes import children_of
 from diesel_fs.mounts.sessions.native import PRIVATE_NODE
 from diesel_fs.system.syscalls import cached_bytes
-from tests.bench.control_group import ControlGroup, control_group
-from tests.mounts.observed import locked_in_memory
+from tests.bench.control_group import ControlGroup
+from tests.mounts.observed import (
+    Processes,
+    count_of_reads,
+    current_stats,
+    figures,
+    locked_in_memory,
+    noise,
+    put,
+)
+from tests.mounts.prefetch.test_pressure import limited_group
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.fuse,
@@ -69,9 +77,7 @@ def name_of(number: int) -> str:
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A dataset of 160 MiB."""
     made = (tmp_path_factory.mktemp("native") / "store").as_uri()
-    with connect("ds", made, create=True) as written:
-        for number in range(FILES):
-            written.put(random.Random(number).randbytes(FILE_BYTES), name_of(number))
+    put(made, {name_of(number): noise(number, FILE_BYTES) for number in range(FILES)})
     for chunk in Path(made.removeprefix("file://")).rglob("*"):
         if chunk.is_file():
             chunk.read_bytes()  # into the page cache, at the expense of this process's group
@@ -83,8 +89,6 @@ DATASET_BYTES = FILES * FILE_PAGES_BYTES
 
 
 class NativeMount:
-    """A mount of the dataset."""
-
     def __init__(self, at: Path, prefix: list[str]) -> None:
         self.at = at
         self._prefix = prefix
@@ -96,19 +100,7 @@ class NativeMount:
             listed = ",".join(map(str, numbers[start : start + 5_000]))
             subprocess.run([*command, listed], check=True, timeout=60)
 
-    def stats(self) -> dict[str, dict[str, int]]:
-        """The statistics of now."""
-        time.sleep(1.05)
-        found: dict[str, dict[str, int]] = json.loads((self.at / ".diesel/stats").read_bytes())
-        return found
-
-    def reads(self) -> int:
-        """How many READs came so far."""
-        found = self.stats()["reads"]
-        return found["hits"] + found["misses"]
-
     def content_bytes(self) -> int:
-        """How many bytes of the content file are in the page cache."""
         file = os.open(self.at / ".diesel" / private_name(PRIVATE_NODE), os.O_RDONLY)
         try:
             return cached_bytes(file, 0, CONTENT_BYTES)
@@ -120,22 +112,8 @@ class NativeMount:
         return sum(self.cached_bytes(self.at / name_of(number)) for number in range(FILES))
 
     def cached_bytes(self, path: Path) -> int:
-        """The same of one file."""
         with path.open("rb", buffering=0) as file:
             return cached_bytes(file.fileno(), 0, os.fstat(file.fileno()).st_size)
-
-    def worker(self) -> int:
-        """The number of the prefetch worker's process."""
-        stats = self.stats()
-        pids = {*children_of(int(str(stats["pid"])))} - {int(str(stats["server_pid"]))}
-        assert len(pids) == 1
-        return pids.pop()
-
-    def wait_until(self, holds: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + 20
-        while not holds():
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
 
 
 @contextmanager
@@ -154,19 +132,12 @@ def mounting(
             umount(at, force=True)
 
 
-@contextmanager
-def limited_group(limit_bytes: int) -> Iterator[ControlGroup]:
-    with control_group() as group:
-        if group is None:
-            pytest.skip("no control group of memory can be made here")
-        names = ("memory.limit_in_bytes", "memory.max")
-        file = next(group.folder / name for name in names if (group.folder / name).exists())
-        file.write_text(str(limit_bytes))
-        yield group
-
-
 def shuffled(seed: int) -> list[int]:
     return random.Random(seed).sample(range(FILES), FILES)
+
+
+def residency(at: Path) -> dict[str, int]:
+    return figures(current_stats(at), "residency")
 
 
 @pytest.mark.deep
@@ -185,28 +156,27 @@ def test_an_epoch_over_two_thirds_of_the_memory_reads_nothing_twice(
         mounting(url, tmp_path / "mount", group, policy=policy, memory_bytes=memory_bytes) as made,
     ):
         made.read(shuffled(1))
-        made.wait_until(lambda: made.content_bytes() + made.tree_bytes() <= 1.25 * DATASET_BYTES)
+        wait_until(lambda: made.content_bytes() + made.tree_bytes() <= 1.25 * DATASET_BYTES)
         assert made.tree_bytes() > 0.9 * DATASET_BYTES
-        before = made.reads()
+        before = count_of_reads(made.at)
         made.read(shuffled(2))
-        assert made.reads() - before < FILES // 10
-        store = made.stats()["residency"]["store"]
-        assert isinstance(store, dict)
+        assert count_of_reads(made.at) - before < FILES // 10
+        store = figures(current_stats(made.at), "residency", "store")
         assert store["fetched_bytes"] < 1.1 * DATASET_BYTES
 
 
-def test_a_dataset_larger_than_the_staging_area_becomes_resident_once(
-    tmp_path: Path, url: str
-) -> None:
+def test_what_exceeds_the_staging_area_becomes_resident_once(tmp_path: Path, url: str) -> None:
     """With `oneshot`; the staging area is an eighth of the memory for pages."""
     memory_bytes = DATASET_BYTES * 3 // 2
     at = tmp_path / "mount"
     with mounting(url, at, policy="oneshot", memory_bytes=memory_bytes) as made:
-        made.wait_until(lambda: made.tree_bytes() > 0.99 * DATASET_BYTES)
-        made.wait_until(lambda: made.content_bytes() == 0)
-        before = made.reads()
+        wait_until(lambda: made.tree_bytes() > 0.99 * DATASET_BYTES)
+        wait_until(lambda: made.content_bytes() == 0)
+        before = count_of_reads(made.at)
         made.read(shuffled(3))
-        assert made.reads() - before < FILES // 30  # the machine may take idle pages away
+        assert (
+            count_of_reads(made.at) - before < FILES // 30
+        )  # the machine may take idle pages away
 
 
 @pytest.mark.deep
@@ -215,17 +185,15 @@ def test_what_is_behind_the_window_of_a_plan_is_dropped_on_both_sides(tmp_path: 
     in the tree nor in the content file; it finds nearly all files without a request."""
     count, size, memory_bytes = 24_000, 4_096, 12 * MIB
     url, at = (tmp_path / "store").as_uri(), tmp_path / "mount"
-    with connect("ds", url, create=True) as written:
-        content = random.Random(1).randbytes(size - 8)
-        for number in range(count):
-            written.put(number.to_bytes(8, "little") + content, f"{number % 7}/{number:06}")
+    content = random.Random(1).randbytes(size - 8)
+    put(url, {name_of(number): number.to_bytes(8, "little") + content for number in range(count)})
     with mounting(url, at, memory_bytes=memory_bytes) as made, Control.connect(at) as control:
         snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
         order = snapshot.files()
         np.random.default_rng(1).shuffle(order)
         paths = [at / os.fsdecode(path) for path in snapshot.paths(order)]
         control.announce("reader", [explicit(epoch=0, entries=order)])
-        before, part = made.reads(), 500
+        before, part = count_of_reads(made.at), 500
         for start in range(0, count, part):
             deadline_s = time.monotonic() + 2
             while (
@@ -237,9 +205,9 @@ def test_what_is_behind_the_window_of_a_plan_is_dropped_on_both_sides(tmp_path: 
             if start == 12_000:
                 passed = order[:9_000]
                 assert np.count_nonzero(control.resident(passed)) < 500
-                made.wait_until(lambda: made.content_bytes() < memory_bytes // 8)
+                wait_until(lambda: made.content_bytes() < memory_bytes // 8)
                 assert sum(made.cached_bytes(path) for path in paths[:9_000]) < 500 * size
-        assert made.reads() - before < count // 20
+        assert count_of_reads(made.at) - before < count // 20
 
 
 def test_readers_go_on_without_the_worker(tmp_path: Path, url: str) -> None:
@@ -247,7 +215,7 @@ def test_readers_go_on_without_the_worker(tmp_path: Path, url: str) -> None:
     rng = random.Random(1)
     at = tmp_path / "mount"
     with mounting(url, at, policy="oneshot", memory_bytes=DATASET_BYTES) as made:
-        worker = made.worker()
+        worker = Processes.of(at).worker
         for _ in range(5):
             os.kill(worker, signal.SIGSTOP)
             made.read(rng.sample(range(FILES), 100))
@@ -265,17 +233,14 @@ def test_a_file_of_several_chunks_is_not_pushed_because_it_was_missed(tmp_path: 
     """READs bring it, which the kernel sends ahead of the reader; a push would bring it again."""
     url = (tmp_path / "store").as_uri()
     large = random.Random(1).randbytes(9 * MIB)
-    with connect("ds", url, create=True) as written:
-        written.put(large, "large")
-    with connect("ds", url) as written:  # in another chunk
-        for number in range(9):
-            written.put(b"small", f"small{number}")
+    put(url, {"large": large})
+    put(url, {f"small{number}": b"small" for number in range(9)})  # in another chunk
     with (
         mounting(url, tmp_path / "mount") as made,
         locked_in_memory(made.at / "large"),
     ):
         assert (made.at / "large").read_bytes() == large
         assert (made.at / "small4").read_bytes() == b"small"
-        made.wait_until(lambda: made.stats()["residency"]["pushed_entries"] > 0)
-        assert made.stats()["residency"]["pushed_bytes"] < MIB
+        wait_until(lambda: residency(made.at)["pushed_entries"] > 0)
+        assert residency(made.at)["pushed_bytes"] < MIB
         assert made.cached_bytes(made.at / "large") == len(large)

@@ -4,19 +4,22 @@ Memory is short in two ways: readers are in a control group that has room for fe
 caches of the machine are dropped in a loop, so that the kernel forgets inodes.
 """
 
-import os
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
+from tests.bench.control_group import ControlGroup, control_group
+from tests.format.image.kernel import silence
 from tests.mounts.conftest import LiveMount, mounting
-from tests.mounts.observed import fresh_stats
+from tests.mounts.observed import figures, fresh_stats
+from tests.trees import write
+from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.deep,
@@ -27,7 +30,6 @@ pytestmark = [
 FILES = 2000
 FILE_BYTES = 12_000
 LIMIT_BYTES = 24 << 20  # a Python reader needs some 10 MiB; contents and inodes do not fit
-
 # (`if True:` lets the program be indented here.)
 READ_ALL = f"""if True:
     import os, random, sys, time
@@ -44,81 +46,55 @@ READ_ALL = f"""if True:
 """
 
 
+def source_of_many(folder: Path) -> Path:
+    """Some thousand files of known content."""
+    source = folder / "source"
+    return write(
+        source, {str(n): n.to_bytes(4, "little") * (FILE_BYTES // 4) for n in range(FILES)}
+    )
+
+
 @pytest.fixture(scope="module")
-def many_files(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[LiveMount]:
-    """A mount of some thousand files of known content, all pushed from the start (`oneshot`)."""
-    source = tmp_path_factory.mktemp("pressure") / "source"
-    source.mkdir()
-    for number in range(FILES):
-        (source / str(number)).write_bytes(number.to_bytes(4, "little") * (FILE_BYTES // 4))
+def many_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveMount]:
+    """A mount by the kernel session of such files, all pushed from the start (`oneshot`)."""
+    source = source_of_many(tmp_path_factory.mktemp("pressure"))
     with mounting(source, source.parent / "mount", "kernel", policy="oneshot") as mounted:
         yield mounted
 
 
-def residency(mounted: LiveMount) -> dict[str, int]:
-    found = fresh_stats(mounted)["residency"]
-    assert isinstance(found, dict)
-    return found
+def resident_entries(mounted: LiveMount) -> int:
+    return figures(fresh_stats(mounted), "residency")["resident_entries"]
 
 
-def requests(mounted: LiveMount, *names: str) -> int:
-    found = fresh_stats(mounted)["requests"]
-    assert isinstance(found, dict)
-    return sum(found.get(name, 0) for name in names)
+def forgets(mounted: LiveMount) -> int:
+    found = figures(fresh_stats(mounted), "requests")
+    return sum(found.get(name, 0) for name in ("forget", "batch_forget"))
 
 
 @contextmanager
-def small_group() -> Iterator[Path]:
-    """Makes a control group with little memory. A process joins it by writing its number to the
-    file that is returned."""
-    for top, limit in (
-        (Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"),
-        (Path("/sys/fs/cgroup"), "memory.max"),
-    ):
-        folder = top / f"diesel-test-{os.getpid()}"
-        try:
-            folder.mkdir()
-        except OSError:
-            continue
-        try:
-            (folder / limit).write_text(str(LIMIT_BYTES))
-            yield folder / "cgroup.procs"
-            return
-        except (FileNotFoundError, PermissionError):
-            continue
-        finally:
-            deadline_s = time.monotonic() + 5
-            while folder.exists() and time.monotonic() < deadline_s:
-                with suppress(OSError):
-                    folder.rmdir()
-                time.sleep(0.01)
-    pytest.skip("no control group of memory can be made here")
+def limited_group(limit_bytes: int) -> Iterator[ControlGroup]:
+    """A control group with so much memory."""
+    with control_group() as group:
+        if group is None:
+            pytest.skip("no control group of memory can be made here")
+        names = ("memory.limit_in_bytes", "memory.max")
+        file = next(group.folder / name for name in names if (group.folder / name).exists())
+        file.write_text(str(limit_bytes))
+        yield group
 
 
-def reader(
-    mounted: LiveMount, seconds: float, seed: int, group: Path | None = None
-) -> subprocess.Popen[str]:
-    """A process that reads files in random order and checks every byte."""
-
-    def enter() -> None:
-        if group is not None:
-            group.write_text(str(os.getpid()))
-
-    return subprocess.Popen(
-        [sys.executable, "-c", READ_ALL, str(mounted.at), str(seconds), str(seed)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=enter,  # noqa: PLW1509  # no thread forks here
-    )
+def readers(mounted: LiveMount, seconds: float, prefix: Sequence[str] = ()) -> list[Popen[str]]:
+    """Processes that read files in random order and check every byte."""
+    program = [*prefix, sys.executable, "-c", READ_ALL, str(mounted.at), str(seconds)]
+    return [Popen([*program, str(seed)], stdout=PIPE, stderr=PIPE, text=True) for seed in range(3)]
 
 
-def check(process: "subprocess.Popen[str]") -> int:
-    output, complaint = process.communicate(timeout=60)
-    assert process.returncode == 0, complaint
-    return int(output)
+def check(processes: list[Popen[str]]) -> None:
+    """They end well, and have read many files."""
+    for process in processes:
+        output, complaint = process.communicate(timeout=60)
+        assert process.returncode == 0, complaint
+        assert int(output) > 100
 
 
 def drop_caches() -> None:
@@ -129,50 +105,55 @@ def drop_caches() -> None:
         pytest.skip(f"the kernel's caches cannot be dropped here: {error}")
 
 
-def test_Z2_readers_with_little_memory_get_every_byte_right(many_files: LiveMount) -> None:
+@pytest.mark.parametrize(
+    ("session", "policy"), [("kernel", "oneshot"), ("native", "oneshot"), ("native", "on-demand")]
+)
+def test_Z2_bytes_are_right_with_little_memory(tmp_path: Path, session: str, policy: str) -> None:
     """Pages for which their group has no room are freed and read again. (The kernel may free inodes
-    as well; the next test makes it do so.)
-    """
-    with small_group() as group:
-        readers = [reader(many_files, 5.0, seed, group) for seed in range(3)]
-        counts = [check(process) for process in readers]
-    assert min(counts) > 100
+    as well; the next test makes it do so.)"""
+    source = source_of_many(tmp_path)
+    with (
+        mounting(source, tmp_path / "mount", session, policy=policy) as mounted,
+        limited_group(LIMIT_BYTES) as group,
+        silence(),
+    ):
+        check(readers(mounted, 5.0, group.prefix))
 
 
 def test_Z2_forgotten_inodes_are_known_again_and_pushed(many_files: LiveMount) -> None:
     """While all caches are dropped in a loop, readers get the right bytes. The kernel sends
-    FORGETs; the worker learns of them, and looks the files up again and pushes them when missed.
-    """
-    before = requests(many_files, "forget", "batch_forget")
-    assert residency(many_files)["resident_entries"] > 0
-    readers = [reader(many_files, 4.0, seed) for seed in range(3)]
-    while any(process.poll() is None for process in readers):
+    FORGETs; the worker learns of them, and looks the files up again and pushes them when missed."""
+    before = forgets(many_files)
+    assert resident_entries(many_files) > 0
+    reading = readers(many_files, 4.0)
+    while any(process.poll() is None for process in reading):
         drop_caches()
         time.sleep(0.25)
-    counts = [check(process) for process in readers]
-    assert min(counts) > 100
-    assert requests(many_files, "forget", "batch_forget") > before
+    check(reading)
+    assert forgets(many_files) > before
     rng = random.Random(1)
-    deadline_s = time.monotonic() + 20
-    while residency(many_files)["resident_entries"] < FILES // 2:
-        assert time.monotonic() < deadline_s, "what was forgotten is never pushed again"
+
+    def is_pushed_again() -> bool:
         for number in rng.sample(range(FILES), 50):
             content = (many_files.at / str(number)).read_bytes()
             assert content == number.to_bytes(4, "little") * (FILE_BYTES // 4)
+        return resident_entries(many_files) >= FILES // 2
+
+    wait_until(is_pushed_again)
 
 
 def test_forgotten_files_are_not_believed_resident(many_files: LiveMount) -> None:
     """A FORGET tells that the pages of a file are freed as well."""
-    deadline_s = time.monotonic() + 20
-    while residency(many_files)["resident_entries"] < FILES // 2:
-        assert time.monotonic() < deadline_s
+
+    def is_resident() -> bool:
         for number in range(0, FILES, 7):
             (many_files.at / str(number)).read_bytes()
-    lowest = FILES
-    for _ in range(10):
+        return resident_entries(many_files) >= FILES // 2
+
+    def is_forgotten() -> bool:
         drop_caches()
         time.sleep(0.4)
-        lowest = min(lowest, residency(many_files)["resident_entries"])
-        if lowest < FILES // 2:
-            return
-    pytest.fail(f"{lowest} of {FILES} files are believed resident after all was dropped")
+        return resident_entries(many_files) < FILES // 2
+
+    wait_until(is_resident)
+    wait_until(is_forgotten)

@@ -1,29 +1,30 @@
 """Where the planner believes a stream's reader to be, by signs that may be another program's."""
 
-from dataclasses import replace
-
 import numpy as np
 
 from diesel_fs.mounts.prefetch.decisions import Push
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
+from tests.rows import each_row
 
-from .simulated_kernel import stream
+from .simulated_kernel import START_S, make_planner, next_push, stream
 
-COUNT, SIZE = 20_000, 4_096
+COUNT = 20_000
 
 
-def followed() -> PrefetchPlanner:
+def followed(lag: int = 0) -> PrefetchPlanner:
     """A planner with one stream in the order of the entries, and memory for a fifth of them."""
-    chunk = np.arange(COUNT) // 1_000
-    planner = PrefetchPlanner(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
-    planner.announce(stream("a", list(range(COUNT))), 100.0)
+    planner = make_planner(COUNT, 0.2, chunk_entries=1_000)
+    planner.announce(stream("a", list(range(COUNT)), lag=lag), START_S)
     return planner
 
 
 def first_pushed(planner: PrefetchPlanner) -> int:
-    push = planner.next(102.0)  # what READs have brought by now counts no longer
-    assert isinstance(push, Push)
-    return int(push.entries.min())
+    # What READs have brought by then counts no longer.
+    return int(next_push(planner, START_S + 2).entries.min())
+
+
+def high(planner: PrefetchPlanner) -> int:
+    return planner.stats()["streams"][0]["high"]
 
 
 def test_entries_that_the_reader_has_passed_are_not_pushed() -> None:
@@ -56,14 +57,14 @@ def test_signs_that_may_be_of_files_read_ahead_need_to_be_nearer_than_chance() -
         planner.missed(entry, 100.1, is_sure=False)
     for entry in rng.permutation(np.arange(2_000, COUNT))[:200].tolist():
         planner.missed(entry, 100.2, is_sure=False)
-    assert planner.stats()["streams"][0]["high"] == 300
+    assert high(planner) == 300
     for entry in range(15_000, 15_080):
         planner.missed(entry, 100.3, is_sure=False)
-    assert 15_080 <= planner.stats()["streams"][0]["high"] < 16_000
+    assert 15_080 <= high(planner) < 16_000
     surely = followed()
     for entry in rng.permutation(np.arange(2_000, COUNT))[:200].tolist():
         surely.missed(entry, 100.2)
-    assert surely.stats()["streams"][0]["high"] > 0, "a reader's own READs are believed sooner"
+    assert high(surely) > 0, "a reader's own READs are believed sooner"
 
 
 def test_entries_that_slower_workers_want_are_pushed() -> None:
@@ -77,15 +78,13 @@ def test_entries_that_slower_workers_want_are_pushed() -> None:
     assert high - 6 * 64 <= first_pushed(planner) <= high - 2 * 64
 
 
-def test_entries_that_other_workers_have_in_hand_at_the_start_are_pushed() -> None:
+@each_row(("lag", "first"), [(0, 65), (256, 0)])
+def test_entries_that_other_workers_hold_at_the_start_are_pushed(lag: int, first: int) -> None:
     """The stream said how far apart they read. Before its first entry, one of the second batch was
     read; without the word of the stream, the first batch would be taken as read."""
-    chunk = np.arange(COUNT) // 1_000
-    for lag, first in ((0, 65), (256, 0)):
-        planner = PrefetchPlanner(chunk, np.full(COUNT, SIZE), 20, budget_bytes=COUNT * SIZE // 5)
-        planner.announce(replace(stream("a", list(range(COUNT))), lag_entries=lag), 100.0)
-        planner.missed(64, 100.1)
-        assert first_pushed(planner) == first
+    planner = followed(lag)
+    planner.missed(64, 100.1)
+    assert first_pushed(planner) == first
 
 
 def test_the_spread_of_the_workers_shrinks_again() -> None:
@@ -107,8 +106,7 @@ def test_a_marker_that_a_READ_brought_counts_as_opened() -> None:
 
 def test_the_next_epoch_has_not_begun_where_its_first_file_is_one_of_the_last_of_this_one() -> None:
     """The file is watched for the next epoch, and opened in this one."""
-    chunk = np.zeros(500, np.int64)
-    planner = PrefetchPlanner(chunk, np.full(500, SIZE), 1, budget_bytes=1000 * SIZE)
+    planner = make_planner(500, 2, chunk_entries=500)
     first = list(range(500))
     planner.announce(stream("a", first, [490, *reversed(first[:490]), *first[491:]]), 100.0)
     while isinstance(push := planner.next(100.0), Push):
@@ -116,7 +114,7 @@ def test_the_next_epoch_has_not_begun_where_its_first_file_is_one_of_the_last_of
     assert planner.watches.is_watched(490)
     planner.progress("a", 480, 100.1)
     planner.opened(490, 100.1)
-    assert planner.stats()["streams"][0]["high"] == 491
+    assert high(planner) == 491
     assert planner.stats()["streams"][0]["epoch"] == 0
     planner.opened(499, 100.2)  # it has the last marker
     planner.opened(490, 100.2)
@@ -126,15 +124,14 @@ def test_the_next_epoch_has_not_begun_where_its_first_file_is_one_of_the_last_of
 def test_scattered_signs_do_not_move_the_reader() -> None:
     """Of many scattered signs, some are near each other by chance. A reader that jumps makes most
     signs."""
-    size, count = 4_096, 200_000
-    chunk = np.arange(count) // 1_000
-    planner = PrefetchPlanner(chunk, np.full(count, size), 200, budget_bytes=count * size // 10)
+    count = 200_000
+    planner = make_planner(count, 0.1, chunk_entries=1_000)
     planner.announce(stream("a", list(range(count))), 100.0)
     planner.missed(5, 100.0)
     rng = np.random.default_rng(1)
     for entry in rng.integers(20_000, count, 200).tolist():
         planner.missed(entry, 100.1)
-    assert planner.stats()["streams"][0]["high"] <= 6
+    assert high(planner) <= 6
     for entry in range(150_000, 150_100):
         planner.missed(entry, 100.2)
-    assert planner.stats()["streams"][0]["high"] == 150_100
+    assert high(planner) == 150_100

@@ -4,18 +4,17 @@ The store and the reader are simulated in virtual time. The reader needs 60 % of
 bandwidth, and waits for each file until it is pushed; all files fit the memory.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-import pytest
 
 from diesel_fs.mounts.prefetch.decisions import Drop, Idle, Push, Sample
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from tests.rows import each_row
 
-from .simulated_kernel import chunk_wise, shuffled, stream
+from .simulated_kernel import chunk_wise, make_planner, next_push, push_next, shuffled, stream
 
-CHUNK_ENTRIES, COUNT = 64, 12_800
+COUNT = 12_800
 FILE_BYTES = 110 << 10
 BYTES_PER_S = 200e6
 RATE = 0.6 * BYTES_PER_S / FILE_BYTES  # of the reader, in files per second
@@ -35,16 +34,21 @@ class Outcome:
         return 1 - EPOCH_S / self.seconds
 
 
+def planner_of(
+    *orders: list[int], lag: int = 0, is_slow: bool = True, file_bytes: int = FILE_BYTES
+) -> PrefetchPlanner:
+    """A planner that knows of a stream, with memory for all."""
+    planner = make_planner(COUNT, 2, file_bytes=file_bytes)
+    planner.announce(stream("a", *orders, lag=lag), 0.0)
+    planner.set_store_is_slow(is_slow=is_slow)
+    return planner
+
+
 def read(
     order: list[int], *, is_slow: bool = True, file_s: float = 0.0, rate: float = RATE
 ) -> Outcome:
     """Read an epoch. Each file of a push that is not of one chunk takes `file_s` more."""
-    chunk = np.arange(COUNT) // CHUNK_ENTRIES
-    planner = PrefetchPlanner(
-        chunk, np.full(COUNT, FILE_BYTES), COUNT // CHUNK_ENTRIES, budget_bytes=2 * COUNT * 1 << 17
-    )
-    planner.announce(stream("a", order), 0.0)
-    planner.set_store_is_slow(is_slow=is_slow)
+    planner = planner_of(order, is_slow=is_slow)
     pushed, pushed_s = np.zeros(COUNT, np.int64), np.full(COUNT, np.inf)
     now_s = told_s = reader_s = 0.0  # `reader_s`: when the reader has read the last file
     position = 0
@@ -78,7 +82,7 @@ def test_a_full_shuffle_waits_little_though_each_chunk_has_one_of_the_first_file
     assert read(shuffled(1, COUNT), is_slow=False).waited_part > 0.25  # by whole chunks
 
 
-@pytest.mark.parametrize("group", [10, 60])
+@each_row("group", [10, 60])
 def test_a_chunk_wise_shuffle_does_not_wait_for_its_first_group(group: int) -> None:
     assert read(some_chunk_wise(group)).waited_part < 0.1
 
@@ -97,61 +101,29 @@ def test_a_store_that_seeks_for_each_file_still_gives_chunks() -> None:
 
 
 def test_small_files_are_never_urgent() -> None:
-    order = shuffled(1, COUNT)
-    planner = PrefetchPlanner(
-        np.arange(COUNT) // CHUNK_ENTRIES,
-        np.full(COUNT, 4_096),
-        COUNT // CHUNK_ENTRIES,
-        budget_bytes=2 * COUNT * 4_096,
-    )
-    planner.announce(stream("a", order), 0.0)
-    planner.set_store_is_slow(is_slow=True)
+    planner = planner_of(shuffled(1, COUNT), file_bytes=4_096)
     for _ in range(20):
-        push = planner.next(0.0)
-        assert isinstance(push, Push)
+        push = push_next(planner, 0.0)
         assert push.chunk >= 0
         assert not push.is_urgent
-        planner.pushed(push, push.entries, [], 0.0)
 
 
 def test_the_next_epoch_is_not_urgent_before_the_reader_comes_to_it() -> None:
     """All of this epoch is pushed, and the reader has not begun."""
     half = COUNT // 2
-    planner = PrefetchPlanner(
-        np.arange(COUNT) // CHUNK_ENTRIES,
-        np.full(COUNT, FILE_BYTES),
-        COUNT // CHUNK_ENTRIES,
-        budget_bytes=2 * COUNT * 1 << 17,
-    )
-    orders = [shuffled(1, half), [half + entry for entry in shuffled(2, half)]]
-    planner.announce(stream("a", *orders), 0.0)
-    planner.set_store_is_slow(is_slow=True)
+    planner = planner_of(shuffled(1, half), [half + entry for entry in shuffled(2, half)])
     pushed = 0
     while pushed < half:
-        push = planner.next(0.0)
-        assert isinstance(push, Push)
-        planner.pushed(push, push.entries, [], 0.0)
-        pushed += len(push.entries)
-    push = planner.next(0.0)
-    assert isinstance(push, Push)
-    assert not push.is_urgent
-    planner.pushed(push, push.entries, [], 0.0)
+        pushed += len(push_next(planner, 0.0).entries)
+    assert not push_next(planner, 0.0).is_urgent
     planner.progress("a", half - 100, 0.0)
-    push = planner.next(0.0)
-    assert isinstance(push, Push)
-    assert push.is_urgent
+    assert next_push(planner, 0.0).is_urgent
 
 
 def test_what_is_ahead_stays_ahead_where_the_loop_is_behind_its_workers() -> None:
     """The workers have read some batches that the loop has not received."""
     order = some_chunk_wise(10)
-    planner = PrefetchPlanner(
-        np.arange(COUNT) // CHUNK_ENTRIES,
-        np.full(COUNT, FILE_BYTES),
-        COUNT // CHUNK_ENTRIES,
-        budget_bytes=2 * COUNT * 1 << 17,
-    )
-    planner.announce(replace(stream("a", order), lag_entries=512), 0.0)
+    planner = planner_of(order, lag=512, is_slow=False)
     for entry in order[:500]:
         planner.missed(entry, 0.1)
     foreseen = planner.upcoming(4)
@@ -163,7 +135,6 @@ def test_what_is_ahead_stays_ahead_where_the_loop_is_behind_its_workers() -> Non
 
 
 def some_chunk_wise(group: int) -> list[int]:
-    """Chunk-wise, with so many chunks in a group."""
-    order = chunk_wise(list(range(COUNT // CHUNK_ENTRIES)), group, 7)
+    order = chunk_wise(list(range(COUNT // 64)), group, 7)
     assert sorted(order) == list(range(COUNT))
     return order

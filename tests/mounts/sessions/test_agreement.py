@@ -11,23 +11,20 @@ import os
 import random
 import stat
 import subprocess
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.client.dataset import connect
-from diesel_fs.mounts import MountRequest, mount, stats, umount
+from diesel_fs.mounts import MountRequest, stats
 from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.sessions.protocol import Flag
-from tests.mounts.conftest import ODD_NAMES, TESTED_SESSIONS, LiveMount, mounting, request_for
+from tests.mounts.conftest import ODD_NAMES, TESTED_SESSIONS, mounting, request_for
 from tests.mounts.folder_daemon import LACKING
-from tests.mounts.folder_dataset import MANY, many_names
-from tests.mounts.observed import current_stats, waiting_reads
-from tests.mounts.sessions.test_folders import Folder
+from tests.mounts.observed import current_stats, figures, mounted, put, waiting_reads
 from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.waiting import wait_until
@@ -89,7 +86,6 @@ class Trees:
     at: Mapping[str, Path]
 
     def pair(self, names: tuple[str, str]) -> Pair:
-        """The places of two."""
         return self.at[names[0]], self.at[names[1]]
 
 
@@ -100,7 +96,6 @@ class Trees:
 def trees(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trees]:
-    """A random tree under all sessions, and as ext4."""
     base = tmp_path_factory.mktemp("trees")
     source = base / "source"
     source.mkdir()
@@ -122,7 +117,6 @@ def trees(
 
 @functools.cache
 def paths_below(root: Path) -> list[bytes]:
-    """All paths, relative, in one order."""
     top = os.fsencode(root)
     found = [b"."]
     for folder, inner, files in os.walk(top):
@@ -131,7 +125,6 @@ def paths_below(root: Path) -> list[bytes]:
 
 
 def outcome(call: Call, path: bytes) -> object:
-    """What a call gives, or its errno."""
     try:
         return call(path)
     except OSError as error:
@@ -346,9 +339,7 @@ def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[st
 
 @pytest.mark.parametrize("pair", [("kernel", "pyfuse3"), ("kernel", "native")], ids=" and ".join)
 @each_row("room_bytes", [300, 1024, 4096, 65_536])
-def test_folders_are_listed_alike_with_any_room(
-    trees: Trees, room_bytes: int, pair: tuple[str, str]
-) -> None:
+def test_folders_are_listed_alike(trees: Trees, room_bytes: int, pair: tuple[str, str]) -> None:
     """Entries, their types, and, but for native mounts, inode numbers and offsets agree, also
     across the parts of a large folder."""
     top = os.fsencode(trees.source)
@@ -396,15 +387,10 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
         "edge": random.Random(2).randbytes(4 << 20),
         "small": b"s" * 10,
     }
-    with connect("ds", url, create=True) as dataset:
-        for name, content in contents.items():
-            dataset.put(content, name)
+    put(url, contents)
     edges = [0, 4096, 65_536, 1 << 20, 4 << 20, (4 << 20) - 65_536, 8 << 20, 11_000_000]
     for name in TESTED_SESSIONS:
-        at = tmp_path / name
-        at.mkdir()
-        mount(MountRequest(url, "ds", str(at), session=name))
-        try:
+        with mounted(MountRequest(url, "ds", str(tmp_path / name), session=name)) as at:
             for file, content in contents.items():
                 descriptor = os.open(at / file, os.O_RDONLY)
                 for edge in edges:
@@ -414,57 +400,6 @@ def test_files_of_several_extents_are_alike_at_their_edges(tmp_path: Path) -> No
                             assert found == content[max(place, 0) :][:length]
                 os.close(descriptor)
                 assert (at / file).read_bytes() == content
-        finally:
-            umount(at, force=True)
-
-
-@pytest.fixture(
-    scope="module",
-    params=fast_first(TESTED_SESSIONS),
-)
-def many(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveMount]:
-    """A folder of 100,000 entries, without files behind them."""
-    base = tmp_path_factory.mktemp("many")
-    (base / "source").mkdir()
-    with mounting(base / "source", base / "mount", str(request.param), dataset=MANY) as mounted:
-        yield mounted
-
-
-def memory_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return 0
-
-
-def test_H8_a_folder_of_100_000_entries_is_listed_in_order(many: LiveMount) -> None:
-    """All names come in order, from any position, and the server keeps no memory for them."""
-    server = stats(many.at)["server_pid"]
-    assert isinstance(server, int)
-    before_bytes = memory_bytes(server)
-    with os.scandir(many.at / "many") as entries:
-        next(entries)
-    names = [b".", b"..", *many_names()]
-    folder = Folder(many.at / "many")
-    places = [folder.tell()]
-    found = []
-    while name := folder.read():
-        found.append(name)
-        places.append(folder.tell())
-    assert found == names
-    noise = random.Random(1)
-    for _ in range(200):
-        place = noise.randrange(len(names))
-        folder.seek(places[place])
-        assert [folder.read() for _ in range(3)] == (names + [b""] * 3)[place : place + 3]
-    folder.seek(places[-1])
-    assert folder.read() == b""
-    libc.rewinddir(folder._stream)
-    assert folder.read() == b"."
-    folder.close()
-    assert memory_bytes(server) - before_bytes < 48 << 20
 
 
 def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session: str) -> None:
@@ -474,23 +409,15 @@ def test_sixteen_readers_have_sixteen_fetches_under_way(tmp_path: Path, session:
     for number in range(16):
         (source / f"wait{number}").write_bytes(b"%d" % number * 1000)
     with mounting(source, tmp_path / "mount", session) as mounted:
-        wrong: list[int] = []
-
-        def read(number: int) -> None:
-            if (mounted.at / f"wait{number}").read_bytes() != b"%d" % number * 1000:
-                wrong.append(number)
-
-        readers = [threading.Thread(target=read, args=(number,)) for number in range(16)]
-        for reader in readers:
-            reader.start()
-        wait_until(lambda: waiting_reads(mounted.at) >= 16)
-        mounted.release_reads()
-        for reader in readers:
-            reader.join()
-        assert not wrong
-        cache = current_stats(mounted.at)["cache"]
-        assert isinstance(cache, dict)
-        assert cache["at_once_max"] >= 16  # in a native mount some are read ahead, too
+        with ThreadPoolExecutor(16) as readers:
+            files = [mounted.at / f"wait{number}" for number in range(16)]
+            found = readers.map(Path.read_bytes, files)
+            wait_until(lambda: waiting_reads(mounted.at) >= 16)
+            mounted.release_reads()
+            assert list(found) == [b"%d" % number * 1000 for number in range(16)]
+        assert (
+            figures(current_stats(mounted.at), "cache")["at_once_max"] >= 16
+        )  # in a native mount some are read ahead, too
 
 
 def test_auto_falls_back_where_the_kernel_lacks_something(

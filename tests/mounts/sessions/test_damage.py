@@ -11,17 +11,16 @@ import random
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.client.dataset import connect
 from diesel_fs.mounts import MountRequest, stats
 from tests.mounts.conftest import mounting
-from tests.mounts.observed import mounted, noise, state_of, waiting_reads
+from tests.mounts.observed import figures, mounted, noise, put, state_of, waiting_reads
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
@@ -29,7 +28,7 @@ pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
 FILES = 40
 SMALL_BYTES = (1, 4000, 4096, 9000, 30_000)
 LARGE_BYTES = 11_000_003
-DAMAGED = 17
+DAMAGED = "17"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +75,12 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Stored:
         for number in range(FILES)
     }
     contents["large"] = noise(1000, LARGE_BYTES)
-    with connect("ds", store.as_uri(), create=True) as dataset:
-        for name, content in contents.items():
-            dataset.put(content, name)
+    put(store.as_uri(), contents)
     return Stored(contents, store)
 
 
 @contextmanager
 def mounted_anew(stored: Stored, base: Path, session: str, *, pushes: bool) -> Iterator[Path]:
-    """A mount that has read nothing yet."""
-    (base / "mount").mkdir(exist_ok=True)
     request = MountRequest(
         stored.store.as_uri(),
         "ds",
@@ -98,101 +93,82 @@ def mounted_anew(stored: Stored, base: Path, session: str, *, pushes: bool) -> I
         yield at
 
 
+READ = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
+MAP = (
+    "import mmap, sys; file = open(sys.argv[1], 'rb');"
+    " sys.stdout.buffer.write(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))"
+)
+
+
+def or_errno(call: Callable[[], bytes]) -> bytes | int:
+    try:
+        return call()
+    except OSError as error:
+        return error.errno or -1
+
+
 def read_or_errno(path: Path) -> bytes | int:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        return error.errno or -1
+    return or_errno(path.read_bytes)
 
 
-def pread_or_errno(file: int, size: int, place: int) -> bytes | int:
-    try:
-        return os.pread(file, size, place)
-    except OSError as error:
-        return error.errno or -1
-
-
-def in_order(names: list[str]) -> list[str]:
-    return names
-
-
-def backwards(names: list[str]) -> list[str]:
-    return names[::-1]
-
-
-def at_random(names: list[str]) -> list[str]:
-    return random.Random(7).sample(names, len(names))
+ORDERS: dict[str, Callable[[list[str]], list[str]]] = {
+    "in order": sorted,
+    "backwards": lambda names: sorted(names)[::-1],
+    "at random": lambda names: random.Random(7).sample(names, len(names)),
+}
 
 
 @pytest.mark.parametrize("pushes", [True, False], ids=["pushes", "on demand"])
-@pytest.mark.parametrize("ordered", [in_order, backwards, at_random])
+@pytest.mark.parametrize("order", ORDERS)
 def test_a_damaged_entry_is_EIO_and_its_neighbours_are_whole(
-    stored: Stored, session: str, tmp_path: Path, ordered: object, pushes: bool
+    stored: Stored, session: str, tmp_path: Path, order: str, pushes: bool
 ) -> None:
     """Read one after the other, with read-ahead, or in any order; and all once more."""
-    assert callable(ordered)
-    name = f"{DAMAGED:02}"
-    expected = {**stored.contents, name: errno.EIO}
+    expected = {**stored.contents, DAMAGED: errno.EIO}
     with (
-        stored.damaged(stored.contents[name]) as chunk,
+        stored.damaged(stored.contents[DAMAGED]) as chunk,
         mounted_anew(stored, tmp_path, session, pushes=pushes) as at,
     ):
         for _ in range(2):
-            for each in ordered(sorted(stored.contents)):
+            for each in ORDERS[order](list(stored.contents)):
                 assert read_or_errno(at / each) == expected[each], each
-        lines = [line for line in (tmp_path / "log").read_text().splitlines() if name in line]
-        assert any(f"ds/{name} at 0 (chunk {chunk})" in line for line in lines), lines
+        lines = [line for line in (tmp_path / "log").read_text().splitlines() if DAMAGED in line]
+        assert any(f"ds/{DAMAGED} at 0 (chunk {chunk})" in line for line in lines), lines
 
 
 def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
     stored: Stored, session: str, tmp_path: Path
 ) -> None:
-    name = f"{DAMAGED:02}"
-    program = (
-        "import mmap, sys\n"
-        "with open(sys.argv[1], 'rb') as file:\n"
-        "    mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
-        "    bytes(mapped)\n"
-    )
-    with (
-        stored.damaged(stored.contents[name]),
-        mounted_anew(stored, tmp_path, session, pushes=False) as at,
-    ):
-        command = [sys.executable, "-I", "-S", "-c", program, str(at / name)]
-        assert subprocess.run(command, check=False).returncode == -signal.SIGBUS
-        for each, content in stored.contents.items():
-            if each != name:
-                with (
-                    open(at / each, "rb") as file,
-                    mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped,
-                ):
-                    assert bytes(mapped) == content, each
-        assert read_or_errno(at / name) == errno.EIO
-
-
-def test_a_mended_store_makes_the_entry_readable_again(
-    stored: Stored, session: str, tmp_path: Path
-) -> None:
-    name = f"{DAMAGED:02}"
+    """When the store is mended, the entry can be read again."""
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
-        with stored.damaged(stored.contents[name]):
-            assert read_or_errno(at / name) == errno.EIO
-        wait_until(lambda: read_or_errno(at / name) == stored.contents[name])
+        with stored.damaged(stored.contents[DAMAGED]):
+            command = [sys.executable, "-I", "-S", "-c", MAP, str(at / DAMAGED)]
+            assert subprocess.run(command, check=False).returncode == -signal.SIGBUS
+            for each, content in stored.contents.items():
+                if each != DAMAGED:
+                    with (
+                        open(at / each, "rb") as file,
+                        mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped,
+                    ):
+                        assert bytes(mapped) == content, each
+            assert read_or_errno(at / DAMAGED) == errno.EIO
+        wait_until(lambda: read_or_errno(at / DAMAGED) == stored.contents[DAMAGED])
 
 
 def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_path: Path) -> None:
-    """Also right after the failure, and where a read crosses the boundary it gets all until it."""
+    """Also right after the failure, and where a read crosses the boundary it gets all until it. The
+    kernel repeats READs that failed, page by page; the store is not asked each time."""
     content = stored.contents["large"]
-    middle = content[5_000_000:5_000_300]
     with (
-        stored.damaged(middle),
+        stored.damaged(content[5_000_000:5_000_300]),
         mounted_anew(stored, tmp_path, session, pushes=False) as at,
         open(at / "large", "rb", buffering=0) as file,
     ):
         assert read_or_errno(at / "large") == errno.EIO
+        assert 1 <= figures(stats(at), "reads")["failed"] <= 4
         readable = []
         for place in range(0, LARGE_BYTES, 65_536):
-            found = pread_or_errno(file.fileno(), 65_536, place)
+            found = or_errno(lambda: os.pread(file.fileno(), 65_536, place))  # noqa: B023
             if found != errno.EIO:
                 assert found == content[place : place + 65_536]
                 readable.append(place)
@@ -201,28 +177,14 @@ def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_
         assert os.pread(file.fileno(), 10_000, readable[-1]) == content[readable[-1] :][:10_000]
 
 
-def test_a_damaged_entry_is_asked_for_once(stored: Stored, session: str, tmp_path: Path) -> None:
-    """The kernel repeats READs that failed, page by page; the store is not asked each time."""
-    name = "large"
-    with (
-        stored.damaged(stored.contents[name][:300]),
-        mounted_anew(stored, tmp_path, session, pushes=False) as at,
-    ):
-        assert read_or_errno(at / name) == errno.EIO
-        reads = stats(at)["reads"]
-        assert isinstance(reads, dict)
-        assert 1 <= reads["failed"] <= 4
-
-
-def test_files_that_were_read_stay_where_the_store_is_away(
-    stored: Stored, session: str, tmp_path: Path
-) -> None:
+def test_what_was_read_outlives_the_store(stored: Stored, session: str, tmp_path: Path) -> None:
     away = stored.store.with_name("away")
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
         assert (at / "00").read_bytes() == stored.contents["00"]
         stored.store.rename(away)
         try:
             assert (at / "00").read_bytes() == stored.contents["00"]
+            assert sorted(os.listdir(at)) == sorted(stored.contents)
             with (
                 open(at / "large", "rb", buffering=0) as file,
                 pytest.raises(OSError, match="Input"),
@@ -233,15 +195,7 @@ def test_files_that_were_read_stay_where_the_store_is_away(
         wait_until(lambda: read_or_errno(at / "large") == stored.contents["large"])
 
 
-READ = "import sys; sys.stdout.buffer.write(open(sys.argv[1], 'rb').read())"
-MAP = (
-    "import mmap, sys; file = open(sys.argv[1], 'rb');"
-    " sys.stdout.buffer.write(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ))"
-)
-
-
 def open_files(pid: int) -> list[str]:
-    """The paths of the files that a process has open."""
     found = []
     for each in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed meanwhile: the program still starts

@@ -1,18 +1,24 @@
-"""H8: listings of large folders are complete and in one order, also from any position."""
+"""H8: listings of folders of 100,000 and of a million entries are complete and in one order, also
+from any position."""
 
 import ctypes
 import os
-import threading
+import random
+import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.mounts.conftest import LiveMount, mounting
+from diesel_fs.mounts import stats
+from tests.mounts.conftest import mounting
+from tests.mounts.folder_dataset import MANY, many_names
+from tests.mounts.observed import current_stats, figures
+from tests.tiers import fast_first
 
 pytestmark = pytest.mark.fuse
 
-ENTRIES = 20_000
 libc = ctypes.CDLL(None, use_errno=True)
 libc.fdopendir.restype = ctypes.c_void_p
 libc.telldir.restype = ctypes.c_long
@@ -48,6 +54,9 @@ class Folder:
     def seek(self, position: int) -> None:
         libc.seekdir(self._stream, ctypes.c_long(position))
 
+    def rewind(self) -> None:
+        libc.rewinddir(self._stream)
+
     def close(self) -> None:
         libc.closedir(self._stream)
 
@@ -56,63 +65,82 @@ class Folder:
         return list(iter(self.read, b""))
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[LiveMount]:
-    """A mount with a folder of 20,000 files."""
-    source = tmp_path_factory.mktemp("large") / "source"
-    (source / "many").mkdir(parents=True)
-    for number in range(ENTRIES):
-        os.close(os.open(source / "many" / f"{number:05}", os.O_CREAT | os.O_WRONLY, 0o644))
-    with mounting(source, source.parent / "mount", session) as mounted:
-        yield mounted
+FIRST_REQUESTS_MAX = 5
+"""Requests before the first name is there. The whole listing takes many times as many."""
+
+SERVER_BYTES_MAX = 32 << 20
+"""Memory that listings may add to the server. To keep a million names would take 50 MB or more."""
 
 
-NAMES = [b".", b"..", *(b"%05d" % number for number in range(ENTRIES))]
+@pytest.fixture(scope="module", params=fast_first([100_000, 1_000_000]))
+def many(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, session: str
+) -> Iterator[tuple[Path, list[bytes]]]:
+    """A folder of so many entries, without files behind them, and their names."""
+    base, count = tmp_path_factory.mktemp("many"), request.param
+    (base / "source").mkdir()
+    with mounting(base / "source", base / "mount", session, dataset=f"{MANY}{count}") as mounted:
+        yield mounted.at / "many", many_names(count)
 
 
-def test_H8_a_listing_is_complete_and_sorted(large: LiveMount) -> None:
-    """It has `.`, `..`, then the entries sorted by name, each once."""
-    folder = Folder(large.at / "many")
-    assert folder.rest() == NAMES
-    assert folder.read() == b""
-    folder.seek(0)
-    assert folder.rest() == NAMES
-    folder.close()
+def listing_requests(at: Path) -> int:
+    counts = figures(current_stats(at), "requests")
+    return sum(count for name, count in counts.items() if "readdir" in name.lower())
 
 
-def test_H8_seekdir_leads_back_to_the_entry(large: LiveMount) -> None:
-    """Positions of telldir stay valid, in the same stream and in another."""
-    folder, other = Folder(large.at / "many"), Folder(large.at / "many")
-    positions = [folder.tell()]
-    while folder.read():
-        positions.append(folder.tell())
-    for place in (0, 1, 2, 3, 1023, 1026, 7777, ENTRIES + 1, ENTRIES + 2, 5, ENTRIES):
-        folder.seek(positions[place])
-        assert folder.read() == ([*NAMES, b""])[place]
-        other.seek(positions[place])
-        assert other.rest() == NAMES[place:]
-    folder.close()
-    other.close()
+def memory_bytes(pid: int) -> int:
+    """The memory of a process, without what it maps of files."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
-def test_H8_two_readers_at_once_get_all_entries(large: LiveMount) -> None:
-    """Two readers at different positions of one folder both get all entries."""
-    one, two = Folder(large.at / "many"), Folder(large.at / "many")
+def test_H8_names_come_in_order_from_anywhere(many: tuple[Path, list[bytes]], session: str) -> None:
+    """The first ones come at once, and the server keeps no memory for them; that of a native mount
+    is not asked. Positions of telldir stay valid, in the same stream and in another."""
+    at, inside = many
+    names = [b".", b"..", *inside]
+    server = figures(stats(at.parent))["server_pid"]
+    before, before_bytes = listing_requests(at.parent), memory_bytes(server)
+    with os.scandir(at) as entries:
+        next(entries)
+    first = listing_requests(at.parent) - before
+    folder, other = Folder(at), Folder(at)
+    places = [folder.tell()]
+    found = []
+    while name := folder.read():
+        found.append(name)
+        places.append(folder.tell())
+    assert found == names
+    asked = listing_requests(at.parent) - before
+    if session == "native":
+        assert asked == 0
+    elif session == "kernel":
+        assert 0 < first <= FIRST_REQUESTS_MAX < asked / 4
+    noise = random.Random(1)
+    for place in [0, 1, 2, 1023, len(names) - 1, len(names), *noise.sample(range(len(names)), 200)]:
+        for each in (folder, other):
+            each.seek(places[place])
+            assert [each.read() for _ in range(3)] == (names + [b""] * 3)[place : place + 3]
+    for each in (folder, other):
+        each.rewind()
+        assert each.rest() == names
+        each.close()
+    assert memory_bytes(server) - before_bytes < SERVER_BYTES_MAX
+
+
+def test_H8_readers_at_once_get_all_entries(many: tuple[Path, list[bytes]]) -> None:
+    """At different positions of one folder, and by `ls`."""
+    at, inside = many
+    one, two = Folder(at), Folder(at)
     found: tuple[list[bytes], list[bytes]] = ([], [])
     for _ in range(200):
-        found[0].extend(filter(None, (one.read() for _ in range(150))))
-        found[1].extend(filter(None, (two.read() for _ in range(90))))
-    found[1].extend(two.rest())
-    assert found == (NAMES, NAMES)
-    one.close()
-    two.close()
-    names: list[list[str]] = []
-    readers = [
-        threading.Thread(target=lambda: names.append(os.listdir(large.at / "many")))
-        for _ in range(2)
-    ]
-    for reader in readers:
-        reader.start()
-    for reader in readers:
-        reader.join()
-    assert names[0] == names[1] == [name.decode() for name in NAMES[2:]]
+        found[0].extend(one.read() for _ in range(150))
+        found[1].extend(two.read() for _ in range(90))
+    for each, names in zip((one, two), found, strict=True):
+        names.extend(each.rest())
+        each.close()
+    assert found == ([b".", b"..", *inside],) * 2
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(lambda _: os.listdir(os.fsencode(at)), range(2))) == [inside] * 2
+    listed = subprocess.run(["ls", "-f", at], check=True, capture_output=True).stdout
+    assert listed.split(b"\n")[:-1] == found[0]

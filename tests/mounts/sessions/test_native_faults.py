@@ -1,5 +1,5 @@
-"""What a native mount does when its server stops or dies, its image is spoilt, or memory is short:
-nobody hangs, resident files stay readable, and the kernel has nothing to complain of.
+"""What a native mount does when its server stops or dies, or its image is spoilt: nobody hangs,
+resident files stay readable, and the kernel has nothing to complain of.
 
 Files are *resident* when they lie in the kernel's page cache.
 """
@@ -9,21 +9,19 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.mounts import mount, stats, umount
+from diesel_fs.mounts import mount, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.processes import ends_within
 from tests.format.image.kernel import silence
 from tests.mounts.conftest import PROGRAM, LiveMount, mounting, request_for
 from tests.mounts.folder_daemon import WATCHDOG
-from tests.mounts.observed import locked_in_memory, log_of, noise, waiting_reads
-from tests.mounts.prefetch.test_pressure import small_group
+from tests.mounts.observed import Processes, locked_in_memory, log_of, noise, waiting_reads
 from tests.waiting import wait_until
 
 # They listen to the kernel's log
@@ -95,9 +93,7 @@ def unpushed(
     monkeypatch.setenv(WATCHDOG, "3")
     with mounting(source, tmp_path / "mount", "native", memory_bytes=1) as mounted:
         read_resident(mounted)
-        server = stats(mounted.at)["server_pid"]
-        assert isinstance(server, int)
-        yield mounted, server
+        yield mounted, Processes.of(mounted.at).server
 
 
 def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount, int]) -> None:
@@ -144,7 +140,6 @@ def test_resident_files_stay_readable_when_processes_are_killed(
 
 
 def kept_image() -> Path:
-    """The file of the image that was built last."""
     folder = Path(os.environ["XDG_CACHE_HOME"]) / "diesel" / "images"
     return max(folder.glob("*-*"), key=lambda path: path.stat().st_mtime_ns)
 
@@ -177,43 +172,3 @@ def test_a_spoilt_image_hangs_nobody(unpushed: tuple[LiveMount, int], spoil: str
     for number in range(0, FILES, 100):
         assert path_of(mounted, number).read_bytes() == content_of(number)
     umount(mounted.at)
-
-
-READ_ALL = f"""if True:
-    import os, random, sys, time
-    folder, end_s, seed = sys.argv[1], time.monotonic() + 3, int(sys.argv[2])
-    rest, count = random.Random(seed), 0
-    while time.monotonic() < end_s:
-        number = rest.randrange({FILES})
-        with open(os.path.join(folder, "%05d" % number), "rb", buffering=0) as file:
-            content = file.read()
-        if content != random.Random(number).randbytes({FILE_BYTES}):
-            sys.exit("wrong bytes in %d" % number)
-        count += 1
-    print(count)
-"""
-
-
-@pytest.mark.parametrize("policy", ["on-demand", "oneshot"])
-def test_every_byte_is_right_where_memory_is_short(
-    source: Path, tmp_path: Path, policy: str
-) -> None:
-    """Readers in a control group that has room for less than the files."""
-    with (
-        mounting(source, tmp_path / "mount", "native", policy=policy) as mounted,
-        small_group() as group,
-        silence(),
-    ):
-        program = f"open({str(group)!r}, 'w').write('0')\n{READ_ALL}"
-        readers = [
-            subprocess.Popen(
-                [sys.executable, "-c", program, str(mounted.at / "folder"), str(seed)],
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for seed in range(3)
-        ]
-        time.sleep(0.5)
-        counts = [int(reader.communicate(timeout=60)[0]) for reader in readers]
-        assert all(reader.returncode == 0 for reader in readers)
-        assert sum(counts) > 100

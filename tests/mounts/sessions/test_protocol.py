@@ -11,8 +11,8 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +31,10 @@ from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.mounts.vfs import Vfs
 from tests.examples import examples
 from tests.mounts.folder_dataset import RELEASE_SUFFIX, FolderReader, snapshot_of
+from tests.mounts.observed import figures
+
+READ = struct.Struct("<QQII16x")
+"""The body of a READ or READDIRPLUS: a handle, the offset, the size and flags."""
 
 UNANSWERED = {Op.FORGET, Op.BATCH_FORGET, Op.INTERRUPT}
 # Entries of the dataset (1 is its root), `.diesel` (HIDDEN_ROOT), and numbers that are no nodes.
@@ -46,7 +50,6 @@ PARSERS: list[Callable[[memoryview], object]] = [
 
 
 def message(op: int, unique: int, node: int, body: bytes = b"", thread: int = 0) -> bytes:
-    """A request as the kernel would write it."""
     return IN_HEADER.pack(IN_HEADER.size + len(body), op, unique, node, 0, 0, thread, 0, 0) + body
 
 
@@ -81,17 +84,14 @@ class Device:
         self._unique = itertools.count(1)
         self._socket = trio.socket.from_stdlib_socket(self._ours)
 
-    def run(self, talk: Callable[[], Awaitable[None]]) -> None:
-        """Runs `talk` while the session serves; fails where the session has ended."""
-
-        async def run() -> None:
-            with trio.fail_after(60):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self.session.serve, lambda: None)
-                    await talk()
-                    nursery.cancel_scope.cancel()
-
-        trio.run(run)
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator["Device"]:
+        """Meanwhile the session serves; fails where it has ended."""
+        with trio.fail_after(60):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self.session.serve, lambda: None)
+                yield self
+                nursery.cancel_scope.cancel()
         self._ours.close()
         self.session.close()
 
@@ -99,7 +99,6 @@ class Device:
         await self._socket.send(content)
 
     async def reply(self) -> tuple[int, int, bytes]:
-        """The number, errno and content of the next reply."""
         found = await self._socket.recv(1 << 22)
         length, error, unique = OUT_HEADER.unpack_from(found)
         assert length == len(found)
@@ -115,122 +114,98 @@ class Device:
         assert number == unique
         return error, content
 
+    async def node_of(self, name: bytes) -> int:
+        _, entry = await self.ask(Op.LOOKUP, 1, name + b"\0")
+        return int(protocol.ENTRY_OUT.unpack(entry)[0])
+
     async def is_alive(self) -> bool:
         error, content = await self.ask(Op.GETATTR, 1, bytes(16))
         return error == 0 and len(content) == protocol.ATTR_OUT.size
 
 
 @pytest.fixture
-def device(source: Path) -> Iterator[Device]:
+async def device(source: Path) -> AsyncIterator[Device]:
     """A session over a small folder; its log of the bad requests is not shown."""
     (source / "link").symlink_to("a")
     (source / "folder").mkdir()
     logging.disable(logging.CRITICAL)
-    yield Device(source)
+    async with Device(source).serving() as device:
+        yield device
     logging.disable(logging.NOTSET)
 
 
-def test_every_request_gets_one_reply(device: Device) -> None:
+async def test_every_request_gets_one_reply(device: Device) -> None:
     """With every opcode, known or not, any node, and a random body."""
     noise = random.Random(1)
-
-    async def talk() -> None:
-        for op in [*range(61), 4096, (1 << 32) - 1] * 3:
-            for node in NODES:
-                body = noise.randbytes(noise.choice([0, 1, 7, 8, 16, 40, 40, 40, 64, 300]))
-                if op in UNANSWERED:
-                    await device.send(message(op, 1 << 60, node, body))
-                else:
-                    await device.ask(op, node, body)
-            assert await device.is_alive()
-
-    device.run(talk)
-
-
-def test_a_lookup_of_a_random_name_gives_an_entry_or_an_error(device: Device) -> None:
-    noise = random.Random(2)
-
-    async def talk() -> None:
-        for _ in range(500):
-            name = noise.randbytes(noise.choice([0, 1, 3, 255, 256, 4000])) + b"\0" * (
-                noise.random() < 0.9
-            )
-            error, content = await device.ask(Op.LOOKUP, noise.choice(NODES), name)
-            assert error or len(content) == protocol.ENTRY_OUT.size
+    for op in [*range(61), 4096, (1 << 32) - 1] * 3:
+        for node in NODES:
+            body = noise.randbytes(noise.choice([0, 1, 7, 8, 16, 40, 40, 40, 64, 300]))
+            if op in UNANSWERED:
+                await device.send(message(op, 1 << 60, node, body))
+            else:
+                await device.ask(op, node, body)
         assert await device.is_alive()
 
-    device.run(talk)
+
+async def test_a_lookup_of_a_random_name_gives_an_entry_or_an_error(device: Device) -> None:
+    noise = random.Random(2)
+    for _ in range(500):
+        name = noise.randbytes(noise.choice([0, 1, 3, 255, 256, 4000]))
+        name += b"\0" * (noise.random() < 0.9)
+        error, content = await device.ask(Op.LOOKUP, noise.choice(NODES), name)
+        assert error or len(content) == protocol.ENTRY_OUT.size
+    assert await device.is_alive()
 
 
-def test_a_read_gives_what_was_asked_for_up_to_the_end(device: Device, source: Path) -> None:
+async def test_a_read_gives_what_was_asked_for_up_to_the_end(device: Device, source: Path) -> None:
     """At any offset of any node; a longer reply than asked for would be rejected by the kernel."""
     noise = random.Random(3)
     edges = [0, 1, 4095, 4096, 4999, 5000, 5001, 1 << 20, (1 << 63) - 1, (1 << 64) - 1]
     content = (source / "a").read_bytes()
-
-    async def talk() -> None:
-        _, entry = await device.ask(Op.LOOKUP, 1, b"a\0")
-        file = protocol.ENTRY_OUT.unpack(entry)[0]
-        for op in (Op.READ, Op.READDIRPLUS):
-            for node, offset in itertools.product([*NODES, file], edges):
-                size = noise.choice([1, 4096, 65_536, (1 << 32) - 1 if op == Op.READ else 4096])
-                body = struct.pack("<QQII16x", 0, offset, size, 0)
-                error, found = await device.ask(op, node, body)
-                assert len(found) <= max(size, 4096)
-                if op == Op.READ and node == file:
-                    assert (error, found) == (0, content[offset : offset + size])
-        assert await device.is_alive()
-
-    device.run(talk)
+    file = await device.node_of(b"a")
+    for op in (Op.READ, Op.READDIRPLUS):
+        for node, offset in itertools.product([*NODES, file], edges):
+            size = noise.choice([1, 4096, 65_536, (1 << 32) - 1 if op == Op.READ else 4096])
+            error, found = await device.ask(op, node, READ.pack(0, offset, size, 0))
+            assert len(found) <= max(size, 4096)
+            if op == Op.READ and node == file:
+                assert (error, found) == (0, content[offset : offset + size])
+    assert await device.is_alive()
 
 
-def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device) -> None:
+async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device) -> None:
     """So the mount counts it; what comes after that is its own work."""
     status = PushStatusMap(push_status_file(device.vfs.snapshot.entry_count))
     device.session.attach_worker(lambda _: None, lambda _: None, status)
-
-    async def talk() -> None:
-        _, entry = await device.ask(Op.LOOKUP, 1, b"a\0")
-        file = protocol.ENTRY_OUT.unpack(entry)[0]
-        status.mark_soon(np.array([file - 1], np.uint32))
-        error, content = await device.ask(Op.READ, file, struct.pack("<QQII16x", 0, 0, 4096, 0))
-        assert (error, len(content)) == (0, 4096)
-
-    device.run(talk)
-    causes = device.vfs.waits.figures()["causes_s"]
-    assert isinstance(causes, dict)
+    file = await device.node_of(b"a")
+    status.mark_soon(np.array([file - 1], np.uint32))
+    error, content = await device.ask(Op.READ, file, READ.pack(0, 0, 4096, 0))
+    assert (error, len(content)) == (0, 4096)
+    causes = figures(device.vfs.waits.figures(), "causes_s")
     assert causes["prefetch"] > HOLD_STEP_S
     assert causes["metadata"] > 0
     assert causes["store"] == 0.0
 
 
-def test_garbage_is_dropped(device: Device) -> None:
+async def test_garbage_is_dropped(device: Device) -> None:
     """Bytes that are no request get no reply."""
     noise = random.Random(4)
-
-    async def talk() -> None:
-        for _ in range(500):
-            await device.send(noise.randbytes(noise.choice([1, 4, 39, 40, 41, 80, 1000])))
-        assert await device.is_alive()
-
-    device.run(talk)
+    for _ in range(500):
+        await device.send(noise.randbytes(noise.choice([1, 4, 39, 40, 41, 80, 1000])))
+    assert await device.is_alive()
 
 
-def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
+async def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Then it gets EINTR, once and at once; also where a signal that it handles came before. Other
-    readers of the same bytes go on waiting, whatever signals come.
-    """
+    readers of the same bytes go on waiting, whatever signals come."""
     (source / "wait").write_bytes(b"w" * 5000)
-    device = Device(source)
     killed = {101}
     monkeypatch.setattr("diesel_fs.mounts.sessions.kernel.was_killed", killed.__contains__)
-
-    async def talk() -> None:
-        _, entry = await device.ask(Op.LOOKUP, 1, b"wait\0")
-        node = protocol.ENTRY_OUT.unpack(entry)[0]
-        body = struct.pack("<QQII16x", 0, 0, 4096, 0)
+    async with Device(source).serving() as device:
+        node = await device.node_of(b"wait")
+        body = READ.pack(0, 0, 4096, 0)
         for unique, thread in (1001, 101), (1003, 102), (1005, 103), (1007, 0):
             await device.send(message(Op.READ, unique, node, body, thread))
         for number, unique in enumerate((77, 1003, 1007, 1001)):
@@ -246,10 +221,8 @@ def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
         replies = sorted([await device.reply(), await device.reply()])
         assert replies == [(1005, 0, b"w" * 4096), (1007, 0, b"w" * 4096)]
 
-    device.run(talk)
 
-
-def test_a_reply_that_the_kernel_rejects_becomes_EIO(
+async def test_a_reply_that_the_kernel_rejects_becomes_EIO(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a reply is a bug; the request fails, and the session goes on."""
@@ -263,10 +236,6 @@ def test_a_reply_that_the_kernel_rejects_becomes_EIO(
         return real(descriptor, pieces)
 
     monkeypatch.setattr("diesel_fs.mounts.sessions.kernel.os.writev", writev)
-
-    async def talk() -> None:
-        assert await device.ask(Op.STATFS, 1) == (errno.EIO, b"")
-        assert await device.is_alive()
-
-    device.run(talk)
+    assert await device.ask(Op.STATFS, 1) == (errno.EIO, b"")
+    assert await device.is_alive()
     assert failed

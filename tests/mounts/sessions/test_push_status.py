@@ -19,7 +19,6 @@ from diesel_fs.mounts.sessions.push_status import (
 
 
 def both_sides(entry_count: int = 1000) -> tuple[PushStatusMap, PushStatusMap]:
-    """The server's and the worker's side of one memory."""
     descriptor = push_status_file(entry_count)
     server = PushStatusMap(descriptor)
     worker = PushStatusMap(descriptor)

@@ -3,8 +3,6 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -13,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.mounts.conftest import LiveMount, mounting
-from tests.mounts.observed import fresh_stats, log_of
+from tests.mounts.observed import Program, figures, fresh_stats, log_of
 from tests.rows import each_row
 from tests.waiting import wait_until
 
@@ -42,7 +40,6 @@ def deadline_of(session: str) -> float:
 
 
 def errno_of(path: Path) -> int:
-    """The errno of reading a file; 0 where it can be read."""
     try:
         path.read_bytes()
     except OSError as error:
@@ -75,9 +72,7 @@ def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: LiveMount, f
     assert fault in log_of(faulty)
 
 
-def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(
-    faulty: LiveMount, session: str
-) -> None:
+def test_a_waiting_read_delays_no_other_and_ends_in_time(faulty: LiveMount, session: str) -> None:
     """Reads from a store that does not answer get EIO at the deadline; others go on meanwhile."""
     found: list[int] = []
     readers = [
@@ -112,24 +107,6 @@ def test_a_read_that_waits_delays_no_other_and_ends_at_the_deadline(
     wait_until(is_logged)
     faulty.release_reads()
     wait_until(lambda: errno_of(faulty.at / "wait0") == 0)
-
-
-def test_without_its_store_a_mount_gives_EIO_except_for_pages_that_were_read(
-    source: Path, tmp_path: Path, session: str
-) -> None:
-    """The kernel keeps the pages of a file that was read. The store comes back, and so do reads. In
-    a native mount the kernel reads ahead over the ends of files, so the other file is far away.
-    """
-    (source / "away").write_bytes(b"between them" * 1_000_000)
-    with mounting(source, tmp_path / "mount", session, memory_bytes=1) as mounted:  # no pushes
-        first = (mounted.at / "a").read_bytes()
-        source.rename(tmp_path / "elsewhere")
-        assert errno_of(mounted.at / "b") == errno.EIO
-        assert (mounted.at / "a").read_bytes() == first
-        assert sorted(os.listdir(mounted.at)) == ["a", "away", "b"]
-        (tmp_path / "elsewhere").rename(source)
-        wait_until(lambda: errno_of(mounted.at / "b") == 0)
-        assert (mounted.at / "b").read_bytes() == b"beta"
 
 
 SLOW_REPEATED = 2000
@@ -173,20 +150,13 @@ def test_a_signal_that_kills_no_reader_fails_no_read(
         (source / name).write_bytes(name.encode() * repeated)
     with mounting(source, tmp_path / "mount", session, memory_bytes=1) as mounted:
         (mounted.at / "a").read_bytes()
-        arguments = [str(mounted.at / slow), str(len(slow) * SLOW_REPEATED)]
-        reader = subprocess.Popen(
-            [sys.executable, "-c", INTERRUPTED, *arguments], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            assert reader.stdout is not None
-            assert reader.stdout.readline() == "opened\n"
+        with Program(INTERRUPTED, mounted.at / slow, len(slow) * SLOW_REPEATED) as reader:
 
             def is_interrupted() -> bool:
                 reader.send_signal(number)
                 reader.send_signal(signal.SIGCONT)
-                requests = fresh_stats(mounted)["requests"]
-                assert isinstance(requests, dict)
-                return requests.get("interrupt", 0) > 0 or reader.poll() is not None
+                requests = figures(fresh_stats(mounted), "requests")
+                return requests.get("interrupt", 0) > 0 or reader.has_ended()
 
             wait_until(is_interrupted)
             for _ in range(SIGNALS):
@@ -194,9 +164,6 @@ def test_a_signal_that_kills_no_reader_fails_no_read(
                 time.sleep(0.02)
                 reader.send_signal(signal.SIGCONT)
                 time.sleep(0.02)
-            assert reader.poll() is None, reader.stdout.read()
+            assert not reader.has_ended(), reader.end()
             mounted.release_reads()
-            assert reader.communicate(timeout=20)[0] == "right\n"
-        finally:
-            reader.kill()
-            reader.communicate(timeout=20)
+            assert reader.end() == "right\n"

@@ -25,93 +25,78 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int]) -> None:
+async def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int]) -> None:
     """A request that is there is returned without a turn of trio, which comes only now and then."""
     os.write(pipe[1], b"request")
+    stand_in, requests, turns = TrioStandIn(RequestWait(lambda: True)), 0, 0
 
-    async def serve() -> tuple[int, int]:
-        stand_in, requests, turns = TrioStandIn(RequestWait(lambda: True)), 0, 0
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
 
-        async def others() -> None:
-            nonlocal turns
-            while True:
-                await trio.lowlevel.checkpoint()
-                turns += 1
-
-        with trio.fail_after(10):
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(others)
-                while turns < 10:
-                    async with stand_in.Lock():
-                        await stand_in.wait_readable(pipe[0])
-                    requests += 1
-                nursery.cancel_scope.cancel()
-        return requests, turns
-
-    requests, turns = trio.run(serve)
+    with trio.fail_after(10):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(others)
+            while turns < 10:
+                async with stand_in.Lock():
+                    await stand_in.wait_readable(pipe[0])
+                requests += 1
+            nursery.cancel_scope.cancel()
     assert requests > 3 * turns
 
 
-def test_a_wait_for_the_next_request_does_not_delay_other_tasks_for_long(
+async def test_a_wait_for_a_request_delays_other_tasks_little(
     pipe: tuple[int, int],
 ) -> None:
-    async def serve() -> float:
-        stand_in = TrioStandIn(RequestWait(lambda: True))
-        with trio.move_on_after(0.05):
-            while True:
-                await stand_in.wait_readable(pipe[0])  # none comes
-        os.write(pipe[1], b"one")
+    stand_in = TrioStandIn(RequestWait(lambda: True))
+    with trio.move_on_after(0.05):
+        while True:
+            await stand_in.wait_readable(pipe[0])  # none comes
+    os.write(pipe[1], b"one")
+    await stand_in.wait_readable(pipe[0])
+    os.read(pipe[0], 3)
+    start_s = time.monotonic()
+    with trio.move_on_after(0.0):
         await stand_in.wait_readable(pipe[0])
-        os.read(pipe[0], 3)
-        start_s = time.monotonic()
-        with trio.move_on_after(0.0):
-            await stand_in.wait_readable(pipe[0])
-        return time.monotonic() - start_s
-
-    assert trio.run(serve) < LATE_S
+    assert time.monotonic() - start_s < LATE_S
 
 
-def test_while_a_read_waits_poll_does_not_wait_for_the_next_request(
+async def test_while_a_read_waits_poll_waits_for_no_request(
     pipe: tuple[int, int],
 ) -> None:
     """The bytes of the read probably come first, and they come through trio."""
-
-    async def serve() -> bool:
-        wait = RequestWait(lambda: False, slice_s=1e6, poll_s=1e6)
-        os.write(pipe[1], b"one")
-        await wait.readable(pipe[0])  # a slice begins
-        os.read(pipe[0], 3)
-        with trio.move_on_after(0.01) as scope:
-            await wait.readable(pipe[0])
-        return scope.cancelled_caught
-
-    assert trio.run(serve)
+    wait = RequestWait(lambda: False, slice_s=1e6, poll_s=1e6)
+    os.write(pipe[1], b"one")
+    await wait.readable(pipe[0])  # a slice begins
+    os.read(pipe[0], 3)
+    with trio.move_on_after(0.01) as scope:
+        await wait.readable(pipe[0])
+    assert scope.cancelled_caught
 
 
-def test_the_lock_has_one_owner_and_passes_on_when_its_owner_waits() -> None:
-    async def run() -> list[str]:
-        lock, events = TrioStandIn.Lock(), []
+async def test_the_lock_has_one_owner_and_passes_on_when_its_owner_waits() -> None:
+    lock = TrioStandIn.Lock()
+    events: list[str] = []
 
-        async def worker(name: str) -> None:
-            for turn in range(3):
-                async with lock:
-                    events.append(f"{name}{turn}")
-                if name == "a" and turn == 1:
-                    await trio.sleep(0.01)
-                async with lock:
-                    events.append("in")
-                    await trio.lowlevel.checkpoint()
-                    events.append("out")
+    async def worker(name: str) -> None:
+        for turn in range(3):
+            async with lock:
+                events.append(f"{name}{turn}")
+            if name == "a" and turn == 1:
+                await trio.sleep(0.01)
+            async with lock:
+                events.append("in")
+                await trio.lowlevel.checkpoint()
+                events.append("out")
 
-        async with trio.open_nursery() as nursery:
-            for name in "abc":
-                nursery.start_soon(worker, name)
-        return events
-
-    with_lock = trio.run(run)
-    assert len(with_lock) == 3 * 3 * 3
-    assert all(after == "out" for at, after in pairwise(with_lock) if at == "in")
-    assert {name[0] for name in with_lock if name[-1].isdigit()} == set("abc")
+    async with trio.open_nursery() as nursery:
+        for name in "abc":
+            nursery.start_soon(worker, name)
+    assert len(events) == 3 * 3 * 3
+    assert all(after == "out" for at, after in pairwise(events) if at == "in")
+    assert {name[0] for name in events if name[-1].isdigit()} == set("abc")
 
 
 def test_pyfuse3_gets_trio_back_afterwards() -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.mounts.conftest import ODD_NAMES, LiveMount, mounting
-from tests.mounts.observed import fresh_stats
+from tests.mounts.observed import figures, fresh_stats
 from tests.rows import each_row
 
 pytestmark = pytest.mark.fuse
@@ -24,16 +24,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def everything_below(root: Path) -> Iterator[str]:
-    """All paths below a folder, relative, itself included."""
     yield "."
     for folder, inner, files in os.walk(root):
         for name in inner + files:
             yield os.path.relpath(os.path.join(folder, name), root)
 
 
-def test_names_bytes_modes_times_and_links_are_those_of_the_source(
-    tree: LiveMount, session: str
-) -> None:
+def test_all_that_is_shown_is_that_of_the_source(tree: LiveMount, session: str) -> None:
     """Each path has the bytes, size, mode, mtime and link target that were put. The root folder of
     a native mount without --allow-other has the mode that keeps other users out.
     """
@@ -52,13 +49,11 @@ def test_names_bytes_modes_times_and_links_are_those_of_the_source(
             assert (tree.at / path).read_bytes() == (tree.source / path).read_bytes()
 
 
-def test_a_copy_equals_the_source(tree: LiveMount, tmp_path: Path) -> None:
+def test_cp_and_tar_take_all_of_a_mount(tree: LiveMount, tmp_path: Path) -> None:
+    """And no hidden folder."""
     subprocess.run(["cp", "-a", f"{tree.at}/.", tmp_path / "copy"], check=True)
     subprocess.run(["diff", "-r", "--no-dereference", tree.source, tmp_path / "copy"], check=True)
     assert not (tmp_path / "copy" / ".diesel").exists()
-
-
-def test_tar_reads_a_mount(tree: LiveMount, tmp_path: Path) -> None:
     subprocess.run(["tar", "cf", tmp_path / "t.tar", "-C", tree.at, "."], check=True)
     with tarfile.open(tmp_path / "t.tar") as tar:
         assert len(tar.getmembers()) == len(list(everything_below(tree.source)))
@@ -93,8 +88,7 @@ def test_a_missing_name_is_looked_up_once(tree: LiveMount, session: str) -> None
 
 def requests(mounted: LiveMount) -> Counter[str]:
     """How many requests of each kind have come, without FORGET, which comes at any time."""
-    counted = fresh_stats(mounted)["requests"]
-    assert isinstance(counted, dict)
+    counted = figures(fresh_stats(mounted), "requests")
     return Counter({name: n for name, n in counted.items() if "forget" not in name})
 
 
@@ -139,7 +133,6 @@ def renameat2(old: Path, new: Path, flags: int) -> None:
 
 @each_row("call", sorted(MODIFYING))
 def test_H7_every_change_is_refused(tree: LiveMount, call: str) -> None:
-    """Every call that would change the tree fails with EROFS."""
     with pytest.raises(OSError, match=r".") as raised:
         MODIFYING[call](tree.at)
     assert raised.value.errno == errno.EROFS
@@ -163,7 +156,6 @@ def test_H7_an_open_file_cannot_be_changed(tree: LiveMount) -> None:
 
 
 def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
-    """Reading a file of 0 bytes sends no READ."""
     before = requests(tree)
     assert (tree.at / "empty").read_bytes() == b""
     assert (tree.at / "empty").stat().st_size == 0

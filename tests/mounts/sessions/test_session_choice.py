@@ -1,19 +1,17 @@
 """`--session auto` takes the best session that works, and says why it is not a better one."""
 
 import json
-import os
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.errors import DieselError
-from diesel_fs.mounts import mount, stats
-from tests.mounts.conftest import PROGRAM, mounting, request_for
-from tests.mounts.observed import log_of
+from diesel_fs.mounts import stats
+from tests.mounts.conftest import mounting
+from tests.mounts.observed import Program, log_of, with_our_modules
 from tests.mounts.other_kernels import KERNEL
-from tests.unprivileged_user import USER, as_user, module_path, needs_root, user_python
+from tests.trees import write
+from tests.unprivileged_user import as_user, needs_root, user_python
 
 pytestmark = [pytest.mark.fuse, needs_root]
 
@@ -37,33 +35,14 @@ WITHOUT_CAPABILITY = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_a
 IN_USER_NAMESPACE = ["unshare", "--user", "--map-root-user", "--mount", "--"]
 
 
-def mounted_as(
-    place: Path, session: str, *, by: list[str], python: str
-) -> tuple[dict[str, object], str]:
+def mounted_as(place: Path, session: str, *by: str) -> tuple[dict[str, object], str]:
     """What the statistics and the log say of a mount that a program makes which `by` starts; or an
     empty session, and the error."""
-    (place / "source").mkdir()
-    (place / "source" / "file").write_bytes(b"content")
-    (place / "mount").mkdir()
-    for folder in (place, *place.iterdir()):
-        os.chown(folder, USER if by == as_user() else 0, 0)
-    environment = {
-        "PATH": os.environ["PATH"],
-        "PYTHONPATH": module_path(),
-        "HOME": str(place),
-        "PYTHONDONTWRITEBYTECODE": "1",
-    }
-    done = subprocess.run(
-        [*by, python, "-c", MOUNTED, str(place), session],
-        env=environment,
-        capture_output=True,
-        text=True,
-        cwd="/",
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    found, text = json.loads(done.stdout)
+    write(place / "source", {"file": b"content"})
+    words = [*with_our_modules(place), *by]
+    with Program(MOUNTED, place, session, by=words, python=user_python()) as program:
+        found, text = json.loads(program.first_line)
+        assert program.end() == ""
     return found, text
 
 
@@ -114,7 +93,7 @@ def test_a_kernel_without_the_best_gets_the_next_best(
 @pytest.mark.usefixtures("device_for_all")
 def test_an_ordinary_user_gets_the_kernel_session(open_place: Path) -> None:
     """Only root may mount EROFS. One line of the log says so."""
-    found, log = mounted_as(open_place, "auto", by=as_user(), python=user_python())
+    found, log = mounted_as(open_place, "auto", *as_user())
     assert found["session"] == "kernel"
     assert "it needs root" in notes(found)
     assert log.count("native") == 1
@@ -123,7 +102,7 @@ def test_an_ordinary_user_gets_the_kernel_session(open_place: Path) -> None:
 
 def test_the_capability_decides_and_not_the_user(tmp_path: Path) -> None:
     """Root in a container has it only where the container was started so."""
-    found, error = mounted_as(tmp_path, "native", by=WITHOUT_CAPABILITY, python=user_python())
+    found, error = mounted_as(tmp_path, "native", *WITHOUT_CAPABILITY)
     assert found["session"] is None
     assert "CAP_SYS_ADMIN" in error
 
@@ -132,17 +111,6 @@ def test_the_capability_decides_and_not_the_user(tmp_path: Path) -> None:
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare")
 def test_root_of_a_user_namespace_gets_the_kernel_session(tmp_path: Path) -> None:
     """It has the capability, but the kernel lets it mount FUSE alone."""
-    found, log = mounted_as(tmp_path, "auto", by=IN_USER_NAMESPACE, python=user_python())
+    found, log = mounted_as(tmp_path, "auto", *IN_USER_NAMESPACE)
     assert found["session"] == "kernel", log
     assert "root of the machine" in notes(found)
-
-
-def test_a_session_that_is_named_and_cannot_be_had_is_an_error(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It says why, and what to do."""
-    monkeypatch.setenv(KERNEL, "no-erofs")
-    (tmp_path / "mount").mkdir()
-    with pytest.raises(DieselError, match="no EROFS") as caught:
-        mount(request_for(source, tmp_path / "mount", "native"), program=PROGRAM)
-    assert "--session auto" in caught.value.advice

@@ -17,6 +17,5 @@ def prepared(tmp_path: Path, session: str) -> FollowedMount:
 
 @pytest.fixture
 def followed(prepared: FollowedMount) -> Iterator[FollowedMount]:
-    """The same, mounted."""
     with mounted(prepared.request):
         yield prepared

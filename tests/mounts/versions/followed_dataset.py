@@ -1,15 +1,17 @@
 """A dataset that changes, and a mount that follows it, for tests."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.credentials import Credentials
+from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest
-from tests.mounts.observed import FILE_BYTES, current_stats, noise
+from tests.mounts.observed import FILE_BYTES, current_stats, figures, noise
 from tests.waiting import wait_until
 
 POLL_INTERVAL_S = 0.05
@@ -40,7 +42,6 @@ class FollowedMount:
         return self.request.session == "native"
 
     def connected(self, *, create: bool = False) -> Dataset:
-        """The dataset, opened as the user who mounts it."""
         user, key = self.request.user or None, self.request.key or None
         return connect("ds", self.url, user, key, create=create)
 
@@ -56,27 +57,24 @@ class FollowedMount:
             return dataset.version
 
     def stats(self) -> dict[str, object]:
-        """The statistics, as they are now."""
         return current_stats(self.at)
 
     def follow(self) -> dict[str, object]:
-        found = self.stats()["follow"]
-        assert isinstance(found, dict)
-        return found
+        return cast("dict[str, object]", self.stats()["follow"])
 
     def residency(self) -> Counter[str]:
         """The numbers in the worker's statistics, also those of what it read from the store."""
-        found = self.stats()["residency"]
-        assert isinstance(found, dict)
-        store = found.get("store", {})
-        assert isinstance(store, dict)
+        found = figures(self.stats(), "residency")
+        store = cast("dict[str, int]", found.get("store", {}))
         return Counter({k: v for k, v in {**found, **store}.items() if isinstance(v, int)})
 
     def retired_versions(self) -> list[object]:
         """The versions that the mount still answers from, but the current one."""
-        found = self.follow()["retired_versions"]
-        assert isinstance(found, list)
-        return found
+        return cast("list[object]", self.follow()["retired_versions"])
+
+    def wait_for_retirement(self) -> None:
+        """Waits until the mount answers from the current version alone."""
+        wait_until(lambda: self.retired_versions() == [])
 
     def wait_for(self, version: int) -> None:
         """Waits until the mount has switched to a version, and the kernel knows it."""
@@ -86,15 +84,27 @@ class FollowedMount:
         """Deletes and puts files, and waits until the mount shows it."""
         self.wait_for(self.put(files, gone))
 
+    def put_together(self, files: Mapping[str, bytes]) -> None:
+        """Puts files by one commit, and waits until the mount shows them."""
+        with self.connected() as dataset:
+            for path, content in files.items():
+                dataset.put(content, path)
+        with self.connected() as dataset:
+            self.wait_for(dataset.version)
+
     def warnings(self, text: str) -> int:
-        """How many lines of the log have this text."""
         return sum(text in line for line in self.log.read_text().splitlines())
 
     def read_bytes(self) -> int:
         """The bytes of READs that have reached the mount."""
-        reads = self.stats()["reads"]
-        assert isinstance(reads, dict)
-        return int(reads["bytes"])
+        return figures(self.stats(), "reads")["bytes"]
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot((self.at / ".diesel/snapshot").read_bytes())
+
+    def entries(self, names: Iterable[str]) -> list[int]:
+        snapshot = self.snapshot()
+        return [snapshot.lookup(name.encode()) for name in names]
 
     @contextmanager
     def served_by_page_cache(self) -> Iterator[None]:
@@ -115,14 +125,10 @@ FILES = {
 
 
 def begin(
-    folder: Path,
-    session: str,
-    url: str = "",
-    credentials: Credentials | None = None,
-    made: type[FollowedMount] = FollowedMount,
+    folder: Path, session: str, url: str = "", credentials: Credentials | None = None
 ) -> FollowedMount:
     """A new dataset, not mounted yet, by default in a repository in the folder."""
-    at = folder / "mount"
+    at, log = folder / "mount", folder / "log"
     at.mkdir()
     url = url or (folder / "store").as_uri()
     request = MountRequest(
@@ -132,8 +138,8 @@ def begin(
         session=session,
         follow=True,
         follow_interval_s=POLL_INTERVAL_S,
-        log_file=str(folder / "log"),
+        log_file=str(log),
     ).with_credentials(credentials)
-    prepared = made(url, at, folder / "log", request)
+    prepared = FollowedMount(url, at, log, request)
     prepared.put(FILES)
     return prepared

@@ -4,7 +4,6 @@ stays."""
 import errno
 import mmap
 import os
-import shutil
 import signal
 import stat
 import time
@@ -16,10 +15,10 @@ from diesel_fs.client.dataset import connect
 from diesel_fs.errors import ConflictError, UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
-from diesel_fs.mounts import MountRequest, mount, umount
+from diesel_fs.mounts import MountRequest, mount
 from diesel_fs.mounts.plans.control import Control, explicit
 from diesel_fs.repository.local import LocalRepository
-from tests.mounts.observed import FILE_BYTES, mounted, noise
+from tests.mounts.observed import FILE_BYTES, Processes, figures, mounted, noise
 from tests.mounts.versions.followed_dataset import (
     FILES,
     POLL_INTERVAL_S,
@@ -27,6 +26,7 @@ from tests.mounts.versions.followed_dataset import (
     begin,
     tried,
 )
+from tests.rows import each_row
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
@@ -49,9 +49,7 @@ def content_of(descriptor: int) -> bytes:
     return os.pread(descriptor, FILE_BYTES + 1, 0)
 
 
-def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(
-    followed: FollowedMount,
-) -> None:
+def test_Z3_open_files_keep_the_old_version_and_names_lead_on(followed: FollowedMount) -> None:
     """Entries are added before others, changed, removed, renamed, or change their kind."""
     at = followed.at
     held = {name: os.open(at / name, os.O_RDONLY) for name in FILES}
@@ -88,43 +86,15 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_to_the_new(
     for name in ("kept", "d/kept", "z"):
         assert (nodes_now.pop(name) == nodes[name]) != followed.is_native
     assert not set(nodes_now.values()) & set(nodes.values())
-    snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
-    assert snapshot.lookup(b"0new") > 0
     for each in mapped.values():
         each.close()
     for descriptor in held.values():
         os.close(descriptor)
-    wait_until(lambda: followed.retired_versions() == [])
-
-
-UNCHANGED = ("kept", "d/kept", "kind", "left/inner/f", "z")
-
-
-@pytest.mark.only_session(*FUSE)
-def test_pages_of_unchanged_files_stay_and_cost_no_read(followed: FollowedMount) -> None:
-    """Also where the entry has another index in the new version."""
-    at = followed.at
-
-    def attempt(number: int) -> None:
-        for name in ("changed", *UNCHANGED):
-            (at / name).read_bytes()
-        time.sleep(0.2)
-        new = noise(21 + number)
-        followed.change({"changed": new, f"0{number}": b"0", f"d/0{number}": b"0"})
-        with followed.served_by_page_cache():
-            for name in UNCHANGED:
-                assert (at / name).read_bytes() == FILES[name]
-        before = followed.read_bytes()
-        assert (at / "changed").read_bytes() == new
-        if followed.request.session == "pyfuse3":
-            assert followed.read_bytes() - before >= FILE_BYTES
-
-    followed.change({}, gone=("gone",))
-    tried(attempt)
+    followed.wait_for_retirement()
 
 
 @pytest.mark.only_session("kernel")
-def test_pages_in_memory_are_still_counted_after_a_switch_and_new_files_are_pushed(
+def test_pages_of_unchanged_files_stay_and_are_still_counted_and_new_files_are_pushed(
     followed: FollowedMount,
 ) -> None:
     """In the new version entries have other indices, and nodes are no indices."""
@@ -132,20 +102,22 @@ def test_pages_in_memory_are_still_counted_after_a_switch_and_new_files_are_push
 
     def attempt(number: int) -> None:
         new = [f"{number}{digit}" for digit in range(4)]
-        (at / "kept").read_bytes()
+        for name in ("kept", "d/kept", "z"):
+            (at / name).read_bytes()
         followed.change({name: noise(100 + int(name)) for name in new})
         names = [*new, "kept"]
         with Control.connect(at) as control:
-            entries = entries_of(at, names)
+            entries = followed.entries(names)
             control.announce("s", [explicit(epoch=0, entries=entries)])
             wait_until(lambda: control.resident(entries).all())
             with followed.served_by_page_cache():
                 for name in new:
                     assert (at / name).read_bytes() == noise(100 + int(name))
-                assert (at / "kept").read_bytes() == FILES["kept"]
+                for name in ("kept", "d/kept", "z"):
+                    assert (at / name).read_bytes() == FILES[name]
             control.withdraw("s")
             followed.change({new[0]: noise(200), f"{number}00": b"first of all"})
-            entries = entries_of(at, names)
+            entries = followed.entries(names)
         with Control.connect(at) as control:
             assert control.resident(entries).tolist() == [False, True, True, True, True]
         with followed.served_by_page_cache():
@@ -156,33 +128,15 @@ def test_pages_in_memory_are_still_counted_after_a_switch_and_new_files_are_push
     tried(attempt)
 
 
-def entries_of(at: Path, names: list[str]) -> list[int]:
-    """The entries of these paths in the mount's snapshot."""
-    snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
-    return [snapshot.lookup(name.encode()) for name in names]
-
-
 @pytest.mark.only_session(*PUSHING)
-def test_a_miss_after_a_switch_makes_the_worker_push_the_right_chunk(
-    followed: FollowedMount,
-) -> None:
+def test_a_miss_after_a_switch_pushes_the_right_chunk(followed: FollowedMount) -> None:
     """The session reports nodes, which are no indices any more."""
     names = [f"mate{number}" for number in range(10)]
-    with connect("ds", followed.url) as dataset:
-        for name in names:
-            dataset.put(noise(7, 1000), name)
-        dataset.flush()
-    with connect("ds", followed.url) as dataset:
-        followed.wait_for(dataset.version)
-        dataset.put(b"first", "0first")
-        for number in range(200):
-            dataset.put(b"%d" % number, f"0{number:03}")
-        dataset.flush()
-        followed.wait_for(dataset.version)
-    snapshot = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
+    followed.put_together(dict.fromkeys(names, noise(7, 1000)))
+    followed.put_together({f"0{number:03}": b"%d" % number for number in range(200)})
     assert (followed.at / names[3]).read_bytes() == noise(7, 1000)
     with Control.connect(followed.at) as control:
-        entries = [snapshot.lookup(name.encode()) for name in names]
+        entries = followed.entries(names)
         wait_until(lambda: int(control.resident(entries).sum()) >= len(names) - 1)
 
 
@@ -208,12 +162,7 @@ def test_a_listing_goes_on_across_a_switch(followed: FollowedMount) -> None:
     """An entry that was neither added nor removed is listed once, wherever the reader was."""
     at = followed.at
     names = [f"{number:04}" for number in range(2000)]
-    followed.change({f"many/{name}": b"" for name in names[:1]})
-    with connect("ds", followed.url) as dataset:
-        for name in names[1:]:
-            dataset.put(b"", f"many/{name}")
-    with connect("ds", followed.url) as dataset:
-        followed.wait_for(dataset.version)
+    followed.put_together({f"many/{name}": b"" for name in names})
     with os.scandir(at / "many") as listed:
         found = [next(listed).name for _ in range(100)]
         new = {f"many/{name}": b"" for name in ("0000a", "0050a", "1999a")}
@@ -240,7 +189,7 @@ def test_a_folder_that_is_gone_can_be_used_from_within(followed: FollowedMount) 
     wait_until(lambda: len(followed.retired_versions()) == 1)
     os.close(inside)
     followed.change({"2": b"2"})
-    wait_until(lambda: followed.retired_versions() == [])
+    followed.wait_for_retirement()
 
 
 def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
@@ -264,9 +213,7 @@ def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
         assert (stat.S_IMODE(found.st_mode), found.st_mtime) == (mode, time_s)
 
 
-def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
-    tmp_path: Path, session: str
-) -> None:
+def test_an_empty_dataset_is_filled_and_emptied(tmp_path: Path, session: str) -> None:
     (tmp_path / "empty").mkdir()
     followed = begin(tmp_path / "empty", session)
     with followed.connected() as dataset:
@@ -280,49 +227,45 @@ def test_a_dataset_that_is_empty_at_first_is_filled_and_emptied(
             assert (followed.at / ("x" * 255)).read_bytes() == noise(number)
             followed.change({}, gone=("x" * 255, "d"))
             assert os.listdir(followed.at) == []
-        switches = followed.follow()["switches"]
-        assert isinstance(switches, int)
+        switches = figures(followed.follow())["switches"]
         assert 6 <= switches <= 12, "each file and each deletion is a version, which may be skipped"
 
 
 @pytest.mark.only_session(*PUSHING)
-def test_a_stopped_worker_delays_a_switch_and_nothing_else(
-    followed: FollowedMount,
-) -> None:
+def test_a_stopped_worker_delays_a_switch_and_nothing_else(followed: FollowedMount) -> None:
     """The mount switches once the worker goes on."""
     wait_until(lambda: followed.stats()["residency"])
-    residency = followed.stats()["residency"]
-    assert isinstance(residency, dict)
-    assert isinstance(residency["pid"], int)
-    os.kill(residency["pid"], signal.SIGSTOP)
+    worker = Processes.of(followed.at).worker
+    os.kill(worker, signal.SIGSTOP)
     try:
         version = followed.put({"0new": b"0"})
         time.sleep(10 * POLL_INTERVAL_S)
         for name in FILES:
             assert (followed.at / name).read_bytes() == FILES[name]
     finally:
-        os.kill(residency["pid"], signal.SIGCONT)
+        os.kill(worker, signal.SIGCONT)
     followed.wait_for(version)
     assert (followed.at / "0new").read_bytes() == b"0"
 
 
-def test_names_in_the_hidden_folder_follow_and_open_files_of_it_do_not(
-    followed: FollowedMount,
-) -> None:
-    at = followed.at
+def test_hidden_names_follow_and_open_hidden_files_do_not(followed: FollowedMount) -> None:
+    """A list that was read postpones no switch."""
+    hidden = followed.at / ".diesel"
+    names = sorted(name.encode() for name in FILES)
+    assert sorted((hidden / "filelist").read_bytes().split()) == names
     with (
-        open(at / ".diesel/filelist", "rb") as before,
-        open(at / ".diesel/snapshot", "rb") as shown,
-        open(at / ".diesel/shuffle/seed=1,epoch=2", "rb") as order,
+        open(hidden / "filelist", "rb") as before,
+        open(hidden / "snapshot", "rb") as shown,
+        open(hidden / "shuffle/seed=1,epoch=2", "rb") as order,
     ):
         followed.change({"0new": b"0"}, gone=("gone",))
-        assert b"0new\n" in (at / ".diesel/filelist").read_bytes()
-        assert b"gone" not in (at / ".diesel/shuffle/seed=1,epoch=2").read_bytes().split()
-        assert Snapshot((at / ".diesel/snapshot").read_bytes()).lookup(b"0new") > 0
-        assert sorted(before.read().split()) == sorted(name.encode() for name in FILES)
-        assert sorted(order.read().split()) == sorted(name.encode() for name in FILES)
+        assert b"0new\n" in (hidden / "filelist").read_bytes()
+        assert b"gone" not in (hidden / "shuffle/seed=1,epoch=2").read_bytes().split()
+        assert followed.snapshot().lookup(b"0new") > 0
+        assert sorted(before.read().split()) == names
+        assert sorted(order.read().split()) == names
         assert Snapshot(shown.read()).lookup(b"0new") == -1
-    assert os.readlink(at / ".diesel/control")
+    assert os.readlink(hidden / "control")
 
 
 # plans --------------------------------------------------------------------------------------------
@@ -330,56 +273,35 @@ def test_names_in_the_hidden_folder_follow_and_open_files_of_it_do_not(
 
 @pytest.mark.only_session(*PUSHING)
 def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
-    """A plan of the old version is refused after the switch; the client learns the new version."""
-    with Control.connect(followed.at) as control:
-        view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
-        entries = [view.lookup(name.encode()) for name in FILES]
-        old = control.version
-        control.announce("job", [explicit(epoch=0, entries=entries)])
-        version = followed.put({"0new": b"0"})
-        wait_until(lambda: followed.follow()["put_off_by"] == ["job"])
-        time.sleep(20 * POLL_INTERVAL_S)
-        assert followed.stats()["version"] == old
-        assert not (followed.at / "0new").exists()
-        control.extend("job", [explicit(epoch=1, entries=entries)])
-        control.withdraw("job")
-        followed.wait_for(version)
-        assert followed.follow()["put_off_by"] == []
-        with pytest.raises(ConflictError, match=f"version {old}.*shows {version}"):
+    """Until it is withdrawn, or was read to its end. A plan of the old version is refused after the
+    switch; the client learns the new version."""
+    for number in range(2):
+        with Control.connect(followed.at) as control:
+            entries, old = followed.entries(FILES), control.version
             control.announce("job", [explicit(epoch=0, entries=entries)])
-    with Control.connect(followed.at) as control:
-        assert control.version == version
-        view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
-        control.announce("job", [explicit(epoch=0, entries=[view.lookup(b"0new")])])
-    assert (followed.at / "0new").read_bytes() == b"0"
-
-
-@pytest.mark.only_session(*PUSHING)
-def test_the_switch_comes_when_a_plan_was_read_to_its_end(followed: FollowedMount) -> None:
-    with Control.connect(followed.at) as control:
-        view = Snapshot((followed.at / ".diesel/snapshot").read_bytes())
-        entries = [view.lookup(name.encode()) for name in FILES]
-        control.announce("job", [explicit(epoch=0, entries=entries)])
-        version = followed.put({"0new": b"0"})
-        wait_until(lambda: followed.follow()["put_off_by"] == ["job"])
-        for name in FILES:
-            assert (followed.at / name).read_bytes() == FILES[name]
-    followed.wait_for(version)
-
-
-@pytest.mark.only_session(*PUSHING)
-def test_a_list_that_was_read_postpones_nothing(followed: FollowedMount) -> None:
-    assert len((followed.at / ".diesel/filelist").read_bytes().split()) == len(FILES)
-    followed.change({"0new": b"0"})
+            version = followed.put({f"{number}new": b"0"})
+            wait_until(lambda: followed.follow()["put_off_by"] == ["job"])
+            time.sleep(20 * POLL_INTERVAL_S)
+            assert followed.stats()["version"] == old
+            assert not (followed.at / f"{number}new").exists()
+            if number:
+                for name in FILES:
+                    assert (followed.at / name).read_bytes() == FILES[name]
+            else:
+                control.extend("job", [explicit(epoch=1, entries=entries)])
+                control.withdraw("job")
+            followed.wait_for(version)
+            assert followed.follow()["put_off_by"] == []
+            with pytest.raises(ConflictError, match=f"version {old}.*shows {version}"):
+                control.announce("job", [explicit(epoch=0, entries=entries)])
+        assert (followed.at / f"{number}new").read_bytes() == b"0"
 
 
 # when the dataset cannot be followed --------------------------------------------------------------
 
 
 @pytest.mark.only_session("kernel")
-def test_H16_that_a_dataset_was_deleted_or_made_anew_is_logged_once(
-    followed: FollowedMount,
-) -> None:
+def test_H16_a_deletion_and_a_new_dataset_are_logged_once(followed: FollowedMount) -> None:
     at = followed.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     with connect("ds", followed.url) as dataset:
@@ -415,9 +337,6 @@ def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_ol
 ) -> None:
     """It is never other bytes, also where a file of the same name and size has taken its place."""
     store = Path(followed.url.removeprefix("file://"))
-    with connect("ds", followed.url) as dataset:
-        info = dataset.stat("gone")
-        assert info.size == FILE_BYTES
     held = os.open(followed.at / "gone", os.O_RDONLY)
     before = set(store.rglob("*"))
     followed.change({"gone": noise(77)})
@@ -434,23 +353,10 @@ def test_E11_a_chunk_that_was_purged_is_EIO_and_says_that_the_snapshot_is_too_ol
     assert (followed.at / "gone").read_bytes() == noise(77)
 
 
-def test_umount_does_not_wait_for_a_store_that_is_gone(followed: FollowedMount) -> None:
-    """Threads that ask the store do not delay the end."""
-    store = Path(followed.url.removeprefix("file://"))
-    assert (followed.at / "kept").read_bytes() == FILES["kept"]
-    shutil.rmtree(store)
-    started_s = time.monotonic()
-    umount(followed.at)
-    assert time.monotonic() - started_s < 5
-
-
-@pytest.mark.parametrize("options", [
-    {"snapshot_file": "/x"}, {"snapshot_file": "/x", "offline": True},
-])  # fmt: skip
-def test_a_mount_of_one_version_cannot_follow(tmp_path: Path, options: dict[str, object]) -> None:
-    values: dict[str, object] = {
-        "url": (tmp_path / "s").as_uri(), "dataset": "ds", "mountpoint": str(tmp_path),
-        "follow": True, **options,
-    }  # fmt: skip
+@each_row("offline", [False, True])
+def test_a_mount_of_one_version_cannot_follow(tmp_path: Path, offline: bool) -> None:
+    request = MountRequest(
+        "file:///s", "ds", str(tmp_path), follow=True, snapshot_file="/x", offline=offline
+    )
     with pytest.raises(UsageError, match="exclude each other"):
-        mount(MountRequest(**values))  # type: ignore[arg-type]  # fields by name
+        mount(request)

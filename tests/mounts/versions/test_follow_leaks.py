@@ -11,11 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from diesel_fs.mounts.processes import children_of
 from diesel_fs.peers.options import TaskOptions
-from diesel_fs.system.mountinfo import mounts
 from diesel_fs.system.unix_sockets import connect_unix
-from tests.mounts.observed import mounted, noise
+from tests.mounts.observed import Processes, mounted, mounts_below, noise
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount, begin
 from tests.waiting import wait_until
 
@@ -31,8 +29,6 @@ SETTLED_S = 60.0
 
 
 class Figures(NamedTuple):
-    """The resources of one process."""
-
     descriptors: int
     threads: int
     mappings: int
@@ -82,17 +78,8 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
-    """The mount's processes, and the task's master on this node."""
-    stats = followed.stats()
-    supervisor, server = stats["pid"], stats["server_pid"]
-    assert isinstance(supervisor, int)
-    assert isinstance(server, int)
-    found = {"supervisor": supervisor, "server": server}
-    if followed.request.session != "pyfuse3":
-        [found["worker"]] = [pid for pid in children_of(supervisor) if pid != server]
-    if followed.request.task_options:
-        found["master"] = master_of(runtime)
-    return found
+    found = Processes.of(followed.at)._asdict()
+    return {**found, "master": master_of(runtime)} if followed.request.task_options else found
 
 
 def switch(followed: FollowedMount, number: int) -> None:
@@ -132,7 +119,6 @@ def test_no_process_of_a_mount_grows_between_five_and_fifty_switches(
                 name: (before[name], now[name]) for name in now if now[name].has_grown(before[name])
             }
 
-        wait_until(lambda: followed.retired_versions() == [])
-        here = [each.path for each in mounts() if each.path.startswith(str(followed.at))]
-        assert len(here) == 1 + followed.is_native
+        followed.wait_for_retirement()
+        assert len(mounts_below(followed.at)) == 1 + followed.is_native
         wait_until(lambda: not grown(), SETTLED_S, lambda: f"these have grown: {grown()}")

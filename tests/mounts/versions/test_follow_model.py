@@ -18,7 +18,6 @@ from tests.examples import examples
 from tests.mounts.observed import mounted
 from tests.mounts.versions.followed_dataset import POLL_INTERVAL_S, FollowedMount
 from tests.trees import facts
-from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse
 
@@ -52,7 +51,6 @@ def changed_tree(tree: dict[str, Entry], change: dict[str, Entry | None]) -> dic
 
 
 def write_tree(top: Path, tree: dict[str, Entry]) -> None:
-    """Writes the tree to a folder, which is emptied first."""
     shutil.rmtree(top, ignore_errors=True)
     top.mkdir()
     for path in sorted(tree):
@@ -162,4 +160,4 @@ def test_after_each_switch_the_mount_is_the_tree(
             ]
         for each in held:
             each.close()
-        wait_until(lambda: followed.retired_versions() == [])
+        followed.wait_for_retirement()

@@ -6,8 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,9 +20,16 @@ from diesel_fs.mounts.sessions.native import NativeSession
 from diesel_fs.mounts.sessions.session import SessionUnsupported
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from diesel_fs.system import syscalls
-from diesel_fs.system.mountinfo import mounts
 from tests.mounts.dying_daemon import DIES, MOMENT, PAUSE_S
-from tests.mounts.observed import mounted, noise
+from tests.mounts.observed import (
+    Processes,
+    Program,
+    bound,
+    mounted,
+    mounts_below,
+    noise,
+    put,
+)
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.versions.followed_dataset import (
     FILES,
@@ -70,36 +76,15 @@ READER = """if True:
 """
 
 
-def mounts_below(path: Path) -> list[str]:
-    """The paths of all mounts at a path or below it, as this process sees them."""
-    return [each.path for each in mounts() if (each.path + "/").startswith(f"{path}/")]
-
-
-@contextmanager
-def bound(source: Path, at: Path, *options: str) -> Iterator[None]:
-    """A folder that is mounted at a second place meanwhile."""
-    subprocess.run(["mount", "--bind", *options, source, at], check=True)
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", at], check=True)
-
-
-def put_number(followed: FollowedMount, number: int) -> int:
-    """Replaces all files, and adds one, by one commit. Returns the version."""
-    with followed.connected() as dataset:
-        for index in range(FILES_EACH):
-            dataset.put(noise(1000 * number + index, 3000 * index + 1), f"f{index}")
-        dataset.put(b"%d" % number, "number")
-        dataset.put(b"", f"new{number}")
-    with followed.connected() as dataset:
-        return dataset.version
+def put_number(followed: FollowedMount, number: int) -> None:
+    files = {f"f{i}": noise(1000 * number + i, 3000 * i + 1) for i in range(FILES_EACH)}
+    followed.put_together({**files, "number": b"%d" % number, f"new{number}": b""})
 
 
 @pytest.mark.deep
 def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> None:
     """8 of them read all the time during 20 switches."""
-    followed.wait_for(put_number(followed, 0))
+    put_number(followed, 0)
     command = [sys.executable, "-c", READER, str(followed.at), str(FILES_EACH)]
     readers = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -107,36 +92,14 @@ def test_readers_meet_one_whole_version_at_any_time(followed: FollowedMount) -> 
     ]
     try:
         for number in range(1, 21):
-            followed.wait_for(put_number(followed, number))
+            put_number(followed, number)
     finally:
         followed.at.with_name("mount-stop").touch()
         told = [reader.communicate(timeout=60) for reader in readers]
     assert [text[1] for text in told] == [""] * len(readers)
     assert all(int(text[0]) > 20 for text in told)
-    wait_until(lambda: followed.retired_versions() == [])
+    followed.wait_for_retirement()
     assert len(mounts_below(followed.at)) == 2
-
-
-@pytest.mark.parametrize("lazy", [False, True])
-def test_an_open_file_of_an_earlier_version_keeps_the_mount_busy(
-    followed: FollowedMount, lazy: bool
-) -> None:
-    """`umount` changes nothing; lazily, the file is served to its end."""
-    pid = int(str(followed.stats()["pid"]))
-    with open(followed.at / "changed", "rb", buffering=0) as held:
-        followed.change({"changed": noise(90)})
-        if lazy:
-            umount(followed.at, lazy=True)
-            assert not ends_within(pid, 0.5)
-        else:
-            with pytest.raises(BusyError, match=f"processes {os.getpid()}"):
-                umount(followed.at)
-            assert (followed.at / "changed").read_bytes() == noise(90)
-        assert held.read() == FILES["changed"]
-    if not lazy:
-        umount(followed.at)
-    assert ends_within(pid, PATIENCE_S)
-    assert not mounts_below(followed.at)
 
 
 def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> None:
@@ -144,8 +107,8 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
     program = """if True:
         import os, sys
         os.chdir(sys.argv[1])
-        print(flush=True)
-        input()
+        print("there", flush=True)
+        sys.stdin.read()
         print(os.listdir("d"))
         try:
             print(os.getcwd())
@@ -154,25 +117,16 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
         os.chdir(sys.argv[1])
         print(os.getcwd(), os.listdir("d"))
     """
-    command = [sys.executable, "-c", program, str(followed.at)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as inside:
-        assert inside.stdout is not None
-        inside.stdout.readline()
+    with Program(program, followed.at) as inside:
         followed.change({"0new": b"0"}, gone=("d/gone",))
         assert followed.retired_versions()
-        told, _ = inside.communicate("\n", timeout=20)
-    assert told.splitlines() == [
-        "['gone', 'kept']", "no path", f"{followed.at} ['kept']",
-    ]  # fmt: skip
-    wait_until(lambda: followed.retired_versions() == [])
+        told = inside.end()
+    assert told.splitlines() == ["['gone', 'kept']", "no path", f"{followed.at} ['kept']"]
+    followed.wait_for_retirement()
 
 
 @pytest.mark.parametrize("what", fast_first(["file", "mapping", "working folder"]))
-def test_what_is_open_in_an_old_version_keeps_the_mount_busy(
-    followed: FollowedMount, what: str
-) -> None:
+def test_what_is_open_of_an_old_version_is_busy(followed: FollowedMount, what: str) -> None:
     """The process is named. Lazily, the mount goes at once, and the daemon with its last user."""
     program = """if True:
         import mmap, os, sys
@@ -184,17 +138,14 @@ def test_what_is_open_in_an_old_version_keeps_the_mount_busy(
         if what == "mapping":
             mapped = mmap.mmap(held, 0, prot=mmap.PROT_READ)
             os.close(held)
-        print(flush=True)
-        input()
-        sys.stdout.buffer.write(mapped[:] if what == "mapping" else
+        print("held", flush=True)
+        sys.stdin.read()
+        found = (mapped[:] if what == "mapping" else
             open("gone", "rb").read() if what == "working folder" else os.read(held, 1_000_000))
+        print(found.hex())
     """
-    pid = followed.stats()["pid"]
-    assert isinstance(pid, int)
-    command = [sys.executable, "-c", program, str(followed.at), what]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as user:
-        assert user.stdout is not None
-        user.stdout.readline()
+    pid = Processes.of(followed.at).supervisor
+    with Program(program, followed.at, what) as user:
         followed.change({"0new": b"0"}, gone=("gone",))
         time.sleep(STATS_MAX_AGE_S)
         with pytest.raises(BusyError, match=f"processes {user.pid}"):
@@ -203,8 +154,7 @@ def test_what_is_open_in_an_old_version_keeps_the_mount_busy(
         umount(followed.at, lazy=True)
         assert mounts_below(followed.at) == []
         assert not ends_within(pid, 2.5)
-        told, _ = user.communicate(b"\n", timeout=20)
-    assert told == FILES["gone"]
+        assert user.end().strip() == FILES["gone"].hex()
     assert ends_within(pid, PATIENCE_S)
 
 
@@ -226,16 +176,14 @@ def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_pa
 
 def test_a_bind_mount_keeps_its_version(followed: FollowedMount, tmp_path: Path) -> None:
     """As does a mount namespace that gets no mounts of this one."""
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    with bound(followed.at, elsewhere, "--make-private"):
+    with bound(followed.at, tmp_path / "elsewhere", "--make-private") as elsewhere:
         followed.change({"changed": noise(60)}, gone=("gone",))
         followed.change({"changed": noise(61)})
         for name in FILES:
             assert (elsewhere / name).read_bytes() == FILES[name]
         assert (followed.at / "changed").read_bytes() == noise(61)
         wait_until(lambda: len(followed.retired_versions()) == 1)
-    wait_until(lambda: followed.retired_versions() == [])
+    followed.wait_for_retirement()
 
 
 def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path: Path) -> None:
@@ -244,32 +192,23 @@ def test_another_mount_namespace_switches_along_where_mounts_propagate(tmp_path:
     with bound(shared, shared):
         subprocess.run(["mount", "--make-shared", shared], check=True)
         prepared = begin(shared, "native")
-        command = [*own_mounts("--propagation", "slave", keep=tmp_path), "sleep", "infinity"]
-        with subprocess.Popen(command) as other:
+        by = own_mounts("--propagation", "slave", keep=tmp_path)
+        with Program("print('there', flush=True); input()", by=by) as other:
             there = Path(f"/proc/{other.pid}/root{prepared.at}")
-            try:
-                own = Path("/proc/self/ns/mnt").readlink()
-                wait_until(lambda: Path(f"/proc/{other.pid}/ns/mnt").readlink() != own)
-                with mounted(prepared.request):
-                    for number in range(2):
-                        prepared.change({"changed": noise(62 + number)})
-                        assert (there / "changed").read_bytes() == noise(62 + number)
-                        assert (there / ".diesel/snapshot").exists()
-                    wait_until(lambda: prepared.retired_versions() == [])
-                assert os.listdir(there) == []
-            finally:
-                other.kill()
+            with mounted(prepared.request):
+                for number in range(2):
+                    prepared.change({"changed": noise(62 + number)})
+                    assert (there / "changed").read_bytes() == noise(62 + number)
+                    assert (there / ".diesel/snapshot").exists()
+                prepared.wait_for_retirement()
+            assert os.listdir(there) == []
 
 
-def test_what_is_resident_survives_a_switch_without_the_store(
-    prepared: FollowedMount,
-) -> None:
+def test_what_is_resident_survives_a_switch_without_the_store(prepared: FollowedMount) -> None:
     """Small files, and one of several chunks. The first version then ends."""
     contents = {f"many/{number:03}": noise(number) for number in range(200)}
     contents["large"] = random.Random(3).randbytes(9 << 20)
-    with prepared.connected() as dataset:
-        for name, content in contents.items():
-            dataset.put(content, name)
+    put(prepared.url, contents)
     request = replace(prepared.request, policy="oneshot")
     with mounted(request):
         wait_until(lambda: prepared.residency()["oneshot_done_chunks"] > 0)
@@ -282,7 +221,7 @@ def test_what_is_resident_survives_a_switch_without_the_store(
             for step in ("a", "b"):
                 prepared.change({f"0new{number}{step}": b"first of all"})
             wait_until(lambda: prepared.residency()["resident_entries"] >= expected)
-            wait_until(lambda: prepared.retired_versions() == [])
+            prepared.wait_for_retirement()
             with prepared.served_by_page_cache():
                 for name, content in contents.items():
                     assert (prepared.at / name).read_bytes() == content
@@ -318,8 +257,7 @@ def test_an_umount_during_a_switch_takes_all_away(
     monkeypatch.setenv(DIES, "nobody")
     monkeypatch.setenv(MOMENT, moment)
     with mounted(prepared.request, OTHER_KERNEL):
-        pid = prepared.stats()["pid"]
-        assert isinstance(pid, int)
+        pid = Processes.of(prepared.at).supervisor
         prepared.put({"0new": b"0"})
         wait_until(lambda: prepared.warnings("built the tree") == 2)
         time.sleep(PAUSE_S / 3)
@@ -396,5 +334,5 @@ def test_a_version_whose_image_is_of_another_chain_has_a_content_file_of_its_own
         os.posix_fadvise(held, 0, 0, os.POSIX_FADV_DONTNEED)
         assert os.pread(held, len(FILES["gone"]) + 1, 0) == FILES["gone"]
         os.close(held)
-        wait_until(lambda: prepared.retired_versions() == [])
+        prepared.wait_for_retirement()
         assert prepared.warnings("is not kept") > 0
