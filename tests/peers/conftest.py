@@ -1,12 +1,14 @@
-"""A dataset, a fake master, and a `TaskStore` between them, for tests of `TaskStore`."""
+"""Fixtures of tests of peers: simulated clocks; an acceptor and a `Peer` of it; and a dataset, a
+fake master and a `TaskStore` between them."""
 
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from trio.testing import MockClock
 
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
@@ -14,11 +16,16 @@ from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.peers.client import TaskStore
+from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.peer import Peer
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ..trees import write
+from .connected_masters import FakeAnswers, Node, answering, asking
 from .fake_master import Behaviour, FakeMaster
+from .node_caches import run_inline
+from .planes import Plane, running_plane
 
 FILES = {f"n{i:03}": os.urandom(1000 + i) for i in range(300)} | {
     "text": b"the same words, " * 1000,
@@ -54,6 +61,43 @@ class Counting(ReadWrapper):
         with self._lock:
             self._under_way -= 1
         self.inner.read_into(name, start, buffer)
+
+
+@pytest.fixture
+def jumping_clock() -> MockClock:
+    """It jumps when no task has run for a while; sockets and the data plane's thread are real, and
+    need far less than this while."""
+    return MockClock(autojump_threshold=0.1)
+
+
+@pytest.fixture
+def simulated_time(monkeypatch: pytest.MonkeyPatch) -> MockClock:
+    """A clock that jumps when no task can run, for a `NodeCache`."""
+    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
+    return MockClock(autojump_threshold=0)
+
+
+@pytest.fixture
+def answers() -> FakeAnswers:
+    return FakeAnswers()
+
+
+@pytest.fixture
+async def node(answers: FakeAnswers) -> AsyncIterator[Node]:
+    async with answering(fake_answers=answers) as found:
+        yield found
+
+
+@pytest.fixture
+async def peer(node: Node) -> AsyncIterator[Peer]:
+    async with asking(node.port) as found:
+        yield found
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    with running_plane() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,6 @@ class Simulated:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """No threads, and no check of contents."""
-
     monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
     monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
 

@@ -36,11 +36,11 @@ from .connected_masters import (
     SECRET,
     FakeAnswers,
     answering,
+    asked,
     asking,
     content,
     me,
     member,
-    parts,
     read,
 )
 from .fake_owner import HEAD, READ, RECORD
@@ -97,21 +97,17 @@ def let_in(port: int) -> RawTls:
     return raw
 
 
-def request(*records: tuple[int, int, int]) -> bytes:
-    return wire.request(1, READ, 0, parts(*records))
-
-
 STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last bytes before the end
     "after the TLS handshake": (secured, b""),
     "within the greeting": (secured, wire.greeting()[:7]),
     "after the greeting": (greeted, b""),
     "after the hello": (let_in, b""),
-    "within the head of a request": (let_in, request(SOME, FEW)[:9]),
-    "between head and parts of a request": (let_in, request(SOME, FEW)[: HEAD.size]),
-    "within the parts of a request": (let_in, request(SOME, FEW)[:-3]),
-    "after a request": (let_in, request(SOME, FEW)),
-    "after a request and a half": (let_in, (2 * request(SOME, FEW))[:-3]),
-    "while a request waits": (let_in, request(NOT_IN_MEMORY)),
+    "within the head of a request": (let_in, asked(1, SOME, FEW)[:9]),
+    "between head and parts of a request": (let_in, asked(1, SOME, FEW)[: HEAD.size]),
+    "within the parts of a request": (let_in, asked(1, SOME, FEW)[:-3]),
+    "after a request": (let_in, asked(1, SOME, FEW)),
+    "after a request and a half": (let_in, (2 * asked(1, SOME, FEW))[:-3]),
+    "while a request waits": (let_in, asked(1, NOT_IN_MEMORY)),
 }
 
 ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
@@ -144,13 +140,13 @@ def test_a_master_forgets_each_client_that_ends_and_answers_the_others(
     async def main() -> None:
         certificate = make_certificate()
         answers = FakeAnswers()
-        answers.absent = {NOT_IN_MEMORY[0]}
+        answers.hold(absent={NOT_IN_MEMORY[0]})
         answers.ready = trio.sleep_forever
         async with (
             answering(me(1, certificate), answers) as node,
             asking(node.port, me(0, certificate), certificate.digest) as peer,
         ):
-            assert (await read(peer, FEW))[0] == [GIVEN]
+            assert await read(peer, FEW) == [GIVEN]
             with ExitStack() as opened:
                 for name, begin, last, way in ROWS:
                     reached.append(name)
@@ -160,7 +156,7 @@ def test_a_master_forgets_each_client_that_ends_and_answers_the_others(
                     try:
                         for _ in range(2):  # the master serves a connection soon after the hello
                             await soon(lambda: _is_alone(node.acceptor), PATIENCE_S)
-                            assert (await read(peer, SOME))[0] == [GIVEN]
+                            assert await read(peer, SOME) == [GIVEN]
                     except (AssertionError, trio.TooSlowError) as error:
                         failed.append(f"{name}: {error!r}")
 
@@ -234,13 +230,13 @@ def check_peer(certificate: Certificate, way: End | HandshakeEnd, sent: int) -> 
         mine = me(0, certificate)
         with a_master(certificate, (way, sent)) as port:
             async with asking(port, mine, certificate.digest) as peer:
-                assert (await read(peer, SOME))[0] != [GIVEN]
+                assert await read(peer, SOME) != [GIVEN]
                 stats = peer.stats()
                 if isinstance(way, HandshakeEnd):
                     assert (stats["connections"], stats["state"]) == (0, "open")
                 else:
                     assert (stats["failed"], stats["timed_out"]) == (1, 0)
-                    assert (await read(peer, SOME))[0] == [GIVEN]
+                    assert await read(peer, SOME) == [GIVEN]
 
     trio.run(main)
 

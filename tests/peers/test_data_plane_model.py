@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from diesel_fs.peers.chunk_table import ChunkTable
 from tests.examples import examples
 
-from .planes import HOPE_S, Plane, exactly
+from .planes import HOPE_S, KINDS, exactly, running_plane
 
 CHUNKS = [random.Random(number).randbytes(size) for number, size in enumerate((1, 700, 60_000))]
 ABSENT_CHUNK = 1
@@ -30,19 +30,18 @@ def record(draw: st.DrawFn) -> tuple[int, int, int]:
 @given(
     st.lists(st.lists(record(), min_size=1, max_size=12), min_size=1, max_size=40),
     st.lists(st.integers(1, 300), min_size=1, max_size=20),
-    st.booleans(),
+    st.sampled_from(KINDS),
     st.randoms(use_true_random=False),
 )
 def test_every_request_gets_its_own_bytes_once(
-    requests: list[Records], pieces: list[int], is_local: bool, chance: random.Random
+    requests: list[Records], pieces: list[int], kind: str, chance: random.Random
 ) -> None:
-    plane = Plane()
-    try:
+    with running_plane() as plane:
         plane.table = ChunkTable(np.array([len(each) for each in CHUNKS], np.uint64))
         for chunk, content in enumerate(CHUNKS):
             if chunk != ABSENT_CHUNK:
                 plane.table.views[chunk] = memoryview(content)
-        end = plane.connect(is_local=is_local)
+        end = plane.connect_as(kind)
         stream = b"".join(
             struct.pack("<IBBHII", number, 1, 0, 0, len(records), 0)
             + b"".join(struct.pack("<III", *each) for each in records)
@@ -71,8 +70,6 @@ def test_every_request_gets_its_own_bytes_once(
             assert statuses == bytes(chunk == ABSENT_CHUNK for chunk, _, _ in requests[number])
             assert exactly(end, size) == wanted(requests[number], statuses)
         assert not left
-    finally:
-        plane.close()
 
 
 def wanted(records: Records, statuses: bytes) -> bytes:

@@ -80,51 +80,45 @@ def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
     assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 
 
-def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evicted(
+async def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evicted(
     place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, some(source, 0), disk=tier_at(place))
-        ) as before:
+    async with run_and_close_cache(
+        make_cache(source, some(source, 0), disk=tier_at(place))
+    ) as before:
+        await settled(before)
+        for number in (0, 1, 5):
+            assert await misses_until_loaded(before, number, 1)
             await settled(before)
-            for number in (0, 1, 5):
-                assert await misses_until_loaded(before, number, 1)
-                await settled(before)
-        tier = tier_at(place, total(source, *[7] * 4))
-        cache = make_cache(source, total_bytes(source) * 3, disk=tier)
-        async with run_cache(cache):
-            await settled(cache)
-            assert await all_read(cache, source) == CHUNKS
-        cache.set_owned(np.arange(CHUNKS) != 1)
-        with caplog.at_level("INFO", "diesel.task"):
-            await ended(cache, {0, 6, 7})
-        cache.close()
-
-    trio.run(main)
+    tier = tier_at(place, total(source, *[7] * 4))
+    cache = make_cache(source, total_bytes(source) * 3, disk=tier)
+    async with run_cache(cache):
+        await settled(cache)
+        assert await all_read(cache, source) == CHUNKS
+    cache.set_owned(np.arange(CHUNKS) != 1)
+    with caplog.at_level("INFO", "diesel.task"):
+        await ended(cache, {0, 6, 7})
+    cache.close()
     assert chunks_on_disk(place, source) == {0, 5, 6, 7}, "without 1, as 6 and 7 came before 2"
     assert "2 chunks (" in caplog.text
     assert "the disk takes no more" in caplog.text
 
 
-def test_at_the_end_the_queue_is_written(place: Path, source: ChunkSource) -> None:
-    async def main() -> None:
-        cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        async with run_cache(cache):
-            await settled(cache)
-            assert await all_read(cache, source) == CHUNKS
-            for number in (0, 1):
-                cache._write_back.enqueue(number, cache.memory.views[number])
-                cache.memory.drop(number)
-        cache.set_owned(np.arange(CHUNKS) != 1)
-        await ended(cache, set())
-        cache.close()
-
-    trio.run(main)
+async def test_at_the_end_the_queue_is_written(place: Path, source: ChunkSource) -> None:
+    cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
+    async with run_cache(cache):
+        await settled(cache)
+        assert await all_read(cache, source) == CHUNKS
+        for number in (0, 1):
+            cache._write_back.enqueue(number, cache.memory.views[number])
+            cache.memory.drop(number)
+    cache.set_owned(np.arange(CHUNKS) != 1)
+    await ended(cache, set())
+    cache.close()
     assert chunks_on_disk(place, source) == {0, 2, 3, 4, 5, 6, 7}
 
 
-def test_a_cancelled_flush_leaves_whole_chunks(
+async def test_a_cancelled_flush_leaves_whole_chunks(
     place: Path,
     source: ChunkSource,
     monkeypatch: pytest.MonkeyPatch,
@@ -140,7 +134,7 @@ def test_a_cancelled_flush_leaves_whole_chunks(
 
     monkeypatch.setattr(disk_tier._FileReservation, "commit", slow)
 
-    async def main() -> None:
+    with caplog.at_level("INFO", "diesel.task"):
         cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
         async with run_cache(cache):
             await settled(cache)
@@ -153,36 +147,31 @@ def test_a_cancelled_flush_leaves_whole_chunks(
         go_on.set()
         await soon(lambda: len(chunks_on_disk(place, source)) == 4)
         cache.close()
-
-    with caplog.at_level("INFO", "diesel.task"):
-        trio.run(main)
     assert "3 chunks (" in caplog.text
     assert "there was no more time" in caplog.text
 
 
-def test_reads_from_memory_count_as_use_of_the_disk_cache(place: Path, source: ChunkSource) -> None:
+async def test_reads_from_memory_count_as_use_of_the_disk_cache(
+    place: Path, source: ChunkSource
+) -> None:
     """Otherwise the dataset's files on the disk would be removed as idle, to make room for its own
     chunks."""
-
-    async def main() -> None:
-        now_s = [0.0]
-        tier = tier_at(place, total(source, *[7] * 4), clock=lambda: now_s[0])
-        cache = make_cache(source, total_bytes(source) * 3, disk=tier)
-        async with run_cache(cache):
-            await settled(cache)
-            for number in (0, 1, 2):
-                await cache.get(number, 10, load=True)
-        await ended(cache, set())
-        idle(place)
-        now_s[0] += 60
-        async with run_cache(cache):
-            await settled(cache)
-            for number in (3, 4, 5):
-                await cache.get(number, 10, load=True)
-        idle(place)
-        now_s[0] += 60
-        await ended(cache, set())
-        cache.close()
-
-    trio.run(main)
+    now_s = [0.0]
+    tier = tier_at(place, total(source, *[7] * 4), clock=lambda: now_s[0])
+    cache = make_cache(source, total_bytes(source) * 3, disk=tier)
+    async with run_cache(cache):
+        await settled(cache)
+        for number in (0, 1, 2):
+            await cache.get(number, 10, load=True)
+    await ended(cache, set())
+    idle(place)
+    now_s[0] += 60
+    async with run_cache(cache):
+        await settled(cache)
+        for number in (3, 4, 5):
+            await cache.get(number, 10, load=True)
+    idle(place)
+    now_s[0] += 60
+    await ended(cache, set())
+    cache.close()
     assert chunks_on_disk(place, source) == {0, 1, 2, 3}

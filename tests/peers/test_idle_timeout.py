@@ -12,20 +12,17 @@ from diesel_fs.peers.local import LocalServer
 from diesel_fs.peers.options import TaskRequest
 
 
-def test_a_master_stays_when_a_reader_of_its_version_follows_one_of_another() -> None:
+async def test_a_master_stays_when_a_reader_of_its_version_follows_one_of_another() -> None:
     server = LocalServer(None)  # type: ignore[arg-type]  # it serves no client
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(server.wait_until_idle, 60.0)
-            await trio.testing.wait_all_tasks_blocked()
-            server.other_version_requested()
-            server.reader_joined()
-            await trio.testing.wait_all_tasks_blocked()
-            assert nursery.child_tasks, "it has ended"
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.wait_until_idle, 60.0)
+        await trio.testing.wait_all_tasks_blocked()
+        server.other_version_requested()
+        server.reader_joined()
+        await trio.testing.wait_all_tasks_blocked()
+        assert nursery.child_tasks, "it has ended"
+        nursery.cancel_scope.cancel()
 
 
 def test_a_reader_restarts_a_master_only_at_its_own_socket(

@@ -5,6 +5,7 @@ import tempfile
 import warnings
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,66 +14,52 @@ import trio
 from diesel_fs.net.frames import NO_BINDING
 from diesel_fs.net.tls import client_context, make_certificate
 from diesel_fs.peers import wire
-from diesel_fs.peers.wire import GIVEN, Hello
+from diesel_fs.peers.wire import GIVEN
 from tests.rows import each_row
 
 from .connected_masters import (
+    SMALL,
     FakeAnswers,
+    Node,
     answering,
     asking,
+    gather,
     lines,
-    listening,
     me,
     open_raw,
     read,
-    run,
     wait_for,
 )
 
-SMALL = (0, 4096, 4096)
 MINE, THEIRS, BETWEEN = make_certificate(), make_certificate(), make_certificate()
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_masters_talk_over_TLS(known: bool) -> None:
+@pytest.fixture
+async def secure(answers: FakeAnswers) -> AsyncIterator[Node]:
+    async with answering(me(1, THEIRS), answers) as node:
+        yield node
+
+
+@each_row("digest", [THEIRS.digest, b""])
+async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
     """With a registered digest, and with `--peers`, where only the proofs are bound to the
     certificate."""
+    secure.answers.hold()
+    secure.answers.ready = wait_for(0.002)
+    async with asking(secure.port, me(0, MINE), digest) as peer:
+        for records in ([SMALL], [(2, i * 9000, 8000) for i in range(200)],
+                        [(2, 0, 6 << 20)], [(3, 0, 40 << 20)]):  # fmt: skip
+            assert await read(peer, *records) == [GIVEN] * len(records)
+        assert await peer.ping()
 
-    async def main() -> None:
-        async with answering(me(1, THEIRS)) as node:
-            digest = THEIRS.digest if known else b""
-            async with asking(node.port, me(0, MINE), digest) as peer:
-                for records in ([SMALL], [(2, i * 9000, 8000) for i in range(200)],
-                                [(2, 0, 6 << 20)], [(3, 0, 40 << 20)]):  # fmt: skip
-                    statuses, _ = await read(peer, *records)
-                    assert statuses == [GIVEN] * len(records)
-                assert await peer.ping()
+        async def work(number: int) -> None:
+            for i in range(20):
+                secure.answers.hold(hot=(number + i) % 3 > 0)
+                size = 3 << 20 if (number + i) % 17 == 0 else 5000 * (1 + i)
+                assert await read(peer, (2, number * 1000, size)) == [GIVEN]
 
-    run(main)
-
-
-def test_many_at_once_over_TLS() -> None:
-    async def main() -> None:
-        answers = FakeAnswers()
-        answers.ready = wait_for(0.002)
-        async with (
-            answering(me(1, THEIRS), answers) as node,
-            asking(node.port, me(0, MINE), THEIRS.digest) as peer,
-        ):
-
-            async def work(number: int) -> None:
-                for i in range(20):
-                    answers.hot = (number + i) % 3 > 0
-                    size = 3 << 20 if (number + i) % 17 == 0 else 5000 * (1 + i)
-                    statuses, _ = await read(peer, (2, number * 1000, size))
-                    assert statuses == [GIVEN]
-
-            async with trio.open_nursery() as nursery:
-                for number in range(12):
-                    nursery.start_soon(work, number)
-            assert peer.stats()["failed"] == 0
-
-    run(main)
+        await gather(*(partial(work, number) for number in range(12)))
+        assert peer.stats()["failed"] == 0
 
 
 @asynccontextmanager
@@ -95,106 +82,74 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
             await pass_on(thither.stream, hither)
             nursery.cancel_scope.cancel()
 
-    with listening() as listener:
-        listener.setblocking(False)
-        accepting = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.serve_listeners, one, [accepting])
-            yield listener.getsockname()[1], heard
-            nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        [listener] = await nursery.start(partial(trio.serve_tcp, one, 0, host="127.0.0.1"))
+        yield listener.socket.getsockname()[1], heard
+        nursery.cancel_scope.cancel()
 
 
 @each_row("known", [True, False])
 @each_row("to_tls", [True, False])
-def test_S3_S4_another_certificate_is_refused(
+async def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Before the first byte, where the digest is registered; else by the proofs, which a process in
     the middle cannot make."""
-
-    async def main() -> None:
-        theirs = me(1, THEIRS if to_tls else None)
-        async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, heard):
-            async with asking(port, me(0, MINE), THEIRS.digest if known else b"") as peer:
-                assert (await read(peer, SMALL))[0] != [GIVEN]
-                with trio.move_on_after(2):
-                    while peer.stats()["state"] == "closed":
-                        await read(peer, SMALL)
-                        await trio.sleep(0.01)
-                assert peer.stats()["state"] == "open"
-            assert node.acceptor.stats()["accepted"] == 0
-            assert node.acceptor.stats()["requests"] == 0
-            if known:
-                assert not heard
-
-    run(main)
-    if known:
-        assert any("certificate is not the registered one" in line for line in caplog.messages)
-    else:
-        assert any("the wrong secret" in line for line in caplog.messages)
+    theirs = me(1, THEIRS if to_tls else None)
+    async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, heard):
+        async with asking(port, me(0, MINE), THEIRS.digest if known else b"") as peer:
+            assert await read(peer, SMALL) != [GIVEN]
+            with trio.move_on_after(2):
+                while peer.stats()["state"] == "closed":
+                    await read(peer, SMALL)
+                    await trio.sleep(0.01)
+            assert peer.stats()["state"] == "open"
+        assert node.acceptor.stats()["accepted"] == 0
+        assert node.acceptor.stats()["requests"] == 0
+        assert not (known and heard)
+    why = "certificate is not the registered one" if known else "the wrong secret"
+    assert any(why in line for line in caplog.messages)
 
 
-def test_S3_TLS_cannot_be_downgraded_to_plaintext() -> None:
+async def test_S3_TLS_cannot_be_downgraded_to_plaintext(node: Node, secure: Node) -> None:
     """No master speaks without TLS to one whose certificate is registered, or when it has a
     certificate itself."""
-
-    async def main() -> None:
-        async with answering(me(1)) as node:
-            for digest in (THEIRS.digest, b""):
-                async with asking(node.port, me(0, MINE), digest) as peer:
-                    await read(peer, SMALL)
-                    assert peer.stats()["connected"] is False
-            async with asking(node.port, me(0), THEIRS.digest) as peer:
-                await read(peer, SMALL)
-                assert peer.stats()["connected"] is False
-            assert node.acceptor.stats()["accepted"] == 0
-        async with answering(me(1, THEIRS)) as node, asking(node.port, me(0)) as peer:
+    for there, mine, digest in (
+        (node, me(0, MINE), THEIRS.digest),
+        (node, me(0, MINE), b""),
+        (node, me(0), THEIRS.digest),
+        (secure, me(0), b""),
+    ):
+        async with asking(there.port, mine, digest) as peer:
             await read(peer, SMALL)
             assert peer.stats()["connected"] is False
+    assert node.acceptor.stats()["accepted"] == 0
 
-    run(main)
 
-
-def test_F7_plaintext_at_a_TLS_port_gets_one_log_line(
-    caplog: pytest.LogCaptureFixture,
+async def test_S3_F7_plaintext_and_old_TLS_are_refused(
+    secure: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def main() -> None:
-        async with answering(me(1, THEIRS)) as node:
-            raw_peer = await open_raw(node.port)
-            await raw_peer.send(wire.greeting())
-            with trio.fail_after(5):
-                assert b"DIESPER" not in await raw_peer.receive_all()
-
-    run(main)
+    raw_peer = await open_raw(secure.port)
+    await raw_peer.send(wire.greeting())
+    with trio.fail_after(5):
+        assert b"DIESPER" not in await raw_peer.receive_all()
     assert len(lines(caplog.messages)) == 1
+    context = client_context()
+    context.set_ciphers("ALL:@SECLEVEL=0")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is old is what this is about
+        context.minimum_version = ssl.TLSVersion.TLSv1
+        context.maximum_version = ssl.TLSVersion.TLSv1_1
+    with pytest.raises(trio.BrokenResourceError):
+        await (await open_raw(secure.port, context)).send(b"x")
 
 
-def test_S3_old_TLS_is_refused() -> None:
-    async def main() -> None:
-        async with answering(me(1, THEIRS)) as node:
-            context = client_context()
-            context.set_ciphers("ALL:@SECLEVEL=0")
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that it is old is what this is about
-                context.minimum_version = ssl.TLSVersion.TLSv1
-                context.maximum_version = ssl.TLSVersion.TLSv1_1
-            with pytest.raises(trio.BrokenResourceError):
-                await (await open_raw(node.port, context)).send(b"x")
-
-    run(main)
-
-
-def test_S3_a_proof_is_bound_to_the_certificate() -> None:
+async def test_S3_a_proof_is_bound_to_the_certificate(secure: Node) -> None:
     """A connector that has the secret, but has seen another certificate, is not let in."""
-
-    async def main() -> None:
-        async with answering(me(1, THEIRS)) as node:
-            for binding, good in ((THEIRS.digest, True), (BETWEEN.digest, False),
-                                  (NO_BINDING, False)):  # fmt: skip
-                raw_peer = await open_raw(node.port, client_context())
-                assert ("proof" in await raw_peer.handshake(me(0), binding=binding)) is good
-
-    run(main)
+    for binding in (THEIRS.digest, BETWEEN.digest, NO_BINDING):
+        raw_peer = await open_raw(secure.port, client_context())
+        told = await raw_peer.handshake(me(0), binding=binding)
+        assert ("proof" in told) is (binding == THEIRS.digest)
 
 
 def test_keys_are_new_each_time_and_in_no_file(
@@ -205,4 +160,3 @@ def test_keys_are_new_each_time_and_in_no_file(
     assert len({make_certificate().digest for _ in range(3)}) == 3
     assert list(tmp_path.rglob("*")) == []
     assert "context" not in repr(MINE)
-    assert Hello(0, False, bytes(16), 1, me(0).identity, 3, bytes(32)).rank == 0

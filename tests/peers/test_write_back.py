@@ -92,41 +92,35 @@ async def all_read(cache: NodeCache, source: ChunkSource) -> int:
 
 
 @EVERY
-def test_chunks_beyond_the_memory_go_to_the_disk(
+async def test_chunks_beyond_the_memory_go_to_the_disk(
     policy: str, place: Path, source: ChunkSource
 ) -> None:
-    async def main() -> None:
-        async with settled_cache(source, some(source, 3), tier_at(place), policy) as h:
-            assert await all_read(h, source) == await all_read(h, source) == CHUNKS
-            assert len(in_memory(h)) == 3
-            assert h.stats()["disk_chunks"] == len(files(place)) == CHUNKS - 3
-            assert h.stats()["disk_reads"] == CHUNKS - 3
-            assert h.stats()["disk_bytes"] == 102 * (CHUNKS - 3)
-            assert kept_numbers(h) == set(range(CHUNKS))
-
-    trio.run(main)
+    async with settled_cache(source, some(source, 3), tier_at(place), policy) as h:
+        assert await all_read(h, source) == await all_read(h, source) == CHUNKS
+        assert len(in_memory(h)) == 3
+        assert h.stats()["disk_chunks"] == len(files(place)) == CHUNKS - 3
+        assert h.stats()["disk_reads"] == CHUNKS - 3
+        assert h.stats()["disk_bytes"] == 102 * (CHUNKS - 3)
+        assert kept_numbers(h) == set(range(CHUNKS))
     assert set(source.fetches.values()) == {1}
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on_the_disk(
+async def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on_the_disk(
     policy: str, place: Path, source: ChunkSource
 ) -> None:
-    async def main() -> None:
-        async with settled_cache(source, some(source, 3), tier_at(place), policy) as h:
-            await all_read(h, source)
-            read_in_plane(h, (1, 0, 4000), (2, 0, 4000))
-            for _ in range(8):
-                piece = await h.read(7, [(0, 4000)], load=True)
-                assert piece is not None
-                assert piece[0] == source.contents[7][:4000]
-            assert in_memory(h) == {1, 2, 7}
-            await settled(h)
-            assert h.holds(0)
-            assert raw(await h.get(0, 10, load=False)) == source.contents[0]
-            assert h.stats()["disk_loads"] == 1
-
-    trio.run(main)
+    async with settled_cache(source, some(source, 3), tier_at(place), policy) as h:
+        await all_read(h, source)
+        read_in_plane(h, (1, 0, 4000), (2, 0, 4000))
+        for _ in range(8):
+            piece = await h.read(7, [(0, 4000)], load=True)
+            assert piece is not None
+            assert piece[0] == source.contents[7][:4000]
+        assert in_memory(h) == {1, 2, 7}
+        await settled(h)
+        assert h.holds(0)
+        assert raw(await h.get(0, 10, load=False)) == source.contents[0]
+        assert h.stats()["disk_loads"] == 1
     assert set(source.fetches.values()) == {1}
 
 
@@ -155,78 +149,68 @@ def test_chunks_on_the_disk_at_the_start_are_adopted_and_checked(
     assert source.fetches == {0: 2, 1: 2} | dict.fromkeys(range(2, CHUNKS), 1)
 
 
-def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy(
+async def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy(
     place: Path, source: ChunkSource
 ) -> None:
-    async def main() -> None:
-        tier = tier_at(place, total(source, *[7] * 4))
-        cache = make_cache(source, some(source, 2), disk=tier)
-        async with run_and_close_cache(cache):
-            await settled(cache)
-            assert await all_read(cache, source) == 6
-            assert kept_numbers(cache) == {0, 1, 2, 3, 4, 5}
-            mine = np.ones(CHUNKS, np.bool_)
-            mine[3] = False
-            cache.set_owned(mine)
-            assert await misses_until_loaded(cache, 6, 20)
-            await settled(cache)
-            answers = set(np.flatnonzero(cache._write_back.on_disk).tolist())
-            assert in_memory(cache) == {1, 6}
-            assert answers == {0, 2, 4, 5}
-            for _ in range(100):
-                await cache.read(2, [(0, 1)], load=False)
-            await settled(cache)
-            assert await misses_until_loaded(cache, 7, 20)
-            await settled(cache)
-            assert in_memory(cache) == {2, 6}
-            answers = set(np.flatnonzero(cache._write_back.on_disk).tolist())
-            assert answers == {0, 1, 5, 7}  # without 3, 2, and the oldest
-            assert len(files(place)) == 4
-
-    trio.run(main)
+    tier = tier_at(place, total(source, *[7] * 4))
+    cache = make_cache(source, some(source, 2), disk=tier)
+    async with run_and_close_cache(cache):
+        await settled(cache)
+        assert await all_read(cache, source) == 6
+        assert kept_numbers(cache) == {0, 1, 2, 3, 4, 5}
+        mine = np.ones(CHUNKS, np.bool_)
+        mine[3] = False
+        cache.set_owned(mine)
+        assert await misses_until_loaded(cache, 6, 20)
+        await settled(cache)
+        answers = set(np.flatnonzero(cache._write_back.on_disk).tolist())
+        assert in_memory(cache) == {1, 6}
+        assert answers == {0, 2, 4, 5}
+        for _ in range(100):
+            await cache.read(2, [(0, 1)], load=False)
+        await settled(cache)
+        assert await misses_until_loaded(cache, 7, 20)
+        await settled(cache)
+        assert in_memory(cache) == {2, 6}
+        answers = set(np.flatnonzero(cache._write_back.on_disk).tolist())
+        assert answers == {0, 1, 5, 7}  # without 3, 2, and the oldest
+        assert len(files(place)) == 4
 
 
-def test_without_memory_chunks_go_to_the_disk(place: Path, source: ChunkSource) -> None:
-    async def main() -> None:
-        async with settled_cache(source, 0, tier_at(place)) as cache:
-            assert await all_read(cache, source) == CHUNKS
-            assert in_memory(cache) == set()
-            assert await all_read(cache, source) == CHUNKS
-            assert cache.memory.pin(1, 0) is None
-
-    trio.run(main)
+async def test_without_memory_chunks_go_to_the_disk(place: Path, source: ChunkSource) -> None:
+    async with settled_cache(source, 0, tier_at(place)) as cache:
+        assert await all_read(cache, source) == CHUNKS
+        assert in_memory(cache) == set()
+        assert await all_read(cache, source) == CHUNKS
+        assert cache.memory.pin(1, 0) is None
     assert set(source.fetches.values()) == {1}
 
 
-def test_a_share_fills_the_disk_and_then_stops(place: Path, source: ChunkSource) -> None:
-    async def main() -> None:
-        tier = tier_at(place, total(source, *[7] * 3))
-        async with (
-            run_and_close_cache(make_cache(source, some(source, 2), disk=tier)) as cache,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
-            await soon(lambda: not (cache.stats()["share_held_chunks"] < 5))
-            await trio.sleep(0.1)
-            nursery.cancel_scope.cancel()
-            assert cache.stats()["filled"] == cache.stats()["fetches"] == 5
-
-    trio.run(main)
+async def test_a_share_fills_the_disk_and_then_stops(place: Path, source: ChunkSource) -> None:
+    tier = tier_at(place, total(source, *[7] * 3))
+    async with (
+        run_and_close_cache(make_cache(source, some(source, 2), disk=tier)) as cache,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
+        await soon(lambda: not (cache.stats()["share_held_chunks"] < 5))
+        await trio.sleep(0.1)
+        nursery.cancel_scope.cancel()
+        assert cache.stats()["filled"] == cache.stats()["fetches"] == 5
 
 
-def test_another_version_finds_its_chunks_on_the_disk(place: Path, source: ChunkSource) -> None:
+async def test_another_version_finds_its_chunks_on_the_disk(
+    place: Path, source: ChunkSource
+) -> None:
     source.switch_version([0, 1, 2, 3, 4, 5, 6, 9])
 
-    async def main() -> None:
-        async with settled_cache(source, total(source, 7, 7, 7), tier_at(place)) as cache:
-            assert await all_read(cache, source) == CHUNKS
-            source.switch_version([8, 9, 6, 0])
-            cache.switch_version(source.ids, source.sizes)
-            cache.set_owned(np.ones(4, np.bool_))
-            assert kept_numbers(cache) == {1, 2, 3}
-            assert await all_read(cache, source) == 4
-
-    trio.run(main)
+    async with settled_cache(source, total(source, 7, 7, 7), tier_at(place)) as cache:
+        assert await all_read(cache, source) == CHUNKS
+        source.switch_version([8, 9, 6, 0])
+        cache.switch_version(source.ids, source.sizes)
+        cache.set_owned(np.ones(4, np.bool_))
+        assert kept_numbers(cache) == {1, 2, 3}
+        assert await all_read(cache, source) == 4
     assert set(source.fetches.values()) == {1}
 
 
@@ -252,110 +236,95 @@ def open_files(place: Path) -> list[str]:
     return sorted(found)
 
 
-def test_the_data_plane_reads_files_that_are_lent_for_so_many_requests(
+async def test_the_data_plane_reads_files_that_are_lent_for_so_many_requests(
     place: Path, source: ChunkSource
 ) -> None:
-    async def main() -> None:
-        async with settled_cache(source, 0, tier_at(place)) as cache:
-            assert await all_read(cache, source) == CHUNKS
-            before = cache.stats()
-            assert plane_reads(cache, 0) == 0  # nobody has read it from the disk
-            await cache.read(0, [(0, 1)], load=False)
-            await cache.read(1, [(0, 1)], load=False)
-            size = len(source.contents[1])
-            got = read_in_plane(cache, (1, 7, 30), (0, 0, 2), (1, size - 1, 1), (1, 0, 0))
-            assert got is not None
-            wanted = [source.contents[1][7:37], source.contents[0][:2], source.contents[1][-1:]]
-            assert [*map(bytes, got)] == [*wanted, b""]
-            assert read_in_plane(cache, (1, size - 1, 2)) is None  # beyond its end
-            assert plane_reads(cache, 0) == LOAN_REQUESTS - 1
-            assert plane_reads(cache, 1) == LOAN_REQUESTS - 1
-            after = cache.stats()
-            reads = 2 + 4 + 2 * (LOAN_REQUESTS - 1)
-            assert after["disk_reads"] - before["disk_reads"] == reads
-            assert after["disk_bytes"] - before["disk_bytes"] == 35 + 200 * (LOAN_REQUESTS - 1)
-            await cache.read(0, [(0, 1)], load=False)
-            assert plane_reads(cache, 0) == LOAN_REQUESTS
-        await soon(lambda: not open_files(place))  # a thread of trio's may still have its result
-
-    trio.run(main)
+    async with settled_cache(source, 0, tier_at(place)) as cache:
+        assert await all_read(cache, source) == CHUNKS
+        before = cache.stats()
+        assert plane_reads(cache, 0) == 0  # nobody has read it from the disk
+        await cache.read(0, [(0, 1)], load=False)
+        await cache.read(1, [(0, 1)], load=False)
+        size = len(source.contents[1])
+        got = read_in_plane(cache, (1, 7, 30), (0, 0, 2), (1, size - 1, 1), (1, 0, 0))
+        assert got is not None
+        wanted = [source.contents[1][7:37], source.contents[0][:2], source.contents[1][-1:]]
+        assert [*map(bytes, got)] == [*wanted, b""]
+        assert read_in_plane(cache, (1, size - 1, 2)) is None  # beyond its end
+        assert plane_reads(cache, 0) == LOAN_REQUESTS - 1
+        assert plane_reads(cache, 1) == LOAN_REQUESTS - 1
+        after = cache.stats()
+        reads = 2 + 4 + 2 * (LOAN_REQUESTS - 1)
+        assert after["disk_reads"] - before["disk_reads"] == reads
+        assert after["disk_bytes"] - before["disk_bytes"] == 35 + 200 * (LOAN_REQUESTS - 1)
+        await cache.read(0, [(0, 1)], load=False)
+        assert plane_reads(cache, 0) == LOAN_REQUESTS
+    await soon(lambda: not open_files(place))  # a thread of trio's may still have its result
 
 
-def test_a_chunk_that_the_data_plane_often_reads_from_its_file_comes_to_memory(
+async def test_a_chunk_that_the_data_plane_often_reads_from_its_file_comes_to_memory(
     place: Path, source: ChunkSource
 ) -> None:
-    async def main() -> None:
-        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
-            await all_read(cache, source)
-            assert 7 not in in_memory(cache)
-            loans = 0
-            while 7 not in in_memory(cache):
-                await cache.read(7, [(0, 4000)], load=True)
-                loans += plane_reads(cache, 7) == LOAN_REQUESTS
-            assert 0 < loans < 4
-
-    trio.run(main)
+    async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
+        await all_read(cache, source)
+        assert 7 not in in_memory(cache)
+        loans = 0
+        while 7 not in in_memory(cache):
+            await cache.read(7, [(0, 4000)], load=True)
+            loans += plane_reads(cache, 7) == LOAN_REQUESTS
+        assert 0 < loans < 4
 
 
-def test_files_of_chunks_that_leave_the_disk_are_taken_back(
+async def test_files_of_chunks_that_leave_the_disk_are_taken_back(
     place: Path, source: ChunkSource
 ) -> None:
-    async def main() -> None:
-        tier = tier_at(place)
-        async with settled_cache(source, 0, tier) as cache:
-            await all_read(cache, source)
-            await all_read(cache, source)
-            assert len(open_files(place)) == CHUNKS
-            await cache.recheck(3)  # nothing is wrong with it
-            assert plane_reads(cache, 3) == 0
-            path = file_of(place, cache._key(4))
-            path.write_bytes(path.read_bytes()[:-40] + bytes(40))
-            assert plane_reads(cache, 4, 1) == 1  # nobody has noticed
-            await cache.recheck(4)
-            assert plane_reads(cache, 4) == 0
-            source.switch_version([8, 7, 6, 0])
-            cache.switch_version(source.ids, source.sizes)
-            await soon(lambda: not open_files(place))
-            assert [plane_reads(cache, each) for each in range(4)] == [0] * 4
-
-    trio.run(main)
+    tier = tier_at(place)
+    async with settled_cache(source, 0, tier) as cache:
+        await all_read(cache, source)
+        await all_read(cache, source)
+        assert len(open_files(place)) == CHUNKS
+        await cache.recheck(3)  # nothing is wrong with it
+        assert plane_reads(cache, 3) == 0
+        path = file_of(place, cache._key(4))
+        path.write_bytes(path.read_bytes()[:-40] + bytes(40))
+        assert plane_reads(cache, 4, 1) == 1  # nobody has noticed
+        await cache.recheck(4)
+        assert plane_reads(cache, 4) == 0
+        source.switch_version([8, 7, 6, 0])
+        cache.switch_version(source.ids, source.sizes)
+        await soon(lambda: not open_files(place))
+        assert [plane_reads(cache, each) for each in range(4)] == [0] * 4
 
 
-def test_files_are_lent_for_a_time_and_the_oldest_of_too_many_is_taken_back(
+async def test_files_are_lent_for_a_time_and_the_oldest_of_too_many_is_taken_back(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunk_table, "LOANS_MAX", 3)
     monkeypatch.setattr(chunk_table, "LOAN_S", 0.5)
     monkeypatch.setattr(write_back, "LOAN_S", 0.05)
 
-    async def main() -> None:
-        async with settled_cache(source, 0, tier_at(place)) as cache:
-            await all_read(cache, source)
-            for chunk in (0, 1, 2, 0, 5):
-                await cache.read(chunk, [(0, 1)], load=False)
-            assert [plane_reads(cache, chunk, 1) for chunk in (0, 1, 2, 5)] == [1, 0, 1, 1]
-            assert len(open_files(place)) == 3
-            await soon(lambda: not open_files(place))
-            assert plane_reads(cache, 0) == 0
-
-    trio.run(main)
+    async with settled_cache(source, 0, tier_at(place)) as cache:
+        await all_read(cache, source)
+        for chunk in (0, 1, 2, 0, 5):
+            await cache.read(chunk, [(0, 1)], load=False)
+        assert [plane_reads(cache, chunk, 1) for chunk in (0, 1, 2, 5)] == [1, 0, 1, 1]
+        assert len(open_files(place)) == 3
+        await soon(lambda: not open_files(place))
+        assert plane_reads(cache, 0) == 0
 
 
-def test_a_file_system_that_cannot_tell_what_is_in_memory_is_read_in_threads(
+async def test_a_file_system_that_cannot_tell_what_is_in_memory_is_read_in_threads(
     small: Path, source: ChunkSource
 ) -> None:
-    async def main() -> None:
-        async with settled_cache(source, 0, tier_at(prepare_cache_folder(small))) as cache:
-            for _ in range(2):
-                assert raw(await cache.get(0, 1, load=True)) == source.contents[0]
-                await settled(cache)
-            assert cache.stats()["disk_reads"] == 1
-            assert plane_reads(cache, 0) == 0
-            got = await cache.read(0, [(1, 5)], load=False)
-            assert got is not None
-            assert got[0] == source.contents[0][1:6]
-
-    trio.run(main)
+    async with settled_cache(source, 0, tier_at(prepare_cache_folder(small))) as cache:
+        for _ in range(2):
+            assert raw(await cache.get(0, 1, load=True)) == source.contents[0]
+            await settled(cache)
+        assert cache.stats()["disk_reads"] == 1
+        assert plane_reads(cache, 0) == 0
+        got = await cache.read(0, [(1, 5)], load=False)
+        assert got is not None
+        assert got[0] == source.contents[0][1:6]
     assert set(source.fetches.values()) == {1}
 
 
@@ -380,7 +349,7 @@ def use_up_inodes(point: Path) -> None:
 
 @pytest.mark.parametrize("use_up", [use_up_space, use_up_inodes])
 @pytest.mark.parametrize("floor", [disk_shelf.FREE_FRACTION_MIN, -1.0])
-def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
+async def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     use_up: Callable[[Path], None],
     floor: float,
     small: Path,
@@ -392,19 +361,16 @@ def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
     tier = tier_at(prepare_cache_folder(small))
 
-    async def main() -> None:
-        async with settled_cache(source, some(source, 2), tier, "none") as cache:
-            for number in (0, 1, 2, 3):
-                assert await misses_until_loaded(cache, number, 1) == 1
-                await settled(cache)
-            use_up(small)
-            for _ in range(5):
-                await all_read(cache, source)
-            assert kept_numbers(cache) >= {0, 1, 2, 3}
-            assert not [path for path in files(small) if path.name[0] == "."]
-            assert cache.stats()["disk_queued_bytes"] == 0
-
-    trio.run(main)
+    async with settled_cache(source, some(source, 2), tier, "none") as cache:
+        for number in (0, 1, 2, 3):
+            assert await misses_until_loaded(cache, number, 1) == 1
+            await settled(cache)
+        use_up(small)
+        for _ in range(5):
+            await all_read(cache, source)
+        assert kept_numbers(cache) >= {0, 1, 2, 3}
+        assert not [path for path in files(small) if path.name[0] == "."]
+        assert cache.stats()["disk_queued_bytes"] == 0
 
 
 def remounted(place: Path) -> None:
@@ -425,29 +391,26 @@ def unreadable(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("happens", "left"), [(remounted, 8), (removed, 2), (unreadable, 2)])
-def test_J4_a_removed_folder_is_no_error_of_a_reader(
+async def test_J4_a_removed_folder_is_no_error_of_a_reader(
     happens: Callable[[Path], None], left: int, small: Path, source: ChunkSource
 ) -> None:
     place = prepare_cache_folder(small)
 
-    async def main() -> None:
-        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
-            assert await all_read(cache, source) == CHUNKS
-            happens(place)
-            source.fails = True
-            came = 0
-            for number, content in enumerate(source.contents):
-                got = await cache.get(number, 1, load=False)
-                assert got in (None, content)
-                came += got is not None
-            assert came == left
-            source.fails = False
-            await all_read(cache, source)
-
-    trio.run(main)
+    async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
+        assert await all_read(cache, source) == CHUNKS
+        happens(place)
+        source.fails = True
+        came = 0
+        for number, content in enumerate(source.contents):
+            got = await cache.get(number, 1, load=False)
+            assert got in (None, content)
+            came += got is not None
+        assert came == left
+        source.fails = False
+        await all_read(cache, source)
 
 
-def test_J2_a_failing_disk_is_paused_and_tried_again(
+async def test_J2_a_failing_disk_is_paused_and_tried_again(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(*_: object) -> int:
@@ -460,36 +423,33 @@ def test_J2_a_failing_disk_is_paused_and_tried_again(
     refused: list[object] = []
     source.switch_version(range(4, 12))
 
-    async def main() -> None:
-        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
-            assert await all_read(cache, source) == CHUNKS
-            with monkeypatch.context() as patch:
-                patch.setattr(write_back, "DISK_PAUSE_S", 0.3)
-                patch.setattr("os.preadv", broken)
+    async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
+        assert await all_read(cache, source) == CHUNKS
+        with monkeypatch.context() as patch:
+            patch.setattr(write_back, "DISK_PAUSE_S", 0.3)
+            patch.setattr("os.preadv", broken)
+            assert await cache.get(5, 1, load=False) is None
+            assert cache.stats()["disk_paused"] == 1
+            failures = cache.stats()["disk_failures"]
+            for _ in range(20):
                 assert await cache.get(5, 1, load=False) is None
-                assert cache.stats()["disk_paused"] == 1
-                failures = cache.stats()["disk_failures"]
-                for _ in range(20):
-                    assert await cache.get(5, 1, load=False) is None
-                    assert not cache.holds(5)
-                assert cache.stats()["disk_failures"] == failures, "it is left alone"
-                assert kept_numbers(cache) == {0, 1}
-            await trio.sleep(0.35)
-            assert raw(await cache.get(5, 1, load=False)) == source.contents[5]
-            monkeypatch.setattr(cache._write_back._disk, "reserve", refuse)
-            source.switch_version([4, 0, 1, 2])
-            cache.switch_version(source.ids, source.sizes)
-            cache.set_owned(np.ones(4, np.bool_))
-            assert await all_read(cache, source) >= 1
-            await all_read(cache, source)
-            assert len(refused) == 1, "it is left alone"
-            assert not [path for path in files(place) if path.name[0] == "."]
-
-    trio.run(main)
+                assert not cache.holds(5)
+            assert cache.stats()["disk_failures"] == failures, "it is left alone"
+            assert kept_numbers(cache) == {0, 1}
+        await trio.sleep(0.35)
+        assert raw(await cache.get(5, 1, load=False)) == source.contents[5]
+        monkeypatch.setattr(cache._write_back._disk, "reserve", refuse)
+        source.switch_version([4, 0, 1, 2])
+        cache.switch_version(source.ids, source.sizes)
+        cache.set_owned(np.ones(4, np.bool_))
+        assert await all_read(cache, source) >= 1
+        await all_read(cache, source)
+        assert len(refused) == 1, "it is left alone"
+        assert not [path for path in files(place) if path.name[0] == "."]
 
 
 @pytest.mark.parametrize("where", ["find", "reserve"])
-def test_a_disk_that_hangs_costs_a_second_once(
+async def test_a_disk_that_hangs_costs_a_second_once(
     where: str, place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
@@ -505,7 +465,7 @@ def test_a_disk_that_hangs_costs_a_second_once(
 
     setattr(Hanging, where, hang)
 
-    async def main() -> None:
+    try:
         tier = Hanging(place, IDENTITY, 1 << 30)
         async with settled_cache(source, some(source, 2), tier, "none") as cache:
             for number in (0, 1, 2, 3):
@@ -520,46 +480,39 @@ def test_a_disk_that_hangs_costs_a_second_once(
             assert trio.current_time() - begun_s < 1.5
             assert kept_numbers(cache) >= {0, 1}
             tier.hangs = False
-
-    try:
-        trio.run(main)
     finally:
         goes_on.set()
 
 
-def test_an_eviction_by_another_task_is_a_miss(place: Path, source: ChunkSource) -> None:
-    async def main() -> None:
-        async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
-            assert await all_read(cache, source) == CHUNKS
-            tier_at(place).drop(cache._key(5))
-            assert cache.holds(5)
-            assert await cache.get(5, 1, load=False) is None
-            assert not cache.holds(5)
-            assert raw(await cache.get(5, 1, load=True)) == source.contents[5]
-
-    trio.run(main)
+async def test_an_eviction_by_another_task_is_a_miss(place: Path, source: ChunkSource) -> None:
+    async with settled_cache(source, some(source, 2), tier_at(place)) as cache:
+        assert await all_read(cache, source) == CHUNKS
+        tier_at(place).drop(cache._key(5))
+        assert cache.holds(5)
+        assert await cache.get(5, 1, load=False) is None
+        assert not cache.holds(5)
+        assert raw(await cache.get(5, 1, load=True)) == source.contents[5]
     assert source.fetches[5] == 2
 
 
-def test_chunks_that_others_wrote_are_found_at_the_next_scan(
+async def test_chunks_that_others_wrote_are_found_at_the_next_scan(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        cache = make_cache(source, some(source, 2), disk=tier_at(place))
-        async with run_and_close_cache(cache):
-            await settled(cache)
-            monkeypatch.setattr(write_back, "RESCAN_S", 0.05)
-            cache._write_back._failed(5, is_there=False)
-            await trio.sleep(0.03)
-            other = tier_at(place).reserve(cache._key(6), len(source.contents[6]))
-            assert other is not None
-            other.commit(memoryview(source.contents[6]))
-            await soon(lambda: bool(cache.holds(6)))
-
-    trio.run(main)
+    cache = make_cache(source, some(source, 2), disk=tier_at(place))
+    async with run_and_close_cache(cache):
+        await settled(cache)
+        monkeypatch.setattr(write_back, "RESCAN_S", 0.05)
+        cache._write_back._failed(5, is_there=False)
+        await trio.sleep(0.03)
+        other = tier_at(place).reserve(cache._key(6), len(source.contents[6]))
+        assert other is not None
+        other.commit(memoryview(source.contents[6]))
+        await soon(lambda: bool(cache.holds(6)))
 
 
-def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: ChunkSource) -> None:
+async def test_the_queue_stays_within_its_part_of_the_memory(
+    place: Path, source: ChunkSource
+) -> None:
     """Where the disk writes nothing, chunks that do not fit are left to the store."""
 
     class Slow(DiskTier):
@@ -569,7 +522,7 @@ def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: Chun
 
     goes_on = threading.Event()
 
-    async def main() -> None:
+    try:
         tier = Slow(place, IDENTITY, 1 << 30)
         async with settled_cache(source, some(source, 2), tier, "none") as cache:
             for number in range(CHUNKS):
@@ -584,33 +537,27 @@ def test_the_queue_stays_within_its_part_of_the_memory(place: Path, source: Chun
             await settled(cache)
             assert raw(await cache.get(1, 1, load=False)) == source.contents[1]
             assert len(files(place)) == 1
-
-    try:
-        trio.run(main)
     finally:
         goes_on.set()
 
 
-def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource) -> None:
+async def test_a_share_fills_a_disk_that_answers_late(place: Path, source: ChunkSource) -> None:
     class Late(DiskTier):
         def list_chunks(self, identity: UUID) -> list[ChunkId]:
             time.sleep(0.2)
             return super().list_chunks(identity)
 
-    async def main() -> None:
-        tier = Late(place, IDENTITY, 1 << 30)
-        async with (
-            run_and_close_cache(make_cache(source, some(source, 2), disk=tier)) as cache,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
-            await soon(lambda: not (cache.stats()["share_held_chunks"] < CHUNKS))
-            nursery.cancel_scope.cancel()
-
-    trio.run(main)
+    tier = Late(place, IDENTITY, 1 << 30)
+    async with (
+        run_and_close_cache(make_cache(source, some(source, 2), disk=tier)) as cache,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
+        await soon(lambda: not (cache.stats()["share_held_chunks"] < CHUNKS))
+        nursery.cancel_scope.cancel()
 
 
-def test_reads_of_many_chunks_that_begin_together_share_threads(
+async def test_reads_of_many_chunks_that_begin_together_share_threads(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To enter a thread costs more than to read some files."""
@@ -624,54 +571,48 @@ def test_reads_of_many_chunks_that_begin_together_share_threads(
 
         return counted
 
-    async def main() -> None:
-        async with settled_cache(source, some(source, 1), tier_at(place)) as cache:
-            await all_read(cache, source)
-            wanted = sorted(set(range(CHUNKS)) - in_memory(cache))
-            assert len(wanted) > 4
-            got: dict[int, list[memoryview] | None] = {}
+    async with settled_cache(source, some(source, 1), tier_at(place)) as cache:
+        await all_read(cache, source)
+        wanted = sorted(set(range(CHUNKS)) - in_memory(cache))
+        assert len(wanted) > 4
+        got: dict[int, list[memoryview] | None] = {}
 
-            async def read(number: int) -> None:
-                got[number] = await cache.read(number, [(9, 50), (3, number + 1)], load=False)
+        async def read(number: int) -> None:
+            got[number] = await cache.read(number, [(9, 50), (3, number + 1)], load=False)
 
-            monkeypatch.setattr(trio.to_thread, "run_sync", counting(trio.to_thread.run_sync))
-            async with trio.open_nursery() as nursery:
-                for number in wanted:
-                    nursery.start_soon(read, number)
-            assert entered <= -(-len(wanted) // 8)
-            for number, contents in got.items():
-                content = source.contents[number]
-                assert contents is not None
-                assert list(map(bytes, contents)) == [content[9:59], content[3 : number + 4]]
-
-    trio.run(main)
+        monkeypatch.setattr(trio.to_thread, "run_sync", counting(trio.to_thread.run_sync))
+        async with trio.open_nursery() as nursery:
+            for number in wanted:
+                nursery.start_soon(read, number)
+        assert entered <= -(-len(wanted) // 8)
+        for number, contents in got.items():
+            content = source.contents[number]
+            assert contents is not None
+            assert list(map(bytes, contents)) == [content[9:59], content[3 : number + 4]]
 
 
-def test_who_waits_for_the_disk_when_the_cache_ends_gets_nothing(
+async def test_who_waits_for_the_disk_when_the_cache_ends_gets_nothing(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
     got: list[list[memoryview] | None] = []
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            async with settled_cache(source, some(source, 1), tier_at(place)) as cache:
-                await all_read(cache, source)
-                [number, *_] = sorted(set(range(CHUNKS)) - in_memory(cache))
+    async with trio.open_nursery() as nursery:
+        async with settled_cache(source, some(source, 1), tier_at(place)) as cache:
+            await all_read(cache, source)
+            [number, *_] = sorted(set(range(CHUNKS)) - in_memory(cache))
 
-                async def read() -> None:
-                    got.append(await cache.read(number, [(0, 10)], load=False))
+            async def read() -> None:
+                got.append(await cache.read(number, [(0, 10)], load=False))
 
-                monkeypatch.setattr(DiskTier, "find", lambda tier, key: goes_on.wait(20) and None)
-                for _ in range(3):
-                    nursery.start_soon(read)
-                await trio.sleep(0.05)
-                nursery.start_soon(read)  # it has only just begun
-                await trio.lowlevel.checkpoint()
-            assert not goes_on.is_set()
-        goes_on.set()
-
-    trio.run(main)
+            monkeypatch.setattr(DiskTier, "find", lambda tier, key: goes_on.wait(20) and None)
+            for _ in range(3):
+                nursery.start_soon(read)
+            await trio.sleep(0.05)
+            nursery.start_soon(read)  # it has only just begun
+            await trio.lowlevel.checkpoint()
+        assert not goes_on.is_set()
+    goes_on.set()
     assert got == [None] * 4
 
 
@@ -697,7 +638,7 @@ async def read_until_all_are_here(cache: NodeCache, source: ChunkSource) -> None
     assert cache.stats()["disk_chunks"] == CHUNKS
 
 
-def test_a_node_takes_the_room_of_what_no_job_uses_and_then_no_more(
+async def test_a_node_takes_the_room_of_what_no_job_uses_and_then_no_more(
     place: Path, source: ChunkSource
 ) -> None:
     """It does so bit by bit, and evicts none of its own chunks meanwhile."""
@@ -706,27 +647,24 @@ def test_a_node_takes_the_room_of_what_no_job_uses_and_then_no_more(
     idle(place)
     others = [len(files(place))]
 
-    async def main() -> None:
-        async with settled_cache(source, 0, tier) as cache:
-            await read_until_all_are_here(cache, source)
-            told = cache.stats()
-            assert (told["disk_chunks"], told["disk_refused"]) == (CHUNKS, 0)
-            assert told["disk_evictions"] == 0
-            others.append(len(files(place)) - CHUNKS)
-            assert told["disk_room_evictions"] == others[0] - others[1] > 0
-            freed = told["disk_room_evicted_bytes"]
-            assert 0.9 * total(source, *range(CHUNKS)) < freed < 0.8 * limit_bytes
+    async with settled_cache(source, 0, tier) as cache:
+        await read_until_all_are_here(cache, source)
+        told = cache.stats()
+        assert (told["disk_chunks"], told["disk_refused"]) == (CHUNKS, 0)
+        assert told["disk_evictions"] == 0
+        others.append(len(files(place)) - CHUNKS)
+        assert told["disk_room_evictions"] == others[0] - others[1] > 0
+        freed = told["disk_room_evicted_bytes"]
+        assert 0.9 * total(source, *range(CHUNKS)) < freed < 0.8 * limit_bytes
 
-        idle(place)
-        async with settled_cache(source, 0, tier) as cache:  # all chunks are here
-            assert await all_read(cache, source) == CHUNKS
-            assert len(files(place)) == others[1] + CHUNKS
-
-    trio.run(main)
+    idle(place)
+    async with settled_cache(source, 0, tier) as cache:  # all chunks are here
+        assert await all_read(cache, source) == CHUNKS
+        assert len(files(place)) == others[1] + CHUNKS
     assert set(source.fetches.values()) == {1}
 
 
-def test_where_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(
+async def test_where_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(
     place: Path, source: ChunkSource
 ) -> None:
     limit_bytes = total(source, *range(CHUNKS))
@@ -736,16 +674,13 @@ def test_where_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(
     idle(place)
     before = files(place)
 
-    async def main() -> None:
-        async with settled_cache(source, 0, tier) as cache:
-            assert await all_read(cache, source) <= CHUNKS
-            assert files(place) == before
-            assert cache.stats()["disk_failures"] == 0
-        job.close()
-        async with settled_cache(source, 0, tier) as cache:
-            await read_until_all_are_here(cache, source)
-
-    trio.run(main)
+    async with settled_cache(source, 0, tier) as cache:
+        assert await all_read(cache, source) <= CHUNKS
+        assert files(place) == before
+        assert cache.stats()["disk_failures"] == 0
+    job.close()
+    async with settled_cache(source, 0, tier) as cache:
+        await read_until_all_are_here(cache, source)
 
 
 def used_s(place: Path) -> float:
@@ -754,17 +689,14 @@ def used_s(place: Path) -> float:
     return used.stat().st_mtime
 
 
-def test_a_dataset_cools_down_from_the_end_of_its_job(
+async def test_a_dataset_cools_down_from_the_end_of_its_job(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where memory serves all reads: the job says each minute that it lives."""
     monkeypatch.setattr(write_back, "NOTE_USE_S", 0.01)
     tier = tier_at(place, clock=itertools.count(0, 1000).__next__)
 
-    async def main() -> None:
-        async with settled_cache(source, 0, tier) as cache:
-            await all_read(cache, source)
-            idle(place)
-            await soon(lambda: used_s(place) > time.time() - 600)
-
-    trio.run(main)
+    async with settled_cache(source, 0, tier) as cache:
+        await all_read(cache, source)
+        idle(place)
+        await soon(lambda: used_s(place) > time.time() - 600)
