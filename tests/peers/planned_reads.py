@@ -3,9 +3,7 @@ must give at least.
 
 The oracles share no code with the cache. `belady_fetches` is Belady's MIN at the unit of a chunk:
 each miss fetches the whole chunk and replaces the one whose next use is farthest. It is the optimum
-of a cache that must take in what it reads. `egress_bound` also allows reads past the cache: it is
-a lower bound for any decisions whatever (the Lagrangian dual of the problem, with one price for
-room), and so also for those of MIN.
+of a cache that must take in what it reads.
 """
 
 import heapq
@@ -76,46 +74,17 @@ def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
     return fetches
 
 
-def egress_bound(
-    accesses: Sequence[int], chunks: int, room: int, files: int, first: int, last: int
-) -> float:
-    """The least that any cache reads from the store for the accesses `first` to `last - 1`, in
-    chunks, where at `first` it may hold anything: the best of the bounds for some prices."""
-    uses: list[list[int]] = [[] for _ in range(chunks)]
-    for at in range(first, last):
-        uses[accesses[at]].append(at)
-    span = max(last - first, 1)
-    best = 0.0
-    for price in np.linspace(0.0, 2.0, 41).tolist():
-        # By chunk: the least cost of reads, fetches and rent for its room
-        total = -price * room
-        for each in uses:
-            # `out` and `here`: the least cost up to now where the chunk is not here, or is
-            out, here, at = 0.0, 0.0, first
-            for use in each:
-                here += price * (use - at) / span
-                out = min(out, here)
-                here = min(here, out + 1.0)  # fetched for this read
-                out += 1 / files
-                at = use
-            here += price * (last - at) / span
-            total += min(out, here)
-        best = max(best, total)
-    return best
-
-
 # The simulated task
 
 
 @dataclass(slots=True)
 class EpochEgress:
-    """What one epoch read from the store, in chunks, by whole fetches and by single reads; what MIN
-    reads, and the bound for any cache."""
+    """What one epoch read from the store, in chunks, by whole fetches and by single reads; and what
+    MIN reads."""
 
     fetched: float
     read_past: float
     belady: float
-    bound: float
 
     @property
     def total(self) -> float:
@@ -226,15 +195,10 @@ class PlannedTask:
 
     def _egress(self, epoch: int) -> EpochEgress:
         room = self.room // NODES
-        belady = bound = 0.0
+        belady = 0.0
         for rank, accesses in enumerate(self.accesses):
             first, last = self.bounds[epoch][rank], self.bounds[epoch + 1][rank]
             belady += belady_fetches(accesses, room, first) - belady_fetches(accesses, room, last)
-            bound += egress_bound(accesses, self.chunks, room, self.files, first, last)
         past = self.past[epoch] - (self.past[epoch - 1] if epoch else 0)
-        return EpochEgress(
-            fetched=self.fetched[epoch + 1] - self.fetched[epoch],
-            read_past=past / self.files,
-            belady=belady,
-            bound=bound,
-        )
+        fetched = self.fetched[epoch + 1] - self.fetched[epoch]
+        return EpochEgress(fetched, past / self.files, belady)

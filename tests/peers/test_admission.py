@@ -14,7 +14,7 @@ from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.peers.node_cache import NodeCache
 from tests.rows import each_row
 
-from .node_caches import ChunkSource, make_cache, run_and_close_cache, run_inline
+from .node_caches import ChunkSource, make_cache, run_inline, running
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 CHUNK_BYTES, REQUEST_S, CHUNK_S = 2000, 0.005, 0.042  # of a store at 100 MB/s, 4 MiB
@@ -47,7 +47,7 @@ class Simulated:
     async def _read(self, order: Order) -> None:
         cost = costs().read_s
         size = self.size // self.files
-        async with run_and_close_cache(self.cache):
+        async with running(self.cache):
             for file in order:
                 number, before = file // self.files, self.source.fetches.total()
                 found = await self.cache.read(number, [(0, size)], load=True)

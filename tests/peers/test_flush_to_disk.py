@@ -3,6 +3,8 @@ the node."""
 
 import os
 import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import trio
 
 from diesel_fs.cache import disk as disk_tier
+from diesel_fs.cache.disk import DiskTier
 from diesel_fs.peers.node_cache import NodeCache
 
 from ..cache.disk_tier import files, idle, tier_at
@@ -20,20 +23,32 @@ from .node_caches import (
     kept_numbers,
     make_cache,
     misses_until_loaded,
-    run_and_close_cache,
     run_cache,
     total,
     total_bytes,
 )
 from .node_caches import memory_is_released as memory_is_released
-from .test_write_back import CHUNKS, all_read, settled, some
+from .test_write_back import CHUNKS, all_read, settled, settled_cache, some
 from .test_write_back import place as place
 from .test_write_back import source as source
 
 
-async def ended(cache: NodeCache, share: set[int], chunks: int = CHUNKS) -> None:
+async def ended(cache: NodeCache, share: set[int]) -> None:
     """What a master does at its end, after `running`."""
-    await cache.flush_to_disk(np.isin(np.arange(chunks), [*share]))
+    await cache.flush_to_disk(np.isin(np.arange(CHUNKS), [*share]))
+
+
+@asynccontextmanager
+async def full_cache(source: ChunkSource, tier: DiskTier) -> AsyncIterator[NodeCache]:
+    """A cache that has read all chunks, and runs no more: what it has is in memory."""
+    cache = make_cache(source, total_bytes(source) * 3, disk=tier)
+    try:
+        async with run_cache(cache):
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
+        yield cache
+    finally:
+        cache.close()
 
 
 def chunks_on_disk(place: Path, source: ChunkSource) -> set[int]:
@@ -48,73 +63,46 @@ def chunks_on_disk(place: Path, source: ChunkSource) -> set[int]:
     return found
 
 
-def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
+async def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
     place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def first() -> None:
-        cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        async with run_cache(cache):
-            await settled(cache)
-            assert await all_read(cache, source) == CHUNKS
-            assert files(place) == []
-        mine = np.ones(CHUNKS, np.bool_)
-        mine[:2] = False
-        cache.set_owned(mine)
-        with caplog.at_level("INFO", "diesel.task"):
-            await ended(cache, {1, 2, 3})
+    caplog.set_level("INFO", "diesel.task")
+    async with full_cache(source, tier_at(place)) as cache:
+        assert files(place) == []
+        cache.set_owned(np.arange(CHUNKS) > 1)
+        await ended(cache, {1, 2, 3})
         assert in_memory(cache) == set(), "the memory is free as soon as may be"
-        cache.close()
-
-    async def second() -> None:
-        async with run_and_close_cache(
-            make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        ) as cache:
-            await settled(cache)
-            assert kept_numbers(cache) == set(range(1, CHUNKS)), "but for what it owned never"
-            assert await all_read(cache, source) == CHUNKS
-
-    trio.run(first)
     size = total(source, *range(1, CHUNKS))
     assert f"7 chunks ({size:,} bytes) from memory to the disk cache: these were all" in caplog.text
-    trio.run(second)
+    async with settled_cache(source, total_bytes(source) * 3, tier_at(place)) as cache:
+        assert kept_numbers(cache) == set(range(1, CHUNKS)), "but for what it owned never"
+        assert await all_read(cache, source) == CHUNKS
     assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 
 
 async def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evicted(
     place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async with run_and_close_cache(
-        make_cache(source, some(source, 0), disk=tier_at(place))
-    ) as before:
-        await settled(before)
+    caplog.set_level("INFO", "diesel.task")
+    async with settled_cache(source, some(source, 0), tier_at(place)) as before:
         for number in (0, 1, 5):
             assert await misses_until_loaded(before, number, 1)
             await settled(before)
-    tier = tier_at(place, total(source, *[7] * 4))
-    cache = make_cache(source, total_bytes(source) * 3, disk=tier)
-    async with run_cache(cache):
-        await settled(cache)
-        assert await all_read(cache, source) == CHUNKS
-    cache.set_owned(np.arange(CHUNKS) != 1)
-    with caplog.at_level("INFO", "diesel.task"):
+    async with full_cache(source, tier_at(place, total(source, *[7] * 4))) as cache:
+        cache.set_owned(np.arange(CHUNKS) != 1)
         await ended(cache, {0, 6, 7})
-    cache.close()
     assert chunks_on_disk(place, source) == {0, 5, 6, 7}, "without 1, as 6 and 7 came before 2"
     assert "2 chunks (" in caplog.text
     assert "the disk takes no more" in caplog.text
 
 
 async def test_at_the_end_the_queue_is_written(place: Path, source: ChunkSource) -> None:
-    cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-    async with run_cache(cache):
-        await settled(cache)
-        assert await all_read(cache, source) == CHUNKS
+    async with full_cache(source, tier_at(place)) as cache:
         for number in (0, 1):
             cache._write_back.enqueue(number, cache.memory.views[number])
             cache.memory.drop(number)
-    cache.set_owned(np.arange(CHUNKS) != 1)
-    await ended(cache, set())
-    cache.close()
+        cache.set_owned(np.arange(CHUNKS) != 1)
+        await ended(cache, set())
     assert chunks_on_disk(place, source) == {0, 2, 3, 4, 5, 6, 7}
 
 
@@ -133,12 +121,8 @@ async def test_a_cancelled_flush_leaves_whole_chunks(
         fill(self, content)
 
     monkeypatch.setattr(disk_tier._FileReservation, "commit", slow)
-
-    with caplog.at_level("INFO", "diesel.task"):
-        cache = make_cache(source, total_bytes(source) * 3, disk=tier_at(place))
-        async with run_cache(cache):
-            await settled(cache)
-            assert await all_read(cache, source) == CHUNKS
+    caplog.set_level("INFO", "diesel.task")
+    async with full_cache(source, tier_at(place)) as cache:
         with trio.move_on_after(1.0) as patience:
             await ended(cache, set())
         assert patience.cancelled_caught
@@ -146,7 +130,6 @@ async def test_a_cancelled_flush_leaves_whole_chunks(
         assert len(files(place)) == 4
         go_on.set()
         await soon(lambda: len(chunks_on_disk(place, source)) == 4)
-        cache.close()
     assert "3 chunks (" in caplog.text
     assert "there was no more time" in caplog.text
 
@@ -159,19 +142,16 @@ async def test_reads_from_memory_count_as_use_of_the_disk_cache(
     now_s = [0.0]
     tier = tier_at(place, total(source, *[7] * 4), clock=lambda: now_s[0])
     cache = make_cache(source, total_bytes(source) * 3, disk=tier)
-    async with run_cache(cache):
-        await settled(cache)
-        for number in (0, 1, 2):
-            await cache.get(number, 10, load=True)
-    await ended(cache, set())
-    idle(place)
-    now_s[0] += 60
-    async with run_cache(cache):
-        await settled(cache)
-        for number in (3, 4, 5):
-            await cache.get(number, 10, load=True)
-    idle(place)
-    now_s[0] += 60
-    await ended(cache, set())
+    for numbers in ((0, 1, 2), (3, 4, 5)):
+        async with run_cache(cache):
+            await settled(cache)
+            for number in numbers:
+                await cache.get(number, 10, load=True)
+        if numbers[0]:
+            idle(place)
+            now_s[0] += 60
+        await ended(cache, set())
+        idle(place)
+        now_s[0] += 60
     cache.close()
     assert chunks_on_disk(place, source) == {0, 1, 2, 3}

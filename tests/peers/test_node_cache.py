@@ -12,9 +12,9 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from diesel_fs.cache.policy import POLICIES, LeastRecentlyUsed
+from diesel_fs.cache.policy import POLICIES, EvictionPolicy, LeastRecentlyUsed
 from diesel_fs.cache.read_through import ReadCostModel
-from diesel_fs.errors import CorruptError, ObjectStoreError
+from diesel_fs.errors import ObjectStoreError
 from diesel_fs.peers import node_cache, node_memory, sealed_memory
 from diesel_fs.peers.node_cache import NodeCache
 from diesel_fs.peers.sealed_memory import (
@@ -22,6 +22,7 @@ from diesel_fs.peers.sealed_memory import (
     raise_descriptor_limit,
     sealed_memories_max,
 )
+from tests.rows import each_row
 
 from .node_caches import (
     ChunkSource,
@@ -31,7 +32,7 @@ from .node_caches import (
     misses_until_loaded,
     raw,
     read_in_plane,
-    run_and_close_cache,
+    running,
     total,
     total_bytes,
 )
@@ -46,8 +47,7 @@ EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 @EVERY
 async def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
     source = ChunkSource(range(4))
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source), policy=policy)) as cache:
+    async with running(make_cache(source, total_bytes(source), policy=policy)) as cache:
         assert cache.memory.find(1) is None
         assert await cache.get(1, 100, load=False) is None
         view = await cache.get(1, 100, load=True)
@@ -74,7 +74,7 @@ async def test_F10_one_fetch_however_many_wait_and_eight_of_all(simulated_time: 
     source.seconds = 1.0
 
     begun_s = trio.current_time()
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
 
         async def ask(number: int) -> None:
             assert raw(await cache.get(number, 10, load=True)) == source.contents[number]
@@ -90,8 +90,7 @@ async def test_F10_one_fetch_however_many_wait_and_eight_of_all(simulated_time: 
 async def test_a_cancelled_caller_does_not_cancel_the_fetch(simulated_time: MockClock) -> None:
     source = ChunkSource(range(2))
     source.seconds = 1.0
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
         with trio.move_on_after(0.5) as first:
             await cache.get(0, 10, load=True)
         assert first.cancelled_caught
@@ -104,8 +103,7 @@ async def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_trie
 ) -> None:
     source = ChunkSource(range(1))
     source.seconds, source.fails = 0.1, True
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
         seen = []
 
         async def ask() -> None:
@@ -123,22 +121,10 @@ async def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_trie
         assert cache.stats()["fetch_failures"] == 1
 
 
-async def test_a_damaged_chunk_is_never_cached() -> None:
-    source = ChunkSource(range(1))
-    source.damages = True
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-        with pytest.raises(CorruptError):
-            await cache.get(0, 10, load=True)
-        assert cache.memory.find(0) is None
-        assert cache.stats()["memory_used_bytes"] == 0
-
-
 async def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
     source = ChunkSource(range(1))
     source.error = ZeroDivisionError()
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
         assert await cache.get(0, 10, load=True) is None
         assert cache.stats()["memory_used_bytes"] == 0
     assert "unexpected error while fetching a chunk" in caplog.text
@@ -153,9 +139,9 @@ async def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
         await source.fetch(number, room)
         kept.append(room[:10])
 
-    cache = make_cache(source, total_bytes(source))
+    cache = make_cache(source)
     cache._fetch = fetch
-    async with run_and_close_cache(cache):
+    async with running(cache):
         assert await cache.get(0, 10, load=True) is None
         assert cache.memory.find(0) is None
     kept.clear()
@@ -165,8 +151,7 @@ async def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
 async def test_callers_that_wait_at_the_end_get_nothing() -> None:
     source = ChunkSource(range(1))
     source.seconds = 1e9
-    cache = make_cache(source, total_bytes(source))
-
+    cache = make_cache(source)
     async with trio.open_nursery() as nursery:
         await nursery.start(cache.run)
         got: list[object] = []
@@ -195,9 +180,8 @@ def one_second_a_request() -> ReadCostModel:
 async def test_a_chunk_that_replaces_others_has_been_paid_for(policy: str) -> None:
     """4,360 bytes cost 5.4 s, and 1,000 of them 2 s: the third miss pays."""
     source = ChunkSource(range(4))
-
     cache = make_cache(source, total(source, 3, 3, 3), policy=policy, costs=one_second_a_request())
-    async with run_and_close_cache(cache):
+    async with running(cache):
         for number in (0, 1, 2):
             assert await cache.get(number, 1000, load=True) is not None
         for _ in range(10):
@@ -208,45 +192,10 @@ async def test_a_chunk_that_replaces_others_has_been_paid_for(policy: str) -> No
         assert cache.stats()["evictions"] == 1
 
 
-async def test_without_hits_nothing_is_replaced() -> None:
-    """Reads in a circle of more than fits, where LRU never has a hit."""
-    source = ChunkSource(range(12), 1000)
-    costs, spent_s, without_s = one_second_a_request(), 0.0, 0.0
-
-    async with run_and_close_cache(
-        make_cache(source, total_bytes(source) * 5 // 6, costs=costs)
-    ) as cache:
-        for epoch in range(60):
-            for number in range(12):
-                size = len(source.contents[number])
-                fetched = source.fetches.total()
-                for _ in range(2):
-                    found = await cache.read(number, [(0, size // 2)], load=True)
-                    spent_s += costs.read_s(size // 2) if epoch and found is None else 0
-                    without_s += costs.read_s(size // 2) if epoch else 0
-                spent_s += costs.read_s(size) * (source.fetches.total() - fetched) * bool(epoch)
-    assert spent_s <= without_s * 1.13
-
-
-async def test_the_policy_none_keeps_the_first_chunks() -> None:
-    source = ChunkSource(range(4))
-
-    async with run_and_close_cache(
-        make_cache(source, total(source, 0, 1, 2), policy="none")
-    ) as cache:
-        for number in (2, 1, 0):
-            assert await cache.get(number, 1000, load=True) is not None
-        assert await misses_until_loaded(cache, 3, 100) == 0
-        assert in_memory(cache) == {0, 1, 2}
-
-
 @EVERY
 async def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str) -> None:
     source = ChunkSource(range(4))
-
-    async with run_and_close_cache(
-        make_cache(source, total(source, 0, 2, 3), policy=policy)
-    ) as cache:
+    async with running(make_cache(source, total(source, 0, 2, 3), policy=policy)) as cache:
         for number in (0, 1, 2):
             assert await cache.get(number, 1000, load=True) is not None
         cache.set_owned(np.array([True, False, True, True]))
@@ -259,8 +208,7 @@ async def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str)
 async def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
     """Also where such a chunk is pinned at once, so that it could not be replaced."""
     source = ChunkSource(range(6))
-
-    async with run_and_close_cache(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
+    async with running(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
         cache.set_owned(np.array([True, True, True, False, False, False]))
         assert await misses_until_loaded(cache, 0, 1) == 1
         assert await misses_until_loaded(cache, 5, 1) == 1
@@ -270,26 +218,31 @@ async def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None
         assert await misses_until_loaded(cache, 2, 1) == 1
 
 
-async def test_a_chunk_larger_than_the_budget_is_not_fetched() -> None:
-    source = ChunkSource(range(2))
-
-    async with run_and_close_cache(make_cache(source, total(source, 1) - 1)) as cache:
-        assert await misses_until_loaded(cache, 1, 20) == 0
-        assert await misses_until_loaded(cache, 0, 1) == 1
-
-
 class Picky(LeastRecentlyUsed):
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
         return unit == 1 and free_bytes >= size
 
 
-async def test_a_chunk_that_the_policy_rejects_is_not_fetched() -> None:
-    source = ChunkSource(range(3))
-
-    cache = make_cache(source, total_bytes(source), policy=Picky)
-    async with run_and_close_cache(cache):
-        misses = [await misses_until_loaded(cache, number, 5) for number in (0, 1, 2)]
-        assert misses == [0, 1, 0]
+@each_row(
+    ("policy", "memory", "numbers", "misses"),
+    [
+        ("none", (0, 1, 2), (2, 1, 0, 3), [1, 1, 1, 0]),
+        ("lru", (0,), (1, 0), [0, 1]),
+        (Picky, (0, 1, 2, 3), (0, 1, 2), [0, 1, 0]),
+    ],
+    ids=["the first ones stay", "larger than the budget", "rejected by the policy"],
+)
+async def test_a_chunk_that_has_no_room_or_is_not_admitted_is_not_fetched(
+    policy: str | type[EvictionPolicy],
+    memory: tuple[int, ...],
+    numbers: tuple[int, ...],
+    misses: list[int],
+) -> None:
+    source = ChunkSource(range(4))
+    async with running(make_cache(source, total(source, *memory), policy=policy)) as cache:
+        assert [await misses_until_loaded(cache, each, 100) for each in numbers] == misses
+        here = {each for each, count in zip(numbers, misses, strict=True) if count}
+        assert in_memory(cache) == set(source.fetches) == here
 
 
 # By itself
@@ -300,9 +253,8 @@ async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
 ) -> None:
     source = ChunkSource(range(10))
     source.seconds = 1.0
-
     async with (
-        run_and_close_cache(make_cache(source, total(source, 7, 8, 9), mine=False)) as cache,
+        running(make_cache(source, total(source, 7, 8, 9), mine=False)) as cache,
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(cache.prefetch_owned, np.arange(10)[::-1])
@@ -341,7 +293,7 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
         assert source.fetches.total() == node_cache.FILL_FETCHES + node_cache.FETCHES
 
     async with (
-        run_and_close_cache(make_cache(source, total_bytes(source))) as cache,
+        running(make_cache(source)) as cache,
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(cache.prefetch_owned, np.arange(40))
@@ -360,9 +312,8 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
 async def test_prefetch_owned_retries_with_growing_pauses(simulated_time: MockClock) -> None:
     source = ChunkSource(range(3))
     source.fails = True
-
     async with (
-        run_and_close_cache(make_cache(source, total_bytes(source))) as cache,
+        running(make_cache(source)) as cache,
         trio.open_nursery() as nursery,
     ):
         nursery.start_soon(cache.prefetch_owned, np.arange(3))
@@ -389,7 +340,7 @@ async def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
     def refuse(size: int) -> WritableMemory:
         raise error
 
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
         for number in (0, 1, 5):
             assert await cache.get(number, 10, load=True) is not None
         with monkeypatch.context() as patch:
@@ -429,7 +380,7 @@ def runs_alone(request: pytest.FixtureRequest) -> bool:
 _ALONE = "TEST_RUNS_ALONE"
 
 
-async def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
+async def test_F14_J9_the_cache_leaves_descriptors_and_none_is_no_error_of_a_reader(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
@@ -438,11 +389,19 @@ async def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     source = ChunkSource(range(100), 1000)
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
     try:
+        async with running(make_cache(source)) as cache:
+            assert await cache.get(0, 10, load=True) is not None
+            top = os.dup(0)
+            os.close(top)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
+            assert await cache.get(1, 10, load=True) is None
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert raw(cache.memory.find(0)) == source.contents[0]
+        caplog.clear()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
         assert sealed_memories_max() == 32
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+        async with running(make_cache(source)) as cache:
             for number in range(100):
                 await cache.get(number, 10, load=True)
             assert len(in_memory(cache)) == sealed_memories_max()
@@ -450,44 +409,19 @@ async def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
             os.close(os.open("/dev/null", os.O_RDONLY))
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-        monkeypatch.setattr(
-            sealed_memory, "MAPS_MAX_FILE", sealed_memory.MAPS_MAX_FILE.parent / "no-such-file"
-        )
-        assert (
-            0
-            < sealed_memories_max()
-            <= sealed_memory._MAPS_MAX_DEFAULT - sealed_memory.RESERVED_MAPS
-        )
+        no_file = sealed_memory.MAPS_MAX_FILE.parent / "no-such-file"
+        monkeypatch.setattr(sealed_memory, "MAPS_MAX_FILE", no_file)
+        most = sealed_memory._MAPS_MAX_DEFAULT - sealed_memory.RESERVED_MAPS
+        assert 0 < sealed_memories_max() <= most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "vm.max_map_count" in caplog.text
     assert len(caplog.records) == 1
 
 
-async def test_F14_no_free_descriptor_is_no_error_of_a_reader(
-    request: pytest.FixtureRequest,
-) -> None:
-    if not runs_alone(request):
-        return
-    source = ChunkSource(range(3))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-        assert await cache.get(0, 10, load=True) is not None
-        top = os.dup(0)
-        os.close(top)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
-        try:
-            assert await cache.get(1, 10, load=True) is None
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        assert raw(cache.memory.find(0)) == source.contents[0]
-
-
 async def test_a_reported_chunk_is_checked_again() -> None:
     source = ChunkSource(range(2))
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
         await cache.get(0, 10, load=True)
         await cache.recheck(0)
         await cache.recheck(1)
@@ -503,8 +437,7 @@ async def test_a_reported_chunk_is_checked_again() -> None:
 
 async def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:
     source = ChunkSource(range(3))
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
         assert cache.memory.pin(7, 0) is None
         await cache.get(0, 10, load=True)
         file = cache.memory.pin(7, 0)
@@ -533,8 +466,7 @@ async def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:
 
 async def test_a_pinned_chunk_takes_its_room_until_it_is_unpinned() -> None:
     source = ChunkSource(range(4))
-
-    async with run_and_close_cache(make_cache(source, total(source, 3, 3, 3))) as cache:
+    async with running(make_cache(source, total(source, 3, 3, 3))) as cache:
         for number in (0, 1, 2):
             await cache.get(number, 10, load=True)
             assert cache.memory.pin(1, number) is cache.memory.pin(1, number) is not None
@@ -558,51 +490,13 @@ async def test_a_pinned_chunk_takes_its_room_until_it_is_unpinned() -> None:
         assert cache.memory.pin(2, 0) is not None
 
 
-async def test_the_first_of_two_memories_of_a_chunk_is_unpinned_first() -> None:
-    source = ChunkSource(range(1))
-
-    async with run_and_close_cache(make_cache(source, 2 * total_bytes(source))) as cache:
-        await cache.get(0, 10, load=True)
-        assert cache.memory.pin(1, 0) is not None
-        source.switch_version([])
-        cache.switch_version(source.ids, source.sizes)
-        source.switch_version([0])
-        cache.switch_version(source.ids, source.sizes)
-        cache.set_owned(np.ones(1, np.bool_))
-        await cache.get(0, 10, load=True)
-        assert cache.memory.pin(1, 0) is not None
-        assert cache.memory.revoked(1) == [0]
-        assert cache.stats()["memory_used_bytes"] == 2 * total(source, 0)
-        cache.memory.unpin(1, [0])
-        assert cache.stats()["memory_used_bytes"] == total(source, 0)
-        assert cache.memory.revoked(1) == []
-
-
 # Another version
-
-
-async def test_chunks_of_both_versions_stay() -> None:
-    source = ChunkSource(range(6))
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-        for number in (4, 0, 1):
-            await cache.get(number, 10, load=True)
-        source.switch_version([9, 4, 3, 1])
-        cache.switch_version(source.ids, source.sizes)
-        assert in_memory(cache) == {1, 3}
-        assert raw(cache.memory.find(1)) == source.contents[1]
-        assert raw(cache.memory.find(3)) == source.contents[3]
-        assert kept_numbers(cache) == {1, 3}
-        assert cache.stats()["memory_bytes"] == total(source, 1, 3)
-        assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
-    assert source.fetches == {0: 1, 1: 1, 4: 1, 9: 1}
 
 
 async def test_a_fetch_in_flight_arrives_under_its_new_number(simulated_time: MockClock) -> None:
     source = ChunkSource(range(3))
     source.seconds = 1.0
-
-    async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    async with running(make_cache(source)) as cache:
         got = []
 
         async def ask(number: int) -> None:

@@ -27,7 +27,7 @@ from .node_caches import (
     descriptors,
     kept_numbers,
     make_cache,
-    run_and_close_cache,
+    running,
 )
 
 CHUNKS = st.integers(0, 7)
@@ -253,7 +253,7 @@ async def test_any_operations_agree_with_the_model(
         cache._admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
 
     before = descriptors()
-    async with run_and_close_cache(cache):
+    async with running(cache):
         model = Model(source, cache, budget, mine=mine)
         for operation in operations:
             await model.do(operation)
