@@ -12,6 +12,7 @@ the requests of all nodes are counted in one list.
 import contextlib
 import itertools
 import json
+import os
 import re
 import shutil
 import socket
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -326,26 +327,29 @@ class RunningTask:
         return min(int(last or size), size - 1) - int(first) + 1
 
 
+@contextlib.contextmanager
+def connected(path: Path) -> Iterator[socket.socket]:
+    """A connection to the master that listens at a socket, however long its path is."""
+    with socket.socket(socket.AF_UNIX) as link:
+        folder = os.open(path.parent, os.O_PATH)
+        try:
+            link.connect(f"/proc/self/fd/{folder}/{path.name}")
+        finally:
+            os.close(folder)
+        link.settimeout(10)
+        yield link
+
+
 def stats_at(path: Path) -> dict[str, object]:
     """The statistics of the master that listens at a socket."""
-    with socket.socket(socket.AF_UNIX) as link:
-        link.settimeout(10)
-        link.connect(str(path))
+    with connected(path) as link:
         link.sendall(_STATS)
-        _, _, status, _, size, _ = struct.unpack("<BBHIII", _received(link, 16))
-        body = _received(link, size)
+        with link.makefile("rb") as stream:
+            _, _, status, _, size, _ = struct.unpack("<BBHIII", stream.read(16))
+            body = stream.read(size)
     assert status == 0, body
     said: dict[str, object] = json.loads(body)
     return said
-
-
-def _received(link: socket.socket, size: int) -> bytes:
-    got = bytearray()
-    while len(got) < size:
-        piece = link.recv(size - len(got))
-        assert piece, "the master ended"
-        got += piece
-    return bytes(got)
 
 
 def is_right(outcome: Outcome, files: int) -> bool:
