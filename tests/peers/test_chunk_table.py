@@ -9,17 +9,6 @@ from diesel_fs.peers.chunk_table import ChunkTable
 SIZES = np.array([10, 20], np.uint64)
 
 
-def test_reads_are_kept_only_where_they_are_wanted_and_taken_once() -> None:
-    table = ChunkTable(SIZES)
-    table.record_read((0,), 5)
-    assert table.take_reads() == []
-    table.records_reads = True
-    table.record_read((0,), 5)
-    table.record_read([1, 0], 6)
-    assert table.take_reads() == [((0,), 5), ([1, 0], 6)]
-    assert table.take_reads() == []
-
-
 def test_of_very_many_reads_the_oldest_are_forgotten() -> None:
     table = ChunkTable(SIZES)
     table.records_reads = True

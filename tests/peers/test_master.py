@@ -399,7 +399,7 @@ async def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
                     await soon(partial(is_given, node, other))
 
 
-async def test_F8_silent_nodes_from_peers_lose_their_share_until_they_answer(
+async def test_F8_F9_silent_nodes_from_peers_lose_their_share_and_the_last_one_reads_alone(
     task: Task,
 ) -> None:
     class Listed(FakeRegistry):

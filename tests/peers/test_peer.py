@@ -1,16 +1,10 @@
 """Requests to another master: answers, pauses, and what a peer cannot do to this master."""
 
-import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import pytest
 import trio
@@ -319,60 +313,6 @@ async def test_after_its_end_a_peer_is_not_asked(node: Node) -> None:
             nursery.start_soon(ask)
             await trio.sleep(0.1)
         assert found == [[FAILED]]
-
-
-# processes that are stopped, and links that are slow
-
-PROGRAM = """if True:
-    import trio
-    from diesel_fs.peers.acceptor import Acceptor
-    from tests.peers.connected_masters import FakeAnswers, listening, me
-
-    listener = listening()
-    print(listener.getsockname()[1], flush=True)
-    trio.run(Acceptor(me(1), FakeAnswers()).serve, [listener])
-"""
-
-
-def is_stopped(pid: int) -> bool:
-    """Whether all threads of a process have stopped."""
-    stats = (path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat"))
-    return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
-@pytest.fixture
-def program() -> Iterator[tuple[int, int]]:
-    """Another process that is a master: its port, and its number."""
-    command = [sys.executable, "-c", PROGRAM]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        yield int(process.stdout.readline()), process.pid
-        process.kill()
-
-
-@pytest.mark.parametrize("load", [False, True])
-async def test_F2_a_stopped_peer_is_paused_and_recovers(
-    load: bool, program: tuple[int, int]
-) -> None:
-    port, pid = program
-    async with asking(port) as peer:
-        for _ in range(40):
-            assert await gives(peer, load=load)
-        os.kill(pid, signal.SIGSTOP)
-        await soon(partial(is_stopped, pid), 10)
-        took = []
-        for _ in range(60):
-            before = time.perf_counter()
-            assert not await gives(peer, load=load)
-            took.append(time.perf_counter() - before)
-            await trio.sleep(0.01)
-        assert max(took) < 1.2
-        assert len([each for each in took if each > 0.04]) <= 4, "all others cost nothing"
-        os.kill(pid, signal.SIGCONT)
-        await soon(partial(gives, peer), 20)
-        for _ in range(10):
-            assert await gives(peer, load=load)
-        assert peer.stats()["connections"] == 1
 
 
 async def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth(
