@@ -74,6 +74,13 @@ def jumping_clock() -> MockClock:
 
 
 @pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `NodeCache` has no threads, and does not check contents."""
+    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
+    monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
+
+
+@pytest.fixture
 def simulated_time(monkeypatch: pytest.MonkeyPatch) -> MockClock:
     """A clock that jumps when no task can run, for a `NodeCache`."""
     monkeypatch.setattr(NodeCache, "_in_thread", run_inline)

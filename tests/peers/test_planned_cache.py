@@ -19,7 +19,6 @@ from .node_caches import (
     in_memory,
     make_cache,
     memory_is_released,  # noqa: F401  # a fixture
-    run_inline,
     running,
 )
 from .planned_reads import PlannedTask, costs
@@ -27,12 +26,7 @@ from .planned_reads import PlannedTask, costs
 CHUNKS, FILES = 160, 16
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No threads, and no check of contents."""
-    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
-    monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
-
+pytestmark = pytest.mark.usefixtures("quick")
 
 planned = partial(PlannedTask, "plan", CHUNKS, FILES, CHUNKS // 2, group=5, ahead=0.0)
 """An epoch takes 640 reads of each node: 32 s."""
