@@ -127,7 +127,7 @@ async def answering(
 ) -> AsyncIterator[Node]:
     mine = mine or me(1)
     fake_answers = fake_answers or FakeAnswers()
-    acceptor = Acceptor(mine, fake_answers, **limits)
+    acceptor = Acceptor(mine, fake_answers, make_channel=None, **limits)
     with listening() as listener:
         async with trio.open_nursery() as nursery:
             await nursery.start(acceptor.serve, [listener])
@@ -159,7 +159,8 @@ async def read(peer: Peer, *records: Part, load: bool = False) -> list[int]:
         size = record[2]
         assert status != GIVEN or room[at : at + size] == content(*record), record
         at += size
-    return statuses.tolist()
+    found: list[int] = statuses.tolist()
+    return found
 
 
 # by hand ------------------------------------------------------------------------------------------

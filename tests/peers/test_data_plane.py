@@ -1,5 +1,6 @@
 """The data plane on real sockets: answers from memory, what it leaves to the control plane, its
-limits, and what ends a connection."""
+limits, and what ends a connection. Also its table of chunks, and random requests against a plain
+list of bytes, which are packed and parsed here again, from the description in PEERS.md."""
 
 import random
 import socket
@@ -11,9 +12,13 @@ import weakref
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from diesel_fs.peers import data_plane, wire
+from diesel_fs.peers.chunk_table import ChunkTable
 from diesel_fs.peers.wire import ABSENT, FAILED, GIVEN, LOAD, THROUGH
+from tests.examples import examples
 from tests.rows import each_row
 
 from ..waiting import wait_until
@@ -436,3 +441,105 @@ def test_a_view_that_is_being_sent_outlives_its_chunk(plane: Plane) -> None:
     assert exactly(end, 6 << 20) == whole(2)
     end.sendall(asked(2, (2, 0, 6 << 20)))
     assert plane.next_forwarded().id == 2
+
+
+# The table of chunks that the two threads of a master share
+
+
+def test_of_very_many_reads_the_oldest_are_forgotten() -> None:
+    table = ChunkTable(SIZES)
+    table.records_reads = True
+    for size in range(100_000):
+        table.record_read((0,), size)
+    sizes = [size for _, size in table.take_reads()]
+    assert 0 < len(sizes) < 100_000
+    assert sizes == list(range(100_000 - len(sizes), 100_000))
+
+
+def test_no_read_is_lost_or_taken_twice_while_another_thread_records() -> None:
+    table = ChunkTable(SIZES)
+    table.records_reads = True
+    taken: list[int] = []
+    for begin in range(0, 100_000, 2000):  # fewer than are remembered
+
+        def record(begin: int = begin) -> None:
+            for size in range(begin, begin + 2000):
+                table.record_read((0,), size)
+
+        thread = threading.Thread(target=record)
+        thread.start()
+        while thread.is_alive():
+            taken += [size for _, size in table.take_reads()]
+        taken += [size for _, size in table.take_reads()]
+    assert taken == list(range(100_000))
+
+
+# Random requests, against a plain list of bytes
+
+
+CHUNKS = [random.Random(number).randbytes(size) for number, size in enumerate((1, 700, 60_000))]
+ABSENT_CHUNK = 1
+
+Records = list[tuple[int, int, int]]
+
+
+@st.composite
+def record(draw: st.DrawFn) -> tuple[int, int, int]:
+    chunk = draw(st.integers(0, len(CHUNKS) - 1))
+    start = draw(st.integers(0, len(CHUNKS[chunk])))
+    return chunk, start, draw(st.integers(0, len(CHUNKS[chunk]) - start))
+
+
+@examples(60)
+@given(
+    st.lists(st.lists(record(), min_size=1, max_size=12), min_size=1, max_size=40),
+    st.lists(st.integers(1, 300), min_size=1, max_size=20),
+    st.sampled_from(KINDS),
+    st.randoms(use_true_random=False),
+)
+def test_every_request_gets_its_own_bytes_once(
+    requests: list[Records], pieces: list[int], over: str, chance: random.Random
+) -> None:
+    with running_plane() as plane:
+        plane.table = ChunkTable(np.array([len(each) for each in CHUNKS], np.uint64))
+        for chunk, content in enumerate(CHUNKS):
+            if chunk != ABSENT_CHUNK:
+                plane.table.views[chunk] = memoryview(content)
+        end = plane.connect_as(over)
+        stream = b"".join(
+            struct.pack("<IBBHII", number, 1, 0, 0, len(records), 0)
+            + b"".join(struct.pack("<III", *each) for each in records)
+            for number, records in enumerate(requests)
+        )
+        at = turn = 0
+        while at < len(stream):
+            size = pieces[turn % len(pieces)] if turn < 100 else len(stream)
+            end.sendall(stream[at : at + size])
+            at, turn = at + size, turn + 1
+        absent = [any(each[0] == ABSENT_CHUNK for each in records) for records in requests]
+        waiting = [plane.forwarded.get(timeout=HOPE_S) for _ in range(sum(absent))]
+        assert [each.id for each in waiting] == [i for i, each in enumerate(absent) if each]
+        chance.shuffle(waiting)
+        for each in waiting:
+            records = [tuple(row) for row in each.parts.tolist()]
+            assert records == requests[each.id]
+            statuses = bytes(chunk == ABSENT_CHUNK for chunk, _, _ in records)
+            plane.answer(each, statuses, wanted(requests[each.id], statuses))
+        left = set(range(len(requests)))
+        for _ in requests:
+            number, kind, zero, none, count, size = struct.unpack("<IBBHII", exactly(end, 16))
+            left.remove(number)
+            assert (kind, zero, none, count) == (1, 0, 0, len(requests[number]))
+            statuses = exactly(end, count)
+            assert statuses == bytes(chunk == ABSENT_CHUNK for chunk, _, _ in requests[number])
+            assert exactly(end, size) == wanted(requests[number], statuses)
+        assert not left
+
+
+def wanted(records: Records, statuses: bytes) -> bytes:
+    """The bytes of the parts that are given."""
+    return b"".join(
+        CHUNKS[chunk][start : start + size]
+        for (chunk, start, size), status in zip(records, statuses, strict=True)
+        if not status
+    )

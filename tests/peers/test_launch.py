@@ -1,4 +1,5 @@
-"""Joining a task: the node's master is found, or started exactly once, with the given options."""
+"""Joining a task: the node's master is found, or started exactly once, with the given options. A
+master that nobody reads from ends."""
 
 import json
 import os
@@ -16,6 +17,8 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+import trio
+import trio.testing
 
 from diesel_fs.errors import (
     BusyError,
@@ -26,7 +29,7 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.peers import launch
+from diesel_fs.peers import client, launch
 from diesel_fs.peers.launch import (
     is_alive,
     join,
@@ -35,7 +38,7 @@ from diesel_fs.peers.launch import (
     restart_killed,
     socket_path,
 )
-from diesel_fs.peers.local import LocalSocket
+from diesel_fs.peers.local import LocalServer, LocalSocket
 from diesel_fs.peers.membership import TaskName
 from diesel_fs.peers.options import TaskOptions, TaskRequest, read_key_file
 from tests.rows import each_row
@@ -357,8 +360,13 @@ def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node) -> None:
     place = socket_path(node.asks(rank=0, world=1))
     for held in (launch._folders_locked(), launch._locked(place, 0.0)):
         receiver, sender = os.pipe()
+
+        def live_on(receiver: int = receiver, sender: int = sender) -> None:
+            os.close(sender)
+            os.read(receiver, 1)  # until the parent lets go
+
         with held:
-            wait = fork(lambda: (os.close(sender), os.read(receiver, 1)))  # noqa: B023  # it runs here
+            wait = fork(live_on)
         with launch._locked(place, 1.0):
             os.close(receiver)
             os.close(sender)
@@ -515,3 +523,34 @@ def test_a_key_file_must_be_private(tmp_path: Path) -> None:
             read_key_file(file)
     with pytest.raises(ConfigError, match="cannot read"):
         read_key_file(tmp_path / "none")
+
+
+# The end of a master that has no reader
+
+
+async def test_an_idle_master_ends_unless_a_reader_of_its_version_follows_one_of_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = LocalServer(None)  # type: ignore[arg-type]  # it serves no client
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.wait_until_idle, 60.0)
+        await trio.testing.wait_all_tasks_blocked()
+        server.other_version_requested()
+        server.reader_joined()
+        await trio.testing.wait_all_tasks_blocked()
+        assert nursery.child_tasks, "it has ended"
+        nursery.cancel_scope.cancel()
+    caplog.set_level("INFO", "diesel.task")
+    await LocalServer(None).wait_until_idle(0.01)  # type: ignore[arg-type]  # as above
+    assert "no client for 0.01 s: the master ends" in caplog.text
+
+
+def test_a_reader_restarts_a_master_only_at_its_own_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new master may have another socket, for example as another rank: the reader, which knows
+    only its own, must not start masters again and again."""
+    monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
+    monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")
+    request = TaskRequest(task="night")
+    assert not client._restart_master(request, tmp_path / "mine", has_served=False)

@@ -91,7 +91,8 @@ def test_held_chunks_and_values_round_trip_in_pieces() -> None:
     draw, count = np.random.default_rng(1), 1_000_000
     held, values = draw.random(count) < 0.5, draw.random(count, np.float32)
     found_held, found_values = [], []
-    for piece in (*held_pieces(held), *value_pieces(values)):
+    pieces: list[PlanMessage] = [*held_pieces(held), *value_pieces(values)]
+    for piece in pieces:
         back = parse_plan(plan_body(piece, ENTRIES), ENTRIES, count)
         if isinstance(back, HeldChunks):
             found_held.append(back.held)

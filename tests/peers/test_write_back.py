@@ -1,4 +1,5 @@
-"""The chunks on a node's disk: more than its memory has room for, and never a reader's error."""
+"""The chunks on a node's disk: more than its memory has room for, and never a reader's error. Those
+in memory are written there at the end of a node."""
 
 import errno
 import itertools
@@ -6,9 +7,10 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import ParamSpec, TypeVar
 from uuid import UUID
 
 import numpy as np
@@ -16,6 +18,7 @@ import pytest
 import trio
 
 from diesel_fs.cache import disk as disk_shelf
+from diesel_fs.cache import disk as disk_tier
 from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
 from diesel_fs.cache.policy import POLICIES
 from diesel_fs.cache.tiers import ChunkKey, Reservation
@@ -37,13 +40,17 @@ from .node_caches import (
     misses_until_loaded,
     raw,
     read_in_plane,
+    run_cache,
     running,
     total,
+    total_bytes,
 )
 from .node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 CHUNKS = 8
+Words = ParamSpec("Words")
+Result = TypeVar("Result")
 
 
 @pytest.fixture
@@ -532,12 +539,15 @@ async def test_reads_of_many_chunks_that_begin_together_share_threads(
     place: Path, source: ChunkSource, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To enter a thread costs more than to read some files."""
-    entered: list[object] = []
-    run_sync = trio.to_thread.run_sync
+    entered = 0
 
-    async def counted(call: Callable[..., object], *words: object, **more: bool) -> object:
-        entered.append(call)
-        return await run_sync(call, *words, **more)  # type: ignore[arg-type]  # as it is called
+    def counting(call: Callable[Words, Awaitable[Result]]) -> Callable[Words, Awaitable[Result]]:
+        async def counted(*words: Words.args, **more: Words.kwargs) -> Result:
+            nonlocal entered
+            entered += 1
+            return await call(*words, **more)
+
+        return counted
 
     async with settled_cache(source, some(source, 1), tier_at(place)) as cache:
         await all_read(cache, source)
@@ -548,14 +558,15 @@ async def test_reads_of_many_chunks_that_begin_together_share_threads(
         async def read(number: int) -> None:
             got[number] = await cache.read(number, [(9, 50), (3, number + 1)], load=False)
 
-        monkeypatch.setattr(trio.to_thread, "run_sync", counted)
+        monkeypatch.setattr(trio.to_thread, "run_sync", counting(trio.to_thread.run_sync))
         async with trio.open_nursery() as nursery:
             for number in wanted:
                 nursery.start_soon(read, number)
-        assert len(entered) <= -(-len(wanted) // 8)
+        assert entered <= -(-len(wanted) // 8)
         for number, contents in got.items():
             content = source.contents[number]
-            assert contents == [content[9:59], content[3 : number + 4]]
+            assert contents is not None
+            assert list(map(bytes, contents)) == [content[9:59], content[3 : number + 4]]
 
 
 async def test_who_waits_for_the_disk_when_the_cache_ends_gets_nothing(
@@ -663,3 +674,130 @@ async def test_a_dataset_cools_down_from_the_end_of_its_job(
         await all_read(cache, source)
         idle(place)
         await soon(lambda: used_s(place) > time.time() - 600)
+
+
+# The end of a node: the chunks in its memory are written for the next master
+
+
+async def ended(cache: NodeCache, share: set[int]) -> None:
+    """What a master does at its end, after `running`."""
+    await cache.flush_to_disk(np.isin(np.arange(CHUNKS), [*share]))
+
+
+@asynccontextmanager
+async def full_cache(source: ChunkSource, tier: DiskTier) -> AsyncIterator[NodeCache]:
+    """A cache that has read all chunks, and runs no more: what it has is in memory."""
+    cache = make_cache(source, total_bytes(source) * 3, disk=tier)
+    try:
+        async with run_cache(cache):
+            await settled(cache)
+            assert await all_read(cache, source) == CHUNKS
+        yield cache
+    finally:
+        cache.close()
+
+
+def chunks_on_disk(place: Path, source: ChunkSource) -> set[int]:
+    """Which whole chunks are on a disk, as another process sees them."""
+    tier = tier_at(place)
+    found = set()
+    for number in range(CHUNKS):
+        if (chunk := tier.find(make_cache(source, 0)._key(number))) is not None:
+            chunk.close()
+            found.add(number)
+    tier.close()
+    return found
+
+
+async def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
+    place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "diesel.task")
+    async with full_cache(source, tier_at(place)) as cache:
+        assert files(place) == []
+        cache.set_owned(np.arange(CHUNKS) > 1)
+        await ended(cache, {1, 2, 3})
+        assert in_memory(cache) == set(), "the memory is free as soon as may be"
+    size = total(source, *range(1, CHUNKS))
+    assert f"7 chunks ({size:,} bytes) from memory to the disk cache: these were all" in caplog.text
+    async with settled_cache(source, total_bytes(source) * 3, tier_at(place)) as cache:
+        assert kept_numbers(cache) == set(range(1, CHUNKS)), "but for what it owned never"
+        assert await all_read(cache, source) == CHUNKS
+    assert source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
+
+
+async def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evicted(
+    place: Path, source: ChunkSource, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "diesel.task")
+    async with settled_cache(source, some(source, 0), tier_at(place)) as before:
+        for number in (0, 1, 5):
+            assert await misses_until_loaded(before, number, 1)
+            await settled(before)
+    async with full_cache(source, tier_at(place, total(source, *[7] * 4))) as cache:
+        cache.set_owned(np.arange(CHUNKS) != 1)
+        await ended(cache, {0, 6, 7})
+    assert chunks_on_disk(place, source) == {0, 5, 6, 7}, "without 1, as 6 and 7 came before 2"
+    assert "2 chunks (" in caplog.text
+    assert "the disk takes no more" in caplog.text
+
+
+async def test_at_the_end_the_queue_is_written(place: Path, source: ChunkSource) -> None:
+    async with full_cache(source, tier_at(place)) as cache:
+        for number in (0, 1):
+            cache._write_back.enqueue(number, cache.memory.views[number])
+            cache.memory.drop(number)
+        cache.set_owned(np.arange(CHUNKS) != 1)
+        await ended(cache, set())
+    assert chunks_on_disk(place, source) == {0, 2, 3, 4, 5, 6, 7}
+
+
+async def test_a_cancelled_flush_leaves_whole_chunks(
+    place: Path,
+    source: ChunkSource,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    go_on, fill = threading.Event(), disk_tier._FileReservation.commit
+
+    def slow(self: disk_tier._FileReservation, content: memoryview) -> None:
+        if len(files(place)) > 3:  # with itself
+            os.pwrite(self._file, content[:100], 0)
+            go_on.wait(20)
+        fill(self, content)
+
+    monkeypatch.setattr(disk_tier._FileReservation, "commit", slow)
+    caplog.set_level("INFO", "diesel.task")
+    async with full_cache(source, tier_at(place)) as cache:
+        with trio.move_on_after(1.0) as patience:
+            await ended(cache, set())
+        assert patience.cancelled_caught
+        assert chunks_on_disk(place, source) == {0, 1, 2}
+        assert len(files(place)) == 4
+        go_on.set()
+        await soon(lambda: len(chunks_on_disk(place, source)) == 4)
+    assert "3 chunks (" in caplog.text
+    assert "there was no more time" in caplog.text
+
+
+async def test_reads_from_memory_count_as_use_of_the_disk_cache(
+    place: Path, source: ChunkSource
+) -> None:
+    """Otherwise the dataset's files on the disk would be removed as idle, to make room for its own
+    chunks."""
+    now_s = [0.0]
+    tier = tier_at(place, total(source, *[7] * 4), clock=lambda: now_s[0])
+    cache = make_cache(source, total_bytes(source) * 3, disk=tier)
+    for numbers in ((0, 1, 2), (3, 4, 5)):
+        async with run_cache(cache):
+            await settled(cache)
+            for number in numbers:
+                await cache.get(number, 10, load=True)
+        if numbers[0]:
+            idle(place)
+            now_s[0] += 60
+        await ended(cache, set())
+        idle(place)
+        now_s[0] += 60
+    cache.close()
+    assert chunks_on_disk(place, source) == {0, 1, 2, 3}
