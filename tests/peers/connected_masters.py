@@ -121,9 +121,7 @@ class Node:
 
 @asynccontextmanager
 async def answering(
-    mine: LocalIdentity | None = None,
-    fake_answers: FakeAnswers | None = None,
-    **limits: int,
+    mine: LocalIdentity | None = None, fake_answers: FakeAnswers | None = None, **limits: int
 ) -> AsyncIterator[Node]:
     mine = mine or me(1)
     fake_answers = fake_answers or FakeAnswers()

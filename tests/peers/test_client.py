@@ -30,17 +30,7 @@ from tests.rows import each_row
 from ..server.program import until
 from .children import fork
 from .conftest import DEADLINE_S, FILES, LITTLE_MEMORY, Client
-from .fake_master import (
-    DAMAGED,
-    HELLO,
-    PIN,
-    RANK,
-    READ,
-    STATS,
-    SWITCH_VERSION,
-    UNPIN,
-    FakeMaster,
-)
+from .fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
 
 READ_S = TIMEOUT_MAX_S
 """How long a reader waits for an answer of a master of which it does not know how fast it is."""
@@ -71,9 +61,7 @@ BEHAVIOURS: dict[str, dict[str, object]] = {
     "has nothing": {"has": lambda chunk: False},
     "F5 wrong bytes": {"change": flip},
     "F5 wrong bytes, and pins nothing": {"change": flip, "pins": False},
-    "F5 other chunks, pinned": {
-        "change_pinned": lambda chunk, content: flip(chunk, 0, content),
-    },
+    "F5 other chunks, pinned": {"change_pinned": lambda chunk, content: flip(chunk, 0, content)},
     "revokes all": {"revoked": list(range(4))},
     "revokes chunks that do not exist": {"revoked": [99_999, 4_000_000_000]},
     "refuses": {"refuses": "I do not like you"},

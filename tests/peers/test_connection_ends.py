@@ -131,9 +131,7 @@ def end_one(
     return raw
 
 
-def test_a_master_forgets_each_client_that_ends_and_answers_the_others(
-    unexpected_eof: str,
-) -> None:
+def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpected_eof: str) -> None:
     failed: list[str] = []
     reached: list[str] = []
 

@@ -316,8 +316,7 @@ def test_F7_a_reader_that_takes_no_answers_is_disconnected_and_its_memory_releas
 
 
 def test_F7_a_reader_that_is_slow_all_the_same_keeps_its_connection(
-    monkeypatch: pytest.MonkeyPatch,
-    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
     """It takes longer than the grace, but more than the least rate."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.3)
@@ -359,8 +358,7 @@ def test_F7_slow_loris_one_byte_at_a_time_does_not_help(
 
 
 def test_an_idle_connection_from_another_node_ends_and_a_local_or_a_busy_one_does_not(
-    monkeypatch: pytest.MonkeyPatch,
-    plane: Plane,
+    monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
     monkeypatch.setattr(data_plane, "IDLE_S", 0.5)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)

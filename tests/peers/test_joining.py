@@ -13,13 +13,7 @@ from uuid import UUID, uuid4
 import pytest
 import trio
 
-from diesel_fs.errors import (
-    ConflictError,
-    DieselError,
-    MetadataError,
-    NoSuchDataset,
-    UsageError,
-)
+from diesel_fs.errors import ConflictError, DieselError, MetadataError, NoSuchDataset, UsageError
 from diesel_fs.net.client import ServerLink
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.net.tls import load_certificate

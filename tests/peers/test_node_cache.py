@@ -292,10 +292,7 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
         await trio.sleep(0.9)
         assert source.fetches.total() == node_cache.FILL_FETCHES + node_cache.FETCHES
 
-    async with (
-        running(make_cache(source)) as cache,
-        trio.open_nursery() as nursery,
-    ):
+    async with running(make_cache(source)) as cache, trio.open_nursery() as nursery:
         nursery.start_soon(cache.prefetch_owned, np.arange(40))
         await trio.sleep(0.5)
         began_s = trio.current_time()
@@ -312,10 +309,7 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
 async def test_prefetch_owned_retries_with_growing_pauses(simulated_time: MockClock) -> None:
     source = ChunkSource(range(3))
     source.fails = True
-    async with (
-        running(make_cache(source)) as cache,
-        trio.open_nursery() as nursery,
-    ):
+    async with running(make_cache(source)) as cache, trio.open_nursery() as nursery:
         nursery.start_soon(cache.prefetch_owned, np.arange(3))
         await trio.sleep(600)
         assert 3 * 10 < cache.stats()["fill_failures"] < 3 * 20

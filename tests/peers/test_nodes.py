@@ -141,9 +141,7 @@ def test_F1_kill_9_of_a_master_costs_no_reader_a_byte(task: RunningTask) -> None
     assert given_bytes(readers[0], 3) > before
 
 
-def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(
-    task: RunningTask,
-) -> None:
+def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers))
     for seed, reader in enumerate(readers[:3]):

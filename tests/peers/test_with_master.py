@@ -125,9 +125,7 @@ def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
 
 
 @pytest.mark.deep
-def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(
-    node: Node,
-) -> None:
+def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         here = node.folder / "s"
@@ -409,9 +407,7 @@ def test_a_reader_that_joins_after_a_put_gets_a_master_at_once(node: Node) -> No
         assert node.master() != before
 
 
-def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(
-    node: Node,
-) -> None:
+def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(node: Node) -> None:
     with ExitStack() as others:
         first = others.enter_context(node.join())
         check(first, 0)
