@@ -32,7 +32,7 @@ from ..server.program import until
 from ..storage.objects.s3_server import credentials
 from ..storage.objects.scripted_s3 import BUCKET, RecordedRequest, ScriptedS3
 from .contents import make
-from .nodes import NodeHost, Nodes, command_line, end, mounts_below
+from .nodes import NodeHost, Nodes, end, mounts_below
 
 DATASET = "images"
 TASK = "training"
@@ -257,10 +257,6 @@ class RunningTask:
     def masters(self, rank: int) -> list[int]:
         """The processes that are masters on a node."""
         return self.nodes[rank].matching("diesel_fs.peers")
-
-    def masters_of(self, rank: int, name: str) -> list[int]:
-        """Those of a task of this name."""
-        return [pid for pid in self.masters(rank) if name in command_line(pid).split()]
 
     def socket(self, rank: int) -> Path:
         """Where the master of a node listens to its clients."""

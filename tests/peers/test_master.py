@@ -218,11 +218,6 @@ def members(*nodes: Master) -> Callable[[], bool]:
     return lambda: all(node.stats()["members"] == len(nodes) for node in nodes)
 
 
-def peer_stats(node: Master, rank: int) -> dict[str, object]:
-    """What a master counts of its connection to another."""
-    return node._peers[rank].peer.stats()
-
-
 async def test_F10_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
     """Also where all of them miss a chunk at once. No node holds what another one owns."""
     async with task.nodes(3) as nodes:

@@ -118,16 +118,6 @@ async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next
             await soon(knows(first, 2))
 
 
-async def test_a_client_that_ends_takes_its_streams_with_it(task: Task) -> None:
-    async with task.nodes(2, "plan") as [first, second]:
-        for client in (5, 6):
-            Reader(task, first, client).tell(Epoch(0, order_of(task, client)))
-        await soon(knows(second, 2))
-        for client in (5, 6):
-            first.plan.forget_client(client)
-            await soon(knows(second, 6 - client))
-
-
 async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
     async with task.nodes(2, "plan") as [first, second]:
         Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))

@@ -1,7 +1,6 @@
 """The nodes that tests of a task run on: which of them reach each other, and that nothing of them
 is left."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -138,23 +137,3 @@ def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
     assert not Path("/run/netns", name).exists()
     assert not Path(runtime).exists()
     until(lambda: not is_running(int(pid)), "its end")
-
-
-def test_without_namespaces_nodes_are_loopback_addresses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(harness, "has_namespaces", lambda: False)
-    with Nodes(tmp_path, 2) as nodes:
-        nodes.start_redis()
-        assert nodes[0].run("redis-cli", "-u", nodes.redis_url, "ping").stdout == "PONG\n"
-        nodes[0].run("sh", "-c", "setsid sleep 1000 & exit 0")
-        (pid,) = nodes[0].pids()
-        assert nodes[1].pids() == []
-        with pytest.raises(pytest.skip.Exception):
-            nodes[0].cut()
-        listener = answering(nodes[1])
-        assert fetch_s(nodes[0], nodes[1]) < 2
-        assert [each.port for each in nodes[1].sockets(listening=True)] == [PORT]
-        listener.close()
-    until(lambda: not is_running(pid), "its end")
-    assert os.getpid() not in nodes[0].pids()
