@@ -74,6 +74,16 @@ def jumping_clock() -> MockClock:
 
 
 @pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runtime folder of this machine's user, as on a node that no launcher has named."""
+    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `NodeCache` has no threads, and does not check contents."""
     monkeypatch.setattr(NodeCache, "_in_thread", run_inline)

@@ -164,6 +164,28 @@ async def read(peer: Peer, *records: Part, load: bool = False) -> list[int]:
 # by hand ------------------------------------------------------------------------------------------
 
 
+def hello(
+    mine: LocalIdentity,
+    nonce: bytes,
+    binding: bytes = NO_BINDING,
+    *,
+    to: int = 1,
+    is_client: bool = False,
+) -> bytes:
+    """What a connector sends when it knows the acceptor's nonce."""
+    own = os.urandom(NONCE_BYTES)
+    said = Hello(mine.rank, is_client, mine.instance, to, mine.identity, mine.version, own)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
+    return wire.hello_frame(said, proofs.connector)
+
+
+def proof(mine: LocalIdentity, nonce: bytes, heard: bytes, binding: bytes = NO_BINDING) -> bytes:
+    """What an acceptor answers to a hello."""
+    said, _ = wire.parse_hello(heard)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
+    return wire.proof_frame(proofs.acceptor)
+
+
 class RawPeer:
     """A connection on which a test sends bytes by hand, as connector or acceptor."""
 
@@ -199,32 +221,25 @@ class RawPeer:
     async def handshake(
         self,
         mine: LocalIdentity,
+        binding: bytes = NO_BINDING,
         *,
         to: int = 1,
-        secret: bytes = SECRET,
-        binding: bytes = NO_BINDING,
         is_client: bool = False,
     ) -> dict[str, object]:
         """As a connector. What is answered to the hello."""
         await self.send(wire.greeting())
         await self.exactly(GREETING_BYTES)
         nonce = await self.exactly(NONCE_BYTES)
-        said = Hello(
-            mine.rank, is_client, mine.instance, to, mine.identity, mine.version, os.urandom(32)
-        )
-        proofs = Proofs(secret, nonce, binding, mine.task.digest, said)
-        await self.send(wire.hello_frame(said, proofs.connector))
+        await self.send(hello(mine, nonce, binding, to=to, is_client=is_client))
         return await self.frame()
 
     async def welcome(self, mine: LocalIdentity) -> None:
         """As an acceptor."""
         await self.exactly(GREETING_BYTES)
-        nonce = os.urandom(32)
+        nonce = os.urandom(NONCE_BYTES)
         await self.send(wire.welcome(nonce))
         length = int.from_bytes((await self.exactly(8))[:4], "little")
-        said, _ = wire.parse_hello(await self.exactly(length))
-        proofs = Proofs(mine.secret, nonce, NO_BINDING, mine.task.digest, said)
-        await self.send(wire.proof_frame(proofs.acceptor))
+        await self.send(proof(mine, nonce, await self.exactly(length)))
 
     async def request(self) -> wire.RequestHead:
         head = wire.parse_request(await self.exactly(wire.HEAD_BYTES))

@@ -90,15 +90,15 @@ async def test_F6_a_refused_connector_is_told_the_reason(
     """The reasons are another task's secret, another dataset, another version and another rank.
     They are logged, without the secrets."""
     caplog.set_level("DEBUG")
-    strangers = [
-        ({"secret": b"x" * 32}, me(0), "the wrong secret"),
-        ({}, replace(me(0), task=replace(me(0).task, name="other")), "the wrong secret"),
-        ({}, replace(me(0), version=4), "version 3 of the dataset is here, not 4"),
-        ({"to": 2}, me(0), "rank 1 is here, not 2"),
-    ]
-    for how, mine, why in strangers:
+    other = replace(me(0).task, name="other")
+    for mine, to, why in (
+        (replace(me(0), secret=b"x" * 32), 1, "the wrong secret"),
+        (replace(me(0), task=other), 1, "the wrong secret"),
+        (replace(me(0), version=4), 1, "version 3 of the dataset is here, not 4"),
+        (me(0), 2, "rank 1 is here, not 2"),
+    ):
         raw_peer = await open_raw(node.port)
-        told = await raw_peer.handshake(mine, **how)  # type: ignore[arg-type]  # one of two
+        told = await raw_peer.handshake(mine, to=to)
         assert told["message"] == why
         assert await raw_peer.receive_all() == b""
     assert await state_of(node.port, replace(me(0), version=9)) == "open"

@@ -17,7 +17,7 @@ from diesel_fs.net.tls import Certificate, certificate_digest, make_certificate
 from diesel_fs.peers import acceptor, data_plane, handshake, owner_link, wire
 from diesel_fs.peers.handshake import connect_blocking
 from diesel_fs.peers.owner_link import OwnerLink
-from diesel_fs.peers.wire import GIVEN, Hello, Proofs
+from diesel_fs.peers.wire import GIVEN
 
 from ..net.connection_ends import (
     ENDS,
@@ -33,14 +33,15 @@ from ..net.connection_ends import (
 from ..net.connection_ends import unexpected_eof as unexpected_eof
 from ..waiting import soon
 from .connected_masters import (
-    SECRET,
     FakeAnswers,
     answering,
     asked,
     asking,
     content,
+    hello,
     me,
     member,
+    proof,
     read,
 )
 from .fake_owner import HEAD, READ, RECORD
@@ -86,14 +87,10 @@ def greeted(port: int) -> RawTls:
 
 def let_in(port: int) -> RawTls:
     """A client's connection after its handshake."""
-    raw, mine = greeted(port), me(0)
-    nonce = raw.exactly(NONCE_BYTES)
-    said = Hello(0, True, mine.instance, 1, mine.identity, mine.version, os.urandom(NONCE_BYTES))
-    binding = certificate_digest(raw.peer_certificate)
-    proofs = Proofs(SECRET, nonce, binding, mine.task.digest, said)
-    raw.send(wire.hello_frame(said, proofs.connector))
-    lengths = parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS)
-    raw.exactly(lengths.head)
+    raw = greeted(port)
+    nonce, binding = raw.exactly(NONCE_BYTES), certificate_digest(raw.peer_certificate)
+    raw.send(hello(me(0), nonce, binding, is_client=True))
+    raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
     return raw
 
 
@@ -213,14 +210,11 @@ def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) ->
 
 def _welcome(raw: RawTls, certificate: Certificate) -> None:
     """The master's part of the handshake."""
-    mine = me(1)
     raw.exactly(GREETING_BYTES)
     nonce = os.urandom(NONCE_BYTES)
     raw.send(wire.welcome(nonce))
-    lengths = parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS)
-    said, _ = wire.parse_hello(raw.exactly(lengths.head))
-    proofs = Proofs(mine.secret, nonce, certificate.digest, mine.task.digest, said)
-    raw.send(wire.proof_frame(proofs.acceptor))
+    heard = raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
+    raw.send(proof(me(1), nonce, heard, certificate.digest))
 
 
 def check_peer(certificate: Certificate, way: End | HandshakeEnd, sent: int) -> None:

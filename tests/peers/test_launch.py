@@ -54,12 +54,10 @@ TREE = Path(__file__).resolve().parents[2]
 class Node:
     """The folders of this machine's user as a node, and how masters start there."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runtime: Path, patch: pytest.MonkeyPatch) -> None:
+        folder = runtime.parent
         self.starts_file = folder / "starts"
-        self._patch = patch
-        self._run = folder / "run"
-        self._run.mkdir(mode=0o700)
-        patch.setenv("XDG_RUNTIME_DIR", str(self._run))
+        self._patch, self._run = patch, runtime
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("STUB_STARTS", str(self.starts_file))
         patch.setattr(sys, "path", [str(TREE), *sys.path])
@@ -102,10 +100,8 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    made = Node(tmp_path, monkeypatch)
+def node(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    made = Node(runtime, monkeypatch)
     yield made
     made.kill()
 

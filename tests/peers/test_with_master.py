@@ -81,11 +81,7 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+def node(tmp_path: Path, runtime: Path) -> Iterator[Node]:
     made = Node(tmp_path)
     with diesel_fs.connect("ds", made.url, create=True) as dataset:
         for path, content in FILES.items():
