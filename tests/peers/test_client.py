@@ -29,7 +29,7 @@ from tests.rows import each_row
 
 from ..server.program import until
 from .children import fork
-from .conftest import DEADLINE_S, FILES, LITTLE_MEMORY, Client
+from .conftest import FILES, LITTLE_MEMORY, Client
 from .fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
 
 READ_S = TIMEOUT_MAX_S
@@ -295,21 +295,6 @@ def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
     assert client.inner.reads == 0
     assert master.kinds().count(HELLO) <= 2
     assert client.store.stats()["answers"]
-
-
-def test_F2_a_master_that_hangs_in_an_abandoned_read(client: Client, master: FakeMaster) -> None:
-    client.check_parts(1)
-    master.behaviour.pins, master.behaviour.hangs = False, 5.0
-    dropped = [client.begin(seed, 20) for seed in range(6)]
-    del dropped
-    gc.collect()
-    start_s = time.monotonic()
-    client.check_parts(7, 20)
-    assert time.monotonic() - start_s < 2 * DEADLINE_S
-    for seed in range(8, 12):
-        client.check_parts(seed, 20)
-    own = client.store._chunks._own_link(wire.LOAD)
-    assert own.counts["skipped"], "it is not asked again at once"
 
 
 @pytest.fixture

@@ -171,26 +171,6 @@ def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
     return task.egress_bytes() == 0
 
 
-def test_F1_kill_9_of_a_mount_leaves_the_other_nodes_reading(task: RunningTask) -> None:
-    folders = [task.mount(rank) for rank in range(NODES)]
-    task.gathered()
-    readers = [task.reader(rank, mount=folders[rank]).ready() for rank in range(NODES)]
-    for seed, reader in enumerate(readers):
-        reader.begin(seed, pace_s=0.1)
-    time.sleep(0.5)
-    masters = set(task.masters(3))
-    kill([pid for pid in task.nodes[3].matching("diesel_fs") if pid not in masters])
-    outcomes = [reader.outcome() for reader in readers]
-    assert all_right(outcomes[:3])
-    assert outcomes[3].errors, "it was killed too late to matter"
-    assert outcomes[3].wrong == 0
-    assert outcomes[3].right < FILES
-    task.nodes[3].run("umount", "-l", folders[3])
-    again = task.mount(3)  # with the master that is still there
-    assert set(task.masters(3)) == masters
-    assert is_right(task.reader(3, mount=again).ready().epoch(1), FILES)
-
-
 def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers, batch=16, pace_s=0.05))

@@ -3,7 +3,6 @@ all accesses (`planned_reads.py`)."""
 
 import random
 from collections.abc import AsyncIterator
-from functools import partial
 
 import numpy as np
 import pytest
@@ -21,15 +20,9 @@ from .node_caches import (
     memory_is_released,  # noqa: F401  # a fixture
     running,
 )
-from .planned_reads import PlannedTask, costs
-
-CHUNKS, FILES = 160, 16
-
+from .planned_reads import CHUNKS, FILES, PlannedTask, costs, full
 
 pytestmark = pytest.mark.usefixtures("quick")
-
-planned = partial(PlannedTask, "plan", CHUNKS, FILES, CHUNKS // 2, group=5, ahead=0.0)
-"""An epoch takes 640 reads of each node: 32 s."""
 
 
 @pytest.mark.parametrize("lag_s", [0.05, 1.0])
@@ -37,7 +30,7 @@ planned = partial(PlannedTask, "plan", CHUNKS, FILES, CHUNKS // 2, group=5, ahea
 async def test_in_chunk_wise_order_the_store_gives_what_min_says(
     lag_s: float, prefetches: bool, autojump_clock: MockClock
 ) -> None:
-    task = planned(read_s=0.05, lag_s=lag_s, prefetches=prefetches)
+    task = PlannedTask(lag_s=lag_s, prefetches=prefetches)
     egress = await task.run(3)
     assert sum(each.total for each in egress) <= 1.02 * sum(each.belady for each in egress)
     assert egress[1].total < 0.53 * CHUNKS
@@ -47,7 +40,7 @@ async def test_in_chunk_wise_order_the_store_gives_what_min_says(
 
 async def test_in_a_full_shuffle_what_is_in_memory_stays(autojump_clock: MockClock) -> None:
     """Of a random epoch no cache gives more than what it holds; replacing would only cost."""
-    egress = await planned(order="full", read_s=0.05).run(4)
+    egress = await PlannedTask(full).run(4)
     assert egress[0].total <= 1.02 * CHUNKS
     assert all(each.total <= 1.02 * CHUNKS / 2 for each in egress[1:])
 
@@ -56,7 +49,7 @@ async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
     autojump_clock: MockClock,
 ) -> None:
     """By time alone, a fetch would pay after two reads."""
-    task = planned(order="full", read_s=0.05)
+    task = PlannedTask(full)
     for cache in task.caches:
         cache._costs.request_s = 1.0
     assert (await task.run(2))[1].total <= 1.02 * CHUNKS / 2
@@ -66,14 +59,8 @@ async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
     autojump_clock: MockClock,
 ) -> None:
     """Up to a third of an epoch late."""
-    egress = await planned(read_s=0.05, lag_s=10.0).run(3)
+    egress = await PlannedTask(lag_s=10.0).run(3)
     assert all(each.total < CHUNKS for each in egress[1:]), "less than without a cache"
-
-
-async def test_lru_reads_about_the_whole_dataset_in_each_epoch(autojump_clock: MockClock) -> None:
-    """What the plan is for."""
-    task = PlannedTask("lru", CHUNKS, FILES, CHUNKS // 2, group=5, read_s=0.05, known=False)
-    assert (await task.run(3))[2].total > 0.9 * CHUNKS
 
 
 # Without a plan
