@@ -145,19 +145,16 @@ class RunningTask:
         nodes: Nodes,
         *,
         files: int,
-        name: str = TASK,
-        options: Mapping[str, str] | None = None,
         source: Path | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`options` are those of `dlcmd mount`, for each node; the files of `source` are put where
-        there is one."""
+        """The files of `source` are put where there is one."""
         self.nodes = nodes
         self.files = files
-        self.name = name
+        self.name = TASK
         self.world = len(nodes)
         self.part = 0.0  # of the dataset that each master has memory for; 0 for as much as it likes
-        self.options = dict(options or {})
+        self.options: dict[str, str] = {}  # of `dlcmd mount`, for each node
         self._names = itertools.count(1)
         self.bytes = 0
         self.stored_bytes = 0  # what the chunks are together
@@ -214,13 +211,13 @@ class RunningTask:
 
     # Who reads
 
-    def mount(self, rank: int, *options: str, check: bool = True) -> Path:
+    def mount(self, rank: int, *options: str) -> Path:
         """The dataset on a node, mounted as a user does it."""
         place = self.nodes[rank]
         folder = place.folder / f"mount-{self.name}"
         folder.mkdir(exist_ok=True)
         words = [word for name, text in self._given(rank).items() for word in (f"--{name}", text)]
-        self.said = place.dlcmd("mount", *words, *options, DATASET, folder, check=check)
+        place.dlcmd("mount", *words, *options, DATASET, folder)
         return folder
 
     def umount(self, rank: int) -> None:

@@ -77,9 +77,9 @@ def at(two: ServerWithRedis, name: str, server: int) -> RemoteRepository:
         two.servers = kept
 
 
-def task_of(two: ServerWithRedis, name: str = "resnet", user: str = "ann") -> TaskName:
+def task_of(two: ServerWithRedis, user: str = "ann") -> TaskName:
     with two.open() as repository:
-        return TaskName(repository.dataset("ds").identity, user, name)
+        return TaskName(repository.dataset("ds").identity, user, "resnet")
 
 
 def ranks(registry: Registry, me: Member) -> list[int]:

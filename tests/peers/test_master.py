@@ -134,22 +134,15 @@ class Task:
 
     @asynccontextmanager
     async def node(
-        self,
-        rank: int,
-        *,
-        world: int = 3,
-        oneshot: bool = False,
-        registry: Registry | None = None,
-        policy: str = "lru",
+        self, rank: int, *, world: int = 3, oneshot: bool = False, policy: str = "lru"
     ) -> AsyncIterator[Master]:
         """A master while the `with` lasts, or until `kill`."""
-        registry = registry or self.registry
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             version, sizes = self.snapshot.version, self.snapshot.chunk_sizes
             member = Member(rank, Random().randbytes(16), address, version)
             name = TaskName(self.snapshot.identity, "me", "t")
-            first = registry.renew(member)
+            first = self.registry.renew(member)
             me = LocalIdentity(rank, member.instance, name, version, first.secret, sizes)
 
             def make_cache(fetch: Fetch) -> NodeCache:
@@ -161,7 +154,7 @@ class Task:
                 return cache
 
             made = Master(
-                me, member, self.snapshot, self.reads, registry, make_cache, world=world,
+                me, member, self.snapshot, self.reads, self.registry, make_cache, world=world,
                 oneshot=oneshot, renew_s=0.05, gather_renew_s=0.02, ttl_s=self.ttl_s,
             )  # fmt: skip
             self._lives[rank] = scope = trio.CancelScope()

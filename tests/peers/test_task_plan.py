@@ -88,10 +88,10 @@ class Receiver:
     def take(self, message: PlanMessage, rank: int = 1, client: int = 0) -> int:
         return self.plan.take(rank, plan_body(message, len(self.view)), client=client)
 
-    def send_order(self, order: Entries, rank: int = 1) -> PlannedEpoch:
+    def send_order(self, order: Entries) -> PlannedEpoch:
         digest = order_digest(order)
         for piece in order_pieces(order, digest, len(self.view)):
-            assert self.take(piece, rank) == TAKEN
+            assert self.take(piece) == TAKEN
         return PlannedEpoch(0, len(order), digest)
 
     def stream(self, *epochs: PlannedEpoch, key: str = "t") -> PlannedStream:

@@ -377,10 +377,7 @@ def use_up_inodes(point: Path) -> None:
 @pytest.mark.parametrize("use_up", [use_up_space, use_up_inodes])
 @pytest.mark.parametrize("floor", [disk_shelf.FREE_FRACTION_MIN, -1.0])
 async def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
-    use_up: Callable[[Path], None],
-    floor: float,
-    small: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    use_up: Callable[[Path], None], floor: float, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At the start and later; with a negative floor for free space, as another program may fill the
     disk between the check and the write."""
@@ -743,9 +740,7 @@ async def test_at_the_end_the_queue_is_written(shelf: Shelf) -> None:
 
 
 async def test_a_cancelled_flush_leaves_whole_chunks(
-    shelf: Shelf,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     go_on, fill = threading.Event(), disk_tier._FileReservation.commit
 
