@@ -1,24 +1,34 @@
-"""A dataset, a fake master, and a `TaskStore` between them, for tests of `TaskStore`."""
+"""Fixtures of tests of peers: simulated clocks; an acceptor and a `Peer` of it; and a dataset, a
+fake master and a `TaskStore` between them."""
 
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import cast
 
+import numpy as np
 import pytest
+from trio.testing import MockClock
 
+from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.peers.client import TaskStore
+from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.peer import Peer
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ..trees import write
+from .connected_masters import FakeAnswers, Node, answering, asking
 from .fake_master import Behaviour, FakeMaster
+from .node_caches import run_inline
+from .planes import Plane, running_plane
 
 FILES = {f"n{i:03}": os.urandom(1000 + i) for i in range(300)} | {
     "text": b"the same words, " * 1000,
@@ -54,6 +64,60 @@ class Counting(ReadWrapper):
         with self._lock:
             self._under_way -= 1
         self.inner.read_into(name, start, buffer)
+
+
+@pytest.fixture
+def jumping_clock() -> MockClock:
+    """It jumps when no task has run for a while; sockets and the data plane's thread are real, and
+    need far less than this while."""
+    return MockClock(autojump_threshold=0.1)
+
+
+@pytest.fixture
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The runtime folder of this machine's user, as on a node that no launcher has named."""
+    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "run").mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A `NodeCache` has no threads, and does not check contents."""
+    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
+    monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
+
+
+@pytest.fixture
+def simulated_time(monkeypatch: pytest.MonkeyPatch) -> MockClock:
+    """A clock that jumps when no task can run, for a `NodeCache`."""
+    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
+    return MockClock(autojump_threshold=0)
+
+
+@pytest.fixture
+def answers() -> FakeAnswers:
+    return FakeAnswers()
+
+
+@pytest.fixture
+async def node(answers: FakeAnswers) -> AsyncIterator[Node]:
+    async with answering(fake_answers=answers) as found:
+        yield found
+
+
+@pytest.fixture
+async def peer(node: Node) -> AsyncIterator[Peer]:
+    async with asking(node.port) as found:
+        yield found
+
+
+@pytest.fixture
+def plane() -> Iterator[Plane]:
+    with running_plane() as found:
+        yield found
 
 
 @pytest.fixture(scope="module")
@@ -98,16 +162,67 @@ def inner(repository: LocalRepository) -> Counting:
     return Counting(repository.objects)
 
 
-@pytest.fixture
-def store(inner: Counting, view: Snapshot, path: Path) -> Iterator[TaskStore]:
-    made = TaskStore(inner, path, view, deadline_s=DEADLINE_S, pause_s=PAUSE_S)
-    yield made
-    made.close()
+class Client:
+    """A reader's `TaskStore`, and what it should read."""
+
+    def __init__(
+        self, inner: Counting, path: Path, view: Snapshot, chunks: dict[int, bytes]
+    ) -> None:
+        self.inner, self.path, self.view, self.chunks = inner, path, view, chunks
+        self.store = TaskStore(inner, path, view, deadline_s=DEADLINE_S, pause_s=PAUSE_S)
+
+    def name(self, chunk: int) -> str:
+        return chunk_object(self.view.identity, self.view.chunk_ids[chunk])
+
+    def pin(self, chunk: int) -> memoryview | None:
+        return self.store.pin(self.name(chunk), lambda: None)
+
+    def reader(self, memory_bytes: int, *, prefer_entries: bool = False) -> EntryReader:
+        return EntryReader(self.view, self.store, memory_bytes, prefer_entries=prefer_entries)
+
+    def counts(self) -> dict[str, int]:
+        return cast("dict[str, int]", self.store.stats()["client"])
+
+    def read_one(self, chunk: int) -> None:
+        """Read a part of a chunk and check it."""
+        room = bytearray(100)
+        self.store.read_into(self.name(chunk), 500, room)
+        assert room == self.chunks[chunk][500:600]
+
+    def read(self, *chunks: int) -> None:
+        """Read a part of each of these chunks, in one request, and check them."""
+        found = self.store.read_parts([(self.name(chunk), 500, 100) for chunk in chunks])
+        assert list(map(bytes, found)) == [self.chunks[chunk][500:600] for chunk in chunks]
+
+    def parts(self, seed: int, count: int) -> list[tuple[int, int, int]]:
+        """Random parts (chunk, start, bytes)."""
+        random = np.random.default_rng(seed)
+        found = []
+        for chunk in random.integers(0, self.view.chunk_count, count).tolist():
+            size = int(self.view.chunk_sizes[chunk])
+            start = int(random.integers(0, size))
+            found.append((chunk, start, int(random.integers(0, min(size - start, 5000) + 1))))
+        return found
+
+    def begin(self, seed: int, count: int = 200) -> tuple[Iterator[memoryview], list[bytes]]:
+        """Begin to read random parts; and the right ones."""
+        parts = self.parts(seed, count)
+        found = self.store.read_parts(
+            [(self.name(chunk), start, size) for chunk, start, size in parts]
+        )
+        return found, [self.chunks[chunk][start : start + size] for chunk, start, size in parts]
+
+    def check_parts(self, seed: int, count: int = 200) -> None:
+        found, right = self.begin(seed, count)
+        views = list(found)
+        assert all(each.readonly for each in views)
+        assert list(map(bytes, views)) == right
 
 
 @pytest.fixture
-def quick_store(inner: Counting, view: Snapshot, path: Path) -> Iterator[TaskStore]:
-    """A store that often tells the master which chunks it has unmapped."""
-    made = TaskStore(inner, path, view, heartbeat_s=0.02)
+def client(
+    inner: Counting, path: Path, view: Snapshot, chunks: dict[int, bytes]
+) -> Iterator[Client]:
+    made = Client(inner, path, view, chunks)
     yield made
-    made.close()
+    made.store.close()

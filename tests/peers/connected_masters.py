@@ -4,16 +4,14 @@ import functools
 import os
 import socket
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from uuid import UUID
 
 import numpy as np
 import trio
-from trio.testing import MockClock
 
-from diesel_fs.net.channel import Channel
 from diesel_fs.net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES, parse_head
 from diesel_fs.net.tls import Certificate
 from diesel_fs.peers import wire
@@ -27,26 +25,15 @@ from diesel_fs.peers.wire import ABSENT, GIVEN, Hello, Parts, Proofs
 SECRET = bytes(range(32))
 SIZES = np.array([1 << 20, 300_000, 6 << 20, 40 << 20], np.uint64)
 TASK = TaskName(UUID(int=7), "me", "task")
-
-
-def run(main: Callable[[], Awaitable[None]], clock: MockClock | None = None) -> None:
-    """Run a test with a time limit: a minute, or half an hour of a simulated clock."""
-
-    async def within() -> None:
-        with trio.fail_after(60 if clock is None else 2000):
-            await main()
-
-    trio.run(within, clock=clock)
-
-
-def jumping() -> MockClock:
-    """A simulated clock that jumps when no task has run for a while; the sockets and the data
-    plane's thread are real, and need far less than this while."""
-    return MockClock(autojump_threshold=0.1)
+SMALL = (0, 4096, 4096)
 
 
 def me(rank: int, certificate: Certificate | None = None) -> LocalIdentity:
     return LocalIdentity(rank, bytes([rank]) * 16, TASK, 3, SECRET, SIZES, certificate)
+
+
+Part = tuple[int, int, int]
+"""Of a chunk, from a start, so many bytes."""
 
 
 def content(chunk: int, start: int, size: int) -> bytes:
@@ -55,9 +42,13 @@ def content(chunk: int, start: int, size: int) -> bytes:
     return (at + np.uint64(chunk)).tobytes()[start % 8 :][:size]
 
 
-def parts(*records: tuple[int, int, int]) -> Parts:
-    """Parts from (chunk, start, bytes)."""
+def parts(*records: Part) -> Parts:
     return np.array(records, "<u4").reshape(-1, 3)
+
+
+def asked(number: int, *records: Part, flags: int = 0) -> bytes:
+    """A READ."""
+    return wire.request(number, wire.READ, flags, parts(*records))
 
 
 @functools.cache
@@ -67,8 +58,7 @@ def whole(chunk: int) -> memoryview:
 
 
 class FakeAnswers:
-    """The answers of an acceptor: from memory where `hot`, else when `ready` returns; `absent`
-    chunks are never given."""
+    """The answers of an acceptor: from memory where chunks are `hot`, else when `ready` returns."""
 
     def __init__(self) -> None:
         self.table = ChunkTable(SIZES)
@@ -77,33 +67,13 @@ class FakeAnswers:
         self.plans: list[tuple[int, bytes]] = []
         self.plan_status = GIVEN
         self.slow = self.slow_most = 0
-        self._hot = True
-        self._absent: set[int] = set()
-        self._fill_table()
+        self.hold()
 
-    @property
-    def hot(self) -> bool:
-        """Whether chunks are in memory."""
-        return self._hot
-
-    @hot.setter
-    def hot(self, hot: bool) -> None:
-        self._hot = hot
-        self._fill_table()
-
-    @property
-    def absent(self) -> set[int]:
-        """The chunks that are never given; to be set, not changed."""
-        return self._absent
-
-    @absent.setter
-    def absent(self, absent: set[int]) -> None:
-        self._absent = absent
-        self._fill_table()
-
-    def _fill_table(self) -> None:
+    def hold(self, *, hot: bool = True, absent: Collection[int] = ()) -> None:
+        """Have chunks in memory, or not. Absent ones are never given."""
+        self.absent = absent
         for chunk in range(len(SIZES)):
-            if self._hot and chunk not in self._absent:
+            if hot and chunk not in absent:
                 self.table.views[chunk] = whole(chunk)
             else:
                 self.table.views.pop(chunk, None)
@@ -140,26 +110,22 @@ def member(port: int, certificate: bytes = b"") -> Member:
     return Member(1, bytes([1]) * 16, f"127.0.0.1:{port}", 3, certificate)
 
 
+@dataclass
 class Node:
     """A running acceptor of rank 1."""
 
-    def __init__(self, acceptor: Acceptor, fake_answers: FakeAnswers, port: int) -> None:
-        self.acceptor = acceptor
-        self.answers = fake_answers
-        self.port = port
+    acceptor: Acceptor
+    answers: FakeAnswers
+    port: int
 
 
 @asynccontextmanager
 async def answering(
-    mine: LocalIdentity | None = None,
-    fake_answers: FakeAnswers | None = None,
-    *,
-    make_channel: Callable[[socket.socket, LocalIdentity], Channel] | None = None,
-    **limits: int,
+    mine: LocalIdentity | None = None, fake_answers: FakeAnswers | None = None, **limits: int
 ) -> AsyncIterator[Node]:
     mine = mine or me(1)
     fake_answers = fake_answers or FakeAnswers()
-    acceptor = Acceptor(mine, fake_answers, make_channel=make_channel, **limits)
+    acceptor = Acceptor(mine, fake_answers, make_channel=None, **limits)
     with listening() as listener:
         async with trio.open_nursery() as nursery:
             await nursery.start(acceptor.serve, [listener])
@@ -182,29 +148,42 @@ async def asking(
         nursery.cancel_scope.cancel()
 
 
-@asynccontextmanager
-async def pair(fake_answers: FakeAnswers | None = None) -> AsyncIterator[tuple[Peer, Node]]:
-    async with answering(fake_answers=fake_answers) as node, asking(node.port) as peer:
-        yield peer, node
-
-
-async def read(
-    peer: Peer, *records: tuple[int, int, int], load: bool = False
-) -> tuple[list[int], list[bytes]]:
-    """Read parts; returns the statuses, and checks and returns the bytes that are given."""
+async def read(peer: Peer, *records: Part, load: bool = False) -> list[int]:
+    """Read parts; checks the bytes that are given, and returns the statuses."""
     room = memoryview(bytearray(sum(size for _, _, size in records)))
     statuses = await peer.read(parts(*records), room, load=load)
-    found, at = [], 0
-    for (chunk, start, size), status in zip(records, statuses, strict=True):
-        if status == GIVEN:
-            got = bytes(room[at : at + size])
-            assert got == content(chunk, start, size), (chunk, start, size)
-            found.append(got)
+    at = 0
+    for record, status in zip(records, statuses, strict=True):
+        size = record[2]
+        assert status != GIVEN or room[at : at + size] == content(*record), record
         at += size
-    return statuses.tolist(), found
+    found: list[int] = statuses.tolist()
+    return found
 
 
 # by hand ------------------------------------------------------------------------------------------
+
+
+def hello(
+    mine: LocalIdentity,
+    nonce: bytes,
+    binding: bytes = NO_BINDING,
+    *,
+    to: int = 1,
+    is_client: bool = False,
+) -> bytes:
+    """What a connector sends when it knows the acceptor's nonce."""
+    own = os.urandom(NONCE_BYTES)
+    said = Hello(mine.rank, is_client, mine.instance, to, mine.identity, mine.version, own)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
+    return wire.hello_frame(said, proofs.connector)
+
+
+def proof(mine: LocalIdentity, nonce: bytes, heard: bytes, binding: bytes = NO_BINDING) -> bytes:
+    """What an acceptor answers to a hello."""
+    said, _ = wire.parse_hello(heard)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
+    return wire.proof_frame(proofs.acceptor)
 
 
 class RawPeer:
@@ -242,36 +221,40 @@ class RawPeer:
     async def handshake(
         self,
         mine: LocalIdentity,
+        binding: bytes = NO_BINDING,
         *,
         to: int = 1,
-        secret: bytes = SECRET,
-        binding: bytes = NO_BINDING,
         is_client: bool = False,
     ) -> dict[str, object]:
         """As a connector. What is answered to the hello."""
         await self.send(wire.greeting())
         await self.exactly(GREETING_BYTES)
         nonce = await self.exactly(NONCE_BYTES)
-        said = Hello(
-            mine.rank, is_client, mine.instance, to, mine.identity, mine.version, os.urandom(32)
-        )
-        proofs = Proofs(secret, nonce, binding, mine.task.digest, said)
-        await self.send(wire.hello_frame(said, proofs.connector))
+        await self.send(hello(mine, nonce, binding, to=to, is_client=is_client))
         return await self.frame()
 
     async def welcome(self, mine: LocalIdentity) -> None:
         """As an acceptor."""
         await self.exactly(GREETING_BYTES)
-        nonce = os.urandom(32)
+        nonce = os.urandom(NONCE_BYTES)
         await self.send(wire.welcome(nonce))
         length = int.from_bytes((await self.exactly(8))[:4], "little")
-        said, _ = wire.parse_hello(await self.exactly(length))
-        proofs = Proofs(mine.secret, nonce, NO_BINDING, mine.task.digest, said)
-        await self.send(wire.proof_frame(proofs.acceptor))
+        await self.send(proof(mine, nonce, await self.exactly(length)))
 
-    async def request(self) -> tuple[wire.RequestHead, bytes]:
+    async def request(self) -> wire.RequestHead:
         head = wire.parse_request(await self.exactly(wire.HEAD_BYTES))
-        return head, await self.exactly(head.counted * wire.PART_BYTES)
+        await self.exactly(head.counted * wire.PART_BYTES)
+        return head
+
+    async def give(self, head: wire.RequestHead, part: Part = SMALL) -> None:
+        """Answer a request for this part."""
+        said = wire.answer_head(head.id, wire.READ, b"\0", part[2])
+        await self.send(said, content(*part))
+
+    async def answer(self) -> tuple[wire.AnswerHead, bytes, bytes]:
+        """The next answer, with its statuses and bytes."""
+        head = wire.parse_answer(await self.exactly(wire.HEAD_BYTES))
+        return head, await self.exactly(head.counted), await self.exactly(head.payload_bytes)
 
 
 _OPEN: list[RawPeer] = []  # what a test has opened; it ends with the master that it is for
@@ -295,32 +278,22 @@ async def authenticated_raw(port: int, rank: int = 0, *, is_client: bool = False
 @asynccontextmanager
 async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> AsyncIterator[int]:
     """A master whose connections a test answers by hand after the handshake; yields its port."""
-    with listening() as listener:
-        listener.setblocking(False)
-        accepting = trio.SocketListener(trio.socket.from_stdlib_socket(listener))
 
-        async def one(stream: trio.SocketStream) -> None:
-            async with stream:
-                raw_peer = RawPeer(stream)
-                try:
-                    await raw_peer.welcome(me(1))
-                    await behave(raw_peer)
-                except (EOFError, trio.BrokenResourceError):
-                    pass
+    async def one(stream: trio.SocketStream) -> None:
+        raw_peer = RawPeer(stream)
+        with suppress(EOFError, trio.BrokenResourceError):
+            await raw_peer.welcome(me(1))
+            await behave(raw_peer)
 
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.serve_listeners, one, [accepting])
-            yield listener.getsockname()[1]
-            nursery.cancel_scope.cancel()
+    async with trio.open_nursery() as nursery:
+        serve = functools.partial(trio.serve_tcp, one, 0, host="127.0.0.1")
+        [listener] = await nursery.start(serve)
+        yield listener.socket.getsockname()[1]
+        nursery.cancel_scope.cancel()
 
 
 def wait_for(seconds: float) -> Callable[[], Awaitable[None]]:
-    """An operation that takes so many seconds."""
-
-    async def wait() -> None:
-        await trio.sleep(seconds)
-
-    return wait
+    return functools.partial(trio.sleep, seconds)
 
 
 async def gather(*works: Callable[[], Awaitable[None]]) -> None:

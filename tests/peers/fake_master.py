@@ -17,12 +17,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SHRINK, F_SEAL_WRITE, fcntl
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import msgpack
 
-from .fake_owner import FakeOwner, OwnerBehaviour, answer_reads
+from .fake_owner import FakeOwner, FakeServer, OwnerBehaviour, answer_reads
 
 HEAD = struct.Struct("<BBHIII")
 HELLO, MEMBERS, PIN, UNPIN, DAMAGED, STATS, SWITCH_VERSION, DATA = range(1, 9)
@@ -42,17 +41,18 @@ class Behaviour(OwnerBehaviour):
     versions: set[int] = field(default_factory=set)  # none: any
 
 
-class FakeMaster:
+class FakeMaster(FakeServer):
     """One master at a socket, with the chunks of a dataset."""
 
-    def __init__(self, path: Path, chunks: Mapping[int, bytes], behaviour: Behaviour) -> None:
-        self.path = path
-        self.chunks = chunks
-        self.behaviour = behaviour
+    def __init__(
+        self, path: Path, chunks: Mapping[int, bytes], behaviour: Behaviour | None = None
+    ) -> None:
+        super().__init__(socket.socket(socket.AF_UNIX))
+        self.path, self.chunks = path, chunks
+        self.behaviour = behaviour or Behaviour()
         self.requests: list[tuple[int, bytes]] = []
         self.pinned: list[int] = []
         self.flags: list[int] = []  # of the reads
-        self.connections: list[socket.socket] = []
         self.members: list[FakeOwner] = []
         self._lock = threading.Lock()
         self._table = os.memfd_create("owners", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -63,26 +63,14 @@ class FakeMaster:
         self.set_owners(dict.fromkeys(chunks, RANK))
 
     def __enter__(self) -> Self:
-        self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(os.fspath(self.path))
         self._listener.listen(64)
-        threading.Thread(target=self._accept, daemon=True).start()
-        return self
+        return super().__enter__()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.path.unlink()
         os.close(self._table)
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for each in self.connections:
-            with suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+        super().__exit__()
 
     def set_owners(self, owners: Mapping[int, int], *members: FakeOwner) -> None:
         """Set the owners of some chunks, and all other nodes."""
@@ -100,14 +88,9 @@ class FakeMaster:
         """What came with requests of a kind."""
         return [body for each, body in self.requests if each == kind]
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections.append(connection)
-            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+    def unpinned(self) -> list[int]:
+        """The chunks that clients have given back."""
+        return [chunk for body in self.bodies(UNPIN) for (chunk,) in struct.iter_unpack("<I", body)]
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError, ConnectionError), connection:

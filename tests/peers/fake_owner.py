@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 from uuid import UUID
 
@@ -81,38 +80,18 @@ def received(connection: socket.socket, size: int) -> bytes:
     return content
 
 
-class FakeOwner:
-    """The master of another node of a task, with the chunks of a dataset."""
+class FakeServer:
+    """A server that serves each connection in a thread, while the `with` lasts."""
 
-    def __init__(
-        self, rank: int, chunks: Mapping[int, bytes], *, identity: UUID, version: int,
-        task: bytes, secret: bytes,
-    ) -> None:  # fmt: skip
-        self.rank = rank
-        self.chunks = chunks
-        self.behaviour = OwnerBehaviour()
-        self.reads: list[tuple[int, bytes]] = []  # flags and records
-        self.hellos: list[wire.Hello] = []
+    def __init__(self, listener: socket.socket) -> None:
         self.connections: list[socket.socket] = []
-        self.identity, self.version, self.task, self.secret = identity, version, task, secret
-        self._listener = socket.create_server(("127.0.0.1", 0))
-
-    @property
-    def member(self) -> Member:
-        """What the registry says of it."""
-        port: int = self._listener.getsockname()[1]
-        return Member(self.rank, bytes([self.rank]) * 16, f"127.0.0.1:{port}", self.version, b"")
+        self._listener = listener
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._accept, daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -132,6 +111,30 @@ class FakeOwner:
                 return
             self.connections.append(connection)
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        raise NotImplementedError
+
+
+class FakeOwner(FakeServer):
+    """The master of another node of a task, with the chunks of a dataset."""
+
+    def __init__(
+        self, rank: int, chunks: Mapping[int, bytes], *, identity: UUID, version: int,
+        task: bytes, secret: bytes,
+    ) -> None:  # fmt: skip
+        super().__init__(socket.create_server(("127.0.0.1", 0)))
+        self.rank, self.chunks = rank, chunks
+        self.behaviour = OwnerBehaviour()
+        self.reads: list[tuple[int, bytes]] = []  # flags and records
+        self.hellos: list[wire.Hello] = []
+        self.identity, self.version, self.task, self.secret = identity, version, task, secret
+
+    @property
+    def member(self) -> Member:
+        """What the registry says of it."""
+        port: int = self._listener.getsockname()[1]
+        return Member(self.rank, bytes([self.rank]) * 16, f"127.0.0.1:{port}", self.version, b"")
 
     def _serve(self, connection: socket.socket) -> None:
         with suppress(OSError), connection:

@@ -7,7 +7,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 from uuid import UUID
@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import trio
-from trio.testing import MockClock
 
 from diesel_fs.cache.disk import DiskTier
 from diesel_fs.cache.policy import POLICIES, EvictionPolicy
@@ -30,7 +29,6 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 IDENTITY = UUID(int=5)
-Main = Callable[[], Awaitable[None]]
 EXTRA_BYTES = 40  # each chunk has so many more than the one before
 
 
@@ -96,19 +94,20 @@ class ChunkSource:
 
 def make_cache(
     source: ChunkSource,
-    memory_bytes: int,
+    memory_bytes: int | None = None,
     *,
     policy: str | type[EvictionPolicy] = "lru",
     disk: DiskTier | None = None,
     costs: ReadCostModel | None = None,
     mine: bool = True,
 ) -> NodeCache:
+    """A cache of this node's own chunks; by default with memory for all of them."""
     make_policy = POLICIES[policy] if isinstance(policy, str) else policy
     cache = NodeCache(
         IDENTITY,
         source.ids,
         source.sizes,
-        memory_bytes=memory_bytes,
+        memory_bytes=total_bytes(source) if memory_bytes is None else memory_bytes,
         policy=make_policy(),
         fetch=source.fetch,
         disk=disk,
@@ -129,7 +128,7 @@ async def run_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
 
 
 @asynccontextmanager
-async def run_and_close_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
+async def running(cache: NodeCache) -> AsyncIterator[NodeCache]:
     """Runs the cache, and releases its memory and descriptors afterwards."""
     try:
         async with run_cache(cache):
@@ -173,13 +172,6 @@ def memory_is_released() -> Iterator[None]:
             return
         time.sleep(0.02)
     assert descriptors() == before
-
-
-def run_simulated(main: Main) -> None:
-    """Run with a clock that jumps when no task can run."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(NodeCache, "_in_thread", run_inline)
-        trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
 def total(source: ChunkSource, *numbers: int) -> int:

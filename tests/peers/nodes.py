@@ -119,7 +119,6 @@ class NodeHost:
     def start(
         self,
         *words: str | Path,
-        environment: Mapping[str, str] | None = None,
         out: int | IO[bytes] = subprocess.PIPE,
         log: IO[bytes] | None = None,
         stdin: int = subprocess.DEVNULL,
@@ -127,7 +126,7 @@ class NodeHost:
         """A program that runs until it ends, or the nodes do."""
         return subprocess.Popen(
             self.command(*words),
-            env={**self.environment, **(environment or {})},
+            env=self.environment,
             cwd=self.folder,
             stdin=stdin,
             stdout=out,
@@ -135,20 +134,18 @@ class NodeHost:
         )
 
     def run(
-        self,
-        *words: str | Path,
-        check: bool = True,
-        said: str = "",
-        environment: Mapping[str, str] | None = None,
-        timeout_s: float = RUN_S,
+        self, *words: str | Path, check: bool = True, timeout_s: float = RUN_S
     ) -> "subprocess.CompletedProcess[str]":
         """Run a program to its end. What it leaves in the background keeps none of our pipes."""
-        with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
+        with (
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
+            tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
+        ):
             done = subprocess.run(
                 self.command(*words),
-                env={**self.environment, **(environment or {})},
+                env=self.environment,
                 cwd=self.folder,
-                input=said.encode(),
+                stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=errors,
                 timeout=timeout_s,
@@ -156,15 +153,16 @@ class NodeHost:
             )
             for file in (out, errors):
                 file.seek(0)
-            texts = [file.read().decode(errors="replace") for file in (out, errors)]
-        whole = subprocess.CompletedProcess(done.args, done.returncode, *texts)
-        assert not check or not done.returncode, f"{words} ended with {done.returncode}: {texts}"
+            whole = subprocess.CompletedProcess(
+                done.args, done.returncode, out.read(), errors.read()
+            )
+        assert not check or not done.returncode, whole
         return whole
 
     def dlcmd(
-        self, *words: str | Path, check: bool = True, timeout_s: float = RUN_S
+        self, *words: str | Path, timeout_s: float = RUN_S
     ) -> "subprocess.CompletedProcess[str]":
-        return self.run("dlcmd", "-q", *words, check=check, timeout_s=timeout_s)
+        return self.run("dlcmd", "-q", *words, timeout_s=timeout_s)
 
     def pids(self) -> list[int]:
         """What runs here, daemons too."""
@@ -256,7 +254,7 @@ class NodeHost:
                 words = ["del", "dev", device, "root"]
             _checked([*prefix, "tc", "qdisc", *words], self.environment)
 
-    def join_switch(self, switch: str, bits: int = 24) -> None:
+    def join_switch(self, switch: str) -> None:
         """Make the namespace and its link to the switch; the place is separate from now on."""
         _ip("netns", "add", self.name)
         self._switch = switch
@@ -269,7 +267,7 @@ class NodeHost:
             ends = ("netns", switch, "type", "veth", "peer", "name", device, "netns", self.name)
             _ip("link", "add", "name", self._link, *ends)
             _ip("-n", switch, "link", "set", self._link, "master", "br0", "up")
-        _ip("-n", self.name, "addr", "add", f"{self.address}/{bits}", "dev", device)
+        _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", device)
         _ip("-n", self.name, "link", "set", device, "up")
 
     def remove(self) -> None:

@@ -12,15 +12,16 @@ import trio
 
 from diesel_fs.format.entries import Bytes
 from diesel_fs.net.channel import Channel, TlsChannel
-from diesel_fs.net.tls import Certificate, client_context
+from diesel_fs.net.tls import Certificate, client_context, make_certificate
 from diesel_fs.peers import wire
 from diesel_fs.peers.chunk_table import ChunkTable
 from diesel_fs.peers.data_plane import Connection, DataPlane
 from diesel_fs.peers.wire import Parts
 
-from .connected_masters import SIZES, parts, whole
+from .connected_masters import SIZES, whole
 
 HOPE_S = 30.0
+KINDS = ("TCP", "Unix", "TLS")
 
 
 class Forwarded(NamedTuple):
@@ -103,6 +104,11 @@ class Plane:
         )
         return end
 
+    def connect_as(self, kind: str) -> socket.socket:
+        """The other end of a new connection of this of the `KINDS`."""
+        certificate = make_certificate() if kind == "TLS" else None
+        return self.connect(is_local=kind == "Unix", certificate=certificate)
+
     def close(self) -> None:
         self.data.close()
         for end in self._ends:
@@ -116,11 +122,6 @@ def running_plane() -> Iterator[Plane]:
         yield plane
     finally:
         plane.close()
-
-
-def asked(number: int, *records: tuple[int, int, int], flags: int = 0) -> bytes:
-    """A READ."""
-    return wire.request(number, wire.READ, flags, parts(*records))
 
 
 def exactly(end: socket.socket, size: int) -> bytes:

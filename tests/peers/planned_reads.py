@@ -3,14 +3,12 @@ must give at least.
 
 The oracles share no code with the cache. `belady_fetches` is Belady's MIN at the unit of a chunk:
 each miss fetches the whole chunk and replaces the one whose next use is farthest. It is the optimum
-of a cache that must take in what it reads. `egress_bound` also allows reads past the cache: it is
-a lower bound for any decisions whatever (the Lagrangian dual of the problem, with one price for
-room), and so also for those of MIN.
+of a cache that must take in what it reads.
 """
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +24,12 @@ from .node_caches import ChunkSource, make_cache
 Files = npt.NDArray[np.int64]
 
 NODES = 4
+CHUNKS, FILES = 160, 16
+"""Chunks, and files of each of them; an epoch takes 640 reads of each node: 32 s."""
+
+ROOM = CHUNKS // 2 // NODES  # chunks that fit a node
+GROUP = 5  # chunks that are shuffled together
+READ_S = 0.05
 CHUNK_BYTES, REQUEST_S, CHUNK_S = 2000, 0.005, 0.042  # of a store at 100 MB/s, 4 MiB
 
 
@@ -35,20 +39,21 @@ def costs() -> ReadCostModel:
     return found
 
 
-# Orders of files; file i is in chunk i // files_per_chunk
+# Orders of files; file i is in chunk i // FILES
 
 
-def chunk_wise(epoch: int, chunks: int, files: int, group: int) -> Files:
+def chunk_wise(epoch: int) -> Files:
+    """Groups of chunks in random order, and the files of each group."""
     chance = np.random.default_rng([1, epoch])
-    shuffled = chance.permutation(chunks)
-    groups = [shuffled[first : first + group] for first in range(0, chunks, group)]
+    shuffled = chance.permutation(CHUNKS)
+    groups = [shuffled[first : first + GROUP] for first in range(0, CHUNKS, GROUP)]
     return np.concatenate(
-        [chance.permutation((each[:, None] * files + np.arange(files)).ravel()) for each in groups]
+        [chance.permutation((each[:, None] * FILES + np.arange(FILES)).ravel()) for each in groups]
     )
 
 
-def full(epoch: int, chunks: int, files: int, group: int) -> Files:
-    return np.random.default_rng([2, epoch]).permutation(chunks * files)
+def full(epoch: int) -> Files:
+    return np.random.default_rng([2, epoch]).permutation(CHUNKS * FILES)
 
 
 # Oracles
@@ -76,46 +81,17 @@ def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
     return fetches
 
 
-def egress_bound(
-    accesses: Sequence[int], chunks: int, room: int, files: int, first: int, last: int
-) -> float:
-    """The least that any cache reads from the store for the accesses `first` to `last - 1`, in
-    chunks, where at `first` it may hold anything: the best of the bounds for some prices."""
-    uses: list[list[int]] = [[] for _ in range(chunks)]
-    for at in range(first, last):
-        uses[accesses[at]].append(at)
-    span = max(last - first, 1)
-    best = 0.0
-    for price in np.linspace(0.0, 2.0, 41).tolist():
-        # By chunk: the least cost of reads, fetches and rent for its room
-        total = -price * room
-        for each in uses:
-            # `out` and `here`: the least cost up to now where the chunk is not here, or is
-            out, here, at = 0.0, 0.0, first
-            for use in each:
-                here += price * (use - at) / span
-                out = min(out, here)
-                here = min(here, out + 1.0)  # fetched for this read
-                out += 1 / files
-                at = use
-            here += price * (last - at) / span
-            total += min(out, here)
-        best = max(best, total)
-    return best
-
-
 # The simulated task
 
 
 @dataclass(slots=True)
 class EpochEgress:
-    """What one epoch read from the store, in chunks, by whole fetches and by single reads; what MIN
-    reads, and the bound for any cache."""
+    """What one epoch read from the store, in chunks, by whole fetches and by single reads; and what
+    MIN reads."""
 
     fetched: float
     read_past: float
     belady: float
-    bound: float
 
     @property
     def total(self) -> float:
@@ -123,38 +99,35 @@ class EpochEgress:
 
 
 class PlannedTask:
-    """Four nodes; the readers of all read in step, each its part of the order."""
+    """Four nodes that hold half of the dataset together; the readers of all read in step, each its
+    part of the order. The next epoch is known at the begin of one."""
 
     def __init__(
-        self, policy: str, chunks: int, files: int, room: int, *, group: int = 10,
-        order: str = "chunk-wise", read_s: float = 0.01, lag_s: float = 1.0, known: bool = True,
-        prefetches: bool = True, ahead: float = 0.5,
-    ) -> None:  # fmt: skip
-        """`room`: chunks that fit all nodes together. `lag_s`: how old positions become. The next
-        epoch is known when the part `ahead` of one has been read."""
-        self.chunks, self.files, self.room, self.group = chunks, files, room, group
-        self.make_order = chunk_wise if order == "chunk-wise" else full
-        self.read_s, self.lag_s, self.known, self.ahead = read_s, lag_s, known, ahead
-        self.prefetches = prefetches
-        self.owner = np.random.default_rng(3).permutation(np.arange(chunks) % NODES)
-        self.source = ChunkSource(range(chunks), CHUNK_BYTES)
-        self.source.contents = [self.source.contents[0]] * chunks
+        self,
+        order: Callable[[int], Files] = chunk_wise,
+        *,
+        lag_s: float = 1.0,
+        prefetches: bool = True,
+    ) -> None:
+        """`lag_s`: how old positions become."""
+        self.order, self.lag_s, self.prefetches = order, lag_s, prefetches
+        self.owner = np.random.default_rng(3).permutation(np.arange(CHUNKS) % NODES)
+        self.source = ChunkSource(range(CHUNKS), CHUNK_BYTES)
+        self.source.contents = [self.source.contents[0]] * CHUNKS
         self.size = len(self.source.contents[0])
         self.source.seconds = costs().read_s(self.size)
         self.caches = [
-            make_cache(self.source, room // NODES * self.size, policy=policy, costs=costs())
+            make_cache(self.source, ROOM * self.size, policy="plan", costs=costs())
             for _ in range(NODES)
         ]
         for rank, cache in enumerate(self.caches):
             cache.set_owned(self.owner == rank)
         self.accesses: list[list[int]] = [[] for _ in range(NODES)]  # by owner
         self.bounds: list[list[int]] = [[0] * NODES]
-        self.past = [0]
-        self.fetched = [0]
+        self.past, self.fetched = [0], [0]
         self.late = 0  # reads that had to wait or went past the cache
         self.position = 0  # in the epochs together
         self._base = 0
-        self._known_epochs = 0
 
     async def run(self, epochs: int) -> list[EpochEgress]:
         async with trio.open_nursery() as nursery:
@@ -162,60 +135,49 @@ class PlannedTask:
                 await nursery.start(cache.run)
                 if self.prefetches:
                     nursery.start_soon(cache.prefetch_planned)
-            if self.known:
-                nursery.start_soon(self._tell_positions)
+            nursery.start_soon(self._tell_positions)
             for epoch in range(epochs):
-                await self._read(epoch, epochs)
+                await self._read(epoch, min(epoch + 2, epochs))
             nursery.cancel_scope.cancel()
         for cache in self.caches:
             cache.close()
         return [self._egress(epoch) for epoch in range(epochs)]
 
     def parts(self, epoch: int) -> Files:
-        order = self.make_order(epoch, self.chunks, self.files, self.group)
-        return order[: len(order) // NODES * NODES].reshape(NODES, -1)
+        return self.order(epoch).reshape(NODES, -1)
 
-    async def _read(self, epoch: int, epochs: int) -> None:
-        parts = self.parts(epoch)
-        if self._known_epochs <= epoch:
-            self._tell_future(epoch, epoch + 1)
-        for at in range(parts.shape[1]):
-            if at == int(parts.shape[1] * self.ahead) and epoch + 1 < epochs:
-                self._tell_future(epoch, epoch + 2)
+    async def _read(self, epoch: int, known: int) -> None:
+        self._tell_future(epoch, known)
+        for files in self.parts(epoch).T.tolist():
             async with trio.open_nursery() as nursery:
-                for rank in range(NODES):
-                    nursery.start_soon(self._read_file, int(parts[rank, at]))
-                nursery.start_soon(trio.sleep, self.read_s)
+                for file in files:
+                    nursery.start_soon(self._read_file, file)
+                nursery.start_soon(trio.sleep, READ_S)
             self.position += 1
         self.bounds.append([len(each) for each in self.accesses])
         self.past.append(self.past[-1])
         self.fetched.append(self.source.fetches.total())
 
     async def _read_file(self, file: int) -> None:
-        chunk = file // self.files
+        chunk = file // FILES
         owner = int(self.owner[chunk])
         self.accesses[owner].append(chunk)
         began_s = trio.current_time()
-        size = self.size // self.files
-        found = await self.caches[owner].read(chunk, [(0, size)], load=True)
+        found = await self.caches[owner].read(chunk, [(0, self.size // FILES)], load=True)
         if found is None:
             self.past[-1] += 1
         self.late += found is None or trio.current_time() > began_s
 
     def _tell_future(self, epoch: int, until: int) -> None:
-        self._known_epochs = until
-        if not self.known:
-            return
-        length = self.parts(epoch).shape[1]
         orders = np.concatenate([self.parts(each) for each in range(epoch, until)], axis=1)
-        self._base = epoch * length
-        units = [(each // self.files).astype(np.uint32) for each in orders]
+        self._base = epoch * CHUNKS * FILES // NODES
+        units = [(each // FILES).astype(np.uint32) for each in orders]
         for cache in self.caches:
-            uses = FutureUses([UnitOrder(each) for each in units], self.chunks)
+            uses = FutureUses([UnitOrder(each) for each in units], CHUNKS)
             for rank in range(NODES):
                 uses.seek(rank, self.position - self._base)
-            size = np.full(self.chunks, float(self.size))
-            cache.set_future(ChunkFuture(uses, size, size / self.files))
+            size = np.full(CHUNKS, float(self.size))
+            cache.set_future(ChunkFuture(uses, size, size / FILES))
 
     async def _tell_positions(self) -> None:
         while True:
@@ -225,16 +187,10 @@ class PlannedTask:
                 cache.set_positions([position - self._base] * NODES)
 
     def _egress(self, epoch: int) -> EpochEgress:
-        room = self.room // NODES
-        belady = bound = 0.0
+        belady = 0.0
         for rank, accesses in enumerate(self.accesses):
             first, last = self.bounds[epoch][rank], self.bounds[epoch + 1][rank]
-            belady += belady_fetches(accesses, room, first) - belady_fetches(accesses, room, last)
-            bound += egress_bound(accesses, self.chunks, room, self.files, first, last)
+            belady += belady_fetches(accesses, ROOM, first) - belady_fetches(accesses, ROOM, last)
         past = self.past[epoch] - (self.past[epoch - 1] if epoch else 0)
-        return EpochEgress(
-            fetched=self.fetched[epoch + 1] - self.fetched[epoch],
-            read_past=past / self.files,
-            belady=belady,
-            bound=bound,
-        )
+        fetched = self.fetched[epoch + 1] - self.fetched[epoch]
+        return EpochEgress(fetched, past / FILES, belady)

@@ -35,26 +35,41 @@ from tests.peers.contents import content, path
 Read = Callable[[list[str]], Iterable[bytes | memoryview]]
 
 
-def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[str, object]:
-    """Read all files; returns how many were right, and how long the slowest batch took."""
-    order = random.Random(seed).sample(range(files), files)
+def checked(
+    read: Callable[[list[int]], Iterable[bytes | memoryview]],
+    order: list[int],
+    number_of: Callable[[int], int],
+    batch: int,
+    pause: Callable[[int], None],
+) -> dict[str, object]:
+    """Read files in batches; returns how many were right, and how long the slowest batch took.
+    `pause` is called with the first place of the next batch."""
     right, wrong, worst_s, errors = 0, 0, 0.0, []
     start_s = time.monotonic()
-    for first in range(0, files, batch):
-        numbers = order[first : first + batch]
-        began_s = time.monotonic()
+    for first in range(0, len(order), batch):
+        some, began_s = order[first : first + batch], time.monotonic()
         try:
-            got = [bytes(each) for each in read([path(number) for number in numbers])]
+            got = [bytes(each) for each in read(some)]
         except Exception as error:
             errors.append(f"{type(error).__name__}: {error}")
             got = []
         worst_s = max(worst_s, time.monotonic() - began_s)
-        for number, each in zip(numbers, got, strict=False):
-            right += each == content(number)
-            wrong += each != content(number)
-        time.sleep(pace_s)
+        for each, read_bytes in zip(some, got, strict=False):
+            right += read_bytes == content(number_of(each))
+            wrong += read_bytes != content(number_of(each))
+        pause(first + batch)
     seconds = time.monotonic() - start_s
     return {"right": right, "wrong": wrong, "errors": errors, "worst_s": worst_s, "s": seconds}
+
+
+def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[str, object]:
+    """Read all files in random order."""
+    order = random.Random(seed).sample(range(files), files)
+
+    def read_numbers(numbers: list[int]) -> Iterable[bytes | memoryview]:
+        return read([path(number) for number in numbers])
+
+    return checked(read_numbers, order, lambda number: number, batch, lambda _: time.sleep(pace_s))
 
 
 class PlannedReader:
@@ -78,26 +93,22 @@ class PlannedReader:
             epochs = [Epoch(epoch, entries[0], computed=orders[0])]
         else:
             epochs = [Epoch(epoch + at, each) for at, each in enumerate(entries)]
-        order = entries[0].tolist()
-        right, wrong, errors, worst_s, start_s = 0, 0, [], 0.0, time.monotonic()
-        for first in range(0, len(order), batch):
-            self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, first)})
-            due_s = start_s + pace_s * (first / batch + 1)
-            some, began_s = order[first : first + batch], time.monotonic()
-            try:
-                got = [bytes(each) for each in self._dataset.read_many(some)]
-            except Exception as error:
-                errors.append(f"{type(error).__name__}: {error}")
-                got = []
-            worst_s = max(worst_s, time.monotonic() - began_s)
-            for entry, each in zip(some, got, strict=False):
-                number = int(snapshot.path(entry)[-5:])
-                right += each == content(number)
-                wrong += each != content(number)
+        order, start_s = entries[0].tolist(), time.monotonic()
+
+        def tell(first: int) -> None:
+            at = min(first, len(order))
+            self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, at)})
+
+        def pause(following: int) -> None:
+            due_s = start_s + pace_s * following / batch
             time.sleep(max(due_s - time.monotonic(), 0))
-        self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, len(order))})
-        seconds = time.monotonic() - start_s
-        return {"right": right, "wrong": wrong, "errors": errors, "worst_s": worst_s, "s": seconds}
+            tell(following)
+
+        def number_of(entry: int) -> int:
+            return int(snapshot.path(entry)[-5:])
+
+        tell(0)
+        return checked(self._dataset.read_many, order, number_of, batch, pause)
 
 
 def main() -> None:

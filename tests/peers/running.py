@@ -12,6 +12,7 @@ the requests of all nodes are counted in one list.
 import contextlib
 import itertools
 import json
+import os
 import re
 import shutil
 import socket
@@ -20,7 +21,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self, cast
@@ -31,7 +32,7 @@ from ..server.program import until
 from ..storage.objects.s3_server import credentials
 from ..storage.objects.scripted_s3 import BUCKET, RecordedRequest, ScriptedS3
 from .contents import make
-from .nodes import NodeHost, Nodes, command_line, end, mounts_below
+from .nodes import NodeHost, Nodes, end, mounts_below
 
 DATASET = "images"
 TASK = "training"
@@ -144,19 +145,16 @@ class RunningTask:
         nodes: Nodes,
         *,
         files: int,
-        name: str = TASK,
-        options: Mapping[str, str] | None = None,
         source: Path | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """`options` are those of `dlcmd mount`, for each node; the files of `source` are put where
-        there is one."""
+        """The files of `source` are put where there is one."""
         self.nodes = nodes
         self.files = files
-        self.name = name
+        self.name = TASK
         self.world = len(nodes)
         self.part = 0.0  # of the dataset that each master has memory for; 0 for as much as it likes
-        self.options = dict(options or {})
+        self.options: dict[str, str] = {}  # of `dlcmd mount`, for each node
         self._names = itertools.count(1)
         self.bytes = 0
         self.stored_bytes = 0  # what the chunks are together
@@ -213,13 +211,13 @@ class RunningTask:
 
     # Who reads
 
-    def mount(self, rank: int, *options: str, check: bool = True) -> Path:
+    def mount(self, rank: int, *options: str) -> Path:
         """The dataset on a node, mounted as a user does it."""
         place = self.nodes[rank]
         folder = place.folder / f"mount-{self.name}"
         folder.mkdir(exist_ok=True)
         words = [word for name, text in self._given(rank).items() for word in (f"--{name}", text)]
-        self.said = place.dlcmd("mount", *words, *options, DATASET, folder, check=check)
+        place.dlcmd("mount", *words, *options, DATASET, folder)
         return folder
 
     def umount(self, rank: int) -> None:
@@ -256,10 +254,6 @@ class RunningTask:
     def masters(self, rank: int) -> list[int]:
         """The processes that are masters on a node."""
         return self.nodes[rank].matching("diesel_fs.peers")
-
-    def masters_of(self, rank: int, name: str) -> list[int]:
-        """Those of a task of this name."""
-        return [pid for pid in self.masters(rank) if name in command_line(pid).split()]
 
     def socket(self, rank: int) -> Path:
         """Where the master of a node listens to its clients."""
@@ -326,26 +320,29 @@ class RunningTask:
         return min(int(last or size), size - 1) - int(first) + 1
 
 
+@contextlib.contextmanager
+def connected(path: Path) -> Iterator[socket.socket]:
+    """A connection to the master that listens at a socket, however long its path is."""
+    with socket.socket(socket.AF_UNIX) as link:
+        folder = os.open(path.parent, os.O_PATH)
+        try:
+            link.connect(f"/proc/self/fd/{folder}/{path.name}")
+        finally:
+            os.close(folder)
+        link.settimeout(10)
+        yield link
+
+
 def stats_at(path: Path) -> dict[str, object]:
     """The statistics of the master that listens at a socket."""
-    with socket.socket(socket.AF_UNIX) as link:
-        link.settimeout(10)
-        link.connect(str(path))
+    with connected(path) as link:
         link.sendall(_STATS)
-        _, _, status, _, size, _ = struct.unpack("<BBHIII", _received(link, 16))
-        body = _received(link, size)
+        with link.makefile("rb") as stream:
+            _, _, status, _, size, _ = struct.unpack("<BBHIII", stream.read(16))
+            body = stream.read(size)
     assert status == 0, body
     said: dict[str, object] = json.loads(body)
     return said
-
-
-def _received(link: socket.socket, size: int) -> bytes:
-    got = bytearray()
-    while len(got) < size:
-        piece = link.recv(size - len(got))
-        assert piece, "the master ended"
-        got += piece
-    return bytes(got)
 
 
 def is_right(outcome: Outcome, files: int) -> bool:

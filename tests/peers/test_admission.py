@@ -10,22 +10,14 @@ import trio
 
 from diesel_fs.cache.admission import OVERHEAD_FRACTION, SkiRentalAdmission
 from diesel_fs.cache.policy import POLICIES
-from diesel_fs.cache.read_through import ReadCostModel
-from diesel_fs.peers.node_cache import NodeCache
 from tests.rows import each_row
 
-from .node_caches import ChunkSource, make_cache, run_and_close_cache, run_inline
+from .node_caches import ChunkSource, make_cache, running
+from .planned_reads import CHUNK_BYTES, costs
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
-CHUNK_BYTES, REQUEST_S, CHUNK_S = 2000, 0.005, 0.042  # of a store at 100 MB/s, 4 MiB
 
 Order = Iterator[int]
-
-
-def costs() -> ReadCostModel:
-    found = ReadCostModel()
-    found.request_s, found.bytes_per_s = REQUEST_S, CHUNK_BYTES / CHUNK_S
-    return found
 
 
 class Simulated:
@@ -47,7 +39,7 @@ class Simulated:
     async def _read(self, order: Order) -> None:
         cost = costs().read_s
         size = self.size // self.files
-        async with run_and_close_cache(self.cache):
+        async with running(self.cache):
             for file in order:
                 number, before = file // self.files, self.source.fetches.total()
                 found = await self.cache.read(number, [(0, size)], load=True)
@@ -58,12 +50,7 @@ class Simulated:
                 self.without_s += cost(size)
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No threads, and no check of contents."""
-
-    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
-    monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def uniform(files: int, reads: int) -> Order:

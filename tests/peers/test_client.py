@@ -5,64 +5,35 @@ import os
 import struct
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from diesel_fs.cache import reader as store_module
 from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader
 from diesel_fs.cache.reader import EntryReader
-from diesel_fs.errors import MetadataError, ObjectMissing, ObjectStoreError
-from diesel_fs.format.object_names import chunk_object
+from diesel_fs.errors import DieselError, MetadataError, ObjectMissing, ObjectStoreError
+from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.net.breaker import FAILURES_MAX, TIMEOUT_MAX_S, BreakerState
+from diesel_fs.net import breaker
+from diesel_fs.net.breaker import TIMEOUT_MAX_S, BreakerState
 from diesel_fs.peers import client as client_module
 from diesel_fs.peers import task_chunks, wire
 from diesel_fs.peers.client import TaskStore
 from diesel_fs.peers.link import MasterLink
 from diesel_fs.peers.mapped_chunks import MappedChunks
 from diesel_fs.repository.local import LocalRepository
+from tests.rows import each_row
 
 from ..server.program import until
-from .conftest import FILES, LITTLE_MEMORY, Counting
-from .fake_master import (
-    DAMAGED,
-    HELLO,
-    PIN,
-    RANK,
-    READ,
-    STATS,
-    SWITCH_VERSION,
-    UNPIN,
-    Behaviour,
-    FakeMaster,
-)
+from .children import fork
+from .conftest import FILES, LITTLE_MEMORY, Client
+from .fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
 
 READ_S = TIMEOUT_MAX_S
 """How long a reader waits for an answer of a master of which it does not know how fast it is."""
-
-
-def name_of(view: Snapshot, chunk: int) -> str:
-    return chunk_object(view.identity, view.chunk_ids[chunk])
-
-
-def some_parts(view: Snapshot, seed: int, count: int) -> list[tuple[int, int, int]]:
-    random = np.random.default_rng(seed)
-    found = []
-    for chunk in random.integers(0, view.chunk_count, count).tolist():
-        size = int(view.chunk_sizes[chunk])
-        start = int(random.integers(0, size))
-        found.append((chunk, start, int(random.integers(0, min(size - start, 5000) + 1))))
-    return found
-
-
-def check_parts(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], seed: int) -> None:
-    parts = some_parts(view, seed, 200)
-    wanted = [(name_of(view, chunk), start, size) for chunk, start, size in parts]
-    found = list(store.read_parts(wanted))
-    assert all(each.readonly for each in found)
-    right = [chunks[chunk][start : start + size] for chunk, start, size in parts]
-    assert list(map(bytes, found)) == right
 
 
 def check_files(reader: EntryReader) -> None:
@@ -90,9 +61,7 @@ BEHAVIOURS: dict[str, dict[str, object]] = {
     "has nothing": {"has": lambda chunk: False},
     "F5 wrong bytes": {"change": flip},
     "F5 wrong bytes, and pins nothing": {"change": flip, "pins": False},
-    "F5 other chunks, pinned": {
-        "change_pinned": lambda chunk, content: flip(chunk, 0, content),
-    },
+    "F5 other chunks, pinned": {"change_pinned": lambda chunk, content: flip(chunk, 0, content)},
     "revokes all": {"revoked": list(range(4))},
     "revokes chunks that do not exist": {"revoked": [99_999, 4_000_000_000]},
     "refuses": {"refuses": "I do not like you"},
@@ -112,37 +81,20 @@ BEHAVIOURS: dict[str, dict[str, object]] = {
 """Fields of `Behaviour`, by what the master does wrong."""
 
 
-def behave(master: FakeMaster, kind: str) -> None:
-    for name, value in BEHAVIOURS[kind].items():
-        if name == "owner":
-            assert isinstance(value, int)
-            master.set_owners(dict.fromkeys(master.chunks, value))
-            continue
-        assert hasattr(master.behaviour, name), name
-        setattr(master.behaviour, name, value)
-
-
-@pytest.mark.parametrize("kind", BEHAVIOURS)
-def test_every_byte_is_right_and_no_read_fails(
-    kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
-) -> None:
-    behave(master, kind)
+def read_files(client: Client) -> None:
     start_s = time.monotonic()
-    reader = EntryReader(view, store, LITTLE_MEMORY)
+    reader = client.reader(LITTLE_MEMORY)
     check_files(reader)
     check_files(reader)
-    check_files(EntryReader(view, store, 64 << 20))
-    check_files(EntryReader(view, store, LITTLE_MEMORY, prefer_entries=True))
+    check_files(client.reader(64 << 20))
+    check_files(client.reader(LITTLE_MEMORY, prefer_entries=True))
     assert time.monotonic() - start_s < 20
     assert reader.stats()["damaged"] == 0
 
 
-@pytest.mark.parametrize("kind", BEHAVIOURS)
-def test_reads_into_a_mounts_buffers_get_every_byte(
-    kind: str, store: TaskStore, master: FakeMaster, view: Snapshot
-) -> None:
-    behave(master, kind)
-    reader = CoalescingReader(view, store)
+def read_into_a_mounts_buffers(client: Client) -> None:
+    view = client.view
+    reader = CoalescingReader(view, client.store)
     order = np.random.default_rng(1).permutation(view.files())
     reader.prefetch(np.array_split(order, 5))
     found: dict[int, dict[int, bytes]] = {}
@@ -160,90 +112,69 @@ def test_reads_into_a_mounts_buffers_get_every_byte(
     assert reader.stats()["damaged"] == reader.stats()["lost"] == 0
 
 
-def test_F9_without_a_master_all_bytes_come_from_the_store(
-    store: TaskStore, view: Snapshot, chunks: dict[int, bytes]
+@pytest.mark.parametrize("read", [read_files, read_into_a_mounts_buffers])
+@pytest.mark.parametrize("kind", BEHAVIOURS)
+def test_every_byte_is_right_and_no_read_fails(
+    kind: str, read: Callable[[Client], None], client: Client, master: FakeMaster
 ) -> None:
-    check_parts(store, view, chunks, 1)
-    check_files(EntryReader(view, store, LITTLE_MEMORY))
+    fields = dict(BEHAVIOURS[kind])
+    if owner := fields.pop("owner", 0):
+        assert isinstance(owner, int)
+        master.set_owners(dict.fromkeys(master.chunks, owner))
+    for name, value in fields.items():
+        assert hasattr(master.behaviour, name), name
+        setattr(master.behaviour, name, value)
+    read(client)
 
 
-def test_errors_of_the_store_are_raised(store: TaskStore, inner: Counting, view: Snapshot) -> None:
-    inner.fails = True
-    with pytest.raises(ObjectStoreError, match="the store fails"):
-        store.read_into(name_of(view, 0), 0, bytearray(10))
+def test_F9_without_a_master_all_bytes_come_from_the_store(client: Client) -> None:
+    """One by one, from a fast store. Its errors are raised."""
+    client.check_parts(1)
+    assert client.inner.most == 1
+    check_files(client.reader(LITTLE_MEMORY))
     with pytest.raises(ObjectMissing):
-        store.inner.inner.read_into(name_of(view, 0)[:-1] + "z", 0, bytearray(1))  # type: ignore[attr-defined]  # wrapped
+        client.inner.inner.read_into(client.name(0)[:-1] + "z", 0, bytearray(1))
+    client.inner.fails = True
+    with pytest.raises(ObjectStoreError, match="the store fails"):
+        client.store.read_into(client.name(0), 0, bytearray(10))
 
 
 @pytest.mark.parametrize("in_child", [False, True])
-def test_what_no_node_has_is_read_at_once_from_a_slow_store(
-    store: TaskStore, inner: Counting, view: Snapshot, chunks: dict[int, bytes], in_child: bool
-) -> None:
+def test_what_no_node_has_is_read_at_once_from_a_slow_store(client: Client, in_child: bool) -> None:
     """Also by a forked child, which has none of its parent's threads."""
-    inner.delay_s = 0.02
-    check_parts(store, view, chunks, 1)
-    assert 8 < inner.most <= FETCH_THREADS
-    inner.fails = True
+    client.inner.delay_s = 0.02
+    client.check_parts(1)
+    assert 8 < client.inner.most <= FETCH_THREADS
+    client.inner.fails = True
     with pytest.raises(ObjectStoreError, match="the store fails"):
-        check_parts(store, view, chunks, 2)
-    inner.fails = False
+        client.check_parts(2)
+    client.inner.fails = False
+
+    def work() -> None:
+        client.check_parts(3)
+        client.store.close()
+
     if in_child:
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                check_parts(store, view, chunks, 3)
-                store.close()
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    check_parts(store, view, chunks, 4)
-
-
-def test_what_no_node_has_is_read_one_by_one_from_a_fast_store(
-    store: TaskStore, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
-) -> None:
-    check_parts(store, view, chunks, 1)
-    assert inner.most == 1
+        fork(work)()
+    client.check_parts(4)
 
 
 # Where bytes come from ----------------------------------------------------------------------------
 
 
 def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
-    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
+    client: Client, master: FakeMaster
 ) -> None:
-    check_parts(store, view, chunks, 2)
-    assert master.kinds().count(READ) == 1
-    assert inner.reads == 0
-    parts = [part for part in some_parts(view, 2, 200) if part[2]]
-    assert list(struct.iter_unpack("<III", master.bodies(READ)[0])) == parts
+    client.check_parts(2)
+    assert client.inner.reads == 0
+    [body] = master.bodies(READ)
+    assert [*struct.iter_unpack("<III", body)] == [part for part in client.parts(2, 200) if part[2]]
 
 
-def test_a_chunk_that_is_read_often_is_mapped_and_then_costs_no_request(
-    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
-) -> None:
-    room = memoryview(bytearray(100))
-    for _ in range(20):
-        store.read_into(name_of(view, 1), 500, room)
-        assert room == chunks[1][500:600]
-    assert master.pinned == [1]
-    assert master.kinds().count(READ) <= 2
-    assert store.read_nowait(name_of(view, 1), 7, room)
-    assert room == chunks[1][7:107]
-    [slice_] = store.read_parts([(name_of(view, 1), 9, 50)])
-    assert slice_.nbytes == 50
-    assert len(slice_.obj) == len(chunks[1]), "nothing was copied"  # type: ignore[arg-type]  # an array
-    assert inner.reads == 0
-
-
-def test_no_whole_chunk_is_copied_into_private_memory(
-    store: TaskStore, master: FakeMaster, view: Snapshot, inner: Counting
-) -> None:
+def test_no_whole_chunk_is_copied_into_private_memory(client: Client, master: FakeMaster) -> None:
     """Small files in random order, of a dataset that does not fit: the reader gets slices of shared
     memory."""
-    reader = EntryReader(view, store, 100_000)
+    view, reader = client.view, client.reader(100_000)
     small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
 
     def read_few(seed: int) -> None:
@@ -255,7 +186,7 @@ def test_no_whole_chunk_is_copied_into_private_memory(
     for seed in range(80):
         read_few(seed)
     stats = reader.stats()
-    assert (stats["chunk_fetches"], inner.reads) == (0, 0)
+    assert (stats["chunk_fetches"], client.inner.reads) == (0, 0)
     assert stats["memory_bytes"] <= int(view.chunk_sizes.sum()) // 32
     before = len(master.requests)
     fetches = reader.stats()["range_fetches"]
@@ -266,45 +197,135 @@ def test_no_whole_chunk_is_copied_into_private_memory(
 
 
 def test_large_parts_are_requested_alone(
-    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(client_module, "READ_BYTES", 10_000)
     master.behaviour.pins = False
-    size = len(chunks[0])
-    wanted = [(name_of(view, 0), 0, size), (name_of(view, 1), 0, 10), (name_of(view, 2), 0, 10)]
-    assert list(map(bytes, store.read_parts(wanted))) == [
-        chunks[0], chunks[1][:10], chunks[2][:10]
-    ]  # fmt: skip
+    chunks, size = client.chunks, len(client.chunks[0])
+    wanted = [(client.name(chunk), 0, 10 if chunk else size) for chunk in range(3)]
+    found = list(map(bytes, client.store.read_parts(wanted)))
+    assert found == [chunks[0], chunks[1][:10], chunks[2][:10]]
     assert [len(body) // 12 for body in master.bodies(READ)] == [1, 2]
     room = bytearray(size)
-    store.read_into(name_of(view, 0), 0, room)
+    client.store.read_into(client.name(0), 0, room)
     assert room == chunks[0]
-    check_parts(store, view, chunks, 4)
+    client.check_parts(4)
+
+
+def test_other_objects_come_from_the_store(client: Client, master: FakeMaster) -> None:
+    marker = bytes(client.inner.get(STORE_MARKER))
+    first, second = client.name(0), client.name(1)
+    wanted = [(first, 3, 10), (STORE_MARKER, 1, 9), (second, 0, 20), (STORE_MARKER, 0, 1)]
+    found = list(map(bytes, client.store.read_parts(wanted)))
+    assert found == [client.chunks[0][3:13], marker[1:10], client.chunks[1][:20], marker[:1]]
+    assert master.kinds().count(READ) == 1
+
+
+def test_a_version_without_chunks_has_none_to_ask_for(
+    repository: LocalRepository, client: Client
+) -> None:
+    repository.begin("empty")
+    store = TaskStore(client.inner, client.path, repository.view("empty"))
+    assert list(map(bytes, store.read_parts([(STORE_MARKER, 0, 4)]))) == [
+        bytes(client.inner.get(STORE_MARKER))[:4]
+    ]
+    store.close()
+
+
+@pytest.mark.usefixtures("master")
+@each_row(("start", "size"), [(-1, 5), (1 << 40, 5), (1, 0)])
+def test_a_part_outside_its_chunk_is_an_error_of_the_store(
+    client: Client, start: int, size: int
+) -> None:
+    """The last case is one byte more than the chunk has."""
+    name, size = client.name(0), size or len(client.chunks[0])
+    with pytest.raises(DieselError):
+        list(client.store.read_parts([(name, 0, 5), (name, start, size)]))
+
+
+# What is under way --------------------------------------------------------------------------------
+
+
+def test_parts_are_requested_before_the_first_one_is_consumed(
+    client: Client, master: FakeMaster
+) -> None:
+    master.behaviour.pins = False
+    found, right = client.begin(1)
+    until(lambda: READ in master.kinds(), "a request")
+    client.check_parts(2)  # on another connection
+    assert list(map(bytes, found)) == right
+    assert client.inner.reads == 0
+
+
+def test_the_next_group_of_parts_is_requested_ahead(
+    client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "BATCH_PARTS_MAX", 5)
+    master.behaviour.pins = False
+    view = client.view
+    files = view.files()
+    stored = view.columns.stored[files]
+    files = files[(stored > 0) & (stored * 20 < view.chunk_sizes[view.chunk_of(files)])]
+    _, first_of, count = np.unique(view.chunk_of(files), return_index=True, return_counts=True)
+    alone = files[np.concatenate([first_of, first_of + count - 1])]  # too few to read chunks whole
+    assert len(alone) > 10
+    found = client.reader(400_000).read_many(alone)
+    first = next(found)
+    until(lambda: master.kinds().count(READ) >= 2, "the next request")
+    time.sleep(0.05)
+    assert master.kinds().count(READ) == 2, "one, and not more"
+    names = [os.fsdecode(view.path(index)) for index in alone.tolist()]
+    assert [bytes(first), *map(bytes, found)] == [FILES[name] for name in names]
+
+
+def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
+    client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(breaker, "TIMEOUT_MIN_S", 1.0)  # a busy machine is no late master
+    master.behaviour.pins = False
+    for seed in range(30):
+        found, _ = client.begin(seed, 5)
+        if seed % 3:
+            next(found, None)
+        del found
+        gc.collect()
+        if seed % 4 == 0:
+            client.check_parts(100 + seed, 5)
+    client.check_parts(99, 5)
+    assert client.inner.reads == 0
+    assert master.kinds().count(HELLO) <= 2
+    assert client.store.stats()["answers"]
+
+
+@pytest.fixture
+def quick_store(client: Client) -> Iterator[TaskStore]:
+    """A store that often tells the master which chunks it has unmapped."""
+    made = TaskStore(client.inner, client.path, client.view, heartbeat_s=0.02)
+    yield made
+    made.close()
 
 
 # Pinned chunks ------------------------------------------------------------------------------------
 
 
 def test_a_pinned_chunk_is_unpinned_with_its_last_view(
-    quick_store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
+    quick_store: TaskStore, client: Client, master: FakeMaster
 ) -> None:
     """Never before: a view that was given out keeps its bytes."""
-    whole = quick_store.pin(name_of(view, 2), lambda: None)
+    whole = quick_store.pin(client.name(2), lambda: None)
     assert whole is not None
     inside = np.frombuffer(whole[100:300], np.uint8)
     del whole
     gc.collect()
     time.sleep(0.1)
-    assert not any(master.bodies(UNPIN)), "it is kept for who comes next"
+    assert master.unpinned() == [], "it is kept for who comes next"
     master.behaviour.revoked = [2]
     time.sleep(0.2)
-    assert not any(master.bodies(UNPIN)), "somebody still looks at it"
-    assert bytes(inside) == chunks[2][100:300]
+    assert master.unpinned() == [], "somebody still looks at it"
+    assert bytes(inside) == client.chunks[2][100:300]
     master.behaviour.revoked = []
     del inside
-    until(lambda: struct.pack("<I", 2) in master.bodies(UNPIN), "the chunk to be returned")
-    assert master.bodies(UNPIN).count(struct.pack("<I", 2)) == 1
+    until(lambda: master.unpinned() == [2], "the chunk to be returned")
 
 
 def test_a_reader_unpins_revoked_chunks(
@@ -312,67 +333,61 @@ def test_a_reader_unpins_revoked_chunks(
 ) -> None:
     reader = EntryReader(view, quick_store, 64 << 20)
     check_files(reader)
-    pinned = sorted(set(master.pinned))
+    pinned = set(master.pinned)
     assert pinned
     assert reader.stats()["chunk_fetches"] == 0
     gc.collect()
-    master.behaviour.revoked = pinned
-
-    def returned() -> set[int]:
-        return {each for body in master.bodies(UNPIN) for (each,) in struct.iter_unpack("<I", body)}
-
-    until(lambda: returned() == set(pinned), "all to be unpinned")
+    master.behaviour.revoked = sorted(pinned)
+    until(lambda: set(master.unpinned()) == pinned, "all to be unpinned")
     assert reader.stats()["memory_bytes"] < 64 << 10  # what was decoded out of them
     master.behaviour.revoked = []
     check_files(reader)
 
 
-def test_a_pinned_chunk_cannot_be_written_and_outlives_the_store(
-    store: TaskStore, inner: Counting, master: FakeMaster, view: Snapshot, path: Path,
-    chunks: dict[int, bytes],
-) -> None:  # fmt: skip
-    mine = store.pin(name_of(view, 0), lambda: None)
+@pytest.mark.usefixtures("master")
+def test_a_pinned_chunk_cannot_be_written_and_outlives_the_store(client: Client) -> None:
+    mine = client.pin(0)
     assert mine is not None
     with pytest.raises(TypeError, match="read-only"):
         mine[:4] = b"mine"
-    other = TaskStore(inner, path, view)
-    theirs = other.pin(name_of(view, 0), lambda: None)
+    other = TaskStore(client.inner, client.path, client.view)
+    theirs = other.pin(client.name(0), lambda: None)
     assert theirs is not None
     other.close()
-    assert bytes(theirs) == bytes(mine) == chunks[0]
+    assert bytes(theirs) == bytes(mine) == client.chunks[0]
 
 
 def test_F5_a_pinned_chunk_that_is_another_one_is_not_used(
-    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot, chunks: dict[int, bytes]
+    client: Client, master: FakeMaster
 ) -> None:
     """Its preamble says which chunk it is; the master has verified the rest."""
-    index = view.lookup(b"n007")
-    [extent] = view.extents(index)
-    others = [each for each in chunks if each != extent.chunk]
+    index = client.view.lookup(b"n007")
+    [extent] = client.view.extents(index)
+    other = next(each for each in client.chunks if each != extent.chunk)
 
     def exchange(chunk: int, content: bytearray) -> None:
         if chunk == extent.chunk:
-            content[:100] = chunks[others[0]][:100]
+            content[:100] = client.chunks[other][:100]
 
     master.behaviour.change_pinned = exchange
-    assert store.pin(name_of(view, extent.chunk), lambda: None) is None
-    assert EntryReader(view, store, 64 << 20).read(index) == FILES["n007"]
-    assert inner.reads == 0, "the master has sent it over a connection"
+    assert client.pin(extent.chunk) is None
+    assert client.reader(64 << 20).read(index) == FILES["n007"]
+    assert client.inner.reads == 0, "the master has sent it over a connection"
     master.behaviour.change_pinned = lambda chunk, content: None
-    whole = store.pin(name_of(view, extent.chunk), lambda: None)
+    whole = client.pin(extent.chunk)
     assert whole is not None
-    assert bytes(whole) == chunks[extent.chunk]
+    assert bytes(whole) == client.chunks[extent.chunk]
 
 
 def test_F5_damaged_parts_are_read_from_the_store_and_reported(
-    store: TaskStore, master: FakeMaster, inner: Counting, view: Snapshot
+    client: Client, master: FakeMaster
 ) -> None:
-    index = view.lookup(b"n007")
-    [extent] = view.extents(index)
+    index = client.view.lookup(b"n007")
+    [extent] = client.view.extents(index)
     master.behaviour.pins, master.behaviour.change = False, flip
-    reader = EntryReader(view, store, LITTLE_MEMORY, prefer_entries=True)
+    reader = client.reader(LITTLE_MEMORY, prefer_entries=True)
     assert reader.read(index) == FILES["n007"]
-    assert reader.stats()["healed"] == inner.reads == 1
+    assert reader.stats()["healed"] == client.inner.reads == 1
     part = struct.pack("<IIIH", extent.chunk, extent.offset, extent.stored, RANK)
     assert master.bodies(DAMAGED) == [part]
     assert bytes(next(reader.read_many([index]))) == FILES["n007"]
@@ -406,54 +421,26 @@ def test_a_chunk_that_was_pinned_in_two_memories_is_unpinned_twice() -> None:
         os.close(file)
 
 
-def test_a_mapped_chunk_keeps_no_descriptor(
-    store: TaskStore, master: FakeMaster, view: Snapshot
-) -> None:
+def test_a_mapped_chunk_keeps_no_descriptor(client: Client, master: FakeMaster) -> None:
     def opened() -> list[str]:
         files = [f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd")]
         return [file for file in files if os.path.islink(file) and "pinned" in os.readlink(file)]
 
     before = set(opened())  # of other tests in this process
-    for chunk in range(view.chunk_count):
-        assert store.pin(name_of(view, chunk), lambda: None) is not None
+    for chunk in client.chunks:
+        assert client.pin(chunk) is not None
     # The master is in this process, too
     until(lambda: set(opened()) <= before, "all descriptors to be closed")
 
 
-# A master that is gone, or hangs ------------------------------------------------------------------
+# Masters that fail --------------------------------------------------------------------------------
 
 
-def test_F2_a_master_that_hangs_is_not_asked_for_a_while_and_then_used_again(
-    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    check_parts(store, view, chunks, 1)
-    master.behaviour.pins, master.behaviour.hangs = False, 4.0
-    monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # nothing is worth pinning
-    start_s = time.monotonic()
-    for seed in range(5, 10):
-        check_parts(store, view, chunks, seed)
-    assert READ_S * 0.9 < time.monotonic() - start_s < FAILURES_MAX * READ_S + 2
-    said = len(master.requests)
-    start_s = time.monotonic()
-    check_parts(store, view, chunks, 6)
-    assert time.monotonic() - start_s < READ_S * 0.9
-    assert len(master.requests) <= said + 1, "only what it had not received yet"
-    master.behaviour.hangs = 0.0
-
-    def asked() -> bool:
-        check_parts(store, view, chunks, 10)
-        return master.kinds().count(READ) > FAILURES_MAX + 2
-
-    until(asked, "the master to be asked again")
-
-
-def test_many_threads_wait_for_a_master_that_hangs_once(
-    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+def test_F2_many_threads_wait_for_a_master_that_hangs_once(
+    client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the pause one thread asks again, and the others do not wait for it."""
-    check_parts(store, view, chunks, 1)
+    client.check_parts(1)
     master.behaviour.pins, master.behaviour.hangs = False, 5.0
     monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # nothing is worth pinning
 
@@ -463,7 +450,7 @@ def test_many_threads_wait_for_a_master_that_hangs_once(
 
         def read(seed: int) -> None:
             start_s = time.monotonic()
-            check_parts(store, view, chunks, seed)
+            client.check_parts(seed)
             took.append(time.monotonic() - start_s)
 
         threads = [threading.Thread(target=read, args=(seed,)) for seed in range(8)]
@@ -475,34 +462,37 @@ def test_many_threads_wait_for_a_master_that_hangs_once(
         return sorted(took)
 
     assert read_times_s()[-1] < 2.5 * READ_S
-    link = store._chunks._own_link(wire.LOAD)
+    link = client.store._chunks._own_link(wire.LOAD)
     until(lambda: link._breaker.state(time.monotonic()) is BreakerState.HALF_OPEN, "its pause")
     *others, longest_s = read_times_s()
     assert others[-1] < READ_S * 0.9
     assert longest_s > READ_S * 0.9, "the first pause is over: together they had failed once"
 
 
-def test_F1_a_master_that_dies_and_comes_back(
-    path: Path, store: TaskStore, view: Snapshot, chunks: dict[int, bytes], inner: Counting
-) -> None:
-    with FakeMaster(path, chunks, Behaviour()):
-        whole = store.pin(name_of(view, 1), lambda: None)
-        check_parts(store, view, chunks, 1)
-    assert inner.reads == 0
-    check_parts(store, view, chunks, 2)
-    assert inner.reads > 0
+def is_used(client: Client, master: FakeMaster, since: int = 0) -> bool:
+    """Whether the master is asked for parts."""
+    client.check_parts(3)
+    return READ in master.kinds()[since:]
+
+
+def test_F1_a_master_that_dies_and_comes_back(client: Client) -> None:
+    with FakeMaster(client.path, client.chunks):
+        whole = client.pin(1)
+        client.check_parts(1)
+    assert client.inner.reads == 0
+    client.check_parts(2)
+    assert client.inner.reads > 0
     assert whole is not None
-    assert bytes(whole) == chunks[1], "a pinned chunk outlives its master"
-    with FakeMaster(path, chunks, Behaviour()) as back:
-        until(lambda: _is_used(store, view, chunks, back), "the master to be used")
+    assert bytes(whole) == client.chunks[1], "a pinned chunk outlives its master"
+    with FakeMaster(client.path, client.chunks) as back:
+        until(lambda: is_used(client, back), "the master to be used")
         del whole
         gc.collect()
-        store._mapped.release_all()
-        store._link.return_unmapped()
-        pinned, unpinned = (
-            [*struct.iter_unpack("<I", b"".join(back.bodies(kind)))] for kind in (PIN, UNPIN)
-        )
-        assert set(unpinned) <= set(pinned), "others are chunks of the old master"
+        client.store._mapped.release_all()
+        client.store._link.return_unmapped()
+        unpinned = back.unpinned()
+        pinned = {chunk for body in back.bodies(PIN) for chunk in struct.unpack("<I", body)}
+        assert set(unpinned) <= pinned, "others are chunks of the old master"
         assert len(unpinned) == len({*unpinned})
 
 
@@ -518,123 +508,85 @@ def test_F1_a_failed_restart_of_a_master_is_tried_again(
             raise MetadataError("no Redis here")
         return False
 
-    link = MasterLink(
-        path,
-        view.identity,
-        view.version,
-        MappedChunks(view.chunk_count),
-        pause_s=0.02,
-        restart=revive,
-    )
+    mapped = MappedChunks(view.chunk_count)
+    link = MasterLink(path, view.identity, view.version, mapped, pause_s=0.02, restart=revive)
     until(lambda: link.connect() or len(tries) >= 3, "the last try")
-    with FakeMaster(path, chunks, Behaviour()):
+    with FakeMaster(path, chunks):
         until(link.connect, "the master to be used")
     link.close()
 
 
-def _is_used(store: TaskStore, view: Snapshot, chunks: dict[int, bytes], back: FakeMaster) -> bool:
-    check_parts(store, view, chunks, 3)
-    return READ in back.kinds()
-
-
 def test_a_master_that_rejects_reads_is_paused_and_still_receives_unpins(
-    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
+    client: Client, master: FakeMaster
 ) -> None:
     """During the pause, unpinned chunks are still reported."""
-    check_parts(store, view, chunks, 1)
-    whole = store.pin(name_of(view, 1), lambda: None)
+    client.check_parts(1)
+    whole = client.pin(1)
     master.behaviour.refuses = "the task reads another version"
-    check_parts(store, view, chunks, 2)
+    client.check_parts(2)
     said = len(master.requests)
-    check_parts(store, view, chunks, 3)
-    check_parts(store, view, chunks, 4)
+    client.check_parts(3)
+    client.check_parts(4)
     assert len(master.requests) == said
     del whole
     master.behaviour.refuses = ""
-    store._mapped.release_all()
+    client.store._mapped.release_all()
     gc.collect()
-    store._link.return_unmapped()
+    client.store._link.return_unmapped()
     assert struct.pack("<I", 1) in master.bodies(UNPIN)
-
-    def asked() -> bool:
-        check_parts(store, view, chunks, 5)
-        return READ in master.kinds()[said:]
-
-    until(asked, "the master to be asked again")
+    until(lambda: is_used(client, master, said), "the master to be asked again")
 
 
 # Forked children, other versions ------------------------------------------------------------------
 
 
-def test_a_forked_child_uses_connections_of_its_own(
-    store: TaskStore, master: FakeMaster, view: Snapshot, chunks: dict[int, bytes]
-) -> None:
-    whole = store.pin(name_of(view, 1), lambda: None)
+def test_a_forked_child_uses_connections_of_its_own(client: Client, master: FakeMaster) -> None:
+    whole = client.pin(1)
     assert whole is not None
-    check_parts(store, view, chunks, 1)
+    client.check_parts(1)
     hellos = master.kinds().count(HELLO)
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            assert bytes(whole) == chunks[1]
-            room = memoryview(bytearray(10))
-            assert store.read_nowait(name_of(view, 1), 5, room)
-            check_parts(store, view, chunks, 2)
-            store.close()
-            del whole
-            gc.collect()
-            code = 0
-        finally:
-            os._exit(code)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def work() -> None:
+        nonlocal whole
+        assert bytes(whole or b"") == client.chunks[1]
+        room = memoryview(bytearray(10))
+        assert client.store.read_nowait(client.name(1), 5, room)
+        client.check_parts(2)
+        client.store.close()
+        whole = None
+        gc.collect()
+
+    fork(work)()
     assert master.kinds().count(HELLO) == hellos + 2, "one for control, one for data"
-    unpinned = {each for body in master.bodies(UNPIN) for each in struct.iter_unpack("<I", body)}
-    assert (1,) not in unpinned, "it is the parent's to return"
-    check_parts(store, view, chunks, 3)
+    assert 1 not in master.unpinned(), "it is the parent's to return"
+    client.check_parts(3)
     assert master.kinds().count(HELLO) == hellos + 2
-    assert bytes(whole) == chunks[1]
+    assert bytes(whole) == client.chunks[1]
 
 
 def test_another_version_is_announced_and_read_through_the_same_master(
-    repository: LocalRepository,
-    store: TaskStore,
-    master: FakeMaster,
-    view: Snapshot,
-    inner: Counting,
-    chunks: dict[int, bytes],
+    client: Client, master: FakeMaster
 ) -> None:
-    check_parts(store, view, chunks, 1)
-    later = store.at_version(view)
-    try:
-        [body] = master.bodies(SWITCH_VERSION)
-        assert struct.unpack("<Q", body) == (view.version,)
-        check_parts(later, view, chunks, 2)
-    finally:
-        later.close()
-    check_parts(store, view, chunks, 3)
-    assert inner.reads == 0
+    client.check_parts(1)
+    first, client.store = client.store, client.store.at_version(client.view)
+    [body] = master.bodies(SWITCH_VERSION)
+    assert struct.unpack("<Q", body) == (client.view.version,)
+    client.check_parts(2)
+    client.store.close()
+    client.store = first
+    client.check_parts(3)
+    assert client.inner.reads == 0
 
 
-def test_statistics_are_the_masters_and_the_readers(store: TaskStore, master: FakeMaster) -> None:
-    told = store.stats()
+def test_statistics_are_the_masters_and_the_readers(client: Client, master: FakeMaster) -> None:
+    """Each read is counted once, by its source, also the one for which a chunk is mapped."""
+    master.behaviour.has = lambda chunk: chunk != 2
+    for chunk in [1] * 20 + [2] * 20:
+        client.read_one(chunk)
+    assert 1 in master.pinned
+    told, counts = client.store.stats(), client.counts()
     assert (told["rank"], told["answers"]) == (3, True)
-    assert isinstance(told["client"], dict)
+    assert counts["mapped_reads"] + counts["local_reads"] == counts["store_reads"] == 20
     assert STATS in master.kinds()
     master.behaviour.refuses = "no"
-    assert store.stats()["answers"] is False
-
-
-def test_each_read_is_counted_once_by_its_source(
-    store: TaskStore, master: FakeMaster, view: Snapshot
-) -> None:
-    """Also the read for which a chunk is mapped."""
-    master.behaviour.has = lambda chunk: chunk != 2
-    room = memoryview(bytearray(100))
-    for chunk in (1, 2):
-        for _ in range(20):
-            store.read_into(name_of(view, chunk), 500, room)
-    assert 1 in master.pinned
-    counts = store.stats()["client"]
-    assert isinstance(counts, dict)
-    assert counts["mapped_reads"] + counts["local_reads"] == counts["store_reads"] == 20
+    assert client.store.stats()["answers"] is False

@@ -17,7 +17,7 @@ from diesel_fs.net.tls import Certificate, certificate_digest, make_certificate
 from diesel_fs.peers import acceptor, data_plane, handshake, owner_link, wire
 from diesel_fs.peers.handshake import connect_blocking
 from diesel_fs.peers.owner_link import OwnerLink
-from diesel_fs.peers.wire import GIVEN, Hello, Proofs
+from diesel_fs.peers.wire import GIVEN
 
 from ..net.connection_ends import (
     ENDS,
@@ -33,14 +33,15 @@ from ..net.connection_ends import (
 from ..net.connection_ends import unexpected_eof as unexpected_eof
 from ..waiting import soon
 from .connected_masters import (
-    SECRET,
     FakeAnswers,
     answering,
+    asked,
     asking,
     content,
+    hello,
     me,
     member,
-    parts,
+    proof,
     read,
 )
 from .fake_owner import HEAD, READ, RECORD
@@ -86,19 +87,11 @@ def greeted(port: int) -> RawTls:
 
 def let_in(port: int) -> RawTls:
     """A client's connection after its handshake."""
-    raw, mine = greeted(port), me(0)
-    nonce = raw.exactly(NONCE_BYTES)
-    said = Hello(0, True, mine.instance, 1, mine.identity, mine.version, os.urandom(NONCE_BYTES))
-    binding = certificate_digest(raw.peer_certificate)
-    proofs = Proofs(SECRET, nonce, binding, mine.task.digest, said)
-    raw.send(wire.hello_frame(said, proofs.connector))
-    lengths = parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS)
-    raw.exactly(lengths.head)
+    raw = greeted(port)
+    nonce, binding = raw.exactly(NONCE_BYTES), certificate_digest(raw.peer_certificate)
+    raw.send(hello(me(0), nonce, binding, is_client=True))
+    raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
     return raw
-
-
-def request(*records: tuple[int, int, int]) -> bytes:
-    return wire.request(1, READ, 0, parts(*records))
 
 
 STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last bytes before the end
@@ -106,12 +99,12 @@ STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last byt
     "within the greeting": (secured, wire.greeting()[:7]),
     "after the greeting": (greeted, b""),
     "after the hello": (let_in, b""),
-    "within the head of a request": (let_in, request(SOME, FEW)[:9]),
-    "between head and parts of a request": (let_in, request(SOME, FEW)[: HEAD.size]),
-    "within the parts of a request": (let_in, request(SOME, FEW)[:-3]),
-    "after a request": (let_in, request(SOME, FEW)),
-    "after a request and a half": (let_in, (2 * request(SOME, FEW))[:-3]),
-    "while a request waits": (let_in, request(NOT_IN_MEMORY)),
+    "within the head of a request": (let_in, asked(1, SOME, FEW)[:9]),
+    "between head and parts of a request": (let_in, asked(1, SOME, FEW)[: HEAD.size]),
+    "within the parts of a request": (let_in, asked(1, SOME, FEW)[:-3]),
+    "after a request": (let_in, asked(1, SOME, FEW)),
+    "after a request and a half": (let_in, (2 * asked(1, SOME, FEW))[:-3]),
+    "while a request waits": (let_in, asked(1, NOT_IN_MEMORY)),
 }
 
 ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
@@ -135,22 +128,20 @@ def end_one(
     return raw
 
 
-def test_a_master_forgets_each_client_that_ends_and_answers_the_others(
-    unexpected_eof: str,
-) -> None:
+def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpected_eof: str) -> None:
     failed: list[str] = []
     reached: list[str] = []
 
     async def main() -> None:
         certificate = make_certificate()
         answers = FakeAnswers()
-        answers.absent = {NOT_IN_MEMORY[0]}
+        answers.hold(absent={NOT_IN_MEMORY[0]})
         answers.ready = trio.sleep_forever
         async with (
             answering(me(1, certificate), answers) as node,
             asking(node.port, me(0, certificate), certificate.digest) as peer,
         ):
-            assert (await read(peer, FEW))[0] == [GIVEN]
+            assert await read(peer, FEW) == [GIVEN]
             with ExitStack() as opened:
                 for name, begin, last, way in ROWS:
                     reached.append(name)
@@ -160,7 +151,7 @@ def test_a_master_forgets_each_client_that_ends_and_answers_the_others(
                     try:
                         for _ in range(2):  # the master serves a connection soon after the hello
                             await soon(lambda: _is_alone(node.acceptor), PATIENCE_S)
-                            assert (await read(peer, SOME))[0] == [GIVEN]
+                            assert await read(peer, SOME) == [GIVEN]
                     except (AssertionError, trio.TooSlowError) as error:
                         failed.append(f"{name}: {error!r}")
 
@@ -219,14 +210,11 @@ def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) ->
 
 def _welcome(raw: RawTls, certificate: Certificate) -> None:
     """The master's part of the handshake."""
-    mine = me(1)
     raw.exactly(GREETING_BYTES)
     nonce = os.urandom(NONCE_BYTES)
     raw.send(wire.welcome(nonce))
-    lengths = parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS)
-    said, _ = wire.parse_hello(raw.exactly(lengths.head))
-    proofs = Proofs(mine.secret, nonce, certificate.digest, mine.task.digest, said)
-    raw.send(wire.proof_frame(proofs.acceptor))
+    heard = raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
+    raw.send(proof(me(1), nonce, heard, certificate.digest))
 
 
 def check_peer(certificate: Certificate, way: End | HandshakeEnd, sent: int) -> None:
@@ -234,13 +222,13 @@ def check_peer(certificate: Certificate, way: End | HandshakeEnd, sent: int) -> 
         mine = me(0, certificate)
         with a_master(certificate, (way, sent)) as port:
             async with asking(port, mine, certificate.digest) as peer:
-                assert (await read(peer, SOME))[0] != [GIVEN]
+                assert await read(peer, SOME) != [GIVEN]
                 stats = peer.stats()
                 if isinstance(way, HandshakeEnd):
                     assert (stats["connections"], stats["state"]) == (0, "open")
                 else:
                     assert (stats["failed"], stats["timed_out"]) == (1, 0)
-                    assert (await read(peer, SOME))[0] == [GIVEN]
+                    assert await read(peer, SOME) == [GIVEN]
 
     trio.run(main)
 

@@ -4,7 +4,7 @@ user's."""
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +13,7 @@ from uuid import UUID, uuid4
 import pytest
 import trio
 
-from diesel_fs.errors import (
-    ConflictError,
-    DieselError,
-    MetadataError,
-    NoSuchDataset,
-    UsageError,
-)
+from diesel_fs.errors import ConflictError, DieselError, MetadataError, NoSuchDataset, UsageError
 from diesel_fs.net.client import ServerLink
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.net.tls import load_certificate
@@ -28,6 +22,7 @@ from diesel_fs.peers.client import master_request
 from diesel_fs.peers.membership import (
     Member,
     MemberRecord,
+    Membership,
     TaskName,
     join_message,
     parse_join,
@@ -82,9 +77,9 @@ def at(two: ServerWithRedis, name: str, server: int) -> RemoteRepository:
         two.servers = kept
 
 
-def task_of(two: ServerWithRedis, name: str = "resnet", user: str = "ann") -> TaskName:
+def task_of(two: ServerWithRedis, user: str = "ann") -> TaskName:
     with two.open() as repository:
-        return TaskName(repository.dataset("ds").identity, user, name)
+        return TaskName(repository.dataset("ds").identity, user, "resnet")
 
 
 def ranks(registry: Registry, me: Member) -> list[int]:
@@ -98,21 +93,27 @@ def nothing_left(two: ServerWithRedis) -> Iterator[None]:
     assert two.redis.client().keys("dfs:{task.*") == []
 
 
+@contextmanager
+def registered(registries: Sequence[Registry]) -> Iterator[Membership]:
+    """A master by each of these, while the `with` lasts; what the last one is told."""
+    yield [each.renew(master(rank)) for rank, each in enumerate(registries)][-1]
+    for rank, each in enumerate(registries):
+        each.leave(master(rank))
+
+
 def test_any_server_gives_the_same_task_and_so_does_redis_itself(two: ServerWithRedis) -> None:
     task = task_of(two)
     with nothing_left(two), two.direct() as direct:
         stores = [at(two, "ann", 0), at(two, "ann", 1), direct]
         registries = [open_registry(each, task) for each in stores]
-        found = [each.renew(master(rank)) for rank, each in enumerate(registries)]
-        assert len({each.secret for each in found}) == 1
-        assert found[2].members == (master(0), master(1), master(2))
-        assert registries[0].renew(master(0)) == found[2]
-        registries[2].renew(master(1, 77))
-        with pytest.raises(ConflictError, match="newer master of rank 1"):
-            registries[1].renew(master(1))
-        registries[2].leave(master(1, 77))
-        for rank, each in enumerate(registries):
-            each.leave(master(rank))
+        with registered(registries) as found:
+            assert found.members == (master(0), master(1), master(2))
+            assert all(each.renew(master(rank)) == found for rank, each in enumerate(registries))
+            registries[2].renew(master(1, 77))
+            with pytest.raises(ConflictError, match="newer master of rank 1"):
+                registries[1].renew(master(1))
+            registries[2].leave(master(1, 77))
+        for each in registries:
             each.close()
 
 
@@ -187,7 +188,7 @@ def test_G1_a_hanging_server_costs_no_registration(two: ServerWithRedis) -> None
     other.renew(master(1))
     hung = [two.servers[used].pid, *two.servers[used].workers()]
     for pid in hung:
-        _signal(pid, signal.SIGSTOP)
+        os.kill(pid, signal.SIGSTOP)
     try:
         for _ in range(4):
             start = time.monotonic()
@@ -196,28 +197,13 @@ def test_G1_a_hanging_server_costs_no_registration(two: ServerWithRedis) -> None
             assert ranks(other, master(1)) == [0, 1]
     finally:
         for pid in hung:
-            _signal(pid, signal.SIGCONT)
+            os.kill(pid, signal.SIGCONT)
     registry.leave(master(0))
     other.leave(master(1))
 
 
-def _signal(pid: int, number: int) -> None:
-    os.kill(pid, number)
-
-
 def test_servers_report_soon_that_redis_is_away(two: ServerWithRedis) -> None:
     registries = [open_registry(two.open("ann"), task_of(two)) for _ in range(3)]
-    for rank, registry in enumerate(registries):
-        before = registry.renew(master(rank))
-    two.redis.kill()
-    try:
-        for rank, registry in enumerate(registries):
-            start = time.monotonic()
-            with pytest.raises(MetadataError):
-                registry.renew(master(rank))
-            assert time.monotonic() - start < 4
-    finally:
-        two.redis.start()
 
     def are_back() -> bool:
         try:
@@ -225,9 +211,17 @@ def test_servers_report_soon_that_redis_is_away(two: ServerWithRedis) -> None:
         except MetadataError:
             return False
 
-    until(are_back, "the registrations", 15)
-    for rank, registry in enumerate(registries):
-        registry.leave(master(rank))
+    with registered(registries) as before:
+        two.redis.kill()
+        try:
+            for rank, registry in enumerate(registries):
+                start = time.monotonic()
+                with pytest.raises(MetadataError):
+                    registry.renew(master(rank))
+                assert time.monotonic() - start < 4
+        finally:
+            two.redis.start()
+        until(are_back, "the registrations", 15)
 
 
 def test_G2_no_request_waits_for_a_redis_that_is_known_to_be_away(tmp_path: Path) -> None:
@@ -257,16 +251,13 @@ def test_registrations_that_redis_lost_come_back_with_the_same_secret(two: Serve
     not."""
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task) for server in range(2)]
-    for rank, registry in enumerate(registries):
-        before = registry.renew(master(rank))
-    client = two.redis.client()
-    for key in client.keys("dfs:{task.*"):
-        client.delete(key)
-    for rank, registry in enumerate(registries):
-        after = registry.renew(master(rank))
-    assert after == replace(before, was_forgotten=True)
-    for rank, registry in enumerate(registries):
-        registry.leave(master(rank))
+    with registered(registries) as before:
+        client = two.redis.client()
+        for key in client.keys("dfs:{task.*"):
+            client.delete(key)
+        for rank, registry in enumerate(registries):
+            after = registry.renew(master(rank))
+        assert after == replace(before, was_forgotten=True)
 
 
 @each_row(
@@ -338,13 +329,9 @@ def test_S1_a_server_gives_the_secret_over_private_links_only(
 def test_a_task_with_a_key_file_works_over_any_link(two: ServerWithRedis) -> None:
     task = task_of(two)
     registries = [open_registry(at(two, "ann", server), task, key=KEY) for server in range(2)]
-    with nothing_left(two):
-        for rank, registry in enumerate(registries):
-            found = registry.renew(master(rank))
+    with nothing_left(two), registered(registries) as found:
         assert found.secret == secret_from_key(KEY)
         assert len(found.members) == 2
-        for rank, registry in enumerate(registries):
-            registry.leave(master(rank))
 
 
 def test_a_connection_says_whether_it_is_secured(
@@ -368,25 +355,12 @@ def test_a_connection_says_whether_it_is_secured(
 @each_row(
     "wrong",
     [
-        {"rank": -1},
-        {"rank": 0xFFFE},
-        {"rank": "0"},
-        {"rank": True},
-        {"instance": b""},
-        {"instance": bytes(17)},
-        {"address": "x"},
-        {"address": "x:1\0"},
-        {"address": "x" * 5000 + ":1"},
-        {"holds": -1},
-        {"certificate": bytes(31)},
-        {"keyed": 1},
-        {"task": "../x"},
-        {"task": ""},
-        {"since": -1},
-        {"since": (1 << 52) + 1},
-        {"state": 1.5},
-        {"secret": bytes(31)},
-        {"secret": "x"},
+        *({"rank": rank} for rank in (-1, 0xFFFE, "0", True)),
+        *({"instance": instance} for instance in (b"", bytes(17))),
+        *({"address": address} for address in ("x", "x:1\0", "x" * 5000 + ":1")),
+        *({"holds": -1}, {"certificate": bytes(31)}, {"keyed": 1}, {"task": "../x"}, {"task": ""}),
+        *({"since": since} for since in (-1, (1 << 52) + 1)),
+        *({"state": 1.5}, {"secret": bytes(31)}, {"secret": "x"}),
     ],
 )
 def test_a_request_that_makes_no_sense_is_refused(two: ServerWithRedis, wrong: Message) -> None:
@@ -395,13 +369,9 @@ def test_a_request_that_makes_no_sense_is_refused(two: ServerWithRedis, wrong: M
         message = {**join_message(task, master(0), MemberRecord()), **wrong}
         with pytest.raises(UsageError):
             repository.ask_task("join", task.identity, message, 10)
-        for name in join_message(task, master(0), MemberRecord()).keys() - {
-            "since",
-            "state",
-            "keyed",
-        }:
-            less = join_message(task, master(0), MemberRecord())
-            del less[name]
+        whole = join_message(task, master(0), MemberRecord())
+        for name in whole.keys() - {"since", "state", "keyed"}:
+            less = {each: value for each, value in whole.items() if each != name}
             with pytest.raises(UsageError):
                 repository.ask_task("join", task.identity, less, 10)
 

@@ -1,4 +1,5 @@
-"""Joining a task: the node's master is found, or started exactly once, with the given options."""
+"""Joining a task: the node's master is found, or started exactly once, with the given options. A
+master that nobody reads from ends."""
 
 import json
 import os
@@ -7,15 +8,17 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from uuid import UUID
 
 import pytest
+import trio
+import trio.testing
 
 from diesel_fs.errors import (
     BusyError,
@@ -26,7 +29,7 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.peers import launch
+from diesel_fs.peers import client, launch
 from diesel_fs.peers.launch import (
     is_alive,
     join,
@@ -35,12 +38,13 @@ from diesel_fs.peers.launch import (
     restart_killed,
     socket_path,
 )
-from diesel_fs.peers.local import LocalSocket
+from diesel_fs.peers.local import LocalServer, LocalSocket
 from diesel_fs.peers.membership import TaskName
 from diesel_fs.peers.options import TaskOptions, TaskRequest, read_key_file
 from tests.rows import each_row
 
 from ..server.program import is_running, until
+from .children import fork
 
 STUB = (sys.executable, "-m", "tests.peers.stub_program")
 SECRET = "canary-5cf2-and-long-enough"  # noqa: S105  # of these tests alone
@@ -50,16 +54,27 @@ TREE = Path(__file__).resolve().parents[2]
 class Node:
     """The folders of this machine's user as a node, and how masters start there."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    def __init__(self, runtime: Path, patch: pytest.MonkeyPatch) -> None:
+        folder = runtime.parent
         self.starts_file = folder / "starts"
-        self._patch = patch
-        self._run = folder / "run"
-        self._run.mkdir(mode=0o700)
-        patch.setenv("XDG_RUNTIME_DIR", str(self._run))
+        self._patch, self._run = patch, runtime
         patch.setenv("XDG_STATE_HOME", str(folder / "state"))
         patch.setenv("STUB_STARTS", str(self.starts_file))
         patch.setattr(sys, "path", [str(TREE), *sys.path])
         self.does("good")
+        self.request = TaskRequest(
+            url=(folder / "store").as_uri(), dataset="ds", identity=UUID(int=5).hex, version=3,
+            task="training", memory_bytes=1 << 20,
+        )  # fmt: skip
+
+    def asks(self, **changes: object) -> TaskRequest:
+        return replace(self.request, **changes)  # type: ignore[arg-type]  # by name
+
+    def join(self, asked: TaskRequest | None = None, **changes: object) -> Path:
+        return join(replace(asked or self.request, **changes), program=STUB)  # type: ignore[arg-type]  # by name
+
+    def restart(self, place: Path, asked: TaskRequest | None = None) -> bool:
+        return restart_killed(asked or self.request, place, program=STUB)
 
     def does(self, how: str) -> None:
         self._patch.setenv("STUB", how)
@@ -78,103 +93,78 @@ class Node:
             with suppress(ProcessLookupError):
                 os.kill(each["pid"], signal.SIGKILL)  # type: ignore[arg-type]  # as it is written
 
+    def die(self, place: Path) -> None:
+        """Kill all masters, and wait for the end of the one at this socket."""
+        self.kill()
+        until(lambda: not is_alive(place), "its end")
+
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    made = Node(tmp_path, monkeypatch)
+def node(runtime: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    made = Node(runtime, monkeypatch)
     yield made
     made.kill()
-
-
-@pytest.fixture
-def request_(tmp_path: Path) -> TaskRequest:
-    return TaskRequest(
-        url=(tmp_path / "store").as_uri(), dataset="ds", identity=UUID(int=5).hex, version=3,
-        task="training", memory_bytes=1 << 20,
-    )  # fmt: skip
 
 
 # One master for all processes of a node -----------------------------------------------------------
 
 
-def test_a_master_is_started_once_and_then_found(node: Node, request_: TaskRequest) -> None:
-    place = join(request_, program=STUB)
+def test_a_master_is_started_once_and_then_found_until_it_dies(node: Node) -> None:
+    """Its node needs neither Redis nor peers, as it is the only one."""
+    place = node.join()
     assert is_alive(place)
-    assert join(request_, program=STUB) == place
-    assert len(node.starts()) == 1
+    assert node.join() == place
+    [started] = node.starts()
+    asked = started["request"]
+    assert (asked["rank"], asked["world"], asked["listen"]) == (0, 1, "127.0.0.1:0")
+    assert len(str(asked["task_key"])) >= 32
+    assert asked["peers"] == ["127.0.0.1:1"]
     for folder in (place.parent, place.parent.parent, place.parent.parent.parent):
         assert folder.stat().st_mode & 0o777 == 0o700
-
-
-def test_many_processes_that_come_at_once_start_one(node: Node, request_: TaskRequest) -> None:
-    code = (
-        "import sys; from diesel_fs.peers.options import TaskRequest;"
-        "from diesel_fs.peers.launch import join; from tests.peers.test_launch import STUB;"
-        "print(join(TaskRequest.from_json(sys.stdin.buffer.read()), program=STUB))"
-    )
-    said = set()
-    with ExitStack() as stack:
-        programs = [
-            stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    env={**os.environ, "LOCAL_RANK": str(local), "PYTHONPATH": str(TREE)},
-                )
-            )
-            for local in (0, 0, 1, 2, 3)
-        ]
-        for each in programs:
-            assert each.stdin is not None
-            each.stdin.write(request_.to_json())
-            each.stdin.close()
-        for each in programs:
-            assert each.stdout is not None
-            said.add(each.stdout.read())
-            assert each.wait(30) == 0
-    assert len(said) == 1
-    assert len(node.starts()) == 1
-
-
-def test_a_dead_masters_socket_is_cleared_away(node: Node, request_: TaskRequest) -> None:
-    place = join(request_, program=STUB)
-    node.kill()
-    until_s = time.monotonic() + 5
-    while is_alive(place) and time.monotonic() < until_s:
-        time.sleep(0.01)
+    node.die(place)
     assert place.exists()
-    assert join(request_, program=STUB) == place
+    assert node.join() == place
     assert len(node.starts()) == 2
 
 
-def test_nodes_and_tasks_have_masters_of_their_own(node: Node, request_: TaskRequest) -> None:
+def test_many_processes_that_come_at_once_start_one(node: Node) -> None:
+    code = (
+        "import sys; from diesel_fs.peers.options import TaskRequest;"
+        "from diesel_fs.peers.launch import join; from tests.peers.test_launch import STUB;"
+        "print(join(TaskRequest.from_json(sys.argv[1].encode()), program=STUB))"
+    )
+    command = [sys.executable, "-c", code, node.request.to_json().decode()]
+    programs = [
+        subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "LOCAL_RANK": str(local), "PYTHONPATH": str(TREE)},
+        )
+        for local in (0, 0, 1, 2, 3)
+    ]
+    said = {each.communicate(timeout=60)[0] for each in programs}
+    assert not any(each.returncode for each in programs)
+    assert len(said) == len(node.starts()) == 1
+
+
+def test_nodes_and_tasks_have_masters_of_their_own(node: Node) -> None:
     asked = [
-        replace(request_, rank=rank, world=2, task=task, listen="127.0.0.1:0")
+        node.asks(rank=rank, world=2, task=task, listen="127.0.0.1:0")
         for rank in (0, 1)
         for task in ("one", "two")
     ]
-    places = {join(each, program=STUB) for each in asked}
+    places = {node.join(each) for each in asked}
     assert len(places) == len(node.starts()) == 4
-    others = replace(request_, task="one", identity=UUID(int=6).hex)
-    assert join(others, program=STUB) not in places
+    others = node.asks(task="one", identity=UUID(int=6).hex)
+    assert node.join(others) not in places
 
 
-def test_without_a_rank_the_only_master_of_the_task_is_used(
-    node: Node, request_: TaskRequest
-) -> None:
-    given = replace(request_, rank=3, world=4, listen="127.0.0.1:0")
-    place = join(given, program=STUB)
-    assert join(request_, program=STUB) == place
-    join(replace(given, rank=2), program=STUB)
-    assert join(request_, program=STUB).parent.name == "0"
-
-
-def _killed(node: Node, place: Path) -> None:
-    node.kill()
-    until(lambda: not is_alive(place), "its end")
+def test_without_a_rank_the_only_master_of_the_task_is_used(node: Node) -> None:
+    given = node.asks(rank=3, world=4, listen="127.0.0.1:0")
+    place = node.join(given)
+    assert node.join() == place
+    node.join(given, rank=2)
+    assert node.join().parent.name == "0"
 
 
 def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
@@ -184,32 +174,30 @@ def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
 
 @pytest.mark.parametrize("how", ["who reads", "who comes"])
 def test_F8_a_killed_master_is_restarted_as_the_same_node(
-    node: Node, request_: TaskRequest, tmp_path: Path, how: str
+    node: Node, tmp_path: Path, how: str
 ) -> None:
     """Also by a process that gives no rank, while another master of the task has rank 0."""
     folder = str(tmp_path / "cache")
-    given = replace(request_, rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
-    place = join(given, program=STUB)
-    nameless = replace(request_, version=5)
-    _killed(node, place)
+    given = node.asks(rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
+    place = node.join(given)
+    nameless = node.asks(version=5)
+    node.die(place)
     if how == "who reads":
-        assert restart_killed(nameless, place, program=STUB)
+        assert node.restart(place, nameless)
     else:
-        assert join(nameless, program=STUB) == place
+        assert node.join(nameless) == place
     assert is_alive(place)
     assert [_node_of(each) for each in node.starts()] == [
         [3, 4, "127.0.0.1:0", folder, version] for version in (3, 5)
     ]
-    assert not restart_killed(nameless, place, program=STUB), "it is there"
+    assert not node.restart(place, nameless), "it is there"
 
 
-def test_a_new_job_does_not_take_over_the_rank_of_an_old_one(
-    node: Node, request_: TaskRequest
-) -> None:
-    old = join(replace(request_, rank=1, world=3, listen="127.0.0.1:0"), program=STUB)
-    _killed(node, old)
+def test_a_new_job_does_not_take_over_the_rank_of_an_old_one(node: Node) -> None:
+    old = node.join(rank=1, world=3, listen="127.0.0.1:0")
+    node.die(old)
     os.utime(old.with_name("options"), (time.time() - 3600,) * 2)
-    assert join(request_, program=STUB) == old.parent.parent / "0" / "socket"
+    assert node.join() == old.parent.parent / "0" / "socket"
     assert not old.parent.exists()
     assert node.starts()[-1]["request"]["world"] == 1
 
@@ -224,103 +212,100 @@ def test_a_master_marks_that_it_is_alive(tmp_path: Path) -> None:
     assert time.time() - options.stat().st_mtime < 60
 
 
-def test_a_failed_restart_is_tried_again(node: Node, request_: TaskRequest) -> None:
-    place = join(request_, program=STUB)
-    _killed(node, place)
+def test_a_failed_restart_is_tried_again(node: Node) -> None:
+    place = node.join()
+    node.die(place)
     node.does("error")
     for _ in range(2):
         with pytest.raises(MetadataError):
-            restart_killed(request_, place, program=STUB)
+            node.restart(place)
     node.does("good")
-    assert restart_killed(request_, place, program=STUB)
-    _killed(node, place)
+    assert node.restart(place)
+    node.die(place)
     with pytest.raises(UsageError):
-        restart_killed(replace(request_, world=2, listen="nonsense"), place, program=STUB)
-    assert not restart_killed(request_, place, program=STUB), "not after what does not pass"
+        node.restart(place, node.asks(world=2, listen="nonsense"))
+    assert not node.restart(place), "not after what does not pass"
 
 
-def test_a_master_that_ended_by_itself_is_not_restarted(node: Node, request_: TaskRequest) -> None:
-    place = join(replace(request_, rank=3, world=4, listen="127.0.0.1:0"), program=STUB)
+def test_a_master_that_ended_by_itself_is_not_restarted(node: Node) -> None:
+    place = node.join(rank=3, world=4, listen="127.0.0.1:0")
     mark_ended(place)
-    _killed(node, place)
-    assert not restart_killed(request_, place, program=STUB)
-    assert join(request_, program=STUB).parent.name == "0"
+    node.die(place)
+    assert not node.restart(place)
+    assert node.join().parent.name == "0"
 
 
 def test_options_that_the_running_master_ignores_are_warned_of_once(
-    node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    given = replace(request_, rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
-    join(given, program=STUB)
+    given = node.asks(rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
+    node.join(given)
     assert "127.0.0.1 is this machine alone" in caplog.text
     caplog.clear()
     for same in (
         given,
-        replace(request_, memory_bytes=0),  # it says nothing
-        replace(request_, memory_bytes=5, memory_is_default=True),
+        node.asks(memory_bytes=0),  # it says nothing
+        node.asks(memory_bytes=5, memory_is_default=True),
         replace(given, task_key="another, which is kept nowhere", user="", version=4),
     ):
-        join(same, program=STUB)
+        node.join(same)
         assert not caplog.records, same
     others = {"memory_bytes": 5, "evict": "none", "cache_dir": "/c", "cache_bytes": 7, "world": 3}
-    join(replace(given, **others), program=STUB)  # type: ignore[arg-type]  # by name
+    node.join(given, **others)
     [told] = caplog.messages
     for option in ("--memory", "--evict", "--cache-dir", "--cache-size", "--world"):
         assert option in told
     assert "--listen" not in told
     assert len(node.starts()) == 1
     caplog.clear()
-    join(replace(request_, policy="oneshot"), program=STUB)
+    node.join(policy="oneshot")
     assert caplog.messages[0].startswith("--policy: ignored")
 
 
 def test_the_options_of_a_killed_master_are_not_taken_for_its_successors(
-    node: Node, request_: TaskRequest, caplog: pytest.LogCaptureFixture
+    node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For a moment they lie beside the socket of the new master."""
-    place = join(replace(request_, evict="lfu"), program=STUB)
+    place = node.join(evict="lfu")
     old = place.with_name("options").read_bytes()
-    _killed(node, place)
-    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    node.die(place)
+    node.join(rank=0, world=1, evict="none")
     place.with_name("options").write_bytes(old)
     os.utime(place.with_name("options"), (1e9, 1e9))
-    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    node.join(rank=0, world=1, evict="none")
     assert not caplog.records
     os.utime(place.with_name("options"))
-    join(replace(request_, rank=0, world=1, evict="none"), program=STUB)
+    node.join(rank=0, world=1, evict="none")
     assert "--evict" in caplog.text
 
 
-def test_a_computed_memory_size_is_not_compared(node: Node, request_: TaskRequest) -> None:
-    place = join(request_, program=STUB)
-    _killed(node, place)
-    assert restart_killed(
-        replace(request_, memory_bytes=5, memory_is_default=True), place, program=STUB
-    )
+def test_a_computed_memory_size_is_not_compared(node: Node) -> None:
+    place = node.join()
+    node.die(place)
+    assert node.restart(place, node.asks(memory_bytes=5, memory_is_default=True))
     assert [each["request"]["memory_bytes"] for each in node.starts()] == [1 << 20] * 2
 
 
-def test_S8_saved_options_hold_no_secret(node: Node, request_: TaskRequest) -> None:
-    url = f"{request_.url}?meta=redis://user:{SECRET}@127.0.0.1:1"
-    asked = replace(request_, task_key=SECRET, key=SECRET, user="me", url=url)
-    place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
+def test_S8_saved_options_hold_no_secret(node: Node) -> None:
+    url = f"{node.request.url}?meta=redis://user:{SECRET}@127.0.0.1:1"
+    asked = node.asks(task_key=SECRET, key=SECRET, user="me", url=url)
+    place = node.join(asked, listen="127.0.0.1:0")
     for each in place.parent.iterdir():
         if each != place:
             assert SECRET.encode() not in each.read_bytes(), each
-    _killed(node, place)
-    assert restart_killed(asked, place, program=STUB)
+    node.die(place)
+    assert node.restart(place, asked)
     [first, second] = (each["request"] for each in node.starts())
-    assert [second[each] for each in ("url", "user", "key", "task_key")] == [
-        first[each] for each in ("url", "user", "key", "task_key")
-    ]
+    for name in ("url", "user", "key", "task_key"):
+        assert first[name] == second[name]
 
 
 def test_other_processes_wait_for_the_first_one_of_a_node(
-    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "2")
     start_s = time.monotonic()
-    join(request_, program=STUB, first_process_wait_s=0.5)
+    join(node.request, program=STUB, first_process_wait_s=0.5)
     assert time.monotonic() - start_s > 0.5
     assert len(node.starts()) == 1
 
@@ -328,29 +313,27 @@ def test_other_processes_wait_for_the_first_one_of_a_node(
 # What keeps one from coming up --------------------------------------------------------------------
 
 
-def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(
-    node: Node, request_: TaskRequest
-) -> None:
+def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(node: Node) -> None:
     node.does("error")
     with pytest.raises(MetadataError) as refused:
-        join(request_, program=STUB)
+        node.join()
     assert refused.value.exit_code == 14
     assert str(refused.value) == "no Redis here; start it"
     node.does("dies")
     with pytest.raises(DieselError, match=r"did not come up\n  \| a line of the log"):
-        join(request_, program=STUB)
+        node.join()
     assert node.left() == []
     node.does("good")
-    assert is_alive(join(request_, program=STUB))
+    assert is_alive(node.join())
 
 
-def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node, request_: TaskRequest) -> None:
+def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node) -> None:
     """A process that holds the lock of a removed folder does not keep others from the new
     folder."""
-    place = socket_path(replace(request_, rank=0, world=1))
+    place = socket_path(node.asks(rank=0, world=1))
     inside, most, lost = 0, 0, 0
 
-    def come_and_go() -> None:
+    def come_and_go(_: int) -> None:
         nonlocal inside, most, lost
         for _ in range(100):
             with launch._locked(place, 30.0):
@@ -361,40 +344,33 @@ def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node, request_: Tas
             remove_folders(place)
             lost += not place.parent.exists()
 
-    threads = [threading.Thread(target=come_and_go) for _ in range(4)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
+    with ThreadPoolExecutor(4) as threads:
+        assert [*threads.map(come_and_go, range(4))] == [None] * 4
     assert most == 1
     assert lost > 0
     assert node.left() == []
 
 
-def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node, request_: TaskRequest) -> None:
+def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node) -> None:
     """Another thread may fork at any time, and the child may live long."""
-    place = socket_path(replace(request_, rank=0, world=1))
+    place = socket_path(node.asks(rank=0, world=1))
     for held in (launch._folders_locked(), launch._locked(place, 0.0)):
         receiver, sender = os.pipe()
+
+        def live_on(receiver: int = receiver, sender: int = sender) -> None:
+            os.close(sender)
+            os.read(receiver, 1)  # until the parent lets go
+
         with held:
-            child = os.fork()
-            if not child:
-                os.close(sender)
-                os.read(receiver, 1)  # until the parent lets go
-                os._exit(0)
-        try:
-            with launch._locked(place, 1.0):
-                pass
-        finally:
+            wait = fork(live_on)
+        with launch._locked(place, 1.0):
             os.close(receiver)
             os.close(sender)
-            os.waitpid(child, 0)
+        wait()
 
 
-def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(
-    node: Node, request_: TaskRequest
-) -> None:
-    place = socket_path(replace(request_, rank=0, world=1))
+def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(node: Node) -> None:
+    place = socket_path(node.asks(rank=0, world=1))
     with launch._folders_locked():
         with (
             pytest.raises(BusyError, match="changing the folders"),
@@ -406,33 +382,31 @@ def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(
         pass
 
 
-def test_the_error_of_a_real_master_is_raised_once_and_logged(
-    node: Node, request_: TaskRequest, tmp_path: Path
-) -> None:
+def test_the_error_of_a_real_master_is_raised_once_and_logged(node: Node, tmp_path: Path) -> None:
     log = tmp_path / "log"
     with pytest.raises(UsageError) as refused:
-        join(replace(request_, evict="bad", log_file=str(log)))
+        join(node.asks(evict="bad", log_file=str(log)))
     assert str(refused.value).count("bad --evict") == 1
     assert log.read_text().count("bad --evict") == 1
     assert not node.starts()
 
 
-def test_a_master_that_reports_nothing_is_killed(node: Node, request_: TaskRequest) -> None:
+def test_a_master_that_reports_nothing_is_killed(node: Node) -> None:
     node.does("silent")
     with pytest.raises(DeadlineError):
-        join(request_, program=STUB, start_deadline_s=1.0)
+        join(node.request, program=STUB, start_deadline_s=1.0)
     [started] = node.starts()
     until(lambda: not is_running(int(str(started["pid"]))), "it to be killed")
 
 
 def test_a_socket_in_a_deep_folder(
-    node: Node, request_: TaskRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The address of a socket has at most 107 bytes."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True, mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
-    place = socket_path(replace(request_, rank=0))
+    place = socket_path(node.asks(rank=0))
     place.parent.mkdir(parents=True)
     here = os.open(place.parent, os.O_PATH)
     with socket.socket(socket.AF_UNIX) as listener:
@@ -440,7 +414,7 @@ def test_a_socket_in_a_deep_folder(
         os.close(here)
         listener.listen()
         assert is_alive(place)
-        assert join(request_, program=STUB) == place
+        assert node.join() == place
 
 
 def test_a_starting_master_refuses_clients_at_once(tmp_path: Path) -> None:
@@ -467,30 +441,28 @@ def test_a_repeated_close_does_not_remove_another_masters_socket(tmp_path: Path)
 
 
 def test_F14_too_few_descriptors_for_the_world_are_an_error_at_the_start(
-    node: Node, request_: TaskRequest, monkeypatch: pytest.MonkeyPatch
+    node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 1024))
-    asked = replace(request_, rank=0, listen="127.0.0.1:0")
+    asked = node.asks(rank=0, listen="127.0.0.1:0")
     with pytest.raises(UsageError, match="1312 open files, and 1024 are allowed") as refused:
-        join(replace(asked, world=400), program=STUB)
+        node.join(asked, world=400)
     assert "ulimit" in refused.value.advice
     assert not node.starts()
-    join(replace(asked, world=100), program=STUB)
+    node.join(asked, world=100)
 
 
 # The request --------------------------------------------------------------------------------------
 
 
-def test_a_request_travels_and_shows_no_secret(node: Node, request_: TaskRequest) -> None:
-    asked = replace(
-        request_, task_key=SECRET, key=SECRET, user="me", peers=("a:1", "b:2"), rank=0, world=2
-    )
+def test_a_request_travels_and_shows_no_secret(node: Node) -> None:
+    asked = node.asks(task_key=SECRET, key=SECRET, user="me", peers=("a:1", "b:2"), rank=0, world=2)
     assert TaskRequest.from_json(asked.to_json()) == asked
     assert SECRET not in repr(asked)
     for text in (b"", b"[]", b"{}", b"x", b"[" * 100_000, b"\xff", asked.to_json()[:-2]):
         with pytest.raises(UsageError):
             TaskRequest.from_json(text)
-    place = join(replace(asked, listen="127.0.0.1:0"), program=STUB)
+    place = node.join(asked, listen="127.0.0.1:0")
     [started] = node.starts()
     assert started["request"]["task_key"] == SECRET
     shown = Path(f"/proc/{started['pid']}/cmdline").read_bytes()
@@ -499,23 +471,14 @@ def test_a_request_travels_and_shows_no_secret(node: Node, request_: TaskRequest
     assert is_alive(place)
 
 
-def test_a_request_that_is_too_long_is_refused(request_: TaskRequest) -> None:
+def test_a_request_that_is_too_long_is_refused(node: Node) -> None:
     with pytest.raises(UsageError, match="at most 262144"):
-        replace(request_, peers=("a:1",) * 50_000).to_json()
+        node.asks(peers=("a:1",) * 50_000).to_json()
 
 
-def test_a_task_belongs_to_the_account_or_to_the_machines_user(request_: TaskRequest) -> None:
-    assert request_.name == TaskName(UUID(int=5), f"uid:{os.geteuid()}", "training")
-    assert replace(request_, user="ann").name == TaskName(UUID(int=5), "ann", "training")
-
-
-def test_a_single_node_needs_neither_redis_nor_peers(node: Node, request_: TaskRequest) -> None:
-    join(request_, program=STUB)
-    [started] = node.starts()
-    asked = started["request"]
-    assert (asked["rank"], asked["world"], asked["listen"]) == (0, 1, "127.0.0.1:0")
-    assert len(str(asked["task_key"])) >= 32
-    assert asked["peers"] == ["127.0.0.1:1"]
+def test_a_task_belongs_to_the_account_or_to_the_machines_user(node: Node) -> None:
+    assert node.request.name == TaskName(UUID(int=5), f"uid:{os.geteuid()}", "training")
+    assert node.asks(user="ann").name == TaskName(UUID(int=5), "ann", "training")
 
 
 @each_row("option", ["rank", "peers", "listen", "advertise", "evict", "peer_tls"])
@@ -556,3 +519,34 @@ def test_a_key_file_must_be_private(tmp_path: Path) -> None:
             read_key_file(file)
     with pytest.raises(ConfigError, match="cannot read"):
         read_key_file(tmp_path / "none")
+
+
+# The end of a master that has no reader
+
+
+async def test_an_idle_master_ends_unless_a_reader_of_its_version_follows_one_of_another(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = LocalServer(None)  # type: ignore[arg-type]  # it serves no client
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(server.wait_until_idle, 60.0)
+        await trio.testing.wait_all_tasks_blocked()
+        server.other_version_requested()
+        server.reader_joined()
+        await trio.testing.wait_all_tasks_blocked()
+        assert nursery.child_tasks, "it has ended"
+        nursery.cancel_scope.cancel()
+    caplog.set_level("INFO", "diesel.task")
+    await LocalServer(None).wait_until_idle(0.01)  # type: ignore[arg-type]  # as above
+    assert "no client for 0.01 s: the master ends" in caplog.text
+
+
+def test_a_reader_restarts_a_master_only_at_its_own_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new master may have another socket, for example as another rank: the reader, which knows
+    only its own, must not start masters again and again."""
+    monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
+    monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")
+    request = TaskRequest(task="night")
+    assert not client._restart_master(request, tmp_path / "mine", has_served=False)

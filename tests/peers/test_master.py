@@ -5,8 +5,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -121,6 +121,7 @@ class Task:
         self.reads = Reads(self.dataset._repository.objects)
         self.ttl_s = 0.3
         self.flushed: list[list[Mask]] = []
+        self._lives: dict[int, trio.CancelScope] = {}
 
     def put(self, path: str, seed: int) -> None:
         self.dataset.put(Random(seed).randbytes(30_000 + 100 * seed), path)
@@ -133,25 +134,16 @@ class Task:
 
     @asynccontextmanager
     async def node(
-        self,
-        rank: int,
-        *,
-        world: int = 3,
-        oneshot: bool = False,
-        registry: Registry | None = None,
-        policy: str = "lru",
-    ) -> AsyncIterator[tuple[Master, trio.CancelScope]]:
-        """A master while the `with` lasts, or until its scope is cancelled, which is its death."""
-        registry = registry or self.registry
+        self, rank: int, *, world: int = 3, oneshot: bool = False, policy: str = "lru"
+    ) -> AsyncIterator[Master]:
+        """A master while the `with` lasts, or until `kill`."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
-            member = Member(rank, Random().randbytes(16), address, self.snapshot.version)
+            version, sizes = self.snapshot.version, self.snapshot.chunk_sizes
+            member = Member(rank, Random().randbytes(16), address, version)
             name = TaskName(self.snapshot.identity, "me", "t")
-            sizes = self.snapshot.chunk_sizes
-            first = registry.renew(member)
-            me = LocalIdentity(
-                rank, member.instance, name, self.snapshot.version, first.secret, sizes
-            )
+            first = self.registry.renew(member)
+            me = LocalIdentity(rank, member.instance, name, version, first.secret, sizes)
 
             def make_cache(fetch: Fetch) -> NodeCache:
                 cache = RecordingCache(
@@ -162,10 +154,10 @@ class Task:
                 return cache
 
             made = Master(
-                me, member, self.snapshot, self.reads, registry, make_cache, world=world,
+                me, member, self.snapshot, self.reads, self.registry, make_cache, world=world,
                 oneshot=oneshot, renew_s=0.05, gather_renew_s=0.02, ttl_s=self.ttl_s,
             )  # fmt: skip
-            scope = trio.CancelScope()
+            self._lives[rank] = scope = trio.CancelScope()
 
             async def live(*, task_status: trio.TaskStatus[None]) -> None:
                 with scope:
@@ -174,8 +166,21 @@ class Task:
 
             async with trio.open_nursery() as nursery:
                 await nursery.start(live)
-                yield made, scope
+                yield made
                 scope.cancel()
+
+    @asynccontextmanager
+    async def nodes(self, count: int, policy: str = "lru") -> AsyncIterator[list[Master]]:
+        """The masters of all nodes of a world, which know each other."""
+        async with AsyncExitStack() as stack:
+            made = [self.node(rank, world=count, policy=policy) for rank in range(count)]
+            found = [await stack.enter_async_context(each) for each in made]
+            await soon(members(*found))
+            yield found
+
+    def kill(self, rank: int) -> None:
+        """End a node's master at once. It is still registered."""
+        self._lives[rank].cancel()
 
     async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
         """Read a part of each chunk as a client that asks through its master, and compare; how many
@@ -202,92 +207,65 @@ def task(tmp_path: Path) -> Task:
     return Task(tmp_path)
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def in_time() -> None:
-        with trio.fail_after(HOPE_S):
-            await main()
-
-    trio.run(in_time)
-
-
 def members(*nodes: Master) -> Callable[[], bool]:
     return lambda: all(node.stats()["members"] == len(nodes) for node in nodes)
 
 
-def peer_stats(node: Master, rank: int) -> dict[str, object]:
-    """What a master counts of its connection to another."""
-    return node._peers[rank].peer.stats()
+async def test_F10_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
+    """Also where all of them miss a chunk at once. No node holds what another one owns."""
+    async with task.nodes(3) as nodes:
+        async with trio.open_nursery() as nursery:
+            for node in nodes * 3:
+                nursery.start_soon(task.check, node)
+        here = 0
+        for node in nodes:
+            found = await task.check(node)
+            assert sum(found[rank] for rank in (0, 1, 2) if rank != node.rank) > CHUNKS / 3
+            assert found[SOURCE_HERE] >= CHUNKS / 6
+            here += found[SOURCE_HERE]
+        assert set(task.reads.of.values()) == {1}
+        assert len(task.reads.of) == here == CHUNKS
+        kept = [kept_numbers(node.cache) for node in nodes]
+        assert sum(map(len, kept)) == len(set.union(*kept))
 
 
-def test_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+async def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
+    async with task.node(0) as a, task.node(1) as b:
+        async with task.node(2) as c:
             await soon(members(a, b, c))
-            for node in (a, b, c, a):
-                found = await task.check(node)
-                assert sum(found[rank] for rank in (0, 1, 2) if rank != node.rank) > CHUNKS / 3
-                assert found[SOURCE_HERE] >= CHUNKS / 6
-            assert set(task.reads.of.values()) == {1}
-            assert len(task.reads.of) == CHUNKS
-
-    run(main)
-
-
-def test_F10_all_nodes_that_miss_a_chunk_at_once_cost_one_read(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
+            share = (await task.check(c))[SOURCE_HERE]
+            await task.check(a)
+            task.kill(2)
+            await soon(lambda: not a._peers[2].peer.stats()["connected"])
+            found = await task.check(a, given=False)
+            assert found[SOURCE_NONE] == share, "what the dead one had is left to the reader"
+        del task.registry.members[2]
+        await soon(members(a, b))
+        before = task.reads.of.total()
+        for node in (a, b, a):
+            await task.check(node)
+        assert task.reads.of.total() - before == share, "only its share is read again, once"
+        async with task.node(2) as c:
             await soon(members(a, b, c))
-            async with trio.open_nursery() as nursery:
-                for node in (a, b, c) * 3:
-                    nursery.start_soon(task.check, node)
-            assert set(task.reads.of.values()) == {1}
-
-    run(main)
-
-
-def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0) as (a, _), task.node(1) as (b, _):
-            async with task.node(2) as (c, death):
-                await soon(members(a, b, c))
-                share = (await task.check(c))[SOURCE_HERE]
-                await task.check(a)
-                death.cancel()  # it is still registered
-                await soon(lambda: not peer_stats(a, 2)["connected"])
-                found = await task.check(a, given=False)
-                assert found[SOURCE_NONE] == share, "what the dead one had is left to the reader"
-            del task.registry.members[2]
-            await soon(members(a, b))
             before = task.reads.of.total()
-            for node in (a, b, a):
-                await task.check(node)
-            assert task.reads.of.total() - before == share, "only its share is read again, once"
-            async with task.node(2) as (c, _):
-                await soon(members(a, b, c))
-                before = task.reads.of.total()
-                assert (await task.check(c))[SOURCE_HERE] == share
-                assert (await task.check(a))[2] == share, "it is used again"
-                assert task.reads.of.total() == before, "it had its share from who took it over"
-
-    run(main)
+            assert (await task.check(c))[SOURCE_HERE] == share
+            assert (await task.check(a))[2] == share, "it is used again"
+            assert task.reads.of.total() == before, "it had its share from who took it over"
 
 
-def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
-    async def main() -> None:
-        async with (
-            task.node(0, oneshot=True) as (a, _),
-            task.node(1, oneshot=True) as (b, _),
-            task.node(2, oneshot=True) as (c, _),
-        ):
-            await soon(lambda: task.reads.of.total() >= CHUNKS)
-            for node in (a, b, c):
-                await task.check(node)
-            assert set(task.reads.of.values()) == {1}, "nobody began before all were there"
-
-    run(main)
+async def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
+    async with (
+        task.node(0, oneshot=True) as a,
+        task.node(1, oneshot=True) as b,
+        task.node(2, oneshot=True) as c,
+    ):
+        await soon(lambda: task.reads.of.total() >= CHUNKS)
+        for node in (a, b, c):
+            await task.check(node)
+        assert set(task.reads.of.values()) == {1}, "nobody began before all were there"
 
 
-def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -> None:
+async def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -> None:
     for path in ("half", "other"):
         task.dataset.put(Random(path).randbytes(30_000), path)
     task.dataset.flush()
@@ -299,147 +277,117 @@ def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -
     dead = {chunk for chunk in range(count) if not task.snapshot.used_bytes()[chunk]}
     assert (count, len(dead)) == (CHUNKS + 12, 10)
     names = [chunk_object(task.snapshot.identity, each) for each in task.snapshot.chunk_ids]
-
-    async def main() -> None:
-        async with task.node(0, world=1, oneshot=True) as (node, _):
-            await soon(lambda: node.cache.stats()["share_held_chunks"] == count - len(dead))
-            await trio.sleep(0.1)  # more would come
-            told = node.cache.stats()
-            assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
-            assert len(task.reads.of) == count - len(dead)
-            assert kept_numbers(node.cache).isdisjoint(dead)
-            order = [names.index(name) for name in task.reads.of]
-            last = list(task.snapshot.chunk_ids).index(half)
-            assert last < max(order), "it would not be the last by its number"
-            assert last in order[-2:]  # two come at once
-
-    run(main)
+    async with task.node(0, world=1, oneshot=True) as node:
+        await soon(lambda: node.cache.stats()["share_held_chunks"] == count - len(dead))
+        await trio.sleep(0.1)  # more would come
+        told = node.cache.stats()
+        assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
+        assert len(task.reads.of) == count - len(dead)
+        assert kept_numbers(node.cache).isdisjoint(dead)
+        order = [names.index(name) for name in task.reads.of]
+        last = list(task.snapshot.chunk_ids).index(half)
+        assert last < max(order), "it would not be the last by its number"
+        assert last in order[-2:]  # two come at once
 
 
-def test_dead_chunks_are_not_kept_at_the_end(task: Task) -> None:
+async def test_dead_chunks_are_not_kept_at_the_end(task: Task) -> None:
     for number in range(10):
         task.put(f"f{number:02}", 50)
     task.snapshot = task.dataset.snapshot
-
-    async def main() -> None:
-        async with task.node(0, world=1) as (node, _):
-            assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
-            await node.flush_to_disk()
-
-    run(main)
+    async with task.nodes(1) as [node]:
+        assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
+        await node.flush_to_disk()
     live = task.snapshot.used_bytes() > 0
     assert live.tolist() == [False] * 10 + [True] * CHUNKS
     [flushed] = task.flushed
     assert [mask.tolist() for mask in flushed] == [live.tolist()] * 2
 
 
-def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0, world=1) as (_, scope):
-            task.registry.members[0] = replace(task.registry.members[0], instance=b"r" * 16)
-            await trio.sleep(0.5)
-        assert not scope.cancelled_caught
-
-    run(main)
+async def test_the_older_of_two_masters_of_a_rank_ends_by_itself(task: Task) -> None:
+    async with task.nodes(1):
+        task.registry.members[0] = replace(task.registry.members[0], instance=b"r" * 16)
+        await trio.sleep(0.5)
+        assert not task._lives[0].cancel_called
+    assert not task._lives[0].cancelled_caught
 
 
-def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
-            await soon(members(a, b))
-            task.registry.is_unavailable = True
-            await trio.sleep(0.3)
-            assert (await task.check(a))[1] > 0
-            assert members(a, b)()
-
-    run(main)
+async def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> None:
+    async with task.nodes(2) as [a, b]:
+        task.registry.is_unavailable = True
+        await trio.sleep(0.3)
+        assert (await task.check(a))[1] > 0
+        assert members(a, b)()
 
 
-def test_C3_after_an_outage_members_have_a_TTL_to_renew(
+async def test_C3_after_an_outage_members_have_a_TTL_to_renew(
     task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Redis has lost all registrations, and each master renews in its own time. One that does not
     renew within a TTL is gone; one that leaves or is replaced, at once."""
+    caplog.set_level("INFO", "diesel.task")
     task.ttl_s = 2.0
-
-    async def main() -> None:
-        four = [task.node(rank, world=4) for rank in range(4)]
-        async with four[0] as (a, _), four[1] as (b, _), four[2] as (c, _), four[3] as (d, _):
-            await soon(members(a, b, c, d))
-            task.registry.is_unavailable = True
-            await soon(lambda: caplog.text.count("cannot reach the registry") == 4)
-            kept = task.registry.members.copy()
-            task.registry.members.clear()
-            caplog.clear()
-            task.registry.silent = {1, 2, 3}
-            task.registry.is_unavailable = False
-            await trio.sleep(0.5)
-            assert a.stats()["members"] == 4
-            task.registry.members[1] = kept[1]
-            await trio.sleep(0.2)
-            assert "has left" not in caplog.text
-            assert "was replaced" not in caplog.text
-            task.registry.members.pop(1)  # it leaves
-            task.registry.members[2] = replace(kept[2], instance=b"n" * 16)
-            await soon(lambda: "node 2 was replaced" in caplog.text)
-            await soon(lambda: "node 1 has left" in caplog.text)
-            assert "node 3" not in caplog.text
-            await soon(lambda: "node 3 has left" in caplog.text)
-            task.registry.silent.clear()
-
-    with caplog.at_level("INFO", "diesel.task"):
-        run(main)
+    async with task.nodes(4) as [a, *_]:
+        task.registry.is_unavailable = True
+        await soon(lambda: caplog.text.count("cannot reach the registry") == 4)
+        kept = task.registry.members.copy()
+        task.registry.members.clear()
+        caplog.clear()
+        task.registry.silent = {1, 2, 3}
+        task.registry.is_unavailable = False
+        await trio.sleep(0.5)
+        assert a.stats()["members"] == 4
+        task.registry.members[1] = kept[1]
+        await trio.sleep(0.2)
+        assert "has left" not in caplog.text
+        assert "was replaced" not in caplog.text
+        task.registry.members.pop(1)  # it leaves
+        task.registry.members[2] = replace(kept[2], instance=b"n" * 16)
+        await soon(lambda: "node 2 was replaced" in caplog.text)
+        await soon(lambda: "node 1 has left" in caplog.text)
+        assert "node 3" not in caplog.text
+        await soon(lambda: "node 3 has left" in caplog.text)
+        task.registry.silent.clear()
 
 
-def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
+async def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
     task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Redis was away so shortly that no renewal failed, and has lost everything."""
+    caplog.set_level("INFO", "diesel.task")
     task.ttl_s = 1.0
-
-    async def main() -> None:
-        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
-            await soon(members(a, b))
-            task.registry.silent = {1}
-            await trio.sleep(0.1)
-            task.registry.members.clear()
-            task.registry.forgot = {0}
-            await soon(lambda: not task.registry.forgot)
-            await trio.sleep(0.3)
-            assert a.stats()["members"] == 2
-            await soon(lambda: "node 1 has left" in caplog.text)
-            task.registry.silent.clear()
-
-    with caplog.at_level("INFO", "diesel.task"):
-        run(main)
+    async with task.nodes(2) as [a, _]:
+        task.registry.silent = {1}
+        await trio.sleep(0.1)
+        task.registry.members.clear()
+        task.registry.forgot = {0}
+        await soon(lambda: not task.registry.forgot)
+        await trio.sleep(0.3)
+        assert a.stats()["members"] == 2
+        await soon(lambda: "node 1 has left" in caplog.text)
+        task.registry.silent.clear()
 
 
-def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
+async def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
     """Redis was away for longer than registrations last, and a new node registered first
     afterwards."""
 
-    async def main() -> None:
-        async with task.node(0) as (a, _), task.node(1) as (b, _):
-            await soon(members(a, b))
-            assert (await task.check(a))[1] > 0
-            task.registry.members.clear()
-            task.registry.secret = SECRET[::-1]
-            async with task.node(2) as (c, _):
-                await soon(members(a, b, c))
-                for node in (a, b, c):
-                    for other in {0, 1, 2} - {node.rank}:
-                        await soon_given(task, node, other)
+    async def is_given(node: Master, rank: int) -> bool:
+        """Whether another node gives a chunk; for a moment their owners may differ."""
+        return (await task.check(node, given=False))[rank] > 0
 
-    run(main)
-
-
-async def soon_given(task: Task, node: Master, rank: int) -> None:
-    """Wait until another node gives a chunk: for a moment their owners may differ."""
-    while not (await task.check(node, given=False))[rank]:  # noqa: ASYNC110  # no event
-        await trio.sleep(0.05)
+    async with task.node(0) as a, task.node(1) as b:
+        await soon(members(a, b))
+        assert (await task.check(a))[1] > 0
+        task.registry.members.clear()
+        task.registry.secret = SECRET[::-1]
+        async with task.node(2) as c:
+            await soon(members(a, b, c))
+            for node in (a, b, c):
+                for other in {0, 1, 2} - {node.rank}:
+                    await soon(partial(is_given, node, other))
 
 
-def test_F8_silent_nodes_from_peers_lose_their_share_until_they_answer(
+async def test_F8_F9_silent_nodes_from_peers_lose_their_share_and_the_last_one_reads_alone(
     task: Task,
 ) -> None:
     class Listed(FakeRegistry):
@@ -451,48 +399,37 @@ def test_F8_silent_nodes_from_peers_lose_their_share_until_they_answer(
             )
             return Membership.from_members(listed, SECRET)
 
-    async def main() -> None:
-        board = Listed()
-        async with (
-            task.node(0, world=2, registry=board) as (a, _),
-            task.node(1, world=2, registry=board) as (b, death),
-        ):
-            await trio.sleep(0.5)  # longer than a silent node stays a member
-            await soon(members(a, b))
-            assert (await task.check(a))[1] > 0
-            death.cancel()
-            await soon(members(a))
-            assert (await task.check(a)) == {SOURCE_HERE: CHUNKS}
-
-    run(main)
+    task.registry = Listed()
+    async with task.nodes(2) as [a, b]:
+        await trio.sleep(0.5)  # longer than a silent node stays a member
+        await soon(members(a, b))
+        assert (await task.check(a))[1] > 0
+        task.kill(1)
+        await soon(members(a))
+        assert (await task.check(a)) == {SOURCE_HERE: CHUNKS}
 
 
-def test_nodes_of_another_version_do_not_count_until_they_switch(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
-            await soon(members(a, b))
-            await task.check(a)
-            await task.check(b)
-            task.put("new", 99)
-            newer = task.dataset.snapshot
-            before = task.reads.of.total()
-            await a.switch_version(newer)
-            await soon(members(a))
-            found = await task.check(a)
-            assert found == {SOURCE_HERE: CHUNKS + 1}
-            await soon(members(b))
-            await task.check(b)
-            await b.switch_version(newer)
-            await soon(members(a, b))
-            reads = task.reads.of.total() - before
-            assert (await task.check(b))[0] > 0
-            assert (await task.check(a))[1] > 0
-            assert task.reads.of.total() - before <= reads + 1, "what is in both stays"
-
-    run(main)
+async def test_nodes_of_another_version_do_not_count_until_they_switch(task: Task) -> None:
+    async with task.nodes(2) as [a, b]:
+        await task.check(a)
+        await task.check(b)
+        task.put("new", 99)
+        newer = task.dataset.snapshot
+        before = task.reads.of.total()
+        await a.switch_version(newer)
+        await soon(members(a))
+        assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}
+        await soon(members(b))
+        await task.check(b)
+        await b.switch_version(newer)
+        await soon(members(a, b))
+        reads = task.reads.of.total() - before
+        assert (await task.check(b))[0] > 0
+        assert (await task.check(a))[1] > 0
+        assert task.reads.of.total() - before <= reads + 1, "what is in both stays"
 
 
-def test_another_version_has_owners_before_the_next_renewal(
+async def test_another_version_has_owners_before_the_next_renewal(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owners are this node and those that have switched before it; otherwise all chunks would
@@ -504,134 +441,96 @@ def test_another_version_has_owners_before_the_next_renewal(
         return computed(self, ranks, world)
 
     monkeypatch.setattr(module._ChunkOwners, "compute", slow)
+    nursery: trio.Nursery
 
-    async def main() -> None:
-        nursery: trio.Nursery
+    async def at_once(node: Master, snapshot: Snapshot) -> None:
+        nursery.start_soon(node.switch_version, snapshot)
+        await soon(lambda: node.snapshot is snapshot)
 
-        async def at_once(node: Master, snapshot: Snapshot) -> None:
-            nursery.start_soon(node.switch_version, snapshot)
-            await soon(lambda: node.snapshot is snapshot)
-
-        async with (
-            task.node(0, world=3) as (a, _),
-            task.node(1, world=3) as (b, _),
-            trio.open_nursery() as nursery,
-        ):
-            await soon(members(a, b))
-            for node in (a, b):
-                await task.check(node)
-            task.put("new", 99)
-            newer = task.dataset.snapshot
-            task.registry.silent = {0, 1}
-            await trio.sleep(0.1)
-            await at_once(a, newer)
-            assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "nobody has come along"
-            await b.switch_version(newer)
-            assert await task.check(b) == {SOURCE_HERE: CHUNKS + 1}
-            task.registry.silent.clear()
-            await soon(members(a, b))
-            task.put("newest", 98)
-            newest = task.dataset.snapshot
-            await a.switch_version(newest)
-            await soon(lambda: b.stats()["other_version_members"])
-            task.registry.silent = {0, 1}
-            await trio.sleep(0.1)
-            await at_once(b, newest)
-            assert (await task.check(b))[0] > 0, "it is known that node 0 is there already"
-            task.registry.silent.clear()
-
-    run(main)
+    async with task.node(0) as a, task.node(1) as b, trio.open_nursery() as nursery:
+        await soon(members(a, b))
+        for node in (a, b):
+            await task.check(node)
+        task.put("new", 99)
+        newer = task.dataset.snapshot
+        task.registry.silent = {0, 1}
+        await trio.sleep(0.1)
+        await at_once(a, newer)
+        assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "nobody has come along"
+        await b.switch_version(newer)
+        assert await task.check(b) == {SOURCE_HERE: CHUNKS + 1}
+        task.registry.silent.clear()
+        await soon(members(a, b))
+        task.put("newest", 98)
+        newest = task.dataset.snapshot
+        await a.switch_version(newest)
+        await soon(lambda: b.stats()["other_version_members"])
+        task.registry.silent = {0, 1}
+        await trio.sleep(0.1)
+        await at_once(b, newest)
+        assert (await task.check(b))[0] > 0, "it is known that node 0 is there already"
+        task.registry.silent.clear()
 
 
-def test_F5_a_node_that_sends_damaged_parts_is_not_asked(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
-            await soon(members(a, b))
-            assert (await task.check(a))[1] > 0
-            for _ in range(3):
-                await a.report_damage(DamagedPart(0, 0, 10, 1))
-            found = await task.check(a, given=False)
-            assert found[1] == 0
-            assert found[SOURCE_NONE] > 0
-            for chunk in range(CHUNKS):  # the chunks that are kept are undamaged
-                await a.report_damage(DamagedPart(chunk, 0, 10, a.rank))
-            assert (await task.check(a, given=False))[SOURCE_HERE] == found[SOURCE_HERE]
-
-    run(main)
+async def test_F5_a_node_that_sends_damaged_parts_is_not_asked(task: Task) -> None:
+    async with task.nodes(2) as [a, _]:
+        assert (await task.check(a))[1] > 0
+        for _ in range(3):
+            await a.report_damage(DamagedPart(0, 0, 10, 1))
+        found = await task.check(a, given=False)
+        assert found[1] == 0
+        assert found[SOURCE_NONE] > 0
+        for chunk in range(CHUNKS):  # the chunks that are kept are undamaged
+            await a.report_damage(DamagedPart(chunk, 0, 10, a.rank))
+        assert (await task.check(a, given=False))[SOURCE_HERE] == found[SOURCE_HERE]
 
 
-def test_owners_are_those_that_ownership_computes(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0) as (a, _), task.node(1) as (b, _), task.node(2) as (c, _):
-            await soon(members(a, b, c))
-            found = [(await task.check(node))[SOURCE_HERE] for node in (a, b, c)]
-            assert sum(found) == CHUNKS
-            kept = [kept_numbers(node.cache) for node in (a, b, c)]
-            assert sum(map(len, kept)) == len(set.union(*kept)), "nobody holds what another owns"
-
-    run(main)
-
-
-def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(task: Task) -> None:
+async def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(task: Task) -> None:
     """The nodes of a job that ends leave one by one."""
-
-    async def main() -> None:
-        async with task.node(0) as (a, _):
-            async with task.node(1) as (b, _), task.node(2) as (c, _):
-                await soon(members(a, b, c))
-                share = a.owner == 0
-            del task.registry.members[1], task.registry.members[2]
-            await soon(members(a))
-            assert (a.owner == 0).all()
-            await a.flush_to_disk()
-            [(first, _)] = task.flushed
-            assert first.tolist() == share.tolist()
-
-    run(main)
+    async with task.node(0) as a:
+        async with task.node(1) as b, task.node(2) as c:
+            await soon(members(a, b, c))
+            share = a.owner == 0
+        del task.registry.members[1], task.registry.members[2]
+        await soon(members(a))
+        assert (a.owner == 0).all()
+        await a.flush_to_disk()
+        [(first, _)] = task.flushed
+        assert first.tolist() == share.tolist()
 
 
-def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) -> None:
+async def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) -> None:
     """Otherwise two nodes that fetch one chunk from each other would wait until a time-out."""
-
-    async def main() -> None:
-        async with task.node(0, world=2) as (a, _), task.node(1, world=2) as (b, _):
-            await soon(members(a, b))
-            theirs = [chunk for chunk in range(CHUNKS) if a.owner[chunk] == 1]
-            task.reads.pause.clear()
-            async with trio.open_nursery() as nursery:
-                wanted = parts((theirs[0], 0, 20_000))
-                nursery.start_soon(partial(b.answer, 1, wanted, load=True, through=False))
-                await soon(lambda: task.reads.waiting)
-                with trio.fail_after(0.5):
-                    wanted = parts((theirs[0], 0, 10))
-                    statuses, _ = await b.answer(0, wanted, load=False, through=False)
-                assert statuses == bytes([ABSENT])
-                task.reads.pause.set()
-
-    run(main)
+    async with task.nodes(2) as [a, b]:
+        theirs = [chunk for chunk in range(CHUNKS) if a.owner[chunk] == 1]
+        task.reads.pause.clear()
+        async with trio.open_nursery() as nursery:
+            wanted = parts((theirs[0], 0, 20_000))
+            nursery.start_soon(partial(b.answer, 1, wanted, load=True, through=False))
+            await soon(lambda: task.reads.waiting)
+            with trio.fail_after(0.5):
+                wanted = parts((theirs[0], 0, 10))
+                statuses, _ = await b.answer(0, wanted, load=False, through=False)
+            assert statuses == bytes([ABSENT])
+            task.reads.pause.set()
 
 
 @pytest.mark.parametrize(("count", "status"), [(1, ABSENT), (CHUNKS, GIVEN)])
-def test_many_chunks_of_a_slow_store_are_waited_for_longer_than_one(
+async def test_many_chunks_of_a_slow_store_are_waited_for_longer_than_one(
     task: Task, count: int, status: int
 ) -> None:
     """The asker would read all of them from the store itself, which has begun to give them."""
+    async with task.nodes(1) as [node]:
+        task.reads.pause.clear()
+        wanted = parts(*((chunk, 0, 20_000) for chunk in range(count)))
+        answers: list[bytes] = []
 
-    async def main() -> None:
-        async with task.node(0, world=1) as (node, _):
-            await soon(members(node))
-            task.reads.pause.clear()
-            wanted = parts(*((chunk, 0, 20_000) for chunk in range(count)))
-            answers: list[bytes] = []
+        async def ask() -> None:
+            statuses, _ = await node.answer(0, wanted, load=True, through=False)
+            answers.append(statuses)
 
-            async def ask() -> None:
-                statuses, _ = await node.answer(0, wanted, load=True, through=False)
-                answers.append(statuses)
-
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask)
-                await trio.sleep(LOAD_S + 0.5)
-                task.reads.pause.set()
-            assert answers == [bytes([status]) * count]
-
-    run(main)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            await trio.sleep(LOAD_S + 0.5)
+            task.reads.pause.set()
+        assert answers == [bytes([status]) * count]

@@ -15,16 +15,16 @@ from diesel_fs.orders.plan import Epoch
 from diesel_fs.peers import master as module
 from diesel_fs.peers import task_plan, wire
 from diesel_fs.peers.master import Master
+from diesel_fs.peers.peer import Peer
 from diesel_fs.peers.plan_sender import PlanSender, StreamProgress
 from diesel_fs.peers.plan_wire import TAKEN, UNKNOWN, Positions, plan_body
 from tests.rows import each_row
 
 from ..waiting import soon, wait_until
-from .connected_masters import FakeAnswers, answering, asking, authenticated_raw, pair
-from .connected_masters import run as run_connected
-from .planes import is_closed, running_plane
+from .connected_masters import FakeAnswers, Node, authenticated_raw
+from .planes import Plane, is_closed
 from .test_data_plane import check_served
-from .test_master import Task, run
+from .test_master import Task
 
 
 @pytest.fixture
@@ -62,9 +62,9 @@ def plan(node: Master) -> dict[str, int]:
     return found
 
 
-async def end(task: Task, dies: trio.CancelScope, rank: int) -> None:
+async def end(task: Task, rank: int) -> None:
     """A master ends at once, and is forgotten by the registry; a renewal may be on its way."""
-    dies.cancel()
+    task.kill(rank)
     for _ in range(10):
         await trio.sleep(0.05)
         task.registry.members.pop(rank, None)
@@ -74,232 +74,158 @@ def knows(node: Master, streams: int) -> Callable[[], bool]:
     return lambda: plan(node)["planned_streams"] == streams == plan(node)["streams"]
 
 
-def test_all_masters_know_all_streams_and_follow_their_positions(task: Task) -> None:
-    async def main() -> None:
-        async with (
-            task.node(0, policy="plan") as (first, _),
-            task.node(1, policy="plan") as (second, _),
-            task.node(2, policy="plan") as (third, _),
-        ):
-            nodes = (first, second, third)
-            orders = [order_of(task, rank) for rank in range(3)]
-            readers = [Reader(task, node, 5) for node in nodes]
-            readers[0].tell(Epoch(0, orders[0]))
-            readers[1].tell(Epoch(0, orders[1]))
-            computed = ComputedOrder(7, 0, 4)
-            entries = computed.entries(task.snapshot).astype(np.uint32)
-            readers[2].tell(Epoch(0, entries, computed=computed))
+async def test_all_masters_know_all_streams_and_follow_their_positions(task: Task) -> None:
+    async with task.nodes(3, "plan") as nodes:
+        orders = [order_of(task, rank) for rank in range(3)]
+        readers = [Reader(task, node, 5) for node in nodes]
+        readers[0].tell(Epoch(0, orders[0]))
+        readers[1].tell(Epoch(0, orders[1]))
+        computed = ComputedOrder(7, 0, 4)
+        entries = computed.entries(task.snapshot).astype(np.uint32)
+        readers[2].tell(Epoch(0, entries, computed=computed))
+        for node in nodes:
+            await soon(knows(node, 3))
+            assert plan(node)["nodes"] == 3
+        total = 4 * len(entries)  # of the computed one, an epoch more
+        assert {plan(node)["uses_left"] for node in nodes} == {total}
+        for position in (10, 4):  # it has gone back
+            readers[0].tell(Epoch(0, orders[0]), position)
             for node in nodes:
-                await soon(knows(node, 3))
-                assert plan(node)["nodes"] == 3
-            total = 4 * len(entries)  # of the computed one, an epoch more
-            assert {plan(node)["uses_left"] for node in nodes} == {total}
-            readers[0].tell(Epoch(0, orders[0]), 10)
-            for node in nodes:
-                await soon(partial(is_left, node, total - 10))
-            readers[0].tell(Epoch(0, orders[0]), 4)  # it has gone back
-            for node in nodes:
-                await soon(partial(is_left, node, total - 4))
-
-    run(main)
+                await soon(partial(is_left, node, total - position))
 
 
 def is_left(node: Master, uses: int) -> bool:
     return plan(node)["uses_left"] == uses
 
 
-def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0, policy="plan") as (first, _):
-            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
-            async with task.node(1, policy="plan") as (second, dies):
-                reader = Reader(task, second, 5)
-                reader.tell(Epoch(0, order_of(task, 2)))
-                await soon(knows(first, 2))
-                await soon(knows(second, 2))
-                await end(task, dies, 1)
-                await soon(knows(first, 1))
-            async with task.node(1, policy="plan") as (again, _):
-                await soon(knows(again, 1))  # the others', although nobody has moved
-                # Its client goes on as if nothing had happened, and is told that it has
-                key = Positions({"train": (0, 3)})
-                body = plan_body(key, len(task.snapshot))
-                assert again.plan.take(1, body, client=5) == UNKNOWN
-                Reader(task, again, 5).tell(Epoch(0, order_of(task, 2)), 3)
-                await soon(knows(first, 2))
-
-    run(main)
-
-
-def test_a_client_that_ends_takes_its_streams_with_it(task: Task) -> None:
-    async def main() -> None:
-        async with (
-            task.node(0, policy="plan") as (first, _),
-            task.node(1, policy="plan") as (second, _),
-        ):
-            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
-            Reader(task, first, 6).tell(Epoch(0, order_of(task, 2)))
+async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next(
+    task: Task,
+) -> None:
+    async with task.node(0, policy="plan") as first:
+        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        async with task.node(1, policy="plan") as second:
+            Reader(task, second, 5).tell(Epoch(0, order_of(task, 2)))
+            await soon(knows(first, 2))
             await soon(knows(second, 2))
-            first.plan.forget_client(5)
-            await soon(knows(second, 1))
-            first.plan.forget_client(6)
-            await soon(knows(second, 0))
-
-    run(main)
-
-
-def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
-    async def main() -> None:
-        async with (
-            task.node(0, world=2, policy="plan") as (first, _),
-            task.node(1, world=2, policy="plan") as (second, _),
-        ):
-            await soon(lambda: len(first._peers) == len(second._peers) == 1)
-            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
-            await task.check(first)
-
-            def is_known() -> bool:
-                found = second.cache.memory._held_elsewhere
-                return found is not None and bool((found == first.cache.held).all())
-
-            assert first.cache.held.any()
-            await soon(is_known)
-
-    run(main)
+            await end(task, 1)
+            await soon(knows(first, 1))
+        async with task.node(1, policy="plan") as again:
+            await soon(knows(again, 1))  # the others', although nobody has moved
+            # Its client goes on as if nothing had happened, and is told that it has
+            body = plan_body(Positions({"train": (0, 3)}), len(task.snapshot))
+            assert again.plan.take(1, body, client=5) == UNKNOWN
+            Reader(task, again, 5).tell(Epoch(0, order_of(task, 2)), 3)
+            await soon(knows(first, 2))
 
 
-def test_all_masters_know_what_chunks_are_worth(task: Task) -> None:
+async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
+    async with task.nodes(2, "plan") as [first, second]:
+        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        await task.check(first)
+
+        def is_known() -> bool:
+            found = second.cache.memory._held_elsewhere
+            return found is not None and bool((found == first.cache.held).all())
+
+        assert first.cache.held.any()
+        await soon(is_known)
+
+
+async def test_all_masters_know_what_chunks_are_worth(task: Task) -> None:
     """Also one that was started anew."""
+    values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
 
-    async def main() -> None:
-        values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
+    def is_known(node: Master, times: int) -> bool:
+        found = node.cache.memory._policy._values  # type: ignore[attr-defined]  # of `plan`
+        return found is not None and bool((found == times * values).all())
 
-        def is_known(node: Master, times: int) -> bool:
-            found = node.cache.memory._policy._values  # type: ignore[attr-defined]  # of `plan`
-            return found is not None and bool((found == times * values).all())
-
-        async with task.node(0, policy="plan") as (first, _):
-            readers = [Reader(task, first, 5)]
-            readers[0].tell(Epoch(0, order_of(task, 1)), values=values)
-            async with task.node(1, policy="plan") as (second, dies):
-                await soon(partial(is_known, second, 1))
-                readers.append(Reader(task, second, 5))
-                readers[1].tell(Epoch(0, order_of(task, 2)), values=values)
-                for node in (first, second):
-                    await soon(partial(is_known, node, 2))
-                await end(task, dies, 1)
-                await soon(partial(is_known, first, 1))
-            async with task.node(1, policy="plan") as (again, _):
-                await soon(partial(is_known, again, 1))
-
-    run(main)
-
-
-def test_with_another_policy_a_master_passes_plans_on_and_uses_none(task: Task) -> None:
-    async def main() -> None:
-        async with task.node(0) as (first, _), task.node(1, policy="plan") as (second, _):
-            Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
-            await soon(knows(second, 1))
-            assert plan(first)["planned_streams"] == 0
-
-    run(main)
-
-
-def test_without_a_plan_masters_tell_each_other_nothing(task: Task) -> None:
-    async def main() -> None:
-        async with (
-            task.node(0, policy="plan") as (first, _),
-            task.node(1, policy="plan") as (second, _),
-        ):
-            await soon(lambda: len(first._peers) == len(second._peers) == 1)
-            await trio.sleep(0.5)
+    async with task.node(0, policy="plan") as first:
+        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)), values=values)
+        async with task.node(1, policy="plan") as second:
+            await soon(partial(is_known, second, 1))
+            Reader(task, second, 5).tell(Epoch(0, order_of(task, 2)), values=values)
             for node in (first, second):
-                assert all(not each.peer.stats()["connections"] for each in node._peers.values())
+                await soon(partial(is_known, node, 2))
+            await end(task, 1)
+            await soon(partial(is_known, first, 1))
+        async with task.node(1, policy="plan") as again:
+            await soon(partial(is_known, again, 1))
 
-    run(main)
+
+async def test_with_another_policy_a_master_passes_plans_on_and_uses_none(task: Task) -> None:
+    async with task.node(0) as first, task.node(1, policy="plan") as second:
+        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        await soon(knows(second, 1))
+        assert plan(first)["planned_streams"] == 0
 
 
-def test_a_master_of_another_version_is_told_nothing_and_tells_nothing(task: Task) -> None:
+async def test_without_a_plan_masters_tell_each_other_nothing(task: Task) -> None:
+    async with task.nodes(2, "plan") as nodes:
+        await trio.sleep(0.5)
+        for node in nodes:
+            assert all(not each.peer.stats()["connections"] for each in node._peers.values())
+
+
+async def test_a_master_of_another_version_is_told_nothing_and_tells_nothing(task: Task) -> None:
     """Its readers' orders have the indices of another snapshot."""
-
-    async def main() -> None:
-        async with task.node(0, policy="plan") as (first, _):
-            task.put("more", 99)
-            task.snapshot = task.dataset.snapshot
-            async with task.node(1, policy="plan") as (second, _):
-                Reader(task, second, 5).tell(Epoch(0, order_of(task, 1)))
-                await soon(knows(second, 1))
-                await trio.sleep(0.3)
-                assert plan(first)["streams"] == 0
-                await first.switch_version(task.snapshot)
-                await soon(knows(first, 1))
-
-    run(main)
+    async with task.node(0, policy="plan") as first:
+        task.put("more", 99)
+        task.snapshot = task.dataset.snapshot
+        async with task.node(1, policy="plan") as second:
+            Reader(task, second, 5).tell(Epoch(0, order_of(task, 1)))
+            await soon(knows(second, 1))
+            await trio.sleep(0.3)
+            assert plan(first)["streams"] == 0
+            await first.switch_version(task.snapshot)
+            await soon(knows(first, 1))
 
 
 # One connection
 
 
-async def tell_some(body: bytes, status: int) -> tuple[int | None, list[tuple[int, bytes]]]:
-    answers = FakeAnswers()
-    answers.plan_status = status
-    async with pair(answers) as (peer, _):
-        return await peer.tell_plan(body), answers.plans
-
-
 @each_row("status", range(5))
 @each_row("size", [1, 49_152])
-def test_a_message_about_plans_comes_whole_and_is_answered(status: int, size: int) -> None:
-    async def main() -> None:
-        body = bytes(size)
-        assert await tell_some(body, status) == (status, [(0, body)])
-
-    run_connected(main)
-
-
-def test_messages_about_plans_and_reads_share_a_connection() -> None:
-    async def main() -> None:
-        async with pair() as (peer, node):
-            async with trio.open_nursery() as nursery:
-                for number in range(100):
-                    nursery.start_soon(peer.tell_plan, bytes([number]) * 30_000)
-                for _ in range(20):
-                    assert await peer.ping()
-            assert len(node.answers.plans) == 100
-            assert peer.stats()["connections"] == 1
-
-    run_connected(main)
+async def test_a_message_about_plans_comes_whole_and_is_answered(
+    status: int, size: int, answers: FakeAnswers, peer: Peer
+) -> None:
+    answers.plan_status = status
+    assert await peer.tell_plan(bytes(size)) == status
+    assert answers.plans[-1] == (0, bytes(size))
 
 
-def test_a_master_that_takes_long_over_a_plan_is_asked_for_chunks_all_the_same() -> None:
-    async def main() -> None:
-        async with answering() as node, asking(node.port) as peer:
+async def test_messages_about_plans_and_reads_share_a_connection(
+    answers: FakeAnswers, peer: Peer
+) -> None:
+    async with trio.open_nursery() as nursery:
+        for number in range(100):
+            nursery.start_soon(peer.tell_plan, bytes([number]) * 30_000)
+        for _ in range(20):
             assert await peer.ping()
-            node.acceptor._plane = None  # no answer
-            assert await peer.tell_plan(b"x") is None
-            assert peer.stats()["state"] == "closed"
-
-    run_connected(main)
+    assert len(answers.plans) == 100
+    assert peer.stats()["connections"] == 1
 
 
-def test_a_client_of_another_node_may_not_speak_about_plans() -> None:
-    async def main() -> None:
-        async with answering() as node:
-            raw = await authenticated_raw(node.port, is_client=True)
-            await raw.send(wire.plan_request(1, b"said"))
-            assert await raw.receive_all() == b""
-            assert not node.answers.plans
-
-    run_connected(main)
+async def test_a_master_that_takes_long_over_a_plan_is_asked_for_chunks_all_the_same(
+    node: Node, peer: Peer
+) -> None:
+    assert await peer.ping()
+    node.acceptor._plane = None  # no answer
+    assert await peer.tell_plan(b"x") is None
+    assert peer.stats()["state"] == "closed"
 
 
-def test_nor_may_a_local_connection_for_reads() -> None:
-    with running_plane() as plane:
-        end = plane.connect(is_local=True)
-        end.sendall(wire.plan_request(1, b"said"))
-        wait_until(lambda: is_closed(end))
-        assert plane.plans.empty()
-        check_served(plane)
+async def test_clients_of_other_nodes_and_connections_for_reads_may_not_speak_about_plans(
+    node: Node, plane: Plane
+) -> None:
+    raw = await authenticated_raw(node.port, is_client=True)
+    await raw.send(wire.plan_request(1, b"said"))
+    assert await raw.receive_all() == b""
+    assert not node.answers.plans
+    end = plane.connect(is_local=True)
+    end.sendall(wire.plan_request(1, b"said"))
+    assert is_closed(end)
+    assert plane.plans.empty()
+    check_served(plane)
 
 
 # The client's thread

@@ -10,11 +10,11 @@ import sys
 import numpy as np
 import pytest
 import trio
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
-from diesel_fs.cache.policy import POLICIES, LeastRecentlyUsed
+from diesel_fs.cache.policy import POLICIES, EvictionPolicy, LeastRecentlyUsed
 from diesel_fs.cache.read_through import ReadCostModel
-from diesel_fs.errors import CorruptError, ObjectStoreError
+from diesel_fs.errors import ObjectStoreError
 from diesel_fs.peers import node_cache, node_memory, sealed_memory
 from diesel_fs.peers.node_cache import NodeCache
 from diesel_fs.peers.sealed_memory import (
@@ -22,6 +22,7 @@ from diesel_fs.peers.sealed_memory import (
     raise_descriptor_limit,
     sealed_memories_max,
 )
+from tests.rows import each_row
 
 from .node_caches import (
     ChunkSource,
@@ -31,8 +32,7 @@ from .node_caches import (
     misses_until_loaded,
     raw,
     read_in_plane,
-    run_and_close_cache,
-    run_simulated,
+    running,
     total,
     total_bytes,
 )
@@ -45,125 +45,92 @@ EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 
 
 @EVERY
-def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
+async def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
     source = ChunkSource(range(4))
-
-    async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, total_bytes(source), policy=policy)
-        ) as cache:
-            assert cache.memory.find(1) is None
-            assert await cache.get(1, 100, load=False) is None
-            view = await cache.get(1, 100, load=True)
-            assert raw(view) == raw(cache.memory.find(1)) == source.contents[1]
-            assert view is not None
-            assert view.readonly
-            pieces = await cache.read(1, [(3, 5), (0, 1)], load=False)
-            assert pieces is not None
-            assert [*map(raw, pieces)] == [source.contents[1][3:8], source.contents[1][:1]]
-            pieces = read_in_plane(cache, (1, 10, 20), (1, 0, 1))
-            assert pieces is not None
-            assert [*map(raw, pieces)] == [source.contents[1][10:30], source.contents[1][:1]]
-            assert read_in_plane(cache, (1, 10, 20), (2, 0, 1)) is None
-            assert kept_numbers(cache) == {1}
-            stats = cache.stats()
-            assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
-            assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)
-            assert stats["memory_reads"] == 3, "those of the data plane matter to no policy here"
-
-    trio.run(main)
+    async with running(make_cache(source, total_bytes(source), policy=policy)) as cache:
+        assert cache.memory.find(1) is None
+        assert await cache.get(1, 100, load=False) is None
+        view = await cache.get(1, 100, load=True)
+        assert raw(view) == raw(cache.memory.find(1)) == source.contents[1]
+        assert view is not None
+        assert view.readonly
+        pieces = await cache.read(1, [(3, 5), (0, 1)], load=False)
+        assert pieces is not None
+        assert [*map(raw, pieces)] == [source.contents[1][3:8], source.contents[1][:1]]
+        pieces = read_in_plane(cache, (1, 10, 20), (1, 0, 1))
+        assert pieces is not None
+        assert [*map(raw, pieces)] == [source.contents[1][10:30], source.contents[1][:1]]
+        assert read_in_plane(cache, (1, 10, 20), (2, 0, 1)) is None
+        assert kept_numbers(cache) == {1}
+        stats = cache.stats()
+        assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
+        assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)
+        assert stats["memory_reads"] == 3, "those of the data plane matter to no policy here"
     assert source.fetches == {1: 1}
 
 
-def test_F10_one_fetch_however_many_wait_and_eight_of_all() -> None:
+async def test_F10_one_fetch_however_many_wait_and_eight_of_all(simulated_time: MockClock) -> None:
     source = ChunkSource(range(30))
     source.seconds = 1.0
 
-    async def main() -> None:
-        begun_s = trio.current_time()
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    begun_s = trio.current_time()
+    async with running(make_cache(source)) as cache:
 
-            async def ask(number: int) -> None:
-                assert raw(await cache.get(number, 10, load=True)) == source.contents[number]
+        async def ask(number: int) -> None:
+            assert raw(await cache.get(number, 10, load=True)) == source.contents[number]
 
-            async with trio.open_nursery() as nursery:
-                for asked in [*range(30)] * 3:
-                    nursery.start_soon(ask, asked)
-            assert trio.current_time() - begun_s < 4.5
-
-    run_simulated(main)
+        async with trio.open_nursery() as nursery:
+            for asked in [*range(30)] * 3:
+                nursery.start_soon(ask, asked)
+        assert trio.current_time() - begun_s < 4.5
     assert set(source.fetches.values()) == {1}
     assert source.most == node_cache.FETCHES
 
 
-def test_a_cancelled_caller_does_not_cancel_the_fetch() -> None:
+async def test_a_cancelled_caller_does_not_cancel_the_fetch(simulated_time: MockClock) -> None:
     source = ChunkSource(range(2))
     source.seconds = 1.0
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            with trio.move_on_after(0.5) as first:
-                await cache.get(0, 10, load=True)
-            assert first.cancelled_caught
-            assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
-
-    run_simulated(main)
+    async with running(make_cache(source)) as cache:
+        with trio.move_on_after(0.5) as first:
+            await cache.get(0, 10, load=True)
+        assert first.cancelled_caught
+        assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
     assert source.fetches == {0: 1}
 
 
-def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_tries_again() -> None:
+async def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_tries_again(
+    simulated_time: MockClock,
+) -> None:
     source = ChunkSource(range(1))
     source.seconds, source.fails = 0.1, True
+    async with running(make_cache(source)) as cache:
+        seen = []
 
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            seen = []
-
-            async def ask() -> None:
-                with pytest.raises(ObjectStoreError) as failure:
-                    await cache.get(0, 10, load=True)
-                seen.append(failure.value)
-
-            async with trio.open_nursery() as nursery:
-                for _ in range(3):
-                    nursery.start_soon(ask)
-            assert len(seen) == 3
-            assert source.fetches == {0: 1}
-            source.fails = False
-            assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
-            assert cache.stats()["fetch_failures"] == 1
-
-    run_simulated(main)
-
-
-def test_a_damaged_chunk_is_never_cached() -> None:
-    source = ChunkSource(range(1))
-    source.damages = True
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            with pytest.raises(CorruptError):
+        async def ask() -> None:
+            with pytest.raises(ObjectStoreError) as failure:
                 await cache.get(0, 10, load=True)
-            assert cache.memory.find(0) is None
-            assert cache.stats()["memory_used_bytes"] == 0
+            seen.append(failure.value)
 
-    trio.run(main)
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(ask)
+        assert len(seen) == 3
+        assert source.fetches == {0: 1}
+        source.fails = False
+        assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
+        assert cache.stats()["fetch_failures"] == 1
 
 
-def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
     source = ChunkSource(range(1))
     source.error = ZeroDivisionError()
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            assert await cache.get(0, 10, load=True) is None
-            assert cache.stats()["memory_used_bytes"] == 0
-
-    trio.run(main)
+    async with running(make_cache(source)) as cache:
+        assert await cache.get(0, 10, load=True) is None
+        assert cache.stats()["memory_used_bytes"] == 0
     assert "unexpected error while fetching a chunk" in caplog.text
 
 
-def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
+async def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     source, kept = ChunkSource(range(1)), []
@@ -172,39 +139,32 @@ def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
         await source.fetch(number, room)
         kept.append(room[:10])
 
-    async def main() -> None:
-        cache = make_cache(source, total_bytes(source))
-        cache._fetch = fetch
-        async with run_and_close_cache(cache):
-            assert await cache.get(0, 10, load=True) is None
-            assert cache.memory.find(0) is None
-
-    trio.run(main)
+    cache = make_cache(source)
+    cache._fetch = fetch
+    async with running(cache):
+        assert await cache.get(0, 10, load=True) is None
+        assert cache.memory.find(0) is None
     kept.clear()
     assert "its buffer is still in use" in caplog.text
 
 
-def test_callers_that_wait_at_the_end_get_nothing() -> None:
+async def test_callers_that_wait_at_the_end_get_nothing() -> None:
     source = ChunkSource(range(1))
     source.seconds = 1e9
-    cache = make_cache(source, total_bytes(source))
+    cache = make_cache(source)
+    async with trio.open_nursery() as nursery:
+        await nursery.start(cache.run)
+        got: list[object] = []
 
-    async def main() -> None:
-        async with trio.open_nursery() as nursery:
-            await nursery.start(cache.run)
-            got: list[object] = []
+        async def ask() -> None:
+            with trio.CancelScope(shield=True):
+                got.append(await cache.get(0, 10, load=True))
 
-            async def ask() -> None:
-                with trio.CancelScope(shield=True):
-                    got.append(await cache.get(0, 10, load=True))
-
-            nursery.start_soon(ask)
-            await wait_all_tasks_blocked()
-            nursery.cancel_scope.cancel()
-        assert got == [None]
-        assert await cache.get(0, 10, load=True) is None
-
-    trio.run(main)
+        nursery.start_soon(ask)
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert got == [None]
+    assert await cache.get(0, 10, load=True) is None
 
 
 # Room
@@ -217,111 +177,45 @@ def one_second_a_request() -> ReadCostModel:
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_a_chunk_that_replaces_others_has_been_paid_for(policy: str) -> None:
+async def test_a_chunk_that_replaces_others_has_been_paid_for(policy: str) -> None:
     """4,360 bytes cost 5.4 s, and 1,000 of them 2 s: the third miss pays."""
     source = ChunkSource(range(4))
-
-    async def main() -> None:
-        cache = make_cache(
-            source, total(source, 3, 3, 3), policy=policy, costs=one_second_a_request()
-        )
-        async with run_and_close_cache(cache):
-            for number in (0, 1, 2):
-                assert await cache.get(number, 1000, load=True) is not None
-            for _ in range(10):
-                read_in_plane(cache, (0, 0, 1000), (2, 0, 1000))
-            assert await misses_until_loaded(cache, 3, 10, 1000) == 3
-            assert in_memory(cache) == {0, 2, 3}
-            assert await misses_until_loaded(cache, 1, 2, 1000) == 0, "it pays anew"
-            assert cache.stats()["evictions"] == 1
-
-    trio.run(main)
-
-
-def test_without_hits_nothing_is_replaced() -> None:
-    """Reads in a circle of more than fits, where LRU never has a hit."""
-    source = ChunkSource(range(12), 1000)
-    costs, spent_s, without_s = one_second_a_request(), 0.0, 0.0
-
-    async def main() -> None:
-        nonlocal spent_s, without_s
-        async with run_and_close_cache(
-            make_cache(source, total_bytes(source) * 5 // 6, costs=costs)
-        ) as cache:
-            for epoch in range(60):
-                for number in range(12):
-                    size = len(source.contents[number])
-                    fetched = source.fetches.total()
-                    for _ in range(2):
-                        found = await cache.read(number, [(0, size // 2)], load=True)
-                        spent_s += costs.read_s(size // 2) if epoch and found is None else 0
-                        without_s += costs.read_s(size // 2) if epoch else 0
-                    spent_s += costs.read_s(size) * (source.fetches.total() - fetched) * bool(epoch)
-
-    trio.run(main)
-    assert spent_s <= without_s * 1.13
-
-
-def test_the_policy_none_keeps_the_first_chunks() -> None:
-    source = ChunkSource(range(4))
-
-    async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, total(source, 0, 1, 2), policy="none")
-        ) as cache:
-            for number in (2, 1, 0):
-                assert await cache.get(number, 1000, load=True) is not None
-            assert await misses_until_loaded(cache, 3, 100) == 0
-            assert in_memory(cache) == {0, 1, 2}
-
-    trio.run(main)
+    cache = make_cache(source, total(source, 3, 3, 3), policy=policy, costs=one_second_a_request())
+    async with running(cache):
+        for number in (0, 1, 2):
+            assert await cache.get(number, 1000, load=True) is not None
+        for _ in range(10):
+            read_in_plane(cache, (0, 0, 1000), (2, 0, 1000))
+        assert await misses_until_loaded(cache, 3, 10, 1000) == 3
+        assert in_memory(cache) == {0, 2, 3}
+        assert await misses_until_loaded(cache, 1, 2, 1000) == 0, "it pays anew"
+        assert cache.stats()["evictions"] == 1
 
 
 @EVERY
-def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str) -> None:
+async def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str) -> None:
     source = ChunkSource(range(4))
-
-    async def main() -> None:
-        async with run_and_close_cache(
-            make_cache(source, total(source, 0, 2, 3), policy=policy)
-        ) as cache:
-            for number in (0, 1, 2):
-                assert await cache.get(number, 1000, load=True) is not None
-            cache.set_owned(np.array([True, False, True, True]))
-            assert await misses_until_loaded(cache, 3, 1) == 1
-            assert in_memory(cache) == {0, 2, 3}
-            # A chunk of another node never replaces one of this node
-            assert await misses_until_loaded(cache, 1, 100) == 0
-
-    trio.run(main)
+    async with running(make_cache(source, total(source, 0, 2, 3), policy=policy)) as cache:
+        for number in (0, 1, 2):
+            assert await cache.get(number, 1000, load=True) is not None
+        cache.set_owned(np.array([True, False, True, True]))
+        assert await misses_until_loaded(cache, 3, 1) == 1
+        assert in_memory(cache) == {0, 2, 3}
+        # A chunk of another node never replaces one of this node
+        assert await misses_until_loaded(cache, 1, 100) == 0
 
 
-def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
+async def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
     """Also where such a chunk is pinned at once, so that it could not be replaced."""
     source = ChunkSource(range(6))
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
-            cache.set_owned(np.array([True, True, True, False, False, False]))
-            assert await misses_until_loaded(cache, 0, 1) == 1
-            assert await misses_until_loaded(cache, 5, 1) == 1
-            assert cache.memory.pin(1, 5) is not None
-            assert await misses_until_loaded(cache, 3, 3) == 0
-            assert await misses_until_loaded(cache, 1, 1) == 1
-            assert await misses_until_loaded(cache, 2, 1) == 1
-
-    trio.run(main)
-
-
-def test_a_chunk_larger_than_the_budget_is_not_fetched() -> None:
-    source = ChunkSource(range(2))
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total(source, 1) - 1)) as cache:
-            assert await misses_until_loaded(cache, 1, 20) == 0
-            assert await misses_until_loaded(cache, 0, 1) == 1
-
-    trio.run(main)
+    async with running(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
+        cache.set_owned(np.array([True, True, True, False, False, False]))
+        assert await misses_until_loaded(cache, 0, 1) == 1
+        assert await misses_until_loaded(cache, 5, 1) == 1
+        assert cache.memory.pin(1, 5) is not None
+        assert await misses_until_loaded(cache, 3, 3) == 0
+        assert await misses_until_loaded(cache, 1, 1) == 1
+        assert await misses_until_loaded(cache, 2, 1) == 1
 
 
 class Picky(LeastRecentlyUsed):
@@ -329,76 +223,67 @@ class Picky(LeastRecentlyUsed):
         return unit == 1 and free_bytes >= size
 
 
-def test_a_chunk_that_the_policy_rejects_is_not_fetched() -> None:
-    source = ChunkSource(range(3))
-
-    async def main() -> None:
-        cache = make_cache(source, total_bytes(source), policy=Picky)
-        async with run_and_close_cache(cache):
-            misses = [await misses_until_loaded(cache, number, 5) for number in (0, 1, 2)]
-            assert misses == [0, 1, 0]
-
-    trio.run(main)
+@each_row(
+    ("policy", "memory", "numbers", "misses"),
+    [
+        ("none", (0, 1, 2), (2, 1, 0, 3), [1, 1, 1, 0]),
+        ("lru", (0,), (1, 0), [0, 1]),
+        (Picky, (0, 1, 2, 3), (0, 1, 2), [0, 1, 0]),
+    ],
+    ids=["the first ones stay", "larger than the budget", "rejected by the policy"],
+)
+async def test_a_chunk_that_has_no_room_or_is_not_admitted_is_not_fetched(
+    policy: str | type[EvictionPolicy],
+    memory: tuple[int, ...],
+    numbers: tuple[int, ...],
+    misses: list[int],
+) -> None:
+    source = ChunkSource(range(4))
+    async with running(make_cache(source, total(source, *memory), policy=policy)) as cache:
+        assert [await misses_until_loaded(cache, each, 100) for each in numbers] == misses
+        here = {each for each, count in zip(numbers, misses, strict=True) if count}
+        assert in_memory(cache) == set(source.fetches) == here
 
 
 # By itself
 
 
-def test_prefetch_owned_fetches_the_share_until_memory_is_full() -> None:
+async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
+    simulated_time: MockClock,
+) -> None:
     source = ChunkSource(range(10))
     source.seconds = 1.0
-
-    async def main() -> None:
-        async with (
-            run_and_close_cache(make_cache(source, total(source, 7, 8, 9), mine=False)) as cache,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(cache.prefetch_owned, np.arange(10)[::-1])
-            await trio.sleep(10)
-            assert cache.stats()["fetches"] == 0
-            mine = np.ones(10, np.bool_)
-            mine[8] = False
-            cache.set_owned(mine)
-            await trio.sleep(1.5)
-            assert in_memory(cache) == {9, 7}
-            assert source.most == node_cache.FILL_FETCHES
-            await trio.sleep(100)
-            assert in_memory(cache) == {9, 7, 6}
-            assert cache.stats()["share_held_chunks"] == 3
-            assert cache.stats()["share_chunks"] == 9
-            held_bytes = int(source.sizes[[9, 7, 6]].sum())
-            assert cache.stats()["held_bytes"] == held_bytes
-            assert cache.stats()["dataset_bytes"] == total_bytes(source)
-            mine[7] = False
-            cache.set_owned(mine)
-            await trio.sleep(100)
-            assert in_memory(cache) == {9, 6, 5}
-            assert cache.stats()["filled"] == 4
-            cache.switch_version(source.ids, source.sizes)  # ends `fill`
-
-    run_simulated(main)
+    async with (
+        running(make_cache(source, total(source, 7, 8, 9), mine=False)) as cache,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(cache.prefetch_owned, np.arange(10)[::-1])
+        await trio.sleep(10)
+        assert cache.stats()["fetches"] == 0
+        mine = np.ones(10, np.bool_)
+        mine[8] = False
+        cache.set_owned(mine)
+        await trio.sleep(1.5)
+        assert in_memory(cache) == {9, 7}
+        assert source.most == node_cache.FILL_FETCHES
+        await trio.sleep(100)
+        assert in_memory(cache) == {9, 7, 6}
+        assert cache.stats()["share_held_chunks"] == 3
+        assert cache.stats()["share_chunks"] == 9
+        held_bytes = int(source.sizes[[9, 7, 6]].sum())
+        assert cache.stats()["held_bytes"] == held_bytes
+        assert cache.stats()["dataset_bytes"] == total_bytes(source)
+        mine[7] = False
+        cache.set_owned(mine)
+        await trio.sleep(100)
+        assert in_memory(cache) == {9, 6, 5}
+        assert cache.stats()["filled"] == 4
+        cache.switch_version(source.ids, source.sizes)  # ends `fill`
 
 
-def test_prefetch_owned_waits_for_fetches_of_callers() -> None:
+async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockClock) -> None:
     source = ChunkSource(range(40))
     source.seconds = 1.0
-
-    async def main() -> None:
-        async with (
-            run_and_close_cache(make_cache(source, total_bytes(source))) as cache,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(cache.prefetch_owned, np.arange(40))
-            await trio.sleep(0.5)
-            began_s = trio.current_time()
-            async with trio.open_nursery() as asking:
-                for number in range(20, 20 + node_cache.FETCHES):
-                    asking.start_soon(ask, cache, number)
-                asking.start_soon(none_begins)
-            assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
-            await trio.sleep(100)
-            assert cache.stats()["share_held_chunks"] == 40
-            nursery.cancel_scope.cancel()
 
     async def ask(cache: NodeCache, number: int) -> None:
         assert await cache.get(number, 10, load=True) is not None
@@ -407,59 +292,63 @@ def test_prefetch_owned_waits_for_fetches_of_callers() -> None:
         await trio.sleep(0.9)
         assert source.fetches.total() == node_cache.FILL_FETCHES + node_cache.FETCHES
 
-    run_simulated(main)
+    async with running(make_cache(source)) as cache, trio.open_nursery() as nursery:
+        nursery.start_soon(cache.prefetch_owned, np.arange(40))
+        await trio.sleep(0.5)
+        began_s = trio.current_time()
+        async with trio.open_nursery() as asking:
+            for number in range(20, 20 + node_cache.FETCHES):
+                asking.start_soon(ask, cache, number)
+            asking.start_soon(none_begins)
+        assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
+        await trio.sleep(100)
+        assert cache.stats()["share_held_chunks"] == 40
+        nursery.cancel_scope.cancel()
 
 
-def test_prefetch_owned_retries_with_growing_pauses() -> None:
+async def test_prefetch_owned_retries_with_growing_pauses(simulated_time: MockClock) -> None:
     source = ChunkSource(range(3))
     source.fails = True
-
-    async def main() -> None:
-        async with (
-            run_and_close_cache(make_cache(source, total_bytes(source))) as cache,
-            trio.open_nursery() as nursery,
-        ):
-            nursery.start_soon(cache.prefetch_owned, np.arange(3))
-            await trio.sleep(600)
-            assert 3 * 10 < cache.stats()["fill_failures"] < 3 * 20
-            source.fails = False
-            await trio.sleep(70)
-            assert cache.stats()["share_held_chunks"] == 3
-            nursery.cancel_scope.cancel()
-
-    run_simulated(main)
+    async with running(make_cache(source)) as cache, trio.open_nursery() as nursery:
+        nursery.start_soon(cache.prefetch_owned, np.arange(3))
+        await trio.sleep(600)
+        assert 3 * 10 < cache.stats()["fill_failures"] < 3 * 20
+        source.fails = False
+        await trio.sleep(70)
+        assert cache.stats()["share_held_chunks"] == 3
+        nursery.cancel_scope.cancel()
 
 
 # What the machine does not give
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
-def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
-    error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    simulated_time: MockClock,
 ) -> None:
     source = ChunkSource(range(6))
 
     def refuse(size: int) -> WritableMemory:
         raise error
 
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            for number in (0, 1, 5):
-                assert await cache.get(number, 10, load=True) is not None
-            with monkeypatch.context() as patch:
-                patch.setattr(node_cache, "WritableMemory", refuse)
-                assert await cache.get(2, 10, load=True) is None
-                assert cache.stats()["memory_budget_bytes"] == total(source, 0, 1, 5)
-                for _ in range(30):
-                    assert await cache.get(2, 3000, load=True) is None
-                    assert await cache.get(3, 3000, load=True) is None
-            assert cache.stats()["allocation_failures"] == 2, "it is not asked again and again"
-            assert 5 in in_memory(cache), "and what is here does not all go for nothing"
-            await trio.sleep(node_memory.BUDGET_RETRY_S)
-            for number in (0, 1, 2, 3, 4, 5):
-                assert await cache.get(number, 10, load=True) is not None
-
-    run_simulated(main)
+    async with running(make_cache(source)) as cache:
+        for number in (0, 1, 5):
+            assert await cache.get(number, 10, load=True) is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(node_cache, "WritableMemory", refuse)
+            assert await cache.get(2, 10, load=True) is None
+            assert cache.stats()["memory_budget_bytes"] == total(source, 0, 1, 5)
+            for _ in range(30):
+                assert await cache.get(2, 3000, load=True) is None
+                assert await cache.get(3, 3000, load=True) is None
+        assert cache.stats()["allocation_failures"] == 2, "it is not asked again and again"
+        assert 5 in in_memory(cache), "and what is here does not all go for nothing"
+        await trio.sleep(node_memory.BUDGET_RETRY_S)
+        for number in (0, 1, 2, 3, 4, 5):
+            assert await cache.get(number, 10, load=True) is not None
     assert len([each for each in caplog.records if "this node keeps" in each.message]) == 1
 
 
@@ -485,7 +374,7 @@ def runs_alone(request: pytest.FixtureRequest) -> bool:
 _ALONE = "TEST_RUNS_ALONE"
 
 
-def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
+async def test_F14_J9_the_cache_leaves_descriptors_and_none_is_no_error_of_a_reader(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,
@@ -494,208 +383,129 @@ def test_F14_J9_the_cache_leaves_descriptors_for_the_process(
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     source = ChunkSource(range(100), 1000)
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
+    try:
+        async with running(make_cache(source)) as cache:
+            assert await cache.get(0, 10, load=True) is not None
+            top = os.dup(0)
+            os.close(top)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
+            assert await cache.get(1, 10, load=True) is None
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert raw(cache.memory.find(0)) == source.contents[0]
+        caplog.clear()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
+        assert sealed_memories_max() == 32
+        async with running(make_cache(source)) as cache:
             for number in range(100):
                 await cache.get(number, 10, load=True)
             assert len(in_memory(cache)) == sealed_memories_max()
             assert cache.memory.find(0) is not None, "nothing has to go for what has not paid"
             os.close(os.open("/dev/null", os.O_RDONLY))
-
-    resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
-    try:
-        assert sealed_memories_max() == 32
-        trio.run(main)
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
-        monkeypatch.setattr(
-            sealed_memory, "MAPS_MAX_FILE", sealed_memory.MAPS_MAX_FILE.parent / "no-such-file"
-        )
-        assert (
-            0
-            < sealed_memories_max()
-            <= sealed_memory._MAPS_MAX_DEFAULT - sealed_memory.RESERVED_MAPS
-        )
+        no_file = sealed_memory.MAPS_MAX_FILE.parent / "no-such-file"
+        monkeypatch.setattr(sealed_memory, "MAPS_MAX_FILE", no_file)
+        most = sealed_memory._MAPS_MAX_DEFAULT - sealed_memory.RESERVED_MAPS
+        assert 0 < sealed_memories_max() <= most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert "vm.max_map_count" in caplog.text
     assert len(caplog.records) == 1
 
 
-def test_F14_no_free_descriptor_is_no_error_of_a_reader(request: pytest.FixtureRequest) -> None:
-    if not runs_alone(request):
-        return
-    source = ChunkSource(range(3))
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            assert await cache.get(0, 10, load=True) is not None
-            top = os.dup(0)
-            os.close(top)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
-            try:
-                assert await cache.get(1, 10, load=True) is None
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert raw(cache.memory.find(0)) == source.contents[0]
-
-    trio.run(main)
-
-
-def test_a_reported_chunk_is_checked_again() -> None:
+async def test_a_reported_chunk_is_checked_again() -> None:
     source = ChunkSource(range(2))
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            await cache.get(0, 10, load=True)
-            await cache.recheck(0)
-            await cache.recheck(1)
-            assert cache.memory.find(0) is not None
-            found = cache.memory._memories[0]
-            found.view = memoryview(bytes(len(source.contents[0])))
-            await cache.recheck(0)
-            assert cache.memory.find(0) is None
-
-    trio.run(main)
+    async with running(make_cache(source)) as cache:
+        await cache.get(0, 10, load=True)
+        await cache.recheck(0)
+        await cache.recheck(1)
+        assert cache.memory.find(0) is not None
+        found = cache.memory._memories[0]
+        found.view = memoryview(bytes(len(source.contents[0])))
+        await cache.recheck(0)
+        assert cache.memory.find(0) is None
 
 
 # Pins
 
 
-def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:
+async def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:
     source = ChunkSource(range(3))
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            assert cache.memory.pin(7, 0) is None
-            await cache.get(0, 10, load=True)
-            file = cache.memory.pin(7, 0)
-            assert file is not None
-            taken = os.dup(file)
-            for attempt in (
-                lambda: os.pwrite(taken, b"x", 0),
-                lambda: os.ftruncate(taken, 1),
-                lambda: os.ftruncate(taken, 1 << 20),
-                lambda: mmap.mmap(taken, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE),
-            ):
-                with pytest.raises(PermissionError):
-                    attempt()
-            mapped = mmap.mmap(taken, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-            view = cache.memory.find(0)
-            cache.switch_version([], np.zeros(0, np.uint64))
-            assert cache.stats()["memory_used_bytes"] == total(source, 0)
-            assert view == memoryview(mapped) == source.contents[0]
-            cache.memory.unpin(7, [0, 0, 5])
-            assert cache.stats()["memory_used_bytes"] == 0
-            mapped.close()
-            os.close(taken)
-            with pytest.raises(OSError, match="Bad file"):
-                os.fstat(file)
-
-    trio.run(main)
+    async with running(make_cache(source)) as cache:
+        assert cache.memory.pin(7, 0) is None
+        await cache.get(0, 10, load=True)
+        file = cache.memory.pin(7, 0)
+        assert file is not None
+        taken = os.dup(file)
+        for attempt in (
+            lambda: os.pwrite(taken, b"x", 0),
+            lambda: os.ftruncate(taken, 1),
+            lambda: os.ftruncate(taken, 1 << 20),
+            lambda: mmap.mmap(taken, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_WRITE),
+        ):
+            with pytest.raises(PermissionError):
+                attempt()
+        mapped = mmap.mmap(taken, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
+        view = cache.memory.find(0)
+        cache.switch_version([], np.zeros(0, np.uint64))
+        assert cache.stats()["memory_used_bytes"] == total(source, 0)
+        assert view == memoryview(mapped) == source.contents[0]
+        cache.memory.unpin(7, [0, 0, 5])
+        assert cache.stats()["memory_used_bytes"] == 0
+        mapped.close()
+        os.close(taken)
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(file)
 
 
-def test_a_pinned_chunk_takes_its_room_until_it_is_unpinned() -> None:
+async def test_a_pinned_chunk_takes_its_room_until_it_is_unpinned() -> None:
     source = ChunkSource(range(4))
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total(source, 3, 3, 3))) as cache:
-            for number in (0, 1, 2):
-                await cache.get(number, 10, load=True)
-                assert cache.memory.pin(1, number) is cache.memory.pin(1, number) is not None
-                assert cache.memory.pin(2, number) is not None
-            read_in_plane(cache, *[(2, 0, 4000)] * 50)
-            assert cache.memory.revoked(1) == []
-            assert await misses_until_loaded(cache, 3, 20) == 0
-            wanted = cache.memory.revoked(1)
-            assert wanted == cache.memory.revoked(2) == [0, 1, 2]
-            assert cache.memory.find(0) is not None, "it serves until then"
-            assert cache.memory.pin(1, 0) is None
-            cache.memory.unpin(1, wanted)
-            assert await misses_until_loaded(cache, 3, 1) == 0
-            cache.memory.unpin(2, [1])
-            assert cache.stats()["pinned_bytes"] == total(source, 0, 2)
-            assert await misses_until_loaded(cache, 3, 1) == 1
-            assert in_memory(cache) == {0, 2, 3}
-            cache.memory.unpin_all(2)
-            cache.memory.unpin_all(2)
-            assert cache.stats()["pinned_bytes"] == 0
-            assert cache.memory.pin(2, 0) is not None
-
-    trio.run(main)
-
-
-def test_the_first_of_two_memories_of_a_chunk_is_unpinned_first() -> None:
-    source = ChunkSource(range(1))
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, 2 * total_bytes(source))) as cache:
-            await cache.get(0, 10, load=True)
-            assert cache.memory.pin(1, 0) is not None
-            source.switch_version([])
-            cache.switch_version(source.ids, source.sizes)
-            source.switch_version([0])
-            cache.switch_version(source.ids, source.sizes)
-            cache.set_owned(np.ones(1, np.bool_))
-            await cache.get(0, 10, load=True)
-            assert cache.memory.pin(1, 0) is not None
-            assert cache.memory.revoked(1) == [0]
-            assert cache.stats()["memory_used_bytes"] == 2 * total(source, 0)
-            cache.memory.unpin(1, [0])
-            assert cache.stats()["memory_used_bytes"] == total(source, 0)
-            assert cache.memory.revoked(1) == []
-
-    trio.run(main)
+    async with running(make_cache(source, total(source, 3, 3, 3))) as cache:
+        for number in (0, 1, 2):
+            await cache.get(number, 10, load=True)
+            assert cache.memory.pin(1, number) is cache.memory.pin(1, number) is not None
+            assert cache.memory.pin(2, number) is not None
+        read_in_plane(cache, *[(2, 0, 4000)] * 50)
+        assert cache.memory.revoked(1) == []
+        assert await misses_until_loaded(cache, 3, 20) == 0
+        wanted = cache.memory.revoked(1)
+        assert wanted == cache.memory.revoked(2) == [0, 1, 2]
+        assert cache.memory.find(0) is not None, "it serves until then"
+        assert cache.memory.pin(1, 0) is None
+        cache.memory.unpin(1, wanted)
+        assert await misses_until_loaded(cache, 3, 1) == 0
+        cache.memory.unpin(2, [1])
+        assert cache.stats()["pinned_bytes"] == total(source, 0, 2)
+        assert await misses_until_loaded(cache, 3, 1) == 1
+        assert in_memory(cache) == {0, 2, 3}
+        cache.memory.unpin_all(2)
+        cache.memory.unpin_all(2)
+        assert cache.stats()["pinned_bytes"] == 0
+        assert cache.memory.pin(2, 0) is not None
 
 
 # Another version
 
 
-def test_chunks_of_both_versions_stay() -> None:
-    source = ChunkSource(range(6))
-
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            for number in (4, 0, 1):
-                await cache.get(number, 10, load=True)
-            source.switch_version([9, 4, 3, 1])
-            cache.switch_version(source.ids, source.sizes)
-            assert in_memory(cache) == {1, 3}
-            assert raw(cache.memory.find(1)) == source.contents[1]
-            assert raw(cache.memory.find(3)) == source.contents[3]
-            assert kept_numbers(cache) == {1, 3}
-            assert cache.stats()["memory_bytes"] == total(source, 1, 3)
-            assert raw(await cache.get(0, 10, load=True)) == source.contents[0]
-
-    trio.run(main)
-    assert source.fetches == {0: 1, 1: 1, 4: 1, 9: 1}
-
-
-def test_a_fetch_in_flight_arrives_under_its_new_number() -> None:
+async def test_a_fetch_in_flight_arrives_under_its_new_number(simulated_time: MockClock) -> None:
     source = ChunkSource(range(3))
     source.seconds = 1.0
+    async with running(make_cache(source)) as cache:
+        got = []
 
-    async def main() -> None:
-        async with run_and_close_cache(make_cache(source, total_bytes(source))) as cache:
-            got = []
+        async def ask(number: int) -> None:
+            got.append(await cache.get(number, 10, load=True))
 
-            async def ask(number: int) -> None:
-                got.append(await cache.get(number, 10, load=True))
-
-            old = source.contents
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(ask, 0)
-                nursery.start_soon(ask, 2)
-                await trio.sleep(0.5)
-                source.switch_version([2, 7])
-                cache.switch_version(source.ids, source.sizes)
-                nursery.start_soon(ask, 0)
-            assert sorted(map(len, filter(None, got))) == sorted(map(len, [old[0], old[2], old[2]]))
-            assert in_memory(cache) == {0}
-            assert raw(cache.memory.find(0)) == old[2]
-            assert cache.stats()["memory_used_bytes"] == len(old[2])
-
-    run_simulated(main)
+        old = source.contents
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, 0)
+            nursery.start_soon(ask, 2)
+            await trio.sleep(0.5)
+            source.switch_version([2, 7])
+            cache.switch_version(source.ids, source.sizes)
+            nursery.start_soon(ask, 0)
+        assert sorted(map(len, filter(None, got))) == sorted(map(len, [old[0], old[2], old[2]]))
+        assert in_memory(cache) == {0}
+        assert raw(cache.memory.find(0)) == old[2]
+        assert cache.stats()["memory_used_bytes"] == len(old[2])
     assert source.fetches == {0: 1, 2: 1}

@@ -21,14 +21,7 @@ from diesel_fs.peers.chunk_future import ChunkFuture
 from diesel_fs.peers.node_cache import NodeCache
 from tests.examples import examples
 
-from .node_caches import (
-    ChunkSource,
-    chunk,
-    descriptors,
-    kept_numbers,
-    make_cache,
-    run_and_close_cache,
-)
+from .node_caches import ChunkSource, chunk, descriptors, kept_numbers, make_cache, running
 
 CHUNKS = st.integers(0, 7)
 PINNERS = st.integers(0, 2)
@@ -243,7 +236,7 @@ class Model:
     room=st.integers(0, 6),
     mine=st.booleans(),
 )
-def test_any_operations_agree_with_the_model(
+async def test_any_operations_agree_with_the_model(
     policy: str, operations: list[tuple[object, ...]], room: int, mine: bool
 ) -> None:
     source = ChunkSource(range(8))
@@ -252,15 +245,12 @@ def test_any_operations_agree_with_the_model(
     if policy == "lfu":
         cache._admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
 
-    async def main() -> None:
-        async with run_and_close_cache(cache):
-            model = Model(source, cache, budget, mine=mine)
-            for operation in operations:
-                await model.do(operation)
-            for pinner in range(3):
-                await model.do(("unpin_all", pinner))
-            assert not model.pinned
-
     before = descriptors()
-    trio.run(main)
+    async with running(cache):
+        model = Model(source, cache, budget, mine=mine)
+        for operation in operations:
+            await model.do(operation)
+        for pinner in range(3):
+            await model.do(("unpin_all", pinner))
+        assert not model.pinned
     assert descriptors() == before

@@ -119,15 +119,3 @@ def test_nodes_of_two_servers_are_one_task_and_read_the_store_once(served: Serve
     made = served.nodes.connections()
     assert len({(by, to) for by, to, _ in made}) == 2
     assert len(made) <= 4, "one of each reader, and one of each master"
-
-
-def test_S1_a_server_gives_the_secret_over_tls_only(served: Served) -> None:
-    reader = served.reader(0)
-    if served.scheme == "diesel+tls":
-        assert is_right(reader.ready().epoch(1), FILES)
-        return
-    if not has_namespaces():
-        pytest.skip("on loopback a server trusts whoever it serves")
-    assert reader.process.wait(60) != 0
-    assert "--task-key-file" in reader.log
-    assert KEY not in reader.log

@@ -111,9 +111,7 @@ def test_arguments_about_a_task_need_one(calls: dict[str, Call], call: str, word
         calls[call](**{word: numbers.get(word, SECRET)})
 
 
-def test_without_a_task_memory_share_and_policy_are_refused(
-    calls: dict[str, Call],
-) -> None:
+def test_without_a_task_memory_share_and_policy_are_refused(calls: dict[str, Call]) -> None:
     for word, value in {"task_memory_bytes": 1 << 20, "policy": "on-demand"}.items():
         with pytest.raises(UsageError, match=f"{word} is about a task"):
             calls["connect"](**{word: value})

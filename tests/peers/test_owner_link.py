@@ -6,10 +6,10 @@ import random
 import select
 import signal
 import socket
-import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import numpy as np
@@ -28,21 +28,18 @@ from tests.rows import each_row
 
 from ..server.program import until
 from ..waiting import PATIENCE_S
+from .children import fork
+from .connected_masters import Part, content
 from .fake_owner import HEAD, READ, RECORD, WORKING, received
 
-Record = tuple[int, int, int]
 Script = Callable[["Requests"], None]
-
-
-def content(chunk: int, start: int, size: int) -> bytes:
-    """The bytes of a part."""
-    return bytes((chunk * 31 + at * 7) % 251 for at in range(start, start + size))
+Wrap = Callable[[socket.socket, socket.socket], tuple[TlsSocket, socket.socket]]
 
 
 class Request:
     """A READ that the master has received."""
 
-    def __init__(self, number: int, flags: int, records: list[Record]) -> None:
+    def __init__(self, number: int, flags: int, records: list[Part]) -> None:
         self.number, self.flags, self.records = number, flags, records
 
     def answer(self, statuses: bytes = b"") -> bytes:
@@ -99,9 +96,8 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
 
 @contextmanager
 def linked(
-    *scripts: Script, wrap: Callable[[socket.socket, socket.socket], tuple[TlsSocket,
-    socket.socket]] | None = None, breaker: PeerBreaker | None = None,
-) -> Iterator[OwnerLink]:  # fmt: skip
+    *scripts: Script, wrap: Wrap | None = None, breaker: PeerBreaker | None = None
+) -> Iterator[OwnerLink]:
     """A link; the n-th connection is served by the n-th script, all others by the last one."""
     left = list(scripts)
     ends: list[socket.socket] = []
@@ -130,7 +126,7 @@ def linked(
                 end.shutdown(socket.SHUT_RDWR)
 
 
-def read(link: OwnerLink, *records: Record) -> bytes | None:
+def read(link: OwnerLink, *records: Part) -> bytes | None:
     """The bytes of parts that are all given; None where they are not."""
     size = sum(each[2] for each in records)
     parts = np.array(records, "<u4")
@@ -139,7 +135,7 @@ def read(link: OwnerLink, *records: Record) -> bytes | None:
     return None if answer is None or answer[1] else bytes(answer[0])
 
 
-def right(*records: Record) -> bytes:
+def right(*records: Part) -> bytes:
     return b"".join(content(*each) for each in records)
 
 
@@ -148,22 +144,9 @@ SOME = (3, 5, 40), (1, 0, 7)
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """Run `work` in threads, and raise what one of them raises."""
-    errors: list[BaseException] = []
-
-    def run(number: int) -> None:
-        try:
-            work(number)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join(2 * PATIENCE_S)
-        assert not each.is_alive()
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(count) as threads:
+        for _ in threads.map(work, range(count), timeout=2 * PATIENCE_S):
+            pass
 
 
 # Answers ------------------------------------------------------------------------------------------
@@ -186,7 +169,17 @@ def test_parts_come_in_their_order_and_requests_ask_to_load() -> None:
         assert (link.stats()["requests"], link.counts["connections"]) == (3, 1)
 
 
-def test_many_threads_get_their_own_answers_in_any_order(patient: PeerBreaker) -> None:
+def in_tls(ours: socket.socket, theirs: socket.socket) -> tuple[TlsSocket, socket.socket]:
+    context = make_certificate().context
+    with ThreadPoolExecutor(1) as thread:
+        accepted = thread.submit(context.wrap_socket, theirs, server_side=True)
+        return TlsSocket(ours, client_context()), accepted.result()
+
+
+@pytest.mark.parametrize("wrap", [None, in_tls])
+def test_many_threads_get_their_own_answers_in_any_order(
+    wrap: Wrap | None, patient: PeerBreaker
+) -> None:
     def script(requests: Requests) -> None:
         """Collect requests for a moment, and answer them in another order."""
         draw = random.Random(1)
@@ -203,12 +196,12 @@ def test_many_threads_get_their_own_answers_in_any_order(patient: PeerBreaker) -
     def work(number: int) -> None:
         draw = random.Random(number)
         for _ in range(20):
-            records = [(number, draw.randrange(99), draw.randrange(1, 3000)) for _ in range(3)]
+            most = draw.choice((3000, 40_000))
+            records = [(number, draw.randrange(99), draw.randrange(1, most)) for _ in range(3)]
             assert read(link, *records) == right(*records)
-            one = (number, draw.randrange(99), draw.randrange(1, 3000))
-            assert link.read_one(*one) == content(*one)
+            assert link.read_one(*records[0]) == content(*records[0])
 
-    with linked(script, breaker=patient) as link:
+    with linked(script if wrap is None else answer_all, wrap=wrap, breaker=patient) as link:
         in_threads(8, work)
         assert link.counts["connections"] == 1
         assert link.counts["failed"] == 0
@@ -218,10 +211,8 @@ def test_parts_that_are_not_given_have_a_status_and_no_bytes() -> None:
     statuses = bytes([wire.GIVEN, wire.ABSENT, wire.GIVEN, wire.NOT_MINE, wire.FAILED, wire.BUSY])
 
     def script(requests: Requests) -> None:
-        while True:
-            request = requests.next()
-            requests.send(request.answer(statuses[: len(request.records)] if len(
-                request.records) > 1 else bytes([wire.ABSENT])))  # fmt: skip
+        requests.send(requests.next().answer(statuses))
+        requests.send(requests.next().answer(bytes([wire.ABSENT])))
 
     records = [(at, at, 10 + at) for at in range(len(statuses))]
     with linked(script) as link:
@@ -301,26 +292,21 @@ def test_answers_split_and_reordered_arbitrarily(
 # Time ---------------------------------------------------------------------------------------------
 
 
-def test_a_working_master_is_waited_for() -> None:
+@pytest.mark.parametrize(
+    ("parts", "pause_s"),
+    [
+        (SOME, TIMEOUT_MAX_S + 0.5),
+        ([(1, 100 * number, 50) for number in range(40)], TIMEOUT_MAX_S + WORKING_S + 1),
+    ],
+    ids=["two parts", "many parts"],
+)
+def test_a_working_master_is_waited_for_longer_where_many_parts_are_wanted(
+    parts: Sequence[Part], pause_s: float
+) -> None:
     def script(requests: Requests) -> None:
         request = requests.next()
         requests.send(request.working())
-        time.sleep(TIMEOUT_MAX_S + 0.5)
-        requests.send(request.answer())
-        received(requests.socket, 1)
-
-    with linked(script) as link:
-        assert read(link, *SOME) == right(*SOME)
-        assert link.counts["timed_out"] == 0
-
-
-def test_a_working_master_is_waited_for_longer_where_many_parts_are_wanted() -> None:
-    parts = [(1, 100 * number, 50) for number in range(40)]
-
-    def script(requests: Requests) -> None:
-        request = requests.next()
-        requests.send(request.working())
-        time.sleep(TIMEOUT_MAX_S + WORKING_S + 1)
+        time.sleep(pause_s)
         requests.send(request.answer())
         received(requests.socket, 1)
 
@@ -443,16 +429,6 @@ def test_a_link_that_cannot_connect(error: DieselError | OSError, is_refused: bo
     link.close()
 
 
-def test_many_threads_make_one_connection(patient: PeerBreaker) -> None:
-    with linked(answer_all, breaker=patient) as link:
-        in_threads(8, lambda number: _check(link, number))
-        assert link.counts["connections"] == 1
-
-
-def _check(link: OwnerLink, number: int) -> None:
-    assert read(link, (number, 1, 50)) == content(number, 1, 50)
-
-
 def test_damaged_parts_lead_to_quarantine() -> None:
     with linked(answer_all) as link:
         assert read(link, *SOME) == right(*SOME)
@@ -473,17 +449,9 @@ def _of(request: Request, **changed: int) -> bytes:
 @each_row(
     "corrupt",
     [
-        {"id": 999},
-        {"kind": 9},
-        {"zero": 1},
-        {"none": 1},
-        {"count": 3},
-        {"count": 1},
-        {"bytes": 48},
-        {"bytes": 46},
-        {"bytes": 1 << 31},
-        {"kind": WORKING},
-        {"kind": 3},
+        *({"id": 999}, {"zero": 1}, {"none": 1}, {"count": 3}, {"count": 1}),
+        *({"kind": kind} for kind in (3, 9, WORKING)),
+        *({"bytes": size} for size in (46, 48, 1 << 31)),
     ],
 )
 def test_F7_a_corrupt_answer_ends_the_connection_and_opens_the_breaker(
@@ -509,40 +477,29 @@ def test_F7_a_corrupt_answer_ends_the_connection_and_opens_the_breaker(
 
 
 def test_a_forked_child_uses_a_connection_of_its_own() -> None:
-    asked: list[int] = []
-
-    def script(requests: Requests) -> None:
-        while True:
-            request = requests.next()
-            asked.append(request.records[0][0])
-            requests.send(request.answer())
-
-    def answers_once_asked(requests: Requests) -> None:
+    def answers_two_together(requests: Requests) -> None:
         first = requests.next()
         second = requests.next()
         requests.send(first.answer() + second.answer())
-        script(requests)
+        answer_all(requests)
 
-    with linked(answers_once_asked, script) as link:
+    with linked(answers_two_together, answer_all) as link:
         pending = link.begin(np.array([SOME[0]], "<u4"), SOME[0][2])
         assert pending is not None
-        child = os.fork()
-        if not child:
-            code = 1
-            try:
-                connections = link.counts["connections"]
-                answer = link.finish(pending)  # its own connection asks again
-                assert answer is not None
-                assert bytes(answer[0]) == content(*SOME[0])
-                assert link.counts["connections"] == connections + 1
-                code = 0
-            finally:
-                os._exit(code)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def finish() -> None:
+            answer = link.finish(pending)
+            assert answer is not None
+            assert bytes(answer[0]) == content(*SOME[0])
+
+        def work() -> None:
+            connections = link.counts["connections"]
+            finish()  # its own connection asks again
+            assert link.counts["connections"] == connections + 1
+
+        fork(work)()
         assert read(link, (7, 0, 9)) == content(7, 0, 9)
-        answer = link.finish(pending)
-        assert answer is not None
-        assert bytes(answer[0]) == content(*SOME[0])
+        finish()
         assert link.counts["connections"] == 1
 
 
@@ -594,29 +551,3 @@ def test_a_keyboard_interrupt_ends_the_connection_and_the_link_goes_on(one: bool
             link.read_one(*SOME[0]) if one else read(link, SOME[0])
         assert read(link, *SOME) == right(*SOME)
         assert link.counts["connections"] == 2
-
-
-def test_several_threads_share_a_connection_with_tls(patient: PeerBreaker) -> None:
-    certificate = make_certificate()
-
-    def wrap(ours: socket.socket, theirs: socket.socket) -> tuple[TlsSocket, socket.socket]:
-        wrapped: list[ssl.SSLSocket] = []
-
-        def accept() -> None:
-            wrapped.append(certificate.context.wrap_socket(theirs, server_side=True))
-
-        thread = threading.Thread(target=accept)
-        thread.start()
-        connected = TlsSocket(ours, client_context())
-        thread.join()
-        return connected, wrapped[0]
-
-    def work(number: int) -> None:
-        draw = random.Random(number)
-        for _ in range(20):
-            records = [(number, draw.randrange(99), draw.randrange(1, 40_000)) for _ in range(3)]
-            assert read(link, *records) == right(*records)
-
-    with linked(answer_all, wrap=wrap, breaker=patient) as link:
-        in_threads(4, work)
-        assert link.counts["connections"] == 1

@@ -56,6 +56,8 @@ def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, lost: i
     assert 0.9 / world <= np.mean(before != after) <= 1.6 / world
     every = shares(after, sizes, world)
     assert 0.9 <= min(every) <= max(every) <= 1.1
+    takers = np.bincount(after[before != after])
+    assert takers.max() < 12 * max(count / world**2, 1), "its chunks go to many, not to one"
     living[lost] = True
     assert np.array_equal(ownership.owners(living), before)  # it has what it had
 

@@ -87,24 +87,20 @@ def test_an_order_costs_at_most_four_bytes_an_entry(entry_count: int) -> None:
     assert total <= len(order) * (entry_count - 1).bit_length() / 8 * 1.01
 
 
-def test_held_chunks_round_trip_in_pieces() -> None:
-    held = np.random.default_rng(1).random(1_000_000) < 0.5
-    found = []
-    for piece in held_pieces(held):
-        back = parse_plan(plan_body(piece, ENTRIES), ENTRIES, len(held))
-        assert isinstance(back, HeldChunks)
-        found.append(back.held)
-    assert (np.concatenate(found) == held).all()
-
-
-def test_chunk_values_round_trip_in_pieces() -> None:
-    values = np.random.default_rng(1).random(1_000_000, np.float32)
-    found = []
-    for piece in value_pieces(values):
-        back = parse_plan(plan_body(piece, ENTRIES), ENTRIES, len(values))
-        assert isinstance(back, ChunkValues)
-        found.append(back.values)
-    assert (np.concatenate(found) == values).all()
+def test_held_chunks_and_values_round_trip_in_pieces() -> None:
+    draw, count = np.random.default_rng(1), 1_000_000
+    held, values = draw.random(count) < 0.5, draw.random(count, np.float32)
+    found_held, found_values = [], []
+    pieces: list[PlanMessage] = [*held_pieces(held), *value_pieces(values)]
+    for piece in pieces:
+        back = parse_plan(plan_body(piece, ENTRIES), ENTRIES, count)
+        if isinstance(back, HeldChunks):
+            found_held.append(back.held)
+        else:
+            assert isinstance(back, ChunkValues)
+            found_values.append(back.values)
+    assert (np.concatenate(found_held) == held).all()
+    assert (np.concatenate(found_values) == values).all()
 
 
 def test_many_positions_take_several_messages() -> None:

@@ -2,8 +2,7 @@
 all accesses (`planned_reads.py`)."""
 
 import random
-from collections.abc import Callable
-from functools import partial
+from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -19,117 +18,95 @@ from .node_caches import (
     in_memory,
     make_cache,
     memory_is_released,  # noqa: F401  # a fixture
-    run_and_close_cache,
-    run_inline,
-    run_simulated,
+    running,
 )
-from .planned_reads import EpochEgress, PlannedTask, costs
+from .planned_reads import CHUNKS, FILES, PlannedTask, costs, full
 
-CHUNKS, FILES = 160, 16
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No threads, and no check of contents."""
-    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
-    monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
-
-
-def run(task: PlannedTask, epochs: int = 3) -> list[EpochEgress]:
-    found: list[EpochEgress] = trio.run(task.run, epochs, clock=MockClock(autojump_threshold=0))
-    return found
-
-
-planned = partial(PlannedTask, "plan", CHUNKS, FILES, CHUNKS // 2, group=5, ahead=0.0)
-"""An epoch takes 640 reads of each node: 32 s."""
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 @pytest.mark.parametrize("lag_s", [0.05, 1.0])
 @pytest.mark.parametrize("prefetches", [False, True])
-def test_in_chunk_wise_order_the_store_gives_what_min_says(lag_s: float, prefetches: bool) -> None:
-    task = planned(read_s=0.05, lag_s=lag_s, prefetches=prefetches)
-    egress = run(task)
+async def test_in_chunk_wise_order_the_store_gives_what_min_says(
+    lag_s: float, prefetches: bool, autojump_clock: MockClock
+) -> None:
+    task = PlannedTask(lag_s=lag_s, prefetches=prefetches)
+    egress = await task.run(3)
     assert sum(each.total for each in egress) <= 1.02 * sum(each.belady for each in egress)
     assert egress[1].total < 0.53 * CHUNKS
     if prefetches:
         assert task.late < 0.03 * CHUNKS * FILES * 3, "reads found their chunks there"
 
 
-def test_in_a_full_shuffle_what_is_in_memory_stays() -> None:
+async def test_in_a_full_shuffle_what_is_in_memory_stays(autojump_clock: MockClock) -> None:
     """Of a random epoch no cache gives more than what it holds; replacing would only cost."""
-    egress = run(planned(order="full", read_s=0.05), 4)
+    egress = await PlannedTask(full).run(4)
     assert egress[0].total <= 1.02 * CHUNKS
     assert all(each.total <= 1.02 * CHUNKS / 2 for each in egress[1:])
 
 
-def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks() -> None:
+async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
+    autojump_clock: MockClock,
+) -> None:
     """By time alone, a fetch would pay after two reads."""
-    task = planned(order="full", read_s=0.05)
+    task = PlannedTask(full)
     for cache in task.caches:
         cache._costs.request_s = 1.0
-    assert run(task, 2)[1].total <= 1.02 * CHUNKS / 2
+    assert (await task.run(2))[1].total <= 1.02 * CHUNKS / 2
 
 
-def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes() -> None:
+async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
+    autojump_clock: MockClock,
+) -> None:
     """Up to a third of an epoch late."""
-    egress = run(planned(read_s=0.05, lag_s=10.0))
+    egress = await PlannedTask(lag_s=10.0).run(3)
     assert all(each.total < CHUNKS for each in egress[1:]), "less than without a cache"
-
-
-def test_lru_reads_about_the_whole_dataset_in_each_epoch() -> None:
-    """What the plan is for."""
-    egress = run(PlannedTask("lru", CHUNKS, FILES, CHUNKS // 2, group=5, read_s=0.05, known=False))
-    assert egress[2].total > 0.9 * CHUNKS
 
 
 # Without a plan
 
 
-def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str, int]]:
+async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str, int]]:
     """What a cache does in a random history. `hears`: it is told of a future that it cannot use."""
     source = ChunkSource(range(12), 2000)
     cache = make_cache(source, 5 * len(source.contents[6]), policy=policy, costs=costs())
     chance, seen = random.Random(4), list[object]()
-
-    async def main() -> None:
-        async with run_and_close_cache(cache):
-            for _ in range(4000):
-                chunk = min(int(chance.expovariate(0.3)), 11)
-                if chance.random() < 0.01:
-                    cache.set_owned(np.array([chance.random() < 0.8 for _ in range(12)]))
-                    if hears:
-                        cache.set_positions([3])
-                        cache.set_future(None)
-                        cache.set_held_elsewhere(np.zeros(12, np.bool_))
-                found = await cache.read(chunk, [(0, 300)], load=True)
-                seen.append((found is None, sorted(in_memory(cache))))
-
-    run_simulated(main)
+    async with running(cache):
+        for _ in range(4000):
+            chunk = min(int(chance.expovariate(0.3)), 11)
+            if chance.random() < 0.01:
+                cache.set_owned(np.array([chance.random() < 0.8 for _ in range(12)]))
+                if hears:
+                    cache.set_positions([3])
+                    cache.set_future(None)
+                    cache.set_held_elsewhere(np.zeros(12, np.bool_))
+            found = await cache.read(chunk, [(0, 300)], load=True)
+            seen.append((found is None, sorted(in_memory(cache))))
     return seen, {**cache.stats()}
 
 
-def test_without_a_plan_every_decision_is_that_of_lru() -> None:
-    assert decisions("plan", hears=False) == decisions("lru", hears=False)
-    assert decisions("plan", hears=True) == decisions("lru", hears=True)
+async def test_without_a_plan_every_decision_is_that_of_lru(simulated_time: MockClock) -> None:
+    for hears in (False, True):
+        assert await decisions("plan", hears=hears) == await decisions("lru", hears=hears)
 
 
-def future_of(source: ChunkSource, *orders: list[int]) -> ChunkFuture:
-    uses = FutureUses([UnitOrder(np.array(each, np.uint32)) for each in orders], len(source.sizes))
-    size = source.sizes.astype(np.float64)
+# A plan
+
+
+@pytest.fixture
+async def cache() -> AsyncIterator[NodeCache]:
+    """It has six chunks, and room for two of them."""
+    source, cost = ChunkSource(range(6), 2000), costs()
+    cost.request_s = 0.05  # four reads cost as much as to fetch two chunks
+    made = make_cache(source, 2 * len(source.contents[5]), policy="plan", costs=cost)
+    async with running(made):
+        yield made
+
+
+def future_of(cache: NodeCache, *orders: list[int]) -> ChunkFuture:
+    uses = FutureUses([UnitOrder(np.array(each, np.uint32)) for each in orders], len(cache._sizes))
+    size = np.array(cache._sizes, np.float64)
     return ChunkFuture(uses, size, size / 4)
-
-
-def in_cache(work: Callable[[ChunkSource, NodeCache], object], room: int = 2) -> None:
-    source = ChunkSource(range(6), 2000)
-
-    async def main() -> None:
-        cost = costs()
-        cost.request_s = 0.05  # four reads cost as much as to fetch two chunks
-        cache = make_cache(source, room * len(source.contents[5]), policy="plan", costs=cost)
-        async with run_and_close_cache(cache):
-            await work(source, cache)  # type: ignore[misc]  # it is async
-
-    run_simulated(main)
 
 
 async def load(cache: NodeCache, *chunks: int) -> None:
@@ -137,65 +114,60 @@ async def load(cache: NodeCache, *chunks: int) -> None:
         await cache.read(chunk, [(0, 500)], load=True)
 
 
-def test_a_chunk_that_nobody_reads_any_more_goes_first() -> None:
-    async def work(source: ChunkSource, cache: NodeCache) -> None:
-        await load(cache, 0, 1)
-        cache.set_future(future_of(source, [1] * 4 + [2] * 4 + [0] * 4))
-        await load(cache, 2)
-        assert in_memory(cache) == {1, 2}, "0 is needed last"
-        cache.set_positions([4])  # 1 was read
-        await load(cache, 0)
-        assert in_memory(cache) == {0, 2}
-        assert cache.stats()["plan_replacements"] == 2
+async def test_a_chunk_that_nobody_reads_any_more_goes_first(
+    cache: NodeCache, simulated_time: MockClock
+) -> None:
+    await load(cache, 0, 1)
+    cache.set_future(future_of(cache, [1] * 4 + [2] * 4 + [0] * 4))
+    await load(cache, 2)
+    assert in_memory(cache) == {1, 2}, "0 is needed last"
+    cache.set_positions([4])  # 1 was read
+    await load(cache, 0)
+    assert in_memory(cache) == {0, 2}
+    assert cache.stats()["plan_replacements"] == 2
 
-    in_cache(work)
 
-
-def test_what_is_needed_sooner_is_not_replaced_and_reads_go_past_the_cache() -> None:
-    async def work(source: ChunkSource, cache: NodeCache) -> None:
-        await load(cache, 0, 1)
-        cache.set_future(future_of(source, [0] * 4 + [1] * 4 + [2] * 4))
-        for _ in range(50):  # admission would take it in by now
-            assert await cache.read(2, [(0, 500)], load=True) is None
-        assert in_memory(cache) == {0, 1}
-        cache.set_positions([8])
-        cache.set_positions([0])  # the reader has begun again
+async def test_what_is_needed_sooner_is_not_replaced_and_reads_go_past_the_cache(
+    cache: NodeCache, simulated_time: MockClock
+) -> None:
+    await load(cache, 0, 1)
+    cache.set_future(future_of(cache, [0] * 4 + [1] * 4 + [2] * 4))
+    for _ in range(50):  # admission would take it in by now
         assert await cache.read(2, [(0, 500)], load=True) is None
-        cache.set_future(None)
-        await load(cache, *[2] * 50)
-        assert 2 in in_memory(cache), "admission decides again"
-
-    in_cache(work)
-
-
-def test_the_last_copy_of_a_chunk_of_another_node_stays_as_long_as_it_is_needed() -> None:
-    async def work(source: ChunkSource, cache: NodeCache) -> None:
-        await load(cache, 0, 1)
-        cache.set_owned(np.arange(6) > 0)  # 0 is another node's from now on
-        cache.set_future(future_of(source, [0] * 4 + [2] * 4 + [1] * 4))
-        await load(cache, 2)
-        assert in_memory(cache) == {0, 2}, "only this node has 0"
-        cache.set_held_elsewhere(np.arange(6) == 0)
-        await load(cache, 1)
-        assert in_memory(cache) == {1, 2}, "its owner has it now"
-
-    in_cache(work)
+    assert in_memory(cache) == {0, 1}
+    cache.set_positions([8])
+    cache.set_positions([0])  # the reader has begun again
+    assert await cache.read(2, [(0, 500)], load=True) is None
+    cache.set_future(None)
+    await load(cache, *[2] * 50)
+    assert 2 in in_memory(cache), "admission decides again"
 
 
-def test_the_nearest_next_use_is_fetched_ahead_and_displaces_nothing_earlier() -> None:
-    async def work(source: ChunkSource, cache: NodeCache) -> None:
-        cache.memory.budget_bytes_max *= 10  # for the part that may be fetched ahead
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(cache.prefetch_planned)
-            order = [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4
-            cache.set_future(future_of(source, order))
+async def test_the_last_copy_of_a_chunk_of_another_node_stays_as_long_as_it_is_needed(
+    cache: NodeCache, simulated_time: MockClock
+) -> None:
+    await load(cache, 0, 1)
+    cache.set_owned(np.arange(6) > 0)  # 0 is another node's from now on
+    cache.set_future(future_of(cache, [0] * 4 + [2] * 4 + [1] * 4))
+    await load(cache, 2)
+    assert in_memory(cache) == {0, 2}, "only this node has 0"
+    cache.set_held_elsewhere(np.arange(6) == 0)
+    await load(cache, 1)
+    assert in_memory(cache) == {1, 2}, "its owner has it now"
+
+
+async def test_the_nearest_next_use_is_fetched_ahead_and_displaces_nothing_earlier(
+    cache: NodeCache, simulated_time: MockClock
+) -> None:
+    cache.memory.budget_bytes_max *= 15  # for the part that may be fetched ahead
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(cache.prefetch_planned)
+        cache.set_future(future_of(cache, [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4))
+        await trio.sleep(1)
+        assert not in_memory(cache), "nobody has been seen to read"
+        for position in range(4):
             await trio.sleep(1)
-            assert not in_memory(cache), "nobody has been seen to read"
-            for position in range(4):
-                await trio.sleep(1)
-                cache.set_positions([position])
-            await trio.sleep(1)
-            assert in_memory(cache) == {1}, "0 has been read, and the others are far away"
-            nursery.cancel_scope.cancel()
-
-    in_cache(work, room=3)
+            cache.set_positions([position])
+        await trio.sleep(1)
+        assert in_memory(cache) == {1}, "0 has been read, and the others are far away"
+        nursery.cancel_scope.cancel()

@@ -1,7 +1,6 @@
 """Readers and a real master on one node: workers share its memory, and may die at any time."""
 
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -12,20 +11,24 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 import diesel_fs
 from diesel_fs.client.dataset import Dataset
-from diesel_fs.errors import DieselError, UsageError
+from diesel_fs.errors import UsageError
 from diesel_fs.mounts import launcher
 from tests.tiers import fast_first
 
 from ..server.program import is_running, until
 from ..small_disks import remount, small_disk
 from ..trees import write
+from .children import fork
+from .running import connected, stats_at
 
 FILES = {f"d{i % 7}/n{i:04}": os.urandom(2000 + i) for i in range(1200)}
 LITTLE_MEMORY = 100_000
@@ -48,31 +51,22 @@ class Node:
     def join(self, **more: object) -> Dataset:
         return self.connect(task="training", **more)
 
+    def sockets(self) -> list[Path]:
+        """Where masters of rank 0 listen."""
+        return list((self.folder / "run/diesel/tasks").glob("*/0/socket"))
+
     @property
     def socket(self) -> Path:
-        [found] = (self.folder / "run/diesel/tasks").glob("*/0/socket")
+        [found] = self.sockets()
         return found
 
     def stats(self) -> dict[str, dict[str, int]]:
         """What the master says, to nobody who reads."""
-        with socket.socket(socket.AF_UNIX) as link:
-            here = os.open(self.socket.parent, os.O_PATH)
-            link.connect(f"/proc/self/fd/{here}/socket")
-            os.close(here)
-            link.settimeout(10)
-            link.sendall(struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0))
-            text = b""
-            while len(text) < 16 or len(text) < 16 + struct.unpack_from("<I", text, 8)[0]:
-                text += link.recv(1 << 16)
-        found: dict[str, dict[str, int]] = json.loads(text[16:])
-        return found
+        return cast("dict[str, dict[str, int]]", stats_at(self.socket))
 
     def master(self) -> int:
         """The master's process."""
-        with socket.socket(socket.AF_UNIX) as link:
-            here = os.open(self.socket.parent, os.O_PATH)
-            link.connect(f"/proc/self/fd/{here}/socket")
-            os.close(here)
+        with connected(self.socket) as link:
             credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid: int = struct.unpack("3i", credentials)[0]
         self.masters.add(pid)
@@ -87,11 +81,7 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
-        monkeypatch.delenv(name, raising=False)
-    (tmp_path / "run").mkdir(mode=0o700)
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+def node(tmp_path: Path, runtime: Path) -> Iterator[Node]:
     made = Node(tmp_path)
     with diesel_fs.connect("ds", made.url, create=True) as dataset:
         for path, content in FILES.items():
@@ -112,20 +102,13 @@ def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
     """Forked processes, as a DataLoader's, and one that was started separately."""
     with node.join() as dataset:
         check(dataset, 0)
-        children = []
-        for seed in range(WORKERS):
-            child = os.fork()
-            if not child:
-                code = 1
-                try:
-                    check(dataset, seed)
-                    check(dataset, seed + 10)
-                    code = 0
-                finally:
-                    os._exit(code)
-            children.append(child)
-        for child in children:
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+        def work(seed: int) -> None:
+            check(dataset, seed)
+            check(dataset, seed + 10)
+
+        for wait in [fork(partial(work, seed)) for seed in range(WORKERS)]:
+            wait()
         with node.join() as other:
             check(other, 9)
             assert other.task_stats()["answers"]
@@ -138,9 +121,7 @@ def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
 
 
 @pytest.mark.deep
-def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(
-    node: Node,
-) -> None:
+def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         here = node.folder / "s"
@@ -208,7 +189,7 @@ def test_a_reader_does_not_restart_a_master_that_was_told_to_end(node: Node) -> 
     with node.join() as dataset:
         check(dataset, 0)
         os.kill(node.master(), signal.SIGTERM)
-        until(lambda: not list((node.folder / "run").glob("diesel/tasks/*/0/socket")), "its end")
+        until(lambda: not node.sockets(), "its end")
         for seed in range(10):  # it is looked for after one second, and after two more
             check(dataset, seed)
             time.sleep(0.5)
@@ -237,40 +218,40 @@ class Cached:
         self.node = node
         self.folder = node.folder / "cache"
 
-    def join(self, task: str = "training") -> Dataset:
-        how = {"cache_dir": self.folder, "cache_bytes": 64 << 20, "task_memory_bytes": 64 << 20}
+    def join(self, task: str = "training", cache_bytes: int | None = 64 << 20) -> Dataset:
+        how = {"cache_dir": self.folder, "cache_bytes": cache_bytes, "task_memory_bytes": 64 << 20}
         return self.node.connect(task=task, rank=0, world=1, **how)
 
-    def kept(self) -> list[Path]:
+    def kept(self) -> set[Path]:
         """The chunks that stand there."""
-        return [each for each in self.folder.rglob("*") if len(each.name) == 32 and each.is_file()]
-
-    @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Nobody can write there meanwhile: each chunk waits for some seconds."""
-        with (self.folder / ".diesel-cache").open("rb") as marker:
-            fcntl.flock(marker, fcntl.LOCK_EX)
-            yield
+        return {each for each in self.folder.rglob("*") if len(each.name) == 32 and each.is_file()}
 
     def ends(self, pid: int) -> None:
         """Ask a master to end, and wait until it serves nobody any more."""
         os.kill(pid, signal.SIGTERM)
-        until(lambda: not list((self.node.folder / "run").glob("diesel/tasks/*/0/socket")), "it")
+        until(lambda: not self.node.sockets(), "it")
 
     @contextmanager
     def ending(self) -> Iterator[int]:
-        """A master that was asked to end, and cannot write what it has: its process."""
+        """A master that was asked to end, and cannot write what it has, as each chunk waits for
+        some seconds: its process."""
         with self.join() as dataset:
             check(dataset, 0)
             master = self.node.master()
-            with self.locked():
+            with (self.folder / ".diesel-cache").open("rb") as marker:
+                fcntl.flock(marker, fcntl.LOCK_EX)
                 self.ends(master)
                 yield master
 
     def is_over(self, pid: int) -> None:
-        """The same, and wait until it has brought to the disk what it had."""
+        """Ask a master to end, and wait until it has brought to the disk what it had."""
         self.ends(pid)
         until(lambda: not is_running(pid), "its end")
+
+
+def from_store(dataset: Dataset) -> object:
+    """How many chunks the dataset's master has read from the store."""
+    return dataset.task_stats()["chunks_from_store"]
 
 
 @pytest.mark.parametrize("task", ["training", "another"])
@@ -280,9 +261,8 @@ def test_a_job_starts_with_the_chunks_of_the_previous_one(node: Node, task: str)
         check(dataset, 0)
         chunks = len(dataset.snapshot.chunk_sizes)
         master = node.master()
-    assert cached.kept() == []
-    cached.ends(master)
-    until(lambda: not is_running(master), "its end")
+    assert not cached.kept()
+    cached.is_over(master)
     assert len(cached.kept()) == chunks
     with cached.join(task) as dataset:
         check(dataset, 0)
@@ -320,23 +300,28 @@ def test_a_new_master_does_not_wait_for_one_that_flushes(node: Node) -> None:
             assert node.master() != master
 
 
-def test_a_restarted_master_keeps_the_cache_of_the_previous_one(node: Node) -> None:
-    """By default the cache may take half of the free disk: what it holds already counts as free."""
+def test_J4_a_restarted_master_keeps_the_cache_of_the_previous_one(
+    node: Node, caplog: pytest.LogCaptureFixture
+) -> None:
+    """By default the cache may take half of the free disk: what it holds already counts as free.
+    At last the disk is read-only."""
+    kept: list[set[Path]] = []
     with small_disk(node.folder / "cache", "size=7m,mode=700") as point:
         cached = Cached(node)
-        kept: list[set[Path]] = []
-        for seed in range(3):
-            with node.connect(
-                task="training", rank=0, world=1, cache_dir=point, task_memory_bytes=64 << 20
-            ) as dataset:
+        for seed in range(4):
+            with cached.join(cache_bytes=None) as dataset:
                 check(dataset, seed)
-                told = dataset.task_stats()
-                assert told["chunks_from_store"] == (0 if seed else len(dataset.snapshot.chunk_ids))
+                chunks = len(dataset.snapshot.chunk_ids)
+                assert from_store(dataset) == (0 if seed else chunks)
                 master = node.master()
             cached.is_over(master)
-            kept.append(set(cached.kept()))
+            kept.append(cached.kept())
+            if seed == 2:
+                assert "is only read" not in caplog.text
+                remount(point, "ro")
     assert kept[0]
-    assert kept == kept[:1] * 3
+    assert kept == kept[:1] * 4
+    assert "is only read: Read-only file system" in caplog.text
 
 
 @pytest.mark.parametrize("takes", ["size=64k,mode=700", "size=64k,mode=700,ro"])
@@ -355,41 +340,25 @@ def test_J1_an_unusable_disk_at_the_start_is_a_warning(
             assert "this node keeps nothing on a disk" in caplog.text
 
 
-def test_J4_a_read_only_cache_is_read(node: Node, caplog: pytest.LogCaptureFixture) -> None:
-    with small_disk(node.folder / "cache", "size=20m,mode=700") as point:
-        cached = Cached(node)
-        with cached.join() as dataset:
-            check(dataset, 0)
-            master = node.master()
-        cached.is_over(master)
-        remount(point, "ro")
-        with cached.join() as dataset:
-            check(dataset, 0)
-            assert dataset.task_stats()["chunks_from_store"] == 0
-        assert "is only read: Read-only file system" in caplog.text
-
-
-def test_room_for_no_chunk_is_a_warning_at_the_start(
+def test_only_room_for_no_chunk_is_a_warning_at_the_start(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    how = {"cache_dir": node.folder / "cache", "cache_bytes": 5000, "task_memory_bytes": 900_000}
-    with node.join(**how) as dataset:
-        largest = f"{dataset.snapshot.chunk_sizes.max():,}"
-        check(dataset, 0)
-    [disk, memory] = caplog.messages
-    assert disk.startswith("--cache-size leaves room for 5,000 bytes of chunks on")
-    assert memory.startswith("--memory leaves room for 0 bytes of chunks in")
-    assert largest in disk
-    assert largest in memory
-
-
-def test_room_for_every_chunk_is_no_warning(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with node.connect() as dataset:
         largest = int(dataset.snapshot.chunk_sizes.max())
     with node.join(task_memory_bytes=largest) as dataset:
         check(dataset, 0)
         assert dataset.task_stats()["answers"]
+        master = node.master()
+    Cached(node).is_over(master)
     assert caplog.messages == []
+    how = {"cache_dir": node.folder / "cache", "cache_bytes": 5000, "task_memory_bytes": 900_000}
+    with node.join(**how) as dataset:
+        check(dataset, 0)
+    [disk, memory] = caplog.messages
+    assert disk.startswith("--cache-size leaves room for 5,000 bytes of chunks on")
+    assert memory.startswith("--memory leaves room for 0 bytes of chunks in")
+    assert f"{largest:,}" in disk
+    assert f"{largest:,}" in memory
 
 
 def test_a_writer_switches_the_version_and_common_chunks_stay(node: Node) -> None:
@@ -434,9 +403,7 @@ def test_a_reader_that_joins_after_a_put_gets_a_master_at_once(node: Node) -> No
         assert node.master() != before
 
 
-def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(
-    node: Node,
-) -> None:
+def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(node: Node) -> None:
     with ExitStack() as others:
         first = others.enter_context(node.join())
         check(first, 0)
@@ -457,22 +424,11 @@ def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(
             assert node.stats()["version"] == second.version  # type: ignore[comparison-overlap]  # numbers
 
 
-def test_errors_of_a_starting_task_are_raised(node: Node) -> None:
-    with pytest.raises(UsageError, match="the task has 3 nodes, and the rank"):
-        node.join(world=3)
-    with pytest.raises(UsageError, match="find each other through Redis"):
-        node.join(rank=0, world=2, listen="127.0.0.1:0")
-    with pytest.raises(UsageError, match="bad evict"):
-        node.join(evict="random")
-    taken = socket.create_server(("127.0.0.1", 0))
-    with taken, pytest.raises(UsageError, match=r": Address already in use(\n|;|$)"):
-        node.join(peers=[_place(taken)], task_key="k" * 32)
-    with pytest.raises(DieselError):
-        node.join(task_key="short", rank=0, world=1, peers=["127.0.0.1:1"], listen="127.0.0.1:0")
-
-
-def _place(listener: socket.socket) -> str:
-    return f"127.0.0.1:{listener.getsockname()[1]}"
+def test_an_address_in_use_is_an_error_of_the_task(node: Node) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        place = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(UsageError, match=r": Address already in use(\n|;|$)"):
+            node.join(peers=[place], task_key="k" * 32)
 
 
 @pytest.mark.fuse
@@ -546,26 +502,3 @@ def test_a_dataset_in_a_task_is_mounted_through_it(node: Node) -> None:
             assert (folder / path).read_bytes() == content
         assert len(list((node.folder / "run/diesel/tasks").glob("*/*/socket"))) == 1
         until(lambda: "answers" in str(launcher.stats(folder).get("task")), "it to tell")
-
-
-def test_S13_foreign_files_in_the_cache_folder_are_not_trusted(node: Node) -> None:
-    cache = node.folder / "cache"
-    how = {"cache_dir": cache, "cache_bytes": 64 << 20, "task_memory_bytes": 1 << 20}
-
-    def copies() -> list[Path]:
-        return [each for each in cache.rglob("*") if each.is_file() and len(each.name) == 32]
-
-    with node.join(**how) as dataset:
-        for seed in range(3):
-            check(dataset, seed)
-        until(lambda: copies() and node.stats()["node_cache"]["disk_reads"], "the disk to be used")
-    os.kill(node.master(), signal.SIGKILL)
-    for copy in copies():
-        content = bytearray(copy.read_bytes())
-        content[len(content) // 3 :: 1000] = bytes(len(content[len(content) // 3 :: 1000]))
-        copy.write_bytes(content)
-    with node.join(**how) as dataset:
-        for seed in range(3):
-            check(dataset, seed)
-        assert dataset.task_stats()["answers"]
-        assert dataset._reader.stats()["healed"] == 0, "the master had looked before"
