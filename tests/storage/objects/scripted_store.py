@@ -64,3 +64,12 @@ def store_on(
     store.delete(chunk("first"))
     server.asked.clear()
     return store
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A store on a scripted server, which has asked it nothing yet, and its pauses."""
+
+    server: ScriptedS3
+    sleeps: VirtualSleep
+    store: RetryingStore

@@ -49,36 +49,27 @@ def store(tmp_path: Path) -> FolderStore:
 
 
 def test_O16_an_empty_folder_is_not_a_store(tmp_path: Path) -> None:
-    with pytest.raises(ObjectMissing, match="mounted") as caught:
-        FolderStore.open(tmp_path)
-    assert caught.value.exit_code == 13
-    assert os.listdir(tmp_path) == []
-    with pytest.raises(ObjectMissing):
-        FolderStore.open(tmp_path / "absent")
-    assert os.listdir(tmp_path) == []
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(ObjectMissing, match="mounted") as caught:
+            FolderStore.open(path)
+        assert caught.value.exit_code == 13
+        assert os.listdir(tmp_path) == []
 
 
-def test_create_makes_a_store_in_an_absent_or_empty_folder(tmp_path: Path) -> None:
+def test_create_opens_a_store_or_makes_one_in_an_absent_or_empty_folder(tmp_path: Path) -> None:
     absent = FolderStore.create(tmp_path / "one" / "two")
-    assert FolderStore.open(tmp_path / "one" / "two").store_id == absent.store_id
+    for opened in (FolderStore.open, FolderStore.create):
+        assert opened(tmp_path / "one" / "two").store_id == absent.store_id
     (tmp_path / "disk" / "lost+found").mkdir(parents=True)
     (tmp_path / "disk" / ".tmp-host-1-0123456789abcdef").touch()
     FolderStore.create(tmp_path / "disk").put(NAME, [b"x"])
-
-
-def test_create_opens_an_existing_store(store: FolderStore) -> None:
-    again = FolderStore.create(store.root)
-    assert again.store_id == store.store_id
-    assert again.get(NAME) == b"chunk"
-
-
-def test_create_refuses_a_folder_with_other_things(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").touch()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").touch()
     with pytest.raises(ConflictError, match="neither empty"):
-        FolderStore.create(tmp_path)
-    assert os.listdir(tmp_path) == ["thesis.tex"]
+        FolderStore.create(tmp_path / "mine")
+    assert os.listdir(tmp_path / "mine") == ["thesis.tex"]
     with pytest.raises(ObjectStoreError, match="ENOTDIR"):
-        FolderStore.create(tmp_path / "thesis.tex")
+        FolderStore.create(tmp_path / "mine" / "thesis.tex")
 
 
 def test_several_processes_that_create_one_store_get_the_same(tmp_path: Path) -> None:
@@ -105,10 +96,9 @@ def test_a_foreign_or_damaged_marker_is_an_error(
     store: FolderStore, marker: bytes, expected: type[DieselError]
 ) -> None:
     Path(store.root, STORE_MARKER).write_bytes(marker)
-    with pytest.raises(expected):
-        FolderStore.open(store.root)
-    with pytest.raises(expected):
-        FolderStore.create(store.root)
+    for opened in (FolderStore.open, FolderStore.create):
+        with pytest.raises(expected):
+            opened(store.root)
 
 
 def test_O16_an_unmounted_store_is_an_error_and_not_an_empty_store(
@@ -139,10 +129,9 @@ def test_O16_an_unmounted_store_is_an_error_and_not_an_empty_store(
 def test_O16_another_store_in_the_same_place_is_noticed(store: FolderStore) -> None:
     shutil.rmtree(store.root)
     FolderStore.create(store.root)
-    with pytest.raises(ObjectStoreError, match="another store"):
-        store.put(OTHER, [b"x"])
-    with pytest.raises(ObjectStoreError, match="another store"):
-        store.get(NAME)
+    for call in (lambda: store.put(OTHER, [b"x"]), lambda: store.get(NAME)):
+        with pytest.raises(ObjectStoreError, match="another store"):
+            call()
 
 
 # The path
@@ -217,14 +206,15 @@ def test_O16_a_read_only_folder_of_another_user_is_read(public: FolderStore) -> 
         assert FolderStore.create(public.root).store_id == store.store_id
         assert store.get(NAME) == b"chunk"
         assert [info.bytes for info in store.list(CHUNKS)] == [5]
-        with pytest.raises(PermissionDenied):
-            store.put(OTHER, [b"x"])
-        with pytest.raises(PermissionDenied):
-            store.put("deleted/" + "0" * 32, [b"x"])
-        with pytest.raises(PermissionDenied):
-            store.delete(NAME)
-        with pytest.raises(PermissionDenied):
-            FolderStore.create(f"{public.root}/../new")
+        changes: list[Callable[[], object]] = [
+            lambda: store.put(OTHER, [b"x"]),
+            lambda: store.put("deleted/" + "0" * 32, [b"x"]),
+            lambda: store.delete(NAME),
+            lambda: FolderStore.create(f"{public.root}/../new"),
+        ]
+        for change in changes:
+            with pytest.raises(PermissionDenied):
+                change()
     assert public.get(NAME) == b"chunk"
 
 
