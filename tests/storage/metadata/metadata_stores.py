@@ -14,6 +14,7 @@ from tests.storage.metadata.redis_servers import emptied_server, shared_cluster
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
 NOW_NS = 1_800_000_000 * 10**9
+FIRST = files(1, b"a/x", b"b")
 
 
 class Clock:
@@ -58,10 +59,10 @@ def redis_opener(clock: Clock, buckets: int) -> Opener:
 
 
 def filled(url: str, deadline_s: float = 10, buckets: int = 0) -> RedisMetadata:
-    """A store in Redis with one dataset of one chunk."""
+    """A store in Redis with one dataset, which has the chunk `FIRST`."""
     meta = RedisMetadata.open(url, deadline_s=deadline_s, buckets=buckets)
     meta.create(NAME, IDENTITY)
-    meta.commit(IDENTITY, files(1, b"a/x", b"b").batch())
+    meta.commit(IDENTITY, FIRST.batch())
     return meta
 
 

@@ -6,30 +6,19 @@ import random
 import signal
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
-from diesel_fs.errors import MetadataBehind
-from diesel_fs.storage.metadata.redis.head_scripts import COMMIT
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
-from diesel_fs.storage.metadata.redis.transactions import RedisTransactions
 from tests.storage.metadata import crashing
-from tests.storage.metadata.batches import Chunk, check, files, stored_entries
+from tests.storage.metadata.batches import Chunk, check, stored_entries
 from tests.storage.metadata.crashing import start
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 from tests.storage.metadata.redis_proxy import RedisProxy
-from tests.storage.metadata.redis_servers import RedisServer, emptied_server
-from tests.storage.metadata.watched_redis import (
-    commit_without_applying,
-    dies_at,
-    live_generation,
-    make_older,
-    watched_link,
-)
+from tests.storage.metadata.redis_servers import RedisServer
 
 FOLDERS = 7
 BUCKETS = 3
@@ -37,14 +26,9 @@ BEFORE = [1, 2, 3]
 
 
 @pytest.fixture
-def server() -> RedisServer:
-    return emptied_server()
-
-
-@pytest.fixture
-def meta(server: RedisServer) -> Iterator[RedisMetadata]:
+def meta(shared: RedisServer) -> Iterator[RedisMetadata]:
     """A store with the chunks `BEFORE`."""
-    with closing(RedisMetadata.open(server.url, buckets=BUCKETS)) as store:
+    with closing(RedisMetadata.open(shared.url, buckets=BUCKETS)) as store:
         store.create(NAME, IDENTITY)
         for number in BEFORE:
             store.commit(IDENTITY, overlapping(number).batch())
@@ -98,15 +82,17 @@ class FaultAt:
 
 @pytest.mark.parametrize("what", ["lose", "swallow"])
 def test_A6_a_commit_survives_a_lost_connection_at_any_step(
-    server: RedisServer, meta: RedisMetadata, what: str
+    shared: RedisServer, meta: RedisMetadata, what: str
 ) -> None:
-    """The commit is sent again, and its files, bytes, chunks and holes count once."""
+    """The commit is sent again, its files, bytes, chunks and holes count once, and each try removes
+    the pieces of the one before.
+    """
     tried = list(BEFORE)
     hits = 0
     for step in range(1, STEPS + 1):
         fault = FaultAt(step, what)
         with (
-            RedisProxy(server.socket, fault) as proxy,
+            RedisProxy(shared.socket, fault) as proxy,
             closing(RedisMetadata.open(proxy.url, deadline_s=10)) as other,
         ):
             fault.arm()
@@ -115,7 +101,10 @@ def test_A6_a_commit_survives_a_lost_connection_at_any_step(
         hits += fault.hit
         assert version == meta.head(NAME).version
         assert committed(meta, tried) == tried
-        assert not server.client().lrange(DatasetKeys(IDENTITY).pending, 0, -1)
+        client, keys = shared.client(), DatasetKeys(IDENTITY)
+        assert not client.llen(keys.pending)
+        assert not client.hlen(keys.begun), "a try has left its pieces"
+        assert not any(client.hlen(key) for key in client.keys("dfs:*}:x"))
     assert 5 <= hits < STEPS, "a commit has at least five steps, and fewer than were tried"
 
 
@@ -156,7 +145,7 @@ class KillAt:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("at_once", [1, 3])
 def test_A6_A9_a_writer_killed_at_any_step_commits_all_or_nothing(
-    server: RedisServer, meta: RedisMetadata, when: str, at_once: int
+    shared: RedisServer, meta: RedisMetadata, when: str, at_once: int
 ) -> None:
     """A crash leaves all of the commit or nothing; the next client completes it."""
     outcomes = set()
@@ -166,13 +155,13 @@ def test_A6_A9_a_writer_killed_at_any_step_commits_all_or_nothing(
         before, state = meta.head(NAME), stored_entries(meta.changes(IDENTITY, 0).rows)
         fault = KillAt(step, when)
         with (
-            RedisProxy(server.socket, fault) as proxy,
+            RedisProxy(shared.socket, fault) as proxy,
             start(opened, proxy.url, group, at_once=at_once, folders=FOLDERS) as process,
         ):
             fault.watch(process)
             output, _ = process.communicate(timeout=60)
         is_acked = len(output.splitlines()) == at_once
-        with closing(RedisMetadata.open(server.url)) as fresh:
+        with closing(RedisMetadata.open(shared.url)) as fresh:
             is_in = fresh.head(NAME).version > before.version
             assert is_in or not is_acked
             if not is_in:
@@ -192,12 +181,12 @@ def test_A6_A9_a_writer_killed_at_any_step_commits_all_or_nothing(
 
 
 def test_L1_L2_commits_of_processes_and_threads_at_once_all_count(
-    meta: RedisMetadata, server: RedisServer
+    meta: RedisMetadata, shared: RedisServer
 ) -> None:
     numbers = list(range(4, 64))
     random.Random(1).shuffle(numbers)
     started = [
-        start(opened, server.url, numbers[i::3] + numbers[:5], at_once=i + 1, folders=FOLDERS)
+        start(opened, shared.url, numbers[i::3] + numbers[:5], at_once=i + 1, folders=FOLDERS)
         for i in range(3)
     ]
     own = list(range(64, 84))
@@ -228,55 +217,3 @@ def test_L1_L2_commits_of_processes_and_threads_at_once_all_count(
     assert all(len(output.splitlines()) == 25 for output in outputs)
     tried = [*BEFORE, *numbers, *own]
     assert sorted(committed(meta, tried)) == sorted(tried)
-
-
-def test_a_lost_piece_of_a_commit_is_an_error(meta: RedisMetadata, server: RedisServer) -> None:
-    """The version is that of the commit, but its entries are lost: reads raise an error."""
-    client = server.client()
-    commit_without_applying(server.url, files(50, b"new/file").batch())
-    lost = [key for key in client.keys("dfs:*}:x") if client.hlen(key)]
-    assert len(lost) in (1, 2)
-    client.delete(*lost)
-    for ask in (
-        lambda: meta.head(NAME),
-        lambda: meta.lookup(IDENTITY, [b"new/file"]),
-        lambda: meta.changes(IDENTITY, 0),
-        lambda: meta.children(IDENTITY, b""),
-    ):
-        with pytest.raises(MetadataBehind, match="has lost"):
-            ask()
-    assert [head.name for head in meta.heads()] == [NAME], "other datasets are not hidden"
-    meta.rebuild(NAME, IDENTITY, [overlapping(number).batch() for number in BEFORE])
-    assert committed(meta, BEFORE) == BEFORE
-
-
-def test_a_bucket_with_lost_pieces_is_an_error(meta: RedisMetadata, server: RedisServer) -> None:
-    """C11: one node of a cluster comes back with older data."""
-    client = server.client()
-    (counts, *_) = client.keys("dfs:*}:t")
-    client.hincrby(counts, "pieces", -1)
-    with pytest.raises(MetadataBehind, match="has lost"):
-        meta.changes(IDENTITY, 0)
-    with pytest.raises(MetadataBehind, match="has lost"):
-        meta.lookup(IDENTITY, [b"%d/x" % i for i in range(7)])
-
-
-def test_pieces_of_a_dead_writer_are_removed(meta: RedisMetadata, server: RedisServer) -> None:
-    client = server.client()
-    keys = DatasetKeys(IDENTITY)
-    link = watched_link(server.url)
-    writer, transactions = RedisMetadata(link), RedisTransactions(link, time.time_ns)
-    link.before = dies_at(COMMIT)
-    for number in range(100, 165):
-        with pytest.raises(KeyboardInterrupt):
-            writer.commit(IDENTITY, overlapping(number).batch())
-    assert client.hlen(keys.begun) == 65
-    generation = live_generation(server.url)
-    transactions.remove_abandoned_transactions(IDENTITY, generation)
-    assert client.hlen(keys.begun) == 65, "they may be alive"
-    make_older(client, keys.begun, 3600)
-    transactions.remove_abandoned_transactions(IDENTITY, generation)
-    assert client.hlen(keys.begun) == 0
-    assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
-    writer.close()
-    assert committed(meta, BEFORE) == BEFORE
