@@ -3,7 +3,7 @@ Redis.
 """
 
 import errno
-import multiprocessing
+import itertools
 import os
 import signal
 import stat
@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
 from tests.rows import each_row
+from tests.storage.forks import exit_code, fork, within
 from tests.storage.metadata.batches import files
 from tests.storage.metadata.redis_servers import (
     RedisServer,
@@ -55,6 +57,7 @@ from tests.storage.metadata.redis_servers import (
     shared_cluster,
 )
 from tests.tiers import fast_first
+from tests.waiting import wait_until
 
 STORE = uuid.UUID(int=5)
 PUBLIC = keys.public_key(bytes(32))
@@ -171,21 +174,12 @@ def test_concurrent_changes_are_made_one_after_another(opener: Opener) -> None:
         each.close()
 
 
-def _child(table: AccountTable, number: int) -> None:
-    table.change(add(Account(f"child{number}", PUBLIC)))
-    os._exit(0)
-
-
 def test_forked_children_may_use_a_table(table: AccountTable) -> None:
     table.change(add(ANN))
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=_child, args=(table, number)) for number in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(20)
-        assert child.exitcode == 0
-    assert set(table.read().accounts) == {"ann", "child0", "child1", "child2"}
+    names = ["child0", "child1", "child2"]
+    children = [fork(partial(table.change, add(Account(name, PUBLIC)))) for name in names]
+    assert [*map(exit_code, children)] == [0, 0, 0]
+    assert set(table.read().accounts) == {"ann", *names}
 
 
 def test_recover_neither_makes_nor_removes_accounts() -> None:
@@ -284,34 +278,23 @@ def test_waiting_for_the_lock_ends_with_an_error(tmp_path: Path) -> None:
     assert set(table.read().accounts) == {"ann"}
 
 
-def _change_for_ever(path: Path) -> None:
-    table = AccountFile(path)
-    number = 0
-    while True:
-        pair = [Account(f"{half}{number % 50}", PUBLIC) for half in "ab"]
-        table.change(put(pair))
-        number += 1
-
-
-def test_a_kill_at_any_time_leaves_the_old_or_the_new_table(tmp_path: Path) -> None:
+def test_a_kill_at_any_time_leaves_the_old_or_the_new_table(file: AccountFile) -> None:
     """After ten kills, each somewhere in a change: the table is whole, and the lock free."""
-    path = tmp_path / "accounts"
-    table = AccountFile(path, lock_s=5)
-    fork = multiprocessing.get_context("fork")
+
+    def change_for_ever() -> None:
+        for number in itertools.count():
+            file.change(put([Account(f"{half}{number % 50}", PUBLIC) for half in "ab"]))
+
     for round_number in range(10):
-        child = fork.Process(target=_change_for_ever, args=(path,))
-        before = table.token()
-        child.start()
-        end = time.monotonic() + 10
-        while table.token() == before:  # otherwise the kill proves nothing
-            assert time.monotonic() < end
+        before = file.token()
+        child = fork(change_for_ever)
+        wait_until(lambda before=before: file.token() != before)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
         time.sleep(0.002 * round_number)
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.join(10)
-        assert len(table.read().accounts) % 2 == round_number % 2
-        table.change(add(Account(f"round{round_number}", PUBLIC)))
-    assert len(table.read().accounts) >= 12
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+        assert len(file.read().accounts) % 2 == (round_number + 1) % 2
+        file.change(add(Account(f"round{round_number}", PUBLIC)))
+    assert len(file.read().accounts) >= 13
 
 
 @each_row(
@@ -439,11 +422,10 @@ def test_C1_a_table_that_cannot_be_reached_is_an_error(server: RedisServer) -> N
     table = RedisAccounts.open(server.url, store=STORE, deadline_s=0.3)
     table.change(add(ANN))
     server.kill()
-    start = time.monotonic()
-    for work in (table.read, table.token, lambda: table.change(add(BOB))):
-        with pytest.raises(MetadataError):
-            work()
-    assert time.monotonic() - start < 10
+    with within(10):
+        for work in (table.read, table.token, lambda: table.change(add(BOB))):
+            with pytest.raises(MetadataError):
+                work()
 
 
 @each_row("value", [b"", b"\xff", b"{}", account_line(BOB).encode(), b"[" * 10000])

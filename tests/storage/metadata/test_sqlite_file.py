@@ -1,11 +1,10 @@
 """The file of the SQLite store: foreign and damaged files, permissions, full disks, forks."""
 
-import os
 import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -26,6 +25,7 @@ from diesel_fs.errors import (
 from diesel_fs.storage.metadata.sqlite.database_file import SqliteFile
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.small_disks import remount, small_disk
+from tests.storage.forks import in_child
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME
 
@@ -227,19 +227,6 @@ def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path, meta: Sqli
 
 
 # Forks
-
-
-def in_child(do: Callable[[], None]) -> int:
-    """Runs `do` in a forked child; 0 where it returned."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            do()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_Z9_parent_and_child_of_a_fork_can_both_commit(meta: SqliteMetadata) -> None:

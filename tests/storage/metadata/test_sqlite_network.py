@@ -22,6 +22,7 @@ from diesel_fs.storage.metadata.sqlite.host_lease import (
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.system.mountinfo import file_system_of
 from tests.rows import each_row
+from tests.storage.forks import in_child
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Clock
 
@@ -114,11 +115,7 @@ def test_a_forked_child_is_a_holder_of_its_own(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
     lease = HostLease(path, "host-1", clock.seconds)
     lease.keep()
-    child = os.fork()
-    if child == 0:
-        lease.keep()
-        os._exit(0)  # without a release
-    assert os.waitpid(child, 0)[1] == 0
+    assert in_child(lease.keep) == 0  # without a release
     lease.release()
     with pytest.raises(BusyError):
         HostLease(path, "host-2", clock.seconds).keep()

@@ -4,8 +4,9 @@ import errno
 import fcntl
 import os
 import random
-import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.system.mountinfo import FileSystem, file_system_of
 from tests.rows import each_row
+from tests.storage.forks import exit_code, fork
 
 NAME = "datasets/" + "ab" * 16 + "/chunks/aaaa/aaaa" + "0" * 18
 MIB = 1 << 20
@@ -215,22 +217,11 @@ def test_each_thread_and_forked_child_has_a_buffer_of_its_own(
             store.put(name, parts_of(4 * MIB + int(name[-1])))
 
     put(names[0])  # makes this thread's buffer before the forks
-    children = []
-    for name in names[1:4]:
-        child = os.fork()
-        if not child:
-            try:
-                put(name)
-                os._exit(0)
-            finally:
-                os._exit(1)
-        children.append(child)
-    threads = [threading.Thread(target=put, args=(name,)) for name in names[4:]]
-    for thread in threads:
-        thread.start()
-    put(names[0])
-    for thread in threads:
-        thread.join(60)
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0] * 3
+    children = [fork(partial(put, name)) for name in names[1:4]]
+    with ThreadPoolExecutor(4) as pool:
+        done = pool.map(put, names[4:])
+        put(names[0])
+        assert [*done] == [None] * 4
+    assert [*map(exit_code, children)] == [0] * 3
     for name in names:
         assert store.get(name) == b"".join(parts_of(4 * MIB + int(name[-1]))), name
