@@ -95,8 +95,7 @@ def test_an_error_has_its_class_and_ends_only_its_request(link: ServerLink) -> N
     assert "secret" not in str(caught.value)
     with pytest.raises(NoSuchDataset):  # with room for what does not come
         link.call(
-            {"do": "fail", "kind": "NoSuchDataset", "message": "x"},
-            room=memoryview(bytearray(10)),
+            {"do": "fail", "kind": "NoSuchDataset", "message": "x"}, room=memoryview(bytearray(10))
         )
     assert link.call({"do": "echo"}).message["peer"] == peer
 
@@ -236,9 +235,7 @@ def test_wrong_credentials_are_refused_at_once(
     assert "do=login" in lines[0]
 
 
-def test_a_revoked_user_is_refused_on_an_open_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_revoked_user_is_refused_on_an_open_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diesel_server.connection.ACCOUNT_REFRESH_S", 0.0)
     with ThreadedServer() as server:
         link = server.link()

@@ -29,10 +29,7 @@ def clock() -> Clock:
 
 @pytest.fixture(params=fast_first(["sqlite-rows", *STORES], 3))
 def open_meta(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> Opener:
     kind: str = request.param
     # SQLite keeps entries in rows, or many in one row (`runs.py`): test both for all entries

@@ -51,11 +51,7 @@ from diesel_fs.urls import parse_url
 from tests.rows import each_row
 from tests.storage.forks import exit_code, fork, within
 from tests.storage.metadata.batches import files
-from tests.storage.metadata.redis_servers import (
-    RedisServer,
-    emptied_server,
-    shared_cluster,
-)
+from tests.storage.metadata.redis_servers import RedisServer, emptied_server, shared_cluster
 from tests.tiers import fast_first
 from tests.waiting import wait_until
 

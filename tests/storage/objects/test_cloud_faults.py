@@ -155,10 +155,7 @@ def test_after_a_lost_answer_a_lease_is_written_again(bucket: Bucket) -> None:
     ],
 )
 def test_O1_O18_B14_an_error_that_stays_is_raised_at_once(
-    bucket: Bucket,
-    rule: Rule,
-    error: type[DieselError],
-    complaint: str | None,
+    bucket: Bucket, rule: Rule, error: type[DieselError], complaint: str | None
 ) -> None:
     with pytest.raises(error, match=complaint):
         call(bucket, rule)
