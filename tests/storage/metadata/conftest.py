@@ -1,4 +1,4 @@
-"""Redis servers for one test, and stores in them that hold `FIRST`."""
+"""Where stores are: a file, and Redis servers with stores that hold `FIRST`."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,6 +16,11 @@ from tests.storage.metadata.redis_servers import (
     shared_cluster,
 )
 from tests.storage.metadata.watched_redis import WatchedLink, watched_link
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "meta.sqlite"
 
 
 @pytest.fixture

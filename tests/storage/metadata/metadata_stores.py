@@ -1,7 +1,9 @@
 """Empty metadata stores of every kind, for tests that run over all of them."""
 
+import sqlite3
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -45,6 +47,12 @@ def sqlite_opener(folder: Path, clock: Clock) -> Opener:
         return SqliteMetadata.open(path, create=True, deadline_s=deadline_s, clock_ns=clock)
 
     return opened
+
+
+def edit(path: Path, statement: str) -> None:
+    """Change the database of a SQLite store without the store."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(statement)
 
 
 def redis_opener(clock: Clock, buckets: int) -> Opener:

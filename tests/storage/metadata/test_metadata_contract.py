@@ -27,6 +27,7 @@ from diesel_fs.format.entries import EXTENT, RECORD, Kind
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import Batch, MetadataStore, chunks_digest
 from tests.rows import each_row
+from tests.storage.forks import exit_code, fork, in_child
 from tests.storage.metadata.batches import (
     Chunk,
     Entry,
@@ -116,6 +117,23 @@ def test_a_closed_store_raises(meta: MetadataStore) -> None:
     meta.close()
     with pytest.raises(MetadataError, match="closed"):
         meta.heads()
+
+
+def test_Z9_parent_and_child_of_a_fork_can_both_commit(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"f1"))
+
+    def use() -> None:
+        commit(meta, files(2, b"f2"))
+        check(meta, NAME, [files(1, b"f1"), files(2, b"f2")])
+        assert in_child(lambda: commit(meta, files(3, b"f3"))) == 0
+        meta.close()
+
+    child = fork(use)
+    for _ in range(50):
+        assert meta.head(NAME).name == NAME
+    assert exit_code(child) == 0
+    commit(meta, files(4, b"f4"))
+    check(meta, NAME, [files(i, b"f%d" % i) for i in (1, 2, 3, 4)])
 
 
 # Commits

@@ -18,7 +18,7 @@ from diesel_fs.storage.metadata.sqlite import shadow_state
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import Batch, MetadataStore, RenewingCommitLock
 from tests.storage.metadata.batches import Chunk, check, chunk_id, files, stored_entries, tombstones
-from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit, edit
 
 ONE_S = 10**9
 
@@ -281,11 +281,6 @@ def test_C2_a_rebuild_interrupted_after_its_end_has_succeeded(
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "meta.sqlite"
-
-
-@pytest.fixture
 def embedded(path: Path) -> Iterator[SqliteMetadata]:
     with closing(SqliteMetadata.open(path, create=True)) as store:
         store.create(NAME, IDENTITY)
@@ -307,12 +302,6 @@ def rows_of_no_dataset(path: Path) -> int:
             for owner, tables in owners.items()
             for table in tables
         )
-
-
-def edit(path: Path, statement: str) -> None:
-    """Change a database without the store."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute(statement)
 
 
 def many() -> list[Chunk]:

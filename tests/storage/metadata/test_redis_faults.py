@@ -34,7 +34,7 @@ from diesel_fs.storage.metadata.redis.errors import RetryLater, safe_cause, tran
 from diesel_fs.storage.metadata.redis.link import RedisLink
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from tests.rows import each_row
-from tests.storage.forks import exit_code, fork, within
+from tests.storage.forks import within
 from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import FIRST, IDENTITY, NAME, commit, filled
 from tests.storage.metadata.redis_proxy import RedisProxy
@@ -355,14 +355,6 @@ def test_C3_a_rebuild_across_a_restart_fails(server: RedisServer, own: RedisMeta
     with pytest.raises(DieselError, match="restarted"):
         own.rebuild(NAME, IDENTITY, batches())  # type: ignore[arg-type]  # a stand-in takes anything
     check(own, NAME, [FIRST])
-
-
-def test_a_forked_child_opens_its_own_connections(stored: RedisMetadata) -> None:
-    child = fork(lambda: commit(stored, MORE))
-    for _ in range(50):
-        assert stored.head(NAME).name == NAME
-    assert exit_code(child) == 0
-    check(stored, NAME, [FIRST, MORE])
 
 
 # It is full

@@ -117,7 +117,7 @@ def tls(tmp_path: Path) -> Iterator[tuple[RedisServer, Path]]:
         "tls-ca-cert-file": str(certificate),
         "tls-auth-clients": "no",
     }
-    with RedisServer(tmp_path / "redis", options) as server:
+    with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         yield server, certificate
 
 
@@ -127,21 +127,14 @@ def test_C14_tls_connects_and_its_faults_are_named(tls: tuple[RedisServer, Path]
     with closing(filled(f"rediss://localhost:{port}?ca={certificate}")) as meta:
         check(meta, NAME, [FIRST])
     refused = {
-        f"redis://localhost:{port}": "if it expects TLS, use rediss://",
-        f"rediss://localhost:{port}": "no TLS.*certificate verify failed",
-        f"rediss://127.0.0.1:{port}?ca={certificate}": "no TLS.*IP address mismatch",
+        f"redis://localhost:{port}": f"localhost:{port}.*if it expects TLS, use rediss://",
+        f"rediss://localhost:{port}": f"no TLS with localhost:{port}.*certificate verify failed",
+        f"rediss://127.0.0.1:{port}?ca={certificate}": f"no TLS.*:{port}.*IP address mismatch",
     }
     for url, why in refused.items():
-        with within(2.5), pytest.raises(MetadataError, match=why) as caught:
+        with within(2.5), pytest.raises(MetadataError, match=why):
             RedisMetadata.open(url)
-        assert port in str(caught.value)
-
-
-def test_C14_tls_to_a_redis_without_it_is_named(tmp_path: Path) -> None:
-    with (
-        RedisServer(tmp_path / "redis", port=free_port()) as server,
-        pytest.raises(MetadataError, match=f"no TLS with 127.0.0.1:{server.port}"),
-    ):
+    with pytest.raises(MetadataError, match=f"no TLS with 127.0.0.1:{server.port}"):
         RedisMetadata.open(server.tcp_url.replace("redis://", "rediss://"))
 
 

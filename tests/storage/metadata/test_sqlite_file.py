@@ -1,6 +1,5 @@
 """The file of the SQLite store: foreign and damaged files, permissions, full disks, forks."""
 
-import sqlite3
 import subprocess
 import sys
 import threading
@@ -27,12 +26,7 @@ from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.small_disks import remount, small_disk
 from tests.storage.forks import in_child
 from tests.storage.metadata.batches import check, files
-from tests.storage.metadata.metadata_stores import IDENTITY, NAME
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "meta.sqlite"
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, edit
 
 
 @pytest.fixture
@@ -44,12 +38,6 @@ def meta(path: Path) -> Iterator[SqliteMetadata]:
 
 def commit(meta: SqliteMetadata, number: int, *paths: bytes) -> None:
     meta.commit(IDENTITY, files(number, *(paths or [b"f%d" % number])).batch())
-
-
-def edit(path: Path, statement: str) -> None:
-    """Change a database without the store."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute(statement)
 
 
 # Whose file it is
@@ -227,20 +215,6 @@ def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path, meta: Sqli
 
 
 # Forks
-
-
-def test_Z9_parent_and_child_of_a_fork_can_both_commit(meta: SqliteMetadata) -> None:
-    commit(meta, 1)
-
-    def use() -> None:
-        commit(meta, 2)
-        check(meta, NAME, [files(1, b"f1"), files(2, b"f2")])
-        assert in_child(lambda: commit(meta, 3)) == 0
-        meta.close()
-
-    assert in_child(use) == 0
-    commit(meta, 4)
-    check(meta, NAME, [files(i, b"f%d" % i) for i in (1, 2, 3, 4)])
 
 
 FORKS_WITH_THREADS = "ignore:.*multi-threaded.*fork:DeprecationWarning"
