@@ -62,9 +62,6 @@ def promptly(what: str, work: Callable[[], T], within_s: float = PATIENCE_S) -> 
     return outcome[0]()
 
 
-# What ends a connection ---------------------------------------------------------------------------
-
-
 def close(plain: socket.socket) -> None:
     """Send FIN. With unread bytes, the kernel would send RST instead."""
     plain.setblocking(False)
@@ -136,9 +133,6 @@ HANDSHAKE_ENDS = tuple(
     for end in ENDS
     if not end.within_record and (share == 0 or not end.is_announced)
 )
-
-
-# One end, by hand ---------------------------------------------------------------------------------
 
 
 class RawTls:

@@ -269,9 +269,6 @@ def test_the_next_version_and_the_one_before_are_refused_with_the_sentence(
         assert caught.value.exit_code == 14
 
 
-# What is sent again
-
-
 class Scripted:
     """A server that logs anybody in, reads one request of each connection and does as told."""
 
@@ -396,9 +393,6 @@ def test_N10_an_answer_that_breaks_the_protocol_is_corrupt(said: bytes) -> None:
         scripted.link().call({"do": "echo"})
 
 
-# Several servers
-
-
 def test_G1_another_server_is_asked_when_one_dies() -> None:
     with ThreadedServer() as first, ThreadedServer() as second:
         link = links([first, second])
@@ -495,9 +489,6 @@ def test_too_many_connections_are_refused_with_a_reason() -> None:
             server.link(open_s=0.3).call({"do": "echo"})
         held[0].close()
         assert server.link().call({"do": "echo"})
-
-
-# Forks
 
 
 def test_Z9_a_forked_child_has_connections_of_its_own(link: ServerLink) -> None:

@@ -52,9 +52,6 @@ BOTH = {"ann": ANN, "bob": BOB}
 HEAD = '{"diesel-accounts": 1}\n'
 
 
-# Roles
-
-
 @each_row(
     ("dataset", "role", "error"),
     [
@@ -90,9 +87,6 @@ def test_under_a_ceiling_a_user_may_only_read() -> None:
     bob = Account("bob", OTHER, grants={"pets": Role.READ}, ceiling=Role.READ)
     with pytest.raises(PermissionDenied):  # that he never might
         bob.require("pets", Role.WRITE)
-
-
-# Names and keys
 
 
 def test_user_names() -> None:
@@ -148,9 +142,6 @@ def test_other_bytes_are_not_a_signature() -> None:
         assert not keys.verify(PUBLIC, signature, b"x")
     assert not keys.verify(b"", bytes(64), b"x")
     assert len({keys.new_seed() for _ in range(9)}) == 9
-
-
-# Changes
 
 
 def test_changes_of_accounts() -> None:

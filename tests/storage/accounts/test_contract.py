@@ -192,9 +192,6 @@ def test_recover_neither_makes_nor_removes_accounts() -> None:
         assert accounts.read().accounts == {"ann": ANN}
 
 
-# The file
-
-
 @pytest.fixture
 def file(tmp_path: Path) -> AccountFile:
     """A file with one user."""
@@ -352,9 +349,6 @@ def test_the_file_gets_the_owner_of_its_folder(tmp_path: Path) -> None:
     for name in ("accounts", "accounts.lock"):
         found = (tmp_path / name).stat()
         assert (found.st_uid, found.st_gid) == (12345, 12346)
-
-
-# Redis
 
 
 @pytest.fixture

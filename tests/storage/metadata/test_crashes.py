@@ -38,8 +38,7 @@ def open_redis(url: str) -> RedisMetadata:
 
 def overlapping(number: int) -> Chunk:
     """A chunk with paths that other numbers have too, in all buckets, and an extent of a file of
-    two chunks.
-    """
+    two chunks."""
     extent = Entry(
         b"big%d" % (number // 2), 9, number=number % 2, extents=2, first=(number // 2, 0)
     )
@@ -57,8 +56,7 @@ def start(
     at_once: int = 1,
 ) -> "subprocess.Popen[str]":
     """A process that commits `overlapping` chunks with these numbers, `at_once` in each commit, and
-    prints number and version of those that are committed. `before` are words before the command.
-    """
+    prints number and version of those that are committed. `before` are words before the command."""
     code = f"import sys; from {__name__} import commit_and_print; commit_and_print(*sys.argv[1:])"
     words = [opener.__name__, where, ",".join(map(str, numbers)), str(at_once)]
     command = [*before, sys.executable, "-c", code, *words]
@@ -84,8 +82,7 @@ def acknowledged(output: str) -> list[tuple[int, int]]:
 
 def committed(meta: MetadataStore, tried: list[int]) -> list[int]:
     """Which of these chunks are committed; asserts that the state is that of these and no
-    others.
-    """
+    others."""
     found = {record.id for record in meta.chunks(IDENTITY)}
     done = [number for number in tried if overlapping(number).id in found]
     assert len(done) == len(found)
@@ -129,9 +126,6 @@ def test_L1_L2_commits_of_processes_and_threads_at_once_all_count(
         assert meta.head(NAME).version == last
 
 
-# SQLite
-
-
 @pytest.mark.parametrize("at_once", [1, 3])
 @pytest.mark.parametrize("when", fast_first([3, 13, 1, 2, 5, 8, 21, 34], 2))
 def test_A6_a_kill_at_any_write_loses_no_commit(tmp_path: Path, when: int, at_once: int) -> None:
@@ -160,9 +154,6 @@ def test_A6_a_kill_at_any_write_loses_no_commit(tmp_path: Path, when: int, at_on
         for number in tried:
             meta.commit(IDENTITY, overlapping(number).batch())
         assert committed(meta, tried) == tried
-
-
-# Redis
 
 
 @pytest.fixture
@@ -205,8 +196,7 @@ def test_A6_a_commit_survives_a_lost_connection_at_any_step(
     shared: RedisServer, meta: RedisMetadata, what: str
 ) -> None:
     """The commit is sent again, its files, bytes, chunks and holes count once, and each try removes
-    the pieces of the one before.
-    """
+    the pieces of the one before."""
     tried = list(BEFORE)
     hits = 0
     for step in range(1, STEPS + 1):
@@ -230,8 +220,7 @@ def test_A6_a_commit_survives_a_lost_connection_at_any_step(
 
 class KillAt:
     """A fault of the proxy: it kills the process that uses the proxy, before or after a step of its
-    commit.
-    """
+    commit."""
 
     def __init__(self, step: int, when: str) -> None:
         self._left = step

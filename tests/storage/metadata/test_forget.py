@@ -179,8 +179,7 @@ def test_a_slow_removal_does_not_undo_a_later_commit(
     shared: RedisServer, link: WatchedLink, stored: RedisMetadata
 ) -> None:
     """A client applies its removal after others have applied it, and have committed the chunk
-    again.
-    """
+    again."""
     rest = [files(5, b"a/x", b"b"), files(6, b"e/z")]
     commit(stored, *rest)
     done = list[bool]()

@@ -136,9 +136,6 @@ def test_Z9_parent_and_child_of_a_fork_can_both_commit(meta: MetadataStore) -> N
     check(meta, NAME, [files(i, b"f%d" % i) for i in (1, 2, 3, 4)])
 
 
-# Commits
-
-
 def test_a_commit_is_seen_by_another_handle(meta: MetadataStore, open_meta: Opener) -> None:
     chunks = [
         Chunk(
@@ -335,9 +332,6 @@ def test_P6_Z7_a_copy_by_purge_never_inserts_an_entry(meta: MetadataStore) -> No
     assert meta.holes(IDENTITY, chunk_id(12)).tolist() == [0]
 
 
-# Rebuilding
-
-
 def test_a_rebuild_gives_the_same_state_and_a_greater_version(
     meta: MetadataStore, clock: Clock
 ) -> None:
@@ -368,9 +362,6 @@ def test_C18_a_failed_rebuild_leaves_the_old_state(meta: MetadataStore) -> None:
         meta.rebuild(NAME, IDENTITY, broken())
     assert meta.head(NAME) == before
     check(meta, NAME, [files(1, b"a"), files(2, b"b")])
-
-
-# Reading
 
 
 def test_lookup_returns_existing_entries_in_the_order_of_paths(meta: MetadataStore) -> None:
@@ -436,9 +427,6 @@ def test_H9_paths_may_have_a_thousand_levels(meta: MetadataStore) -> None:
     commit(meta, files(1, deep + b"/f", deep))
     check(meta, NAME, [files(1, deep + b"/f", deep)])
     assert kinds(meta, b"") == {b"0": Kind.FOLDER}
-
-
-# Locking commits
 
 
 def test_commits_wait_until_a_lock_is_released(meta: MetadataStore, open_meta: Opener) -> None:

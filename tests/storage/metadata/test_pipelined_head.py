@@ -36,8 +36,7 @@ head.
 @dataclass
 class ReadSetup:
     """A `PipelinedHeadRead` with a connection of its own, and `RedisMetadata` to compare it
-    with.
-    """
+    with."""
 
     meta: RedisMetadata
     redis: Redis

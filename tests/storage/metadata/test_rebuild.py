@@ -25,8 +25,7 @@ ONE_S = 10**9
 
 class Chunks:
     """Stands for the object store: the chunks that a rebuild finds, and those committed
-    meanwhile.
-    """
+    meanwhile."""
 
     def __init__(self, *chunks: Chunk) -> None:
         self.there = [*chunks]
@@ -39,8 +38,7 @@ class Chunks:
 
     def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[Batch]:
         """All chunks that exist when the first batch is asked for; `then` is called after the
-        listing.
-        """
+        listing."""
         found = [chunk.batch() for chunk in self.there]
         then()
         yield from found
@@ -236,8 +234,7 @@ def test_a_dataset_dropped_during_a_rebuild_stays_dropped(meta: MetadataStore) -
 
 def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opener) -> None:
     """Nor does the rebuild of a dataset that the store did not know, and that the other one has
-    made.
-    """
+    made."""
     store = Chunks(files(1, b"a"), files(2, b"b"))
     meta.drop(IDENTITY)
     with closing(open_meta()) as other:
@@ -275,9 +272,6 @@ def test_C2_a_rebuild_interrupted_after_its_end_has_succeeded(
         with pytest.raises(KeyboardInterrupt):
             meta.rebuild(NAME, IDENTITY, store.listed())
     check(meta, NAME, store.there)
-
-
-# SQLite alone
 
 
 @pytest.fixture
@@ -341,8 +335,7 @@ def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are removed after a long time without heartbeats; a rebuild that is alive after all
-    fails.
-    """
+    fails."""
     now_ns = [1_800_000_000 * ONE_S]
     opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
     with closing(opened) as meta:

@@ -55,9 +55,6 @@ def bulky(number: int) -> Chunk:
     return files(number, *(b"a/%d-%d" % (number, i) for i in range(500)))
 
 
-# It is down, or refuses this client
-
-
 @each_row(
     ("url", "named"),
     [
@@ -259,13 +256,9 @@ def all_keys(client: Redis) -> set[bytes]:
     return set(reply)
 
 
-# It ends, or loses what it had
-
-
 class WaitingNode:
     """Stands for a node of a cluster that can wait for its log (Redis 7.2). It notes the commands
-    that it gets in `commands`, and its log is on disk after `waits` commands that wait in vain.
-    """
+    that it gets in `commands`, and its log is on disk after `waits` commands that wait in vain."""
 
     def __init__(self, commands: list[object], waits: int) -> None:
         self.commands = commands
@@ -357,9 +350,6 @@ def test_C3_a_rebuild_across_a_restart_fails(server: RedisServer, own: RedisMeta
     check(own, NAME, [FIRST])
 
 
-# It is full
-
-
 def test_C7_a_full_memory_stops_commits_whole_and_not_reads(
     server: RedisServer, own: RedisMetadata
 ) -> None:
@@ -448,9 +438,6 @@ def test_C8_a_redis_that_cannot_write_stops_commits_and_not_reads(tmp_path: Path
                 assert [head.name for head in meta.heads()] == [NAME]
                 client.config_set(option, good)
         check(meta, NAME, [FIRST, MORE])
-
-
-# It is slow
 
 
 def test_C10_C12_a_busy_pausing_or_loading_redis_is_waited_for(

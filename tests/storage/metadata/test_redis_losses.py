@@ -197,8 +197,7 @@ JUNK = b"A" * 70
 
 def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
     """All fields of all hashes, with their keys, in an order that does not depend on the
-    generation.
-    """
+    generation."""
     keys = [key for key in execute(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
     by_kind = sorted(keys, key=lambda key: (key.rpartition(b"}")[2], key))
     hashes = [key for key in by_kind if client.type(key) == b"hash"]
@@ -259,8 +258,7 @@ def test_R1_a_read_during_a_commit_sees_all_of_it_or_nothing(
     shared: RedisServer, link: WatchedLink, stored: RedisMetadata, what: str
 ) -> None:
     """The commit happens when the reader has read a part of the entries: one folder of two, or some
-    of the names in a folder.
-    """
+    of the names in a folder."""
     in_folders = [[b"%s/%04d" % (folder, i) for i in range(600)] for folder in (b"c", b"d")]
     commit(stored, files(2, *in_folders[0], *in_folders[1], size=1))
     newer = [files(3 + i, *names, size=2).batch() for i, names in enumerate(in_folders)]

@@ -39,9 +39,6 @@ def chunk(number: int) -> Chunk:
     return files(number, *(b"folder%d/%d" % (i % 9, number) for i in range(90)), b"same")
 
 
-# Addresses
-
-
 @each_row(
     ("url", "kind", "text", "database", "tls"),
     [
@@ -96,9 +93,6 @@ def test_S8_user_and_password_come_from_the_environment(tmp_path: Path) -> None:
         parse_redis_url("redis://h", {"DIESEL_REDIS_PASSWORD_FILE": "/no-such"})
 
 
-# TLS
-
-
 @pytest.fixture
 def tls(tmp_path: Path) -> Iterator[tuple[RedisServer, Path]]:
     """A server with a certificate for "localhost", and the certificate's path."""
@@ -136,9 +130,6 @@ def test_C14_tls_connects_and_its_faults_are_named(tls: tuple[RedisServer, Path]
             RedisMetadata.open(url)
     with pytest.raises(MetadataError, match=f"no TLS with 127.0.0.1:{server.port}"):
         RedisMetadata.open(server.tcp_url.replace("redis://", "rediss://"))
-
-
-# Sentinels
 
 
 class Sentinels:
@@ -223,9 +214,6 @@ def test_C9_a_failover_from_a_dead_master_is_followed(sentinels: Sentinels) -> N
             sentinels.master.kill()
             commit_and_repair(meta, IDENTITY, chunk(2).batch())
         check(meta, NAME, [FIRST, chunk(2)])
-
-
-# Cluster
 
 
 def test_a_dataset_spreads_over_a_cluster(cluster: RedisCluster) -> None:

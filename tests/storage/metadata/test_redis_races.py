@@ -150,8 +150,7 @@ def test_C18_a_slow_rebuild_of_few_rows_sends_heartbeats(
     meta: RedisMetadata, shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With large files a chunk has one row. In small: after 2 s without heartbeats it is taken for
-    dead.
-    """
+    dead."""
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._HEARTBEAT_S", 0.2)
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 2)
     commit(meta, files(1, b"x"))

@@ -40,9 +40,6 @@ def commit(meta: SqliteMetadata, number: int, *paths: bytes) -> None:
     meta.commit(IDENTITY, files(number, *(paths or [b"f%d" % number])).batch())
 
 
-# Whose file it is
-
-
 def test_a_missing_or_empty_store_is_behind_not_empty(path: Path) -> None:
     with pytest.raises(MetadataBehind, match="dlcmd recover"):
         SqliteMetadata.open(path)
@@ -110,9 +107,6 @@ def test_a_replaced_file_is_noticed(meta: SqliteMetadata, path: Path) -> None:
             new.create(NAME, IDENTITY)
             commit(other, 3)
             check(new, NAME, [files(3, b"f3")])
-
-
-# Who may use it
 
 
 def test_a_readonly_store_refuses_changes(meta: SqliteMetadata, path: Path) -> None:
@@ -185,9 +179,6 @@ def test_waiting_for_a_locked_store_ends_and_names_the_process(
         commit(hasty, 1)
 
 
-# Durability
-
-
 def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path, meta: SqliteMetadata) -> None:
     code = (
         "import sys; from pathlib import Path\n"
@@ -212,9 +203,6 @@ def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path, meta: Sqli
     marks = [text.index(f'"{mark}"') for mark in ("begin", "middle", "end")]
     assert text.count("sync(", marks[0], marks[1]) == 0
     assert text.count("sync(", marks[1], marks[2]) >= 1
-
-
-# Forks
 
 
 FORKS_WITH_THREADS = "ignore:.*multi-threaded.*fork:DeprecationWarning"

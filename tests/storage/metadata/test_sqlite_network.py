@@ -64,9 +64,6 @@ def test_locks_work_on_this_disk(tmp_path: Path) -> None:
     assert "nolock" in file_system_of(Path("/mnt/old"), MOUNTS).options
 
 
-# The lease
-
-
 def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
     path, clock = tmp_path / "meta.lease", Clock()
     first = HostLease(path, "host-1", clock.seconds)
@@ -119,9 +116,6 @@ def test_a_forked_child_is_a_holder_of_its_own(tmp_path: Path) -> None:
     lease.release()
     with pytest.raises(BusyError):
         HostLease(path, "host-2", clock.seconds).keep()
-
-
-# The store
 
 
 @pytest.fixture

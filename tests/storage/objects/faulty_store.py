@@ -23,8 +23,7 @@ class Fault(PlannedFault):
     """What happens to the next calls of the method `operation`.
 
     `act` is called first. `error` is raised before the call's effect, or, with `done`, after it (a
-    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it.
-    """
+    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it."""
 
     error: Exception | None = None
     done: bool = False

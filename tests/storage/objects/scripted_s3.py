@@ -54,8 +54,7 @@ class Rule(PlannedFault):
     done; `status` (with `code`, `headers`) is answered instead of doing what was asked, or, with
     `done`, after it; `ignore` leaves out that header of the request; `edit` changes the body of the
     answer, `flip` that bit of it; after `keep` bytes of the body the connection is reset, closed,
-    or stalls, or goes on at one byte each 50 ms.
-    """
+    or stalls, or goes on at one byte each 50 ms."""
 
     act: Callable[["ScriptedS3"], None] | None = None
     reset: bool = False

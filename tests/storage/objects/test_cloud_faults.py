@@ -65,9 +65,6 @@ def call(bucket: Bucket, rule: Rule) -> None:
     CALLS[rule.operation](bucket.store)
 
 
-# Faults that pass
-
-
 @each_row(
     ("rule", "pauses"),
     [
@@ -132,9 +129,6 @@ def test_after_a_lost_answer_a_lease_is_written_again(bucket: Bucket) -> None:
     bucket.store.replace(LEASE, [b"one"])
     bucket.store.replace(LEASE, [b"two"])
     assert bucket.server.objects[key(LEASE)].content == b"two"
-
-
-# Faults that stay
 
 
 @each_row(
@@ -228,9 +222,6 @@ def test_S8_no_message_holds_a_secret(bucket: Bucket) -> None:
             error = error.__cause__
 
 
-# Stores that are not there
-
-
 def test_O2_object_missing_is_raised_only_while_the_store_is_there(bucket: Bucket) -> None:
     for call in (bucket.store.get, bucket.store.stat):
         with pytest.raises(ObjectMissing):
@@ -281,9 +272,6 @@ def test_several_callers_that_create_one_store_get_the_same(server: ScriptedS3) 
     with ThreadPoolExecutor(8) as pool:
         opened = [pool.submit(open_cloud, URL, create=True, environ=environ) for _ in range(8)]
         assert len({each.result(30).store_id for each in opened}) == 1
-
-
-# Bodies that break off, stand still or trickle
 
 
 @pytest.mark.parametrize("then", ["reset", "close", "stall"])
@@ -345,9 +333,6 @@ def test_O5_an_answer_that_comes_too_slowly_is_given_up(
     with within(2 * limits.attempt_s(1000, put=False)):
         assert store.get(NAME) == server.objects[key(NAME)].content
     assert "if-match" not in server.asked[1].headers  # the read begins again and is not resumed
-
-
-# O7, O9: other bytes
 
 
 def test_O7_damaged_bytes_of_a_read_are_returned_unchecked(bucket: Bucket) -> None:
@@ -415,9 +400,6 @@ def test_a_200_instead_of_a_206_is_retried(bucket: Bucket, rule: Rule) -> None:
     ]
 
 
-# B14, O11: what a put carries
-
-
 def inner(store: RetryingStore) -> CloudStore:
     assert isinstance(store.inner, CloudStore)
     return store.inner
@@ -473,9 +455,6 @@ def test_O11_a_conflict_is_not_a_lost_answer(bucket: Bucket) -> None:
     bucket.server.plan(Rule("PUT", NAME, act=lambda s: s.put(key(NAME), CONTENT), status=409))
     with pytest.raises(ObjectExists):
         bucket.store.put(NAME, [CONTENT])
-
-
-# O20: requests under way
 
 
 def test_O20_requests_under_way_are_bounded(

@@ -141,8 +141,7 @@ store.put("datasets/" + "0" * 32 + "/DATASET", [b"x" * 100_000])
 def test_a_large_object_is_not_copied(server: ScriptedS3) -> None:
     """A put was measured to take 0 MiB of memory beside the object, and a read 3 MiB.
 
-    A read of a huge length takes no memory either.
-    """
+    A read of a huge length takes no memory either."""
     code = """
 put = peak_bytes(lambda: store.put(NAME, parts))
 room = bytearray(SIZE)
@@ -167,9 +166,6 @@ def test_importing_sends_nothing_and_starts_no_thread(server: ScriptedS3) -> Non
     code = "unused(); print(len(os.listdir('/proc/self/task')))"
     assert run(code, server.endpoint) == "1\n"
     assert server.asked == []
-
-
-# TLS (FAULTS, O19)
 
 
 class Redirecting(ThreadingHTTPServer):

@@ -45,9 +45,6 @@ def store(tmp_path: Path) -> FolderStore:
     return made
 
 
-# The marker
-
-
 def test_O16_an_empty_folder_is_not_a_store(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(ObjectMissing, match="mounted") as caught:
@@ -134,9 +131,6 @@ def test_O16_another_store_in_the_same_place_is_noticed(store: FolderStore) -> N
             call()
 
 
-# The path
-
-
 def test_O17_every_spelling_of_a_path_opens_the_same_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,9 +161,6 @@ def test_a_folder_of_chunks_that_was_moved_and_linked_is_read(
     assert store.get(NAME) == b"chunk"
     store.delete(NAME)
     assert [*store.names("")] == [STORE_MARKER, OTHER]
-
-
-# Other people's stores
 
 
 @contextmanager
@@ -240,9 +231,6 @@ def test_objects_are_readable_as_the_umask_says(store: FolderStore) -> None:
     assert os.stat(f"{store.root}/deleted/{'0' * 32}").st_mode & 0o777 == 0o640
 
 
-# What else lies there
-
-
 def test_B10_garbage_is_ignored_named_and_kept(store: FolderStore) -> None:
     root = Path(store.root)
     before = [*store.list("")]
@@ -291,9 +279,6 @@ def test_leftovers_name_their_writer_and_are_discarded_one_by_one(store: FolderS
     for name in (NAME, "../.tmp-x-1-0123456789abcdef", f"x/{here}", "meta.sqlite"):
         with pytest.raises(UsageError):
             store.discard(Leftover(name, 0, 0, "x", 1))
-
-
-# Many objects
 
 
 def fill(root: str, folders: int, each: int) -> list[str]:
