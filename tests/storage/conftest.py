@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -45,3 +46,10 @@ def meta(open_meta: Opener) -> Iterator[MetadataStore]:
     store.create(NAME, IDENTITY)
     yield store
     store.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for what a test does meanwhile."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool

@@ -140,7 +140,9 @@ def test_a_change_that_fails_changes_nothing(table: AccountTable) -> None:
     assert table.read() == before
 
 
-def test_concurrent_changes_are_made_one_after_another(opener: Opener) -> None:
+def test_concurrent_changes_are_made_one_after_another(
+    opener: Opener, pool: ThreadPoolExecutor
+) -> None:
     """Each change gets the result of the one before, and no reader sees half of a change."""
     opened = [opener() for _ in range(4)]
     opened[0].change(add(BOB))
@@ -157,12 +159,12 @@ def test_concurrent_changes_are_made_one_after_another(opener: Opener) -> None:
             opened[which].change(put(pair))
             opened[which].change(give(f"d{which}-{number}"))
 
-    with ThreadPoolExecutor(4) as pool:
-        watching = pool.submit(watch)
-        for future in [pool.submit(work, which) for which in range(3)]:
-            future.result()
+    watching = pool.submit(watch)
+    try:
+        assert [*pool.map(work, range(3))] == [None] * 3
+    finally:
         done.set()
-        watching.result()
+    watching.result()
     found = opened[3].read().accounts
     assert len(found) == 61
     assert len(found["bob"].grants) == 31

@@ -22,8 +22,7 @@ def chunk_id(number: int) -> ChunkId:
 
 
 class Entry(NamedTuple):
-    """The entry at one place of a chunk; `first` is its stamp (chunk number, place), if that is not
-    its own place."""
+    """The entry at one place of a chunk; `first` is its stamp (chunk number, place), if another."""
 
     path: bytes
     size: int = 7
@@ -115,8 +114,7 @@ def tombstones(number: int, *paths: bytes) -> Chunk:
 
 
 def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
-    """The chunks of one file of `count` extents, from chunk `number` on; its stamp is of chunk
-    `first`."""
+    """The chunks of a file of `count` extents, from `number` on; its stamp is of chunk `first`."""
     stamp = (first or number, 0)
     return [
         Chunk(number + i, (Entry(path, 99, number=i, extents=count, first=stamp),))

@@ -37,8 +37,7 @@ def open_redis(url: str) -> RedisMetadata:
 
 
 def overlapping(number: int) -> Chunk:
-    """A chunk with paths that other numbers have too, in all buckets, and an extent of a file of
-    two chunks."""
+    """A chunk with paths that others have, in all buckets, and with half of a large file."""
     extent = Entry(
         b"big%d" % (number // 2), 9, number=number % 2, extents=2, first=(number // 2, 0)
     )
@@ -81,8 +80,7 @@ def acknowledged(output: str) -> list[tuple[int, int]]:
 
 
 def committed(meta: MetadataStore, tried: list[int]) -> list[int]:
-    """Which of these chunks are committed; asserts that the state is that of these and no
-    others."""
+    """Which of these chunks are committed; asserts that the state is theirs and no others'."""
     found = {record.id for record in meta.chunks(IDENTITY)}
     done = [number for number in tried if overlapping(number).id in found]
     assert len(done) == len(found)
@@ -219,8 +217,7 @@ def test_A6_a_commit_survives_a_lost_connection_at_any_step(
 
 
 class KillAt:
-    """A fault of the proxy: it kills the process that uses the proxy, before or after a step of its
-    commit."""
+    """A fault of the proxy: it kills the process that uses it, before or after a step."""
 
     def __init__(self, step: int, when: str) -> None:
         self._left = step

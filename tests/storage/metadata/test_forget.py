@@ -178,8 +178,7 @@ def test_P1_a_redis_client_killed_while_it_forgets(
 def test_a_slow_removal_does_not_undo_a_later_commit(
     shared: RedisServer, link: WatchedLink, stored: RedisMetadata
 ) -> None:
-    """A client applies its removal after others have applied it, and have committed the chunk
-    again."""
+    """It is applied after others have applied it, and have committed the chunk again."""
     rest = [files(5, b"a/x", b"b"), files(6, b"e/z")]
     commit(stored, *rest)
     done = list[bool]()

@@ -3,10 +3,10 @@
 A new kind of store is one more entry of `metadata_stores.STORES`.
 """
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -429,7 +429,9 @@ def test_H9_paths_may_have_a_thousand_levels(meta: MetadataStore) -> None:
     assert kinds(meta, b"") == {b"0": Kind.FOLDER}
 
 
-def test_commits_wait_until_a_lock_is_released(meta: MetadataStore, open_meta: Opener) -> None:
+def test_commits_wait_until_a_lock_is_released(
+    meta: MetadataStore, open_meta: Opener, pool: ThreadPoolExecutor
+) -> None:
     meta.create("other", uuid.UUID(int=8))
     hasty = open_meta(deadline_s=0.3)
     with meta.lock_commits(IDENTITY, 30), meta.lock_commits(IDENTITY, 20) as second:
@@ -437,10 +439,9 @@ def test_commits_wait_until_a_lock_is_released(meta: MetadataStore, open_meta: O
         with pytest.raises(BusyError):
             commit(hasty, files(1, b"a"))
         hasty.commit(uuid.UUID(int=8), files(1, b"a").batch())
-        waiting = threading.Thread(target=commit, args=(meta, files(2, b"b")))
-        waiting.start()
+        waiting = pool.submit(commit, meta, files(2, b"b"))
         assert meta.changes(IDENTITY, 0).head.version == 0
-    waiting.join()
+    waiting.result()
     commit(hasty, files(1, b"a"))
     check(hasty, NAME, [files(1, b"a"), files(2, b"b")])
     hasty.close()

@@ -35,8 +35,7 @@ head.
 
 @dataclass
 class ReadSetup:
-    """A `PipelinedHeadRead` with a connection of its own, and `RedisMetadata` to compare it
-    with."""
+    """A `PipelinedHeadRead` with its own connection, and `RedisMetadata` to compare it with."""
 
     meta: RedisMetadata
     redis: Redis

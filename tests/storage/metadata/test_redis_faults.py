@@ -441,27 +441,22 @@ def test_C8_a_redis_that_cannot_write_stops_commits_and_not_reads(tmp_path: Path
 
 
 def test_C10_C12_a_busy_pausing_or_loading_redis_is_waited_for(
-    server: RedisServer, own: RedisMetadata
+    server: RedisServer, own: RedisMetadata, pool: ThreadPoolExecutor
 ) -> None:
     client = server.client()
     client.config_set("busy-reply-threshold", 1)
 
-    def spin() -> None:
-        with pytest.raises(Exception, match="killed"):
-            execute(client, "EVAL", "while true do end", 0)
-
-    spinner = threading.Thread(target=spin)
-    spinner.start()
+    spinning = pool.submit(execute, client, "EVAL", "while true do end", 0)
     time.sleep(0.1)
     threading.Timer(0.5, lambda: server.client().script_kill()).start()
     commit(own, MORE)
-    spinner.join()
+    assert "killed" in str(spinning.exception())
     client.client_pause(500)
     commit(own, files(3, b"d"))
     server.options["key-load-delay"] = "50000"  # us for each key
     server.options["loading-process-events-interval-bytes"] = "1024"
     server.kill()
-    threading.Thread(target=server.start).start()
+    pool.submit(server.start)
     with within(10):
         check(own, NAME, [FIRST, MORE, files(3, b"d")])
         with closing(RedisMetadata.open(server.url)) as fresh:
@@ -494,8 +489,10 @@ def test_C12_a_dead_generation_is_removed_once(shared: RedisServer) -> None:
         assert proxy.requests - before < 30
 
 
-def test_C13_a_hung_redis_is_an_error_at_the_deadline(server: RedisServer) -> None:
-    with closing(filled(server.url, deadline_s=2)) as meta, ThreadPoolExecutor(8) as pool:
+def test_C13_a_hung_redis_is_an_error_at_the_deadline(
+    server: RedisServer, pool: ThreadPoolExecutor
+) -> None:
+    with closing(filled(server.url, deadline_s=2)) as meta:
         server.signal(signal.SIGSTOP)
         with within(6):
             asked = [pool.submit(meta.head, NAME) for _ in range(8)]
@@ -505,15 +502,16 @@ def test_C13_a_hung_redis_is_an_error_at_the_deadline(server: RedisServer) -> No
 
 
 @pytest.mark.deep
-def test_C13_a_read_of_a_hung_redis_fails_soon_and_a_commit_waits(server: RedisServer) -> None:
+def test_C13_a_read_of_a_hung_redis_fails_soon_and_a_commit_waits(
+    server: RedisServer, pool: ThreadPoolExecutor
+) -> None:
     with closing(filled(server.url, deadline_s=30)) as meta:
         server.signal(signal.SIGSTOP)
         threading.Timer(11, lambda: server.signal(signal.SIGCONT)).start()
-        waiting = threading.Thread(target=commit, args=(meta, MORE), daemon=True)
-        waiting.start()
+        waiting = pool.submit(commit, meta, MORE)
         with within(10), pytest.raises(DieselError):
             meta.head(NAME)
-        waiting.join(30)
+        waiting.result(30)
         check(meta, NAME, [FIRST, MORE])
 
 

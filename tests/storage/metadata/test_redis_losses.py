@@ -196,8 +196,7 @@ JUNK = b"A" * 70
 
 
 def fields_of(client: Redis) -> list[tuple[bytes, bytes]]:
-    """All fields of all hashes, with their keys, in an order that does not depend on the
-    generation."""
+    """All fields of all hashes, with their keys, in the same order for each generation."""
     keys = [key for key in execute(client, "KEYS", "dfs:*") if b"dead" not in key]  # type: ignore[attr-defined]  # a reply of any kind
     by_kind = sorted(keys, key=lambda key: (key.rpartition(b"}")[2], key))
     hashes = [key for key in by_kind if client.type(key) == b"hash"]

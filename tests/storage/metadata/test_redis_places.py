@@ -3,9 +3,9 @@ moved.
 """
 
 import subprocess
-import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -250,7 +250,9 @@ def test_C10_one_node_of_a_cluster_alone_is_refused(cluster: RedisCluster) -> No
 
 
 @pytest.mark.parametrize("whose", ["bucket", "head"])
-def test_C10_slots_that_are_being_moved_are_followed(cluster: RedisCluster, whose: str) -> None:
+def test_C10_slots_that_are_being_moved_are_followed(
+    cluster: RedisCluster, pool: ThreadPoolExecutor, whose: str
+) -> None:
     """Redis replies ASK while a slot is being moved (TRYAGAIN to scripts), and MOVED afterwards."""
     with closing(filled(cluster.url)) as meta:
         done = [FIRST, chunk(2)]
@@ -271,17 +273,14 @@ def test_C10_slots_that_are_being_moved_are_followed(cluster: RedisCluster, whos
             migrate(clients[source], cluster.nodes[target], keys[: len(keys) // 2])
             if whose == "bucket":
                 check(meta, NAME, done)  # what only reads is sent after the keys
-            writer = threading.Thread(
-                target=lambda: commit_and_repair(meta, IDENTITY, chunk(3).batch())
-            )
-            writer.start()
+            writing = pool.submit(commit_and_repair, meta, IDENTITY, chunk(3).batch())
             time.sleep(0.4)
             left = execute(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)
             assert isinstance(left, list)
             migrate(clients[source], cluster.nodes[target], left)
             for client in (clients[target], clients[source], *clients):
                 execute(client, "CLUSTER", "SETSLOT", slot, "NODE", ids[target])
-            writer.join(40)
+            writing.result(40)
             check(meta, NAME, [*done, chunk(3)])
             with closing(RedisMetadata.open(cluster.url)) as fresh:
                 commit_and_repair(fresh, IDENTITY, chunk(4).batch())
@@ -307,19 +306,16 @@ def migrate(source: Redis, target: RedisServer, keys: list[bytes]) -> None:
         execute(source, "MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *keys)
 
 
-def test_a_cluster_works_again_when_a_dead_node_is_back(tmp_path: Path) -> None:
+def test_a_cluster_works_again_when_a_dead_node_is_back(
+    tmp_path: Path, pool: ThreadPoolExecutor
+) -> None:
     cluster = RedisCluster(tmp_path, {"appendonly": "yes", "appendfsync": "always"})
     with closing(cluster), closing(filled(cluster.url)) as meta:
         cluster.nodes[1].kill()
-        answers = list[int]()
-        writer = threading.Thread(
-            target=lambda: answers.append(commit_and_repair(meta, IDENTITY, chunk(2).batch()))
-        )
-        writer.start()
+        writing = pool.submit(commit_and_repair, meta, IDENTITY, chunk(2).batch())
         time.sleep(0.5)
         cluster.nodes[1].start()
-        writer.join(40)
-        assert answers
+        assert writing.result(40)
         check(meta, NAME, [FIRST, chunk(2)])
 
 

@@ -149,8 +149,7 @@ def test_K1_locks_do_not_depend_on_the_clocks_of_hosts(
 def test_C18_a_slow_rebuild_of_few_rows_sends_heartbeats(
     meta: RedisMetadata, shared: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With large files a chunk has one row. In small: after 2 s without heartbeats it is taken for
-    dead."""
+    """Large files have one row in a chunk. In small: without a beat for 2 s it counts as dead."""
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._HEARTBEAT_S", 0.2)
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 2)
     commit(meta, files(1, b"x"))

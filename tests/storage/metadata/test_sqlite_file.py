@@ -209,7 +209,9 @@ FORKS_WITH_THREADS = "ignore:.*multi-threaded.*fork:DeprecationWarning"
 
 
 @pytest.mark.filterwarnings(FORKS_WITH_THREADS)
-def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetadata) -> None:
+def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(
+    meta: SqliteMetadata, pool: ThreadPoolExecutor
+) -> None:
     stop = threading.Event()
     numbers: list[int] = []
 
@@ -218,19 +220,18 @@ def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetad
             commit(meta, 100 + len(numbers))
             numbers.append(100 + len(numbers))
 
-    with ThreadPoolExecutor(1) as pool:
-        working = pool.submit(work)
-        try:
-            for number in range(1, 9):
-                assert in_child(partial(commit, meta, number)) == 0
-        finally:
-            stop.set()
-        working.result()
+    working = pool.submit(work)
+    try:
+        for number in range(1, 9):
+            assert in_child(partial(commit, meta, number)) == 0
+    finally:
+        stop.set()
+    working.result()
     check(meta, NAME, [files(i, b"f%d" % i) for i in [*range(1, 9), *numbers]])
 
 
 @pytest.mark.filterwarnings(FORKS_WITH_THREADS)
-def test_Z9_a_child_forked_in_a_transaction_raises(path: Path) -> None:
+def test_Z9_a_child_forked_in_a_transaction_raises(path: Path, pool: ThreadPoolExecutor) -> None:
     inside, leave = threading.Event(), threading.Event()
     file = SqliteFile(path, create=True, fork_wait_s=0.05)
     meta = SqliteMetadata(file)
@@ -245,11 +246,11 @@ def test_Z9_a_child_forked_in_a_transaction_raises(path: Path) -> None:
         with pytest.raises(MetadataError, match="forked"):
             meta.heads()
 
-    with ThreadPoolExecutor(1) as pool:
-        pool.submit(read)
-        inside.wait()
-        try:
-            assert in_child(use) == 0
-        finally:
-            leave.set()
+    reading = pool.submit(read)
+    inside.wait()
+    try:
+        assert in_child(use) == 0
+    finally:
+        leave.set()
+    reading.result()
     commit(meta, 1)

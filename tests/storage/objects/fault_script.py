@@ -29,8 +29,7 @@ F = TypeVar("F", bound=PlannedFault)
 
 
 class FaultScript(Generic[F]):
-    """Faults, in a `with` that checks them at its end. The first one that matches an operation is
-    the one that happens."""
+    """Faults, in a `with` that checks them at its end. The first that matches happens."""
 
     def __init__(self, *script: F) -> None:
         self.script = script

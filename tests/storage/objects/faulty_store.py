@@ -33,8 +33,7 @@ class Fault(PlannedFault):
 
 
 class FaultyStore(ReadWrapper, FaultScript[Fault]):
-    """A store that forwards every call, unless a fault hits it. The first fault that matches a call
-    is the one that hits."""
+    """A store that forwards every call, unless a fault hits it."""
 
     def __init__(self, inner: ObjectStore, *script: Fault) -> None:
         ReadWrapper.__init__(self, inner)

@@ -50,8 +50,7 @@ def store_on(
     limits: AttemptLimits = LIMITS,
     policy: RetryPolicy = POLICY,
 ) -> RetryingStore:
-    """A new store that has found out all about the server; the requests for that are not in
-    `server.asked`."""
+    """A new store that has found out all about the server, and `server.asked` is empty again."""
     store = open_cloud(
         URL,
         create=True,

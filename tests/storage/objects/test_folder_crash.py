@@ -64,8 +64,7 @@ def _strace_works() -> None:
 def kills(
     tmp_path: Path, method: str, name: str, prepared: FolderStore
 ) -> Iterator[tuple[str, FolderStore, int]]:
-    """Kill the child at each system call that changes something. Yields for each the call, the
-    store and the child's process ID."""
+    """Kill a child at each system call of `CALLS`. Yields call, store and its process ID."""
     log, root = tmp_path / "log", tmp_path / "rehearsal"
     shutil.copytree(prepared.root, root)
     status, printed = strace(log, root, method, name)

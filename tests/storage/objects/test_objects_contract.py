@@ -296,23 +296,24 @@ def test_of_several_putters_of_one_name_exactly_one_wins(store: ObjectStore) -> 
         assert store.get(name) == bytes(won) * 20000
 
 
-def test_readers_of_a_lease_see_one_version_or_another(store: ObjectStore) -> None:
+def test_readers_of_a_lease_see_one_version_or_another(
+    store: ObjectStore, pool: ThreadPoolExecutor
+) -> None:
     store.replace(LEASE, [b"0" * 50_000])
-    done, torn = threading.Event(), []
+    done = threading.Event()
 
     def read() -> None:
         while not done.is_set():
             content = store.get(LEASE)
-            if len(content) != 50_000 or len(set(content)) != 1:
-                torn.append(content)
+            assert (len(content), len(set(content))) == (50_000, 1), "torn"
 
-    reader = threading.Thread(target=read)
-    reader.start()
-    for number in range(30):
-        store.replace(LEASE, [b"%d" % (number % 10) * 25_000] * 2)
-    done.set()
-    reader.join()
-    assert not torn
+    reading = pool.submit(read)
+    try:
+        for number in range(30):
+            store.replace(LEASE, [b"%d" % (number % 10) * 25_000] * 2)
+    finally:
+        done.set()
+    reading.result()
 
 
 def test_a_fault_hits_where_it_was_meant_to(store: ObjectStore) -> None:
