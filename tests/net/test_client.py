@@ -5,9 +5,9 @@ import re
 import socket
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from functools import partial
 from uuid import UUID
 
@@ -272,41 +272,32 @@ def test_the_next_version_and_the_one_before_are_refused_with_the_sentence(
 class Scripted:
     """A server that logs anybody in, reads one request of each connection and does as told."""
 
-    def __init__(self, *acts: "object") -> None:
+    def __init__(self, *acts: Callable[[socket.socket], object]) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = self._listening.getsockname()[1]
         self.requests: list[Message] = []
         self._acts = list(acts)
-        self._threads = [threading.Thread(target=self._run, daemon=True)]
-        self._threads[0].start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        while True:
-            try:
+        with suppress(OSError):
+            while True:
                 client, _ = self._listening.accept()
-            except OSError:
-                return
-            thread = threading.Thread(target=self._serve, args=(client,), daemon=True)
-            self._threads.append(thread)
-            thread.start()
+                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
 
     def _serve(self, client: socket.socket) -> None:
-        with client:
-            try:
-                client.recv(16, socket.MSG_WAITALL)
-                client.sendall(wire.welcome(bytes(32)))
-                self._read(client)
-                client.sendall(wire.frame({"user": "me", "store": str(STORE)}, wire.ANSWER_LIMITS))
-                message = self._read(client)
-                self.requests.append(message)
-                act = self._acts.pop(0) if self._acts else None
-                if act is None:
-                    client.sendall(wire.frame({"id": message["id"]}, wire.ANSWER_LIMITS))
-                    time.sleep(5)
-                else:
-                    act(client)  # type: ignore[operator]  # one of several acts
-            except OSError:
-                return
+        with client, suppress(OSError):
+            client.recv(16, socket.MSG_WAITALL)
+            client.sendall(wire.welcome(bytes(32)))
+            self._read(client)
+            client.sendall(wire.frame({"user": "me", "store": str(STORE)}, wire.ANSWER_LIMITS))
+            message = self._read(client)
+            self.requests.append(message)
+            if self._acts:
+                self._acts.pop(0)(client)
+            else:
+                client.sendall(wire.frame({"id": message["id"]}, wire.ANSWER_LIMITS))
+                time.sleep(5)
 
     def _read(self, client: socket.socket) -> Message:
         lengths = wire.parse_lengths(client.recv(8, socket.MSG_WAITALL), wire.REQUEST_LIMITS)

@@ -33,6 +33,9 @@ def unused():
     "A store that has sent no request."
     return CloudStore(CloudRequests(parse_bucket_url({URL!r})), uuid.uuid4())
 
+def anew():
+    return unused().get(NAME)
+
 def in_child(act):
     "What a forked child returns within 5 seconds; a child that hangs is killed."
     read, write = os.pipe()
@@ -51,7 +54,7 @@ def in_child(act):
     assert os.waitpid(pid, 0)[1] == 0, "it hung"
     return said.decode()
 """
-FORKED = "before this process was forked"
+FORKED = "an object store in the cloud was used before this process was forked"
 
 
 def run(code: str, endpoint: str, more: Mapping[str, str] = MappingProxyType({})) -> str:
@@ -71,51 +74,23 @@ def run(code: str, endpoint: str, more: Mapping[str, str] = MappingProxyType({})
     [
         # The parent has sent nothing before the fork: the child can send requests, and so can the
         # parent and its next child
-        ("print(in_child(lambda: unused().get(NAME)))", "content"),
-        (
-            (
-                "store = unused(); a = in_child(lambda: store.get(NAME))\n"
-                "print(a, in_child(lambda: store.get(NAME)), store.get(NAME).decode())"
-            ),
-            "content content content",
-        ),
+        ("print(in_child(anew))", "content"),
+        ("print(in_child(get), in_child(get), get().decode())", "content content content"),
         # The parent has sent a request: the child gets an error at once, with any store
-        ("unused().get(NAME); print(in_child(lambda: unused().get(NAME)))", FORKED),
-        (
-            "unused().get(NAME); print(in_child(lambda: open_cloud('s3://bucket').get(NAME)))",
-            FORKED,
-        ),
-        (
-            (
-                "store = unused(); store.get(NAME)\n"
-                "print(in_child(lambda: in_child(lambda: store.get(NAME)).encode()))"
-            ),
-            FORKED,
-        ),
-        (
-            (
-                "def child():\n"
-                "  unused().get(NAME)\n"
-                "  return in_child(lambda: unused().get(NAME)).encode()\n"
-                "print(in_child(child))"
-            ),
-            FORKED,
-        ),
+        ("anew(); print(in_child(anew))", FORKED),
+        ("anew(); print(in_child(lambda: open_cloud('s3://bucket').get(NAME)))", FORKED),
+        ("get(); print(in_child(lambda: in_child(get).encode()))", FORKED),
+        ("print(in_child(lambda: anew() and in_child(anew).encode()))", FORKED),
         # The parent can go on sending requests
-        (
-            (
-                "store = unused(); store.get(NAME); said = in_child(lambda: store.get(NAME))\n"
-                "print(store.get(NAME).decode(), said)"
-            ),
-            f"content an object store in the cloud was used {FORKED}",
-        ),
+        ("get(); said = in_child(get); print(get().decode(), said)", f"content {FORKED}"),
     ],
 )
 def test_Z9_a_forked_child_works_or_gets_an_error_at_once(
     server: ScriptedS3, code: str, said: str
 ) -> None:
     server.put(key(NAME), b"content")
-    assert said in run("assert not unused().fork_safe\n" + code, server.endpoint)
+    begin = "store = unused(); get = lambda: store.get(NAME); assert not store.fork_safe\n"
+    assert said in run(begin + code, server.endpoint)
 
 
 MEASURE = """
