@@ -147,25 +147,17 @@ class Sentinels:
             f"sentinel monitor main 127.0.0.1 {self.master.port} 1\n"
             "sentinel down-after-milliseconds main 500\nsentinel failover-timeout main 3000\n"
         )
-        until(self.in_step, "the replica")
-        command = [program("redis-server"), str(config), "--sentinel"]
-        command[:0] = ["setpriv", "--pdeathsig", "KILL"]
-        self.process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        until(self.complete, "the sentinel")
-
-    def in_step(self) -> bool:
-        return str(self.replica.client().info("replication")["master_link_status"]) == "up"
+        replicates = self.replica.client().info
+        until(lambda: replicates("replication")["master_link_status"] == "up", "the replica")
+        command = ["setpriv", "--pdeathsig", "KILL", program("redis-server"), str(config)]
+        self.process = subprocess.Popen([*command, "--sentinel"], stdout=subprocess.DEVNULL)
+        until(lambda: execute(self.client(), "SENTINEL", "REPLICAS", "main"), "the sentinel")
 
     def copied(self) -> bool:
         """Whether the replica has what the master had before the call."""
         with self.master.client() as client:
             client.set("written", "since")  # only what a connection wrote is waited for
             return bool(client.wait(1, 1000))
-
-    def complete(self) -> bool:
-        with self.client() as client:
-            masters = execute(client, "SENTINEL", "REPLICAS", "main")
-            return bool(masters)
 
     def fail_over(self) -> bool:
         """False, or an error, while the sentinel does not know the replica well enough."""

@@ -4,7 +4,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -64,14 +64,20 @@ def test_locks_work_on_this_disk(tmp_path: Path) -> None:
     assert "nolock" in file_system_of(Path("/mnt/old"), MOUNTS).options
 
 
-def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    first = HostLease(path, "host-1", clock.seconds)
-    second = HostLease(path, "host-1", clock.seconds)  # another process of that host
-    other = HostLease(path, "host-2", clock.seconds)
+Lease = Callable[[str], HostLease]
+
+
+@pytest.fixture
+def lease(tmp_path: Path, clock: Clock) -> Lease:
+    """The lease of a process on this host."""
+    return lambda host: HostLease(tmp_path / "meta.lease", host, clock.seconds)
+
+
+def test_only_one_host_at_a_time_has_the_lease(lease: Lease) -> None:
+    first, second, other = lease("host-1"), lease("host-1"), lease("host-2")
     first.keep()
     second.keep()
-    with pytest.raises(BusyError, match="?meta=redis://".replace("?", r"\?")):
+    with pytest.raises(BusyError, match=r"\?meta=redis://"):
         other.keep()
     first.release()
     first.release()
@@ -83,9 +89,10 @@ def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
         first.keep()
 
 
-def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    dead, other = HostLease(path, "host-1", clock.seconds), HostLease(path, "host-2", clock.seconds)
+def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(
+    lease: Lease, clock: Clock
+) -> None:
+    dead, other = lease("host-1"), lease("host-2")
     dead.keep()
     clock.advance(LEASE_S + CLOCK_ALLOWANCE_S - 1)
     with pytest.raises(BusyError, match="wait 1 s"):
@@ -97,25 +104,24 @@ def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(tmp_path: Path)
         dead.keep()
 
 
-def test_a_damaged_lease_is_valid_until_it_must_have_expired(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    path.write_bytes(b'{"host": "ho')
-    os.utime(path, (clock.seconds(), clock.seconds()))
-    lease = HostLease(path, "host-2", clock.seconds)
+def test_a_damaged_lease_is_valid_until_it_must_have_expired(
+    tmp_path: Path, lease: Lease, clock: Clock
+) -> None:
+    (tmp_path / "meta.lease").write_bytes(b'{"host": "ho')
+    os.utime(tmp_path / "meta.lease", (clock.seconds(), clock.seconds()))
     with pytest.raises(BusyError, match="unknown host"):
-        lease.keep()
+        lease("host-2").keep()
     clock.advance(LEASE_S + CLOCK_ALLOWANCE_S + 1)
-    lease.keep()
+    lease("host-2").keep()
 
 
-def test_a_forked_child_is_a_holder_of_its_own(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    lease = HostLease(path, "host-1", clock.seconds)
-    lease.keep()
-    assert in_child(lease.keep) == 0  # without a release
-    lease.release()
+def test_a_forked_child_is_a_holder_of_its_own(lease: Lease) -> None:
+    parents = lease("host-1")
+    parents.keep()
+    assert in_child(parents.keep) == 0  # without a release
+    parents.release()
     with pytest.raises(BusyError):
-        HostLease(path, "host-2", clock.seconds).keep()
+        lease("host-2").keep()
 
 
 @pytest.fixture
