@@ -140,9 +140,7 @@ def test_a_change_that_fails_changes_nothing(table: AccountTable) -> None:
     assert table.read() == before
 
 
-def test_concurrent_changes_are_made_one_after_another(
-    opener: Opener, pool: ThreadPoolExecutor
-) -> None:
+def test_changes_are_made_one_after_another(opener: Opener, pool: ThreadPoolExecutor) -> None:
     """Each change gets the result of the one before, and no reader sees half of a change."""
     opened = [opener() for _ in range(4)]
     opened[0].change(add(BOB))
@@ -367,16 +365,12 @@ def in_redis(server: RedisServer) -> Iterator[RedisAccounts]:
         yield table
 
 
-def test_a_redis_of_another_repository_is_refused(
-    server: RedisServer, in_redis: RedisAccounts
-) -> None:
+def test_another_repositorys_redis_is_refused(server: RedisServer, in_redis: RedisAccounts) -> None:
     with pytest.raises(ConfigError, match="another object store"):
         RedisAccounts.open(server.url, store=uuid.UUID(int=6))
 
 
-def test_a_change_sent_twice_is_made_once(
-    in_redis: RedisAccounts, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_reply_counts_once(in_redis: RedisAccounts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reply to the script was lost: the token shows that the change was made."""
     scripts, lost = RedisLink.run_scripts, list[bool]()
 
@@ -399,7 +393,7 @@ def test_accounts_survive_a_restart_of_redis(server: RedisServer, in_redis: Redi
     assert in_redis.read().accounts == {"ann": ANN, "bob": BOB}
 
 
-def test_C7_users_can_be_removed_in_a_full_memory(
+def test_C7_a_full_memory_lets_users_be_removed(
     server: RedisServer, in_redis: RedisAccounts
 ) -> None:
     """Adding a user fails; removing one works, so access can be revoked at any time."""
@@ -421,7 +415,7 @@ def test_C1_a_table_that_cannot_be_reached_is_an_error(server: RedisServer) -> N
 
 
 @each_row("value", [b"", b"\xff", b"{}", account_line(BOB).encode(), b"[" * 10000])
-def test_damaged_accounts_are_an_error(
+def test_damaged_text_is_an_error(
     server: RedisServer, in_redis: RedisAccounts, value: bytes
 ) -> None:
     server.client().hset(USERS_KEY, "ann", value)

@@ -371,7 +371,7 @@ def test_a_rebuild_that_is_being_removed_fails(embedded: SqliteMetadata, path: P
     check(embedded, NAME, store.there)
 
 
-def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
+def test_a_rebuild_without_its_lock_includes_late_commits(
     embedded: SqliteMetadata, path: Path
 ) -> None:
     store = with_chunks(embedded, files(1, b"a"))

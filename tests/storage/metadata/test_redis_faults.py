@@ -350,9 +350,7 @@ def test_C3_a_rebuild_across_a_restart_fails(server: RedisServer, own: RedisMeta
     check(own, NAME, [FIRST])
 
 
-def test_C7_a_full_memory_stops_commits_whole_and_not_reads(
-    server: RedisServer, own: RedisMetadata
-) -> None:
+def test_C7_a_full_memory_stops_commits_not_reads(server: RedisServer, own: RedisMetadata) -> None:
     client = server.client()
     chunks, fault = [FIRST], None
     used = int(client.info("memory")["used_memory"])
@@ -384,9 +382,7 @@ def test_C7_a_full_memory_stops_commits_whole_and_not_reads(
     assert sum(client.hlen(key) for key in client.keys("dfs:*}:x")) == 0
 
 
-def test_C7_committed_pieces_are_applied_in_a_full_memory(
-    server: RedisServer, own: RedisMetadata
-) -> None:
+def test_C7_a_full_memory_lets_pieces_be_applied(server: RedisServer, own: RedisMetadata) -> None:
     """APPLY first removes the piece, and Redis refuses no write of a script after its first."""
     commit_without_applying(server.url, bulky(2).batch())
     server.client().config_set("maxmemory", 1)
@@ -489,7 +485,7 @@ def test_C12_a_dead_generation_is_removed_once(shared: RedisServer) -> None:
         assert proxy.requests - before < 30
 
 
-def test_C13_a_hung_redis_is_an_error_at_the_deadline(
+def test_C13_a_hung_redis_fails_at_the_deadline(
     server: RedisServer, pool: ThreadPoolExecutor
 ) -> None:
     with closing(filled(server.url, deadline_s=2)) as meta:

@@ -117,7 +117,7 @@ def test_C4_a_store_that_comes_back_older_takes_commits_after_repair_only(tmp_pa
         assert pieces(server.client()) == 0
 
 
-def test_C11_an_error_after_the_commit_script_does_not_undo_it(
+def test_C11_an_error_after_COMMIT_does_not_undo_it(
     link: WatchedLink, stored: RedisMetadata
 ) -> None:
     def fail() -> None:
@@ -129,9 +129,7 @@ def test_C11_an_error_after_the_commit_script_does_not_undo_it(
     check(stored, NAME, [FIRST, MORE])
 
 
-def test_C11_pieces_lost_before_they_are_applied_are_sent_again(
-    shared: RedisServer, link: WatchedLink
-) -> None:
+def test_C11_pieces_lost_too_early_are_sent_again(shared: RedisServer, link: WatchedLink) -> None:
     """Their writer still has them."""
     client = shared.client()
     link.before = at(COMMIT, lambda: client.delete(*client.keys("dfs:*}:x")))
@@ -241,7 +239,7 @@ def test_C15_any_damaged_value_is_an_error_until_a_rebuild(shared: RedisServer) 
         assert faults == []
 
 
-def test_C15_a_commit_over_damaged_values_changes_nothing(
+def test_C15_a_commit_over_damage_changes_nothing(
     shared: RedisServer, stored: RedisMetadata
 ) -> None:
     version = stored.head(NAME).version
@@ -294,7 +292,7 @@ def test_pieces_of_a_dead_writer_are_removed(shared: RedisServer, stored: RedisM
     assert stored.lookup(IDENTITY, [b"lost"]).names == []
 
 
-def test_C12_readers_do_not_fetch_the_pieces_of_a_commit(
+def test_C12_readers_fetch_no_pieces_of_a_commit(
     shared: RedisServer, stored: RedisMetadata
 ) -> None:
     more = files(2, *(b"d%d/%06d-%s" % (i % 3, i, b"n" * 60) for i in range(8000)))

@@ -98,9 +98,7 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     assert only_live_keys_exist(shared)
 
 
-def test_a_commit_that_times_out_at_a_lock_leaves_no_pieces(
-    meta: RedisMetadata, shared: RedisServer
-) -> None:
+def test_a_commit_that_times_out_leaves_no_pieces(meta: RedisMetadata, shared: RedisServer) -> None:
     chunks = [files(number, b"f%d" % number) for number in (1, 2, 3)]
 
     def batches() -> Iterator[Batch]:

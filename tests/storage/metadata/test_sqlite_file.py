@@ -51,9 +51,7 @@ def test_a_missing_or_empty_store_is_behind_not_empty(path: Path) -> None:
     SqliteMetadata.open(path).close()
 
 
-def test_C15_a_newer_schema_is_refused_and_both_versions_are_named(
-    meta: SqliteMetadata, path: Path
-) -> None:
+def test_C15_of_another_schema_both_versions_are_named(meta: SqliteMetadata, path: Path) -> None:
     meta.close()
     edit(path, "PRAGMA user_version=7")
     for create in (False, True):
@@ -157,9 +155,7 @@ def test_O16_a_read_only_folder_is_refused_at_once(disk: Path) -> None:
         SqliteMetadata.open(path)
 
 
-def test_waiting_for_a_locked_store_ends_and_names_the_process(
-    meta: SqliteMetadata, path: Path
-) -> None:
+def test_waiting_for_a_locked_store_ends_in_an_error(meta: SqliteMetadata, path: Path) -> None:
     code = (
         "import sqlite3, sys\n"
         "db = sqlite3.connect(sys.argv[1], isolation_level=None)\n"

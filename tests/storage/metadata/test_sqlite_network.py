@@ -89,9 +89,7 @@ def test_only_one_host_at_a_time_has_the_lease(lease: Lease) -> None:
         first.keep()
 
 
-def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(
-    lease: Lease, clock: Clock
-) -> None:
+def test_L8_an_expired_lease_is_taken_and_its_holder_refused(lease: Lease, clock: Clock) -> None:
     dead, other = lease("host-1"), lease("host-2")
     dead.keep()
     clock.advance(LEASE_S + CLOCK_ALLOWANCE_S - 1)

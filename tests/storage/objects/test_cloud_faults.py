@@ -108,7 +108,7 @@ def test_O3_O4_O11_after_an_error_that_passes_the_request_is_repeated(
         (Rule("GET", NAME, ignore="range", times=None), r"not of the range .* attempts in"),
     ],
 )
-def test_O3_O4_O5_faults_that_last_end_at_the_deadline(
+def test_O3_O4_O5_a_deadline_ends_lasting_faults(
     bucket: Bucket, rule: Rule, complaint: str
 ) -> None:
     bucket.sleeps.slept.clear()
@@ -166,7 +166,7 @@ def test_O1_a_forbidden_store_is_not_a_missing_one(server: ScriptedS3) -> None:
     assert len(server.asked) == 2
 
 
-def test_O1_expired_credentials_are_read_again_once(
+def test_O1_expired_credentials_are_read_once_more(
     server: ScriptedS3, sleeps: VirtualSleep
 ) -> None:
     environ = credentials(server.endpoint)
@@ -313,9 +313,7 @@ def test_O5_a_request_that_stalls_is_given_up_and_repeated(bucket: Bucket) -> No
         bucket.store.put(chunk("bbbb"), [os.urandom(MIB)])
 
 
-def test_O5_an_answer_that_comes_too_slowly_is_given_up(
-    server: ScriptedS3, sleeps: VirtualSleep
-) -> None:
+def test_O5_an_answer_that_trickles_is_given_up(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     """The body comes at 20 bytes a second: too slow to make progress, or for its size."""
     server.plan(Rule("GET", NAME, keep=1000, then="dribble"))
     limits = AttemptLimits(stall_s=0.5, put_stall_s=0.5, bytes_per_s_min=1 << 14)
@@ -457,9 +455,7 @@ def test_O11_a_conflict_is_not_a_lost_answer(bucket: Bucket) -> None:
         bucket.store.put(NAME, [CONTENT])
 
 
-def test_O20_requests_under_way_are_bounded(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_O20_requests_at_once_are_bounded(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud_requests, "_slots", threading.BoundedSemaphore(4))
     bucket.server.put(key(NAME), CONTENT)
     bucket.server.busiest, bucket.server.delay_s = 0, 0.005
@@ -469,7 +465,7 @@ def test_O20_requests_under_way_are_bounded(
     assert bucket.server.busiest == 4
 
 
-def test_O20_every_end_of_a_read_frees_its_slot(
+def test_O20_each_end_of_a_read_frees_a_slot(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that waits in vain for a slot is an error."""

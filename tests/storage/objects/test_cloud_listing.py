@@ -91,9 +91,7 @@ def test_pages_are_fetched_as_they_are_needed(bucket: Bucket) -> None:
     ],
     ids=["ends too early", "500", "503", "breaks off", "refused token"],
 )
-def test_O12_a_listing_goes_on_behind_a_page_that_fails(
-    bucket: Bucket, rule: Rule, pauses: int
-) -> None:
+def test_O12_a_listing_goes_on_after_a_failure(bucket: Bucket, rule: Rule, pauses: int) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.plan(rule)
     assert [*bucket.store.names(CHUNKS)] == NAMES

@@ -84,7 +84,7 @@ def put_and_check(store: FolderStore, size: int = SIZES[-1]) -> None:
 
 
 @each_row("size", SIZES)
-def test_large_objects_are_written_past_the_page_cache(
+def test_large_objects_pass_by_the_page_cache(
     store: FolderStore, writes: Writes, size: int
 ) -> None:
     writes.direct.clear()

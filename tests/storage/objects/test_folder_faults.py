@@ -220,9 +220,7 @@ def test_every_errno_becomes_an_error_of_the_tree(
     assert_untouched(store)
 
 
-def test_short_writes_and_reads_are_continued(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_and_writes_go_on(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, preadv = os.writev, os.preadv
     monkeypatch.setattr(os, "writev", lambda fd, views: writev(fd, [views[0][:3]]))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:2]], at))
@@ -231,9 +229,7 @@ def test_short_writes_and_reads_are_continued(
     assert store.get(NAME, 3, 5) == b"ethin"
 
 
-def test_a_file_that_shrinks_while_it_is_read(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_meanwhile(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
 
     def shrink(fd: int, views: list[memoryview], at: int) -> int:
@@ -275,9 +271,7 @@ def test_a_removed_folder_is_made_again(store: FolderStore) -> None:
     assert [*store.names("datasets/")] == [NAME]
 
 
-def test_an_interrupted_put_leaves_nothing(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_interrupted_is_undone(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(fd: int, views: list[memoryview]) -> int:
         raise KeyboardInterrupt
 

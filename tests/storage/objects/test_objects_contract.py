@@ -296,9 +296,7 @@ def test_of_several_putters_of_one_name_exactly_one_wins(store: ObjectStore) -> 
         assert store.get(name) == bytes(won) * 20000
 
 
-def test_readers_of_a_lease_see_one_version_or_another(
-    store: ObjectStore, pool: ThreadPoolExecutor
-) -> None:
+def test_readers_of_a_lease_see_one_version(store: ObjectStore, pool: ThreadPoolExecutor) -> None:
     store.replace(LEASE, [b"0" * 50_000])
     done = threading.Event()
 
@@ -351,9 +349,7 @@ def test_stores_have_different_uuids(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.integers(0, 12)), st.integers(1, 4), st.integers(1, 20))
-def test_parts_go_together_up_to_both_limits(
-    sizes: list[int], count_max: int, bytes_max: int
-) -> None:
+def test_parts_go_together_up_to_limits(sizes: list[int], count_max: int, bytes_max: int) -> None:
     """No batch exceeds a limit, except by a single part, and none could hold the next part, too."""
     parts = [("x", number, size) for number, size in enumerate(sizes)]
     found = [*batched_parts(parts, count_max, bytes_max)]

@@ -245,9 +245,7 @@ def test_every_method_that_can_fail_is_retried() -> None:
     assert public - set(vars(RetryingStore)) - by_read_into == NOT_RETRIED - by_read_into
 
 
-def test_parts_and_uncached_reads_are_retried(
-    time: Time, faulty: FaultyStore, store: RetryingStore
-) -> None:
+def test_reads_of_parts_are_retried(time: Time, faulty: FaultyStore, store: RetryingStore) -> None:
     faulty.plan(Fault("read_into", error=FAILED, times=2))
     assert [bytes(part) for part in store.read_parts([(NAME, 2, 3)])] == [b"234"]
     store.read_uncached(NAME, 0, buffer := bytearray(2))
