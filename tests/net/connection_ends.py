@@ -16,6 +16,7 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,30 +40,18 @@ class NoEndError(Exception):
 def promptly(what: str, work: Callable[[], T], within_s: float = PATIENCE_S) -> T:
     """What `work` returns or raises. It runs in a thread, as a loop without end must fail one test
     and not stop all others. Raises NoEndError, which names `what`."""
-    outcome: list[Callable[[], T]] = []
+    outcome: Future[T] = Future()
 
     def run() -> None:
         try:
-            found = work()
+            outcome.set_result(work())
         except BaseException as error:
-            failed = error  # `error` is unbound behind this block
+            outcome.set_exception(error)
 
-            def fail() -> T:
-                raise failed
-
-            outcome.append(fail)
-        else:
-            outcome.append(lambda: found)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(within_s)
-    if thread.is_alive():
+    threading.Thread(target=run, daemon=True).start()
+    if not wait([outcome], within_s).done:
         raise NoEndError(what)
-    return outcome[0]()
-
-
-# What ends a connection ---------------------------------------------------------------------------
+    return outcome.result()
 
 
 def close(plain: socket.socket) -> None:
@@ -136,9 +125,6 @@ HANDSHAKE_ENDS = tuple(
     for end in ENDS
     if not end.within_record and (share == 0 or not end.is_announced)
 )
-
-
-# One end, by hand ---------------------------------------------------------------------------------
 
 
 class RawTls:

@@ -4,6 +4,8 @@ import random
 import socket
 import ssl
 import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import trio
@@ -12,6 +14,7 @@ from trio.testing import MockClock
 from diesel_fs.net.channel import Channel, ConnectionClosed, FrameReader, TlsChannel
 from diesel_fs.net.tls import TlsSocket, client_context, make_certificate
 from diesel_fs.system.vectored_io import drop_written
+from tests.rows import each_row
 
 
 class Endless(Channel):
@@ -21,144 +24,129 @@ class Endless(Channel):
         return len(room)
 
 
-def test_a_receiver_that_always_has_bytes_lets_other_tasks_run() -> None:
-    async def main() -> None:
-        here, there = socket.socketpair()
-        with here, there:
-            turns = 0
-
-            async def other() -> None:
-                nonlocal turns
-                while True:
-                    await trio.lowlevel.checkpoint()
-                    turns += 1
-
-            inbox = FrameReader(Endless(here), 16 << 10)
-            there.send(b"x")  # for the first look
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(other)
-                await inbox.skip(16 << 20)
-                nursery.cancel_scope.cancel()
-            assert turns > 50
-
-    trio.run(main)
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Both ends of a connection."""
+    here, there = socket.socketpair()
+    with here, there:
+        yield here, there
 
 
-def test_F7_a_frame_that_has_begun_must_go_on() -> None:
+Ends = tuple[socket.socket, socket.socket]
+
+
+async def test_a_receiver_that_always_has_bytes_lets_other_tasks_run(ends: Ends) -> None:
+    here, there = ends
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            await trio.lowlevel.checkpoint()
+            turns += 1
+
+    inbox = FrameReader(Endless(here), 16 << 10)
+    there.send(b"x")  # for the first look
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(other)
+        await inbox.skip(16 << 20)
+        nursery.cancel_scope.cancel()
+    assert turns > 50
+
+
+async def test_F7_a_frame_that_has_begun_must_go_on(ends: Ends, autojump_clock: MockClock) -> None:
     """Between frames it may take as long as it likes."""
-
-    async def main() -> None:
-        here, there = socket.socketpair()
-        with here, there:
-            inbox = FrameReader(Channel(here), 4096)
-            begun_s = trio.current_time()
-            with trio.move_on_after(1000):
-                await inbox.fill_buffer(16)
-            assert trio.current_time() - begun_s == 1000
-            there.send(b"x")
-            begun_s = trio.current_time()
-            with pytest.raises(ConnectionClosed, match="slow"):
-                await inbox.fill_buffer(16)
-            assert 10 <= trio.current_time() - begun_s < 11
-
-    trio.run(main, clock=MockClock(autojump_threshold=0.02))
+    autojump_clock.autojump_threshold = 0.02
+    here, there = ends
+    inbox = FrameReader(Channel(here), 4096)
+    begun_s = trio.current_time()
+    with trio.move_on_after(1000):
+        await inbox.fill_buffer(16)
+    assert trio.current_time() - begun_s == 1000
+    there.send(b"x")
+    begun_s = trio.current_time()
+    with pytest.raises(ConnectionClosed, match="slow"):
+        await inbox.fill_buffer(16)
+    assert 10 <= trio.current_time() - begun_s < 11
 
 
-def test_unsent_parts_leave_later_in_their_order() -> None:
-    async def main() -> None:
-        here, there = socket.socketpair()
-        there.setblocking(False)
-        with here, there:
-            channel = Channel(here)
-            said = [bytes([number % 251]) * (number * 37 % 3000) for number in range(2000)]
-            expected = b"".join(said)
-            got = bytearray()
+async def test_unsent_parts_leave_later_in_their_order(ends: Ends) -> None:
+    here, there = ends
+    there.setblocking(False)
+    channel = Channel(here)
+    said = [bytes([number % 251]) * (number * 37 % 3000) for number in range(2000)]
+    expected = b"".join(said)
+    got = bytearray()
 
-            async def read() -> None:
-                while len(got) < len(expected):
-                    await trio.lowlevel.wait_readable(there)
-                    got.extend(there.recv(100_000))
+    async def read() -> None:
+        while len(got) < len(expected):
+            await trio.lowlevel.wait_readable(there)
+            got.extend(there.recv(100_000))
 
-            left = channel.send_now(said[:1500], sum(map(len, said[:1500])))
-            assert not left
-            assert not channel.send_now(said[1500:], sum(map(len, said[1500:])))
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(read)
-                nursery.start_soon(channel.drain)
-                nursery.start_soon(channel.drain)
-            assert got == expected
-            assert channel.send_now([b"more"], 4)  # at once: nothing is left that it would follow
-
-    trio.run(main)
+    for some in (said[:1500], said[1500:]):
+        assert not channel.send_now(some, sum(map(len, some)))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        nursery.start_soon(channel.drain)
+        nursery.start_soon(channel.drain)
+    assert got == expected
+    assert channel.send_now([b"more"], 4)  # at once: nothing is left that it would follow
 
 
 SIZES = [0, 1, 17, 4096, 16_384, 16_385, 100_000, 300_000, 1_000_001]
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_what_a_slow_end_takes_over_TLS_comes_once_and_in_its_order(seed: int) -> None:
+@each_row("seed", range(4))
+async def test_what_a_slow_end_takes_over_TLS_comes_once_and_in_its_order(seed: int) -> None:
     """Parts of any sizes, of which each call sends as much as leaves: some bytes are encrypted long
     before they count as sent."""
+    here, there = socket.socketpair()
+    for end in (here, there):
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
+    draw = random.Random(seed)
+    parts = [draw.randbytes(draw.choice(SIZES)) for _ in range(40)]
+    expected, got = b"".join(parts), bytearray()
 
-    async def main() -> None:
-        here, there = socket.socketpair()
-        for end in (here, there):
-            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)
-        draw = random.Random(seed)
-        parts = [draw.randbytes(draw.choice(SIZES)) for _ in range(40)]
-        expected, got = b"".join(parts), bytearray()
-        said: list[bytes] = []
+    def read() -> None:
+        with there:
+            connected = TlsSocket(there, client_context())
+            room = memoryview(bytearray(200_000))
+            while len(got) < len(expected):
+                count = connected.recv_into(room[: draw.choice([1, 50, 5000, len(room)])])
+                assert count
+                got.extend(room[:count])
+            connected.sendall(expected[:100_000])
 
-        def read() -> None:
-            with there:
-                connected = TlsSocket(there, client_context())
-                room = memoryview(bytearray(200_000))
-                while len(got) < len(expected):
-                    count = connected.recv_into(room[: draw.choice([1, 50, 5000, len(room)])])
-                    assert count
-                    got.extend(room[:count])
-                connected.sendall(expected[:100_000])
-                said.append(expected[:100_000])
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        with here:
-            channel = TlsChannel(here, make_certificate().context, accepted=True)
-            await channel.do_handshake()
-            left = [memoryview(part) for part in parts if part]
-            while left:
-                try:
-                    drop_written(left, channel.send_some(left[: draw.choice([1, 3, 1000])]))
-                except BlockingIOError:
-                    await channel.wait_writable()
-            answer = await channel.receive_exactly(100_000)
-            thread.join(20)
-            assert not channel.has_received
-            with pytest.raises(ConnectionClosed, match="closed"):
-                await channel.receive(memoryview(bytearray(10)))
-        assert got == expected
-        assert answer == said[0]
-
-    trio.run(main)
+    thread = threading.Thread(target=read)
+    thread.start()
+    with here:
+        channel = TlsChannel(here, make_certificate().context, accepted=True)
+        await channel.do_handshake()
+        left = [memoryview(part) for part in parts if part]
+        while left:
+            try:
+                drop_written(left, channel.send_some(left[: draw.choice([1, 3, 1000])]))
+            except BlockingIOError:
+                await channel.wait_writable()
+        answer = await channel.receive_exactly(100_000)
+        thread.join(20)
+        assert not channel.has_received
+        with pytest.raises(ConnectionClosed, match="closed"):
+            await channel.receive(memoryview(bytearray(10)))
+    assert got == expected
+    assert answer == expected[:100_000]
 
 
-def test_a_TLS_handshake_with_something_else_fails_and_says_why() -> None:
-    async def main() -> None:
-        here, there = socket.socketpair()
-        with here, there:
-            channel = TlsChannel(here, make_certificate().context, accepted=True)
-            there.sendall(b"GET / HTTP/1.1\r\n\r\n")
-            with pytest.raises(ConnectionClosed, match="handshake failed"):
-                await channel.do_handshake()
-            there.shutdown(socket.SHUT_WR)
-            here, other = socket.socketpair()
-            with here, other:
-                other.close()
-                channel = TlsChannel(here, make_certificate().context, accepted=True)
-                with pytest.raises(ConnectionClosed):
-                    await channel.do_handshake()
-
-    trio.run(main)
+async def test_a_TLS_handshake_with_something_else_fails_and_says_why(ends: Ends) -> None:
+    here, there = ends
+    there.sendall(b"GET / HTTP/1.1\r\n\r\n")
+    context = make_certificate().context
+    with pytest.raises(ConnectionClosed, match="handshake failed"):
+        await TlsChannel(here, context, accepted=True).do_handshake()
+    here, there = socket.socketpair()
+    there.close()
+    with here, pytest.raises(ConnectionClosed):
+        await TlsChannel(here, context, accepted=True).do_handshake()
     here, there = socket.socketpair()
     with here, there:
         there.sendall(bytes(100))
@@ -166,23 +154,18 @@ def test_a_TLS_handshake_with_something_else_fails_and_says_why() -> None:
             TlsSocket(here, client_context())
 
 
-def test_bytes_that_are_not_TLS_end_a_connection() -> None:
+def test_bytes_that_are_not_TLS_end_a_connection(ends: Ends) -> None:
     """What comes behind them is not read, and nobody waits for more."""
-    here, there = socket.socketpair()
+    here, there = ends
     context = make_certificate().context
-    with here, there:
-        ends: list[ssl.SSLSocket] = []
-        thread = threading.Thread(
-            target=lambda: ends.append(context.wrap_socket(there, server_side=True))
-        )
-        thread.start()
+    with ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(context.wrap_socket, there, server_side=True)
         connected = TlsSocket(here, client_context())
-        thread.join(20)
-        with ends[0] as end:
-            end.sendall(b"good")
-            room = memoryview(bytearray(100))
-            assert connected.recv_into(room) == 4
-            socket.socket.sendall(end, bytes(50))
-            with pytest.raises(ssl.SSLError):
-                connected.recv_into(room)
-            assert connected.recv_into(room) == 0
+    with accepted.result() as end:
+        end.sendall(b"good")
+        room = memoryview(bytearray(100))
+        assert connected.recv_into(room) == 4
+        socket.socket.sendall(end, bytes(50))
+        with pytest.raises(ssl.SSLError):
+            connected.recv_into(room)
+        assert connected.recv_into(room) == 0

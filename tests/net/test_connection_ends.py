@@ -82,9 +82,7 @@ RECEIVERS: dict[str, Receiver] = {
 
 
 @pytest.mark.parametrize("receiver", RECEIVERS)
-def test_an_end_is_noticed_behind_all_bytes_that_came_before_it(
-    receiver: str, unexpected_eof: str
-) -> None:
+def test_an_end_is_noticed_behind_all_bytes_before_it(receiver: str, unexpected_eof: str) -> None:
     """Also where the bytes and close_notify come in one segment, and TCP stays open."""
     failed = []
     for end in ENDS:

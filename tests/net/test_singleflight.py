@@ -3,12 +3,12 @@
 import threading
 from collections.abc import Sequence
 
-import pytest
 import trio
 import trio.testing
 
 from diesel_fs.errors import DieselError, UsageError
 from diesel_fs.net.singleflight import GroupCommit, ThreadSingleFlight
+from tests.rows import each_row
 
 
 class Gate:
@@ -41,55 +41,48 @@ async def _ask(rounds: ThreadSingleFlight[str, int], key: str, found: list[int |
         found.append(error.message)
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("key", "outcomes"), [("a", [1, 2, 2, 2, 3]), ("bad", ["run 1"] + ["run 2"] * 3 + ["run 3"])]
 )
-def test_a_caller_during_a_run_gets_the_next_run(key: str, outcomes: list[int | str]) -> None:
+async def test_a_caller_during_a_run_gets_the_next_run(key: str, outcomes: list[int | str]) -> None:
     """What a run saw before the question came may be stale by then."""
     gate, found = Gate(), list[int | str]()
-
-    async def main() -> None:
-        rounds = ThreadSingleFlight(gate.run, trio.CapacityLimiter(2))
-        async with trio.open_nursery() as nursery:
+    rounds = ThreadSingleFlight(gate.run, trio.CapacityLimiter(2))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_ask, rounds, key, found)
+        await gate.wait_begun()
+        for _ in range(3):
             nursery.start_soon(_ask, rounds, key, found)
-            await gate.wait_begun()
-            for _ in range(3):
-                nursery.start_soon(_ask, rounds, key, found)
-            await trio.testing.wait_all_tasks_blocked()
-            gate.go.release()
-            await gate.wait_begun()
-            gate.go.release()
+        await trio.testing.wait_all_tasks_blocked()
         gate.go.release()
-        with trio.fail_after(20):
-            await _ask(rounds, key, found)  # all runs were over: it takes another
-
-    trio.run(main)
+        await gate.wait_begun()
+        gate.go.release()
+    gate.go.release()
+    with trio.fail_after(20):
+        await _ask(rounds, key, found)  # all runs were over: it takes another
     assert found == outcomes
     assert gate.runs == 3
 
 
-def test_keys_do_not_wait_for_each_other_and_runs_outlive_their_callers() -> None:
+async def test_keys_do_not_wait_for_each_other_and_runs_outlive_their_callers() -> None:
     gate, found = Gate(), list[int | str]()
-
-    async def main() -> None:
-        rounds = ThreadSingleFlight(gate.run, trio.CapacityLimiter(2))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(_ask, rounds, "a", found)
-            nursery.start_soon(_ask, rounds, "b", found)
-            await gate.wait_begun()
-            await gate.wait_begun()
-            nursery.cancel_scope.cancel()
-        assert gate.ended == 0
-        gate.go.release(4)
-        with trio.fail_after(20):
-            assert {await rounds.run("a"), await rounds.run("b")} == {3, 4}
-
-    trio.run(main)
+    rounds = ThreadSingleFlight(gate.run, trio.CapacityLimiter(2))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_ask, rounds, "a", found)
+        nursery.start_soon(_ask, rounds, "b", found)
+        await gate.wait_begun()
+        await gate.wait_begun()
+        nursery.cancel_scope.cancel()
+    assert gate.ended == 0
+    gate.go.release(4)
+    with trio.fail_after(20):
+        assert {await rounds.run("a"), await rounds.run("b")} == {3, 4}
     assert (found, gate.runs, gate.ended) == ([], 4, 4)
 
 
-def test_items_are_grouped_up_to_a_size_and_a_bad_one_fails_alone() -> None:
+async def test_items_are_grouped_up_to_a_size_and_a_bad_one_fails_alone() -> None:
     sizes, go = list[int](), threading.Event()
+    outcomes: dict[int, int | str] = {}
 
     def run(key: str, items: Sequence[int]) -> int:
         sizes.append(len(items))
@@ -98,24 +91,17 @@ def test_items_are_grouped_up_to_a_size_and_a_bad_one_fails_alone() -> None:
             raise UsageError("seven")
         return sum(items)
 
-    outcomes: dict[int, int | str] = {}
-
-    async def add(groups: GroupCommit[str, int, int], item: int) -> None:
+    async def add(item: int) -> None:
         try:
             outcomes[item] = await groups.add("a", item, 10)
         except UsageError as error:
             outcomes[item] = error.message
 
-    async def main() -> None:
-        groups = GroupCommit(run, trio.CapacityLimiter(1), 40, lambda e: isinstance(e, UsageError))
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(add, groups, 100)
+    groups = GroupCommit(run, trio.CapacityLimiter(1), 40, lambda e: isinstance(e, UsageError))
+    async with trio.open_nursery() as nursery:
+        for item in (100, *range(1, 9)):
+            nursery.start_soon(add, item)
             await trio.testing.wait_all_tasks_blocked()
-            for item in range(1, 9):
-                nursery.start_soon(add, groups, item)
-                await trio.testing.wait_all_tasks_blocked()
-            go.set()
-
-    trio.run(main)
+        go.set()
     assert sizes == [1, 4, 4, 1, 1, 1, 1]
     assert outcomes == {100: 100, **dict.fromkeys(range(1, 5), 10), 5: 5, 6: 6, 7: "seven", 8: 8}

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,10 +30,7 @@ def clock() -> Clock:
 
 @pytest.fixture(params=fast_first(["sqlite-rows", *STORES], 3))
 def open_meta(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> Opener:
     kind: str = request.param
     # SQLite keeps entries in rows, or many in one row (`runs.py`): test both for all entries
@@ -48,3 +46,10 @@ def meta(open_meta: Opener) -> Iterator[MetadataStore]:
     store.create(NAME, IDENTITY)
     yield store
     store.close()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """Threads for what a test does meanwhile."""
+    with ThreadPoolExecutor(8) as pool:
+        yield pool

@@ -2,7 +2,6 @@
 
 import json
 from base64 import b64encode
-from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -53,9 +52,6 @@ BOTH = {"ann": ANN, "bob": BOB}
 HEAD = '{"diesel-accounts": 1}\n'
 
 
-# Roles
-
-
 @each_row(
     ("dataset", "role", "error"),
     [
@@ -93,20 +89,13 @@ def test_under_a_ceiling_a_user_may_only_read() -> None:
         bob.require("pets", Role.WRITE)
 
 
-# Names and keys
-
-
-@each_row("name", ["a", "0", "ann.lee-2_x", "a" * 32])
-def test_valid_user_names(name: str) -> None:
-    assert check_user_name(name) == name
-
-
-@each_row(
-    "name", ["", "Ann", "-a", ".a", "a" * 33, "a b", "a/b", "a\n", "ä", "=", "a\0", "*", "../x"]
-)
-def test_invalid_user_names_are_refused(name: str) -> None:
-    with pytest.raises(UsageError):
-        check_user_name(name)
+def test_user_names() -> None:
+    for name in ("a", "0", "ann.lee-2_x", "a" * 32):
+        assert check_user_name(name) == name
+    bad = ["", "Ann", "-a", ".a", "a" * 33, "a b", "a/b", "a\n", "ä", "=", "a\0", "*", "../x"]
+    for name in bad:
+        with pytest.raises(UsageError):
+            check_user_name(name)
 
 
 @given(st.binary(min_size=32, max_size=32))
@@ -128,10 +117,7 @@ SMALL = [y.to_bytes(32, "little") for y in (0, 1, 2**255 - 20, 2**255 - 19, 2**2
 def test_keys_that_anybody_can_sign_for_are_refused(public: bytes) -> None:
     with pytest.raises(UsageError):
         parse_public_key(PUBLIC_KEY_PREFIX + b64encode(public).decode())
-
-
-def test_the_library_itself_accepts_these_keys() -> None:
-    """So `check_public_key` is the only check."""
+    # The library itself accepts these keys, so `check_public_key` is the only check
     assert keys.verify(SMALL[1], SMALL[1] + bytes(32), b"whatever is asked for")
 
 
@@ -158,9 +144,6 @@ def test_other_bytes_are_not_a_signature() -> None:
     assert len({keys.new_seed() for _ in range(9)}) == 9
 
 
-# Changes
-
-
 def test_changes_of_accounts() -> None:
     assert with_account({}, ANN) == {"ann": ANN}
     with pytest.raises(ConflictError):
@@ -172,18 +155,13 @@ def test_changes_of_accounts() -> None:
     assert with_role(BOTH, "bob", "pets", Role.WRITE)["bob"].grants["pets"] is Role.WRITE
     assert with_role(BOTH, "bob", "pets", Role.NONE)["bob"].grants == {"cars": Role.ADMIN}
     assert with_accounts(BOTH, [Account("bob", PUBLIC)])["bob"].grants == {}
-    unknown: list[Callable[[], object]] = [
-        lambda: without_account(BOTH, "eve"),
-        lambda: with_new_key(BOTH, "eve", PUBLIC, admin=True),
-        lambda: with_role(BOTH, "eve", "pets", Role.READ),
-    ]
-    for work in unknown:
-        with pytest.raises(NotFoundError):
-            work()
+    with pytest.raises(NotFoundError):
+        without_account(BOTH, "eve")
+    with pytest.raises(NotFoundError):
+        with_new_key(BOTH, "eve", PUBLIC, admin=True)
+    with pytest.raises(NotFoundError):
+        with_role(BOTH, "eve", "pets", Role.READ)
     assert BOTH == {"ann": ANN, "bob": BOB}
-
-
-def test_removing_the_last_administrator_is_refused() -> None:
     check_admin_left(BOTH, without_account(BOTH, "bob"))
     check_admin_left({}, {"bob": BOB})
     with pytest.raises(ConflictError):
@@ -251,6 +229,8 @@ def line(**changed: object) -> str:
         line(grants={f"d{i}": "read" for i in range(GRANTS_MAX + 1)}),
         line(more=1),
         HEAD + "\ud800",
+        "\0" * (TEXT_BYTES_MAX + 1),
+        HEAD + "\n" * (ACCOUNTS_MAX + 2),
     ],
 )
 def test_a_malformed_text_is_refused(text: str) -> None:
@@ -258,11 +238,7 @@ def test_a_malformed_text_is_refused(text: str) -> None:
         parse_accounts(text.encode(errors="surrogatepass"))
 
 
-def test_too_long_and_too_new_texts_are_refused() -> None:
-    with pytest.raises(CorruptError):
-        parse_accounts(bytes(TEXT_BYTES_MAX + 1))
-    with pytest.raises(CorruptError):
-        parse_accounts((HEAD + "\n" * (ACCOUNTS_MAX + 2)).encode())
+def test_a_text_of_a_newer_version_is_refused() -> None:
     with pytest.raises(NewerVersionError):
         parse_accounts(b'{"diesel-accounts": 2, "users": []}\n')
 

@@ -3,16 +3,17 @@ Redis.
 """
 
 import errno
-import multiprocessing
+import itertools
 import os
 import signal
 import stat
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,7 +35,6 @@ from diesel_fs.storage.accounts.account import (
     Accounts,
     Role,
     account_line,
-    accounts_text,
     with_account,
     with_accounts,
     with_role,
@@ -43,24 +43,23 @@ from diesel_fs.storage.accounts.account import (
 from diesel_fs.storage.accounts.redis import RedisAccounts
 from diesel_fs.storage.accounts.store import NO_TOKEN, AccountFile, AccountState, AccountTable
 from diesel_fs.storage.metadata.redis.keys import USERS_KEY
+from diesel_fs.storage.metadata.redis.link import RedisLink, ScriptCommand
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
 from tests.rows import each_row
+from tests.storage.forks import exit_code, fork, within
 from tests.storage.metadata.batches import files
-from tests.storage.metadata.redis_servers import (
-    RedisServer,
-    emptied_server,
-    execute,
-    shared_cluster,
-)
+from tests.storage.metadata.redis_servers import RedisServer, emptied_server, shared_cluster
 from tests.tiers import fast_first
+from tests.waiting import wait_until
 
 STORE = uuid.UUID(int=5)
 PUBLIC = keys.public_key(bytes(32))
 ANN = Account("ann", PUBLIC, admin=True)
 BOB = Account("bob", PUBLIC, grants={"pets": Role.READ})
+EVE = Account("eve", PUBLIC)
 
 Opener = Callable[[], AccountTable]
 
@@ -98,12 +97,9 @@ def give(dataset: str) -> Callable[[Accounts], Accounts]:
     return lambda accounts: with_role(accounts, "bob", dataset, Role.READ)
 
 
-def test_a_table_that_was_never_written_is_empty(table: AccountTable) -> None:
+def test_a_change_is_read_by_others(table: AccountTable, opener: Opener) -> None:
     assert table.read() == AccountState(NO_TOKEN, {})
     assert table.token() == NO_TOKEN
-
-
-def test_a_change_is_read_by_others(table: AccountTable, opener: Opener) -> None:
     table.change(add(ANN))
     assert table.change(add(BOB)) == {"ann": ANN, "bob": BOB}
     other = opener()
@@ -144,7 +140,7 @@ def test_a_change_that_fails_changes_nothing(table: AccountTable) -> None:
     assert table.read() == before
 
 
-def test_concurrent_changes_are_made_one_after_another(opener: Opener) -> None:
+def test_changes_are_made_one_after_another(opener: Opener, pool: ThreadPoolExecutor) -> None:
     """Each change gets the result of the one before, and no reader sees half of a change."""
     opened = [opener() for _ in range(4)]
     opened[0].change(add(BOB))
@@ -161,12 +157,12 @@ def test_concurrent_changes_are_made_one_after_another(opener: Opener) -> None:
             opened[which].change(put(pair))
             opened[which].change(give(f"d{which}-{number}"))
 
-    with ThreadPoolExecutor(4) as pool:
-        watching = pool.submit(watch)
-        for future in [pool.submit(work, which) for which in range(3)]:
-            future.result()
+    watching = pool.submit(watch)
+    try:
+        assert [*pool.map(work, range(3))] == [None] * 3
+    finally:
         done.set()
-        watching.result()
+    watching.result()
     found = opened[3].read().accounts
     assert len(found) == 61
     assert len(found["bob"].grants) == 31
@@ -174,41 +170,34 @@ def test_concurrent_changes_are_made_one_after_another(opener: Opener) -> None:
         each.close()
 
 
-def _child(table: AccountTable, number: int) -> None:
-    table.change(add(Account(f"child{number}", PUBLIC)))
-    os._exit(0)
-
-
 def test_forked_children_may_use_a_table(table: AccountTable) -> None:
     table.change(add(ANN))
-    fork = multiprocessing.get_context("fork")
-    children = [fork.Process(target=_child, args=(table, number)) for number in range(3)]
-    for child in children:
-        child.start()
-    for child in children:
-        child.join(20)
-        assert child.exitcode == 0
-    assert set(table.read().accounts) == {"ann", "child0", "child1", "child2"}
+    names = ["child0", "child1", "child2"]
+    children = [fork(partial(table.change, add(Account(name, PUBLIC)))) for name in names]
+    assert [*map(exit_code, children)] == [0, 0, 0]
+    assert set(table.read().accounts) == {"ann", *names}
 
 
-def test_recover_neither_makes_nor_removes_accounts(tmp_path: Path) -> None:
-    """Accounts that exist stay as they are."""
-    server = emptied_server()
-    meta = RedisMetadata.open(server.url, store=STORE)
-    accounts = RedisAccounts.open(server.url, store=STORE)
-    identity = uuid.UUID(int=7)
-    batch = files(1, b"a/x").batch()
-    meta.rebuild("pets", identity, [batch])
-    assert accounts.read() == AccountState()
-    accounts.change(add(ANN))
-    meta.rebuild("pets", identity, [batch])
-    meta.drop(identity)
-    assert accounts.read().accounts == {"ann": ANN}
-    meta.close()
-    accounts.close()
+def test_recover_neither_makes_nor_removes_accounts() -> None:
+    server, identity = emptied_server(), uuid.UUID(int=7)
+    with (
+        closing(RedisMetadata.open(server.url, store=STORE)) as meta,
+        closing(RedisAccounts.open(server.url, store=STORE)) as accounts,
+    ):
+        meta.rebuild("pets", identity, [files(1, b"a/x").batch()])
+        assert accounts.read() == AccountState()
+        accounts.change(add(ANN))
+        meta.rebuild("pets", identity, [files(1, b"a/x").batch()])
+        meta.drop(identity)
+        assert accounts.read().accounts == {"ann": ANN}
 
 
-# The file
+@pytest.fixture
+def file(tmp_path: Path) -> AccountFile:
+    """A file with one user."""
+    table = AccountFile(tmp_path / "accounts")
+    table.change(add(ANN))
+    return table
 
 
 def test_S17_only_its_owner_can_read_the_file(tmp_path: Path) -> None:
@@ -227,57 +216,48 @@ def test_the_file_is_not_listed_as_an_object(tmp_path: Path) -> None:
     open_accounts(url, store).change(add(ANN))
     assert sorted(os.listdir(store.root)) == ["DIESEL-STORE", "accounts", "accounts.lock"]
     assert [*store.names("")] == ["DIESEL-STORE"]
-    assert [*store.foreign()] == []
-    assert [*store.leftovers()] == []
+    assert [*store.foreign(), *store.leftovers()] == []
     with pytest.raises(UsageError):
         store.get("accounts")
     assert FolderStore.create(store.root).store_id == store.store_id
 
 
-@each_row("mode", [0o620, 0o602, 0o666])
-def test_a_file_that_others_can_write_is_refused(tmp_path: Path, mode: int) -> None:
-    table = AccountFile(tmp_path / "accounts")
-    table.change(add(ANN))
-    table.path.chmod(mode)
-    with pytest.raises(PermissionDenied, match="chmod 600"):
-        table.read()
-
-
-def test_S6_a_planted_link_is_not_followed(tmp_path: Path) -> None:
-    table = AccountFile(tmp_path / "accounts")
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.write_text(accounts_text({"ann": ANN}))
-    elsewhere.chmod(0o600)
-    table.path.symlink_to(elsewhere)
+def test_S6_a_file_that_others_can_write_or_planted_is_refused(file: AccountFile) -> None:
+    for mode in (0o620, 0o602, 0o666):
+        file.path.chmod(mode)
+        with pytest.raises(PermissionDenied, match="chmod 600"):
+            file.read()
+    file.path.chmod(0o600)
+    elsewhere = file.path.rename(file.path.with_name("elsewhere"))
+    file.path.symlink_to(elsewhere)
     with pytest.raises(PermissionDenied):
-        table.read()
-    table.path.unlink()
-    os.mkfifo(table.path, 0o600)
+        file.read()
+    file.path.unlink()
+    os.mkfifo(file.path, 0o600)
     with pytest.raises(PermissionDenied):  # and does not hang
-        table.read()
-    table.path.unlink()
-    (tmp_path / "accounts.lock").symlink_to(elsewhere)
+        file.read()
+    file.path.unlink()
+    lock = file.path.with_name("accounts.lock")
+    lock.unlink()
+    lock.symlink_to(elsewhere)
     with pytest.raises(PermissionDenied):
-        table.change(add(ANN))
+        file.change(add(ANN))
 
 
-def test_a_damaged_file_is_an_error_and_not_overwritten(tmp_path: Path) -> None:
-    table = AccountFile(tmp_path / "accounts")
-    table.change(add(ANN))
-    damaged = table.path.read_bytes()[:-9]
-    table.path.write_bytes(damaged)
-    for work in (table.read, lambda: table.change(add(BOB))):
+def test_a_damaged_file_is_an_error_and_not_overwritten(file: AccountFile) -> None:
+    damaged = file.path.read_bytes()[:-9]
+    file.path.write_bytes(damaged)
+    for work in (file.read, lambda: file.change(add(BOB))):
         with pytest.raises(CorruptError, match="accounts: line 2"):
             work()
-    assert table.path.read_bytes() == damaged
+    assert file.path.read_bytes() == damaged
 
 
 def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     table = AccountFile(tmp_path / "unmounted/accounts")
-    with pytest.raises(MetadataError):
-        table.read()
-    with pytest.raises(MetadataError):
-        table.change(add(ANN))
+    for work in (table.read, lambda: table.change(add(ANN))):
+        with pytest.raises(MetadataError):
+            work()
 
 
 def test_waiting_for_the_lock_ends_with_an_error(tmp_path: Path) -> None:
@@ -291,66 +271,54 @@ def test_waiting_for_the_lock_ends_with_an_error(tmp_path: Path) -> None:
     assert set(table.read().accounts) == {"ann"}
 
 
-def _change_for_ever(path: Path) -> None:
-    table = AccountFile(path)
-    number = 0
-    while True:
-        pair = [Account(f"{half}{number % 50}", PUBLIC) for half in "ab"]
-        table.change(put(pair))
-        number += 1
-
-
-def test_a_kill_at_any_time_leaves_the_old_or_the_new_table(tmp_path: Path) -> None:
+def test_a_kill_at_any_time_leaves_the_old_or_the_new_table(file: AccountFile) -> None:
     """After ten kills, each somewhere in a change: the table is whole, and the lock free."""
-    path = tmp_path / "accounts"
-    table = AccountFile(path, lock_s=5)
-    fork = multiprocessing.get_context("fork")
+
+    def change_for_ever() -> None:
+        for number in itertools.count():
+            file.change(put([Account(f"{half}{number % 50}", PUBLIC) for half in "ab"]))
+
     for round_number in range(10):
-        child = fork.Process(target=_change_for_ever, args=(path,))
-        before = table.token()
-        child.start()
-        end = time.monotonic() + 10
-        while table.token() == before:  # otherwise the kill proves nothing
-            assert time.monotonic() < end
+        before = file.token()
+        child = fork(change_for_ever)
+        wait_until(lambda before=before: file.token() != before)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
         time.sleep(0.002 * round_number)
-        assert child.pid is not None
-        os.kill(child.pid, signal.SIGKILL)
-        child.join(10)
-        assert len(table.read().accounts) % 2 == round_number % 2
-        table.change(add(Account(f"round{round_number}", PUBLIC)))
-    assert len(table.read().accounts) >= 12
+        os.kill(child, signal.SIGKILL)
+        assert exit_code(child) == -signal.SIGKILL
+        assert len(file.read().accounts) % 2 == (round_number + 1) % 2
+        file.change(add(Account(f"round{round_number}", PUBLIC)))
+    assert len(file.read().accounts) >= 13
 
 
-def test_a_full_disk_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    table = AccountFile(tmp_path / "accounts")
+@each_row(
+    ("code", "of_folders", "error"),
+    [
+        (errno.ENOSPC, False, NoSpaceError),
+        (errno.EIO, True, MetadataError),
+        (errno.EINVAL, True, None),  # a file system that cannot sync folders is accepted
+    ],
+)
+def test_a_change_that_cannot_be_synced_fails(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    code: int,
+    of_folders: bool,
+    error: type[Exception] | None,
+) -> None:
+    table, real = AccountFile(tmp_path / "accounts"), os.fsync
     table.change(add(ANN))
 
-    def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("diesel_fs.storage.accounts.store.os.fsync", full)
-    with pytest.raises(NoSpaceError):
-        table.change(add(BOB))
-    assert table.read().accounts == {"ann": ANN}
-    assert sorted(os.listdir(tmp_path)) == ["accounts", "accounts.lock"]
-
-
-@pytest.mark.parametrize(("code", "fails"), [(errno.EINVAL, False), (errno.EIO, True)])
-def test_a_file_system_that_cannot_sync_folders_is_accepted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, fails: bool
-) -> None:
-    """As the chunks beside it do; other errors are raised."""
-    real = os.fsync
-
     def picky(fd: int) -> None:
-        if stat.S_ISDIR(os.fstat(fd).st_mode):
+        if stat.S_ISDIR(os.fstat(fd).st_mode) == of_folders:
             raise OSError(code, os.strerror(code))
         real(fd)
 
-    table = AccountFile(tmp_path / "accounts")
     monkeypatch.setattr(os, "fsync", picky)
-    with pytest.raises(MetadataError) if fails else nullcontext():
-        table.change(add(ANN))
+    with pytest.raises(error) if error else nullcontext():
+        table.change(add(BOB))
+    if error is NoSpaceError:
+        assert table.read().accounts == {"ann": ANN}
+    assert sorted(os.listdir(tmp_path)) == ["accounts", "accounts.lock"]
 
 
 def test_the_temporary_file_of_a_crash_is_a_leftover_of_the_store(
@@ -383,91 +351,84 @@ def test_the_file_gets_the_owner_of_its_folder(tmp_path: Path) -> None:
         assert (found.st_uid, found.st_gid) == (12345, 12346)
 
 
-# Redis
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
     with RedisServer(tmp_path / "redis", {"appendonly": "yes"}) as server:
         yield server
 
 
-def test_a_redis_of_another_repository_is_refused(server: RedisServer) -> None:
-    RedisAccounts.open(server.url, store=STORE).close()
+@pytest.fixture
+def in_redis(server: RedisServer) -> Iterator[RedisAccounts]:
+    """A table with two users."""
+    with closing(RedisAccounts.open(server.url, store=STORE, deadline_s=10)) as table:
+        table.change(put([ANN, BOB]))
+        yield table
+
+
+def test_another_repositorys_redis_is_refused(server: RedisServer, in_redis: RedisAccounts) -> None:
     with pytest.raises(ConfigError, match="another object store"):
         RedisAccounts.open(server.url, store=uuid.UUID(int=6))
 
 
-def test_a_change_sent_twice_is_made_once(server: RedisServer) -> None:
+def test_a_lost_reply_counts_once(in_redis: RedisAccounts, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reply to the script was lost: the token shows that the change was made."""
-    table = RedisAccounts.open(server.url, store=STORE)
-    table.change(add(ANN))
-    link = table._link
-    scripts = link.run_scripts
-    lost: list[bool] = []
+    scripts, lost = RedisLink.run_scripts, list[bool]()
 
-    def loses_an_answer(runs: object) -> list[object]:
-        replies = scripts(runs)  # type: ignore[arg-type]  # arguments are passed on
+    def loses_an_answer(link: RedisLink, runs: Iterable[ScriptCommand]) -> list[object]:
+        replies = scripts(link, runs)
         if not lost:
             lost.append(True)
             raise ConnectionResetError
         return replies
 
-    link.run_scripts = loses_an_answer  # type: ignore[method-assign]  # a fault is put in
-    table.change(add(BOB))
+    monkeypatch.setattr(RedisLink, "run_scripts", loses_an_answer)
+    in_redis.change(add(EVE))
     assert lost
-    assert set(table.read().accounts) == {"ann", "bob"}
+    assert set(in_redis.read().accounts) == {"ann", "bob", "eve"}
 
 
-def test_accounts_survive_a_restart_of_redis(server: RedisServer) -> None:
-    table = RedisAccounts.open(server.url, store=STORE, deadline_s=10)
-    table.change(add(ANN))
+def test_accounts_survive_a_restart_of_redis(server: RedisServer, in_redis: RedisAccounts) -> None:
     server.kill()
     server.start()
-    assert table.read().accounts == {"ann": ANN}
+    assert in_redis.read().accounts == {"ann": ANN, "bob": BOB}
 
 
-def test_C7_users_can_be_removed_in_a_full_memory(server: RedisServer) -> None:
+def test_C7_a_full_memory_lets_users_be_removed(
+    server: RedisServer, in_redis: RedisAccounts
+) -> None:
     """Adding a user fails; removing one works, so access can be revoked at any time."""
-    table = RedisAccounts.open(server.url, store=STORE, deadline_s=2)
-    table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
-    execute(server.client(), "CONFIG", "SET", "maxmemory", "1")
+    server.client().config_set("maxmemory", 1)
     with pytest.raises(NoSpaceError):
-        table.change(add(Account("eve", PUBLIC)))
-    table.change(lambda accounts: without_account(accounts, "bob"))
-    assert set(table.read().accounts) == {"ann"}
+        in_redis.change(add(EVE))
+    in_redis.change(lambda accounts: without_account(accounts, "bob"))
+    assert set(in_redis.read().accounts) == {"ann"}
 
 
 def test_C1_a_table_that_cannot_be_reached_is_an_error(server: RedisServer) -> None:
     table = RedisAccounts.open(server.url, store=STORE, deadline_s=0.3)
     table.change(add(ANN))
     server.kill()
-    start = time.monotonic()
-    for work in (table.read, table.token, lambda: table.change(add(BOB))):
-        with pytest.raises(MetadataError):
-            work()
-    assert time.monotonic() - start < 10
+    with within(10):
+        for work in (table.read, table.token, lambda: table.change(add(BOB))):
+            with pytest.raises(MetadataError):
+                work()
 
 
-@pytest.mark.parametrize("value", [b"", b"\xff", b"{}", account_line(BOB).encode(), b"[" * 10000])
-def test_damaged_accounts_are_an_error(server: RedisServer, value: bytes) -> None:
-    table = RedisAccounts.open(server.url, store=STORE)
-    table.change(add(ANN))
-    execute(server.client(), "HSET", USERS_KEY, "ann", value)
+@each_row("value", [b"", b"\xff", b"{}", account_line(BOB).encode(), b"[" * 10000])
+def test_damaged_text_is_an_error(
+    server: RedisServer, in_redis: RedisAccounts, value: bytes
+) -> None:
+    server.client().hset(USERS_KEY, "ann", value)
     with pytest.raises(DieselError):
-        table.read()
+        in_redis.read()
 
 
-def test_S8_a_table_has_no_secrets(server: RedisServer) -> None:
+def test_S8_a_table_has_no_secrets(server: RedisServer, in_redis: RedisAccounts) -> None:
     """It has names, public keys and roles only."""
-    table = RedisAccounts.open(server.url, store=STORE)
-    table.change(lambda accounts: with_accounts(accounts, [ANN, BOB]))
     found = server.client().hgetall(USERS_KEY)
     assert isinstance(found, dict)
-    assert {key: value for key, value in found.items() if key != b"="} == {
-        b"ann": account_line(ANN).encode(),
-        b"bob": account_line(BOB).encode(),
-    }
+    assert found.keys() == {b"=", b"ann", b"bob"}
+    assert [found[b"ann"], found[b"bob"]] == [account_line(each).encode() for each in (ANN, BOB)]
 
 
 def test_a_bucket_without_a_metadata_store_has_no_accounts(tmp_path: Path) -> None:

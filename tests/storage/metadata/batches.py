@@ -22,9 +22,7 @@ def chunk_id(number: int) -> ChunkId:
 
 
 class Entry(NamedTuple):
-    """The entry at one place of a chunk; `first` is its stamp (chunk number, place), if that is not
-    its own place.
-    """
+    """The entry at one place of a chunk; `first` is its stamp (chunk number, place), if another."""
 
     path: bytes
     size: int = 7
@@ -116,9 +114,7 @@ def tombstones(number: int, *paths: bytes) -> Chunk:
 
 
 def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
-    """The chunks of one file of `count` extents, from chunk `number` on; its stamp is of chunk
-    `first`.
-    """
+    """The chunks of a file of `count` extents, from `number` on; its stamp is of chunk `first`."""
     stamp = (first or number, 0)
     return [
         Chunk(number + i, (Entry(path, 99, number=i, extents=count, first=stamp),))
@@ -128,8 +124,7 @@ def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
 
 def chunk_by_purge(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
     """A chunk into which purge has copied these entries, with their stamps. `known` is false for an
-    orphan: a chunk that its writer did not commit, and that is not known to be by purge.
-    """
+    orphan: a chunk that its writer did not commit, and that is not known to be by purge."""
     entries = []
     for chunk, place in places:
         entry = chunk.entries[place]

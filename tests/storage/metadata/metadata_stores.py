@@ -1,7 +1,9 @@
 """Empty metadata stores of every kind, for tests that run over all of them."""
 
+import sqlite3
 import uuid
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Protocol
 
@@ -14,6 +16,7 @@ from tests.storage.metadata.redis_servers import emptied_server, shared_cluster
 NAME = "flowers"
 IDENTITY = uuid.UUID(int=7)
 NOW_NS = 1_800_000_000 * 10**9
+FIRST = files(1, b"a/x", b"b")
 
 
 class Clock:
@@ -46,6 +49,12 @@ def sqlite_opener(folder: Path, clock: Clock) -> Opener:
     return opened
 
 
+def edit(path: Path, statement: str) -> None:
+    """Change the database of a SQLite store without the store."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as db:
+        db.execute(statement)
+
+
 def redis_opener(clock: Clock, buckets: int) -> Opener:
     server = emptied_server()
 
@@ -58,10 +67,10 @@ def redis_opener(clock: Clock, buckets: int) -> Opener:
 
 
 def filled(url: str, deadline_s: float = 10, buckets: int = 0) -> RedisMetadata:
-    """A store in Redis with one dataset of one chunk."""
+    """A store in Redis with one dataset, which has the chunk `FIRST`."""
     meta = RedisMetadata.open(url, deadline_s=deadline_s, buckets=buckets)
     meta.create(NAME, IDENTITY)
-    meta.commit(IDENTITY, files(1, b"a/x", b"b").batch())
+    meta.commit(IDENTITY, FIRST.batch())
     return meta
 
 

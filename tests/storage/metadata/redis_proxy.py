@@ -62,16 +62,12 @@ class RedisProxy:
                 if what == "swallow":
                     with contextlib.suppress(OSError):
                         client.shutdown(socket.SHUT_RD)
-                    self._swallow(server, request, client)
-                    return
+                    client.close()  # so that the answer goes nowhere
                 server.sendall(request)
-
-    def _swallow(self, server: socket.socket, request: bytes, client: socket.socket) -> None:
-        client.close()  # so that the answer goes nowhere
-        server.sendall(request)
-        server.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(OSError):
-            time.sleep(0.02)  # Redis carries out what it has read, whoever waits for the answer
+                if what == "swallow":
+                    server.shutdown(socket.SHUT_WR)
+                    time.sleep(0.02)  # Redis carries out what it has read, whoever waits
+                    return
 
     def _answer(self, server: socket.socket, client: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -80,13 +76,10 @@ class RedisProxy:
         with contextlib.suppress(OSError):
             client.shutdown(socket.SHUT_RDWR)
 
-    def close(self) -> None:
-        self._listener.close()
-        self.socket.unlink(missing_ok=True)
-        self.folder.rmdir()
-
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._listener.close()
+        self.socket.unlink(missing_ok=True)
+        self.folder.rmdir()

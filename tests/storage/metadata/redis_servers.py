@@ -195,9 +195,7 @@ def _is_complete(node: RedisServer) -> bool:
 
 @functools.cache
 def shared_server() -> RedisServer:
-    """A server for all tests that do not harm it. Use `emptied_server` to begin with an empty
-    one.
-    """
+    """A server for all tests that do not harm it; `emptied_server` empties it."""
     folder = Path(tempfile.mkdtemp(prefix="redis-shared-"))
     server = RedisServer(folder)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

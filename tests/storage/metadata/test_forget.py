@@ -1,6 +1,7 @@
 """`MetadataStore.forget` removes empty chunks, and only those."""
 
 import uuid
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,9 +23,17 @@ from tests.storage.metadata.batches import (
     stored_entries,
     tombstones,
 )
-from tests.storage.metadata.metadata_stores import IDENTITY, NAME, STORES, Clock, Opener, commit
-from tests.storage.metadata.redis_servers import once, shared_cluster, shared_server
-from tests.storage.metadata.watched_redis import at, dies_at, watched_link
+from tests.storage.metadata.metadata_stores import (
+    FIRST,
+    IDENTITY,
+    NAME,
+    STORES,
+    Clock,
+    Opener,
+    commit,
+)
+from tests.storage.metadata.redis_servers import RedisServer, once, shared_cluster, shared_server
+from tests.storage.metadata.watched_redis import WatchedLink, at, dies_at, watched_link
 
 STEPS = {
     "BEGIN": BEGIN,
@@ -138,7 +147,7 @@ def test_forgetting_waits_for_a_lock(meta: MetadataStore, open_meta: Opener) -> 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", ["redis", "redis-buckets", "redis-cluster"])
-def test_P1_a_redis_client_killed_while_it_forgets(
+def test_P1_a_client_killed_while_it_forgets(
     kind: str, step: str, tmp_path: Path, clock: Clock
 ) -> None:
     """Before COMMIT ran in the head, nothing has happened; after it, the next client applies it."""
@@ -166,27 +175,22 @@ def test_P1_a_redis_client_killed_while_it_forgets(
     other.close()
 
 
-def test_a_slow_removal_does_not_undo_a_later_commit(tmp_path: Path, clock: Clock) -> None:
-    """A client applies its removal after others have applied it, and have committed the chunk
-    again.
-    """
-    other = STORES["redis"](tmp_path, clock)()
-    link = watched_link(shared_server().url)
-    slow = RedisMetadata(link)
-    slow.create(NAME, IDENTITY)
-    one, rest = files(1, b"a", b"d/b"), [files(5, b"a", b"d/b"), files(6, b"e/z")]
-    commit(slow, one, *rest)
+def test_a_slow_removal_does_not_undo_a_later_commit(
+    shared: RedisServer, link: WatchedLink, stored: RedisMetadata
+) -> None:
+    """It is applied after others have applied it, and have committed the chunk again."""
+    rest = [files(5, b"a/x", b"b"), files(6, b"e/z")]
+    commit(stored, *rest)
     done = list[bool]()
 
     def meanwhile() -> None:
-        check(other, NAME, rest)  # this applies the plan
-        commit(other, one)
-        check(other, NAME, [one, *rest])
+        with closing(RedisMetadata.open(shared.url)) as other:
+            check(other, NAME, rest)  # this applies the plan
+            commit(other, FIRST)
+            check(other, NAME, [FIRST, *rest])
         done.append(True)
 
     link.before = at(READ_PIECE_FOLDERS, once(meanwhile))
-    slow.forget(IDENTITY, [chunk_id(1)])
+    stored.forget(IDENTITY, [FIRST.id])
     assert done, "proves nothing"
-    check(other, NAME, [one, *rest])
-    slow.close()
-    other.close()
+    check(stored, NAME, [FIRST, *rest])

@@ -3,10 +3,10 @@
 A new kind of store is one more entry of `metadata_stores.STORES`.
 """
 
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +26,8 @@ from diesel_fs.format.chunk_id import stamp as chunk_stamp
 from diesel_fs.format.entries import EXTENT, RECORD, Kind
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import Batch, MetadataStore, chunks_digest
+from tests.rows import each_row
+from tests.storage.forks import exit_code, fork, in_child
 from tests.storage.metadata.batches import (
     Chunk,
     Entry,
@@ -34,6 +36,7 @@ from tests.storage.metadata.batches import (
     chunk_by_purge,
     chunk_id,
     files,
+    fold,
     stored_entries,
     tombstones,
 )
@@ -116,7 +119,21 @@ def test_a_closed_store_raises(meta: MetadataStore) -> None:
         meta.heads()
 
 
-# Commits
+def test_Z9_parent_and_child_of_a_fork_can_both_commit(meta: MetadataStore) -> None:
+    commit(meta, files(1, b"f1"))
+
+    def use() -> None:
+        commit(meta, files(2, b"f2"))
+        check(meta, NAME, [files(1, b"f1"), files(2, b"f2")])
+        assert in_child(lambda: commit(meta, files(3, b"f3"))) == 0
+        meta.close()
+
+    child = fork(use)
+    for _ in range(50):
+        assert meta.head(NAME).name == NAME
+    assert exit_code(child) == 0
+    commit(meta, files(4, b"f4"))
+    check(meta, NAME, [files(i, b"f%d" % i) for i in (1, 2, 3, 4)])
 
 
 def test_a_commit_is_seen_by_another_handle(meta: MetadataStore, open_meta: Opener) -> None:
@@ -146,6 +163,8 @@ def test_missing_returns_unknown_chunks_in_their_order(meta: MetadataStore) -> N
     assert meta.missing(IDENTITY, many) == [id_ for id_ in many if id_ not in (many[1], many[3])]
     with pytest.raises(NoSuchDataset):
         meta.missing(uuid.UUID(int=99), [chunk_id(1)])
+    with pytest.raises(NotFoundError):
+        meta.holes(IDENTITY, chunk_id(2))
 
 
 def test_L7_a_chunk_counts_once(meta: MetadataStore) -> None:
@@ -219,33 +238,6 @@ def test_A6_chunks_committed_together_are_committed_all_or_none(meta: MetadataSt
     check(meta, NAME, [files(1, b"a"), files(3, b"c")])
 
 
-def test_L3_counts_are_exact_under_overwrites_and_deletions(meta: MetadataStore) -> None:
-    commit(meta, files(1, b"a", b"b", b"c", size=100), files(2, b"a", size=1))
-    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (3, 201)
-    commit(meta, tombstones(3, b"b", b"never"), tombstones(4, b"b"))  # L6
-    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (2, 101)
-    commit(meta, Chunk(5, (Entry(b"c", 3, Kind.LINK, target=b"a"),)))
-    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (1, 1)
-    commit(meta, files(6, b"b", size=50))
-    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (2, 51)
-
-
-def test_places_that_no_row_names_are_holes(meta: MetadataStore) -> None:
-    chunks = [Chunk(1, (None, Entry(b"a"), None, Entry(b"b")))]
-    commit(meta, *chunks)
-    assert meta.holes(IDENTITY, chunk_id(1)).tolist() == [0, 2]
-    assert meta.chunks(IDENTITY)[0][3:] == (4, 2)
-    check(meta, NAME, chunks)
-    with pytest.raises(NotFoundError):
-        meta.holes(IDENTITY, chunk_id(2))
-
-
-def test_of_a_path_twice_in_a_batch_the_greater_place_wins(meta: MetadataStore) -> None:
-    chunks = [files(1, b"a"), Chunk(2, (Entry(b"a", 1), Entry(b"a", 2), Entry(b"b"), Entry(b"b")))]
-    commit(meta, *chunks)
-    check(meta, NAME, chunks)
-
-
 def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) -> None:
     part = Chunk(1, (Entry(b"big", 9, extents=2, number=1),)).batch()
     rows = part.rows
@@ -261,80 +253,74 @@ def test_a_batch_that_contradicts_itself_changes_nothing(meta: MetadataStore) ->
     assert meta.head(NAME).version == 0
 
 
-# Files of several extents
+# States
 
+PARTS, SHORT, ONE = big(2, b"big", 3), big(14, b"big", 2), files(1, b"a", b"b", b"c", size=100)
+HALF = big(1, b"half", 2)
 
-def test_Z4_a_file_keeps_its_content_until_all_extents_are_committed(meta: MetadataStore) -> None:
-    old = files(1, b"big", size=3)
-    parts = big(2, b"big", 3)
-    commit(meta, old, parts[2], parts[0])
-    check(meta, NAME, [old, parts[2], parts[0]])
-    assert meta.holes(IDENTITY, old.id).tolist() == []
-    assert meta.head(NAME).bytes == 3
-    before = meta.head(NAME).version
-    commit(meta, parts[1])
-    check(meta, NAME, [old, *parts])
-    assert meta.holes(IDENTITY, old.id).tolist() == [0]
-    assert (meta.head(NAME).files, meta.head(NAME).bytes) == (1, 99)
-    rows = meta.changes(IDENTITY, before).rows
-    assert [rows.path(i) for i in range(len(rows))] == [b"big"]
-    extents = np.frombuffer(rows.tails[0], EXTENT)
-    assert [each["chunk"].tobytes() for each in extents] == [part.id for part in parts]
-
-
-def test_Z4_a_large_file_by_two_writers_of_which_one_crashed(meta: MetadataStore) -> None:
-    a, b = big(1, b"big", 3), big(4, b"big", 2)
-    commit(meta, a[0], b[1], a[1], b[0])  # A never finishes
-    check(meta, NAME, [*a[:2], *b])
-    assert meta.chunks(IDENTITY)[0].holes == 1
-    commit(meta, a[2])  # too late: the entry has a greater stamp
-    check(meta, NAME, [*a, *b])
-
-
-def test_a_newer_small_file_beats_an_incomplete_large_one(meta: MetadataStore) -> None:
-    chunks = [*big(1, b"d/big", 3)[:2], files(7, b"d/big", b"d/x"), files(0, b"d/big")]
-    commit(meta, *chunks)
-    check(meta, NAME, chunks)
-    assert [record.holes for record in meta.chunks(IDENTITY)] == [1, 1, 1, 0]
-
-
-def test_the_extents_of_one_file_in_one_chunk(meta: MetadataStore) -> None:
-    chunks = [
+HISTORIES: dict[str, list[Chunk]] = {
+    "places that no row names": [Chunk(1, (None, Entry(b"a"), None, Entry(b"b")))],
+    "a path twice in a chunk": [
+        files(1, b"a"),
+        Chunk(2, (Entry(b"a", 1), Entry(b"a", 2), Entry(b"b"), Entry(b"b"))),
+    ],
+    "overwritten and deleted": [
+        ONE,
+        files(2, b"a", size=1),
+        tombstones(3, b"b", b"never"),
+        tombstones(4, b"b"),  # L6
+        Chunk(5, (Entry(b"c", 3, Kind.LINK, target=b"a"),)),
+        files(6, b"b", size=50),
+    ],
+    "a large file over a small one": [files(1, b"big", size=3), PARTS[2], PARTS[0], PARTS[1]],
+    "a large file whose last part comes too late": [
+        *(PARTS[0], SHORT[1], PARTS[1], SHORT[0]),
+        PARTS[2],  # the entry has a greater stamp
+    ],
+    "an incomplete large file": [*PARTS[:2], files(7, b"big", b"x"), files(0, b"big")],
+    "all extents in one chunk": [
         Chunk(1, tuple(Entry(b"big", 9, number=i, extents=3, first=(1, 0)) for i in range(3)))
-    ]
-    commit(meta, *chunks)
-    check(meta, NAME, chunks)
+    ],
+    "extents of two versions in one chunk": [
+        HALF[0],
+        Chunk(2, (*HALF[1].entries, Entry(b"half", 50, number=0, extents=2))),
+        Chunk(3, (Entry(b"half", 50, number=1, extents=2, first=(2, 1)),)),
+    ],
+    "an entry copied by purge": [ONE, files(2, b"b"), chunk_by_purge(9, (ONE, 0))],
+    "copies by purge of what was overwritten or deleted": [
+        *(ONE, files(5, b"a"), tombstones(6, b"b")),
+        chunk_by_purge(9, (ONE, 0), (ONE, 1), (ONE, 2)),
+    ],
+    "extents copied by purge": [
+        *PARTS,
+        chunk_by_purge(10, (PARTS[1], 0)),
+        chunk_by_purge(11, (PARTS[0], 0)),
+        files(20, b"big"),
+    ],
+    "a chunk by purge before its sources": [
+        chunk_by_purge(9, (ONE, 0), (PARTS[1], 0), known=False),
+        *(ONE, PARTS[1], PARTS[0], PARTS[2]),
+    ],
+}
 
 
-def test_a_chunk_may_have_extents_of_two_versions_of_a_file(meta: MetadataStore) -> None:
-    first = big(1, b"big", 2)
-    both = Chunk(2, (*first[1].entries, Entry(b"big", 50, number=0, extents=2)))
-    later = Chunk(3, (Entry(b"big", 50, number=1, extents=2, first=(2, 1)),))
-    commit(meta, first[0], both)
-    check(meta, NAME, [first[0], both])
-    commit(meta, later)
-    check(meta, NAME, [first[0], both, later])
+@each_row("history", HISTORIES.values(), ids=[*HISTORIES])
+def test_L3_Z4_Z6_Z7_each_commit_gives_the_state_of_all_chunks(
+    meta: MetadataStore, history: list[Chunk]
+) -> None:
+    """`changes` has the entries that are not as they were before."""
+    meta.drop(IDENTITY)
+    meta.create(NAME, IDENTITY)
+    for number, chunk in enumerate(history):
+        before, entries = meta.head(NAME).version, fold(history[:number]).entries.items()
+        commit(meta, chunk)
+        check(meta, NAME, history[: number + 1])
+        changed = dict(fold(history[: number + 1]).entries.items() - entries)
+        assert set(stored_entries(meta.changes(IDENTITY, before).rows)) == set(changed)
 
 
-# What purge writes
-
-
-def test_Z6_an_entry_copied_by_purge_is_found_in_the_new_chunk(meta: MetadataStore) -> None:
-    one, two = files(1, b"a", b"b"), files(2, b"b")
-    nine = chunk_by_purge(9, (one, 0))
-    before = commit(meta, one, two)
-    commit(meta, nine)
-    check(meta, NAME, [one, two, nine])
-    assert stored_entries(meta.lookup(IDENTITY, [b"a"]))[b"a"].chunk == nine.id
-    assert list(stored_entries(meta.changes(IDENTITY, before).rows)) == [b"a"]
-    assert (meta.head(NAME).files, meta.chunks(IDENTITY)[0].holes) == (2, 2)
-
-
-def test_P6_Z7_a_copy_by_purge_never_inserts_nor_beats_a_newer_entry(meta: MetadataStore) -> None:
-    one = files(1, b"a", b"b", b"c")
-    nine = chunk_by_purge(9, (one, 0), (one, 1), (one, 2))
-    commit(meta, one, files(5, b"a"), tombstones(6, b"b"), nine)
-    check(meta, NAME, [one, files(5, b"a"), tombstones(6, b"b"), nine])
+def test_P6_Z7_a_copy_by_purge_never_inserts_an_entry(meta: MetadataStore) -> None:
+    commit(meta, files(5, b"a"))
     lost = files(3, b"lost")
     commit(meta, chunk_by_purge(10, (lost, 0)))  # its tombstone may have been dropped
     assert len(meta.lookup(IDENTITY, [b"lost"], tombstones=True)) == 0
@@ -346,36 +332,7 @@ def test_P6_Z7_a_copy_by_purge_never_inserts_nor_beats_a_newer_entry(meta: Metad
     assert meta.holes(IDENTITY, chunk_id(12)).tolist() == [0]
 
 
-def test_Z6_a_chunk_of_purge_may_be_committed_before_its_sources(meta: MetadataStore) -> None:
-    one, parts = files(1, b"a"), big(2, b"big", 3)
-    nine = chunk_by_purge(9, (one, 0), (parts[1], 0), known=False)
-    commit(meta, nine, one, parts[1], parts[0])
-    check(meta, NAME, [nine, one, parts[1], parts[0]])
-    commit(meta, parts[2])
-    check(meta, NAME, [nine, one, *parts])
-    assert meta.holes(IDENTITY, nine.id).tolist() == []
-
-
-def test_an_extent_copied_by_purge_replaces_its_source(meta: MetadataStore) -> None:
-    parts = big(1, b"big", 3)
-    before = commit(meta, *parts)
-    copies = [chunk_by_purge(10, (parts[1], 0)), chunk_by_purge(11, (parts[0], 0))]
-    commit(meta, copies[0])
-    check(meta, NAME, [*parts, copies[0]])
-    assert list(stored_entries(meta.changes(IDENTITY, before).rows)) == [b"big"]
-    commit(meta, copies[1])
-    check(meta, NAME, [*parts, *copies])
-    commit(meta, files(20, b"big"))
-    check(meta, NAME, [*parts, *copies, files(20, b"big")])
-    assert len(meta.changes(IDENTITY, 0).rows) == 1
-
-
-# Rebuilding
-
-
-def test_a_rebuild_gives_the_same_state_and_a_greater_version(
-    meta: MetadataStore, clock: Clock
-) -> None:
+def test_a_rebuild_gives_the_same_state_and_is_newer(meta: MetadataStore, clock: Clock) -> None:
     chunks = [files(1, b"a", b"x/b"), *big(2, b"a", 2), tombstones(5, b"x/b"), files(6, b"x/b")]
     before = commit(meta, *chunks, files(7, b"lost"))
     clock.ns -= 10**9  # K1
@@ -403,9 +360,6 @@ def test_C18_a_failed_rebuild_leaves_the_old_state(meta: MetadataStore) -> None:
         meta.rebuild(NAME, IDENTITY, broken())
     assert meta.head(NAME) == before
     check(meta, NAME, [files(1, b"a"), files(2, b"b")])
-
-
-# Reading
 
 
 def test_lookup_returns_existing_entries_in_the_order_of_paths(meta: MetadataStore) -> None:
@@ -473,10 +427,9 @@ def test_H9_paths_may_have_a_thousand_levels(meta: MetadataStore) -> None:
     assert kinds(meta, b"") == {b"0": Kind.FOLDER}
 
 
-# Locking commits
-
-
-def test_commits_wait_until_a_lock_is_released(meta: MetadataStore, open_meta: Opener) -> None:
+def test_commits_wait_until_a_lock_is_released(
+    meta: MetadataStore, open_meta: Opener, pool: ThreadPoolExecutor
+) -> None:
     meta.create("other", uuid.UUID(int=8))
     hasty = open_meta(deadline_s=0.3)
     with meta.lock_commits(IDENTITY, 30), meta.lock_commits(IDENTITY, 20) as second:
@@ -484,10 +437,9 @@ def test_commits_wait_until_a_lock_is_released(meta: MetadataStore, open_meta: O
         with pytest.raises(BusyError):
             commit(hasty, files(1, b"a"))
         hasty.commit(uuid.UUID(int=8), files(1, b"a").batch())
-        waiting = threading.Thread(target=commit, args=(meta, files(2, b"b")))
-        waiting.start()
+        waiting = pool.submit(commit, meta, files(2, b"b"))
         assert meta.changes(IDENTITY, 0).head.version == 0
-    waiting.join()
+    waiting.result()
     commit(hasty, files(1, b"a"))
     check(hasty, NAME, [files(1, b"a"), files(2, b"b")])
     hasty.close()

@@ -5,27 +5,27 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.errors import BusyError, CorruptError, DieselError, NoSuchDataset
+from diesel_fs.errors import BusyError, CorruptError, NoSuchDataset
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.storage.metadata import rebuild
 from diesel_fs.storage.metadata.sqlite import shadow_state
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import Batch, MetadataStore, RenewingCommitLock
 from tests.storage.metadata.batches import Chunk, check, chunk_id, files, stored_entries, tombstones
-from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit, edit
 
 ONE_S = 10**9
 
 
 class Chunks:
-    """Stands for the object store: the chunks that a rebuild finds, and those committed
-    meanwhile.
-    """
+    """Stands for the object store: the chunks that a rebuild finds, and later ones."""
 
     def __init__(self, *chunks: Chunk) -> None:
         self.there = [*chunks]
@@ -37,9 +37,7 @@ class Chunks:
         commit(meta, *chunks)
 
     def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[Batch]:
-        """All chunks that exist when the first batch is asked for; `then` is called after the
-        listing.
-        """
+        """All chunks that exist when the first batch is asked for; `then` is called after that."""
         found = [chunk.batch() for chunk in self.there]
         then()
         yield from found
@@ -49,6 +47,16 @@ class Chunks:
         self.requested.append([*chunks])
         wanted = {chunk.id: chunk for chunk in self.there}
         yield from (wanted[chunk].batch() for chunk in chunks)
+
+    def rebuild(self, meta: MetadataStore, then: Callable[[], object] = lambda: None) -> int:
+        """Rebuild the dataset from these chunks; `then` is called meanwhile."""
+        return meta.rebuild(NAME, IDENTITY, self.listed(then=then), self.read_committed)
+
+
+def with_chunks(meta: MetadataStore, *chunks: Chunk) -> Chunks:
+    """Chunks that are committed already."""
+    commit(meta, *chunks)
+    return Chunks(*chunks)
 
 
 def commits_are_locked(opened: Opener) -> bool:
@@ -76,7 +84,7 @@ def test_C18_commits_during_a_rebuild_are_in_the_new_state(
             more = files(3, b"d/b", b"new"), tombstones(4, b"c"), files(5, b"d/e/f")
             store.committed(writer, *more)
 
-        version = meta.rebuild(NAME, IDENTITY, store.listed(then=put), store.read_committed)
+        version = store.rebuild(meta, put)
         check(meta, NAME, store.there)
         assert writer.head(NAME).version == version
         store.committed(writer, files(6, b"a"))
@@ -85,25 +93,17 @@ def test_C18_commits_during_a_rebuild_are_in_the_new_state(
 
 
 def test_C18_commits_do_not_wait_for_a_long_rebuild(
-    meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
+    meta: MetadataStore, open_meta: Opener, pool: ThreadPoolExecutor
 ) -> None:
     """In small: the rebuild takes many times as long as a commit waits."""
-    store = Chunks(*(files(number, b"f%d" % number) for number in range(1, 9)))
-    commit(meta, *store.there)
-    stop, wrong, took = threading.Event(), list[DieselError](), list[float]()
+    store = with_chunks(meta, *(files(number, b"f%d" % number) for number in range(1, 9)))
+    stop = threading.Event()
 
     def put() -> None:
         with closing(open_meta(deadline_s=0.5)) as writer:
-            for number in range(100, 1000):
-                if stop.is_set():
-                    return
-                began_s = time.monotonic()
-                try:
-                    store.committed(writer, files(number, b"n%d" % number))
-                except DieselError as error:
-                    wrong.append(error)
-                    return
-                took.append(time.monotonic() - began_s)
+            while not stop.is_set():
+                number = len(store.there) + 100
+                store.committed(writer, files(number, b"n%d" % number))
                 time.sleep(0.01)
 
     def slowly(batches: Iterable[Batch]) -> Iterator[Batch]:
@@ -111,16 +111,13 @@ def test_C18_commits_do_not_wait_for_a_long_rebuild(
             yield batch
             time.sleep(0.25)
 
-    thread = threading.Thread(target=put, daemon=True)
-    thread.start()
+    putting = pool.submit(put)
     try:
         meta.rebuild(NAME, IDENTITY, slowly(store.listed()), store.read_committed)
     finally:
         stop.set()
-        thread.join(30)
-    assert not thread.is_alive()
-    assert not wrong
-    assert len(took) > 20
+    putting.result(30)
+    assert len(store.there) > 8 + 20
     check(meta, NAME, store.there)
 
 
@@ -128,8 +125,7 @@ def test_C18_commits_are_locked_for_the_last_few_chunks_only(
     meta: MetadataStore, open_meta: Opener, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 3)
-    store = Chunks(files(1, b"a"))
-    commit(meta, *store.there)
+    store = with_chunks(meta, files(1, b"a"))
     was_locked = list[bool]()
 
     def put() -> None:
@@ -151,12 +147,10 @@ def test_C18_commits_are_locked_for_the_last_few_chunks_only(
 
 
 def test_C18_a_rebuild_without_read_committed_fails_at_a_commit(meta: MetadataStore) -> None:
-    store = Chunks(files(1, b"a"))
-    commit(meta, *store.there)
+    store = with_chunks(meta, files(1, b"a"))
+    batches = store.listed(then=lambda: store.committed(meta, files(2, b"b")))
     with pytest.raises(BusyError, match="was changed"):
-        meta.rebuild(
-            NAME, IDENTITY, store.listed(then=lambda: store.committed(meta, files(2, b"b")))
-        )
+        meta.rebuild(NAME, IDENTITY, batches)
     check(meta, NAME, store.there)
 
 
@@ -164,20 +158,15 @@ def test_C18_a_rebuild_without_read_committed_fails_at_a_commit(meta: MetadataSt
 def test_C18_late_chunks_that_cannot_be_read_leave_the_old_state(
     meta: MetadataStore, open_meta: Opener, error: BaseException
 ) -> None:
-    store = Chunks(files(1, b"a"))
-    commit(meta, *store.there)
+    store = with_chunks(meta, files(1, b"a"))
+    batches = store.listed(then=lambda: store.committed(meta, files(2, b"b")))
 
     def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
         yield from store.read_committed(chunks)
         raise error
 
     with pytest.raises(type(error)):
-        meta.rebuild(
-            NAME,
-            IDENTITY,
-            store.listed(then=lambda: store.committed(meta, files(2, b"b"))),
-            read_committed,
-        )
+        meta.rebuild(NAME, IDENTITY, batches, read_committed)
     check(meta, NAME, store.there)
     assert not commits_are_locked(open_meta)
 
@@ -186,20 +175,15 @@ def test_late_chunks_without_a_batch_are_asked_for_once(
     meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 0)
-    store = Chunks(files(1, b"a"))
-    commit(meta, *store.there)
+    store = with_chunks(meta, files(1, b"a"))
+    batches = store.listed(then=lambda: commit(meta, files(2, b"damaged")))
     asked = list[Collection[ChunkId]]()
 
     def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
         asked.append(chunks)
         yield from ()
 
-    meta.rebuild(
-        NAME,
-        IDENTITY,
-        store.listed(then=lambda: commit(meta, files(2, b"damaged"))),
-        read_committed,
-    )
+    meta.rebuild(NAME, IDENTITY, batches, read_committed)
     assert asked == [[chunk_id(2)]]
     check(meta, NAME, store.there)
 
@@ -208,7 +192,7 @@ def test_chunks_committed_before_a_rebuild_are_not_asked_for(meta: MetadataStore
     """A rebuild leaves out chunks that were committed before, and whose objects are lost."""
     store = Chunks(files(1, b"a"), files(3, b"orphan"))
     commit(meta, files(1, b"a"), files(2, b"lost"))
-    meta.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
+    store.rebuild(meta)
     assert store.requested == []
     check(meta, NAME, store.there)
 
@@ -229,42 +213,35 @@ def test_a_rebuilt_state_is_newer_than_the_last_commit(meta: MetadataStore) -> N
 
 
 def test_a_dataset_dropped_during_a_rebuild_stays_dropped(meta: MetadataStore) -> None:
-    store = Chunks(files(1, b"a"))
-    commit(meta, *store.there)
+    store = with_chunks(meta, files(1, b"a"))
     with pytest.raises(NoSuchDataset):
-        meta.rebuild(
-            NAME, IDENTITY, store.listed(then=lambda: meta.drop(IDENTITY)), store.read_committed
-        )
+        store.rebuild(meta, lambda: meta.drop(IDENTITY))
     assert meta.heads() == []
     meta.create(NAME, IDENTITY)
     check(meta, NAME, [])
 
 
 def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opener) -> None:
-    """Nor does the rebuild of a dataset that the store did not know, and that the other one has
-    made.
-    """
+    """Nor if the store did not know the dataset, and the other one has made it."""
     store = Chunks(files(1, b"a"), files(2, b"b"))
     meta.drop(IDENTITY)
     with closing(open_meta()) as other:
 
         def meanwhile() -> None:
-            other.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
+            store.rebuild(other)
             number = len(store.there) + 1
             store.committed(other, files(number, b"f%d" % number))
-            other.rebuild(NAME, IDENTITY, store.listed(), store.read_committed)
+            store.rebuild(other)
 
         for _ in range(2):
-            meta.rebuild(NAME, IDENTITY, store.listed(then=meanwhile), store.read_committed)
+            store.rebuild(meta, meanwhile)
             check(other, NAME, store.there)
 
 
 def test_chunks_forgotten_during_a_rebuild_can_be_forgotten_again(meta: MetadataStore) -> None:
-    store = Chunks(files(1, b"a"), files(2, b"a"), files(3, b"z"))
-    commit(meta, *store.there)
+    store = with_chunks(meta, files(1, b"a"), files(2, b"a"), files(3, b"z"))
     gone = chunk_id(1)
-    batches = store.listed(then=lambda: meta.forget(IDENTITY, [gone]))
-    meta.rebuild(NAME, IDENTITY, batches, store.read_committed)
+    store.rebuild(meta, lambda: meta.forget(IDENTITY, [gone]))
     meta.forget(IDENTITY, [gone])
     check(meta, NAME, store.there[1:])
 
@@ -285,14 +262,6 @@ def test_C2_a_rebuild_interrupted_after_its_end_has_succeeded(
     check(meta, NAME, store.there)
 
 
-# SQLite alone
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "meta.sqlite"
-
-
 @pytest.fixture
 def embedded(path: Path) -> Iterator[SqliteMetadata]:
     with closing(SqliteMetadata.open(path, create=True)) as store:
@@ -302,23 +271,19 @@ def embedded(path: Path) -> Iterator[SqliteMetadata]:
 
 def rows_of_no_dataset(path: Path) -> int:
     """How many rows belong to numbers that no dataset has."""
+    owners = {
+        "dataset": ("folder", "chunk", "aside", "hold"),
+        "folder": ("entry", "run", "part"),
+        "chunk": ("hole", "span"),
+    }
     with closing(sqlite3.connect(path)) as db:
-        mine = "(SELECT number FROM dataset)"
-        counts = [
-            db.execute(f"SELECT count(*) FROM {table} WHERE {column} NOT IN {of}").fetchone()[0]  # noqa: S608
-            for table, column, of in (
-                ("folder", "dataset", mine),
-                ("chunk", "dataset", mine),
-                ("aside", "dataset", mine),
-                ("hold", "dataset", mine),
-                ("entry", "folder", "(SELECT number FROM folder)"),
-                ("run", "folder", "(SELECT number FROM folder)"),
-                ("part", "folder", "(SELECT number FROM folder)"),
-                ("hole", "chunk", "(SELECT number FROM chunk)"),
-                ("span", "chunk", "(SELECT number FROM chunk)"),
-            )
-        ]
-    return sum(counts)
+        return sum(
+            db.execute(
+                f"SELECT count(*) FROM {table} WHERE {owner} NOT IN (SELECT number FROM {owner})"  # noqa: S608
+            ).fetchone()[0]
+            for owner, tables in owners.items()
+            for table in tables
+        )
 
 
 def many() -> list[Chunk]:
@@ -333,8 +298,7 @@ def test_no_rows_of_a_shadow_state_are_left(
 ) -> None:
     for name in ("_ROWS_AT_ONCE", "_FOLDERS_AT_ONCE", "_CHUNKS_AT_ONCE"):
         monkeypatch.setattr(shadow_state, name, 3)
-    store = Chunks(*many())
-    commit(embedded, *store.there)
+    store = with_chunks(embedded, *many())
 
     def batches() -> Iterator[Batch]:
         yield from store.listed()
@@ -358,9 +322,7 @@ def test_no_rows_of_a_shadow_state_are_left(
 def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are removed after a long time without heartbeats; a rebuild that is alive after all
-    fails.
-    """
+    """They go after a long time without heartbeats; a rebuild that is alive after all fails."""
     now_ns = [1_800_000_000 * ONE_S]
     opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
     with closing(opened) as meta:
@@ -379,15 +341,18 @@ def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
             yield from store.listed()
             beside(seconds)
 
+        def killed() -> Iterator[Batch]:
+            yield from store.listed()
+            raise KeyboardInterrupt
+
         meta.rebuild(NAME, IDENTITY, batches(500))
         with pytest.raises(BusyError, match="took this rebuild for dead"):
             meta.rebuild(NAME, IDENTITY, batches(700))
         check(meta, NAME, store.there)
         assert rows_of_no_dataset(path) == 0
         monkeypatch.setattr(shadow_state.SqliteShadowState, "discard", lambda _: None)
-        monkeypatch.setattr(Chunks, "listed", killed(Chunks.listed))
         with pytest.raises(KeyboardInterrupt):
-            meta.rebuild(NAME, IDENTITY, store.listed())
+            meta.rebuild(NAME, IDENTITY, killed())
         assert rows_of_no_dataset(path) > 0
         beside(0)
         assert rows_of_no_dataset(path) > 0, "it may be at work still"
@@ -398,29 +363,21 @@ def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
 
 def test_a_rebuild_that_is_being_removed_fails(embedded: SqliteMetadata, path: Path) -> None:
     """It fails while some of its rows still exist, too."""
-    store = Chunks(*many())
-    commit(embedded, *store.there)
+    store = with_chunks(embedded, *many())
 
-    def removed_by_another() -> None:
-        with closing(sqlite3.connect(path)) as db:
-            db.execute("UPDATE aside SET beat = 0")
-            db.commit()
-
+    removed_by_another = partial(edit, path, "UPDATE aside SET beat = 0")
     with pytest.raises(BusyError, match="took this rebuild for dead"):
         embedded.rebuild(NAME, IDENTITY, store.listed(then=removed_by_another))
     check(embedded, NAME, store.there)
 
 
-def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
+def test_a_rebuild_without_its_lock_includes_late_commits(
     embedded: SqliteMetadata, path: Path
 ) -> None:
-    store = Chunks(files(1, b"a"))
-    commit(embedded, *store.there)
+    store = with_chunks(embedded, files(1, b"a"))
 
     def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        with closing(sqlite3.connect(path)) as db:
-            db.execute("DELETE FROM hold")
-            db.commit()
+        edit(path, "DELETE FROM hold")
         if len(store.there) == 2:
             store.committed(embedded, files(3, b"c"))
         yield from store.read_committed(chunks)
@@ -431,19 +388,8 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     check(embedded, NAME, store.there)
 
 
-def killed(listed: Callable[[Chunks], Iterator[Batch]]) -> Callable[[Chunks], Iterator[Batch]]:
-    """Batches of which the reader is killed after the last."""
-
-    def batches(self: Chunks) -> Iterator[Batch]:
-        yield from listed(self)
-        raise KeyboardInterrupt
-
-    return batches
-
-
 def test_a_lock_outlasts_a_rebuild(embedded: SqliteMetadata, path: Path) -> None:
-    store = Chunks(files(1, b"a"))
-    commit(embedded, *store.there)
+    store = with_chunks(embedded, files(1, b"a"))
     with closing(SqliteMetadata.open(path, deadline_s=0.05)) as hasty:
         with embedded.lock_commits(IDENTITY, 60):
             embedded.rebuild(NAME, IDENTITY, store.listed())
@@ -453,11 +399,8 @@ def test_a_lock_outlasts_a_rebuild(embedded: SqliteMetadata, path: Path) -> None
 
 
 def test_a_store_without_the_table_aside_is_rebuilt(embedded: SqliteMetadata, path: Path) -> None:
-    with closing(sqlite3.connect(path)) as db:
-        db.execute("DROP TABLE IF EXISTS aside")
-        db.commit()
-    store = Chunks(*many())
-    commit(embedded, *store.there)
+    edit(path, "DROP TABLE IF EXISTS aside")
+    store = with_chunks(embedded, *many())
     embedded.rebuild(NAME, IDENTITY, store.listed())
     check(embedded, NAME, store.there)
     embedded.drop(IDENTITY)

@@ -1,12 +1,12 @@
 """The file of the SQLite store: foreign and damaged files, permissions, full disks, forks."""
 
-import os
-import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,6 @@ import pytest
 from diesel_fs.errors import (
     BusyError,
     CorruptError,
-    DieselError,
     ForeignError,
     MetadataBehind,
     MetadataError,
@@ -25,34 +24,20 @@ from diesel_fs.errors import (
 from diesel_fs.storage.metadata.sqlite.database_file import SqliteFile
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from tests.small_disks import remount, small_disk
+from tests.storage.forks import in_child
 from tests.storage.metadata.batches import check, files
-from tests.storage.metadata.metadata_stores import IDENTITY, NAME
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    return tmp_path / "meta.sqlite"
+from tests.storage.metadata.metadata_stores import IDENTITY, NAME, edit
 
 
 @pytest.fixture
 def meta(path: Path) -> Iterator[SqliteMetadata]:
-    store = SqliteMetadata.open(path, create=True)
-    store.create(NAME, IDENTITY)
-    yield store
-    store.close()
+    with closing(SqliteMetadata.open(path, create=True)) as store:
+        store.create(NAME, IDENTITY)
+        yield store
 
 
 def commit(meta: SqliteMetadata, number: int, *paths: bytes) -> None:
     meta.commit(IDENTITY, files(number, *(paths or [b"f%d" % number])).batch())
-
-
-def edit(path: Path, statement: str) -> None:
-    """Change a database without the store."""
-    with closing(sqlite3.connect(path, isolation_level=None)) as db:
-        db.execute(statement)
-
-
-# Whose file it is
 
 
 def test_a_missing_or_empty_store_is_behind_not_empty(path: Path) -> None:
@@ -66,9 +51,7 @@ def test_a_missing_or_empty_store_is_behind_not_empty(path: Path) -> None:
     SqliteMetadata.open(path).close()
 
 
-def test_C15_a_newer_schema_is_refused_and_both_versions_are_named(
-    meta: SqliteMetadata, path: Path
-) -> None:
+def test_C15_of_another_schema_both_versions_are_named(meta: SqliteMetadata, path: Path) -> None:
     meta.close()
     edit(path, "PRAGMA user_version=7")
     for create in (False, True):
@@ -79,42 +62,35 @@ def test_C15_a_newer_schema_is_refused_and_both_versions_are_named(
         SqliteMetadata.open(path)
 
 
-def test_C16_another_applications_database_is_left_alone(path: Path) -> None:
+def test_C16_the_file_of_another_application_is_left_alone(path: Path) -> None:
     edit(path, "CREATE TABLE theirs (x)")
-    before = path.read_bytes()
-    with pytest.raises(ForeignError, match="another application"):
-        SqliteMetadata.open(path, create=True)
-    assert path.read_bytes() == before
+    for content, named in (
+        (path.read_bytes(), "another application"),
+        (b"GIF89a, and then something that is no database at all\n" * 100, "not a database"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ForeignError, match=named):
+            SqliteMetadata.open(path, create=True)
+        assert path.read_bytes() == content
 
 
-def test_a_file_that_is_not_a_database_is_refused(path: Path) -> None:
-    path.write_bytes(b"GIF89a, and then something that is no database at all\n" * 100)
-    with pytest.raises(ForeignError, match="not a database"):
-        SqliteMetadata.open(path, create=True)
-
-
-def test_a_damaged_file_says_recover(meta: SqliteMetadata, path: Path) -> None:
+def test_Z10_a_damaged_or_truncated_file_is_an_error(meta: SqliteMetadata, path: Path) -> None:
     for number in range(1, 30):
         commit(meta, number, *(b"f%d-%d" % (number, i) for i in range(50)))
     meta.close()
-    content = bytearray(path.read_bytes())
-    content[3 * 4096 :] = b"\xff" * (len(content) - 3 * 4096)
-    path.write_bytes(content)
+    content = path.read_bytes()
+    path.write_bytes(content[: 3 * 4096] + b"\xff" * (len(content) - 3 * 4096))
     with (
         closing(SqliteMetadata.open(path)) as damaged,
         pytest.raises(CorruptError, match="dlcmd recover"),
     ):
         damaged.changes(IDENTITY, 0)
-
-
-def test_Z10_a_truncated_file_is_an_error(meta: SqliteMetadata, path: Path) -> None:
-    for number in range(1, 30):
-        commit(meta, number, *(b"f%d-%d" % (number, i) for i in range(50)))
-    meta.close()
-    os.truncate(path, 5 * 4096 + 7)
-    with pytest.raises(DieselError) as caught, closing(SqliteMetadata.open(path)) as damaged:
-        damaged.changes(IDENTITY, 0)
-    assert isinstance(caught.value, (CorruptError, MetadataError))
+    path.write_bytes(content[: 5 * 4096 + 7])
+    with (
+        pytest.raises((CorruptError, MetadataError)),
+        closing(SqliteMetadata.open(path)) as truncated,
+    ):
+        truncated.changes(IDENTITY, 0)
 
 
 def test_a_replaced_file_is_noticed(meta: SqliteMetadata, path: Path) -> None:
@@ -129,9 +105,6 @@ def test_a_replaced_file_is_noticed(meta: SqliteMetadata, path: Path) -> None:
             new.create(NAME, IDENTITY)
             commit(other, 3)
             check(new, NAME, [files(3, b"f3")])
-
-
-# Who may use it
 
 
 def test_a_readonly_store_refuses_changes(meta: SqliteMetadata, path: Path) -> None:
@@ -182,9 +155,7 @@ def test_O16_a_read_only_folder_is_refused_at_once(disk: Path) -> None:
         SqliteMetadata.open(path)
 
 
-def test_waiting_for_a_locked_store_ends_and_names_the_process(
-    meta: SqliteMetadata, path: Path
-) -> None:
+def test_waiting_for_a_locked_store_ends_in_an_error(meta: SqliteMetadata, path: Path) -> None:
     code = (
         "import sqlite3, sys\n"
         "db = sqlite3.connect(sys.argv[1], isolation_level=None)\n"
@@ -204,16 +175,12 @@ def test_waiting_for_a_locked_store_ends_and_names_the_process(
         commit(hasty, 1)
 
 
-# Durability
-
-
-def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path) -> None:
+def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path, meta: SqliteMetadata) -> None:
     code = (
         "import sys; from pathlib import Path\n"
-        "from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata\n"
-        "from tests.storage.metadata.test_sqlite_file import NAME, IDENTITY, commit\n"
-        "meta = SqliteMetadata.open(Path(sys.argv[1]), create=True)\n"
-        "meta.create(NAME, IDENTITY); commit(meta, 1)\n"
+        "from tests.storage.metadata.test_sqlite_file import SqliteMetadata, commit\n"
+        "meta = SqliteMetadata.open(Path(sys.argv[1]))\n"
+        "commit(meta, 1)\n"
         "open('/proc/self/comm', 'w').write('begin')\n"
         "for number in range(2, 12): commit(meta, number)\n"
         "open('/proc/self/comm', 'w').write('middle')\n"
@@ -229,48 +196,18 @@ def test_sync_syncs_and_a_commit_does_not(tmp_path: Path, path: Path) -> None:
             raise
         pytest.skip("strace is missing or may not trace")
     text = trace.read_text()
-    _, begin, rest = text.partition('"begin"')
-    assert begin
-    commits, middle, rest = rest.partition('"middle"')
-    durable, end, _ = rest.partition('"end"')
-    assert middle
-    assert end
-    assert commits.count("sync(") == 0
-    assert durable.count("sync(") >= 1
+    marks = [text.index(f'"{mark}"') for mark in ("begin", "middle", "end")]
+    assert text.count("sync(", marks[0], marks[1]) == 0
+    assert text.count("sync(", marks[1], marks[2]) >= 1
 
 
-# Forks
+FORKS_WITH_THREADS = "ignore:.*multi-threaded.*fork:DeprecationWarning"
 
 
-def in_child(do: Callable[[], None]) -> int:
-    """Runs `do` in a forked child; 0 where it returned."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            do()
-            status = 0
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_Z9_parent_and_child_of_a_fork_can_both_commit(meta: SqliteMetadata) -> None:
-    commit(meta, 1)
-
-    def use() -> None:
-        commit(meta, 2)
-        check(meta, NAME, [files(1, b"f1"), files(2, b"f2")])
-        assert in_child(lambda: commit(meta, 3)) == 0
-        meta.close()
-
-    assert in_child(use) == 0
-    commit(meta, 4)
-    check(meta, NAME, [files(i, b"f%d" % i) for i in (1, 2, 3, 4)])
-
-
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetadata) -> None:
+@pytest.mark.filterwarnings(FORKS_WITH_THREADS)
+def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(
+    meta: SqliteMetadata, pool: ThreadPoolExecutor
+) -> None:
     stop = threading.Event()
     numbers: list[int] = []
 
@@ -279,19 +216,18 @@ def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(meta: SqliteMetad
             commit(meta, 100 + len(numbers))
             numbers.append(100 + len(numbers))
 
-    thread = threading.Thread(target=work)
-    thread.start()
+    working = pool.submit(work)
     try:
         for number in range(1, 9):
-            assert in_child(lambda number=number: commit(meta, number)) == 0  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
+            assert in_child(partial(commit, meta, number)) == 0
     finally:
         stop.set()
-        thread.join()
+    working.result()
     check(meta, NAME, [files(i, b"f%d" % i) for i in [*range(1, 9), *numbers]])
 
 
-@pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
-def test_Z9_a_child_forked_in_a_transaction_raises(path: Path) -> None:
+@pytest.mark.filterwarnings(FORKS_WITH_THREADS)
+def test_Z9_a_child_forked_in_a_transaction_raises(path: Path, pool: ThreadPoolExecutor) -> None:
     inside, leave = threading.Event(), threading.Event()
     file = SqliteFile(path, create=True, fork_wait_s=0.05)
     meta = SqliteMetadata(file)
@@ -306,12 +242,11 @@ def test_Z9_a_child_forked_in_a_transaction_raises(path: Path) -> None:
         with pytest.raises(MetadataError, match="forked"):
             meta.heads()
 
-    thread = threading.Thread(target=read)
-    thread.start()
+    reading = pool.submit(read)
     inside.wait()
     try:
         assert in_child(use) == 0
     finally:
         leave.set()
-        thread.join()
+    reading.result()
     commit(meta, 1)

@@ -4,7 +4,7 @@ import os
 import shutil
 import sqlite3
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from diesel_fs.storage.metadata.sqlite.host_lease import (
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.system.mountinfo import file_system_of
 from tests.rows import each_row
+from tests.storage.forks import in_child
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Clock
 
@@ -63,17 +64,20 @@ def test_locks_work_on_this_disk(tmp_path: Path) -> None:
     assert "nolock" in file_system_of(Path("/mnt/old"), MOUNTS).options
 
 
-# The lease
+Lease = Callable[[str], HostLease]
 
 
-def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    first = HostLease(path, "host-1", clock.seconds)
-    second = HostLease(path, "host-1", clock.seconds)  # another process of that host
-    other = HostLease(path, "host-2", clock.seconds)
+@pytest.fixture
+def lease(tmp_path: Path, clock: Clock) -> Lease:
+    """The lease of a process on this host."""
+    return lambda host: HostLease(tmp_path / "meta.lease", host, clock.seconds)
+
+
+def test_only_one_host_at_a_time_has_the_lease(lease: Lease) -> None:
+    first, second, other = lease("host-1"), lease("host-1"), lease("host-2")
     first.keep()
     second.keep()
-    with pytest.raises(BusyError, match="?meta=redis://".replace("?", r"\?")):
+    with pytest.raises(BusyError, match=r"\?meta=redis://"):
         other.keep()
     first.release()
     first.release()
@@ -85,9 +89,8 @@ def test_only_one_host_at_a_time_has_the_lease(tmp_path: Path) -> None:
         first.keep()
 
 
-def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    dead, other = HostLease(path, "host-1", clock.seconds), HostLease(path, "host-2", clock.seconds)
+def test_L8_an_expired_lease_is_taken_and_its_holder_refused(lease: Lease, clock: Clock) -> None:
+    dead, other = lease("host-1"), lease("host-2")
     dead.keep()
     clock.advance(LEASE_S + CLOCK_ALLOWANCE_S - 1)
     with pytest.raises(BusyError, match="wait 1 s"):
@@ -99,32 +102,24 @@ def test_L8_an_expired_lease_is_taken_and_its_old_holder_refused(tmp_path: Path)
         dead.keep()
 
 
-def test_a_damaged_lease_is_valid_until_it_must_have_expired(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    path.write_bytes(b'{"host": "ho')
-    os.utime(path, (clock.seconds(), clock.seconds()))
-    lease = HostLease(path, "host-2", clock.seconds)
+def test_a_damaged_lease_is_valid_until_it_must_have_expired(
+    tmp_path: Path, lease: Lease, clock: Clock
+) -> None:
+    (tmp_path / "meta.lease").write_bytes(b'{"host": "ho')
+    os.utime(tmp_path / "meta.lease", (clock.seconds(), clock.seconds()))
     with pytest.raises(BusyError, match="unknown host"):
-        lease.keep()
+        lease("host-2").keep()
     clock.advance(LEASE_S + CLOCK_ALLOWANCE_S + 1)
-    lease.keep()
+    lease("host-2").keep()
 
 
-def test_a_forked_child_is_a_holder_of_its_own(tmp_path: Path) -> None:
-    path, clock = tmp_path / "meta.lease", Clock()
-    lease = HostLease(path, "host-1", clock.seconds)
-    lease.keep()
-    child = os.fork()
-    if child == 0:
-        lease.keep()
-        os._exit(0)  # without a release
-    assert os.waitpid(child, 0)[1] == 0
-    lease.release()
+def test_a_forked_child_is_a_holder_of_its_own(lease: Lease) -> None:
+    parents = lease("host-1")
+    parents.keep()
+    assert in_child(parents.keep) == 0  # without a release
+    parents.release()
     with pytest.raises(BusyError):
-        HostLease(path, "host-2", clock.seconds).keep()
-
-
-# The store
+        lease("host-2").keep()
 
 
 @pytest.fixture
@@ -146,12 +141,7 @@ def open_on(
 ) -> SqliteMetadata:
     """Open a store as another host would."""
     file = SqliteFile(
-        path,
-        create=create,
-        readonly=readonly,
-        deadline_s=0.5,
-        host=host,
-        clock=clock.seconds,
+        path, create=create, readonly=readonly, deadline_s=0.5, host=host, clock=clock.seconds
     )
     return SqliteMetadata(file, clock)
 
@@ -190,27 +180,21 @@ def test_every_commit_on_a_network_is_synced(folder: tuple[Path, Path]) -> None:
         meta.sync()
 
 
-def test_no_shared_memory_is_used_over_a_network(folder: tuple[Path, Path]) -> None:
+def test_a_store_with_a_wal_changes_its_journal_over_a_network(folder: tuple[Path, Path]) -> None:
+    """A reader there fails meanwhile, as it may use no shared memory."""
     disk, network = folder
     clock = Clock()
     with closing(open_on(disk, "host-1", clock, create=True)) as local:
         local.create(NAME, IDENTITY)
+        local.commit(IDENTITY, files(1, b"a").batch())
     assert journal(disk) == b"\2\2"
-    disk.with_name("meta.sqlite-shm").symlink_to("meta.sqlite-shm")  # opening it fails
+    memory = disk.with_name("meta.sqlite-shm")
     with pytest.raises(MetadataError, match="snapshot"):
         open_on(network, "host-2", clock, readonly=True)
-
-
-def test_a_store_with_a_wal_changes_its_journal_over_a_network(folder: tuple[Path, Path]) -> None:
-    disk, network = folder
-    clock = Clock()
-    local = open_on(disk, "host-1", clock, create=True)
-    local.create(NAME, IDENTITY)
-    local.commit(IDENTITY, files(1, b"a").batch())
-    assert journal(disk) == b"\2\2"
-    local.close()
+    memory.symlink_to("meta.sqlite-shm")  # opening it fails
     with pytest.raises(MetadataError, match="snapshot"):
         open_on(network, "host-2", clock, readonly=True)
+    memory.unlink()
     with closing(open_on(network, "host-2", clock)) as remote:
         check(remote, NAME, [files(1, b"a")])
         assert journal(disk) == b"\1\1"

@@ -27,8 +27,7 @@ class WatchedLink(RedisLink):
     """Calls `before` with each script before it is sent, and `after` when its reply has come.
 
     With `after_command`, commands are sent one by one, each page of a scan has some `page_rows`
-    rows, and `after_command` is called with each command when its reply has come.
-    """
+    rows, and `after_command` is called with each command when its reply has come."""
 
     before: Watcher = staticmethod(lambda _: None)
     after: Watcher = staticmethod(lambda _: None)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.storage.objects.scripted_s3 import ScriptedS3
-from tests.storage.objects.scripted_store import VirtualSleep
+from tests.storage.objects.scripted_store import Bucket, VirtualSleep, store_on
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,11 @@ def sleeps() -> VirtualSleep:
 
 @pytest.fixture
 def server() -> Iterator[ScriptedS3]:
-    """A scripted S3 server without faults."""
+    """A scripted S3 server, without faults until the test plans some."""
     with ScriptedS3() as server:
         yield server
+
+
+@pytest.fixture
+def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> Bucket:
+    return Bucket(server, sleeps, store_on(server, sleeps))

@@ -9,23 +9,27 @@ from typing import Generic, Self, TypeVar
 
 @dataclass(slots=True)
 class PlannedFault:
-    """A fault of the next `times` operations of this name on objects whose name contains `where`.
-    The first `skip` of these operations are left alone."""
+    """A fault of the next `times` operations of this name on objects whose name contains `where`,
+    or of all of them if `times` is None. The first `skip` of these operations are left alone."""
 
     operation: str
     where: str = ""
     skip: int = field(default=0, kw_only=True)
-    times: int = field(default=1, kw_only=True)
+    times: int | None = field(default=1, kw_only=True)
     seen: int = field(default=0, init=False)
     hits: int = field(default=0, init=False)
+
+    @property
+    def happened(self) -> bool:
+        """Whether it has hit as often as planned."""
+        return self.hits > 0 if self.times is None else self.hits == self.times
 
 
 F = TypeVar("F", bound=PlannedFault)
 
 
 class FaultScript(Generic[F]):
-    """Faults, in a `with` that checks them at its end. The first one that matches an operation is
-    the one that happens."""
+    """Faults, in a `with` that checks them at its end. The first that matches happens."""
 
     def __init__(self, *script: F) -> None:
         self.script = script
@@ -36,8 +40,13 @@ class FaultScript(Generic[F]):
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         if error is None:
-            missed = [fault for fault in self.script if fault.hits != fault.times]
-            assert not missed, f"faults that did not hit as often as planned: {missed}"
+            self.plan()
+
+    def plan(self, *script: F) -> None:
+        """Begin another script. All faults of the one before must have happened."""
+        missed = [fault for fault in self.script if not fault.happened]
+        assert not missed, f"faults that did not hit as often as planned: {missed}"
+        self.script = script
 
     def next_fault(self, operation: str, name: str) -> F | None:
         """The fault of this operation, which counts as having happened."""
@@ -46,7 +55,7 @@ class FaultScript(Generic[F]):
                 if fault.operation != operation or fault.where not in name:
                     continue
                 fault.seen += 1
-                if fault.seen > fault.skip and fault.hits < fault.times:
+                if fault.seen > fault.skip and not (fault.times and fault.happened):
                     fault.hits += 1
                     return fault
         return None

@@ -9,14 +9,13 @@ not hit proves nothing, so it fails.
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from itertools import islice
 
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
 from tests.storage.objects.fault_script import FaultScript, PlannedFault
-
-Item = TypeVar("Item")
 
 
 @dataclass(slots=True)
@@ -24,8 +23,7 @@ class Fault(PlannedFault):
     """What happens to the next calls of the method `operation`.
 
     `act` is called first. `error` is raised before the call's effect, or, with `done`, after it (a
-    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it.
-    """
+    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it."""
 
     error: Exception | None = None
     done: bool = False
@@ -35,79 +33,64 @@ class Fault(PlannedFault):
 
 
 class FaultyStore(ReadWrapper, FaultScript[Fault]):
-    """A store that forwards every call, unless a fault hits it. The first fault that matches a call
-    is the one that hits."""
+    """A store that forwards every call, unless a fault hits it."""
 
     def __init__(self, inner: ObjectStore, *script: Fault) -> None:
         ReadWrapper.__init__(self, inner)
         FaultScript.__init__(self, *script)
         self.calls: Counter[str] = Counter()
 
-    def _before(self, operation: str, name: str) -> Fault | None:
+    @contextmanager
+    def _call(self, operation: str, name: str) -> Iterator[Fault]:
+        """Do what the fault of this call says, before and after the call."""
         with self._script_lock:
             self.calls[operation] += 1
-        fault = self.next_fault(operation, name)
-        if fault is not None and fault.act is not None:
+        fault = self.next_fault(operation, name) or Fault(operation)
+        if fault.act is not None:
             fault.act(name)
-        if fault is not None and fault.error is not None and not fault.done:
+        if fault.error is not None and not fault.done:
             raise fault.error
-        return fault
+        yield fault
+        if fault.error is not None:
+            raise fault.error
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        fault = self._before("put", name)
-        super().put(name, parts)
-        _after(fault)
+        with self._call("put", name):
+            super().put(name, parts)
 
     def replace(self, name: str, parts: Sequence[Bytes]) -> None:
-        fault = self._before("replace", name)
-        super().replace(name, parts)
-        _after(fault)
+        with self._call("replace", name):
+            super().replace(name, parts)
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
-        fault = self._before("get", name)
-        content = super().get(name, start, length)
-        if fault is not None and fault.keep is not None:
-            del content[fault.keep :]
-        if fault is not None and fault.flip is not None:
-            content[fault.flip // 8] ^= 1 << fault.flip % 8
-        _after(fault)
+        with self._call("get", name) as fault:
+            content = super().get(name, start, length)
+            del content[len(content) if fault.keep is None else fault.keep :]
+            _flip(content, fault)
         return content
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        fault = self._before("read_into", name)
-        super().read_into(name, start, buffer)
-        if fault is not None and fault.flip is not None:
-            memoryview(buffer).cast("B")[fault.flip // 8] ^= 1 << fault.flip % 8
-        _after(fault)
+        with self._call("read_into", name) as fault:
+            super().read_into(name, start, buffer)
+            _flip(memoryview(buffer).cast("B"), fault)
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        fault = self._before("list", prefix)
-        return _shortened(fault, super().list(prefix, after))
+        with self._call("list", prefix) as fault:
+            yield from islice(super().list(prefix, after), fault.keep)
 
     def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        fault = self._before("list", prefix)
-        return _shortened(fault, super().names(prefix, after))
+        with self._call("list", prefix) as fault:
+            yield from islice(super().names(prefix, after), fault.keep)
 
     def stat(self, name: str) -> ObjectInfo:
-        fault = self._before("stat", name)
-        info = super().stat(name)
-        _after(fault)
-        return info
+        with self._call("stat", name):
+            return super().stat(name)
 
     def delete(self, name: str) -> None:
-        fault = self._before("delete", name)
-        super().delete(name)
-        _after(fault)
+        with self._call("delete", name):
+            super().delete(name)
 
 
-def _after(fault: Fault | None) -> None:
-    if fault is not None and fault.error is not None and fault.done:
-        raise fault.error
-
-
-def _shortened(fault: Fault | None, items: Iterator[Item]) -> Iterator[Item]:
-    for index, item in enumerate(items):
-        if fault is not None and index == fault.keep:
-            break
-        yield item
-    _after(fault)
+def _flip(content: bytearray | memoryview, fault: Fault) -> None:
+    if fault.flip is not None:
+        content[fault.flip // 8] ^= 1 << fault.flip % 8

@@ -44,8 +44,7 @@ def credentials(endpoint: str) -> dict[str, str]:
 
 
 def without_proxies() -> dict[str, str]:
-    """This process's environment without proxies, which must not stand between a test and its own
-    server."""
+    """This process's environment without proxies, which must not come before a test's server."""
     return {name: text for name, text in os.environ.items() if "proxy" not in name.lower()}
 
 

@@ -17,7 +17,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from email.utils import formatdate
 from functools import cached_property
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,8 +54,7 @@ class Rule(PlannedFault):
     done; `status` (with `code`, `headers`) is answered instead of doing what was asked, or, with
     `done`, after it; `ignore` leaves out that header of the request; `edit` changes the body of the
     answer, `flip` that bit of it; after `keep` bytes of the body the connection is reset, closed,
-    or stalls, or goes on at one byte each 50 ms.
-    """
+    or stalls, or goes on at one byte each 50 ms."""
 
     act: Callable[["ScriptedS3"], None] | None = None
     reset: bool = False
@@ -355,23 +354,16 @@ class _Handler(BaseHTTPRequestHandler):
     def _serve(self, owner: ScriptedS3, asked: RecordedRequest, bucket: str, rule: Rule) -> None:
         if rule.act is not None:
             rule.act(owner)
-        if rule.reset and not rule.done:
-            self._reset()
-            return
-        if rule.ignore:
-            kept = {name: text for name, text in asked.headers.items() if name != rule.ignore}
-            asked = RecordedRequest(asked.method, asked.key, asked.query, kept, asked.body)
+        headers = {name: text for name, text in asked.headers.items() if name != rule.ignore}
+        answer = problem(rule.status, rule.code)
         if bucket != BUCKET:
             answer = problem(404, "NoSuchBucket")
-        elif rule.status and not rule.done:
-            answer = problem(rule.status, rule.code)
-        else:
-            answer = owner.answer(asked)
-        if rule.done and rule.reset:
+        elif rule.done or not (rule.reset or rule.status):
+            done = owner.answer(replace(asked, headers=headers))
+            answer = answer if rule.status else done
+        if rule.reset:
             self._reset()
             return
-        if rule.done and rule.status:
-            answer = problem(rule.status, rule.code)
         answer.headers.update(rule.headers)
         self._send(owner, answer, rule)
 

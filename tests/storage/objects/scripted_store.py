@@ -50,8 +50,7 @@ def store_on(
     limits: AttemptLimits = LIMITS,
     policy: RetryPolicy = POLICY,
 ) -> RetryingStore:
-    """A new store that has found out all about the server; the requests for that are not in
-    `server.asked`."""
+    """A new store that has found out all about the server, and `server.asked` is empty again."""
     store = open_cloud(
         URL,
         create=True,
@@ -64,3 +63,12 @@ def store_on(
     store.delete(chunk("first"))
     server.asked.clear()
     return store
+
+
+@dataclass(slots=True)
+class Bucket:
+    """A store on a scripted server, which has asked it nothing yet, and its pauses."""
+
+    server: ScriptedS3
+    sleeps: VirtualSleep
+    store: RetryingStore

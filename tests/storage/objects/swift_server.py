@@ -43,33 +43,16 @@ user = {user}
 swift_dir = {folder}
 workers = 0
 [pipeline:main]
-pipeline = {kind}-server
+pipeline = {pipeline}
 [app:{kind}-server]
 use = egg:swift#{kind}
 """
+_FILTERS = ("catch_errors", "gatekeeper", "listing_formats", "bulk", "slo", "dlo")
 _PROXY = """\
-[DEFAULT]
-bind_ip = 127.0.0.1
-bind_port = {port}
-user = {user}
-swift_dir = {folder}
-workers = 0
-[pipeline:main]
-pipeline = catch_errors gatekeeper cache listing_formats bulk s3api tempauth slo dlo proxy-server
-[app:proxy-server]
-use = egg:swift#proxy
 account_autocreate = true
-[filter:catch_errors]
-use = egg:swift#catch_errors
-[filter:gatekeeper]
-use = egg:swift#gatekeeper
 [filter:cache]
 use = egg:swift#memcache
 memcache_servers = 127.0.0.1:{unused}
-[filter:listing_formats]
-use = egg:swift#listing_formats
-[filter:bulk]
-use = egg:swift#bulk
 [filter:s3api]
 use = egg:swift#s3api
 s3_acl = false
@@ -77,11 +60,8 @@ location = us-east-1
 [filter:tempauth]
 use = egg:swift#tempauth
 user_test_tester = testing-secret .admin
-[filter:slo]
-use = egg:swift#slo
-[filter:dlo]
-use = egg:swift#dlo
-"""
+""" + "".join(f"[filter:{name}]\nuse = egg:swift#{name}\n" for name in _FILTERS)
+_PIPELINE = "catch_errors gatekeeper cache listing_formats bulk s3api tempauth slo dlo proxy-server"
 
 
 def free_ports(count: int) -> list[int]:
@@ -124,15 +104,18 @@ def swift() -> Iterator[str]:
         (folder / "swift.conf").write_text(_SWIFT, encoding="utf-8")
         *ports, proxy, unused = free_ports(len(STORAGE) + 2)
         for kind, port in zip((*STORAGE, "proxy"), (*ports, proxy), strict=True):
-            text = _PROXY if kind == "proxy" else _SERVER
-            config = folder / f"{kind}.conf"
-            config.write_text(
-                text.format(
-                    port=port, folder=folder, user=getpass.getuser(), kind=kind, unused=unused
-                ),
-                encoding="utf-8",
+            is_proxy = kind == "proxy"
+            text = (_SERVER + _PROXY if is_proxy else _SERVER).format(
+                port=port,
+                folder=folder,
+                user=getpass.getuser(),
+                pipeline=_PIPELINE if is_proxy else f"{kind}-server",
+                kind=kind,
+                unused=unused,
             )
-            if kind != "proxy":
+            config = folder / f"{kind}.conf"
+            config.write_text(text, encoding="utf-8")
+            if not is_proxy:
                 make_ring(folder, kind, port)
             log = folder / f"{kind}.log"
             with log.open("wb") as file:

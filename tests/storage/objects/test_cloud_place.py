@@ -79,11 +79,7 @@ def test_keys_lie_below_the_prefix() -> None:
         ({"AWS_DEFAULT_REGION": "eu-west-1"}, "s3.eu-west-1.amazonaws.com", False),
         ({"AWS_ENDPOINT_URL": "https://minio:9000/"}, "minio:9000", False),
         ({"AWS_ENDPOINT_URL": "http://127.0.0.1:9000"}, "127.0.0.1:9000", True),
-        (
-            {"AWS_ENDPOINT_URL_S3": "https://one", "AWS_ENDPOINT_URL": "http://two"},
-            "one",
-            False,
-        ),
+        ({"AWS_ENDPOINT_URL_S3": "https://one", "AWS_ENDPOINT_URL": "http://two"}, "one", False),
     ],
 )
 def test_plain_http_is_used_only_for_an_http_endpoint(

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -60,38 +61,39 @@ def _strace_works() -> None:
         pytest.skip(f"strace may not trace here: {tried.stderr.strip()}")
 
 
-def steps(tmp_path: Path, method: str, name: str, prepared: FolderStore) -> list[tuple[str, int]]:
-    """Each system call of an undisturbed run that changes something, as (kind, n-th of it)."""
+def kills(
+    tmp_path: Path, method: str, name: str, prepared: FolderStore
+) -> Iterator[tuple[str, FolderStore, int]]:
+    """Kill a child at each system call of `CALLS`. Yields call, store and its process ID."""
     log, root = tmp_path / "log", tmp_path / "rehearsal"
     shutil.copytree(prepared.root, root)
     status, printed = strace(log, root, method, name)
     assert (status, printed[1:]) == (0, ["acknowledged"])
-    called = re.findall(r"^\d+\s+([a-z]+?)(?:at2?)?\(", log.read_text(), re.MULTILINE)
-    counts = Counter(called)
-    return [(call, n + 1) for call in CALLS for n in range(counts[call])]
+    counts = Counter(re.findall(r"^\d+\s+([a-z]+?)(?:at2?)?\(", log.read_text(), re.MULTILINE))
+    for call in CALLS:
+        for n in range(1, counts[call] + 1):
+            root = tmp_path / f"{call}-{n}"
+            shutil.copytree(prepared.root, root)
+            injection = f"/^{call}(at2?)?$:signal=KILL:when={n}"
+            status, printed = strace(log, root, method, name, injection)
+            assert status in (-signal.SIGKILL, 128 + signal.SIGKILL), f"{call} {n} did not kill"
+            assert printed[1:] == [], "it was acknowledged before the kill: it came too late"
+            yield call, FolderStore.open(root), int(printed[0])
+            shutil.rmtree(root)
 
 
 def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
     empty = FolderStore.create(tmp_path / "empty")
-    every = steps(tmp_path, "put", NAME, empty)
-    assert {call for call, _ in every} == {"mkdir", "writev", "fsync", "link", "unlink"}
-    assert len(every) >= 4 + 3 + 6 + 1 + 1
-    outcomes: Counter[str] = Counter()
-    for call, n in every:
-        root = tmp_path / f"{call}-{n}"
-        shutil.copytree(empty.root, root)
-        injection = f"/^{call}(at2?)?$:signal=KILL:when={n}"
-        status, printed = strace(tmp_path / "log", root, "put", NAME, injection)
-        assert status in (-signal.SIGKILL, 128 + signal.SIGKILL), f"{call} {n} did not kill"
-        assert printed[1:] == [], "it was acknowledged before the kill: the kill came too late"
-        store = FolderStore.open(root)
+    calls, outcomes = list[str](), Counter[str]()
+    for call, store, pid in kills(tmp_path, "put", NAME, empty):
+        calls.append(call)
         names = [*store.names("datasets/")]
         assert names in ([], [NAME])
         if names:
-            assert store.get(NAME) == b"".join(PARTS), f"torn at {call} {n}"
+            assert store.get(NAME) == b"".join(PARTS), f"torn at {store.root}"
         leftovers = [*store.leftovers()]
         for leftover in leftovers:
-            assert (leftover.host, leftover.pid) == (os.uname().nodename, int(printed[0]))
+            assert (leftover.host, leftover.pid) == (os.uname().nodename, pid)
             store.discard(leftover)
         assert [*store.foreign()] == []
         outcomes["object"] += len(names)
@@ -101,27 +103,21 @@ def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
         except ObjectExists:
             assert names
         assert store.get(NAME) == b"".join(PARTS)
-        shutil.rmtree(root)
+    assert {*calls} == {"mkdir", "writev", "fsync", "link", "unlink"}
+    assert len(calls) >= 4 + 3 + 6 + 1 + 1
     # The test proves something only if kills fell before, between and after the link.
-    assert 0 < outcomes["object"] < len(every)
+    assert 0 < outcomes["object"] < len(calls)
     assert outcomes["leftover"] >= 4
 
 
 def test_A3_replace_killed_at_each_step(tmp_path: Path) -> None:
     prepared = FolderStore.create(tmp_path / "prepared")
     prepared.replace(LEASE, [b"old"])
-    every = steps(tmp_path, "replace", LEASE, prepared)
     seen: Counter[bytes] = Counter()
-    for call, n in every:
-        root = tmp_path / f"{call}-{n}"
-        shutil.copytree(prepared.root, root)
-        injection = f"/^{call}(at2?)?$:signal=KILL:when={n}"
-        status, _ = strace(tmp_path / "log", root, "replace", LEASE, injection)
-        assert status in (-signal.SIGKILL, 128 + signal.SIGKILL), f"{call} {n} did not kill"
-        content = bytes(FolderStore.open(root).get(LEASE))
-        assert content in (b"old", b"".join(PARTS)), f"torn at {call} {n}"
+    for _, store, _ in kills(tmp_path, "replace", LEASE, prepared):
+        content = bytes(store.get(LEASE))
+        assert content in (b"old", b"".join(PARTS)), f"torn at {store.root}"
         seen[content[:3]] += 1
-        shutil.rmtree(root)
     assert len(seen) == 2, "no kill fell after the rename, or none before"
 
 

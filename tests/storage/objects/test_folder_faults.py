@@ -37,29 +37,33 @@ def store(tmp_path: Path) -> FolderStore:
     return made
 
 
+TEMPORARY = "temporary"
+
+
 class Syncs:
     """A replacement of os.fsync that records the synced paths, and fails as a test asks."""
 
     def __init__(self, root: str) -> None:
         self.root = root
         self.paths: list[str] = []
-        self.hits = 0
-        self.fails: Callable[[str, int], bool] = lambda path, before: False
-        self.code = errno.EIO
         self._fsync = os.fsync
+        self.fail()
+
+    def fail(self, *failing: str, code: int = errno.EIO, times: int = 99) -> None:
+        """Fail for these paths, the first times of all."""
+        self.failing, self.code, self.times, self.hits = failing, code, times, 0
+        self.paths.clear()
 
     def __call__(self, fd: int) -> None:
         path = os.path.relpath(os.readlink(f"/proc/self/fd/{fd}"), self.root)
-        before = sum(1 for earlier in self.paths if self._sort(earlier) == self._sort(path))
         self.paths.append(path)
-        if self.fails(self._sort(path), before):
+        if (TEMPORARY if "/.tmp-" in path else path) in self.failing and self.hits < self.times:
             self.hits += 1
             raise OSError(self.code, os.strerror(self.code))
         self._fsync(fd)
 
-    @staticmethod
-    def _sort(path: str) -> str:
-        return "temporary" if "/.tmp-" in path else path
+    def temporaries(self) -> list[str]:
+        return [path for path in self.paths if "/.tmp-" in path]
 
 
 @pytest.fixture
@@ -77,70 +81,73 @@ def assert_untouched(store: FolderStore) -> None:
     assert sorted(os.listdir(f"{store.root}/{CHUNKS}")) == [OTHER.rpartition("/")[2]]
 
 
-def test_the_file_is_synced_before_its_folder(store: FolderStore, syncs: Syncs) -> None:
+def test_a_file_is_synced_before_its_folder_and_new_folders_in_their_parents(
+    store: FolderStore, syncs: Syncs
+) -> None:
     store.put(NAME, PARTS)
-    assert len(syncs.paths) == 2
+    assert syncs.paths == [*syncs.temporaries(), CHUNKS]
     assert syncs.paths[0].startswith(f"{CHUNKS}/.tmp-")
-    assert syncs.paths[1] == CHUNKS
-
-
-def test_new_folders_are_synced_in_their_parents(store: FolderStore, syncs: Syncs) -> None:
+    syncs.paths.clear()
     fresh = FolderStore.open(store.root)
-    fresh.put(NAME, PARTS)
+    fresh.put(NAME[:-1] + "y", PARTS)
     above = [".", "datasets", DATASET, f"{DATASET}/chunks"]
     assert [path for path in syncs.paths if "/.tmp-" not in path] == [*above, CHUNKS]
     fresh.put(NAME[:-1] + "z", PARTS)
     assert len(syncs.paths) == 8, "folders known to be durable are not synced again"
 
 
-def test_O15_fsync_error_writes_again_under_a_new_name(store: FolderStore, syncs: Syncs) -> None:
-    syncs.fails = lambda path, before: path == "temporary" and before == 0
-    store.put(NAME, PARTS)
+@each_row(
+    ("name", "failing", "temporaries"),
+    [
+        (NAME, TEMPORARY, 2),  # it is written to a new file
+        (NAME[:-1] + "x", CHUNKS, 2),
+        ("deleted/" + "0" * 32, ".", 1),
+    ],
+)
+def test_O15_after_one_fsync_error_the_object_is_written_again(
+    store: FolderStore, syncs: Syncs, name: str, failing: str, temporaries: int
+) -> None:
+    syncs.fail(failing, times=1)
+    store.put(name, PARTS)
     assert syncs.hits == 1
-    temporaries = [path for path in syncs.paths if "/.tmp-" in path]
-    assert len(temporaries) == len(set(temporaries)) == 2, (
-        "after a failed fsync a new file is written"
-    )
-    assert store.get(NAME) == b"something"
+    assert len(set(syncs.temporaries())) == len(syncs.temporaries()) == temporaries
+    assert store.get(name) == b"something"
     assert [*store.leftovers()] == []
 
 
-def test_O15_fsync_error_twice_is_an_error(store: FolderStore, syncs: Syncs) -> None:
-    syncs.fails = lambda path, before: path == "temporary"
-    with pytest.raises(ObjectStoreError, match="EIO") as caught:
+@each_row(
+    ("failing", "code", "error", "hits"),
+    [
+        (TEMPORARY, errno.EIO, ObjectStoreError, 2),
+        (CHUNKS, errno.EIO, ObjectStoreError, 2),
+        (TEMPORARY, errno.ENOSPC, NoSpaceError, 1),  # it is not tried again
+        (TEMPORARY, errno.EDQUOT, NoSpaceError, 1),
+    ],
+)
+def test_O15_a_second_fsync_error_is_raised(
+    store: FolderStore, syncs: Syncs, failing: str, code: int, error: type[DieselError], hits: int
+) -> None:
+    syncs.fail(failing, code=code)
+    with pytest.raises(error, match=errno.errorcode[code]) as caught:
         store.put(NAME, PARTS)
-    assert caught.value.exit_code == 13
+    assert type(caught.value) is error
     assert NAME in str(caught.value)
-    assert syncs.hits == 2
+    assert syncs.hits == hits
     assert_untouched(store)
 
 
-def test_O15_fsync_error_of_the_folder_links_again(store: FolderStore, syncs: Syncs) -> None:
-    syncs.fails = lambda path, before: path == CHUNKS and before == 0
-    store.put(NAME, PARTS)
-    assert syncs.hits == 1
-    assert sum("/.tmp-" in path for path in syncs.paths) == 2
-    assert store.get(NAME) == b"something"
-
-
-def test_O15_fsync_error_of_the_folder_twice_is_an_error(store: FolderStore, syncs: Syncs) -> None:
-    syncs.fails = lambda path, before: path == CHUNKS
-    with pytest.raises(ObjectStoreError, match="EIO"):
-        store.put(NAME, PARTS)
-    assert syncs.hits == 2
-    assert_untouched(store)
-
-
-def test_O15_fsync_error_of_a_new_folders_parent(store: FolderStore, syncs: Syncs) -> None:
-    syncs.fails = lambda path, before: path == "." and before == 0
-    deleted = "deleted/" + "0" * 32
-    store.put(deleted, PARTS)
-    assert syncs.hits == 1
-    assert store.get(deleted) == b"something"
-    syncs.fails = lambda path, before: path == DATASET
+def test_O15_a_failed_replace_leaves_the_old_version(store: FolderStore, syncs: Syncs) -> None:
+    syncs.fail(DATASET)
     with pytest.raises(ObjectStoreError, match="EIO"):
         store.replace(LEASE, PARTS)
     assert not os.path.exists(f"{store.root}/{DATASET}/leases")
+    syncs.fail()
+    store.replace(LEASE, [b"old"])
+    syncs.fail(TEMPORARY)
+    with pytest.raises(ObjectStoreError):
+        store.replace(LEASE, [b"new"])
+    assert store.get(LEASE) == b"old"
+    assert [*store.leftovers()] == []
 
 
 def test_O15_close_error_writes_again(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,26 +168,9 @@ def test_O15_close_error_writes_again(store: FolderStore, monkeypatch: pytest.Mo
     assert [*store.leftovers()] == []
 
 
-def test_O15_failed_replace_leaves_one_version(store: FolderStore, syncs: Syncs) -> None:
-    store.replace(LEASE, [b"old"])
-    syncs.fails = lambda path, before: path == "temporary"
-    with pytest.raises(ObjectStoreError):
-        store.replace(LEASE, [b"new"])
-    assert store.get(LEASE) == b"old"
-    assert [*store.leftovers()] == []
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
-def test_no_space_at_fsync_is_not_tried_again(store: FolderStore, syncs: Syncs, code: int) -> None:
-    syncs.code, syncs.fails = code, lambda path, before: path == "temporary"
-    with pytest.raises(NoSpaceError):
-        store.put(NAME, PARTS)
-    assert syncs.hits == 1
-    assert_untouched(store)
-
-
 def test_a_file_system_that_cannot_sync_folders_works(store: FolderStore, syncs: Syncs) -> None:
-    syncs.code, syncs.fails = errno.EINVAL, lambda path, before: path != "temporary"
+    folders = [".", "datasets", DATASET, f"{DATASET}/chunks", CHUNKS]
+    syncs.fail(*folders, code=errno.EINVAL)
     FolderStore.open(store.root).put(NAME, PARTS)
     assert syncs.hits == 5
     assert store.get(NAME) == b"something"
@@ -230,9 +220,7 @@ def test_every_errno_becomes_an_error_of_the_tree(
     assert_untouched(store)
 
 
-def test_short_writes_and_reads_are_continued(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_and_writes_go_on(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, preadv = os.writev, os.preadv
     monkeypatch.setattr(os, "writev", lambda fd, views: writev(fd, [views[0][:3]]))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:2]], at))
@@ -241,9 +229,7 @@ def test_short_writes_and_reads_are_continued(
     assert store.get(NAME, 3, 5) == b"ethin"
 
 
-def test_a_file_that_shrinks_while_it_is_read(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_shrinks_meanwhile(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     preadv = os.preadv
 
     def shrink(fd: int, views: list[memoryview], at: int) -> int:
@@ -256,34 +242,27 @@ def test_a_file_that_shrinks_while_it_is_read(
     assert caught.value.offset == 2
 
 
-def test_a_file_system_without_hard_links(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(old: str, new: str) -> None:
-        raise OSError(errno.EPERM, "no hard links")
+def no_links(old: str, new: str) -> None:
+    raise OSError(errno.EPERM, "no hard links")
 
-    monkeypatch.setattr(os, "link", refuse)
+
+def linked_twice(old: str, new: str, link: Callable[[str, str], None] = os.link) -> None:
+    link(old, new)
+    link(old, new)
+
+
+@each_row("link", [no_links, linked_twice])
+def test_without_hard_links_or_an_answer_to_one_a_put_succeeds(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch, link: Callable[[str, str], None]
+) -> None:
+    monkeypatch.setattr(os, "link", link)
     store.put(NAME, PARTS)
-    assert store.get(NAME) == b"something"
-    with pytest.raises(ObjectExists):
-        store.put(NAME, [b"else"])
+    if link is no_links:
+        with pytest.raises(ObjectExists):
+            store.put(NAME, [b"else"])
     assert store.get(NAME) == b"something"
     assert [*store.leftovers()] == []
-
-
-def test_a_link_whose_answer_was_lost_has_succeeded(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link = os.link
-
-    def twice(old: str, new: str) -> None:
-        link(old, new)
-        link(old, new)
-
-    monkeypatch.setattr(os, "link", twice)
-    store.put(NAME, PARTS)
-    assert store.get(NAME) == b"something"
-    assert [*store.leftovers()] == []
+    store.delete(NAME)
 
 
 def test_a_removed_folder_is_made_again(store: FolderStore) -> None:
@@ -292,9 +271,7 @@ def test_a_removed_folder_is_made_again(store: FolderStore) -> None:
     assert [*store.names("datasets/")] == [NAME]
 
 
-def test_an_interrupted_put_leaves_nothing(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_put_interrupted_is_undone(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(fd: int, views: list[memoryview]) -> int:
         raise KeyboardInterrupt
 

@@ -54,13 +54,26 @@ def time() -> Time:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> FolderStore:
-    return FolderStore.create(tmp_path / "store")
+    """The store below, which has the object `NAME`."""
+    made = FolderStore.create(tmp_path / "store")
+    made.put(NAME, [b"0123456789"])
+    return made
 
 
-def test_pauses_double_up_to_a_limit(time: Time, folder: FolderStore) -> None:
-    folder.put(NAME, [b"x"])
-    with FaultyStore(folder, Fault("get", error=FAILED, times=6)) as faulty:
-        assert RetryingStore(faulty, POLICY, clock=time.clock()).get(NAME) == b"x"
+@pytest.fixture
+def faulty(folder: FolderStore) -> Iterator[FaultyStore]:
+    with FaultyStore(folder) as faulty:
+        yield faulty
+
+
+@pytest.fixture
+def store(faulty: FaultyStore, time: Time) -> RetryingStore:
+    return RetryingStore(faulty, POLICY, clock=time.clock())
+
+
+def test_pauses_double_up_to_a_limit(time: Time, faulty: FaultyStore, store: RetryingStore) -> None:
+    faulty.plan(Fault("get", error=FAILED, times=6))
+    assert store.get(NAME) == b"0123456789"
     assert time.slept == [1, 2, 4, 8, 8, 8]
 
 
@@ -85,10 +98,10 @@ def test_no_attempt_begins_that_might_end_after_the_deadline(
         assert pause + attempt_s <= left_s
 
 
-def test_the_deadline_holds_whatever_attempts_take(time: Time, folder: FolderStore) -> None:
+def test_the_deadline_holds_whatever_attempts_take(time: Time, faulty: FaultyStore) -> None:
     time.attempt_s = 7
-    fault = Fault("get", error=FAILED, act=time.pass_by, times=1000)
-    faulty = FaultyStore(folder, fault)
+    fault = Fault("get", error=FAILED, act=time.pass_by, times=None)
+    faulty.plan(fault)
     store = RetryingStore(
         faulty, POLICY, attempt_s=lambda size, put: time.attempt_s, clock=time.clock(0.3)
     )
@@ -99,92 +112,88 @@ def test_the_deadline_holds_whatever_attempts_take(time: Time, folder: FolderSto
     assert fault.hits > 4
 
 
-def test_a_store_that_asks_for_a_pause_gets_it(time: Time, folder: FolderStore) -> None:
-    folder.put(NAME, [b"x"])
+def test_a_store_that_asks_for_a_pause_gets_it(time: Time, faulty: FaultyStore) -> None:
     busy = AttemptFailed("503", may_have_succeeded=False, pause_s_min=5)
-    with FaultyStore(folder, Fault("get", error=busy, times=2)) as faulty:
-        assert RetryingStore(faulty, POLICY, clock=time.clock(0)).get(NAME) == b"x"
+    faulty.plan(Fault("get", error=busy, times=2))
+    RetryingStore(faulty, POLICY, clock=time.clock(0)).get(NAME)
     assert time.slept == [5, 5]
 
 
 @each_row(
     "error",
-    [
-        PermissionDenied("no"),
-        NoSpaceError("full"),
-        ObjectMissing("not there"),
-        TruncatedError("short"),
-    ],
+    [PermissionDenied("no"), NoSpaceError("full"), ObjectMissing("gone"), TruncatedError("short")],
 )
 def test_permanent_errors_are_not_retried(
-    time: Time, folder: FolderStore, error: Exception
+    time: Time, faulty: FaultyStore, store: RetryingStore, error: Exception
 ) -> None:
-    with FaultyStore(folder, Fault("get", error=error)) as faulty, pytest.raises(type(error)):
-        RetryingStore(faulty, POLICY, clock=time.clock()).get(NAME)
+    faulty.plan(Fault("get", error=error))
+    with pytest.raises(type(error)):
+        store.get(NAME)
     assert time.slept == []
 
 
-@pytest.mark.parametrize("error", [FAILED, ObjectStoreError("who knows")])
-@pytest.mark.parametrize("done", [False, True])
+@each_row("error", [FAILED, ObjectStoreError("who knows")])
+@each_row("done", [False, True])
 def test_after_a_lost_answer_a_put_finds_out_whether_it_succeeded(
-    time: Time, folder: FolderStore, error: ObjectStoreError, done: bool
+    folder: FolderStore,
+    faulty: FaultyStore,
+    store: RetryingStore,
+    error: ObjectStoreError,
+    done: bool,
 ) -> None:
-    with FaultyStore(folder, Fault("put", error=error, done=done)) as faulty:
-        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"con", b"", b"tent"])
+    folder.delete(NAME)
+    faulty.plan(Fault("put", error=error, done=done))
+    store.put(NAME, [b"con", b"", b"tent"])
     assert folder.get(NAME) == b"content"
 
 
-@pytest.mark.parametrize("theirs", [b"", b"conten", b"contenT", b"content."])
+@each_row(
+    ("error", "theirs"),
+    [
+        *((FAILED, theirs) for theirs in (b"", b"conten", b"contenT", b"content.")),
+        # Without a lost answer equal content is another writer's, too
+        (AttemptFailed("409", may_have_succeeded=False), b"content"),
+    ],
+)
 def test_an_object_of_another_writer_is_never_taken_for_ours(
-    time: Time, folder: FolderStore, theirs: bytes
+    folder: FolderStore,
+    faulty: FaultyStore,
+    store: RetryingStore,
+    error: ObjectStoreError,
+    theirs: bytes,
 ) -> None:
-    overtaken = Fault("put", error=FAILED, act=lambda name: folder.put(name, [theirs]))
-    with FaultyStore(folder, overtaken) as faulty, pytest.raises(ObjectExists):
-        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])
+    folder.delete(NAME)
+    faulty.plan(Fault("put", error=error, act=lambda name: folder.put(name, [theirs])))
+    with pytest.raises(ObjectExists):
+        store.put(NAME, [b"content"])
     assert folder.get(NAME) == theirs
 
 
-def test_without_a_lost_answer_equal_content_is_another_writers(
-    time: Time, folder: FolderStore
+def test_the_comparison_after_a_lost_answer_is_retried_too(
+    time: Time, faulty: FaultyStore, store: RetryingStore
 ) -> None:
-    refused = AttemptFailed("409", may_have_succeeded=False)
-    overtaken = Fault("put", error=refused, act=lambda name: folder.put(name, [b"content"]))
-    with FaultyStore(folder, overtaken) as faulty, pytest.raises(ObjectExists):
-        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])
-
-
-def test_the_comparison_after_a_lost_answer_is_retried_too(time: Time, folder: FolderStore) -> None:
-    script = (
+    faulty.plan(
         Fault("put", error=FAILED, done=True),
         Fault("stat", error=FAILED),
         Fault("read_into", error=FAILED),
     )
-    with FaultyStore(folder, *script) as faulty:
-        RetryingStore(faulty, POLICY, clock=time.clock()).put(NAME, [b"content"])
+    store.put(chunk("b"), [b"content"])
     assert len(time.slept) == 3
 
 
 def test_after_a_failure_a_listing_continues_behind_its_last_name(
-    time: Time, folder: FolderStore
+    time: Time, folder: FolderStore, faulty: FaultyStore, store: RetryingStore
 ) -> None:
-    names = [chunk(f"{number:02}") for number in range(10)]
-    for name in names:
+    names = sorted([NAME, *(chunk(f"{number:02}") for number in range(10))])
+    for name in names[:10]:
         folder.put(name, [b"x"])
-    script = [
-        Fault("list", error=FAILED, done=True, keep=keep, skip=skip)
-        for skip, keep in enumerate((3, 0, 4))
-    ]
-    with FaultyStore(folder, script[0]) as faulty:
-        faulty.script = (script[0],)
-        assert [*RetryingStore(faulty, POLICY, clock=time.clock()).names(CHUNKS)] == names
-    for faults in (3, 50):
-        flaky = _Flaky(folder, faults)
-        store = RetryingStore(flaky, POLICY, clock=time.clock())
-        if faults == 3:
-            assert [info.name for info in store.list(CHUNKS)] == names
-        else:
-            with pytest.raises(ObjectStoreError, match="attempts"):
-                [*store.list(CHUNKS)]
+    faulty.plan(Fault("list", error=FAILED, done=True, keep=3))
+    assert [*store.names(CHUNKS)] == names
+    store = RetryingStore(_Flaky(folder, 3), POLICY, clock=time.clock())
+    assert [info.name for info in store.list(CHUNKS)] == names
+    store = RetryingStore(_Flaky(folder, 50), POLICY, clock=time.clock())
+    with pytest.raises(ObjectStoreError, match="attempts"):
+        [*store.list(CHUNKS)]
 
 
 class _Flaky(FaultyStore):
@@ -203,31 +212,23 @@ class _Flaky(FaultyStore):
 
 
 def test_ranges_of_a_mutable_object_are_not_continued_after_a_failure(
-    time: Time, folder: FolderStore
+    time: Time, folder: FolderStore, faulty: FaultyStore, store: RetryingStore
 ) -> None:
+    """Those of others are, up to the deadline."""
     folder.replace(LEASE, [b"0123456789"])
-    folder.put(NAME, [b"0123456789"])
-    for name in (LEASE, NAME):
-        with FaultyStore(folder, Fault("read_into", error=FAILED, skip=1)) as faulty:
-            store = RetryingStore(faulty, POLICY, clock=time.clock())
-            ranges = store.read_ranges(name, [(0, 2), (4, 3)], memoryview(bytearray(3)))
-            assert bytes(next(ranges)) == b"01"
-            if name == LEASE:
-                with pytest.raises(AttemptFailed):
-                    next(ranges)
-            else:
-                assert bytes(next(ranges)) == b"456"
 
+    def second_range(name: str, times: int | None = 1) -> bytes:
+        faulty.plan(Fault("read_into", error=FAILED, skip=1, times=times))
+        ranges = store.read_ranges(name, [(0, 2), (4, 3)], memoryview(bytearray(3)))
+        assert bytes(next(ranges)) == b"01"
+        return bytes(next(ranges))
 
-def test_ranges_that_always_fail_end_at_the_deadline(time: Time, folder: FolderStore) -> None:
-    folder.put(NAME, [b"0123456789"])
-    fault = Fault("read_into", error=FAILED, skip=1, times=1000)
-    ranges = RetryingStore(FaultyStore(folder, fault), POLICY, clock=time.clock()).read_ranges(
-        NAME, [(0, 2), (4, 3)], memoryview(bytearray(3))
-    )
-    assert bytes(next(ranges)) == b"01"
+    with pytest.raises(AttemptFailed):
+        second_range(LEASE)
+    assert second_range(NAME) == b"456"
+    time.at = 0
     with pytest.raises(ObjectStoreError, match="attempts"):
-        next(ranges)
+        second_range(NAME, times=None)
     assert time.at <= POLICY.deadline_s
 
 
@@ -244,11 +245,9 @@ def test_every_method_that_can_fail_is_retried() -> None:
     assert public - set(vars(RetryingStore)) - by_read_into == NOT_RETRIED - by_read_into
 
 
-def test_parts_and_uncached_reads_are_retried(time: Time, folder: FolderStore) -> None:
-    folder.put(NAME, [b"0123456789"])
-    with FaultyStore(folder, Fault("read_into", error=FAILED, times=2)) as faulty:
-        store = RetryingStore(faulty, POLICY, clock=time.clock())
-        assert [bytes(part) for part in store.read_parts([(NAME, 2, 3)])] == [b"234"]
-        store.read_uncached(NAME, 0, buffer := bytearray(2))
+def test_reads_of_parts_are_retried(time: Time, faulty: FaultyStore, store: RetryingStore) -> None:
+    faulty.plan(Fault("read_into", error=FAILED, times=2))
+    assert [bytes(part) for part in store.read_parts([(NAME, 2, 3)])] == [b"234"]
+    store.read_uncached(NAME, 0, buffer := bytearray(2))
     assert buffer == b"01"
     assert len(time.slept) == 2

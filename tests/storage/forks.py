@@ -1,0 +1,39 @@
+"""What a test does in a forked child, and how long it may take."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+def fork(do: Callable[[], object]) -> int:
+    """Begin to do something in a forked child; returns its process ID. A child that hangs ends."""
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            signal.alarm(20)
+            do()
+            status = 0
+        finally:
+            os._exit(status)
+    return child
+
+
+def exit_code(child: int) -> int:
+    """Wait for a child; 0 where what it did returned."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def in_child(do: Callable[[], object]) -> int:
+    """Do something in a forked child; 0 where it returned."""
+    return exit_code(fork(do))
+
+
+@contextmanager
+def within(seconds: float) -> Iterator[None]:
+    """Assert that the `with` takes less than this, where a fault would take far longer."""
+    begun_s = time.monotonic()
+    yield
+    assert time.monotonic() - begun_s < seconds
