@@ -29,7 +29,7 @@ def put(tier: CacheTier, key: ChunkKey, content: bytes) -> None:
     reservation.commit(memoryview(content))
 
 
-def content_of(tier: DiskTier, key: ChunkKey) -> bytes | None:
+def content_of(tier: CacheTier, key: ChunkKey) -> bytes | None:
     found = tier.find(key)
     if found is None:
         return None
