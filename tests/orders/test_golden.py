@@ -53,38 +53,14 @@ GOLDEN = {
     (1, 2, 2, 0, 1): [17, 11, 19, 21, 13, 15, 18, 16, 8, 12, 14, 10, 22, 20, 23, 25, 24, 9],
     (1, 3, 2, 0, 1): [9, 22, 24, 25, 23, 20, 14, 10, 8, 12, 18, 16, 21, 13, 17, 15, 19, 11],
     (42, 7, 3, 1, 4): [20, 19, 24, 10, 9],
-    (2**63 - 1, 2**63 - 1, 1, 0, 1): [
-        11,
-        13,
-        15,
-        21,
-        17,
-        19,
-        24,
-        22,
-        20,
-        9,
-        25,
-        23,
-        8,
-        10,
-        12,
-        18,
-        16,
-        14,
-    ],
 }
 """Orders by seed, epoch, group size, rank and world."""
 
 FULL = [18, 22, 20, 17, 11, 23, 25, 16, 19, 21, 8, 13, 12, 14, 10, 24, 9, 15]
 
 
-@each_row(("numbers", "expected"), GOLDEN.items())
-def test_golden_orders(numbers: tuple[int, int, int, int, int], expected: list[int]) -> None:
-    seed, epoch, group_size, rank, world = numbers
-    order = chunk_shuffle(SMALL, seed, epoch, group_size=group_size, rank=rank, world=world)
-    assert order.tolist() == expected
-
-
-def test_a_golden_full_shuffle() -> None:
+def test_golden_orders() -> None:
+    for (seed, epoch, group_size, rank, world), expected in GOLDEN.items():
+        order = chunk_shuffle(SMALL, seed, epoch, group_size=group_size, rank=rank, world=world)
+        assert order.tolist() == expected
     assert full_shuffle(SMALL, 1, 2).tolist() == FULL

@@ -81,19 +81,6 @@ def test_the_mean_over_all_orders_is_1(batch_files: int) -> None:
     assert len(effects) == 720
 
 
-def test_batches_of_one_class_each_are_worth_one_file() -> None:
-    """100 classes of 256 files, one after the other: D = b (N - 1) / (N - b)."""
-    classes = np.repeat(np.arange(100), 256)
-    found = design_effect(classes, np.arange(25_600), 256)
-    assert found == pytest.approx(256 * 25_599 / (25_600 - 256))
-
-
-def test_one_class_and_a_batch_of_all_say_nothing() -> None:
-    assert design_effect(np.zeros(10, np.int64), np.arange(10), 2) is None
-    assert design_effect(np.arange(4), np.arange(4), 4) is None
-    assert design_effect(np.empty(0, np.int64), np.empty(0, np.int64), 1) is None
-
-
 def test_a_class_is_the_folder_below_the_measured_one() -> None:
     for below in (b"", b"train"):
         files = SORTED.walk(SORTED.index_of(below))
