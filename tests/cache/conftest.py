@@ -20,6 +20,7 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ReadWrapper
 
+from ..small_disks import small_disk
 from ..trees import write
 from .disk_tier import Chunks
 
@@ -154,3 +155,10 @@ def chunks(repository: LocalRepository) -> Chunks:
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
     return prepare_cache_folder(tmp_path / "cache")
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB with few inodes."""
+    with small_disk(tmp_path / "small", "size=2m,nr_inodes=24,mode=700") as point:
+        yield point

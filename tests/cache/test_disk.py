@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
@@ -24,7 +23,12 @@ from diesel_fs.storage.objects.store import StoreWrapper
 from tests.rows import each_row
 
 from ..small_disks import remount, small_disk
-from .disk_tier import Chunks, content_of, counted, file_of, files, idle, put, tier_at
+from .disk_tier import Chunks, Kept, content_of, counted, file_of, files, idle, put, tier_at
+
+
+@pytest.fixture
+def kept(place: Path, chunks: Chunks) -> Kept:
+    return Kept(place, chunks)
 
 
 def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) -> None:
@@ -35,7 +39,9 @@ def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) 
         assert content_of(one, key) == content_of(other, key) == content
         assert one.reserve(key, len(content)) is None
     assert counted(other) == sum(map(len, chunks.values()))
-    key = next(iter(chunks))
+    for path in place.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path  # J11: only the user can open it
+    key, content = next(iter(chunks.items()))
     found = one.find(key)
     assert found is not None
     with found:
@@ -43,16 +49,9 @@ def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) 
         assert content_of(one, key) is None
         room = memoryview(bytearray(10))
         found.read_into(0, room)
-        assert room == chunks[key][:10]
+        assert room == content[:10]
         with pytest.raises(EOFError):
-            found.read_into(len(chunks[key]) - 5, room)
-
-
-def test_J11_only_the_user_can_open_the_files(place: Path, chunks: Chunks) -> None:
-    tier = tier_at(place)
-    put(tier, *next(iter(chunks.items())))
-    for path in place.rglob("*"):
-        assert path.stat().st_mode & 0o077 == 0, path
+            found.read_into(len(content) - 5, room)
 
 
 def test_a_chunk_is_reserved_once(place: Path, chunks: Chunks) -> None:
@@ -122,6 +121,12 @@ def test_J11_folders_that_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConflictError, match="not the marker"):  # and it does not hang
         prepare_cache_folder(marked)
     assert list(full.iterdir()) == [full / "thesis.tex"]
+    if os.geteuid() == 0:
+        other = tmp_path / "other"
+        other.mkdir(mode=0o700)
+        os.chown(other, 12345, 12345)
+        with pytest.raises(PermissionDenied, match="not a folder of this user"):
+            prepare_cache_folder(other)
 
 
 def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
@@ -141,15 +146,6 @@ def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
     killed.mkdir(mode=0o700)
     (killed / ".diesel-cache-12-34").touch()  # by who made it and was killed
     prepare_cache_folder(killed)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's folder")
-def test_J11_another_user_s_folder_is_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir(mode=0o700)
-    os.chown(other, 12345, 12345)
-    with pytest.raises(PermissionDenied, match="not a folder of this user"):
-        prepare_cache_folder(other)
 
 
 def test_a_cache_in_its_store_or_around_it_is_refused(tmp_path: Path) -> None:
@@ -264,19 +260,13 @@ def test_the_default_limit_is_half_of_what_the_cache_could_have(
     assert tier_at(prepare_cache_folder(tmp_path / "none"), 0).limit_bytes == 0
 
 
-def test_J1_a_twentieth_of_the_disk_stays_free(
-    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, content = next(iter(chunks.items()))
-    tier = tier_at(place)
-    file_system = os.statvfs(place)
-    monkeypatch.setattr(
-        disk, "FREE_FRACTION_MIN", (file_system.f_bavail + 100) / file_system.f_blocks
-    )
-    with pytest.raises(NoSpaceError):
-        tier.reserve(key, len(content))
+def test_J1_a_twentieth_of_the_disk_stays_free(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_system = os.statvfs(kept.place)
+    free = (file_system.f_bavail + 100) / file_system.f_blocks
+    monkeypatch.setattr(disk, "FREE_FRACTION_MIN", free)
+    kept.refuse_more()
     monkeypatch.undo()
-    put(tier, key, content)
+    kept.take_more()
 
 
 # What goes wrong
@@ -318,21 +308,11 @@ def test_J6_damage_that_a_crash_left_is_not_served(
     assert room == chunks[key]
 
 
-def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: Path) -> None:
-    key, content = next(iter(chunks.items()))
-    tier = tier_at(place)
-    put(tier, key, content)
-    path = file_of(place, key)
+def test_a_planted_link_is_not_followed(kept: Kept, tmp_path: Path) -> None:
+    path = file_of(kept.place, kept.key)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert content_of(tier_at(place), key) is None
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB with few inodes."""
-    with small_disk(tmp_path / "small", "size=2m,nr_inodes=24,mode=700") as point:
-        yield point
+    assert content_of(tier_at(kept.place), kept.key) is None
 
 
 def test_J1_a_full_disk_is_not_an_error_for_a_reader(
@@ -369,41 +349,30 @@ def test_J10_a_disk_without_inodes_is_treated_as_full(small: Path, chunks: Chunk
     assert content_of(tier, key) is None
 
 
-def failing(number: int) -> "type[object]":
-    def fail(*_: object, **__: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return fail  # type: ignore[return-value]  # a stand-in for a function
-
-
 def test_J2_a_failing_disk_is_paused_and_tried_again(
-    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    key, content = next(iter(chunks.items()))
-    now_s = [0.0]
-    tier = tier_at(place, clock=lambda: now_s[0])
-    put(tier, key, content)
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     with monkeypatch.context() as patch:
-        patch.setattr("os.preadv", failing(errno.EIO))
+        patch.setattr("os.preadv", fail)
         for _ in range(3):
-            found = tier.find(key)
+            found = kept.tier.find(kept.key)
             assert found is not None
             with found, pytest.raises(OSError, match="Input/output"):
                 found.read_into(0, memoryview(bytearray(5)))
-        assert tier.find(key) is None, "the tier is paused"
+        assert kept.tier.find(kept.key) is None, "the tier is paused"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert tier.find(key) is None
-    now_s[0] += DISK_PAUSE_S
-    assert content_of(tier, key) == content
+    assert not kept.is_served()
+    kept.now_s += DISK_PAUSE_S
+    assert kept.is_served()
     assert "works again" in caplog.records[-1].message
 
 
 def test_J2_a_failed_write_leaves_no_file(
-    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now_s = [0.0]
-    tier = tier_at(place, clock=lambda: now_s[0])
-    key, content = next(iter(chunks.items()))
     written = os.pwrite
 
     def fail(file: int, data: bytes, at: int) -> int:
@@ -414,86 +383,58 @@ def test_J2_a_failed_write_leaves_no_file(
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", fail)
         for _ in range(3):
-            reserved = tier.reserve(key, len(content))
-            assert reserved is not None
-            reserved.commit(memoryview(content))
-            assert files(place) == []
-        with pytest.raises(NoSpaceError):
-            tier.reserve(key, len(content))
-    assert counted(tier) == 0
+            put(kept.tier, kept.other, kept.more)
+            assert files(kept.place) == [file_of(kept.place, kept.key)]
+        kept.refuse_more(times=1)
+    assert counted(kept.tier) == len(kept.content)
     assert len(caplog.records) == 1
-    now_s[0] += DISK_PAUSE_S
-    put(tier, key, content)
-    assert content_of(tier, key) == content
+    kept.now_s += DISK_PAUSE_S
+    kept.take_more()
 
 
-def test_J4_a_removed_folder_is_not_an_error(
-    place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
-) -> None:
-    now_s = [0.0]
-    tier = tier_at(place, clock=lambda: now_s[0])
-    (key, content), (other, more), *_ = chunks.items()
-    put(tier, key, content)
-    reserved = tier.reserve(other, len(more))
+def test_J4_a_removed_folder_is_not_an_error(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    reserved = kept.tier.reserve(kept.other, len(kept.more))
     assert reserved is not None
-    shutil.rmtree(place)
-    reserved.commit(memoryview(more))
-    assert content_of(tier, key) is None
-    for _ in range(3):
-        with pytest.raises(NoSpaceError):
-            tier.reserve(key, len(content))
-    assert not place.exists(), "a folder that may be a mount point is not made again"
+    shutil.rmtree(kept.place)
+    reserved.commit(memoryview(kept.more))
+    assert not kept.is_served()
+    kept.refuse_more(times=3)
+    assert not kept.place.exists(), "a folder that may be a mount point is not made again"
     assert "is not used" in caplog.text
-    place.mkdir(mode=0o700)
-    now_s[0] += DISK_PAUSE_S
-    put(tier, key, content)
-    assert content_of(tier, key) == content
+    kept.place.mkdir(mode=0o700)
+    kept.now_s += DISK_PAUSE_S
+    kept.take_more()
 
 
-def test_J4_an_emptied_folder_becomes_a_cache_again(place: Path, chunks: Chunks) -> None:
-    tier = tier_at(place)
-    key, content = next(iter(chunks.items()))
-    put(tier, key, content)
-    for path in place.iterdir():
+def test_J4_an_emptied_folder_becomes_a_cache_again(kept: Kept) -> None:
+    for path in kept.place.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-    assert content_of(tier, key) is None
-    put(tier, key, content)
-    assert content_of(tier, key) == content
-    assert counted(tier) == len(content)
+    assert not kept.is_served()
+    kept.take_more()
+    assert counted(kept.tier) == len(kept.more)
 
 
-def test_J4_nothing_is_written_below_the_mount_point_of_a_lost_disk(
+def test_J4_a_file_system_that_becomes_read_only_serves_and_a_lost_one_is_left_alone(
     tmp_path: Path, chunks: Chunks
 ) -> None:
+    """Nothing is written below the mount point of a lost disk."""
     with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        tier = tier_at(prepare_cache_folder(point))
-        key, content = next(iter(chunks.items()))
-        put(tier, key, content)
+        kept = Kept(prepare_cache_folder(point), chunks)
+        remount(point, "ro")
+        for _ in range(4):
+            kept.refuse_more(times=1)
+            assert kept.is_served()
+        kept.tier.drop(kept.key)
+        remount(point, "rw")
+        kept = Kept(prepare_cache_folder(point / "other"), chunks)
         subprocess.run(["umount", "-l", str(point)], check=True)
         try:
-            assert content_of(tier, key) is None
-            for _ in range(4):
-                with pytest.raises(NoSpaceError):
-                    tier.reserve(key, len(content))
+            assert not kept.is_served()
+            kept.refuse_more()
             assert list(point.iterdir()) == []
         finally:
             command = ["mount", "-t", "tmpfs", "diesel-test", str(point)]
             subprocess.run(command, check=True)
-
-
-def test_J4_a_file_system_that_becomes_read_only_still_serves(
-    tmp_path: Path, chunks: Chunks
-) -> None:
-    with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        tier = tier_at(prepare_cache_folder(point))
-        (key, content), (other, more), *_ = chunks.items()
-        put(tier, key, content)
-        remount(point, "ro")
-        for _ in range(4):
-            with pytest.raises(NoSpaceError):
-                tier.reserve(other, len(more))
-            assert content_of(tier, key) == content
-        tier.drop(key)

@@ -6,8 +6,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,7 +22,7 @@ from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
 
 from ..small_disks import small_disk
-from .disk_tier import STORE, counted, file_of, files, put
+from .disk_tier import STORE, counted, file_of, files, put, start_program
 
 CHUNK_BYTES = 1000
 DATASETS = [UUID(int=number) for number in range(1, 5)]
@@ -32,6 +30,12 @@ DATASETS = [UUID(int=number) for number in range(1, 5)]
 
 def key_of(dataset: UUID, chunk: int) -> ChunkKey:
     return ChunkKey(dataset, ChunkId(bytes([chunk] * 16)))
+
+
+def fill(tier: DiskTier, dataset: UUID, count: int) -> None:
+    """Put the first chunks of a dataset."""
+    for chunk in range(count):
+        put(tier, key_of(dataset, chunk), bytes(CHUNK_BYTES))
 
 
 def used_file(place: Path, dataset: UUID) -> Path:
@@ -196,16 +200,7 @@ JOB = """if True:
 
 def start_job(place: Path, dataset: UUID) -> "subprocess.Popen[str]":
     """A process that uses a dataset until it is killed."""
-    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", textwrap.dedent(JOB)]
-    process = subprocess.Popen(
-        [*command, str(place), STORE.hex, dataset.hex],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+    return start_program(JOB, str(place), STORE.hex, dataset.hex)
 
 
 def end_job(process: "subprocess.Popen[str]") -> None:
@@ -218,8 +213,7 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
     used, newcomer = DATASETS[:2]
     tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
     other = DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True)
-    for chunk in range(4):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+    fill(tier, used, 4)
     for job in [start_job(place, used) for _ in range(2)]:
         cool(place, used)
         for path in files(place):
@@ -235,26 +229,12 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
     assert (tier.room_evictions, tier.room_evicted_bytes) == (2, 2 * CHUNK_BYTES)
 
 
-def test_a_killed_job_s_dataset_cools_down(place: Path) -> None:
-    used, newcomer = DATASETS[:2]
-    tier = DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True)
-    for chunk in range(4):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
-    cool(place, used)
-    end_job(start_job(place, used))
-    with pytest.raises(NoSpaceError):
-        tier.reserve(key_of(newcomer, 0), CHUNK_BYTES)
-    cool(place, used)
-    put(tier, key_of(newcomer, 0), bytes(CHUNK_BYTES))
-
-
 def test_a_job_s_own_idle_chunks_go_for_its_own(place: Path) -> None:
     """A dataset that does not fit is bounded as before there were pins."""
     (used,) = DATASETS[:1]
     tier = DiskTier(place, STORE, 3 * CHUNK_BYTES, by_references=True)
     tier.register_job(used, time.time())
-    for chunk in range(3):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+    fill(tier, used, 3)
     with pytest.raises(NoSpaceError):
         tier.reserve(key_of(used, 3), CHUNK_BYTES)
     os.utime(file_of(place, key_of(used, 1)), (1.0, 1.0))  # replaced by a purge, say
@@ -265,9 +245,8 @@ def test_a_job_s_own_idle_chunks_go_for_its_own(place: Path) -> None:
 def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
     used, idle = DATASETS[:2]
     tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, by_references=True)
-    for chunk in range(3):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
-        put(tier, key_of(idle, chunk), bytes(CHUNK_BYTES))
+    fill(tier, used, 3)
+    fill(tier, idle, 3)
     for _ in range(3):
         tier.register_job(idle, time.time())
     tier.close()
@@ -323,8 +302,7 @@ def test_a_full_disk_takes_a_pin_all_the_same(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=256k,mode=700") as point:
         place = prepare_cache_folder(point)
         tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
-        for chunk in range(4):
-            put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+        fill(tier, used, 4)
         cool(place, used)
         with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
             file.write(bytes(1 << 20))

@@ -2,9 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import time
 from pathlib import Path
 
@@ -14,7 +11,7 @@ from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DiskTier
 from diesel_fs.cache.tiers import verify_chunk
 
-from .disk_tier import Chunks, content_of, counted, files, idle, put, tier_at
+from .disk_tier import Chunks, content_of, counted, files, idle, put, start_program, tier_at
 
 WRITER = """if True:
     import os, sys, random
@@ -63,20 +60,13 @@ def test_J6_processes_that_share_a_folder_and_are_killed(
     limit = 6 * max(map(len, chunks.values()))
     draw = np.random.default_rng(5)
 
-    def start(seed: int) -> "subprocess.Popen[str]":
-        command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", textwrap.dedent(WRITER)]
-        command += [str(place), str(source), str(limit), str(seed)]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
     tier = tier_at(place, limit)
     seen = 0
     for number in range(8):
-        pair = [start(2 * number), start(2 * number + 1)]
+        pair = [
+            start_program(WRITER, str(place), str(source), str(limit), str(2 * number + seed))
+            for seed in range(2)
+        ]
         until = time.monotonic() + draw.uniform(0.05, 0.4)
         while time.monotonic() < until:
             idle(place)  # else nothing goes
