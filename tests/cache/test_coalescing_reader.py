@@ -14,6 +14,7 @@ from diesel_fs.cache.coalescing_reader import CoalescingReader, ReadRates
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.storage.objects.store import ObjectStore
 from tests.rows import each_row
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 
@@ -44,134 +45,136 @@ def contents(reader: CoalescingReader, entries: Positions) -> dict[int, bytes]:
     return whole
 
 
+class Dataset:
+    """The dataset, its store, its files, and the content of each file that has any."""
+
+    def __init__(self, store: Counting, view: Snapshot) -> None:
+        self.store, self.view, self.files = store, view, view.files()
+        whole = {view.lookup(name.encode()): content for name, content in FILES.items()}
+        self.contents = {entry: content for entry, content in whole.items() if content}
+
+    def reader(self, store: ObjectStore, limits: ReadLimits | None = None) -> CoalescingReader:
+        return CoalescingReader(self.view, store, limits=limits)
+
+    def rows(self, *names: bytes) -> Positions:
+        return self.view.lookup_many(names)
+
+    def check(self, reader: CoalescingReader, entries: Positions) -> None:
+        """Read these files and compare their contents."""
+        expected = {row: self.contents[row] for row in entries.tolist() if row in self.contents}
+        assert contents(reader, entries) == expected
+
+
 @pytest.fixture
-def every(view: Snapshot) -> dict[int, bytes]:
-    """The content of each file that has any, by index."""
-    return {view.lookup(name.encode()): content for name, content in FILES.items() if content}
-
-
-def check(reader: CoalescingReader, entries: Positions, every: dict[int, bytes]) -> None:
-    """Read these files and compare their contents."""
-    expected = {entry: every[entry] for entry in entries.tolist() if entry in every}
-    assert contents(reader, entries) == expected
+def data(store: Counting, view: Snapshot) -> Dataset:
+    return Dataset(store, view)
 
 
 @each_row("span_bytes", [1, 10_000, 8 << 20])
 @each_row("gap_bytes", [0, 64 << 10])
-def test_each_content_comes_once(
-    store: Counting, view: Snapshot, every: dict[int, bytes], span_bytes: int, gap_bytes: int
-) -> None:
+def test_each_content_comes_once(data: Dataset, span_bytes: int, gap_bytes: int) -> None:
     """Folders, links and empty files have none."""
-    store.reads.clear()
-    reader = CoalescingReader(
-        view, store, limits=ReadLimits(span_bytes=span_bytes, gap_bytes=gap_bytes)
-    )
-    check(reader, np.array([0, view.lookup(b"empty")]), every)
-    check(reader, np.zeros(0, np.int64), every)
-    assert store.reads == []
-    check(reader, np.random.default_rng(1).permutation(view.entry_count), every)
-    assert all(size <= max(span_bytes, 2 * CHUNK_BYTES_MIN) for _, _, size in store.reads)
+    data.store.reads.clear()
+    limits = ReadLimits(span_bytes=span_bytes, gap_bytes=gap_bytes)
+    reader = data.reader(data.store, limits)
+    data.check(reader, data.rows(b"", b"empty"))
+    data.check(reader, np.zeros(0, np.int64))
+    assert data.store.reads == []
+    data.check(reader, np.random.default_rng(1).permutation(data.view.entry_count))
+    assert all(size <= max(span_bytes, 2 * CHUNK_BYTES_MIN) for _, _, size in data.store.reads)
 
 
-def test_files_of_a_chunk_are_one_read_unless_they_are_far_apart(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
-    files = view.files()
-    chunk = int(np.bincount(view.chunk_of(files)).argmax())
-    inside = files[(view.chunk_of(files) == chunk) & (view.columns.size[files] < 2000)]
+def test_files_of_a_chunk_are_one_read_unless_they_are_far_apart(data: Dataset) -> None:
+    files = data.files
+    chunk = int(np.bincount(data.view.chunk_of(files)).argmax())
+    inside = files[(data.view.chunk_of(files) == chunk) & (data.view.columns.size[files] < 2000)]
     assert len(inside) > 20
-    reader = CoalescingReader(view, store)
-    check(reader, inside, every)
-    assert len(store.reads) == reader.stats()["fetches"] == 1
-    store.reads.clear()
-    apart = inside[np.argsort(view.columns.offset[inside])][::4]  # three files lie between
-    check(CoalescingReader(view, store, limits=ReadLimits(gap_bytes=500)), apart, every)
-    assert len(store.reads) == len(apart)
+    reader = data.reader(data.store)
+    data.check(reader, inside)
+    assert len(data.store.reads) == reader.stats()["fetches"] == 1
+    data.store.reads.clear()
+    apart = inside[np.argsort(data.view.columns.offset[inside])][::4]  # three files lie between
+    data.check(data.reader(data.store, ReadLimits(gap_bytes=500)), apart)
+    assert len(data.store.reads) == len(apart)
 
 
-def test_B4_damage_on_the_way_is_repaired_by_one_more_read(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
-    store.damage(view, "n007", times=1)
-    reader = CoalescingReader(view, store)
-    check(reader, view.files(), every)
+def test_B4_damage_on_the_way_is_repaired_by_one_more_read(data: Dataset) -> None:
+    data.store.damage(data.view, "n007", times=1)
+    reader = data.reader(data.store)
+    data.check(reader, data.files)
     assert reader.stats()["healed"] == 1
 
 
 def test_B3_a_damaged_file_is_left_out_and_logged(
-    store: Counting, view: Snapshot, every: dict[int, bytes], caplog: pytest.LogCaptureFixture
+    data: Dataset, caplog: pytest.LogCaptureFixture
 ) -> None:
-    store.damage(view, "n007")
-    reader = CoalescingReader(view, store)
+    data.store.damage(data.view, "n007")
+    reader = data.reader(data.store)
     with caplog.at_level(logging.ERROR):
-        found = contents(reader, view.files())
-    del every[view.lookup(b"n007")]
-    assert found == every
+        found = contents(reader, data.files)
+    del data.contents[data.view.lookup(b"n007")]
+    assert found == data.contents
     assert reader.stats()["damaged"] == 1
     assert "ds/n007" in caplog.text
 
 
 @each_row("batched", [False, True])
 def test_only_files_of_a_lost_chunk_are_left_out(
-    store: Counting,
-    view: Snapshot,
-    every: dict[int, bytes],
-    caplog: pytest.LogCaptureFixture,
-    batched: bool,
+    data: Dataset, caplog: pytest.LogCaptureFixture, batched: bool
 ) -> None:
-    lost = object_of(view, "n007")
-    chunk = view.extents(view.lookup(b"n007"))[0].chunk
-    inside = {entry for entry in every if any(part.chunk == chunk for part in view.extents(entry))}
-    outside = every.keys() - inside
+    lost = object_of(data.view, "n007")
+    chunk = data.view.extents(data.view.lookup(b"n007"))[0].chunk
+    inside = {
+        entry
+        for entry in data.contents
+        if any(part.chunk == chunk for part in data.view.extents(entry))
+    }
+    outside = data.contents.keys() - inside
     assert inside
     assert outside
-    store.lose(lost)
-    reader = CoalescingReader(view, Batching(store) if batched else store)
+    data.store.lose(lost)
+    reader = data.reader(Batching(data.store) if batched else data.store)
     with caplog.at_level(logging.ERROR):
-        found = contents(reader, view.files())
+        found = contents(reader, data.files)
     assert outside <= found.keys()
-    assert all(found[entry] == every[entry] for entry in outside)
+    assert all(found[entry] == data.contents[entry] for entry in outside)
     assert reader.stats()["lost"] == 1
     assert lost in caplog.text
 
 
-def test_a_failing_store_raises_its_error(store: Counting, view: Snapshot) -> None:
+def test_a_failing_store_raises_its_error(data: Dataset) -> None:
     fault = Fault("read_into", error=ObjectStoreError("gone"))
-    with FaultyStore(store, fault) as faulty, pytest.raises(ObjectStoreError):
-        contents(CoalescingReader(view, faulty), view.files())
+    with FaultyStore(data.store, fault) as faulty, pytest.raises(ObjectStoreError):
+        contents(data.reader(faulty), data.files)
 
 
 # A store that is slow is asked for several spans at once, and ahead
 
 
-def test_a_slow_store_is_asked_for_several_spans_at_once(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
+def test_a_slow_store_is_asked_for_several_spans_at_once(data: Dataset) -> None:
     """It is asked so once its reads were seen to be slow. The order of contents stays the same."""
-    slow = Slow(store)
-    reader = CoalescingReader(view, slow)
+    slow = Slow(data.store)
+    reader = data.reader(slow)
     while not reader.is_slow:
-        check(reader, np.array([view.lookup(b"small")]), every)
+        data.check(reader, data.rows(b"small"))
     before = slow.reads
     assert slow.most == 1
-    check(reader, view.files(), every)
+    data.check(reader, data.files)
     assert slow.most >= 4  # of 14 spans; a busy machine starts threads late
-    assert slow.reads - before == len(reader._plan(view.files()).spans)
+    assert slow.reads - before == len(reader._plan(data.files).spans)
 
 
-def slow_reader(slow: Slow, view: Snapshot, limits: ReadLimits | None = None) -> CoalescingReader:
+def slow_reader(slow: Slow, data: Dataset, limits: ReadLimits | None = None) -> CoalescingReader:
     """A reader that knows that its store is slow."""
-    reader = CoalescingReader(view, slow, limits=limits)
+    reader = data.reader(slow, limits)
     reader._speed.note(1.0)
     return reader
 
 
-def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
-    slow = Slow(store)
-    reader = slow_reader(slow, view)
-    large, text, small = (np.array([view.lookup(name)]) for name in (b"large", b"text", b"small"))
+def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(data: Dataset) -> None:
+    slow = Slow(data.store)
+    reader = slow_reader(slow, data)
+    large, text, small = data.rows(b"large"), data.rows(b"text"), data.rows(b"small")
     reader.prefetch([large, text])
     reader.prefetch([text, small])  # the plan has changed
     assert set(reader._in_flight) == {
@@ -179,97 +182,87 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(
     }
     wait_for_flights(reader)
     before = slow.reads
-    check(reader, text, every)
-    check(reader, small, every)
+    data.check(reader, text)
+    data.check(reader, small)
     assert slow.reads == before
     assert not reader._in_flight
 
 
-def all_read_ahead(slow: Slow, view: Snapshot) -> CoalescingReader:
+def all_read_ahead(slow: Slow, data: Dataset) -> CoalescingReader:
     """A reader that has read a unit of all files ahead."""
-    reader = slow_reader(slow, view)
-    reader.prefetch([view.files()])
+    reader = slow_reader(slow, data)
+    reader.prefetch([data.files])
     wait_for_flights(reader)
     slow.reads = 0
     return reader
 
 
-def test_a_unit_that_loses_entries_is_not_read_again(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
+def test_a_unit_that_loses_entries_is_not_read_again(data: Dataset) -> None:
     """Somebody has read some of its files meanwhile. What is in flight has the others."""
-    slow, whole = Slow(store), view.files()
-    reader = all_read_ahead(slow, view)
+    slow, whole = Slow(data.store), data.files
+    reader = all_read_ahead(slow, data)
     for left in (whole[whole != whole[1]], whole[2:-1], whole[2:3]):
         reader.prefetch([left])
-    check(reader, whole[2:3], every)
+    data.check(reader, whole[2:3])
     assert slow.reads == 0
     assert not reader._in_flight
 
 
-def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
+def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(data: Dataset) -> None:
     """It is wanted before the unit that has it. The unit's own turn comes later."""
-    slow = Slow(store)
-    reader = all_read_ahead(slow, view)
-    some = np.array([view.lookup(name) for name in (b"n007", b"n011", b"small")])
-    check(reader, some, every)
-    rest = np.setdiff1d(view.files(), some)
+    slow = Slow(data.store)
+    reader = all_read_ahead(slow, data)
+    some = data.rows(b"n007", b"n011", b"small")
+    data.check(reader, some)
+    rest = np.setdiff1d(data.files, some)
     reader.prefetch([rest])
-    check(reader, rest, every)
+    data.check(reader, rest)
     assert slow.reads == 0
     assert not reader._in_flight
 
 
-def test_what_is_asked_for_is_read_at_once_though_other_units_fill_the_memory(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
+def test_what_is_wanted_is_read_at_once_though_other_units_fill_the_memory(
+    data: Dataset,
 ) -> None:
-    slow = Slow(store)
-    reader = slow_reader(slow, view, ReadLimits(gap_bytes=0, ahead_bytes=30_000))
-    files = view.files()
-    sizes = view.columns.size[files]
+    slow = Slow(data.store)
+    reader = slow_reader(slow, data, ReadLimits(gap_bytes=0, ahead_bytes=30_000))
+    files = data.files
+    sizes = data.view.columns.size[files]
     some, ahead = files[(sizes > 0) & (sizes < 2000)][::8], files[sizes >= 2000]
     reader.prefetch([ahead])
     wait_for_flights(reader)
     slow.most = 0
-    check(reader, some, every)
+    data.check(reader, some)
     assert slow.most >= len(some) // 2
 
 
-def test_nothing_is_read_ahead_from_a_fast_store(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
-    reader = CoalescingReader(view, store)
-    reader.prefetch([view.files()])
-    check(reader, view.files(), every)
-    reader.prefetch([view.files()])
+def test_nothing_is_read_ahead_from_a_fast_store(data: Dataset) -> None:
+    reader = data.reader(data.store)
+    reader.prefetch([data.files])
+    data.check(reader, data.files)
+    reader.prefetch([data.files])
     assert reader._threads is None
 
 
 # A store that takes many parts in one request
 
 
-def test_a_batching_store_gets_one_request_for_each_unit(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
-    batching = Batching(store)
-    reader = CoalescingReader(view, batching)
-    order = np.random.default_rng(1).permutation(view.files())
-    for number, unit in enumerate([*np.array_split(order, 4), view.files()], 1):
-        check(reader, unit, every)
+def test_a_batching_store_gets_one_request_for_each_unit(data: Dataset) -> None:
+    batching = Batching(data.store)
+    reader = data.reader(batching)
+    order = np.random.default_rng(1).permutation(data.files)
+    for number, unit in enumerate([*np.array_split(order, 4), data.files], 1):
+        data.check(reader, unit)
         assert len(batching.requests) == number
     assert reader._threads is None
 
 
-def test_requests_keep_their_limits_and_several_are_in_flight(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
-    batching = Batching(store)
+def test_requests_keep_their_limits_and_several_are_in_flight(data: Dataset) -> None:
+    batching = Batching(data.store)
     batching.delay_s = 0.03
     limits = ReadLimits(batch_bytes=100_000, batch_parts=20, span_bytes=30_000)
-    reader = CoalescingReader(view, batching, limits=limits)
-    check(reader, view.files(), every)
+    reader = data.reader(batching, limits)
+    data.check(reader, data.files)
     assert batching.most > 2
     for parts in batching.requests:
         assert len(parts) <= 20
@@ -277,44 +270,40 @@ def test_requests_keep_their_limits_and_several_are_in_flight(
     assert not reader._in_flight
 
 
-def test_announced_units_share_requests_to_a_batching_store(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
+def test_announced_units_share_requests_to_a_batching_store(data: Dataset) -> None:
     """Each span is read once, also when the plan changes; spans that left the plan are given up."""
-    batching = Batching(store)
-    reader = CoalescingReader(view, batching)
-    small = np.random.default_rng(2).permutation(view.files())
+    batching = Batching(data.store)
+    reader = data.reader(batching)
+    small = np.random.default_rng(2).permutation(data.files)
     one, other, third, rest = np.split(small, [40, 80, 90])
     reader.prefetch([one, other])
     wait_for_flights(reader)
-    check(reader, one, every)
+    data.check(reader, one)
     assert len(batching.requests) == 1
     reader.prefetch([other, third])
     wait_for_flights(reader)
-    check(reader, other, every)
-    check(reader, third, every)
+    data.check(reader, other)
+    data.check(reader, third)
     assert len(batching.requests) == 2
     reader.prefetch([rest])
     reader.prefetch([one])
     assert set(reader._in_flight) == set(reader._plan(one).spans)
-    check(reader, one, every)
+    data.check(reader, one)
     assert not reader._in_flight
 
 
-def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
+def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(data: Dataset) -> None:
     """Somebody else has read some of its files meanwhile, as it happens to nearly every unit where
     the dataset is larger than the memory."""
-    batching = Batching(store)
-    reader = CoalescingReader(view, batching, limits=ReadLimits(batched_gap_bytes=0))
-    apart = np.flatnonzero(view.columns.size < 2000)[20:220:2]  # each is a span by itself
+    batching = Batching(data.store)
+    reader = data.reader(batching, ReadLimits(batched_gap_bytes=0))
+    apart = np.flatnonzero(data.view.columns.size < 2000)[20:220:2]  # each is a span by itself
     now, later = apart[:50], apart[50:]
     reader.prefetch([now, later])
-    check(reader, now, every)
+    data.check(reader, now)
     rest = np.delete(later, [3, 17])
     reader.prefetch([rest])
-    check(reader, rest, every)
+    data.check(reader, rest)
     wait_for_flights(reader)
     asked = [part for parts in batching.requests for part in parts]
     assert len(asked) == len(set(asked)) == len(apart)
@@ -322,9 +311,9 @@ def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(
 
 
 def test_a_unit_that_stays_announced_is_planned_once(
-    store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
+    data: Dataset, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    reader = CoalescingReader(view, Batching(store))
+    reader = data.reader(Batching(data.store))
     looked: list[int] = []
     plan = reader._plan
 
@@ -333,34 +322,30 @@ def test_a_unit_that_stays_announced_is_planned_once(
         return plan(entries)
 
     monkeypatch.setattr(reader, "_plan", counted)
-    units = np.array_split(np.random.default_rng(3).permutation(view.files()), 12)
+    units = np.array_split(np.random.default_rng(3).permutation(data.files), 12)
     for first in range(len(units)):
         reader.prefetch(units[first : first + 5])
         assert contents(reader, units[first])
     assert looked == [len(unit) for unit in units]
 
 
-def test_reading_ahead_keeps_its_memory_limit(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
-    reader = CoalescingReader(view, Batching(store), limits=ReadLimits(ahead_bytes=200_000))
+def test_reading_ahead_keeps_its_memory_limit(data: Dataset) -> None:
+    reader = data.reader(Batching(data.store), ReadLimits(ahead_bytes=200_000))
     draw, most = np.random.default_rng(4), 0
-    units = [draw.choice(view.files(), 12, replace=False) for _ in range(30)]
+    units = [draw.choice(data.files, 12, replace=False) for _ in range(30)]
     for _ in range(60):
         some = [units[at] for at in draw.choice(len(units), 6)]
         reader.prefetch(some)
         in_flight_bytes = sum(size for _, _, size in reader._in_flight)
         most = max(most, in_flight_bytes)
         assert in_flight_bytes == reader._in_flight_bytes <= 200_000
-        check(reader, some[int(draw.integers(3))], every)  # not always the first
+        data.check(reader, some[int(draw.integers(3))])  # not always the first
     assert most > 100_000
     reader.prefetch([])
     assert (reader._in_flight, reader._in_flight_bytes) == ({}, 0)
 
 
-def test_damage_in_a_request_is_read_again_past_caches(
-    store: Counting, view: Snapshot, every: dict[int, bytes]
-) -> None:
+def test_damage_in_a_request_is_read_again_past_caches(data: Dataset) -> None:
     again: list[str] = []
 
     class Damaging(Batching):
@@ -374,8 +359,8 @@ def test_damage_in_a_request_is_read_again_past_caches(
             again.append(name)
             self.inner.read_into(name, start, buffer)
 
-    reader = CoalescingReader(view, Damaging(store))
-    check(reader, view.files(), every)
+    reader = data.reader(Damaging(data.store))
+    data.check(reader, data.files)
     assert reader.stats()["healed"] == len(again) > 3
 
 
@@ -397,9 +382,9 @@ def test_costs_of_a_place_are_fitted_to_its_reads() -> None:
     assert sum(alike.cost(100_000, 1 << 20)) == pytest.approx(0.03)
 
 
-def test_costs_follow_a_store_that_becomes_slow(store: Counting, view: Snapshot) -> None:
-    reader = CoalescingReader(view, Slow(store), limits=ReadLimits(slow_span_bytes=20_000))
-    contents(reader, view.files())
+def test_costs_follow_a_store_that_becomes_slow(data: Dataset) -> None:
+    reader = data.reader(Slow(data.store), ReadLimits(slow_span_bytes=20_000))
+    contents(reader, data.files)
     assert reader.is_slow
-    assert sum(reader.read_costs([view.files()])[0]) > 0.003
-    assert reader.read_costs([view.files()[:0]]) == [(0.0, 0.0)]
+    assert sum(reader.read_costs([data.files])[0]) > 0.003
+    assert reader.read_costs([data.files[:0]]) == [(0.0, 0.0)]
