@@ -182,21 +182,6 @@ def test_plan_keeps_what_min_keeps(capacity: int) -> None:
     assert run("lru", orders, 300, capacity) < best - 0.02
 
 
-def test_hit_rates_in_random_order_match_the_theory() -> None:
-    """Half of the units fit. Without eviction, these hit each time: the rate is a half. LRU hits
-    where fewer than half of the units were read between two reads of a unit; the places of a unit
-    in two epochs are uniform. The first of three epochs hits nothing."""
-    units, capacity = 4_000, 2_000
-    orders = epochs_of(np.random.default_rng(0), 3, units, 1)
-    assert run("none", orders, units, capacity) * 3 / 2 == 0.5
-    x = np.random.default_rng(1)
-    first, second = x.random(200_000), x.random(200_000)
-    # Those behind it in the first epoch, and of those before it in the second the others
-    distinct = (1 - first) + second * first
-    lru = run("lru", orders, units, capacity) * 3 / 2
-    assert lru == pytest.approx(np.mean(distinct < 0.5), abs=0.03)
-
-
 def test_plan_keeps_what_min_keeps_where_some_units_are_read_more_often() -> None:
     """Two ranks read all units once each epoch; two read the last fifth of them five times. The
     first comers are then not what should stay, and `none` loses."""
