@@ -105,9 +105,7 @@ def test_B4_damage_on_the_way_is_repaired_by_one_more_read(data: Dataset) -> Non
     assert reader.stats()["healed"] == 1
 
 
-def test_B3_a_damaged_file_is_left_out_and_logged(
-    data: Dataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_B3_damage_is_left_out_and_logged(data: Dataset, caplog: pytest.LogCaptureFixture) -> None:
     data.store.damage(data.view, "n007")
     reader = data.reader(data.store)
     with caplog.at_level(logging.ERROR):
@@ -221,9 +219,7 @@ def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(data: Dataset) -
     assert not reader._in_flight
 
 
-def test_what_is_wanted_is_read_at_once_though_other_units_fill_the_memory(
-    data: Dataset,
-) -> None:
+def test_what_is_wanted_is_read_at_once_though_other_units_fill_the_memory(data: Dataset) -> None:
     slow = Slow(data.store)
     reader = slow_reader(slow, data, ReadLimits(gap_bytes=0, ahead_bytes=30_000))
     files = data.files
@@ -310,9 +306,7 @@ def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(data:
     assert not reader._in_flight
 
 
-def test_a_unit_that_stays_announced_is_planned_once(
-    data: Dataset, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_announced_unit_is_planned_once(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = data.reader(Batching(data.store))
     looked: list[int] = []
     plan = reader._plan

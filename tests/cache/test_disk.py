@@ -201,9 +201,7 @@ def test_the_longest_unread_chunk_is_evicted_first(place: Path, chunks: Chunks) 
     assert 1 <= tier.evictions <= 2
 
 
-def test_a_dataset_in_use_keeps_chunks_that_were_not_read_lately(
-    place: Path, chunks: Chunks
-) -> None:
+def test_a_dataset_in_use_keeps_chunks_not_read_lately(place: Path, chunks: Chunks) -> None:
     one, two, other = *list(chunks)[:2], ChunkKey(uuid4(), next(iter(chunks)).id)
     tier = tier_at(place, 2 * max(map(len, chunks.values())))
     put(tier, one, chunks[one])
@@ -229,9 +227,7 @@ def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> No
     assert sum(path.stat().st_size for path in files(place)) <= limit
 
 
-def test_the_default_limit_is_half_of_what_the_cache_could_have(
-    tmp_path: Path, chunks: Chunks
-) -> None:
+def test_the_default_limit_is_half_of_what_is_available(tmp_path: Path, chunks: Chunks) -> None:
     """Bytes that the cache has already count as available: a restart keeps a warm cache."""
     disk_bytes = 3 * sum(map(len, chunks.values()))
     with small_disk(tmp_path / "disk", f"size={disk_bytes},mode=700") as point:

@@ -48,7 +48,7 @@ WRITER = """if True:
 """
 
 
-def test_J6_processes_that_share_a_folder_and_are_killed(
+def test_J6_a_folder_of_processes_that_are_killed(
     place: Path, chunks: Chunks, tmp_path: Path
 ) -> None:
     """At any time every chunk found is whole, the limit holds, and files of killed writers are

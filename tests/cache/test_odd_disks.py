@@ -131,7 +131,7 @@ USED_UP = pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
 
 @USED_UP
 @pytest.mark.parametrize("folder", [".", "new/cache"])
-def test_J1_J4_a_disk_without_room_for_a_new_cache_is_named(
+def test_J1_J4_a_disk_without_room_for_a_cache_is_named(
     what: str, folder: str, small: Path
 ) -> None:
     use_up(small, what)

@@ -31,6 +31,7 @@ from ..small_disks import remount, small_disk
 from .conftest import Counting, put_files
 from .disk_tier import put, tier_at
 
+Words = Callable[[str], int]
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
@@ -167,7 +168,7 @@ def job(jobs: Jobs) -> Job:
 
 
 @pytest.fixture
-def warned(caplog: pytest.LogCaptureFixture) -> Callable[[str], int]:
+def warned(caplog: pytest.LogCaptureFixture) -> Words:
     """How often a warning with these words was logged."""
     caplog.set_level(logging.WARNING)
     return lambda words: sum(words in record.message for record in caplog.records)
@@ -199,9 +200,7 @@ def test_a_log_that_holds_half_spares_half_of_the_reads(jobs: Jobs) -> None:
     assert job.logs.stats()["log_refused"] == 0
 
 
-def test_an_unknown_next_order_is_read_entry_by_entry(
-    job: Job, warned: Callable[[str], int]
-) -> None:
+def test_an_unknown_next_order_is_read_entry_by_entry(job: Job, warned: Words) -> None:
     """Which is nothing to warn of."""
     job.epoch(0, None)
     for number, following in ((1, None), (2, None), (3, None), (9, 10), (10, None)):
@@ -302,7 +301,7 @@ def test_what_a_crash_has_left_is_never_believed(jobs: Jobs) -> None:
 
 
 def test_what_is_released_while_it_is_read_is_not_called_damaged(
-    jobs: Jobs, warned: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, warned: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader of an order has passed a segment that is wanted again, and its room is given back
     between the look into the index and the read."""
@@ -344,7 +343,7 @@ def test_an_order_that_is_given_up_is_not_read_to_its_end(job: Job) -> None:
 
 
 def test_damage_of_a_living_log_is_said_once_and_read_from_the_store(
-    job: Job, warned: Callable[[str], int]
+    job: Job, warned: Words
 ) -> None:
     job.epoch(0, 1)
     [path] = job.files()
@@ -370,9 +369,7 @@ def test_logs_of_other_orders_and_versions_are_put_aside(jobs: Jobs) -> None:
     assert not old.exists()
 
 
-def test_a_second_mount_of_the_same_order_goes_without(
-    jobs: Jobs, warned: Callable[[str], int]
-) -> None:
+def test_a_second_mount_of_the_same_order_goes_without(jobs: Jobs, warned: Words) -> None:
     one, other = jobs.start(), jobs.start()
     one.epoch(0, 1)
     for _ in range(2):
@@ -396,7 +393,7 @@ def test_chunks_of_the_dataset_make_room_and_none_come(jobs: Jobs) -> None:
 
 
 def test_a_file_system_that_cannot_punch(
-    jobs: Jobs, warned: Callable[[str], int], monkeypatch: pytest.MonkeyPatch
+    jobs: Jobs, warned: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It works, in half of the room, and says so once. (The error is injected: the kernel of a test
     machine may have no file system without holes.)"""
@@ -413,9 +410,7 @@ def test_a_file_system_that_cannot_punch(
     assert warned("cannot release parts of a file") == 1
 
 
-def test_a_full_disk_and_a_read_only_one(
-    jobs: Jobs, tmp_path: Path, warned: Callable[[str], int]
-) -> None:
+def test_a_full_disk_and_a_read_only_one(jobs: Jobs, tmp_path: Path, warned: Words) -> None:
     with small_disk(tmp_path / "disk", f"size={TOTAL // 3}") as disk:
         job = jobs.start(place=disk / "c")
         for number in range(3):

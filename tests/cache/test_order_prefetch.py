@@ -133,7 +133,7 @@ def read_all(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("budget", ["two groups", "half of the dataset"])
-def test_an_epoch_loads_each_chunk_once(
+def test_an_epoch_loads_chunks_once(
     store: Counting, view: Snapshot, way: Read, budget: str
 ) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
@@ -187,9 +187,7 @@ def test_what_fits_the_memory_stays_in_it(store: Counting, view: Snapshot) -> No
 
 
 @pytest.mark.parametrize("way", [one_by_one, many])
-def test_reading_the_same_order_again_begins_anew(
-    store: Counting, view: Snapshot, way: Read
-) -> None:
+def test_reading_an_order_again_begins_anew(store: Counting, view: Snapshot, way: Read) -> None:
     """After a read of the first file, or a pass that was given up, a whole pass begins anew."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
     reader = following(store, view, order)
@@ -265,9 +263,7 @@ def test_several_threads_share_an_order(store: Counting, view: Snapshot) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parts_of_ranks_read_each_chunk_about_once(
-    store: Counting, view: Snapshot, way: Read
-) -> None:
+def test_ranks_read_each_chunk_about_once(store: Counting, view: Snapshot, way: Read) -> None:
     """Where the cut between two ranks goes through a group, both read its chunks or parts of
     them."""
     whole, single = 0, 0
@@ -297,9 +293,7 @@ def test_compressed_files_are_decoded_and_not_kept(repository: LocalRepository, 
 
 
 @each_row("way", WAYS)
-def test_files_larger_than_a_chunk_are_read_about_once(
-    repository: LocalRepository, way: Read
-) -> None:
+def test_files_of_many_chunks_are_read_about_once(repository: LocalRepository, way: Read) -> None:
     """Only parts in the chunks of other files are read again, each alone."""
     view, store = repository.view("large"), Counting(repository)
     order = chunk_order(view, 1, 2, group_size=4)

@@ -72,7 +72,7 @@ def test_answers_depend_on_calls_alone_and_change_nothing(name: str, calls: list
 
 @EVERY
 @given(calls=CALLS, after=st.dictionaries(UNITS, st.integers(100, 120)))
-def test_renumbered_units_keep_their_order(
+def test_renumbered_units_stay_in_order(
     name: str, calls: list[Call], after: dict[int, int]
 ) -> None:
     after = {old: new for new, old in {new: old for old, new in after.items()}.items()}

@@ -88,9 +88,7 @@ def test_gaps_are_not_read_from_a_near_store(ranges: Ranges) -> None:
     assert len(ranges.store.reads) == 2
 
 
-def test_F10_requests_at_the_same_moment_share_a_read(
-    ranges: Ranges, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_F10_requests_at_once_share_a_read(ranges: Ranges, monkeypatch: pytest.MonkeyPatch) -> None:
     name, content = next(iter(ranges.contents.items()))
     gate, joined, waited = Gate(ranges.store), threading.Semaphore(0), Future.result
 
@@ -231,9 +229,7 @@ def test_B3_a_fresh_read_gets_the_bytes_of_the_store(tiered: Ranges, place: Path
     tiered.check(part)
 
 
-def test_reads_are_counted_by_the_place_that_served_them(
-    place: Path, store: Counting, chunks: Chunks
-) -> None:
+def test_reads_are_counted_by_who_served_them(place: Path, store: Counting, chunks: Chunks) -> None:
     told: list[tuple[str, int, int]] = []
     (one, content), (two, _), *_ = chunks.items()
     tier = DiskTier(place, one.identity, 1 << 30)

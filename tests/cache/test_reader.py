@@ -59,18 +59,14 @@ def test_an_epoch_that_fits_reads_each_chunk_once(store: Counting, view: Snapsho
     assert [*store.reads_by_object().values()] == [1] * len(view.chunk_ids)
 
 
-def test_few_files_of_a_dataset_that_does_not_fit_read_no_chunks(
-    store: Counting, view: Snapshot
-) -> None:
+def test_few_files_of_a_large_dataset_read_no_chunks(store: Counting, view: Snapshot) -> None:
     reader = EntryReader(view, store, 1)
     wanted = [view.lookup(f"n{i:03}".encode()) for i in (5, 120, 270)]
     assert [len(content) for content in reader.read_many(wanted)] == [1005, 1120, 1270]
     assert store.bytes_read() == 1005 + 1120 + 1270
 
 
-def test_read_many_holds_no_more_chunks_than_its_budget(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_read_many_keeps_the_budget_of_chunks(repository: LocalRepository, tmp_path: Path) -> None:
     """It holds the chunks of a window until the window's end, so it looks ahead less far."""
     files = {f"{number:04}": os.urandom(4096) for number in range(1000)}
     many = put_files(repository, "many", tmp_path / "many", files, "auto")
@@ -89,9 +85,7 @@ def test_read_many_holds_no_more_chunks_than_its_budget(
     assert 0 < most <= 1.5 * budget  # those that come in now are not yet in the cache
 
 
-def test_read_many_loads_ahead_every_chunk_in_its_turn(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_read_many_loads_chunks_ahead_in_turn(repository: LocalRepository, tmp_path: Path) -> None:
     """When the first file is returned, the next chunks are on their way, and none is left out."""
     files = {f"{number:02}": os.urandom(CHUNK_BYTES_MIN) for number in range(24)}
     view = put_files(repository, "ahead", tmp_path / "ahead", files, "none")
@@ -196,9 +190,7 @@ def test_B4_damage_on_the_way_is_repaired_by_reading_again(
 
 
 @each_row("many", [True, False])
-def test_B3_only_the_damaged_file_fails_and_is_named(
-    store: Counting, view: Snapshot, many: bool
-) -> None:
+def test_B3_only_the_damaged_file_fails(store: Counting, view: Snapshot, many: bool) -> None:
     index = view.lookup(b"n150")
     text = chunk_id_text(view.chunk_ids[view.extents(index)[0].chunk])
     reader = EntryReader(view, store, 1 << 30)
@@ -340,7 +332,7 @@ class AtHand(Counting):
         return True
 
 
-def test_small_entries_are_read_alone_and_without_waiting(
+def test_small_entries_are_read_without_waiting(
     repository: LocalRepository, view: Snapshot
 ) -> None:
     """With `prefer_entries`, no chunk is loaded and nothing is kept, unless the dataset fits."""
@@ -365,9 +357,7 @@ def test_small_entries_are_read_alone_and_without_waiting(
     assert store.at_hand == 0
 
 
-def test_damage_is_left_to_a_read_that_may_wait(
-    repository: LocalRepository, view: Snapshot
-) -> None:
+def test_damage_is_left_to_reads_that_wait(repository: LocalRepository, view: Snapshot) -> None:
     store = AtHand(repository)
     store.damage(view, "n008", times=1)
     reader = EntryReader(view, store, 1, prefer_entries=True)

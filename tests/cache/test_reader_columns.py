@@ -140,9 +140,7 @@ def test_B4_damaged_parts_are_read_again_past_all_copies(store: Counting, view: 
     assert reader.stats()["healed"] == len(columns.damaged)
 
 
-def test_B3_a_file_that_is_damaged_in_the_store_raises_the_error_for_itself(
-    store: Counting, view: Snapshot
-) -> None:
+def test_B3_a_file_that_is_damaged_in_the_store_is_named(store: Counting, view: Snapshot) -> None:
     store.damage(view, "n007")
     reader = EntryReader(view, Columns(store, view), 200_000, prefer_entries=True)
     with pytest.raises(CorruptError, match="n007"):
@@ -166,9 +164,7 @@ def test_a_small_file_alone_is_one_part(store: Counting, view: Snapshot) -> None
     assert bytes(reader.read_plain(row, plain)) == FILES["n100"], "read again from the store"
 
 
-def test_units_that_share_a_request_all_hear_that_the_store_failed(
-    store: Counting, view: Snapshot
-) -> None:
+def test_all_units_of_a_request_hear_that_it_failed(store: Counting, view: Snapshot) -> None:
     """Some of its parts have arrived before; and afterwards they are read again."""
     columns = Columns(store, view)
     reader = CoalescingReader(view, columns, limits=APART)
@@ -183,9 +179,7 @@ def test_units_that_share_a_request_all_hear_that_the_store_failed(
         pushed(reader, view, unit)
 
 
-def test_what_a_node_has_sent_is_given_before_the_next_one_sends(
-    store: Counting, view: Snapshot
-) -> None:
+def test_what_has_come_is_given_before_more_comes(store: Counting, view: Snapshot) -> None:
     columns = Columns(store, view, groups=4)
     columns.fails = True  # after the first group
     batches = CoalescingReader(view, columns, limits=APART).batches(rows_of(view, range(0, 80, 2)))
@@ -196,9 +190,7 @@ def test_what_a_node_has_sent_is_given_before_the_next_one_sends(
         next(batches)
 
 
-def test_B3_parts_that_came_before_a_lost_chunk_are_not_asked_for_again(
-    store: Counting, view: Snapshot
-) -> None:
+def test_B3_parts_are_kept_though_a_chunk_is_lost(store: Counting, view: Snapshot) -> None:
     columns = Columns(store, view, groups=4)
     columns.loses = True
     unit = rows_of(view, range(0, 80, 2))

@@ -99,9 +99,7 @@ def test_weights_make_the_mean_unbiased() -> None:
 
 
 @given(st.integers(1, 200), st.integers(0, 2**32), st.data())
-def test_substitutes_are_cached_or_come_in_packages(
-    count: int, seed: int, data: st.DataObject
-) -> None:
+def test_substitutes_are_cached_or_in_packages(count: int, seed: int, data: st.DataObject) -> None:
     mask = st.lists(st.booleans(), min_size=count, max_size=count)
     low, cached, may, is_drawn = (np.array(data.draw(mask), np.bool_) for _ in range(4))
     may &= low

@@ -147,7 +147,7 @@ def test_E2_a_forged_snapshot_is_refused_or_shown_as_it_says(data: st.DataObject
 @pytest.mark.alone
 @examples(100, suppress=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
-def test_E2_the_kernel_takes_what_is_made_of_forged_snapshots(
+def test_E2_the_kernel_takes_what_forged_snapshots_give(
     tmp_path: Path, data: st.DataObject
 ) -> None:
     made = image_of_forged(data)

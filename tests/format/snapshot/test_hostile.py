@@ -184,9 +184,7 @@ def forged_from(columns: Columns) -> bytes:
 
 
 @each_row("case", FORGERIES)
-def test_E2_columns_that_contradict_each_other_are_refused(
-    case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_E2_contradicting_columns_are_refused(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Real batches of the check are so large that no test's dataset needs two."""
     good = Snapshot(SMALL)
     forged = FORGERIES[case](good.columns)
