@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
@@ -54,17 +55,17 @@ def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) 
             found.read_into(len(content) - 5, room)
 
 
-def test_a_chunk_is_reserved_once(place: Path, chunks: Chunks) -> None:
-    one, other = tier_at(place), tier_at(place)
-    key, content = next(iter(chunks.items()))
-    first = one.reserve(key, len(content))
+def test_a_chunk_is_reserved_once(kept: Kept) -> None:
+    one, other = kept.tier, tier_at(kept.place)
+    first = one.reserve(kept.other, len(kept.more))
     assert first is not None
-    assert one.reserve(key, len(content)) is other.reserve(key, len(content)) is None
-    assert content_of(other, key) is None
+    for tier in (one, other):
+        assert tier.reserve(kept.other, len(kept.more)) is None
+    assert content_of(other, kept.other) is None
     first.cancel()
-    assert counted(other) == 0
-    put(other, key, content)
-    assert content_of(one, key) == content
+    assert counted(other) == len(kept.content)
+    put(other, kept.other, kept.more)
+    assert content_of(one, kept.other) == kept.more
 
 
 def test_a_node_lists_evicts_and_makes_room_itself(place: Path, chunks: Chunks) -> None:
@@ -97,36 +98,32 @@ def test_a_node_lists_evicts_and_makes_room_itself(place: Path, chunks: Chunks) 
 
 
 def test_J11_folders_that_are_refused(tmp_path: Path) -> None:
-    writable = tmp_path / "writable"
-    writable.mkdir()
-    writable.chmod(0o777)
-    with pytest.raises(PermissionDenied, match="others can write"):
-        prepare_cache_folder(writable)
-    full = tmp_path / "full"
-    full.mkdir()
+    def make(name: str, mode: int = 0o755) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+        return tmp_path / name
+
+    full, marked, of_other = make("full"), make("marked"), make("other", 0o700)
     (full / "thesis.tex").touch()
-    with pytest.raises(ConflictError, match="neither empty nor a cache"):
-        prepare_cache_folder(full)
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(PermissionDenied):
-        prepare_cache_folder(file)
-    marked = tmp_path / "marked"
-    marked.mkdir()
+    (tmp_path / "file").touch()
     (marked / ".diesel-cache").write_text("something else")
-    with pytest.raises(ConflictError, match="not the marker"):
-        prepare_cache_folder(marked)
+    for path, error, words in (
+        (make("writable", 0o777), PermissionDenied, "others can write"),
+        (full, ConflictError, "neither empty nor a cache"),
+        (tmp_path / "file", PermissionDenied, "not a folder of this user"),
+        (marked, ConflictError, "not the marker"),
+    ):
+        with pytest.raises(error, match=words):
+            prepare_cache_folder(path)
+    assert list(full.iterdir()) == [full / "thesis.tex"]
     (marked / ".diesel-cache").unlink()
     os.mkfifo(marked / ".diesel-cache")
     with pytest.raises(ConflictError, match="not the marker"):  # and it does not hang
         prepare_cache_folder(marked)
-    assert list(full.iterdir()) == [full / "thesis.tex"]
     if os.geteuid() == 0:
-        other = tmp_path / "other"
-        other.mkdir(mode=0o700)
-        os.chown(other, 12345, 12345)
+        os.chown(of_other, 12345, 12345)
         with pytest.raises(PermissionDenied, match="not a folder of this user"):
-            prepare_cache_folder(other)
+            prepare_cache_folder(of_other)
 
 
 def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
@@ -162,10 +159,10 @@ def test_a_cache_in_its_store_or_around_it_is_refused(tmp_path: Path) -> None:
 def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) -> None:
     (tmp_path / "real folder").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real folder")
-    key, content = next(iter(chunks.items()))
-    put(tier_at(prepare_cache_folder(tmp_path / "link")), key, content)
+    kept = Kept(prepare_cache_folder(tmp_path / "link"), chunks)
     relative = os.path.relpath(tmp_path / "real folder") + "/"
-    assert content_of(tier_at(prepare_cache_folder(Path(relative))), key) == content
+    kept.tier = tier_at(prepare_cache_folder(Path(relative)))
+    assert kept.is_served()
 
 
 # Limits
@@ -268,40 +265,37 @@ def test_J1_a_twentieth_of_the_disk_stays_free(kept: Kept, monkeypatch: pytest.M
 # What goes wrong
 
 
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "empty": lambda content, other: b"",
+    "short": lambda content, other: content[:-1],
+    "long": lambda content, other: content + b"\0",
+    "flipped": lambda content, other: content[:-3] + bytes([content[-3] ^ 16]) + content[-2:],
+    "zeros": lambda content, other: bytes(len(content)),
+    "foreign": lambda content, other: other,
+}
+
+
 @each_row("way", ["find", "load"])
-@each_row("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
+@each_row("damage", DAMAGE)
 def test_J6_damage_that_a_crash_left_is_not_served(
     damage: str, way: str, tmp_path: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = prepare_cache_folder(tmp_path / "cache")
-    key, other = list(chunks)[:2]
-    put(tier_at(place), key, chunks[key])
-    content = bytearray(chunks[key])
-    if damage == "flipped":
-        content[len(content) - 3] ^= 16
-    path = file_of(place, key)
-    damaged: dict[str, bytes | bytearray] = {
-        "empty": b"",
-        "short": content[:-1],
-        "long": content + b"\0",
-        "flipped": content,
-        "zeros": bytes(len(content)),
-        "foreign": chunks[other],
-    }
-    path.write_bytes(damaged[damage])
-    later = tier_at(place)
-    room = bytearray(len(content))
+    kept = Kept(prepare_cache_folder(tmp_path / "cache"), chunks)
+    path = file_of(kept.place, kept.key)
+    path.write_bytes(DAMAGE[damage](kept.content, kept.more))
+    kept.tier = tier_at(kept.place)
+    room = bytearray(len(kept.content))
     if way == "find":
-        assert content_of(later, key) is None
+        assert not kept.is_served()
     else:
-        assert not later.load(key, memoryview(room))
+        assert not kept.tier.load(kept.key, memoryview(room))
     assert not path.exists()
     assert "was dropped" in caplog.text
-    assert not later.load(key, memoryview(room))
-    put(later, key, chunks[key])
-    assert content_of(later, key) == chunks[key]
-    assert later.load(key, memoryview(room))
-    assert room == chunks[key]
+    assert not kept.tier.load(kept.key, memoryview(room))
+    put(kept.tier, kept.key, kept.content)
+    assert kept.is_served()
+    assert kept.tier.load(kept.key, memoryview(room))
+    assert room == kept.content
 
 
 def test_a_planted_link_is_not_followed(kept: Kept, tmp_path: Path) -> None:

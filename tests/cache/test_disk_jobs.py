@@ -1,5 +1,5 @@
-"""`DiskTier` where jobs of several datasets share a folder: what pins, cool-downs and references
-(cost-aware LRFU) leave of each dataset."""
+"""`DiskTier` where jobs and processes share a folder: what pins, cool-downs and references
+(cost-aware LRFU) leave of each dataset, and what is left of processes that are killed."""
 
 import os
 import random
@@ -13,16 +13,29 @@ from decimal import Decimal
 from pathlib import Path
 from uuid import UUID
 
+import numpy as np
 import pytest
 
+from diesel_fs.cache import disk
 from diesel_fs.cache.disk import IDLE_S, DiskTier, prepare_cache_folder
 from diesel_fs.cache.lrfu import HOUR_S
-from diesel_fs.cache.tiers import ChunkKey
+from diesel_fs.cache.tiers import ChunkKey, verify_chunk
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
 
 from ..small_disks import small_disk
-from .disk_tier import STORE, counted, file_of, files, put, start_program
+from .disk_tier import (
+    STORE,
+    Chunks,
+    content_of,
+    counted,
+    file_of,
+    files,
+    idle,
+    put,
+    start_program,
+    tier_at,
+)
 
 CHUNK_BYTES = 1000
 DATASETS = [UUID(int=number) for number in range(1, 5)]
@@ -243,20 +256,20 @@ def test_a_job_s_own_idle_chunks_go_for_its_own(place: Path) -> None:
 
 
 def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
-    used, idle = DATASETS[:2]
+    used, unused = DATASETS[:2]
     tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, by_references=True)
     fill(tier, used, 3)
-    fill(tier, idle, 3)
+    fill(tier, unused, 3)
     for _ in range(3):
-        tier.register_job(idle, time.time())
+        tier.register_job(unused, time.time())
     tier.close()
     tier.register_job(used, time.time() - 1000 * HOUR_S)
     DiskTier(place, STORE, 4 * CHUNK_BYTES).close()
-    assert (chunks_of(place, used), len(chunks_of(place, idle))) == ({0, 1, 2}, 1)
+    assert (chunks_of(place, used), len(chunks_of(place, unused))) == ({0, 1, 2}, 1)
     lower = DiskTier(place, STORE, 1 * CHUNK_BYTES)
-    assert (chunks_of(place, used), chunks_of(place, idle)) == ({0, 1, 2}, set())
+    assert (chunks_of(place, used), chunks_of(place, unused)) == ({0, 1, 2}, set())
     with pytest.raises(NoSpaceError):
-        lower.reserve(key_of(idle, 0), CHUNK_BYTES)
+        lower.reserve(key_of(unused, 0), CHUNK_BYTES)
     assert lower.free_bytes() == 0
     tier.close()
     DiskTier(place, STORE, 1 * CHUNK_BYTES).close()
@@ -312,3 +325,121 @@ def test_a_full_disk_takes_a_pin_all_the_same(tmp_path: Path) -> None:
         cool(place, used)
         with pytest.raises(NoSpaceError):
             DiskTier(place, STORE, 4 * CHUNK_BYTES).reserve(key_of(newcomer, 0), CHUNK_BYTES)
+
+
+# Processes that are killed
+
+
+WRITER = """if True:
+    import os, sys, random
+    from pathlib import Path
+    from uuid import UUID
+    from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+    from diesel_fs.cache.tiers import ChunkKey
+    from diesel_fs.errors import NoSpaceError
+    place, source, limit, seed = sys.argv[1:]
+    draw = random.Random(int(seed))
+    tier = DiskTier(prepare_cache_folder(Path(place)), UUID(int=7), int(limit))
+    chunks = {}
+    for path in Path(source).iterdir():
+        identity, chunk = path.name.split(",")
+        chunks[ChunkKey(UUID(hex=identity), bytes.fromhex(chunk))] = path.read_bytes()
+    print("ready", flush=True)
+    while True:
+        key = draw.choice(list(chunks))
+        held = tier.find(key)
+        if held is not None:
+            with held:
+                room = bytearray(held.bytes)
+                held.read_into(0, memoryview(room))
+                assert room == chunks[key]
+            if draw.random() < 0.3:
+                tier.drop(key)
+            continue
+        try:
+            place = tier.reserve(key, len(chunks[key]))
+        except NoSpaceError:
+            continue
+        if place is not None:
+            place.commit(memoryview(chunks[key])) if draw.random() < 0.9 else place.cancel()
+"""
+
+
+def test_J6_a_folder_of_processes_that_are_killed(
+    place: Path, chunks: Chunks, tmp_path: Path
+) -> None:
+    """At any time every chunk found is whole, the limit holds, and files of killed writers are
+    removed."""
+    source = tmp_path / "chunks"
+    source.mkdir()
+    for key, content in chunks.items():
+        (source / f"{key.identity.hex},{key.id.hex()}").write_bytes(content)
+    limit = 6 * max(map(len, chunks.values()))
+    draw = np.random.default_rng(5)
+
+    tier = tier_at(place, limit)
+    seen = 0
+    for number in range(8):
+        pair = [
+            start_program(WRITER, str(place), str(source), str(limit), str(2 * number + seed))
+            for seed in range(2)
+        ]
+        until = time.monotonic() + draw.uniform(0.05, 0.4)
+        while time.monotonic() < until:
+            idle(place)  # else nothing goes
+            assert counted(tier) <= limit
+            for key in chunks:
+                found = content_of(unchecked(tier), key)
+                assert found in (None, chunks[key])
+                seen += found is not None
+        ended = [process.poll() for process in pair]
+        for process in pair:
+            process.send_signal(signal.SIGKILL)
+            assert ended == [None, None], process.communicate(timeout=20)[1]
+            process.communicate(timeout=20)
+    assert seen > 20, "else this test shows nothing"
+    after = tier_at(place, limit)
+    assert not [path for path in files(place) if path.name[0] == "."], "files of killed writers"
+    assert counted(after) == sum(path.stat().st_size for path in files(place)) <= limit
+    for path in files(place):
+        key = next(key for key in chunks if path.name == key.id.hex())
+        verify_chunk(key, memoryview(path.read_bytes()))
+
+
+def unchecked(tier: DiskTier) -> DiskTier:
+    """The tier as in a process that has not checked any chunk yet."""
+    tier._checked_s.clear()
+    return tier
+
+
+def test_other_processes_see_that_a_reader_waits_for_the_store(place: Path) -> None:
+    one, other = tier_at(place), tier_at(place)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.note_reading(begins=True)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.close()
+    assert not other.others_read()
+    one.note_reading(begins=False)
+    other.close()
+
+
+def test_J6_the_reservation_of_a_dead_writer_is_counted_once(place: Path, chunks: Chunks) -> None:
+    key, content = next(iter(chunks.items()))
+    dead = tier_at(place)
+    reserved = dead.reserve(key, len(content))
+    assert isinstance(reserved, disk._FileReservation)
+    os.close(reserved._file)  # as a kill does
+    tier = tier_at(place)
+    for _ in range(3):
+        again = tier.reserve(key, len(content))
+        assert isinstance(again, disk._FileReservation)
+        os.close(again._file)
+    assert counted(tier) == len(content)
+    put(tier, key, content)
+    assert counted(tier) == len(content)

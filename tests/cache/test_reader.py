@@ -286,15 +286,6 @@ def test_F10_a_needed_chunk_is_not_queued_behind_prefetches() -> None:
     assert sorted(loads) == list(range(FETCH_THREADS + 1))
 
 
-def test_prefetching_evicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = ChunkCache(30, ten_bytes)
-    cache.get(0)
-    asked: list[int] = []
-    monkeypatch.setattr(cache, "prefetch", asked.append)
-    cache.prefetch_what_fits({1: 10, 2: 10, 3: 10})
-    assert asked == [1, 2]
-
-
 def test_a_failed_load_is_reported_and_tried_again() -> None:
     attempts: list[int] = []
 
@@ -310,12 +301,19 @@ def test_a_failed_load_is_reported_and_tried_again() -> None:
     assert len(cache.get(1).view) == 10
 
 
-def test_the_least_recently_used_go_first() -> None:
+def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But prefetching evicts nothing."""
     cache = ChunkCache(30, ten_bytes)
     for number in (1, 2, 3, 1, 4):
         cache.get(number)
     assert [number for number in range(5) if cache.peek(number)] == [1, 3, 4]
     assert (cache.held_bytes, cache.evictions) == (30, 1)
+    cache = ChunkCache(30, ten_bytes)
+    cache.get(0)
+    asked: list[int] = []
+    monkeypatch.setattr(cache, "prefetch", asked.append)
+    cache.prefetch_what_fits({1: 10, 2: 10, 3: 10})
+    assert asked == [1, 2]
 
 
 # Stores that are near, or that take many parts in one request
@@ -335,7 +333,8 @@ class AtHand(Counting):
 def test_small_entries_are_read_without_waiting(
     repository: LocalRepository, view: Snapshot
 ) -> None:
-    """With `prefer_entries`, no chunk is loaded and nothing is kept, unless the dataset fits."""
+    """With `prefer_entries`, no chunk is loaded and nothing is kept, unless the dataset fits. A
+    damaged entry is left to a read that may wait."""
     store = AtHand(repository)
     reader = EntryReader(view, store, 1, prefer_entries=True)
     for name in ("small", "text", "n007"):
@@ -349,6 +348,10 @@ def test_small_entries_are_read_without_waiting(
     assert (stats["reads_on_the_spot"], stats["memory_bytes"]) == (9, 0)
     assert stats["chunk_fetches"] == 0
     assert reader.read_nowait(view.lookup(b"large"), 0, 100) is None
+    store.damage(view, "n008", times=1)
+    index = view.lookup(b"n008")
+    assert reader.read_nowait(index, 0, 10_000) is None
+    assert reader.read(index) == FILES["n008"]
     store.at_hand = 0
     fitting, index = EntryReader(view, store, 1 << 30, prefer_entries=True), view.lookup(b"n009")
     assert fitting.read_nowait(index, 0, 10_000) is None
@@ -357,30 +360,16 @@ def test_small_entries_are_read_without_waiting(
     assert store.at_hand == 0
 
 
-def test_damage_is_left_to_reads_that_wait(repository: LocalRepository, view: Snapshot) -> None:
-    store = AtHand(repository)
-    store.damage(view, "n008", times=1)
-    reader = EntryReader(view, store, 1, prefer_entries=True)
-    index = view.lookup(b"n008")
-    assert reader.read_nowait(index, 0, 10_000) is None
-    assert reader.read(index) == FILES["n008"]
-
-
 def test_many_files_are_one_request_to_a_batching_store(store: Counting, view: Snapshot) -> None:
+    """What is damaged of them on the way is read again."""
     batching = Batching(store)
     reader = EntryReader(view, batching, 400_000)
+    store.damage(view, "small", times=1)
     names = ["n003", "small", "empty", "text", "n003", "large", *(f"n{i:03}" for i in (9, 8, 7))]
     wanted = view.lookup_many([name.encode() for name in names])
     contents = [bytes(content) for content in reader.read_many(wanted)]
     assert contents == [FILES[name] for name in names]
     assert [*map(len, batching.requests)] == [7], "all files with one extent"
-
-
-def test_damage_in_a_request_of_many_is_read_again(store: Counting, view: Snapshot) -> None:
-    reader = EntryReader(view, Batching(store), 100_000)
-    store.damage(view, "n003", times=1)
-    wanted = view.lookup_many([b"n003", b"n004"])
-    assert [bytes(c) for c in reader.read_many(wanted)] == [FILES["n003"], FILES["n004"]]
     assert reader.stats()["healed"] == 1
 
 
