@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DISK_PAUSE_S, prepare_cache_folder
-from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.objects.store import StoreWrapper
@@ -166,23 +164,6 @@ def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) ->
 
 
 # Limits (`test_disk_jobs.py` has a model of what is evicted)
-
-
-def test_a_dataset_in_use_keeps_chunks_not_read_lately(place: Path, chunks: Chunks) -> None:
-    one, two, other = *list(chunks)[:2], ChunkKey(uuid4(), next(iter(chunks)).id)
-    tier = tier_at(place, 2 * max(map(len, chunks.values())))
-    put(tier, one, chunks[one])
-    put(tier, two, chunks[two])
-    idle(place)
-    assert content_of(tier_at(place, 1 << 30), one) == chunks[one]  # by another process
-    with pytest.raises(NoSpaceError):
-        tier.reserve(other, 60_000)
-    long_ago = time.time() - 2 * disk.CHUNK_IDLE_S
-    os.utime(file_of(place, two), (long_ago,) * 2)  # replaced by a purge, say
-    reserved = tier.reserve(other, 60_000)
-    assert reserved is not None
-    reserved.cancel()
-    assert content_of(tier, two) is None
 
 
 def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> None:
