@@ -370,7 +370,8 @@ def test_J4_a_file_system_that_becomes_read_only_serves_and_a_lost_one_is_left_a
             assert kept.is_served()
         kept.tier.drop(kept.key)
         remount(point, "rw")
-        kept = Kept(prepare_cache_folder(point / "other"), chunks)
+        kept.now_s += DISK_PAUSE_S
+        kept.take_more()
         subprocess.run(["umount", "-l", str(point)], check=True)
         try:
             assert not kept.is_served()

@@ -164,20 +164,23 @@ def test_plan_replaces_only_what_is_needed_later() -> None:
 
 
 @given(calls=CALLS, orders=st.lists(st.lists(UNITS, max_size=8), max_size=3),
-       moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=6))  # fmt: skip
+       moves=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 8)), max_size=6),
+       old_keys=st.sampled_from([0, 1024]))  # fmt: skip
 def test_the_order_of_plan_is_that_of_the_next_uses(
-    calls: list[Call], orders: list[list[int]], moves: list[tuple[int, int]]
+    calls: list[Call], orders: list[list[int]], moves: list[tuple[int, int]], old_keys: int
 ) -> None:
     """Whatever came before: the unneeded first, then by falling next use. A unit replaces only what
     is needed later. This is Belady's MIN; `tests/peers/test_planned_cache.py` compares the hits."""
     policy = policy_after("plan", calls)
     future = FutureUses([UnitOrder(np.array(each, np.int64)) for each in orders], 9)
     policy.set_future(future)
-    for rank, position in moves:
-        if rank < len(orders):
-            policy.note_passed(future.seek(rank, position))
-    for method, *arguments in calls[::2]:
-        getattr(policy, method)(*arguments)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("diesel_fs.cache.policy._OLD_KEYS_MIN", old_keys)
+        for rank, position in moves:
+            if rank < len(orders):
+                policy.note_passed(future.seek(rank, position))
+        for method, *arguments in calls[::2]:
+            getattr(policy, method)(*arguments)
     never, at = 1 << 40, dict.fromkeys(range(len(orders)), 0)
     at |= {rank: min(position, len(orders[rank])) for rank, position in moves if rank in at}
     next_use = {
