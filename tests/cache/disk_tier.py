@@ -2,14 +2,19 @@
 
 import contextlib
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from uuid import UUID
 
+import pytest
+
 from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DiskTier
 from diesel_fs.cache.tiers import CacheTier, ChunkKey
+from diesel_fs.errors import NoSpaceError
 
 STORE = UUID(int=7)
 Chunks = dict[ChunkKey, bytes]
@@ -29,7 +34,7 @@ def put(tier: CacheTier, key: ChunkKey, content: bytes) -> None:
     reservation.commit(memoryview(content))
 
 
-def content_of(tier: DiskTier, key: ChunkKey) -> bytes | None:
+def content_of(tier: CacheTier, key: ChunkKey) -> bytes | None:
     found = tier.find(key)
     if found is None:
         return None
@@ -58,3 +63,44 @@ def idle(place: Path) -> None:
     for path in place.glob("*/*/*"):
         with contextlib.suppress(FileNotFoundError):
             os.utime(path, (time.time() - 3600,) * 2)
+
+
+def start_program(code: str, *arguments: str) -> "subprocess.Popen[str]":
+    """A program, once it is ready; it ends by a kill, or with this process."""
+    process = subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", code, *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+class Kept:
+    """A tier in a folder that keeps one chunk, and another chunk. Its clock stands still."""
+
+    def __init__(self, place: Path, chunks: Chunks) -> None:
+        (self.key, self.content), (self.other, self.more), *_ = chunks.items()
+        self.place, self.now_s = place, 0.0
+        self.tier = tier_at(place, clock=lambda: self.now_s)
+        put(self.tier, self.key, self.content)
+
+    def is_served(self) -> bool:
+        """Whether the chunk is found, as it is."""
+        found = content_of(self.tier, self.key)
+        assert found in (None, self.content)
+        return found is not None
+
+    def refuse_more(self, times: int = 4) -> None:
+        """Assert that the tier has no room for the other chunk."""
+        for _ in range(times):
+            with pytest.raises(NoSpaceError):
+                self.tier.reserve(self.other, len(self.more))
+
+    def take_more(self) -> None:
+        """Put the other chunk."""
+        put(self.tier, self.other, self.more)
+        assert content_of(self.tier, self.other) == self.more

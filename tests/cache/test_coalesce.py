@@ -22,7 +22,7 @@ PARTS = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 300)), max_size=
 
 
 @given(PARTS, st.integers(0, 400))
-def test_merged_ranges_have_each_part_once_and_no_wide_gap(
+def test_merged_ranges_have_each_part_and_no_wide_gap(
     spans: list[tuple[int, int]], gap: int
 ) -> None:
     chunk = bytes(range(16))

@@ -7,8 +7,7 @@ import os
 import shutil
 import subprocess
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from uuid import uuid4
@@ -17,14 +16,18 @@ import pytest
 
 from diesel_fs.cache import disk
 from diesel_fs.cache.disk import DISK_PAUSE_S, prepare_cache_folder
-from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import ConflictError, NoSpaceError, PermissionDenied
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.objects.store import StoreWrapper
 from tests.rows import each_row
 
 from ..small_disks import remount, small_disk
-from .disk_tier import Chunks, content_of, counted, file_of, files, idle, put, tier_at
+from .disk_tier import Chunks, Kept, content_of, counted, file_of, files, idle, put, tier_at
+
+
+@pytest.fixture
+def kept(place: Path, chunks: Chunks) -> Kept:
+    return Kept(place, chunks)
 
 
 def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) -> None:
@@ -35,7 +38,9 @@ def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) 
         assert content_of(one, key) == content_of(other, key) == content
         assert one.reserve(key, len(content)) is None
     assert counted(other) == sum(map(len, chunks.values()))
-    key = next(iter(chunks))
+    for path in place.rglob("*"):
+        assert path.stat().st_mode & 0o077 == 0, path  # J11: only the user can open it
+    key, content = next(iter(chunks.items()))
     found = one.find(key)
     assert found is not None
     with found:
@@ -43,29 +48,22 @@ def test_a_chunk_is_found_by_all_tiers_of_a_folder(place: Path, chunks: Chunks) 
         assert content_of(one, key) is None
         room = memoryview(bytearray(10))
         found.read_into(0, room)
-        assert room == chunks[key][:10]
+        assert room == content[:10]
         with pytest.raises(EOFError):
-            found.read_into(len(chunks[key]) - 5, room)
+            found.read_into(len(content) - 5, room)
 
 
-def test_J11_only_the_user_can_open_the_files(place: Path, chunks: Chunks) -> None:
-    tier = tier_at(place)
-    put(tier, *next(iter(chunks.items())))
-    for path in place.rglob("*"):
-        assert path.stat().st_mode & 0o077 == 0, path
-
-
-def test_a_chunk_is_reserved_once(place: Path, chunks: Chunks) -> None:
-    one, other = tier_at(place), tier_at(place)
-    key, content = next(iter(chunks.items()))
-    first = one.reserve(key, len(content))
+def test_a_chunk_is_reserved_once(kept: Kept) -> None:
+    one, other = kept.tier, tier_at(kept.place)
+    first = one.reserve(kept.other, len(kept.more))
     assert first is not None
-    assert one.reserve(key, len(content)) is other.reserve(key, len(content)) is None
-    assert content_of(other, key) is None
+    for tier in (one, other):
+        assert tier.reserve(kept.other, len(kept.more)) is None
+    assert content_of(other, kept.other) is None
     first.cancel()
-    assert counted(other) == 0
-    put(other, key, content)
-    assert content_of(one, key) == content
+    assert counted(other) == len(kept.content)
+    put(other, kept.other, kept.more)
+    assert content_of(one, kept.other) == kept.more
 
 
 def test_a_node_lists_evicts_and_makes_room_itself(place: Path, chunks: Chunks) -> None:
@@ -98,30 +96,32 @@ def test_a_node_lists_evicts_and_makes_room_itself(place: Path, chunks: Chunks) 
 
 
 def test_J11_folders_that_are_refused(tmp_path: Path) -> None:
-    writable = tmp_path / "writable"
-    writable.mkdir()
-    writable.chmod(0o777)
-    with pytest.raises(PermissionDenied, match="others can write"):
-        prepare_cache_folder(writable)
-    full = tmp_path / "full"
-    full.mkdir()
+    def make(name: str, mode: int = 0o755) -> Path:
+        (tmp_path / name).mkdir()
+        (tmp_path / name).chmod(mode)
+        return tmp_path / name
+
+    full, marked, of_other = make("full"), make("marked"), make("other", 0o700)
     (full / "thesis.tex").touch()
-    with pytest.raises(ConflictError, match="neither empty nor a cache"):
-        prepare_cache_folder(full)
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(PermissionDenied):
-        prepare_cache_folder(file)
-    marked = tmp_path / "marked"
-    marked.mkdir()
+    (tmp_path / "file").touch()
     (marked / ".diesel-cache").write_text("something else")
-    with pytest.raises(ConflictError, match="not the marker"):
-        prepare_cache_folder(marked)
+    for path, error, words in (
+        (make("writable", 0o777), PermissionDenied, "others can write"),
+        (full, ConflictError, "neither empty nor a cache"),
+        (tmp_path / "file", PermissionDenied, "File exists"),
+        (marked, ConflictError, "not the marker"),
+    ):
+        with pytest.raises(error, match=words):
+            prepare_cache_folder(path)
+    assert list(full.iterdir()) == [full / "thesis.tex"]
     (marked / ".diesel-cache").unlink()
     os.mkfifo(marked / ".diesel-cache")
     with pytest.raises(ConflictError, match="not the marker"):  # and it does not hang
         prepare_cache_folder(marked)
-    assert list(full.iterdir()) == [full / "thesis.tex"]
+    if os.geteuid() == 0:
+        os.chown(of_other, 12345, 12345)
+        with pytest.raises(PermissionDenied, match="not a folder of this user"):
+            prepare_cache_folder(of_other)
 
 
 def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
@@ -143,15 +143,6 @@ def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
     prepare_cache_folder(killed)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs another user's folder")
-def test_J11_another_user_s_folder_is_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir(mode=0o700)
-    os.chown(other, 12345, 12345)
-    with pytest.raises(PermissionDenied, match="not a folder of this user"):
-        prepare_cache_folder(other)
-
-
 def test_a_cache_in_its_store_or_around_it_is_refused(tmp_path: Path) -> None:
     store = FolderStore.create(tmp_path / "outer" / "store")
     link = tmp_path / "link"
@@ -166,62 +157,13 @@ def test_a_cache_in_its_store_or_around_it_is_refused(tmp_path: Path) -> None:
 def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) -> None:
     (tmp_path / "real folder").mkdir(mode=0o700)
     (tmp_path / "link").symlink_to(tmp_path / "real folder")
-    key, content = next(iter(chunks.items()))
-    put(tier_at(prepare_cache_folder(tmp_path / "link")), key, content)
+    kept = Kept(prepare_cache_folder(tmp_path / "link"), chunks)
     relative = os.path.relpath(tmp_path / "real folder") + "/"
-    assert content_of(tier_at(prepare_cache_folder(Path(relative))), key) == content
+    kept.tier = tier_at(prepare_cache_folder(Path(relative)))
+    assert kept.is_served()
 
 
-# Limits
-
-
-def test_chunks_in_use_are_not_evicted(place: Path, chunks: Chunks) -> None:
-    """More than fits fills the cache once and stays, without thrashing."""
-    limit = 5 * max(map(len, chunks.values()))
-    tier, refused = tier_at(place, limit), 0
-    for key, content in chunks.items():
-        try:
-            put(tier, key, content)
-        except NoSpaceError:
-            refused += 1
-    assert 0 < refused < len(chunks)
-    assert tier.evictions == 0
-    assert counted(tier) == sum(path.stat().st_size for path in files(place)) <= limit
-
-
-def test_the_longest_unread_chunk_is_evicted_first(place: Path, chunks: Chunks) -> None:
-    """Of datasets that nobody reads any more, the chunk read longest ago goes first."""
-    (one, two, three, four), size = list(chunks)[:4], max(map(len, chunks.values()))
-    tier = tier_at(place, 3 * size)
-    for key in (one, two, three):
-        put(tier, key, chunks[key])
-    with pytest.raises(NoSpaceError):
-        tier.reserve(four, size)
-    idle(place)
-    os.utime(file_of(place, one))
-    put(tier, four, chunks[four])
-    assert content_of(tier, two) is None
-    assert content_of(tier, one) == chunks[one]
-    assert 1 <= tier.evictions <= 2
-
-
-def test_a_dataset_in_use_keeps_chunks_that_were_not_read_lately(
-    place: Path, chunks: Chunks
-) -> None:
-    one, two, other = *list(chunks)[:2], ChunkKey(uuid4(), next(iter(chunks)).id)
-    tier = tier_at(place, 2 * max(map(len, chunks.values())))
-    put(tier, one, chunks[one])
-    put(tier, two, chunks[two])
-    idle(place)
-    assert content_of(tier_at(place, 1 << 30), one) == chunks[one]  # by another process
-    with pytest.raises(NoSpaceError):
-        tier.reserve(other, 60_000)
-    long_ago = time.time() - 2 * disk.CHUNK_IDLE_S
-    os.utime(file_of(place, two), (long_ago,) * 2)  # replaced by a purge, say
-    reserved = tier.reserve(other, 60_000)
-    assert reserved is not None
-    reserved.cancel()
-    assert content_of(tier, two) is None
+# Limits (`test_disk_jobs.py` has a model of what is evicted)
 
 
 def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> None:
@@ -233,9 +175,7 @@ def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> No
     assert sum(path.stat().st_size for path in files(place)) <= limit
 
 
-def test_the_default_limit_is_half_of_what_the_cache_could_have(
-    tmp_path: Path, chunks: Chunks
-) -> None:
+def test_the_default_limit_is_half_of_what_is_available(tmp_path: Path, chunks: Chunks) -> None:
     """Bytes that the cache has already count as available: a restart keeps a warm cache."""
     disk_bytes = 3 * sum(map(len, chunks.values()))
     with small_disk(tmp_path / "disk", f"size={disk_bytes},mode=700") as point:
@@ -264,75 +204,56 @@ def test_the_default_limit_is_half_of_what_the_cache_could_have(
     assert tier_at(prepare_cache_folder(tmp_path / "none"), 0).limit_bytes == 0
 
 
-def test_J1_a_twentieth_of_the_disk_stays_free(
-    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key, content = next(iter(chunks.items()))
-    tier = tier_at(place)
-    file_system = os.statvfs(place)
-    monkeypatch.setattr(
-        disk, "FREE_FRACTION_MIN", (file_system.f_bavail + 100) / file_system.f_blocks
-    )
-    with pytest.raises(NoSpaceError):
-        tier.reserve(key, len(content))
+def test_J1_a_twentieth_of_the_disk_stays_free(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    file_system = os.statvfs(kept.place)
+    free = (file_system.f_bavail + 100) / file_system.f_blocks
+    monkeypatch.setattr(disk, "FREE_FRACTION_MIN", free)
+    kept.refuse_more()
     monkeypatch.undo()
-    put(tier, key, content)
+    kept.take_more()
 
 
 # What goes wrong
 
 
+DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
+    "empty": lambda content, other: b"",
+    "short": lambda content, other: content[:-1],
+    "long": lambda content, other: content + b"\0",
+    "flipped": lambda content, other: content[:-3] + bytes([content[-3] ^ 16]) + content[-2:],
+    "zeros": lambda content, other: bytes(len(content)),
+    "foreign": lambda content, other: other,
+}
+
+
 @each_row("way", ["find", "load"])
-@each_row("damage", ["empty", "short", "long", "flipped", "zeros", "foreign"])
+@each_row("damage", DAMAGE)
 def test_J6_damage_that_a_crash_left_is_not_served(
     damage: str, way: str, tmp_path: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
 ) -> None:
-    place = prepare_cache_folder(tmp_path / "cache")
-    key, other = list(chunks)[:2]
-    put(tier_at(place), key, chunks[key])
-    content = bytearray(chunks[key])
-    if damage == "flipped":
-        content[len(content) - 3] ^= 16
-    path = file_of(place, key)
-    damaged: dict[str, bytes | bytearray] = {
-        "empty": b"",
-        "short": content[:-1],
-        "long": content + b"\0",
-        "flipped": content,
-        "zeros": bytes(len(content)),
-        "foreign": chunks[other],
-    }
-    path.write_bytes(damaged[damage])
-    later = tier_at(place)
-    room = bytearray(len(content))
+    kept = Kept(prepare_cache_folder(tmp_path / "cache"), chunks)
+    path = file_of(kept.place, kept.key)
+    path.write_bytes(DAMAGE[damage](kept.content, kept.more))
+    kept.tier = tier_at(kept.place)
+    room = bytearray(len(kept.content))
     if way == "find":
-        assert content_of(later, key) is None
+        assert not kept.is_served()
     else:
-        assert not later.load(key, memoryview(room))
+        assert not kept.tier.load(kept.key, memoryview(room))
     assert not path.exists()
     assert "was dropped" in caplog.text
-    assert not later.load(key, memoryview(room))
-    put(later, key, chunks[key])
-    assert content_of(later, key) == chunks[key]
-    assert later.load(key, memoryview(room))
-    assert room == chunks[key]
+    assert not kept.tier.load(kept.key, memoryview(room))
+    put(kept.tier, kept.key, kept.content)
+    assert kept.is_served()
+    assert kept.tier.load(kept.key, memoryview(room))
+    assert room == kept.content
 
 
-def test_a_planted_link_is_not_followed(place: Path, chunks: Chunks, tmp_path: Path) -> None:
-    key, content = next(iter(chunks.items()))
-    tier = tier_at(place)
-    put(tier, key, content)
-    path = file_of(place, key)
+def test_a_planted_link_is_not_followed(kept: Kept, tmp_path: Path) -> None:
+    path = file_of(kept.place, kept.key)
     path.rename(tmp_path / "elsewhere")
     path.symlink_to(tmp_path / "elsewhere")
-    assert content_of(tier_at(place), key) is None
-
-
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB with few inodes."""
-    with small_disk(tmp_path / "small", "size=2m,nr_inodes=24,mode=700") as point:
-        yield point
+    assert content_of(tier_at(kept.place), kept.key) is None
 
 
 def test_J1_a_full_disk_is_not_an_error_for_a_reader(
@@ -369,41 +290,30 @@ def test_J10_a_disk_without_inodes_is_treated_as_full(small: Path, chunks: Chunk
     assert content_of(tier, key) is None
 
 
-def failing(number: int) -> "type[object]":
-    def fail(*_: object, **__: object) -> int:
-        raise OSError(number, os.strerror(number))
-
-    return fail  # type: ignore[return-value]  # a stand-in for a function
-
-
 def test_J2_a_failing_disk_is_paused_and_tried_again(
-    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    key, content = next(iter(chunks.items()))
-    now_s = [0.0]
-    tier = tier_at(place, clock=lambda: now_s[0])
-    put(tier, key, content)
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     with monkeypatch.context() as patch:
-        patch.setattr("os.preadv", failing(errno.EIO))
+        patch.setattr("os.preadv", fail)
         for _ in range(3):
-            found = tier.find(key)
+            found = kept.tier.find(kept.key)
             assert found is not None
             with found, pytest.raises(OSError, match="Input/output"):
                 found.read_into(0, memoryview(bytearray(5)))
-        assert tier.find(key) is None, "the tier is paused"
+        assert kept.tier.find(kept.key) is None, "the tier is paused"
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
-    assert tier.find(key) is None
-    now_s[0] += DISK_PAUSE_S
-    assert content_of(tier, key) == content
+    assert not kept.is_served()
+    kept.now_s += DISK_PAUSE_S
+    assert kept.is_served()
     assert "works again" in caplog.records[-1].message
 
 
 def test_J2_a_failed_write_leaves_no_file(
-    place: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    kept: Kept, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    now_s = [0.0]
-    tier = tier_at(place, clock=lambda: now_s[0])
-    key, content = next(iter(chunks.items()))
     written = os.pwrite
 
     def fail(file: int, data: bytes, at: int) -> int:
@@ -414,86 +324,59 @@ def test_J2_a_failed_write_leaves_no_file(
     with monkeypatch.context() as patch:
         patch.setattr("os.pwrite", fail)
         for _ in range(3):
-            reserved = tier.reserve(key, len(content))
-            assert reserved is not None
-            reserved.commit(memoryview(content))
-            assert files(place) == []
-        with pytest.raises(NoSpaceError):
-            tier.reserve(key, len(content))
-    assert counted(tier) == 0
+            put(kept.tier, kept.other, kept.more)
+            assert files(kept.place) == [file_of(kept.place, kept.key)]
+        kept.refuse_more(times=1)
+    assert counted(kept.tier) == len(kept.content)
     assert len(caplog.records) == 1
-    now_s[0] += DISK_PAUSE_S
-    put(tier, key, content)
-    assert content_of(tier, key) == content
+    kept.now_s += DISK_PAUSE_S
+    kept.take_more()
 
 
-def test_J4_a_removed_folder_is_not_an_error(
-    place: Path, chunks: Chunks, caplog: pytest.LogCaptureFixture
-) -> None:
-    now_s = [0.0]
-    tier = tier_at(place, clock=lambda: now_s[0])
-    (key, content), (other, more), *_ = chunks.items()
-    put(tier, key, content)
-    reserved = tier.reserve(other, len(more))
+def test_J4_a_removed_folder_is_not_an_error(kept: Kept, caplog: pytest.LogCaptureFixture) -> None:
+    reserved = kept.tier.reserve(kept.other, len(kept.more))
     assert reserved is not None
-    shutil.rmtree(place)
-    reserved.commit(memoryview(more))
-    assert content_of(tier, key) is None
-    for _ in range(3):
-        with pytest.raises(NoSpaceError):
-            tier.reserve(key, len(content))
-    assert not place.exists(), "a folder that may be a mount point is not made again"
+    shutil.rmtree(kept.place)
+    reserved.commit(memoryview(kept.more))
+    assert not kept.is_served()
+    kept.refuse_more(times=3)
+    assert not kept.place.exists(), "a folder that may be a mount point is not made again"
     assert "is not used" in caplog.text
-    place.mkdir(mode=0o700)
-    now_s[0] += DISK_PAUSE_S
-    put(tier, key, content)
-    assert content_of(tier, key) == content
+    kept.place.mkdir(mode=0o700)
+    kept.now_s += DISK_PAUSE_S
+    kept.take_more()
 
 
-def test_J4_an_emptied_folder_becomes_a_cache_again(place: Path, chunks: Chunks) -> None:
-    tier = tier_at(place)
-    key, content = next(iter(chunks.items()))
-    put(tier, key, content)
-    for path in place.iterdir():
+def test_J4_an_emptied_folder_becomes_a_cache_again(kept: Kept) -> None:
+    for path in kept.place.iterdir():
         if path.is_dir():
             shutil.rmtree(path)
         else:
             path.unlink()
-    assert content_of(tier, key) is None
-    put(tier, key, content)
-    assert content_of(tier, key) == content
-    assert counted(tier) == len(content)
+    assert not kept.is_served()
+    kept.take_more()
+    assert counted(kept.tier) == len(kept.more)
 
 
-def test_J4_nothing_is_written_below_the_mount_point_of_a_lost_disk(
+def test_J4_a_file_system_that_becomes_read_only_serves_and_a_lost_one_is_left_alone(
     tmp_path: Path, chunks: Chunks
 ) -> None:
+    """Nothing is written below the mount point of a lost disk."""
     with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        tier = tier_at(prepare_cache_folder(point))
-        key, content = next(iter(chunks.items()))
-        put(tier, key, content)
+        kept = Kept(prepare_cache_folder(point), chunks)
+        remount(point, "ro")
+        for _ in range(4):
+            kept.refuse_more(times=1)
+            assert kept.is_served()
+        kept.tier.drop(kept.key)
+        remount(point, "rw")
+        kept.now_s += DISK_PAUSE_S
+        kept.take_more()
         subprocess.run(["umount", "-l", str(point)], check=True)
         try:
-            assert content_of(tier, key) is None
-            for _ in range(4):
-                with pytest.raises(NoSpaceError):
-                    tier.reserve(key, len(content))
+            assert not kept.is_served()
+            kept.refuse_more()
             assert list(point.iterdir()) == []
         finally:
             command = ["mount", "-t", "tmpfs", "diesel-test", str(point)]
             subprocess.run(command, check=True)
-
-
-def test_J4_a_file_system_that_becomes_read_only_still_serves(
-    tmp_path: Path, chunks: Chunks
-) -> None:
-    with small_disk(tmp_path / "disk", "size=10m,mode=700") as point:
-        tier = tier_at(prepare_cache_folder(point))
-        (key, content), (other, more), *_ = chunks.items()
-        put(tier, key, content)
-        remount(point, "ro")
-        for _ in range(4):
-            with pytest.raises(NoSpaceError):
-                tier.reserve(other, len(more))
-            assert content_of(tier, key) == content
-        tier.drop(key)

@@ -1,13 +1,11 @@
-"""`DiskTier` where jobs of several datasets share a folder: what pins, cool-downs and references
-(cost-aware LRFU) leave of each dataset."""
+"""`DiskTier` where jobs and processes share a folder: what pins, cool-downs and references
+(cost-aware LRFU) leave of each dataset, and what is left of processes that are killed."""
 
 import os
 import random
 import shutil
 import signal
 import subprocess
-import sys
-import textwrap
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -15,23 +13,43 @@ from decimal import Decimal
 from pathlib import Path
 from uuid import UUID
 
+import numpy as np
 import pytest
 
-from diesel_fs.cache.disk import IDLE_S, DiskTier, prepare_cache_folder
+from diesel_fs.cache import disk
+from diesel_fs.cache.disk import CHUNK_IDLE_S, IDLE_S, DiskTier, prepare_cache_folder
 from diesel_fs.cache.lrfu import HOUR_S
-from diesel_fs.cache.tiers import ChunkKey
+from diesel_fs.cache.tiers import ChunkKey, verify_chunk
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
 
 from ..small_disks import small_disk
-from .disk_tier import STORE, counted, file_of, files, put
+from .disk_tier import (
+    STORE,
+    Chunks,
+    content_of,
+    counted,
+    file_of,
+    files,
+    idle,
+    put,
+    start_program,
+    tier_at,
+)
 
 CHUNK_BYTES = 1000
+DAYS_OF_TURNS = int(3 * CHUNK_IDLE_S)
 DATASETS = [UUID(int=number) for number in range(1, 5)]
 
 
 def key_of(dataset: UUID, chunk: int) -> ChunkKey:
     return ChunkKey(dataset, ChunkId(bytes([chunk] * 16)))
+
+
+def fill(tier: DiskTier, dataset: UUID, count: int) -> None:
+    """Put the first chunks of a dataset."""
+    for chunk in range(count):
+        put(tier, key_of(dataset, chunk), bytes(CHUNK_BYTES))
 
 
 def used_file(place: Path, dataset: UUID) -> Path:
@@ -71,8 +89,9 @@ class SharedFolder:
     """Jobs come and go, and chunks come. A job is a tier of its own, as in a process of its own:
     locks belong to open files. Time is counted in hours of references and in turns of uses."""
 
-    def __init__(self, place: Path, limit_chunks: int) -> None:
-        self.place = place
+    def __init__(self, place: Path, limit_chunks: int, *, by_references: bool) -> None:
+        """Without `by_references`, the chunk that was read longest ago goes first."""
+        self.place, self.by_references = place, by_references
         self.known = {dataset: Known() for dataset in DATASETS}
         self.limit_chunks = limit_chunks
         self.hour = self.turn = self.refused = 0
@@ -83,7 +102,7 @@ class SharedFolder:
 
     def new_tier(self) -> DiskTier:
         limit_bytes = self.limit_chunks * CHUNK_BYTES
-        return DiskTier(self.place, STORE, limit_bytes, by_references=True)
+        return DiskTier(self.place, STORE, limit_bytes, by_references=self.by_references)
 
     def pass_time(self) -> None:
         self.hour = min(self.hour + 1, 23)
@@ -103,6 +122,14 @@ class SharedFolder:
         if used_file(self.place, dataset).exists():
             cool(self.place, dataset)
             self.known[dataset].is_cool = True
+
+    def age(self, dataset: UUID, chunk: int) -> None:
+        """As if a chunk had not been read for days, though its dataset may be in use."""
+        if chunk in self.known[dataset].chunks:
+            self.turn += 1
+            self.known[dataset].chunks[chunk] = self.turn - DAYS_OF_TURNS
+            used_s = self.first_turn_s + self.turn - DAYS_OF_TURNS
+            os.utime(file_of(self.place, key_of(dataset, chunk)), (used_s, used_s))
 
     def measure(self, dataset: UUID, cost: float) -> None:
         known = self.known[dataset]
@@ -137,10 +164,10 @@ class SharedFolder:
         if beyond <= 0:
             return True
         eligible = [
-            (known.worth(), known.cost, turn, name, chunk)
+            ((known.worth(), known.cost) if self.by_references else (), turn, name, chunk)
             for name, known in self.known.items()
             for chunk, turn in known.chunks.items()
-            if known.is_cool and (name == dataset or not known.jobs)
+            if (known.is_cool or turn < 0) and (name == dataset or not known.jobs)
         ]
         # A twentieth of the limit more than is needed is evicted: one more chunk
         for *_, name, chunk in sorted(eligible)[: beyond + 1]:
@@ -154,16 +181,16 @@ class SharedFolder:
         assert counted(self.tier) == total * CHUNK_BYTES <= self.limit_chunks * CHUNK_BYTES
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(9))
 def test_what_jobs_that_come_and_go_leave_in_the_folder(place: Path, seed: int) -> None:
     """Beside a plain model. A dataset has 6 chunks, so it may be larger than the folder."""
     draw = random.Random(seed)
-    shared = SharedFolder(place, draw.randint(3, 10))
+    shared = SharedFolder(place, draw.randint(3, 10), by_references=seed < 6)
     for dataset in DATASETS:
         shared.begin_job(dataset)
     for _ in range(250):
         dataset = draw.choice(DATASETS)
-        match draw.choices(range(6), [12, 1, 2, 4, 2, 1])[0]:
+        match draw.choices(range(7), [24, 2, 4, 7, 4, 1, 2])[0]:
             case 0:
                 shared.put_chunk(dataset, draw.randrange(6))
             case 1:
@@ -174,6 +201,8 @@ def test_what_jobs_that_come_and_go_leave_in_the_folder(place: Path, seed: int) 
                 shared.cool_down(dataset)
             case 4:
                 shared.measure(dataset, draw.choice([1e-9, 1e-8, 1e-7]))
+            case 5:
+                shared.age(dataset, draw.randrange(6))
             case _:
                 shared.pass_time()
         shared.check()
@@ -196,16 +225,7 @@ JOB = """if True:
 
 def start_job(place: Path, dataset: UUID) -> "subprocess.Popen[str]":
     """A process that uses a dataset until it is killed."""
-    command = ["setpriv", "--pdeathsig", "KILL", sys.executable, "-c", textwrap.dedent(JOB)]
-    process = subprocess.Popen(
-        [*command, str(place), STORE.hex, dataset.hex],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    return process
+    return start_program(JOB, str(place), STORE.hex, dataset.hex)
 
 
 def end_job(process: "subprocess.Popen[str]") -> None:
@@ -218,8 +238,7 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
     used, newcomer = DATASETS[:2]
     tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
     other = DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True)
-    for chunk in range(4):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+    fill(tier, used, 4)
     for job in [start_job(place, used) for _ in range(2)]:
         cool(place, used)
         for path in files(place):
@@ -235,49 +254,21 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
     assert (tier.room_evictions, tier.room_evicted_bytes) == (2, 2 * CHUNK_BYTES)
 
 
-def test_a_killed_job_s_dataset_cools_down(place: Path) -> None:
-    used, newcomer = DATASETS[:2]
-    tier = DiskTier(place, STORE, 4 * CHUNK_BYTES, by_references=True)
-    for chunk in range(4):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
-    cool(place, used)
-    end_job(start_job(place, used))
-    with pytest.raises(NoSpaceError):
-        tier.reserve(key_of(newcomer, 0), CHUNK_BYTES)
-    cool(place, used)
-    put(tier, key_of(newcomer, 0), bytes(CHUNK_BYTES))
-
-
-def test_a_job_s_own_idle_chunks_go_for_its_own(place: Path) -> None:
-    """A dataset that does not fit is bounded as before there were pins."""
-    (used,) = DATASETS[:1]
-    tier = DiskTier(place, STORE, 3 * CHUNK_BYTES, by_references=True)
-    tier.register_job(used, time.time())
-    for chunk in range(3):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
-    with pytest.raises(NoSpaceError):
-        tier.reserve(key_of(used, 3), CHUNK_BYTES)
-    os.utime(file_of(place, key_of(used, 1)), (1.0, 1.0))  # replaced by a purge, say
-    put(tier, key_of(used, 3), bytes(CHUNK_BYTES))
-    assert chunks_of(place, used) == {0, 2, 3}
-
-
 def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
-    used, idle = DATASETS[:2]
+    used, unused = DATASETS[:2]
     tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, by_references=True)
-    for chunk in range(3):
-        put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
-        put(tier, key_of(idle, chunk), bytes(CHUNK_BYTES))
+    fill(tier, used, 3)
+    fill(tier, unused, 3)
     for _ in range(3):
-        tier.register_job(idle, time.time())
+        tier.register_job(unused, time.time())
     tier.close()
     tier.register_job(used, time.time() - 1000 * HOUR_S)
     DiskTier(place, STORE, 4 * CHUNK_BYTES).close()
-    assert (chunks_of(place, used), len(chunks_of(place, idle))) == ({0, 1, 2}, 1)
+    assert (chunks_of(place, used), len(chunks_of(place, unused))) == ({0, 1, 2}, 1)
     lower = DiskTier(place, STORE, 1 * CHUNK_BYTES)
-    assert (chunks_of(place, used), chunks_of(place, idle)) == ({0, 1, 2}, set())
+    assert (chunks_of(place, used), chunks_of(place, unused)) == ({0, 1, 2}, set())
     with pytest.raises(NoSpaceError):
-        lower.reserve(key_of(idle, 0), CHUNK_BYTES)
+        lower.reserve(key_of(unused, 0), CHUNK_BYTES)
     assert lower.free_bytes() == 0
     tier.close()
     DiskTier(place, STORE, 1 * CHUNK_BYTES).close()
@@ -323,8 +314,7 @@ def test_a_full_disk_takes_a_pin_all_the_same(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=256k,mode=700") as point:
         place = prepare_cache_folder(point)
         tier = DiskTier(place, STORE, 4 * CHUNK_BYTES)
-        for chunk in range(4):
-            put(tier, key_of(used, chunk), bytes(CHUNK_BYTES))
+        fill(tier, used, 4)
         cool(place, used)
         with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
             file.write(bytes(1 << 20))
@@ -334,3 +324,121 @@ def test_a_full_disk_takes_a_pin_all_the_same(tmp_path: Path) -> None:
         cool(place, used)
         with pytest.raises(NoSpaceError):
             DiskTier(place, STORE, 4 * CHUNK_BYTES).reserve(key_of(newcomer, 0), CHUNK_BYTES)
+
+
+# Processes that are killed
+
+
+WRITER = """if True:
+    import os, sys, random
+    from pathlib import Path
+    from uuid import UUID
+    from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+    from diesel_fs.cache.tiers import ChunkKey
+    from diesel_fs.errors import NoSpaceError
+    place, source, limit, seed = sys.argv[1:]
+    draw = random.Random(int(seed))
+    tier = DiskTier(prepare_cache_folder(Path(place)), UUID(int=7), int(limit))
+    chunks = {}
+    for path in Path(source).iterdir():
+        identity, chunk = path.name.split(",")
+        chunks[ChunkKey(UUID(hex=identity), bytes.fromhex(chunk))] = path.read_bytes()
+    print("ready", flush=True)
+    while True:
+        key = draw.choice(list(chunks))
+        held = tier.find(key)
+        if held is not None:
+            with held:
+                room = bytearray(held.bytes)
+                held.read_into(0, memoryview(room))
+                assert room == chunks[key]
+            if draw.random() < 0.3:
+                tier.drop(key)
+            continue
+        try:
+            place = tier.reserve(key, len(chunks[key]))
+        except NoSpaceError:
+            continue
+        if place is not None:
+            place.commit(memoryview(chunks[key])) if draw.random() < 0.9 else place.cancel()
+"""
+
+
+def test_J6_a_folder_of_processes_that_are_killed(
+    place: Path, chunks: Chunks, tmp_path: Path
+) -> None:
+    """At any time every chunk found is whole, the limit holds, and files of killed writers are
+    removed."""
+    source = tmp_path / "chunks"
+    source.mkdir()
+    for key, content in chunks.items():
+        (source / f"{key.identity.hex},{key.id.hex()}").write_bytes(content)
+    limit = 6 * max(map(len, chunks.values()))
+    draw = np.random.default_rng(5)
+
+    tier = tier_at(place, limit)
+    seen = 0
+    for number in range(8):
+        pair = [
+            start_program(WRITER, str(place), str(source), str(limit), str(2 * number + seed))
+            for seed in range(2)
+        ]
+        until = time.monotonic() + draw.uniform(0.05, 0.4)
+        while time.monotonic() < until:
+            idle(place)  # else nothing goes
+            assert counted(tier) <= limit
+            for key in chunks:
+                found = content_of(unchecked(tier), key)
+                assert found in (None, chunks[key])
+                seen += found is not None
+        ended = [process.poll() for process in pair]
+        for process in pair:
+            process.send_signal(signal.SIGKILL)
+            assert ended == [None, None], process.communicate(timeout=20)[1]
+            process.communicate(timeout=20)
+    assert seen > 20, "else this test shows nothing"
+    after = tier_at(place, limit)
+    assert not [path for path in files(place) if path.name[0] == "."], "files of killed writers"
+    assert counted(after) == sum(path.stat().st_size for path in files(place)) <= limit
+    for path in files(place):
+        key = next(key for key in chunks if path.name == key.id.hex())
+        verify_chunk(key, memoryview(path.read_bytes()))
+
+
+def unchecked(tier: DiskTier) -> DiskTier:
+    """The tier as in a process that has not checked any chunk yet."""
+    tier._checked_s.clear()
+    return tier
+
+
+def test_other_processes_see_that_a_reader_waits_for_the_store(place: Path) -> None:
+    one, other = tier_at(place), tier_at(place)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.note_reading(begins=True)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert other.others_read()
+    one.note_reading(begins=False)
+    assert not other.others_read()
+    one.note_reading(begins=True)
+    one.close()
+    assert not other.others_read()
+    one.note_reading(begins=False)
+    other.close()
+
+
+def test_J6_the_reservation_of_a_dead_writer_is_counted_once(place: Path, chunks: Chunks) -> None:
+    key, content = next(iter(chunks.items()))
+    dead = tier_at(place)
+    reserved = dead.reserve(key, len(content))
+    assert isinstance(reserved, disk._FileReservation)
+    os.close(reserved._file)  # as a kill does
+    tier = tier_at(place)
+    for _ in range(3):
+        again = tier.reserve(key, len(content))
+        assert isinstance(again, disk._FileReservation)
+        os.close(again._file)
+    assert counted(tier) == len(content)
+    put(tier, key, content)
+    assert counted(tier) == len(content)

@@ -84,46 +84,25 @@ class Heap(RuleBasedStateMachine):
         assert all(near(one, other) for one, other in zip(told, self.counts, strict=True))
 
 
-@pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importance, "BLOCK_ENTRIES", 16)
-
-
 def test_against_a_sorted_list(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importance, "BLOCK_ENTRIES", 16)
     Heap.TestCase.settings = examples(150, steps=30)
     Heap.TestCase().runTest()
 
 
-def test_the_first_table_serves_until_the_second_is_built() -> None:
-    heap = ImportanceHeap(COUNT)
-    everything = row([*range(COUNT)])
-    heap.insert(everything)
-    heap.set_importances(everything, np.arange(COUNT, dtype=np.float32))
-    steps = 0
-    while heap.build_some():
-        assert heap.least(1).tolist() == [0]
-        steps += 1
-    assert steps == 3  # blocks of 16 among 40
-    heap.set_importances(everything, np.arange(COUNT, dtype=np.float32)[::-1].copy())
-    assert heap.least(2).tolist() == [0, 1]
-    assert heap.build_some()
-    heap.remove(row([0]))
-    heap.insert(row([0]))
-    assert heap.least(2).tolist() == [0, 1]
+def told_whole(entries: list[int], values: list[float], heap: ImportanceHeap) -> ImportanceHeap:
+    """The heap, after it has been told these importances and has built its table."""
+    heap.set_importances(row(entries), np.array(values, np.float32))
     while heap.build_some():
         pass
-    assert heap.least(2).tolist() == [COUNT - 1, COUNT - 2]
+    return heap
 
 
 def test_a_fifth_is_of_high_importance() -> None:
     heap = ImportanceHeap(10, 2 ** np.arange(10, dtype=np.uint32))
     everything = row([*range(10)])
     heap.insert(everything[:6])
-    values = [0.1, 0.4, 1.0, 0.2, 0.9, 0.3, 0.1, 0.2, 0.3, 0.4]
-    heap.set_importances(everything, np.array(values, np.float32))
-    while heap.build_some():
-        pass
+    told_whole([*range(10)], [0.1, 0.4, 1.0, 0.2, 0.9, 0.3, 0.1, 0.2, 0.3, 0.4], heap)
     assert np.flatnonzero(heap.is_high(everything)).tolist() == [2, 4]
     assert heap.low_size == 1 + 2 + 8 + 32
     assert heap.least(1, high=True).tolist() == [4]
@@ -138,18 +117,9 @@ def test_bad_importances_are_refused_whole(bad: float) -> None:
     heap.insert(row([1, 2]))
     with pytest.raises(UsageError, match="bad importance"):
         heap.set_importances(row([1, 2]), np.array([5, bad], np.float32))
-    while heap.build_some():
-        pass
+    assert not heap.build_some()
     assert heap.zero_count == 2
-
-
-def test_a_negative_zero_is_a_zero() -> None:
-    heap = ImportanceHeap(COUNT)
-    heap.insert(row([1]))
-    heap.set_importances(row([1]), np.array([-0.0], np.float32))
-    while heap.build_some():
-        pass
-    assert heap.zero_count == 1
+    assert told_whole([1, 2], [-0.0, 1.0], heap).zero_count == 1, "a negative zero is a zero"
 
 
 def told(*jobs: tuple[str, list[float], float]) -> list[float]:
@@ -172,9 +142,7 @@ def test_jobs_are_merged_by_percentile_and_weighted_by_benefit() -> None:
         2 * percentile[0] + 3 * percentile[2],
     ]
     assert found == pytest.approx(expected)
-
-
-def test_equal_importances_have_one_percentile() -> None:
+    # Equal importances have one percentile
     assert told(("a", [1, 1, 1, 5], 2.0)) == pytest.approx([0.75, 0.75, 0.75, 1.75])
 
 
@@ -187,25 +155,20 @@ def test_a_job_that_gains_little_has_no_say_beside_others() -> None:
 
 def test_jobs_that_have_ended_are_forgotten() -> None:
     lists = JobImportances(2)
-    everything, values = row([0, 1]), np.array([1, 2], np.float32)
+    everything = row([0, 1])
+    values, others = np.array([1, 2], np.float32), np.array([2, 1], np.float32)
     lists.tell("ended", everything, values, 9.0)
     for _ in range(SILENT_TELLS):
-        lists.tell("goes on", everything, values[::-1].copy(), 2.0)
+        lists.tell("goes on", everything, others, 2.0)
+    lists.tell("goes on", everything, others, 2.0, more=True)  # a part counts for none
     assert len(lists) == 2
-    lists.tell("goes on", everything, values[::-1].copy(), 2.0, more=True)  # a part counts for none
-    assert len(lists) == 2
-    lists.tell("goes on", everything, values[::-1].copy(), 2.0)
+    lists.tell("goes on", everything, others, 2.0)
     assert len(lists) == 1
     assert lists.merged().tolist() == pytest.approx([1.5, 0.5])
     for number in range(2 * JOBS_MAX):
         lists.tell(str(number), everything, values, 2.0)
     assert len(lists) == JOBS_MAX
-
-
-def test_a_bad_list_of_a_job_changes_nothing() -> None:
-    lists = JobImportances(2)
-    lists.tell("a", row([0, 1]), np.array([1, 2], np.float32), 2.0)
     before = lists.merged().tolist()
     with pytest.raises(UsageError, match="bad importance"):
-        lists.tell("a", row([0, 1]), np.array([9, np.nan], np.float32), 5.0)
-    assert lists.merged().tolist() == before
+        lists.tell("0", everything, np.array([9, np.nan], np.float32), 5.0)
+    assert lists.merged().tolist() == before, "a bad list changes nothing"

@@ -14,9 +14,12 @@ IDENTITY = LogIdentity(UUID(int=5), 7, 11)
 SEGMENT = 64
 
 
+Case = tuple[list[int], list[bool], list[int], list[int], int]
+"""Sizes, which entries are logged, an order and arrivals with repetitions, and a limit."""
+
+
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[list[int], list[bool], list[int], list[int], int]:
-    """Sizes, which entries are logged, an order and arrivals with repetitions, and a limit."""
+def cases(draw: st.DrawFn) -> Case:
     count = draw(st.integers(1, 12))
     entry = st.integers(0, count - 1)
     return (
@@ -55,9 +58,7 @@ def oracle(
     return found
 
 
-def laid_out(
-    case: tuple[list[int], list[bool], list[int], list[int], int],
-) -> tuple[LogCut, LogLayout]:
+def laid_out(case: Case) -> tuple[LogCut, LogLayout]:
     sizes, is_logged, order, arrivals, limit = case
     cut = LogCut(
         np.array(order, np.uint32), np.array(sizes, np.uint64), np.array(is_logged), SEGMENT
@@ -66,9 +67,7 @@ def laid_out(
 
 
 @given(case=cases())
-def test_entries_lie_where_the_format_says(
-    case: tuple[list[int], list[bool], list[int], list[int], int],
-) -> None:
+def test_entries_lie_where_the_format_says(case: Case) -> None:
     _, layout = laid_out(case)
     expected = oracle(*case)
     assert layout.segments == len(expected)
@@ -91,9 +90,7 @@ def test_entries_lie_where_the_format_says(
 
 
 @given(case=cases(), bit=st.integers(0, 8 * 64))
-def test_a_header_says_what_its_segment_has(
-    case: tuple[list[int], list[bool], list[int], list[int], int], bit: int
-) -> None:
+def test_a_header_says_what_its_segment_has(case: Case, bit: int) -> None:
     """And one of another log, of another segment, cut off or with a changed bit is none."""
     cut, layout = laid_out(case)
     found = {}

@@ -3,7 +3,7 @@ decimals."""
 
 import math
 from decimal import Decimal, localcontext
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -16,11 +16,8 @@ from tests.rows import each_row
 PS = st.sampled_from([1.0001, 1.5, 2.0, 10.0, 1e300])
 STEPS = st.sampled_from([0.0, 1e-6, 1 / 24, 0.5, 1.0])
 GAPS = st.lists(st.integers(0, 5) | st.sampled_from([100, 10_000, 10**8]), min_size=1, max_size=8)
-
-
-def times_of(gaps: list[int]) -> list[int]:
-    """When references come, by the gaps between them."""
-    return [*accumulate(gaps)]
+TIMES = GAPS.map(lambda gaps: [*accumulate(gaps)])
+"""When references come."""
 
 
 def row(*values: float) -> Values:
@@ -44,12 +41,11 @@ def literal(p: float, step: float, times: list[int], now: int) -> Decimal:
         )
 
 
-@given(p=PS, step=STEPS, gaps=GAPS, after=st.integers(0, 10**8))
+@given(p=PS, step=STEPS, times=TIMES, after=st.integers(0, 10**8))
 def test_the_kept_value_is_the_sum_of_the_paper(
-    p: float, step: float, gaps: list[int], after: int
+    p: float, step: float, times: list[int], after: int
 ) -> None:
-    times, rule = times_of(gaps), Attenuation(p, step)
-    now = times[-1] + after
+    rule, now = Attenuation(p, step), times[-1] + after
     crf, last = kept(rule, times)
     assert crf >= 1
     found = float(rule.log_crf(row(crf), row(last), now)[0])
@@ -59,13 +55,13 @@ def test_the_kept_value_is_the_sum_of_the_paper(
     assert found == pytest.approx(expected, rel=1e-9, abs=1e-9)
 
 
-@given(p=PS, step=STEPS, one=GAPS, other=GAPS)
+@given(p=PS, step=STEPS, times=st.tuples(TIMES, TIMES))
 def test_blocks_are_ordered_as_by_the_sum(
-    p: float, step: float, one: list[int], other: list[int]
+    p: float, step: float, times: tuple[list[int], list[int]]
 ) -> None:
-    """Also where all sums are too small for a float."""
+    """Also where all sums are too small for a float. So without attenuation (the step 0) the number
+    of references counts, and with the step 1 and the base 2 the last one."""
     rule = Attenuation(p, step)
-    times = [times_of(one), times_of(other)]
     now = max(each[-1] for each in times) + 10**9
     crf, last = (row(*each) for each in zip(*(kept(rule, each) for each in times), strict=True))
     logs = rule.log_crf(crf, last, now)
@@ -75,28 +71,6 @@ def test_blocks_are_ordered_as_by_the_sum(
         assert logs[0] == logs[1]
     elif abs(first - second) > max(first, second) * Decimal("1e-6"):
         assert (logs[0] < logs[1]) == (first < second)
-
-
-@given(gaps=GAPS)
-def test_without_attenuation_it_is_the_number_of_references(gaps: list[int]) -> None:
-    rule = Attenuation(2.0, 0.0)
-    assert kept(rule, times_of(gaps))[0] == len(gaps)
-
-
-@given(ages=st.lists(st.integers(1, 1000), min_size=2, max_size=6, unique=True), data=st.data())
-def test_with_step_1_it_is_the_order_of_the_last_references(
-    ages: list[int], data: st.DataObject
-) -> None:
-    """At most one reference in each unit of time."""
-    rule, now = Attenuation(2.0, 1.0), 2000
-    values = []
-    for age in ages:
-        before = data.draw(st.sets(st.integers(age + 1, 1500), max_size=20))
-        values.append(kept(rule, sorted(now - each for each in {age, *before})))
-    crf, last = (row(*each) for each in zip(*values, strict=True))
-    logs = rule.log_crf(crf, last, now).tolist()
-    by_age = [log for _, log in sorted(zip(ages, logs, strict=True))]
-    assert all(younger >= older for younger, older in pairwise(by_age))
 
 
 def test_a_clock_that_was_set_back_does_not_keep_a_block_for_ever() -> None:

@@ -13,8 +13,7 @@ from diesel_fs.cache.disk import prepare_cache_folder
 from diesel_fs.errors import ConflictError, NoSpaceError
 
 from ..small_disks import remount
-from .disk_tier import Chunks, content_of, counted, file_of, put, tier_at
-from .test_disk import small as small
+from .disk_tier import Chunks, Kept, content_of, counted, file_of, put, tier_at
 
 pytestmark = pytest.mark.deep
 
@@ -51,25 +50,23 @@ def test_a_path_that_is_not_a_regular_file_is_not_a_chunk(
 ) -> None:
     """That is no failure of the disk, no open of a FIFO blocks, and what can be removed is
     removed."""
-    (key, content), (other, more), *_ = chunks.items()
-    tier, stays = tier_at(place), what == "full folder"
-    put(tier, key, content)
-    put(tier, other, more)
-    path = file_of(place, key)
+    kept, stays = Kept(place, chunks), what == "full folder"
+    kept.take_more()
+    tier, key, path = kept.tier, kept.key, file_of(place, kept.key)
     for _ in range(4):  # more often than a disk may fail
         path.unlink()
         plant(what, path)
-        assert tier.list_chunks(key.identity) == [other.id]
+        assert tier.list_chunks(key.identity) == [kept.other.id]
         assert not tier.holds(key)
         for _ in range(4 if stays else 1):
-            assert content_of(tier, key) is None
+            assert not kept.is_served()
         assert os.path.lexists(path) == stays
         if stays:
-            assert tier.reserve(key, len(content)) is None
+            assert tier.reserve(key, len(kept.content)) is None
             shutil.rmtree(path)
-        assert content_of(tier, other) == more
-        put(tier, key, content)
-        assert content_of(tier, key) == content
+        assert content_of(tier, kept.other) == kept.more
+        put(tier, key, kept.content)
+        assert kept.is_served()
     assert len(caplog.records) == (1 if stays else 4)
     assert ("cannot be removed" if stays else "removed") in caplog.text
 
@@ -78,10 +75,9 @@ def test_a_path_that_is_not_a_regular_file_is_not_a_chunk(
 def test_paths_that_are_not_regular_files_are_removed_when_counting_or_writing(
     what: str, place: Path, chunks: Chunks
 ) -> None:
-    (key, content), (other, more), *_ = chunks.items()
-    tier, stays = tier_at(place), what == "full folder"
-    put(tier, key, content)
-    put(tier, other, more)
+    kept, stays = Kept(place, chunks), what == "full folder"
+    kept.take_more()
+    tier, key, content, more = kept.tier, kept.key, kept.content, kept.more
     path, used = file_of(place, key), file_of(place, key).with_name(".used")
     coming = path.with_name("." + path.name)
     path.unlink()
@@ -130,9 +126,12 @@ def make_room(point: Path, what: str) -> None:
         remount(point, "rw")
 
 
-@pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
+USED_UP = pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
+
+
+@USED_UP
 @pytest.mark.parametrize("folder", [".", "new/cache"])
-def test_J1_J4_a_disk_without_room_for_a_new_cache_is_named(
+def test_J1_J4_a_disk_without_room_for_a_cache_is_named(
     what: str, folder: str, small: Path
 ) -> None:
     use_up(small, what)
@@ -147,26 +146,23 @@ def test_J1_J4_a_disk_without_room_for_a_new_cache_is_named(
         prepare_cache_folder(small / "theses")
 
 
-@pytest.mark.parametrize("what", ["bytes", "inodes", "writes"])
+@USED_UP
 def test_J1_J4_a_cache_on_a_full_disk_is_still_read(
     what: str, small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tier that starts on a full disk reads its chunks, and writes again once there is room."""
     monkeypatch.setattr(disk, "FREE_FRACTION_MIN", -1.0)
-    (key, content), (other, more), *_ = chunks.items()
-    tier = tier_at(prepare_cache_folder(small))
-    put(tier, key, content)
-    tier.close()
+    kept = Kept(prepare_cache_folder(small), chunks)
+    kept.tier.close()
     (small / ".reading").unlink()
     use_up(small, what)
-    tier = tier_at(prepare_cache_folder(small))
-    assert ("is only read" in tier.read_only_reason) == (what != "bytes")
-    assert content_of(tier, key) == content
+    kept.tier = tier_at(prepare_cache_folder(small))
+    assert ("is only read" in kept.tier.read_only_reason) == (what != "bytes")
+    assert kept.is_served()
     with contextlib.suppress(NoSpaceError):
-        if (reserved := tier.reserve(other, len(more))) is not None:
-            reserved.commit(memoryview(more))
-    assert content_of(tier, other) is None
-    tier.note_reading(begins=True)
+        if (reserved := kept.tier.reserve(kept.other, len(kept.more))) is not None:
+            reserved.commit(memoryview(kept.more))
+    assert content_of(kept.tier, kept.other) is None
+    kept.tier.note_reading(begins=True)
     make_room(small, what)
-    put(tier, other, more)
-    assert content_of(tier, other) == more
+    kept.take_more()

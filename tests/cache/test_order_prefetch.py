@@ -18,13 +18,11 @@ from diesel_fs.cache.reader import EntryReader
 from diesel_fs.errors import UsageError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.orders.shuffle import GroupedOrder, chunk_order
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
 
-from ..trees import write
-from .conftest import Counting
+from .conftest import Counting, put_files
 
 FILES = {
     f"d{number % 9}/{number:04}": os.urandom(3000 + number % 977)
@@ -45,20 +43,13 @@ Read = Callable[[EntryReader, npt.NDArray[np.int64]], Iterator[bytes]]
 @pytest.fixture(scope="module")
 def repository(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalRepository]:
     folder: Path = tmp_path_factory.mktemp("followed")
+    texts = {f"{n:04}": half_random(n) for n in range(500)}
+    large = {f"{n:02}": os.urandom(CHUNK_BYTES_MIN * (n % 4) + 3000) for n in range(40)}
     with LocalRepository.open((folder / "store").as_uri(), create=True) as opened:
-        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
-        put(opened, "ds", FolderSource(write(folder / "source", FILES)), options=options)
-        texts = {f"{n:04}": half_random(n) for n in range(500)}
-        options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="lz4", jobs=1)
-        put(opened, "texts", FolderSource(write(folder / "texts", texts)), options=options)
-        large = {f"{n:02}": os.urandom(CHUNK_BYTES_MIN * (n % 4) + 3000) for n in range(40)}
-        put(opened, "large", FolderSource(write(folder / "large", large)), options=options)
+        put_files(opened, "ds", folder / "source", FILES, "none")
+        put_files(opened, "texts", folder / "texts", texts, "lz4")
+        put_files(opened, "large", folder / "large", large, "lz4")
         yield opened
-
-
-@pytest.fixture
-def view(repository: LocalRepository) -> Snapshot:
-    return repository.view("ds")
 
 
 def one_by_one(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
@@ -82,6 +73,19 @@ def both(reader: EntryReader, order: npt.NDArray[np.int64]) -> Iterator[bytes]:
 
 
 WAYS = [one_by_one, many, few_at_once, both]
+
+
+def following(
+    store: Counting, view: Snapshot, order: GroupedOrder, memory_bytes: int = 0
+) -> EntryReader:
+    """A reader that follows an order, with memory for two groups unless it has more."""
+    reader = EntryReader(view, store, memory_bytes or needed(view, order))
+    reader.prefetch_order(order.indices, order.ends)
+    return reader
+
+
+def half_of(view: Snapshot) -> int:
+    return int(view.chunk_sizes.sum()) // 2
 
 
 def needed(view: Snapshot, order: GroupedOrder) -> int:
@@ -129,14 +133,13 @@ def read_all(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("budget", ["two groups", "half of the dataset"])
-def test_an_epoch_loads_each_chunk_once(
+def test_an_epoch_loads_chunks_once(
     store: Counting, view: Snapshot, way: Read, budget: str
 ) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
-    total = int(view.chunk_sizes.sum())
-    memory = needed(view, order) if budget == "two groups" else total // 2
+    memory = needed(view, order) if budget == "two groups" else half_of(view)
     assert view.chunk_count >= 50, "else this test shows little"
-    assert memory <= total // 2
+    assert memory <= half_of(view)
     reader = EntryReader(view, store, memory)
     for epoch in (2, 3):
         order = chunk_order(view, 1, epoch, group_size=GROUP)
@@ -154,9 +157,7 @@ def test_an_epoch_loads_each_chunk_once(
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_for_one_group_is_enough(store: Counting, view: Snapshot, way: Read) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
-    memory = (GROUP + 1) * int(view.chunk_sizes.max())
-    reader = EntryReader(view, store, memory)
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order, (GROUP + 1) * int(view.chunk_sizes.max()))
     read_all(reader, view, order, way, watch=False)
     assert set(store.reads_by_object().values()) == {1}
     assert reader.stats()["range_fetches"] == 0
@@ -186,13 +187,10 @@ def test_what_fits_the_memory_stays_in_it(store: Counting, view: Snapshot) -> No
 
 
 @pytest.mark.parametrize("way", [one_by_one, many])
-def test_reading_the_same_order_again_begins_anew(
-    store: Counting, view: Snapshot, way: Read
-) -> None:
+def test_reading_an_order_again_begins_anew(store: Counting, view: Snapshot, way: Read) -> None:
     """After a read of the first file, or a pass that was given up, a whole pass begins anew."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
-    reader = EntryReader(view, store, needed(view, order))
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order)
     read_all(reader, view, order, way, watch=False)
     first = order.indices[:1]
     next(many(reader, first))
@@ -209,8 +207,7 @@ def test_reading_the_same_order_again_begins_anew(
 def test_the_next_group_is_loaded_ahead(store: Counting, view: Snapshot) -> None:
     """It is loaded while the first is read; the group behind it is not."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
-    reader = EntryReader(view, store, needed(view, order))
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order)
     assert not store.reads, "announcing an order reads nothing"
     reader.read(int(order.indices[0]))
     two = view.chunk_of(order.indices[: order.ends[1]])
@@ -222,8 +219,7 @@ def test_the_next_group_is_loaded_ahead(store: Counting, view: Snapshot) -> None
 def test_chunks_that_a_reader_leaves_out_are_dropped(store: Counting, view: Snapshot) -> None:
     """A worker that reads every fourth batch, or jumps in the order, holds at most two groups."""
     order = chunk_order(view, 1, 2, group_size=GROUP)
-    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order, half_of(view))
     batches = np.arange(len(order.indices)) // 16 % 4 == 1
     part = GroupedOrder(order.indices[batches], np.array([int(batches.sum())]))
     assert read_all(reader, view, part, one_by_one) <= 2 * GROUP
@@ -242,8 +238,7 @@ def test_chunks_that_a_reader_leaves_out_are_dropped(store: Counting, view: Snap
 
 def test_several_threads_share_an_order(store: Counting, view: Snapshot) -> None:
     order = chunk_order(view, 1, 2, group_size=GROUP)
-    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order, half_of(view))
     left, wrong, lock = iter(order.indices.tolist()), [], threading.Lock()
 
     def work() -> None:
@@ -268,16 +263,13 @@ def test_several_threads_share_an_order(store: Counting, view: Snapshot) -> None
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parts_of_ranks_read_each_chunk_about_once(
-    store: Counting, view: Snapshot, way: Read
-) -> None:
+def test_ranks_read_each_chunk_about_once(store: Counting, view: Snapshot, way: Read) -> None:
     """Where the cut between two ranks goes through a group, both read its chunks or parts of
     them."""
     whole, single = 0, 0
     for rank in range(3):
         order = chunk_order(view, 1, 2, group_size=GROUP, rank=rank, world=3)
-        reader = EntryReader(view, store, needed(view, order))
-        reader.prefetch_order(order.indices, order.ends)
+        reader = following(store, view, order)
         assert read_all(reader, view, order, way) <= 2 * GROUP
         whole += reader.stats()["chunk_fetches"]
         single += reader.stats()["range_fetches"]
@@ -292,8 +284,7 @@ def test_compressed_files_are_decoded_and_not_kept(repository: LocalRepository, 
     order = chunk_order(view, 1, 2, group_size=2)
     memory = needed(view, order)
     assert memory < int(view.chunk_sizes.sum()), "else this test shows nothing"
-    reader = EntryReader(view, store, memory)
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order)
     for index, content in zip(order.indices.tolist(), way(reader, order.indices), strict=True):
         assert content == half_random(int(view.name(index)))
         assert reader.stats()["memory_bytes"] <= memory
@@ -302,14 +293,11 @@ def test_compressed_files_are_decoded_and_not_kept(repository: LocalRepository, 
 
 
 @each_row("way", WAYS)
-def test_files_larger_than_a_chunk_are_read_about_once(
-    repository: LocalRepository, way: Read
-) -> None:
+def test_files_of_many_chunks_are_read_about_once(repository: LocalRepository, way: Read) -> None:
     """Only parts in the chunks of other files are read again, each alone."""
     view, store = repository.view("large"), Counting(repository)
     order = chunk_order(view, 1, 2, group_size=4)
-    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) * 3 // 4)
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order, int(view.chunk_sizes.sum()) * 3 // 4)
     names = map(view.name, order.indices.tolist())
     got = {name: len(each) for name, each in zip(names, way(reader, order.indices), strict=True)}
     assert got == {b"%02d" % n: CHUNK_BYTES_MIN * (n % 4) + 3000 for n in range(40)}
@@ -322,18 +310,16 @@ def test_files_larger_than_a_chunk_are_read_about_once(
 def test_other_files_are_read_beside_the_order(store: Counting, view: Snapshot, way: Read) -> None:
     below = view.lookup(b"d3")
     order = chunk_order(view, 1, 2, group_size=GROUP, below=below)
-    reader = EntryReader(view, store, int(view.chunk_sizes.sum()) // 2)
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order, half_of(view))
     mixed = np.random.default_rng(5).permutation(view.files())
     read_all(reader, view, GroupedOrder(mixed, np.array([len(mixed)])), way, watch=False)
-    assert reader.stats()["memory_bytes"] <= int(view.chunk_sizes.sum()) // 2
+    assert reader.stats()["memory_bytes"] <= half_of(view)
 
 
 def test_a_new_order_replaces_the_old_one(store: Counting, view: Snapshot) -> None:
     """A reader that still reads in the old order gets the right contents."""
     old = chunk_order(view, 1, 1, group_size=GROUP)
-    reader = EntryReader(view, store, needed(view, old))
-    reader.prefetch_order(old.indices, old.ends)
+    reader = following(store, view, old)
     started = many(reader, old.indices)
     got = [next(started) for _ in range(100)]
     new = chunk_order(view, 1, 2, group_size=GROUP)
@@ -354,8 +340,7 @@ def test_a_chunk_that_is_dropped_in_flight_is_not_kept(store: Counting, view: Sn
 
     for number in range(8):  # some begun, some in line
         cache.prefetch(number)
-    reader = EntryReader(view, store, needed(view, order))
-    reader.prefetch_order(order.indices, order.ends)
+    reader = following(store, view, order)
     followed = reader._cache.order
     assert followed is not None
     cache.set_order(followed)

@@ -19,12 +19,6 @@ def orders(stream: Stream) -> list[list[int]]:
     return [each.entries.tolist() for each in stream.epochs]
 
 
-def test_orders_may_omit_and_repeat_entries() -> None:
-    stream = Stream("a", (epoch(0, 5, 1, 1), epoch(1)))
-    check_plan([stream], stream.epochs, FILES)
-    assert orders(stream) == [[5, 1, 1], []]
-
-
 def test_an_epoch_is_its_own_copy() -> None:
     given = np.array([1, 2, 3], np.uint32)
     made = Epoch(0, given)
@@ -34,21 +28,21 @@ def test_an_epoch_is_its_own_copy() -> None:
         made.entries[0] = 5
 
 
-@each_row("name", ["", "x" * 65, "a/b", "a b", "ä", "a\n"])
-def test_bad_names_are_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="stream name"):
-        Stream(name, ())
+def test_names_of_streams() -> None:
+    for name in ("a", "rank:3.of_8-x", "x" * 64):
+        assert Stream(name, ()).name == name
+    for name in ("", "x" * 65, "a/b", "a b", "ä", "a\n"):
+        with pytest.raises(UsageError, match="stream name"):
+            Stream(name, ())
 
 
-@each_row("name", ["a", "rank:3.of_8-x", "x" * 64])
-def test_good_names_are_taken(name: str) -> None:
-    assert Stream(name, ()).name == name
-
-
-@each_row("entries", [[6], [0], [1, 4], [-1], [1 << 32], [1.5], [[1]]])
-def test_entries_that_are_not_files_are_refused(entries: list[int]) -> None:
-    with pytest.raises(UsageError):
-        check_plan([], [epoch(0, 1), Epoch(1, np.array(entries))], FILES)
+def test_orders_may_omit_and_repeat_entries_but_have_nothing_but_files() -> None:
+    stream = Stream("a", (epoch(0, 5, 1, 1), epoch(1)))
+    check_plan([stream], stream.epochs, FILES)
+    assert orders(stream) == [[5, 1, 1], []]
+    for entries in ([6], [0], [1, 4], [-1], [1 << 32], [1.5], [[1]]):
+        with pytest.raises(UsageError):
+            check_plan([], [epoch(0, 1), Epoch(1, np.array(entries))], FILES)
 
 
 def test_epoch_numbers_must_rise() -> None:

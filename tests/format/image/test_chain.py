@@ -128,17 +128,6 @@ def test_random_versions(steps: list[tuple[str, dict[bytes, int]]]) -> None:
     assert chain.follow(state).first_block.tolist() == image.first_block.tolist()
 
 
-def test_a_new_chunk_is_one_range_and_an_old_one_stays_where_it_is() -> None:
-    chain = Chain()
-    first = {b"a%d" % n: file(3, 96 + n * 10, 5000) for n in range(10)}
-    chain.follow(first)
-    second = {b"0%d" % n: file(2, 96 + n * 10, 100) for n in range(10)}
-    image = chain.follow({**second, **first})
-    starts = dict(zip(shown({**second, **first}), image.first_block.tolist(), strict=True))
-    assert [starts[b"a%d" % n] for n in range(10)] == list(range(1, 21, 2))
-    assert [starts[b"0%d" % n] for n in range(10)] == list(range(21, 31))
-
-
 def test_two_contents_of_one_origin_keep_their_addresses() -> None:
     """No put makes such chunks; a snapshot may hold them all the same."""
     twice = {b"a": file(3, 96, 5), b"b": file(3, 96, 5), b"c": file(3, 97, 5)}
