@@ -53,6 +53,12 @@ def _url(redis: RedisServer, *, tcp: bool = False) -> str:
 
 
 @pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipelined, "READ_S", 0.2)
+    monkeypatch.setattr(pipelined, "OPEN_S", 0.3)
+
+
+@pytest.fixture
 def reads(redis: RedisServer, meta: RedisMetadata) -> Iterator[PipelinedHeadReads]:
     with closing(PipelinedHeadReads(parse_redis_url(_url(redis)))) as found:
         yield found
@@ -110,14 +116,10 @@ async def test_connections_that_were_closed_are_replaced(
     assert await reads.head(NAME) == true
 
 
+@pytest.mark.usefixtures("short_waits")
 async def test_after_a_hang_of_redis_its_late_reply_is_not_used(
-    redis: RedisServer,
-    reads: PipelinedHeadReads,
-    meta: RedisMetadata,
-    monkeypatch: pytest.MonkeyPatch,
+    redis: RedisServer, reads: PipelinedHeadReads, meta: RedisMetadata
 ) -> None:
-    monkeypatch.setattr(pipelined, "READ_S", 0.2)
-    monkeypatch.setattr(pipelined, "OPEN_S", 0.3)
     old = await _learnt(reads)
     redis.signal(signal.SIGSTOP)
     try:

@@ -223,12 +223,12 @@ def test_certificates_that_cannot_be_loaded_are_refused(
     key = serialization.load_pem_private_key(pair.key.read_bytes(), None)
     locked.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption))
     for certificate, key_file, words in [
-        (tmp_path / "none", pair.key, ""),
-        (pair.certificate, tmp_path / "none", ""),
-        (pair.certificate, other.key, ""),
-        (empty, pair.key, ""),
-        (pair.key, pair.key, ""),
-        (tmp_path, pair.key, ""),
+        (tmp_path / "none", pair.key, None),
+        (pair.certificate, tmp_path / "none", None),
+        (pair.certificate, other.key, None),
+        (empty, pair.key, None),
+        (pair.key, pair.key, None),
+        (tmp_path, pair.key, None),
         (pair.certificate, locked, "encrypted"),
     ]:
         with pytest.raises(ConfigError, match=words):
