@@ -76,13 +76,10 @@ def on_disk(top: Path) -> dict[bytes, tuple[object, object]]:
     return {b"" if path == b"." else path: (each[0], each[1:]) for path, each in facts(top).items()}
 
 
-def no_progress(_: int) -> None:
-    """No progress."""
-
-
-def folder_differs(view: Snapshot, folder: Path, below: bytes = b"", **how: bool) -> Differences:
-    checksum = how.get("checksum", False)
-    return compare_folder(view, below, folder, checksum=checksum, progress=no_progress)
+def folder_differs(
+    view: Snapshot, folder: Path, below: bytes = b"", *, checksum: bool = False
+) -> Differences:
+    return compare_folder(view, below, folder, checksum=checksum, progress=lambda _: None)
 
 
 def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path: Path) -> None:
@@ -93,17 +90,12 @@ def test_a_folder_differs_as_its_files_do(repository: LocalRepository, tmp_path:
     then, before = on_disk(source), repository.view("ds")
     assert summary(folder_differs(before, source)) == ([], [], [], len(then))
     write(source, {"sub/new": b"n", "sub/deeper/file": b"other"})
-    (source / "gone/a/b").unlink()
-    (source / "gone/a").rmdir()
-    (source / "gone").rmdir()
-    (source / "to folder").unlink()
-    write(source, {"to folder/x": b"4"})
-    (source / "to file/x").unlink()
-    (source / "to file").rmdir()
-    (source / "to file").write_bytes(b"5")
-    (source / "to link").unlink()
+    for name in ("gone/a/b", "to folder", "to file/x", "to link", "relative"):
+        (source / name).unlink()
+    for name in ("gone/a", "gone", "to file"):
+        (source / name).rmdir()
+    write(source, {"to folder/x": b"4", "to file": b"5"})
     (source / "to link").symlink_to("plain.txt")
-    (source / "relative").unlink()
     (source / "relative").symlink_to("empty")
     (source / "zeros").chmod(0o600)
     os.utime(source / "plain.txt", ns=(0, 5))

@@ -22,25 +22,30 @@ MEMORY_BYTES = 1 << 20
 
 
 def get_to(
-    repository: LocalRepository,
-    view: Snapshot,
-    dest: Path,
-    path: bytes = b"",
-    *,
-    force: bool = False,
+    repository: LocalRepository, view: Snapshot, dest: Path, *, force: bool = False
 ) -> GetReport:
-    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
-    try:
-        return get(view, reader, path, dest, force=force)
-    finally:
-        reader.close()
+    with closing(EntryReader(view, repository.objects, MEMORY_BYTES)) as reader:
+        return get(view, reader, b"", dest, force=force)
+
+
+def put_files(repository: LocalRepository, source: Path, files: dict[str, bytes]) -> Snapshot:
+    """Put a folder with these files, in chunks of 64 KiB."""
+    options = PutOptions(chunk_bytes=65536, compress="none")
+    put(repository, "pets", FolderSource(write(source, files)), options=options)
+    return repository.view("pets")
 
 
 @pytest.mark.parametrize(
     ("name", "evil"),
-    [(b"@@", b".."), (b"a@b", b"a/b"), (b"@", b"."), (b"a@@@@@@@@@@b", b"/etc/passwd\0"),
-     (b"@@@x", b"../x"), (b"@x", b"/x")],
-)  # fmt: skip
+    [
+        (b"@@", b".."),
+        (b"a@b", b"a/b"),
+        (b"@", b"."),
+        (b"a@@@@@@@@@@b", b"/etc/passwd\0"),
+        (b"@@@x", b"../x"),
+        (b"@x", b"/x"),
+    ],
+)
 def test_M1_names_are_checked_again_by_the_writer(
     repository: LocalRepository, tmp_path: Path, name: bytes, evil: bytes
 ) -> None:
@@ -67,9 +72,7 @@ def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     """A forged snapshot gives a file more bytes than its chunk has; `get` invents none."""
-    source = write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
-    put(repository, "pets", FolderSource(source), options=PutOptions(compress="none"))
-    view = repository.view("pets")
+    view = put_files(repository, tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
     sizes = view.columns.size.copy()
     sizes[view.lookup(b"liar")] = 1_100_000_000
     forged = view.columns._replace(size=sizes)
@@ -106,19 +109,17 @@ def test_M4_a_device_is_replaced_and_never_opened(
         return whole(path, *arguments, **more)
 
     monkeypatch.setattr(os, "open", watched)
-    assert [path for path, _ in get_to(repository, repository.view("pets"), out).failed] == [
-        b"zero"
-    ]
-    assert get_to(repository, repository.view("pets"), out, force=True).failed == []
+    view = repository.view("pets")
+    assert [path for path, _ in get_to(repository, view, out).failed] == [b"zero"]
+    assert get_to(repository, view, out, force=True).failed == []
     assert (out / "zero").is_file()
     assert len(opened) > 2
     assert b"zero" not in opened
 
 
 def test_equal_means_equal_content(repository: LocalRepository, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", {"a": b"right", "b": b"x" * 200_000})
-    put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
-    out, view = tmp_path / "out", repository.view("pets")
+    view = put_files(repository, tmp_path / "src", {"a": b"right", "b": b"x" * 200_000})
+    out = tmp_path / "out"
     assert get_to(repository, view, out).files == 2
     assert get_to(repository, view, out).unchanged == 2
     times = (0, (out / "b").stat().st_mtime_ns)
@@ -131,29 +132,24 @@ def test_equal_means_equal_content(repository: LocalRepository, tmp_path: Path) 
 def test_files_of_many_extents_come_back_piece_by_piece(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    source = write(tmp_path / "src", {"big": os.urandom(300_000), "small": b"s", "z": b""})
-    put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
-    view = repository.view("pets")
+    source, content = tmp_path / "src", os.urandom(300_000)
+    view = put_files(repository, source, {"big": content, "small": b"s", "z": b""})
     assert len(view.extents(view.lookup(b"big"))) == 5
     get_to(repository, view, tmp_path / "out")
     assert facts(tmp_path / "out") == facts(source)
-    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
-    with EntryFile(reader, view.lookup(b"big")) as file:
-        assert file.read(100) == (source / "big").read_bytes()[:100]
-        assert file.readall() == (source / "big").read_bytes()[100:]
-    reader.close()
+    with (
+        closing(EntryReader(view, repository.objects, MEMORY_BYTES)) as reader,
+        EntryFile(reader, view.lookup(b"big")) as file,
+    ):
+        assert file.read(100) == content[:100]
+        assert file.readall() == content[100:]
 
 
 def test_files_are_read_in_the_order_of_their_chunks(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     for name in ("z", "m", "a"):  # put in this order, which is not that of the names
-        put(
-            repository,
-            "pets",
-            FolderSource(write(tmp_path / name, {name: b"x" * 10, name + "2": b"y"})),
-        )
-    view = repository.view("pets")
+        view = put_files(repository, tmp_path / name, {name: b"x" * 10, name + "2": b"y"})
     order = in_chunk_order(view, view.files())
     assert [view.path(i)[:1] for i in order.tolist()] == [b"z", b"z", b"m", b"m", b"a", b"a"]
     assert len(in_chunk_order(view, np.zeros(0, np.int64))) == 0
@@ -162,8 +158,7 @@ def test_files_are_read_in_the_order_of_their_chunks(
 def test_a_full_disk_ends_get_and_leaves_no_partial_file(
     repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
-    whole = os.write
+    view, whole = put_files(repository, tmp_path / "src", {"a": b"1", "b": b"2"}), os.write
 
     def full(file: int, data: memoryview) -> int:
         if bytes(data) == b"2":
@@ -173,15 +168,14 @@ def test_a_full_disk_ends_get_and_leaves_no_partial_file(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(NoSpaceError, match="cannot write 'b'"):
-            get_to(repository, repository.view("pets"), tmp_path / "out")
+            get_to(repository, view, tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["a"]
 
 
 def test_a_lost_store_ends_get_and_lost_chunks_fail_their_files(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
-    view = repository.view("pets")
+    view = put_files(repository, tmp_path / "src", {"a": b"1", "b": b"2"})
     (tmp_path / "store").rename(tmp_path / "elsewhere")
     with pytest.raises(ObjectStoreError, match="the store has gone"):
         get_to(repository, view, tmp_path / "out")
@@ -230,9 +224,10 @@ def test_folders_that_are_there_stay_as_they_are(
 def test_a_tar_that_cannot_be_written_is_an_error(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
-    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1" * (2 << 20)})))
-    view = repository.view("pets")
-    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
-    with open("/dev/full", "wb", buffering=0) as out, pytest.raises(OSError, match="No space"):
+    view = put_files(repository, tmp_path / "src", {"a": b"1" * (2 << 20)})
+    with (
+        closing(EntryReader(view, repository.objects, MEMORY_BYTES)) as reader,
+        open("/dev/full", "wb", buffering=0) as out,
+        pytest.raises(OSError, match="No space"),
+    ):
         get_tar(view, reader, b"", out)
-    reader.close()

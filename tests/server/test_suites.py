@@ -14,7 +14,9 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import Repository
 from tests.client.test_client import (  # noqa: F401
+    dataset,
     filled,
+    new,
     test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept,
     test_a_forked_child_never_flushes_the_puts_of_its_parent,
     test_a_reader_stays_at_its_version_until_a_path_is_missing,
@@ -22,13 +24,10 @@ from tests.client.test_client import (  # noqa: F401
     test_an_exception_flushes_nothing,
     test_mount_from_python,
     test_put_get_delete,
-    test_put_refuses_a_path_below_a_file_that_a_fixed_version_does_not_show,
-    test_put_refuses_a_path_below_a_file_that_was_put_before,
+    test_put_refuses_a_path_below_a_file,
     test_put_refuses_a_path_that_conflicts_with_another_writers_entry,
-    test_read_many_by_path_and_index,
     test_save_and_load_meta,
     test_shuffle_of_a_part_and_a_folder,
-    test_stat_many,
     test_views_outlive_the_dataset,
     test_Z9_a_forked_child_follows_the_order_too,
     test_Z9_parent_and_child_both_read,
