@@ -58,10 +58,8 @@ def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) 
 
 def helpers(url: str) -> list[int]:
     """The helper processes that speak to a bucket for others."""
-    found, words = (
-        [],
-        {b"diesel_fs.storage.objects.cloud.proxy_process", url.split("?")[0].encode()},
-    )
+    words = {b"diesel_fs.storage.objects.cloud.proxy_process", url.split("?")[0].encode()}
+    found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
             if words <= {*each.read_bytes().split(b"\0")}:

@@ -15,16 +15,14 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from trio.testing import MockClock, memory_stream_pair
+from trio.testing import MockClock
 
 from diesel_fs import metrics
-from diesel_fs.format.entries import Bytes
 from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import Message
 from diesel_fs.storage.accounts.account import Account
-from diesel_fs.system.vectored_io import byte_views
 from diesel_server import limits
-from diesel_server.channel import Channel, ConnectionClosed
+from diesel_server.channel import Channel
 from diesel_server.connection import Connection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests import Dispatcher, Handler, Reply, Request
@@ -33,8 +31,6 @@ from tests.rows import each_row
 
 from .fake_server import HANDLERS, STORE
 from .test_channel import socket_channel
-
-MemoryStream = trio.StapledStream[trio.testing.MemorySendStream, trio.testing.MemoryReceiveStream]
 
 
 class Signed:
@@ -52,53 +48,11 @@ class Signed:
         return account
 
 
-class MemoryChannel(Channel):
-    """The server's end of a pair of streams in memory, in place of a socket."""
-
-    def __init__(self, stream: MemoryStream) -> None:
-        super().__init__(None)  # type: ignore[arg-type]  # what uses it is replaced
-        self._memory = stream
-
-    async def _receive(self, room: memoryview) -> int:
-        try:
-            received = await self._memory.receive_some(room.nbytes)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise ConnectionClosed from None
-        if not received:
-            raise ConnectionClosed
-        room[: len(received)] = received
-        return len(received)
-
-    def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
-        views = byte_views(parts)
-        self.sent_bytes += sum(map(len, views))
-        return views
-
-    async def send_left(self, views: list[memoryview]) -> None:
-        try:
-            for view in views:
-                await self._memory.send_all(view)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise ConnectionClosed from None
-
-    async def half_close(self) -> None:
-        with suppress(ConnectionClosed, trio.BrokenResourceError), trio.move_on_after(1):
-            await self._memory.send_eof()
-            await self.skip(1 << 30)
-
-    def close(self) -> None:
-        self._memory.send_stream.close()
-        self._memory.receive_stream.close()
-
-
 class Client:
     """The other end."""
 
     def __init__(
-        self,
-        stream: trio.abc.HalfCloseableStream,
-        connection: Connection,
-        service: ConnectionContext,
+        self, stream: trio.SocketStream, connection: Connection, service: ConnectionContext
     ) -> None:
         self.stream = stream
         self.connection = connection
@@ -132,10 +86,17 @@ class Client:
     async def ask(self, number: int, do: str = "echo", payload: bytes = b"", **more: float) -> None:
         await self.send(request(number, do, payload, **more))
 
+    async def some(self, size: int) -> bytes:
+        """What has come, but nothing at the end of the connection."""
+        try:
+            return bytes(await self.stream.receive_some(size))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return b""
+
     async def exactly(self, size: int) -> bytes:
         received = b""
         while len(received) < size:
-            some = await self.stream.receive_some(size - len(received))
+            some = await self.some(size - len(received))
             if not some:
                 raise EOFError
             received += some
@@ -154,9 +115,8 @@ class Client:
 
     async def end(self) -> float:
         """Receive until the server ends the connection; how old it was then."""
-        with suppress(trio.ClosedResourceError):
-            while await self.stream.receive_some(65536):
-                pass
+        while await self.some(65536):
+            pass
         age_s = self.age_s
         await self.over.wait()
         return age_s
@@ -179,16 +139,13 @@ async def conversation(
     handlers: Mapping[str, Handler] = HANDLERS,
     *,
     budget: FairByteBudget | None = None,
-    ends: tuple[Channel, trio.abc.HalfCloseableStream] | None = None,
+    logs_in: bool = True,
 ) -> AsyncIterator[Client]:
-    """A client and its connection, through memory unless there are `ends` of something else.
-    Nothing is left when both have ended."""
-    if ends is None:
-        ours, theirs = memory_stream_pair()
-        ends = MemoryChannel(theirs), ours
+    """A client and its connection. Nothing is left when both have ended."""
+    channel, other = socket_channel(1 << 20)
 
     async def opener() -> tuple[Channel, bytes]:
-        return ends[0], wire.NO_BINDING
+        return channel, wire.NO_BINDING
 
     service = ConnectionContext(
         store_id=STORE,
@@ -198,13 +155,15 @@ async def conversation(
         count=ConnectionLimits(10),
         budget=budget or FairByteBudget(),
     )
-    client = Client(ends[1], Connection(service, opener, "10.0.0.1", 5), service)
+    connection = Connection(service, opener, "10.0.0.1", 5)
+    client = Client(trio.SocketStream(other), connection, service)
     with trio.fail_after(10_000):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.serve)
+            if logs_in:
+                await client.log_in()
             yield client
-            with suppress(trio.ClosedResourceError):
-                await client.stream.aclose()
+            await client.stream.aclose()
     assert client.over.is_set()
     assert service.budget.held == 0
     assert service.under_way == 0
@@ -231,7 +190,7 @@ def clock() -> MockClock:
 async def test_F7_a_connection_without_a_greeting_in_time_ends(
     clock: MockClock, said: bytes
 ) -> None:
-    async with conversation() as client:
+    async with conversation(logs_in=False) as client:
         await client.send(said)
         assert await client.end() == pytest.approx(limits.GREETING_S, abs=0.1)
         assert client.count("diesel_refusals_total", "greeting") == 1
@@ -239,7 +198,7 @@ async def test_F7_a_connection_without_a_greeting_in_time_ends(
 
 @each_row("sent", [0, 4, 8, 20])
 async def test_F7_a_connection_without_a_login_in_time_ends(clock: MockClock, sent: int) -> None:
-    async with conversation() as client:
+    async with conversation(logs_in=False) as client:
         await client.send(wire.greeting())
         nonce = (await client.exactly(48))[16:]
         await client.send(login(nonce)[:sent])
@@ -248,7 +207,7 @@ async def test_F7_a_connection_without_a_login_in_time_ends(clock: MockClock, se
 
 
 async def test_F7_a_greeting_byte_by_byte_gains_no_time(clock: MockClock) -> None:
-    async with conversation() as client:
+    async with conversation(logs_in=False) as client:
         for byte in wire.greeting()[:8]:
             await client.send(bytes([byte]))
             await trio.sleep(1)
@@ -260,7 +219,6 @@ async def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer(
     clock: MockClock,
 ) -> None:
     async with conversation() as client:
-        await client.log_in()
         await client.ask(1, "sleep", seconds=3 * limits.IDLE_S)
         assert (await client.answer())["slept"]
         answered_s = client.age_s
@@ -271,7 +229,6 @@ async def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer(
 @each_row("sent", [1, 7, 8, 9, 40])
 async def test_F7_half_a_request_is_waited_for_a_limited_time(clock: MockClock, sent: int) -> None:
     async with conversation() as client:
-        await client.log_in()
         await client.send(request(1, payload=bytes(1000))[:sent])
         assert await client.end() <= limits.FRAME_S + 1
         assert client.count("diesel_refusals_total", "frame") == 1
@@ -279,7 +236,6 @@ async def test_F7_half_a_request_is_waited_for_a_limited_time(clock: MockClock, 
 
 async def test_F7_a_payload_that_trickles_gives_its_memory_back(clock: MockClock) -> None:
     async with conversation() as client:
-        await client.log_in()
         size = 10 << 20
         await client.send(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, size))
         while not client.over.is_set() and client.age_s < 1000:
@@ -305,7 +261,6 @@ async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
     gc.disable()
     try:
         async with conversation() as client:
-            await client.log_in()
             await client.send(request(1, payload=bytes(1 << 20))[: 1 << 19])
             await trio.sleep(1)
             await client.stream.aclose()
@@ -318,24 +273,22 @@ async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
 async def test_G6_a_client_that_does_not_take_its_answer_loses_the_connection(
     clock: MockClock,
 ) -> None:
-    """The stream in memory takes everything, so the answer is stopped where it is sent."""
+    size = 10 << 20
 
-    async def stuck(request: Request) -> Reply:
-        return Reply({}, [bytes(1000)])
+    async def large(request: Request) -> Reply:
+        return Reply({}, [bytes(size)])
 
-    ours, theirs = memory_stream_pair()
-    async with conversation({"stuck": stuck}, ends=(MemoryChannel(theirs), ours)) as client:
-        await client.log_in()
-        theirs.send_stream.send_all_hook = trio.sleep_forever
-        await client.ask(1, "stuck")
+    async with conversation({"large": large}) as client:
+        await client.ask(1, "large")
         await client.over.wait()
-        assert client.over_s <= limits.FRAME_S + 2
+        assert client.over_s <= limits.FRAME_S + size / limits.BYTES_PER_S_MIN + 2
         assert client.count("diesel_requests_total", "other", "gone") == 1
+        with pytest.raises(EOFError):
+            await client.exactly(size)
 
 
 async def test_a_request_that_finds_no_memory_is_told_when_to_come_again(clock: MockClock) -> None:
     async with conversation(budget=FairByteBudget(1_000_000, 1_000_000)) as client:
-        await client.log_in()
         assert await client.service.budget.acquire("else", 900_000, 1)
         await client.ask(1, payload=bytes(500_000))
         answer = await client.answer()
@@ -351,7 +304,6 @@ async def test_a_request_that_finds_no_memory_is_told_when_to_come_again(clock: 
 
 async def test_S12_a_forbidden_payload_takes_no_memory(clock: MockClock) -> None:
     async with conversation() as client:
-        await client.log_in()
         client.service.takes_payload = lambda account, do, size: do == "put"
         await client.send(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, 100 << 20))
         await trio.sleep(0.3)
@@ -366,7 +318,6 @@ async def test_S12_a_forbidden_payload_takes_no_memory(clock: MockClock) -> None
 async def test_the_requests_under_way_of_one_connection_are_limited(clock: MockClock) -> None:
     most = limits.REQUESTS_PER_CONNECTION_MAX
     async with conversation() as client:
-        await client.log_in()
         for number in range(2 * most):
             await client.ask(number, "sleep", seconds=0.5)
         await trio.sleep(0.3)
@@ -380,7 +331,6 @@ async def test_S12_one_user_cannot_use_all_requests(
 ) -> None:
     monkeypatch.setattr(limits, "REQUESTS_PER_USER_MAX", 5)
     async with conversation() as client:
-        await client.log_in()
         for number in range(8):
             await client.ask(number, "sleep", seconds=0.5)
         said = [await client.answer() for _ in range(8)]
@@ -393,7 +343,6 @@ async def test_a_connection_that_is_told_to_stop_finishes_what_is_under_way(
     clock: MockClock,
 ) -> None:
     async with conversation() as client:
-        await client.log_in()
         await client.ask(1, "sleep", seconds=20)
         await trio.sleep(1)
         client.stop()
@@ -403,7 +352,6 @@ async def test_a_connection_that_is_told_to_stop_finishes_what_is_under_way(
         assert (await client.answer())["slept"]
         assert await client.end() == pytest.approx(20, abs=1)
     async with conversation() as idle:
-        await idle.log_in()
         await trio.sleep(1)
         idle.stop()
         assert await idle.end() <= 2
@@ -421,7 +369,6 @@ async def test_the_requests_of_a_client_that_goes_are_cancelled(clock: MockClock
         return Reply()
 
     async with conversation({"forever": forever}) as client:
-        await client.log_in()
         for number in range(5):
             await client.ask(number, "forever")
         await trio.sleep(1)
@@ -437,9 +384,7 @@ async def test_a_burst_of_requests_does_not_block_the_loop(refused: bool) -> Non
     async def prompt(request: Request) -> Reply:
         return Reply()
 
-    channel, other = socket_channel(1 << 20)
-    async with conversation({"prompt": prompt}, ends=(channel, trio.SocketStream(other))) as client:
-        await client.log_in()
+    async with conversation({"prompt": prompt}) as client:
         many, steps = 150, list[float]()
 
         def over() -> float:
@@ -503,14 +448,14 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
     numbers: list[int] = []
 
     async def listen(client: Client) -> None:
-        with suppress(EOFError, trio.ClosedResourceError):
+        with suppress(EOFError):
             while True:
                 message = await client.answer()
                 if "id" in message and message.get("more") is not True:
                     numbers.append(int(str(message["id"])))
 
     async def main() -> None:
-        async with conversation() as client, trio.open_nursery() as nursery:
+        async with conversation(logs_in=False) as client, trio.open_nursery() as nursery:
             if start == "greets":
                 await client.send(wire.greeting())
                 with suppress(EOFError):
@@ -535,7 +480,6 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
 async def test_requests_of_one_connection_are_answered_in_any_order(clock: MockClock) -> None:
     """This is the fuzzed test's check of itself, too."""
     async with conversation() as client:
-        await client.log_in()
         await client.ask(0, "sleep", seconds=0.5)
         for number in range(1, 200):
             await client.ask(number, payload=bytes([number]) * number)

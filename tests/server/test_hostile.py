@@ -520,32 +520,6 @@ def test_J8_a_memory_error_in_a_handler_ends_only_its_request() -> None:
         assert link.call({"do": "echo"}, [b"x"]).payload.tobytes() == b"x"
 
 
-def test_S12_many_small_requests_do_not_starve_others(server: ThreadedServer) -> None:
-    stop = threading.Event()
-
-    def flood() -> None:
-        with logged_in(server) as client, suppress(OSError):
-            while not stop.is_set():
-                for number in range(50):
-                    ask(client, number)
-                for _ in range(50):
-                    answer(client)
-
-    threads = [threading.Thread(target=flood) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    try:
-        link = server.link()
-        for _ in range(20):
-            begun = time.monotonic()
-            link.call({"do": "echo"})
-            assert time.monotonic() - begun < 2
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-
-
 @each_row("head", [b"\r\n\r\n", b"\n\n", b"x\r\n\r\n", b"GET\r\n\r\n", b"\xff" * 9000])
 async def test_S12_any_bytes_sent_to_the_metrics_port_are_harmless(head: bytes) -> None:
     ours, theirs = trio.testing.memory_stream_pair()

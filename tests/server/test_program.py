@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -550,53 +549,6 @@ def test_SIGHUP_loads_the_certificate_again(
         until(lambda: server.log.count("keeps the certificate") == 2, "the refusal")
         client.close_idle()
         client.call({"do": "echo"})
-
-
-@pytest.mark.deep
-def test_G1_reads_go_on_while_one_of_two_servers_is_killed(tmp_path: Path, url: str) -> None:
-    """kill -9 again and again, one server after the other; every byte is right."""
-    root = new_repository(url)["root"]
-    contents = {f"{i}": os.urandom(20_000) for i in range(40)}
-    source = write(tmp_path / "source", contents)
-    servers = [Server(tmp_path / str(i), "--store", url) for i in range(2)]
-    ports = [server.port for server in servers]
-    address = "diesel://" + ",".join(f"127.0.0.1:{port}" for port in ports)
-    done = threading.Event()
-    counts, wrong = [0], []
-    try:
-        with open_repository(address, root, create=False) as repository:
-            put(repository, source)
-
-            def read() -> None:
-                while not done.is_set():
-                    for name, content in contents.items():
-                        try:
-                            if repository.stat("pets", name.encode()).size != len(content):
-                                wrong.append(name)
-                        except DieselError as error:
-                            wrong.append(repr(error))
-                        counts[0] += 1
-
-            threads = [threading.Thread(target=read) for _ in range(3)]
-            for thread in threads:
-                thread.start()
-            for round_ in range(4):
-                victim = round_ % 2
-                before = counts[0]
-                servers[victim].kill()
-                until(lambda before=before: counts[0] > before + 30, "reads")  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
-                servers[victim] = Server(
-                    tmp_path / str(victim), "--store", url, listen=f"127.0.0.1:{ports[victim]}"
-                )
-            done.set()
-            for thread in threads:
-                thread.join(60)
-    finally:
-        done.set()
-        for server in servers:
-            server.close()
-    assert wrong == []
-    assert counts[0] > 120
 
 
 def test_memory_stays_flat_under_hostile_clients(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ know."""
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
@@ -97,32 +97,34 @@ def test_snapshot_and_metadata_store_give_the_same_entries(
         filled.admin.stat_many("ds", PATHS)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
 def test_a_folder_is_listed_page_by_page(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch, mapped: bool
+    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """S12: a page has so many names at most, and so many bytes of names."""
+    """S12: a page has so many names at most, and so many bytes of names; from the metadata store,
+    and from a snapshot."""
     sealer, asked = ChunkMaker(filled.admin), link_of(filled.admin).asked
     names = [b"n" * 200 + b"%03d" % i for i in range(100)]
     for i, name in enumerate(names):
         sealer.add(b"many/" + name, b"x" * i)
     sealer.put(*sealer.seal())
-    if mapped:
-        filled.loop.run(lambda: _map(filled))
-    for limit, value, pages in (("NAMES_PER_ANSWER", 7, 15), ("NAMES_BYTES_PER_ANSWER", 2048, 10)):
-        with monkeypatch.context() as patch:
-            patch.setattr(asking, limit, value)
-            asked.clear()
-            rows = filled.admin.list("ds", b"many")
-        assert rows.names == names
-        assert rows.records["size"].tolist() == list(range(100))
-        assert asked.count("list") == pages
-    assert sorted(filled.admin.list("ds").names) == [b"a", b"d", b"many"]
-    for folder in (b"a", b"nowhere", b"d/nothing"):
-        with pytest.raises(NoSuchPath):
-            filled.admin.list("ds", folder)
     filled.admin.begin("empty")
-    assert filled.admin.list("empty").names == []
+    limits = (("NAMES_PER_ANSWER", 7, 15), ("NAMES_BYTES_PER_ANSWER", 2048, 10))
+    for mapped in (False, True):
+        if mapped:
+            filled.loop.run(lambda: _map(filled))
+        for limit, value, pages in limits:
+            with monkeypatch.context() as patch:
+                patch.setattr(asking, limit, value)
+                asked.clear()
+                rows = filled.admin.list("ds", b"many")
+            assert rows.names == names
+            assert rows.records["size"].tolist() == list(range(100))
+            assert asked.count("list") == pages
+        assert sorted(filled.admin.list("ds").names) == [b"a", b"d", b"many"]
+        for folder in (b"a", b"nowhere", b"d/nothing"):
+            with pytest.raises(NoSuchPath):
+                filled.admin.list("ds", folder)
+        assert filled.admin.list("empty").names == []
 
 
 def test_a_page_of_a_large_folder_costs_a_page(
@@ -297,29 +299,26 @@ def test_reads_go_on_while_the_metadata_store_is_away(
         raise MetadataError("it is away")
 
     assert filled.admin.staleness_warning(view) == ""
-    for name in ("head", "heads", "lookup", "children", "changes", "commit"):
-        monkeypatch.setattr(filled.store.meta, name, away)
-    assert filled.admin.view("ds").version == view.version
-    said = filled.admin.staleness_warning(view)
-    assert "the server says: it is away" in said
-    assert f"this is version {view.version} of ds, the newest snapshot" in said
-    assert [info.name for info in filled.admin.datasets()] == ["ds"]
-    info = filled.admin.dataset("ds")
-    assert info.head is None
-    assert read(filled.admin, info.identity, chunk, 8) == b"\x93DIESEL\n"
-    calls.clear()
-    begun = time.monotonic()
-
-    def ask(_: int) -> bool:
-        with pytest.raises(MetadataError, match="away"):
-            filled.admin.stat("ds", b"a")
-        return True
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(ask, range(100)))
-    assert time.monotonic() - begun < 5  # not 20 s
-    assert len(calls) < 10
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        for name in ("head", "heads", "lookup", "children", "changes", "commit"):
+            patch.setattr(filled.store.meta, name, away)
+        assert filled.admin.view("ds").version == view.version
+        said = filled.admin.staleness_warning(view)
+        assert "the server says: it is away" in said
+        assert f"this is version {view.version} of ds, the newest snapshot" in said
+        assert [info.name for info in filled.admin.datasets()] == ["ds"]
+        info = filled.admin.dataset("ds")
+        assert info.head is None
+        assert read(filled.admin, info.identity, chunk, 8) == b"\x93DIESEL\n"
+        calls.clear()
+        begun = time.monotonic()
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(filled.admin.stat, "ds", b"a") for _ in range(100)]
+            for each in asked:
+                with pytest.raises(MetadataError, match="away"):
+                    each.result()
+        assert time.monotonic() - begun < 5  # not 20 s
+        assert len(calls) < 10
     time.sleep(1.1)
     assert filled.admin.stat("ds", b"a").size == 1
     assert filled.admin.staleness_warning(filled.admin.view("ds")) == ""
@@ -371,37 +370,35 @@ def test_many_requests_share_one_read_of_the_head(
 def test_a_snapshot_is_fetched_once(
     filled: InProcessServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    view = filled.admin.view("ds")  # the server's private copy
+    admin = filled.admin
+    view = admin.view("ds")  # the server's private copy
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
     pieces = []
     real = filled.handlers["snapshot"]
 
-    async def counted(request: object) -> object:
-        async for reply in real(request):  # type: ignore[arg-type, union-attr]  # one of several kinds of handlers
+    async def counted(request: Request) -> AsyncGenerator[Reply, None]:
+        async for reply in real(request):  # type: ignore[union-attr]  # one of several kinds
             pieces.append(len(reply.payload))
             yield reply
 
-    filled.handlers["snapshot"] = counted  # type: ignore[assignment]  # a fault is put in
-    fetched = filled.admin.view("ds")
+    filled.handlers["snapshot"] = counted
+    fetched = admin.view("ds")
     assert bytes(fetched.buffer) == bytes(view.buffer)
     assert pieces == [1, 0]
-    assert filled.admin.view("ds").version == view.version
+    assert admin.view("ds").version == view.version
     assert pieces == [1, 0, 0]
     shutil.rmtree(tmp_path / "client's")
-    assert filled.admin.view("ds").version == view.version
-    assert filled.admin.view_at("ds", view.version).version == view.version
-    assert filled.admin.snapshots.newest(view.identity) == view.version
-    assert [each.version for each in filled.admin.kept_versions("ds")] == [view.version]
-    ChunkMaker(filled.admin).file(b"more", b"1")
-    assert filled.admin.view("ds").lookup(b"more") > 0
+    assert admin.view("ds").version == view.version
+    assert admin.view_at("ds", view.version).version == view.version
+    assert admin.snapshots.newest(view.identity) == view.version
+    assert [each.version for each in admin.kept_versions("ds")] == [view.version]
+    ChunkMaker(admin).file(b"more", b"1")
+    assert admin.view("ds").lookup(b"more") > 0
     with pytest.raises(DieselError):
-        filled.admin.view_at("ds", 5)
-
-
-def test_an_empty_dataset_has_a_view(server: InProcessServer) -> None:
-    server.admin.begin("ds")
-    assert len(server.admin.view("ds")) == 1
-    assert server.admin.kept_versions("ds") == []
+        admin.view_at("ds", 5)
+    admin.begin("empty")
+    assert len(admin.view("empty")) == 1
+    assert admin.kept_versions("empty") == []
 
 
 @pytest.fixture
