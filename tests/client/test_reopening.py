@@ -109,13 +109,6 @@ def test_a_copy_has_the_order_of_reading(url: str) -> None:
         assert dataset._order is None  # its indices are of another version
 
 
-def test_a_closed_dataset_cannot_be_pickled(url: str) -> None:
-    dataset = connect("ds", url)
-    dataset.close()
-    with pytest.raises(UsageError, match="is closed"):
-        sent(dataset)
-
-
 def test_S8_a_pickle_has_no_password_of_the_address(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -160,20 +160,15 @@ def test_the_dashboards_show_every_metric() -> None:
 
 
 def test_promtool_accepts_the_alerts_and_what_makes_them_fire(tmp_path: Path) -> None:
-    for name in (
-        ALERTS,
-        MONITORING / "prometheus.yaml",
-        Path(__file__).with_name("alerts_test.yaml"),
-    ):
-        shutil.copy(name, tmp_path)
+    rules, fires = ALERTS, Path(__file__).with_name("alerts_test.yaml")
+    for file in (rules, MONITORING / "prometheus.yaml", fires):
+        shutil.copy(file, tmp_path)
     for command in ("check config prometheus.yaml", "test rules alerts_test.yaml"):
         done = subprocess.run(
             ["promtool", *command.split()], cwd=tmp_path, capture_output=True, text=True,
             timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    rules = [
-        rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
-    ]
-    fires = (tmp_path / "alerts_test.yaml").read_text()
-    assert {rule["alert"] for rule in rules} == set(re.findall(r'alertname="(\w+)"', fires))
+    groups = yaml.safe_load(rules.read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    assert alerts == set(re.findall(r'alertname="(\w+)"', fires.read_text()))

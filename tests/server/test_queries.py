@@ -69,7 +69,7 @@ def _service(filled: InProcessServer) -> asking.QueryHandlers:
 
 async def _map(filled: InProcessServer) -> None:
     service = _service(filled)
-    await service._making.run(await service.find_dataset(filled.store.dataset("ds").identity))
+    await service._making.run(await service.find_dataset(filled.identity))
 
 
 NOBODY = Account("nobody", b"")
@@ -172,7 +172,7 @@ def test_S12_invented_identities_delay_no_reader(
     filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each is a question to the object store, and nobody needs a role to ask it."""
-    directory, known = _service(filled)._directory, filled.store.dataset("ds").identity
+    directory, known = _service(filled)._directory, filled.identity
     filled.admin.stat("ds", b"a")
     real, gate, waiting = directory._look, threading.Event(), threading.Event()
 
@@ -272,7 +272,7 @@ def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
     ]
     for has_lost_all in (False, True):
         if has_lost_all:
-            filled.store.meta.drop(filled.store.dataset("ds").identity)
+            filled.store.meta.drop(filled.identity)
         for ask in asks:
             with pytest.raises(MetadataBehind, match="recover"):
                 ask()
@@ -501,7 +501,7 @@ def test_S12_readers_leave_room_for_administrators_jobs(
 
 def test_a_failed_job_raises_its_error_and_can_be_started_again(filled: InProcessServer) -> None:
     (chunk,) = filled.chunks()
-    name = chunk_object(filled.store.dataset("ds").identity, chunk)
+    name = chunk_object(filled.identity, chunk)
     content = filled.store.objects.get(name)
     filled.store.objects.delete(name)
     content[-1] ^= 1
