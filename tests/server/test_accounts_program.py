@@ -194,7 +194,8 @@ def test_a_server_without_redis_has_accounts_too(tmp_path: Path) -> None:
     with Server(tmp_path / "server", "--store", store, workers=2) as server:
         root = User(server.url, "root", tmp_path / "root.key")
         root("put", write(tmp_path / "src", {"a": b"1"}), "pets")
-        ann = root.at(server.url, "ann", tmp_path)
+        root("user", "add", "ann", "--key-out", tmp_path / "ann.key")
+        ann = User(server.url, "ann", tmp_path / "ann.key")
         assert ann("ls").out == b""
         root("grant", "pets", "ann", "read")
         assert ann("cat", "pets/a").out == b"1"

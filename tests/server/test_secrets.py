@@ -3,10 +3,7 @@ everything that was left behind, said, sent or shown is searched for them."""
 
 import os
 import secrets
-import select
 import shutil
-import socket
-import socketserver
 import subprocess
 import sys
 import tarfile
@@ -29,6 +26,7 @@ from tests.storage.objects.s3_server import Server as S3
 from tests.trees import facts, write
 from tests.waiting import wait_until
 
+from .between import Between
 from .program import Server
 from .shell_users import User, program_environment
 
@@ -133,35 +131,6 @@ def watched(search: Search, *excepted: int) -> Iterator[None]:
         thread.join(10)
 
 
-class Tapped(socketserver.ThreadingTCPServer):
-    """Stands between clients and a server and keeps all that they say."""
-
-    daemon_threads = True
-
-    def __init__(self, port: int) -> None:
-        self.heard = bytearray()
-        self._upstream = port
-        super().__init__(("127.0.0.1", 0), socketserver.BaseRequestHandler)
-        self.url = f"diesel://127.0.0.1:{self.server_address[1]}"
-        threading.Thread(target=self.serve_forever, daemon=True).start()
-
-    def finish_request(self, request: object, _: object) -> None:
-        assert isinstance(request, socket.socket)
-        with socket.create_connection(("127.0.0.1", self._upstream)) as server, suppress(OSError):
-            other = {request: server, server: request}
-            while True:
-                for source in select.select([*other], [], [])[0]:
-                    content = source.recv(1 << 16)
-                    if not content:
-                        return
-                    self.heard += content
-                    other[source].sendall(content)
-
-    def server_close(self) -> None:
-        self.shutdown()
-        super().server_close()
-
-
 class Deployment:
     """Programs over one site, and what they were told that nobody else may know."""
 
@@ -247,8 +216,8 @@ def test_S8_a_planted_secret_is_found(tmp_path: Path) -> None:
 def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
     search, source = day.search, tmp_path / "src"
     write(source, {f"d{i % 3}/{i}": os.urandom(2000) for i in range(60)})
-    with Tapped(day.server.port) as tap:
-        root = day.user(tap.url)
+    with Between(day.server.port) as tap:
+        root = day.user(f"diesel://127.0.0.1:{tap.port}")
 
         def do(
             *words: str | Path,

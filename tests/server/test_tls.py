@@ -2,13 +2,10 @@
 
 import hashlib
 import re
-import select
 import socket
 import ssl
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +18,7 @@ from diesel_fs.urls import parse_url
 
 from ..rows import each_row
 from ..waiting import wait_until
+from .between import Between
 from .certificates import DAY, Authority, Pair
 from .fake_server import ME, ThreadedServer
 
@@ -111,71 +109,16 @@ def test_S3_no_fall_back(authority: Authority) -> None:
         ServerLink(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
 
 
-class Interceptor:
-    """Somebody in the middle, who has a certificate that the client trusts, and passes all on.
-
-    The first `cuts` connections are closed before TLS stands.
-    """
-
-    cuts = 0
-
-    def __init__(self, pair: Pair, server_port: int, authority: Path) -> None:
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(pair.certificate, pair.key)
-        self._outward = ssl.create_default_context(cafile=str(authority))
-        self._server_port = server_port
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            if self.cuts:
-                self.cuts -= 1
-                client.recv(65536)
-                client.close()
-                continue
-            threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
-
-    def _pass_on(self, client: socket.socket) -> None:
-        address = ("127.0.0.1", self._server_port)
-        with suppress(OSError, ValueError), client:
-            inner = self._context.wrap_socket(client, server_side=True)
-            server = socket.create_connection(address)
-            outer = self._outward.wrap_socket(server, server_hostname="localhost")
-            with inner, outer:
-                self._relay({inner: outer, outer: inner})
-
-    def _relay(self, other: dict[ssl.SSLSocket, ssl.SSLSocket]) -> None:
-        """Pass on until one end closes; in one thread, as these sockets are not thread-safe."""
-        while True:
-            for source in select.select([*other], [], [], 10)[0]:
-                source.settimeout(0)
-                with suppress(ssl.SSLWantReadError):
-                    while some := source.recv(65536):
-                        other[source].settimeout(10)
-                        other[source].sendall(some)
-                    return
-
-    def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-
 @pytest.fixture
-def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Interceptor]]:
-    with serving(authority.issue()) as server:
-        middle = Interceptor(authority.issue(), server.port, authority.path)
+def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
+    """A server, and somebody in the middle, who has a certificate that the client trusts."""
+    trusted = authority.issue(), authority.path
+    with serving(authority.issue()) as server, Between(server.port, trusted) as middle:
         yield server, middle
-        middle.close()
 
 
 def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
-    between: tuple[ThreadedServer, Interceptor],
+    between: tuple[ThreadedServer, Between],
 ) -> None:
     """Even where the middle's certificate is trusted: the signature binds the one that was seen."""
     server, middle = between
@@ -186,7 +129,7 @@ def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
 
 
 def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
-    between: tuple[ThreadedServer, Interceptor],
+    between: tuple[ThreadedServer, Between],
 ) -> None:
     """A server that is being stopped does so: another worker, or the next server, takes over."""
     _, middle = between
