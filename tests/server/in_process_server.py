@@ -30,7 +30,9 @@ KEY = bytes(range(32))
 class InProcessServer:
     """The handlers of a server over the repository `store`, and clients of them."""
 
-    def __init__(self, store: LocalRepository, loop: Loop) -> None:
+    def __init__(self, store: LocalRepository, loop: Loop, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        """Puts faults in, until the server ends."""
         self.store = store
         self.reads = RangeReader(ReadThroughCache(store.objects, MemoryTier(0)))
         self.loop = loop
@@ -62,8 +64,11 @@ class InProcessServer:
 def in_process_server(folder: Path) -> Iterator[InProcessServer]:
     """A server over a repository in a folder."""
     loop = Loop()
-    with LocalRepository.open(folder.as_uri(), create=True) as store:
-        service = InProcessServer(store, loop)
+    with (
+        LocalRepository.open(folder.as_uri(), create=True) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        service = InProcessServer(store, loop, patch)
         try:
             yield service
         finally:

@@ -77,13 +77,13 @@ PATHS = [b"", b"a", b"d", b"d/b", b"d/e", b"d/e/c", b"nothing", b"d/nothing", b"
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_snapshot_and_metadata_store_give_the_same_entries(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch, mapped: bool
+def test_snapshot_and_metadata_store_give_equal_entries(
+    filled: InProcessServer, mapped: bool
 ) -> None:
     if mapped:
-        monkeypatch.setattr(asking, "FEW_PATHS", 0)
+        filled.patch.setattr(asking, "FEW_PATHS", 0)
     else:
-        monkeypatch.setattr(_service(filled)._making, "start", lambda _: None)
+        filled.patch.setattr(_service(filled)._making, "start", lambda _: None)
     stats = filled.admin.stat_many("ds", PATHS, missing_ok=True)
     kinds = [Kind.FOLDER, 0, 2, 0, 2, 0, 3, 3, 3, 3]
     assert stats.kind.tolist() == kinds
@@ -97,9 +97,7 @@ def test_snapshot_and_metadata_store_give_the_same_entries(
         filled.admin.stat_many("ds", PATHS)
 
 
-def test_a_folder_is_listed_page_by_page(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
     """S12: a page has so many names at most, and so many bytes of names; from the metadata store,
     and from a snapshot."""
     sealer, asked = ChunkMaker(filled.admin), link_of(filled.admin).asked
@@ -113,7 +111,7 @@ def test_a_folder_is_listed_page_by_page(
         if mapped:
             filled.loop.run(lambda: _map(filled))
         for limit, value, pages in limits:
-            with monkeypatch.context() as patch:
+            with filled.patch.context() as patch:
                 patch.setattr(asking, limit, value)
                 asked.clear()
                 rows = filled.admin.list("ds", b"many")
@@ -127,15 +125,13 @@ def test_a_folder_is_listed_page_by_page(
         assert filled.admin.list("empty").names == []
 
 
-def test_a_page_of_a_large_folder_costs_a_page(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_of_a_large_folder_costs_a_page(filled: InProcessServer) -> None:
     """Neither the names of all before it, nor, from the metadata store, the whole folder."""
     sealer = ChunkMaker(filled.admin)
     for i in range(100):
         sealer.add(b"many/%03d" % i, b"")
     sealer.put(*sealer.seal())
-    monkeypatch.setattr(asking, "NAMES_PER_ANSWER", 10)
+    filled.patch.setattr(asking, "NAMES_PER_ANSWER", 10)
     read: list[int] = []
     real = Snapshot.names
 
@@ -144,15 +140,13 @@ def test_a_page_of_a_large_folder_costs_a_page(
         return real(self, entries)
 
     filled.store.view("ds")
-    monkeypatch.setattr(Snapshot, "names", names)
-    monkeypatch.setattr(filled.store.meta, "children", lambda *_: pytest.fail("all of a folder"))
+    filled.patch.setattr(Snapshot, "names", names)
+    filled.patch.setattr(filled.store.meta, "children", lambda *_: pytest.fail("all of a folder"))
     assert len(filled.admin.list("ds", b"many").names) == 100
     assert read == [10] * 10
 
 
-def test_S12_long_paths_are_looked_up_in_a_thread(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S12_long_paths_are_looked_up_in_a_thread(filled: InProcessServer) -> None:
     filled.loop.run(lambda: _map(filled))
     threads = _service(filled)._compute_threads
     seen: list[int] = []
@@ -162,15 +156,13 @@ def test_S12_long_paths_are_looked_up_in_a_thread(
         seen.append(threads.borrowed_tokens)
         return real(self, *arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
-    monkeypatch.setattr(Snapshot, "stat_many", stat_many)
+    filled.patch.setattr(Snapshot, "stat_many", stat_many)
     filled.admin.stat_many("ds", [b"a"] * 100, missing_ok=True)
     filled.admin.stat_many("ds", [b"/".join([b"d"] * 1000)] * 100, missing_ok=True)
     assert seen == [0, 1]
 
 
-def test_S12_invented_identities_delay_no_reader(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S12_invented_identities_delay_no_reader(filled: InProcessServer) -> None:
     """Each is a question to the object store, and nobody needs a role to ask it."""
     directory, known = _service(filled)._directory, filled.identity
     filled.admin.stat("ds", b"a")
@@ -182,8 +174,8 @@ def test_S12_invented_identities_delay_no_reader(
             gate.wait(60)
         return real(identity)
 
-    monkeypatch.setattr(directory, "_look", slow)
-    monkeypatch.setattr("diesel_server.directory.REMEMBERED_S", 0.0)
+    filled.patch.setattr(directory, "_look", slow)
+    filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0.0)
     link = filled.link(NOBODY)
 
     def draw(_: int) -> None:
@@ -198,9 +190,7 @@ def test_S12_invented_identities_delay_no_reader(
         list(drawn)
 
 
-def test_S12_listings_of_all_datasets_are_shared(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S12_listings_of_all_datasets_are_shared(filled: InProcessServer) -> None:
     real, runs = filled.store.catalogue.all, []
 
     def slow(markers: object) -> object:
@@ -208,7 +198,7 @@ def test_S12_listings_of_all_datasets_are_shared(
         time.sleep(0.1)
         return real(markers)  # type: ignore[arg-type]  # what came is passed on
 
-    monkeypatch.setattr(filled.store.catalogue, "all", slow)
+    filled.patch.setattr(filled.store.catalogue, "all", slow)
     with ThreadPoolExecutor(20) as threads:
         found = list(threads.map(lambda _: filled.admin.datasets(), range(40)))
     assert {info.name for each in found for info in each} == {"ds"}
@@ -287,9 +277,7 @@ def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
         filled.admin.stat("ds", b"nothing")
 
 
-def test_reads_go_on_while_the_metadata_store_is_away(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_go_on_while_the_metadata_store_is_away(filled: InProcessServer) -> None:
     view, (chunk,) = filled.admin.view("ds"), filled.chunks()
     calls = []
 
@@ -299,7 +287,7 @@ def test_reads_go_on_while_the_metadata_store_is_away(
         raise MetadataError("it is away")
 
     assert filled.admin.staleness_warning(view) == ""
-    with monkeypatch.context() as patch:
+    with filled.patch.context() as patch:
         for name in ("head", "heads", "lookup", "children", "changes", "commit"):
             patch.setattr(filled.store.meta, name, away)
         assert filled.admin.view("ds").version == view.version
@@ -324,9 +312,7 @@ def test_reads_go_on_while_the_metadata_store_is_away(
     assert filled.admin.staleness_warning(filled.admin.view("ds")) == ""
 
 
-def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(filled: InProcessServer) -> None:
     session = filled.admin.begin("ds")
     real, back_s = filled.store.meta.head, time.monotonic() + 2
 
@@ -335,19 +321,17 @@ def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
             raise MetadataError("it is away")
         return real(name)
 
-    monkeypatch.setattr(filled.store.meta, "head", away)
+    filled.patch.setattr(filled.store.meta, "head", away)
     session.new_id()
     assert time.monotonic() > back_s
     back_s += 3600
-    monkeypatch.setattr("diesel_fs.remote.repository._HEAD_WAIT_S", 0.5)
+    filled.patch.setattr("diesel_fs.remote.repository._HEAD_WAIT_S", 0.5)
     with pytest.raises(MetadataError, match="it is away") as error:
         session.new_id()
     assert not isinstance(error.value, MetadataBehind)
 
 
-def test_many_requests_share_one_read_of_the_head(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_requests_share_one_read_of_the_head(filled: InProcessServer) -> None:
     real = filled.store.meta.head
     looks = []
 
@@ -356,7 +340,7 @@ def test_many_requests_share_one_read_of_the_head(
         time.sleep(0.05)
         return real(name)
 
-    monkeypatch.setattr(filled.store.meta, "head", slow)
+    filled.patch.setattr(filled.store.meta, "head", slow)
     filled.admin.stat("ds", b"a")
     looks.clear()
     with ThreadPoolExecutor(20) as threads:
@@ -367,12 +351,10 @@ def test_many_requests_share_one_read_of_the_head(
 # Snapshots
 
 
-def test_a_snapshot_is_fetched_once(
-    filled: InProcessServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_snapshot_is_fetched_once(filled: InProcessServer, tmp_path: Path) -> None:
     admin = filled.admin
     view = admin.view("ds")  # the server's private copy
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
+    filled.patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
     pieces = []
     real = filled.handlers["snapshot"]
 
@@ -453,7 +435,7 @@ def test_a_snapshot_that_is_damaged_or_another_is_refused(
 # Jobs
 
 
-def hold_verify(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+def hold_verify(patch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
     """Keep each `verify` waiting for an event; they are counted in the list."""
     real, go, runs = LocalRepository.verify, threading.Event(), list[int]()
 
@@ -462,14 +444,12 @@ def hold_verify(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, list[
         assert go.wait(20)
         return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
-    monkeypatch.setattr(LocalRepository, "verify", slow)
+    patch.setattr(LocalRepository, "verify", slow)
     return go, runs
 
 
-def test_a_job_is_joined_and_goes_on_without_clients(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    go, runs = hold_verify(monkeypatch)
+def test_a_job_is_joined_and_goes_on_without_clients(filled: InProcessServer) -> None:
+    go, runs = hold_verify(filled.patch)
     with ThreadPoolExecutor(3) as threads:
         both = [threads.submit(filled.admin.verify, "ds") for _ in range(2)]
         wait_until(lambda: runs)
@@ -481,12 +461,10 @@ def test_a_job_is_joined_and_goes_on_without_clients(
     assert filled.admin.verify("ds", headers_only=True).sound
 
 
-def test_S12_readers_leave_room_for_administrators_jobs(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S12_readers_leave_room_for_administrators_jobs(filled: InProcessServer) -> None:
     for i in range(4):
         ChunkMaker(filled.admin, f"ds{i}").file(b"a", b"1")
-    go, runs = hold_verify(monkeypatch)
+    go, runs = hold_verify(filled.patch)
     with ThreadPoolExecutor(2) as threads:
         under_way = [threads.submit(filled.admin.verify, f"ds{i}") for i in range(2)]
         wait_until(lambda: len(runs) == 2)

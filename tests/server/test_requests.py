@@ -188,10 +188,8 @@ def test_S10_a_lease_has_a_token_of_32_hex_digits(filled: InProcessServer, token
         link_of(filled.admin).call(lease_request(filled.identity, token))
 
 
-def test_S12_the_leases_of_a_user_are_limited(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(updates, "LEASES_MAX", 3)
+def test_S12_the_leases_of_a_user_are_limited(filled: InProcessServer) -> None:
+    filled.patch.setattr(updates, "LEASES_MAX", 3)
     identity = filled.identity
     link = filled.link(Account("somebody", KEY, grants={"ds": Role.READ}))
 
@@ -227,10 +225,7 @@ def test_a_reader_takes_a_lease_through_the_server(filled: InProcessServer) -> N
 
 @pytest.mark.parametrize("is_told", [True, False])
 def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
-    filled: InProcessServer,
-    is_told: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    filled: InProcessServer, is_told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where another server deletes it, and this one finds that out when it looks again."""
     identity, (chunk,) = filled.identity, filled.chunks()
@@ -246,7 +241,7 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
     else:
         with LocalRepository.open(filled.store.url) as another:
             another.delete_dataset("ds")
-        monkeypatch.setattr("diesel_server.directory.REMEMBERED_S", 0)
+        filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0)
     for _ in range(2):
         assert read(reader, identity, chunk, 50) == content
         lease.switch_version(version + 1)
@@ -456,7 +451,7 @@ def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(
 
 
 def test_commits_that_arrive_together_are_one_commit_and_a_bad_one_fails_alone(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
+    filled: InProcessServer,
 ) -> None:
     sealer = ChunkMaker(filled.admin)
     sealed = [sealer.sealed(b"f%d" % i, b"x" * i) for i in range(16)]
@@ -476,7 +471,7 @@ def test_commits_that_arrive_together_are_one_commit_and_a_bad_one_fails_alone(
             return False
         return True
 
-    monkeypatch.setattr(filled.store, "commit_all", slow)
+    filled.patch.setattr(filled.store, "commit_all", slow)
     with ThreadPoolExecutor(12) as threads:
         assert all(threads.map(is_put, sealed[:12]))
         assert sum(sizes) == 12
@@ -486,11 +481,9 @@ def test_commits_that_arrive_together_are_one_commit_and_a_bad_one_fails_alone(
         assert filled.admin.stat("ds", b"f%d" % i).size == i
 
 
-def test_S12_chunks_with_large_files_are_checked_one_at_a_time(
-    server: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S12_chunks_with_large_files_are_checked_one_at_a_time(server: InProcessServer) -> None:
     """What is sent is counted; what it decodes to is up to 16 times as much."""
-    monkeypatch.setattr(updates, "DECODED_BYTES_MAX", 1 << 20)
+    server.patch.setattr(updates, "DECODED_BYTES_MAX", 1 << 20)
     real, at_work, most = damaged_places, [0], [0, 0]
 
     def slow(header: Header, body: memoryview) -> list[int]:
@@ -501,7 +494,7 @@ def test_S12_chunks_with_large_files_are_checked_one_at_a_time(
         at_work[0] -= 1
         return real(header, body)
 
-    monkeypatch.setattr(updates, "damaged_places", slow)
+    server.patch.setattr(updates, "damaged_places", slow)
     sealer = ChunkMaker(server.admin)
     for size in (1 << 10, 2 << 20):
         made = []
