@@ -6,7 +6,7 @@ What waits, waits in the clock's time: these tests take no longer for it.
 import gc
 import struct
 import weakref
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 
 import numpy as np
@@ -245,19 +245,28 @@ async def test_F7_a_payload_that_trickles_gives_its_memory_back(clock: MockClock
         assert client.over_s == pytest.approx(allowed, rel=0.1)
 
 
-async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And not when the collector of cycles comes: it knows nothing of megabytes."""
-    payloads = list["weakref.ref[npt.NDArray[np.uint8]]"]()
+Payloads = list["weakref.ref[npt.NDArray[np.uint8]]"]
+
+
+@pytest.fixture
+def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
+    """The memory that connections have taken for payloads."""
+    found: Payloads = []
     real = np.empty
 
     def empty(size: int, kind: type[np.uint8]) -> npt.NDArray[np.uint8]:
         payload = real(size, kind)
-        payloads.append(weakref.ref(payload))
+        found.append(weakref.ref(payload))
         return payload
 
     monkeypatch.setattr("diesel_server.connection.np.empty", empty)
+    return found
+
+
+async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
+    clock: MockClock, payloads: Payloads
+) -> None:
+    """And not when the collector of cycles comes: it knows nothing of megabytes."""
     gc.disable()
     try:
         async with conversation() as client:
@@ -270,24 +279,32 @@ async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
         gc.enable()
 
 
-async def test_G6_a_client_that_does_not_take_its_answer_loses_the_connection(
+async def test_G6_a_client_that_does_not_take_its_answers_loses_the_connection(
     clock: MockClock,
 ) -> None:
-    size = 10 << 20
+    """And its answers are not made ahead."""
+    made, size = [], 1 << 20
 
-    async def large(request: Request) -> Reply:
-        return Reply({}, [bytes(size)])
+    async def pieces(request: Request) -> AsyncGenerator[Reply, None]:
+        for i in range(1000):
+            made.append(i)
+            yield Reply({"more": True}, [bytes(size)])
+        yield Reply()
 
-    async with conversation({"large": large}) as client:
-        await client.ask(1, "large")
+    async with conversation({"pieces": pieces}) as client:
+        await client.ask(1, "pieces")
         await client.over.wait()
-        assert client.over_s <= limits.FRAME_S + size / limits.BYTES_PER_S_MIN + 2
+        assert len(made) < 30
+        assert client.over_s <= limits.FRAME_S + len(made) * size / limits.BYTES_PER_S_MIN + 2
+        assert client.count("diesel_refusals_total", "frame") == 1
         assert client.count("diesel_requests_total", "other", "gone") == 1
         with pytest.raises(EOFError):
-            await client.exactly(size)
+            await client.exactly(30 * size)
 
 
-async def test_a_request_that_finds_no_memory_is_told_when_to_come_again(clock: MockClock) -> None:
+async def test_F7_a_request_that_finds_no_memory_takes_none_and_is_told_when_to_come_again(
+    clock: MockClock, payloads: Payloads
+) -> None:
     async with conversation(budget=FairByteBudget(1_000_000, 1_000_000)) as client:
         assert await client.service.budget.acquire("else", 900_000, 1)
         await client.ask(1, payload=bytes(500_000))
@@ -295,9 +312,11 @@ async def test_a_request_that_finds_no_memory_is_told_when_to_come_again(clock: 
         assert (answer["id"], answer["error"]) == (1, "BusyError")
         assert answer["retry_after_s"] == limits.RETRY_AFTER_S
         assert client.age_s == pytest.approx(limits.BUDGET_WAIT_S, abs=0.5)
+        assert not payloads, "an announced length takes no memory before there is room"
         client.service.budget.release("else", 900_000)
         await client.ask(2, payload=bytes(500_000))
         assert "error" not in await client.answer()
+        assert len(payloads) == 1
         assert client.count("diesel_requests_total", "other", "busy") == 1
         assert client.count("diesel_refusals_total", "memory") == 1
 

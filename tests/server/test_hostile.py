@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 
@@ -309,49 +309,6 @@ def test_a_refusal_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None
 
 
 # Memory
-
-
-def test_G6_a_client_that_does_not_read_loses_its_connection(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Its answers are not made ahead, and after a time its connection ends."""
-    monkeypatch.setattr(limits, "FRAME_S", 0.5)
-    monkeypatch.setattr(limits, "BYTES_PER_S_MIN", 1 << 30)
-    made = []
-
-    async def piece(request: Request) -> AsyncGenerator[Reply, None]:
-        for i in range(1000):
-            made.append(i)
-            yield Reply({"more": True}, [bytes(1 << 20)])
-        yield Reply()
-
-    with ThreadedServer({"pieces": piece, "echo": HANDLERS["echo"]}) as server:
-        with logged_in(server) as client:
-            ask(client, 1, "pieces")
-            until(lambda: server.cells.get("diesel_requests_under_way") == 1, "the request")
-            until(lambda: server.cells.get("diesel_requests_under_way") == 0, "its end")
-            assert len(made) < 30
-            assert_serving(server)
-        assert server.cells.get("diesel_refusals_total", "frame") == 1
-        assert server.cells.get("diesel_requests_total", "other", "gone") == 1
-
-
-def test_F7_an_announced_length_takes_no_memory_before_there_is_room() -> None:
-    """Payloads wait for the budget before a byte of them is received."""
-    most = 64 << 20
-    budget = FairByteBudget(most, most // 2)
-    with ThreadedServer(budget=budget, count=ConnectionLimits(1000)) as server:
-        clients = [logged_in(server) for _ in range(20)]
-        for client in clients:
-            head = wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, 30 << 20)
-            client.sendall(head + bytes(100))
-        time.sleep(0.5)
-        assert 0 < budget.held <= most
-        assert_serving(server)
-        for client in clients:
-            client.close()
-        until(lambda: not budget.held, "memory")
-        assert_serving(server)
 
 
 def test_G2_all_requests_succeed_in_the_end_after_an_overload(
