@@ -1,7 +1,7 @@
 """Tests of how a program names entries (by paths or indices) and versions (by number)."""
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -43,125 +43,102 @@ KEY_FORMS: dict[str, Callable[[Dataset, str], EntryKey]] = {
 }
 
 
+@pytest.fixture
+def dataset(url: str) -> Iterator[Dataset]:
+    with connect("ds", url) as opened:
+        yield opened
+
+
 @pytest.mark.parametrize("way", KEY_FORMS)
-def test_one_entry_is_named_in_any_way(url: str, way: str) -> None:
-    with connect("ds", url) as dataset:
-        file, folder = KEY_FORMS[way](dataset, "d1/f01"), KEY_FORMS[way](dataset, "d1")
-        assert dataset.get(file) == CONTENTS["d1/f01"]
-        assert dataset.stat(file) == dataset.snapshot.stat(index_of(dataset, "d1/f01"))
-        assert dataset.stat(folder).kind == Kind.FOLDER
-        assert dataset.ls(folder) == [path[3:] for path in CONTENTS if path.startswith("d1/")]
-        assert dataset.ls(file) == ["f01"]
-        order = dataset.shuffle(seed=1, epoch=0, below=folder)
-        assert sorted(dataset.snapshot.paths(order)) == [
-            path.encode() for path in CONTENTS if path.startswith("d1/")
-        ]
-        with pytest.raises(ConflictError):
-            dataset.delete(folder)
-        dataset.delete(file)
-        with pytest.raises(NoSuchPath):
-            dataset.get("d1/f01")
-        assert len(dataset) == len(CONTENTS) - 1
+def test_one_entry_is_named_in_any_way(dataset: Dataset, way: str) -> None:
+    file, folder = KEY_FORMS[way](dataset, "d1/f01"), KEY_FORMS[way](dataset, "d1")
+    inside = [path for path in CONTENTS if path.startswith("d1/")]
+    assert dataset.get(file) == CONTENTS["d1/f01"]
+    assert dataset.stat(file) == dataset.snapshot.stat(index_of(dataset, "d1/f01"))
+    assert dataset.stat(folder).kind == Kind.FOLDER
+    assert dataset.ls(folder) == [path[3:] for path in inside]
+    assert dataset.ls(file) == ["f01"]
+    order = dataset.shuffle(seed=1, epoch=0, below=folder)
+    assert sorted(dataset.snapshot.paths(order)) == [path.encode() for path in inside]
+    with pytest.raises(ConflictError):
+        dataset.delete(folder)
+    dataset.delete(file)
+    with pytest.raises(NoSuchPath):
+        dataset.get("d1/f01")
+    assert len(dataset) == len(CONTENTS) - 1
 
 
-def test_an_index_to_delete_is_of_the_version_that_was_shown(url: str) -> None:
+def test_an_index_to_delete_is_of_the_version_that_was_shown(dataset: Dataset) -> None:
     """`delete` flushes first, which makes another version with other indices."""
-    with connect("ds", url) as dataset:
-        dataset.put(b"first of all", "a")
-        dataset.delete(index_of(dataset, "d0/f03"))
-        assert "f03" not in dataset.ls("d0")
-        assert len(dataset) == len(CONTENTS)
+    dataset.put(b"first of all", "a")
+    dataset.delete(index_of(dataset, "d0/f03"))
+    assert "f03" not in dataset.ls("d0")
+    assert len(dataset) == len(CONTENTS)
 
 
-@each_row(
-    "name",
-    [
-        *("list", "tuple", "iterator", "array of text", "array of bytes", "path objects"),
-        *("indices", "indices as an iterator", "int64", "uint16", "tensor", "tensors"),
-    ],
-)
-def test_many_entries_are_named_in_any_way(url: str, name: str) -> None:
+def test_many_entries_are_named_in_any_way(dataset: Dataset) -> None:
     paths = ["d2/f29", "d0/f00", "d0/f00", "d1/f13"]
-    with connect("ds", url) as dataset:
-        indices = [index_of(dataset, path) for path in paths]
-        many: object = {
-            "list": paths,
-            "tuple": tuple(path.encode() for path in paths),
-            "iterator": iter(paths),
-            "array of text": np.array(paths),
-            "array of bytes": np.array(paths, "S"),
-            "path objects": [Path(path) for path in paths],
-            "indices": indices,
-            "indices as an iterator": iter(indices),
-            "int64": np.array(indices),
-            "uint16": np.array(indices, np.uint16),
-            "tensor": torch.tensor(indices),
-            "tensors": list(torch.tensor(indices)),
-        }[name]
-        again = copy.deepcopy(many)
-        views = dataset.read_many(many)  # type: ignore[arg-type]  # any of them
-        assert [bytes(view) for view in views] == [CONTENTS[path] for path in paths]
-        sizes = dataset.stat_many(again).size.tolist()  # type: ignore[arg-type]  # as above
-        assert sizes == [len(CONTENTS[path]) for path in paths]
-
-
-def test_no_entries_give_no_contents(url: str) -> None:
-    with connect("ds", url) as dataset:
-        empty_lists: list[EntryKeys] = [[], (), np.array([], np.int64), set[int]()]
-        for empty in empty_lists:
-            assert list(dataset.read_many(empty)) == []
-            assert len(dataset.stat_many(empty)) == 0
+    indices = [index_of(dataset, path) for path in paths]
+    ways: dict[str, Callable[[], object]] = {
+        "list": lambda: paths,
+        "tuple": lambda: tuple(path.encode() for path in paths),
+        "iterator": lambda: iter(paths),
+        "array of text": lambda: np.array(paths),
+        "array of bytes": lambda: np.array(paths, "S"),
+        "path objects": lambda: [Path(path) for path in paths],
+        "indices": lambda: indices,
+        "indices as an iterator": lambda: iter(indices),
+        "int64": lambda: np.array(indices),
+        "uint16": lambda: np.array(indices, np.uint16),
+        "tensor": lambda: torch.tensor(indices),
+        "tensors": lambda: list(torch.tensor(indices)),
+    }
+    for name, many in ways.items():
+        views = dataset.read_many(many())  # type: ignore[arg-type]  # any of them
+        assert [bytes(view) for view in views] == [CONTENTS[path] for path in paths], name
+        sizes = dataset.stat_many(many()).size.tolist()  # type: ignore[arg-type]  # as above
+        assert sizes == [len(CONTENTS[path]) for path in paths], name
+    empty_lists: list[EntryKeys] = [[], (), np.array([], np.int64), set[int]()]
+    for empty in empty_lists:
+        assert list(dataset.read_many(empty)) == []
+        assert len(dataset.stat_many(empty)) == 0
 
 
 @each_row("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
-def test_every_call_raises_the_same_error_for_a_missing_entry(url: str, missing: EntryKey) -> None:
+def test_every_call_raises_the_same_error_for_a_missing_entry(
+    dataset: Dataset, missing: EntryKey
+) -> None:
     """The error is a FileNotFoundError, too, which programs expect of files."""
-    with connect("ds", url) as dataset:
-        for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
-            with pytest.raises(NoSuchPath):
-                call(missing)
+    for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
         with pytest.raises(NoSuchPath):
-            dataset.shuffle(seed=1, epoch=0, below=missing)
-        if missing == 2**70:
-            return  # too large for an array of integers
-        for many in (dataset.read_many, dataset.stat_many):
-            with pytest.raises(FileNotFoundError, match=r"nowhere|d1/x|index"):
-                many([missing])  # type: ignore[arg-type]  # a path or an index
+            call(missing)
+    with pytest.raises(NoSuchPath):
+        dataset.shuffle(seed=1, epoch=0, below=missing)
+    if missing == 2**70:
+        return  # too large for an array of integers
+    for many in (dataset.read_many, dataset.stat_many):
+        with pytest.raises(FileNotFoundError, match=r"nowhere|d1/x|index"):
+            many([missing])  # type: ignore[arg-type]  # a path or an index
 
 
 @each_row("bad", ["/d1/f01", "d1//f01", "d1/", "./d1", "\ud8ff", 1.5, None, [1]])
-def test_every_call_refuses_a_bad_path_or_index(url: str, bad: EntryKey) -> None:
-    with connect("ds", url) as dataset:
-        for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
-            with pytest.raises(UsageError):
-                call(bad)
-        for many in (dataset.read_many, dataset.stat_many):
-            with pytest.raises(UsageError):
-                many([bad])  # type: ignore[arg-type]  # it is bad
+def test_every_call_refuses_a_bad_path_or_index(dataset: Dataset, bad: EntryKey) -> None:
+    for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
+        with pytest.raises(UsageError):
+            call(bad)
+    for many in (dataset.read_many, dataset.stat_many):
+        with pytest.raises(UsageError):
+            many([bad])  # type: ignore[arg-type]  # it is bad
 
 
 @each_row(
     "mixed", [["d1/f01", 3], [3, "d1/f01"], "d1/f01", b"d1/f01", np.zeros((2, 2), int), [True]]
 )
-def test_paths_and_indices_cannot_be_mixed(url: str, mixed: list[int]) -> None:
+def test_paths_and_indices_cannot_be_mixed(dataset: Dataset, mixed: list[int]) -> None:
     """Nor is a single path taken for a list: bytes could be read as many indices."""
-    with connect("ds", url) as dataset:
-        for many in (dataset.read_many, dataset.stat_many):
-            with pytest.raises(UsageError):
-                many(mixed)
-
-
-def test_missing_paths_are_looked_up_in_a_newer_version(url: str) -> None:
-    with connect("ds", url) as reader, connect("ds", url) as writer:
-        writer.put(b"new", "new")
-        writer.flush()
-        assert [bytes(view) for view in reader.read_many(["d0/f00", "new"])] == [
-            CONTENTS["d0/f00"],
-            b"new",
-        ]
-        writer.put(b"newer!", "newer")
-        writer.flush()
-        assert reader.stat_many(["newer"]).size.tolist() == [6]
+    for many in (dataset.read_many, dataset.stat_many):
+        with pytest.raises(UsageError):
+            many(mixed)
 
 
 # versions -----------------------------------------------------------------------------------------

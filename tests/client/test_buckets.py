@@ -11,11 +11,13 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.client.dataset import Dataset, connect
+from diesel_fs.client.dataset import connect
 from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectStoreError
 from diesel_fs.storage import open_stores as stores
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
@@ -34,9 +36,9 @@ DEADLINE_S = 120.0
 
 
 @pytest.fixture
-def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> str:
+def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A new repository in a bucket, with its metadata in a Redis, and a dataset of a few chunks
-    that was put from Python."""
+    that was put from Python. At the end of the test, the helper of the bucket must end, too."""
     for scheme in CLOUD_SCHEMES:  # a `dlcmd` that ran in this process opens buckets without helper
         monkeypatch.delitem(stores._OPENERS, scheme, raising=False)
     for name, text in s3.environ.items():
@@ -50,22 +52,18 @@ def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) 
             if number % 10 == 0:
                 dataset.flush()
     wait_for_helper_end(found)
-    return found
+    yield found
+    wait_for_helper_end(found)
 
 
 def helpers(url: str) -> list[int]:
     """The helper processes that speak to a bucket for others."""
+    words = {b"diesel_fs.storage.objects.cloud.proxy_process", url.split("?")[0].encode()}
     found = []
     for each in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = each.read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if (
-            b"diesel_fs.storage.objects.cloud.proxy_process" in words
-            and url.split("?")[0].encode() in words
-        ):
-            found.append(int(each.parent.name))
+        with suppress(OSError):
+            if words <= {*each.read_bytes().split(b"\0")}:
+                found.append(int(each.parent.name))
     return found
 
 
@@ -90,7 +88,6 @@ def test_a_dataset_in_a_bucket_is_read_written_and_purged(url: str) -> None:
             assert "large" not in older.ls()
         dataset.purge(grace_s=0, max_unused=0.0)
         assert len(dataset.get("large")) == 9 << 20
-    wait_for_helper_end(url)
 
 
 @pytest.mark.deep
@@ -109,7 +106,6 @@ def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> No
     assert [dict(epoch) for epoch in epochs] == [expected, expected]
     assert [len(epoch) for epoch in epochs] == [40, 40]
     assert [path for path, _ in epochs[0]] != [path for path, _ in epochs[1]]
-    wait_for_helper_end(url)
 
 
 def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
@@ -117,7 +113,7 @@ def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
     with connect("pets", url, memory_bytes=1) as dataset:
         ends = threading.Event()
 
-        def read(dataset: Dataset = dataset) -> None:
+        def read() -> None:
             for path, content in CONTENTS.items():
                 assert dataset.get(path) == content
 
@@ -134,7 +130,6 @@ def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
         for reader in readers:
             reader.join()
         read()
-    wait_for_helper_end(url)
 
 
 def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
@@ -162,7 +157,6 @@ def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
         assert answer.read() == b"1"
     os.close(waits)
     os.close(go_on)
-    wait_for_helper_end(url)
 
 
 def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,12 +171,11 @@ def test_a_killed_helper_is_replaced(url: str, caplog: pytest.LogCaptureFixture)
         assert "starts another" in caplog.text
         os.kill(after, signal.SIGKILL)
 
-        def read(dataset: Dataset = dataset) -> None:
+        def read() -> None:
             assert dataset.get("d2/f32") == CONTENTS["d2/f32"]
 
         assert in_child(read) == 0
         read()
-    wait_for_helper_end(url)
 
 
 def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
@@ -192,7 +185,6 @@ def test_a_put_whose_helper_is_killed_fails_and_says_so(url: str) -> None:
         os.kill(helpers(url)[0], signal.SIGKILL)
     with connect("pets", url) as dataset:
         assert len(dataset.ls()) == 3
-    wait_for_helper_end(url)
 
 
 def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
@@ -221,7 +213,6 @@ def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
         assert len(store.get(name)) == size
     assert helpers(url) == [helper]
     store.close_idle()
-    wait_for_helper_end(url)
 
 
 def test_errors_of_opening_pass_through_the_helper(url: str) -> None:
@@ -232,4 +223,3 @@ def test_errors_of_opening_pass_through_the_helper(url: str) -> None:
         connect("pets", f"s3://no-such-bucket-of-ours/x?{meta}")
     with pytest.raises(NoSuchDataset):
         connect("dogs", url)
-    wait_for_helper_end(url)

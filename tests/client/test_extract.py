@@ -18,81 +18,103 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from tests.trees import facts, write
 
-MEMORY_BYTES = 1 << 20
+
+class Pets:
+    """A dataset of a repository, which is put from folders and written into others."""
+
+    def __init__(self, repository: LocalRepository) -> None:
+        self.repository = repository
+
+    @property
+    def view(self) -> Snapshot:
+        return self.repository.view("pets")
+
+    def put(self, source: Path, below: bytes = b"") -> Snapshot:
+        """Put a folder, in chunks of 64 KiB."""
+        options = PutOptions(chunk_bytes=65536, compress="none")
+        put(self.repository, "pets", FolderSource(source), below, options=options)
+        return self.view
+
+    def get(self, dest: Path, *, force: bool = False, view: Snapshot | None = None) -> GetReport:
+        with self.reader(view) as reader:
+            return get(view or self.view, reader, b"", dest, force=force)
+
+    def reader(self, view: Snapshot | None = None) -> closing[EntryReader]:
+        return closing(EntryReader(view or self.view, self.repository.objects, 1 << 20))
 
 
-def get_to(
-    repository: LocalRepository,
-    view: Snapshot,
-    dest: Path,
-    path: bytes = b"",
-    *,
-    force: bool = False,
-) -> GetReport:
-    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
-    try:
-        return get(view, reader, path, dest, force=force)
-    finally:
-        reader.close()
+@pytest.fixture
+def pets(repository: LocalRepository) -> Pets:
+    return Pets(repository)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """A folder with two files."""
+    return write(tmp_path / "src", {"a": b"1", "b": b"2"})
+
+
+def failures(report: GetReport) -> list[bytes]:
+    return [path for path, _ in report.failed]
 
 
 @pytest.mark.parametrize(
     ("name", "evil"),
-    [(b"@@", b".."), (b"a@b", b"a/b"), (b"@", b"."), (b"a@@@@@@@@@@b", b"/etc/passwd\0"),
-     (b"@@@x", b"../x"), (b"@x", b"/x")],
-)  # fmt: skip
+    [
+        (b"@@", b".."),
+        (b"a@b", b"a/b"),
+        (b"@", b"."),
+        (b"a@@@@@@@@@@b", b"/etc/passwd\0"),
+        (b"@@@x", b"../x"),
+        (b"@x", b"/x"),
+    ],
+)
 def test_M1_names_are_checked_again_by_the_writer(
-    repository: LocalRepository, tmp_path: Path, name: bytes, evil: bytes
+    pets: Pets, tmp_path: Path, name: bytes, evil: bytes
 ) -> None:
     """Even a snapshot that was not verified cannot make `get` write outside the destination."""
     source = write(tmp_path / "src", {f"sub/{name.decode()}": b"evil", "sub/good": b"good"})
     (source / f"sub/{name.decode()}x").mkdir()
-    put(repository, "pets", FolderSource(source))
-    view = repository.view("pets")
+    view = pets.put(source)
     names = bytearray(view.columns.names)
     at = names.index(name + name + b"xgood")  # the names of the folder's entries, concatenated
     names[at : at + len(name)] = evil
     forged = view.columns._replace(names=np.frombuffer(names, np.uint8))
     bad = Snapshot(b"".join(layout.write(view.header, forged)), verify=False)
-    before = facts(tmp_path / "src")
-    report = get_to(repository, bad, tmp_path / "out/in")
+    before = facts(source)
+    report = pets.get(tmp_path / "out/in", view=bad)
     assert len(report.failed) == 1
     assert report.failed[0][1].startswith("not written: its name has")
     assert (tmp_path / "out/in/sub/good").read_bytes() == b"good"
     assert sorted(os.listdir(tmp_path / "out")) == ["in"]
-    assert facts(tmp_path / "src") == before
+    assert facts(source) == before
 
 
 def test_E2_a_content_of_another_length_is_a_failure_and_is_not_counted(
-    repository: LocalRepository, tmp_path: Path
+    pets: Pets, tmp_path: Path
 ) -> None:
     """A forged snapshot gives a file more bytes than its chunk has; `get` invents none."""
-    source = write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000})
-    put(repository, "pets", FolderSource(source), options=PutOptions(compress="none"))
-    view = repository.view("pets")
+    view = pets.put(write(tmp_path / "src", {"good": b"good", "liar": b"x" * 3000}))
     sizes = view.columns.size.copy()
     sizes[view.lookup(b"liar")] = 1_100_000_000
     forged = view.columns._replace(size=sizes)
     header = layout.header_of(forged, view.identity, view.dataset, view.version, view.digest)
     bad = Snapshot(b"".join(layout.write(header, forged)), verify=False)
-    report = get_to(repository, bad, tmp_path / "out")
-    assert [path for path, _ in report.failed] == [b"liar"]
+    report = pets.get(tmp_path / "out", view=bad)
     assert "3000 bytes" in report.failed[0][1]
-    assert (report.files, report.content_bytes) == (1, 4)
     assert os.listdir(tmp_path / "out") == ["good"]
-    with closing(EntryReader(bad, repository.objects, MEMORY_BYTES)) as reader:
-        report = get_tar(bad, reader, b"", io.BytesIO())
-        assert [path for path, _ in report.failed] == [b"liar"]
-        assert (report.files, report.content_bytes) == (1, 4)
+    with pets.reader(bad) as reader:
+        for each in (report, get_tar(bad, reader, b"", io.BytesIO())):
+            assert failures(each) == [b"liar"]
+            assert (each.files, each.content_bytes) == (1, 4)
 
 
 def test_M4_a_device_is_replaced_and_never_opened(
-    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pets: Pets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = write(tmp_path / "src", {"zero": b""})
+    source, out = write(tmp_path / "src", {"zero": b""}), tmp_path / "out"
     os.utime(source / "zero", ns=(0, 0))
-    put(repository, "pets", FolderSource(source))
-    out = tmp_path / "out"
+    pets.put(source)
     out.mkdir()
     try:
         os.mknod(out / "zero", 0o020644, os.makedev(1, 5))
@@ -106,63 +128,49 @@ def test_M4_a_device_is_replaced_and_never_opened(
         return whole(path, *arguments, **more)
 
     monkeypatch.setattr(os, "open", watched)
-    assert [path for path, _ in get_to(repository, repository.view("pets"), out).failed] == [
-        b"zero"
-    ]
-    assert get_to(repository, repository.view("pets"), out, force=True).failed == []
+    assert failures(pets.get(out)) == [b"zero"]
+    assert pets.get(out, force=True).failed == []
     assert (out / "zero").is_file()
     assert len(opened) > 2
     assert b"zero" not in opened
 
 
-def test_equal_means_equal_content(repository: LocalRepository, tmp_path: Path) -> None:
-    source = write(tmp_path / "src", {"a": b"right", "b": b"x" * 200_000})
-    put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
-    out, view = tmp_path / "out", repository.view("pets")
-    assert get_to(repository, view, out).files == 2
-    assert get_to(repository, view, out).unchanged == 2
+def test_equal_means_equal_content(pets: Pets, tmp_path: Path) -> None:
+    pets.put(write(tmp_path / "src", {"a": b"right", "b": b"x" * 200_000}))
+    out = tmp_path / "out"
+    assert pets.get(out).files == 2
+    assert pets.get(out).unchanged == 2
     times = (0, (out / "b").stat().st_mtime_ns)
     (out / "b").write_bytes(b"x" * 199_999 + b"y")
     os.utime(out / "b", ns=times)
-    report = get_to(repository, view, out)
-    assert (report.unchanged, [path for path, _ in report.failed]) == (1, [b"b"])
+    report = pets.get(out)
+    assert (report.unchanged, failures(report)) == (1, [b"b"])
 
 
-def test_files_of_many_extents_come_back_piece_by_piece(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
-    source = write(tmp_path / "src", {"big": os.urandom(300_000), "small": b"s", "z": b""})
-    put(repository, "pets", FolderSource(source), options=PutOptions(chunk_bytes=65536))
-    view = repository.view("pets")
+def test_files_of_many_extents_come_back_piece_by_piece(pets: Pets, tmp_path: Path) -> None:
+    content = os.urandom(300_000)
+    source = write(tmp_path / "src", {"big": content, "small": b"s", "z": b""})
+    view = pets.put(source)
     assert len(view.extents(view.lookup(b"big"))) == 5
-    get_to(repository, view, tmp_path / "out")
+    pets.get(tmp_path / "out")
     assert facts(tmp_path / "out") == facts(source)
-    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
-    with EntryFile(reader, view.lookup(b"big")) as file:
-        assert file.read(100) == (source / "big").read_bytes()[:100]
-        assert file.readall() == (source / "big").read_bytes()[100:]
-    reader.close()
+    with pets.reader() as reader, EntryFile(reader, view.lookup(b"big")) as file:
+        assert file.read(100) == content[:100]
+        assert file.readall() == content[100:]
 
 
-def test_files_are_read_in_the_order_of_their_chunks(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_files_are_read_in_the_order_of_their_chunks(pets: Pets, tmp_path: Path) -> None:
     for name in ("z", "m", "a"):  # put in this order, which is not that of the names
-        put(
-            repository,
-            "pets",
-            FolderSource(write(tmp_path / name, {name: b"x" * 10, name + "2": b"y"})),
-        )
-    view = repository.view("pets")
+        view = pets.put(write(tmp_path / name, {name: b"x" * 10, name + "2": b"y"}))
     order = in_chunk_order(view, view.files())
     assert [view.path(i)[:1] for i in order.tolist()] == [b"z", b"z", b"m", b"m", b"a", b"a"]
     assert len(in_chunk_order(view, np.zeros(0, np.int64))) == 0
 
 
 def test_a_full_disk_ends_get_and_leaves_no_partial_file(
-    repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pets: Pets, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
+    pets.put(source)
     whole = os.write
 
     def full(file: int, data: memoryview) -> int:
@@ -173,66 +181,57 @@ def test_a_full_disk_ends_get_and_leaves_no_partial_file(
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         with pytest.raises(NoSpaceError, match="cannot write 'b'"):
-            get_to(repository, repository.view("pets"), tmp_path / "out")
+            pets.get(tmp_path / "out")
     assert os.listdir(tmp_path / "out") == ["a"]
 
 
 def test_a_lost_store_ends_get_and_lost_chunks_fail_their_files(
-    repository: LocalRepository, tmp_path: Path
+    pets: Pets, source: Path, tmp_path: Path
 ) -> None:
-    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1", "b": b"2"})))
-    view = repository.view("pets")
-    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    view, store = pets.put(source), tmp_path / "store"
+    store.rename(tmp_path / "elsewhere")
     with pytest.raises(ObjectStoreError, match="the store has gone"):
-        get_to(repository, view, tmp_path / "out")
-    (tmp_path / "elsewhere").rename(tmp_path / "store")
-    for chunk in (tmp_path / "store").glob("datasets/*/chunks/*/*"):
+        pets.get(tmp_path / "out", view=view)
+    (tmp_path / "elsewhere").rename(store)
+    for chunk in store.glob("datasets/*/chunks/*/*"):
         chunk.unlink()
-    report = get_to(repository, view, tmp_path / "out")
-    assert [path for path, _ in report.failed] == [b"a", b"b"]
+    assert failures(pets.get(tmp_path / "out")) == [b"a", b"b"]
 
 
-def test_implicit_folders_keep_no_time(repository: LocalRepository, tmp_path: Path) -> None:
+def test_implicit_folders_keep_no_time(pets: Pets, source: Path, tmp_path: Path) -> None:
     """A folder that was never put itself has no mtime; it must not get that of 1970."""
-    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1"})), b"one/two")
-    get_to(repository, repository.view("pets"), tmp_path / "out")
+    pets.put(source, b"one/two")
+    pets.get(tmp_path / "out")
     assert (tmp_path / "out/one").stat().st_mtime > 1_000_000_000
     assert (tmp_path / "out/one").stat().st_mode & 0o777 == 0o755
 
 
-def test_folders_that_are_there_stay_as_they_are(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_folders_that_are_there_stay_as_they_are(pets: Pets, tmp_path: Path) -> None:
     """For example `.ssh` of a home keeps its mode, though the dataset has an open folder `.ssh`."""
     source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
     (source / ".ssh").chmod(0o777)
-    put(repository, "pets", FolderSource(source))
-    session = repository.begin("pets")
+    pets.put(source)
+    session = pets.repository.begin("pets")
     session.delete([b"implicit"])
     session.finish()
-    view = repository.view("pets")
     home = write(tmp_path / "home", {"mine": b""})
     for name in (".ssh", "implicit"):
         (home / name).mkdir()
         (home / name).chmod(0o700)
         (home / name / "own").touch()  # so that nothing but a get would change the time
         os.utime(home / name, ns=(0, 7))
-    assert get_to(repository, view, home).failed == []
+    assert pets.get(home).failed == []
     assert (home / ".ssh/x").read_bytes() == b"1"
     assert [(home / name).stat().st_mode & 0o777 for name in (".ssh", "implicit")] == [0o700] * 2
     assert (home / ".ssh").stat().st_mtime_ns != (source / ".ssh").stat().st_mtime_ns
     assert (home / "new").stat().st_mtime_ns == (source / "new").stat().st_mtime_ns
-    get_to(repository, view, home, force=True)
+    pets.get(home, force=True)
     assert (home / ".ssh").stat().st_mode & 0o777 == 0o777
     assert (home / ".ssh").stat().st_mtime_ns == (source / ".ssh").stat().st_mtime_ns
 
 
-def test_a_tar_that_cannot_be_written_is_an_error(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
-    put(repository, "pets", FolderSource(write(tmp_path / "src", {"a": b"1" * (2 << 20)})))
-    view = repository.view("pets")
-    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
-    with open("/dev/full", "wb", buffering=0) as out, pytest.raises(OSError, match="No space"):
+def test_a_tar_that_cannot_be_written_is_an_error(pets: Pets, tmp_path: Path) -> None:
+    view = pets.put(write(tmp_path / "src", {"a": b"1" * (2 << 20)}))
+    no_space = pytest.raises(OSError, match="No space")
+    with open("/dev/full", "wb", buffering=0) as out, pets.reader() as reader, no_space:
         get_tar(view, reader, b"", out)
-    reader.close()

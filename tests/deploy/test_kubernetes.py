@@ -92,17 +92,18 @@ def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_
     """In an administrator's copy of an overlay, beside the others, as the page says."""
     copy = tmp_path / "kubernetes"
     shutil.copytree(KUBERNETES, copy)
-    named = [path for path in copy.rglob("*.yaml") if "newName" in path.read_text()]
-    for path in named:
-        text_now = path.read_text()
-        assert text_now.count("registry.example/diesel-fs") == 1
-        renamed = text_now.replace("registry.example/diesel-fs", "registry.test:5000/team/fs")
-        path.write_text(renamed.replace('newTag: "1"', 'newTag: "7.1"'))
+    for path in copy.rglob("*.yaml"):
+        if "newName" in (words := path.read_text()):
+            assert words.count("registry.example/diesel-fs") == 1
+            words = words.replace("registry.example/diesel-fs", "registry.test:5000/team/fs")
+            path.write_text(words.replace('newTag: "1"', 'newTag: "7.1"'))
     found = [each for _, template in pod_templates(render(copy / "overlays" / overlay.name))
              for each in containers(template)]  # fmt: skip
     images = {text(each, "name"): text(each, "image") for each in found}
     assert {name for name, image in images.items() if "registry.test" in image} == OURS
     assert {images[name] for name in OURS} == {"registry.test:5000/team/fs:7.1"}
+    for name in images.keys() - OURS:
+        assert re.search(r":v?\d+\.\d+\.\d+", images[name]), "images of others have a release"
     for each in found:  # nor by a variable: these programs look at their own pods
         assert not [name for name in items(each, "env") if text(name, "name").endswith("_IMAGE")]
     pods = {"plugin": "DIESEL_CSI_POD", "operator": "DIESEL_OPERATOR_POD"}
@@ -111,13 +112,6 @@ def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_
         (one,) = [each for each in found if each["name"] == name]
         (pod,) = [each for each in items(one, "env") if text(each, "name") == variable]
         assert text(pod, "valueFrom", "fieldRef", "fieldPath") == "metadata.name"
-
-
-def test_images_of_others_have_a_release() -> None:
-    for _, template in pod_templates(render(KUBERNETES / "overlays/with-redis")):
-        for each in containers(template):
-            if each["name"] not in OURS:
-                assert re.search(r":v?\d+\.\d+\.\d+", text(each, "image")), each["image"]
 
 
 @EACH_OVERLAY
@@ -171,24 +165,23 @@ def test_administrators_get_the_servers_store_and_redis(overlay: Path) -> None:
     assert at(admin, "spec", "replicas") == 0
 
 
-@pytest.mark.parametrize(
+@EACH_OVERLAY
+@each_row(
     ("name", "program", "prefix"),
     [("plugin", csi.program, csi.PREFIX), ("operator", operator.program, operator.PREFIX)],
 )
 def test_the_driver_and_the_operator_take_their_settings(
-    name: str, program: click.Command, prefix: str, monkeypatch: pytest.MonkeyPatch
+    overlay: Path, name: str, program: click.Command, prefix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for overlay in OVERLAYS:
-        objects = render(overlay)
-        one = container(objects, name)
-        made = environment(objects, one, SECRETS)
-        known = {f"{prefix}_{each.name.upper()}" for each in program.params if each.name}
-        assert made.keys() <= known
-        for variable, value in made.items():
-            monkeypatch.setenv(variable, value)
-        given = [str(each) for each in items(one, "args")]
-        with program.make_context(name, given) as context:
-            assert context.params["pod"] == "metadata.name"
+    objects = render(overlay)
+    one = container(objects, name)
+    made = environment(objects, one, SECRETS)
+    assert made.keys() <= {f"{prefix}_{each.name.upper()}" for each in program.params if each.name}
+    for variable, value in made.items():
+        monkeypatch.setenv(variable, value)
+    given = [str(each) for each in items(one, "args")]
+    with program.make_context(name, given) as context:
+        assert context.params["pod"] == "metadata.name"
 
 
 @EACH_OVERLAY
@@ -208,10 +201,8 @@ def test_no_secret_is_in_an_object(overlay: Path) -> None:
 
 
 def test_secrets_of_the_examples_are_placeholders() -> None:
-    found = [
-        each for path in (KUBERNETES / "examples").rglob("*.yaml") for each in read(path)
-        if each["kind"] == "Secret"
-    ]  # fmt: skip
+    files = (KUBERNETES / "examples").rglob("*.yaml")
+    found = [each for path in files for each in read(path) if each["kind"] == "Secret"]
     assert found
     for each in found:
         assert not fields(each, "data")
@@ -226,10 +217,8 @@ def references(template: Json) -> set[tuple[str, str]]:
         found.add(("Secret", text(volume, "secret", "secretName")))
         found.add(("ConfigMap", text(volume, "configMap", "name")))
     for one in containers(template):
-        for source in [
-            *items(one, "envFrom"),
-            *(at(each, "valueFrom") for each in items(one, "env")),
-        ]:
+        values = [at(each, "valueFrom") for each in items(one, "env")]
+        for source in [*items(one, "envFrom"), *values]:
             found.add(("Secret", text(source, "secretRef", "name")))
             found.add(("Secret", text(source, "secretKeyRef", "name")))
             found.add(("ConfigMap", text(source, "configMapRef", "name")))
@@ -274,12 +263,9 @@ def test_selectors_find_the_pods_that_they_are_meant_for(overlay: Path) -> None:
             template = labels[namespace, *wanted.items()]
             checked_kinds.add(kind)
             if kind == "Service":
-                names = {
-                    text(port, "name")
-                    for one in containers(template)
-                    for port in items(one, "ports")
-                }
-                assert {text(port, "targetPort") for port in items(each, "spec", "ports")} <= names
+                ports = [port for one in containers(template) for port in items(one, "ports")]
+                targets = {text(port, "targetPort") for port in items(each, "spec", "ports")}
+                assert targets <= {text(port, "name") for port in ports}
     assert checked_kinds >= {"Service", "Deployment", "DaemonSet", "PodDisruptionBudget"}
     settings = environment(objects, container(objects, "server"), SECRETS)
     if "diesel-redis.diesel.svc:6379" in settings["DIESEL_SERVER_META"]:
@@ -298,19 +284,18 @@ def test_pods_are_as_restricted_as_their_namespace_says(overlay: Path) -> None:
             assert texts(each, "metadata", "labels")[label] == names[key(each)[2]]
     for namespace, template in pod_templates(objects):
         spec = fields(template, "spec")
-        privileged = {
-            text(one, "name") for one in containers(template)
-            if at(one, "securityContext", "privileged")
-        }  # fmt: skip
-        assert privileged <= {"plugin"}
+        restricted = []
+        for one in containers(template):
+            if at(one, "securityContext", "privileged"):
+                assert one["name"] == "plugin"
+            else:
+                restricted.append(one)
         if namespace == "diesel":
             assert at(spec, "automountServiceAccountToken") is False
             assert at(spec, "securityContext", "seccompProfile", "type") == "RuntimeDefault"
             assert at(spec, "securityContext", "runAsNonRoot") is True
             assert all("hostPath" not in fields(one) for one in items(spec, "volumes"))
-        for one in containers(template):
-            if text(one, "name") in ("plugin",):
-                continue
+        for one in restricted:
             context = fields(one, "securityContext")
             assert context["allowPrivilegeEscalation"] is False
             assert context["readOnlyRootFilesystem"] is True
@@ -356,11 +341,10 @@ def test_the_operator_has_exactly_the_rights_that_its_code_uses() -> None:
     source = Path(controller.__file__).read_text()
     used = {("nodes", "list")} if "_cluster.nodes()" in source else set()
     for method, verb in (("get", "get"), ("find", "list"), ("delete", "delete")):
-        kinds = re.findall(rf"_cluster\.{method}\(\s*({KINDS}|kind)\b", source)
-        for kind in kinds:  # `kind` is one of the two that a TrainingJob makes by name
-            used |= {
-                (one.lower(), verb) for one in ([kind] if kind != "kind" else ["Pods", "Services"])
-            }
+        for kind in re.findall(rf"_cluster\.{method}\(\s*({KINDS}|kind)\b", source):
+            # `kind` is one of the two that a TrainingJob makes by name
+            named = [kind] if kind != "kind" else ["Pods", "Services"]
+            used |= {(one.lower(), verb) for one in named}
     assert "kind = Pods if" in source
     used |= {(f"{kind.lower()}s", "create") for kind in cluster._KINDS}
     used |= {(f"{kind.__name__.lower()}/status", "update") for kind in cluster._STATUS}
@@ -382,25 +366,19 @@ def test_the_operator_has_exactly_the_rights_that_its_code_uses() -> None:
 
 
 def test_the_operator_reads_config_maps_of_the_drivers_namespace_alone() -> None:
-    (role,) = [
-        each
-        for path in (KUBERNETES / "base/operator").glob("*.yaml")
-        for each in read(path)
-        for rule in items(each, "rules")
-        if "configmaps" in items(rule, "resources")
-    ]
+    roles = [each for path in (KUBERNETES / "base/operator").glob("*.yaml") for each in read(path)]
+    (role,) = [each for each in roles for rule in items(each, "rules")
+               if "configmaps" in items(rule, "resources")]  # fmt: skip
     assert key(role) == ("Role", "diesel-system", "diesel-operator-reports")
     assert len(items(role, "rules")) == 1
     with operator.program.make_context("diesel-operator", []) as context:
         assert context.params["driver_namespace"] == "diesel-system"
 
 
-def test_the_server_has_no_rights() -> None:
-    assert rights("server") == rights("redis") == set()
-
-
 def test_a_namespace_of_its_own_keeps_the_servers_secrets_from_the_nodes() -> None:
-    """The CSI plugin, which runs on every node, may list Secrets of its namespace."""
+    """The CSI plugin, which runs on every node, may list Secrets of its namespace. The server has
+    no rights."""
+    assert rights("server") == rights("redis") == set()
     objects = render(KUBERNETES / "overlays/with-redis")
     roles = [key(each) for each in objects if each["kind"] == "Role"]
     assert {namespace for _, namespace, _ in roles} == {"diesel-system"}

@@ -9,10 +9,9 @@ import subprocess
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Self
 
 import pytest
 import yaml
@@ -61,48 +60,38 @@ def get(address: str) -> bytes:
         return bytes(answer.read())
 
 
-class Prometheus:
-    """A Prometheus with the configuration of the tree, for a server and a mount of this machine."""
+@contextmanager
+def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[str], list[object]]]:
+    """A Prometheus with the configuration of the tree, for a server and a mount of this machine:
+    returns the series of a query."""
+    found = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
+    for job in found["scrape_configs"]:
+        job["static_configs"] = [{"targets": [addresses.pop(job["job_name"])]}]
+    assert not addresses, "a job of each kind"
+    found["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    shutil.copy(ALERTS, folder)
+    (folder / "prometheus.yaml").write_text(yaml.safe_dump(found))
+    address = f"127.0.0.1:{free_port()}"
+    options = ("--config.file=prometheus.yaml", "--storage.tsdb.path=data")
+    command = ["prometheus", *options, f"--web.listen-address={address}"]
 
-    def __init__(self, folder: Path, addresses: dict[str, str]) -> None:
-        found = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
-        for job in found["scrape_configs"]:
-            job["static_configs"] = [{"targets": [addresses.pop(job["job_name"])]}]
-        assert not addresses, "a job of each kind"
-        found["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-        shutil.copy(ALERTS, folder)
-        (folder / "prometheus.yaml").write_text(yaml.safe_dump(found))
-        self.address = f"http://127.0.0.1:{free_port()}"
-        with (folder / "prometheus.log").open("wb") as log:
-            self.process = subprocess.Popen(
-                [
-                    "prometheus",
-                    "--config.file=prometheus.yaml",
-                    "--storage.tsdb.path=data",
-                    f"--web.listen-address={self.address[7:]}",
-                ],
-                cwd=folder,
-                stdout=log,
-                stderr=log,
-            )
-
-    def ask(self, query: str) -> list[object]:
-        """The series that a query returns now."""
+    def ask(query: str) -> list[object]:
         words = urllib.parse.urlencode({"query": query})
         try:
-            found = json.loads(get(f"{self.address}/api/v1/query?{words}"))
+            found = json.loads(get(f"http://{address}/api/v1/query?{words}"))
         except OSError:  # it has not begun
             return []
         result = found["data"]["result"]
         assert isinstance(result, list)
         return result
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.process.terminate()
-        self.process.wait(20)
+    with (folder / "prometheus.log").open("wb") as log:
+        process = subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
+    try:
+        yield ask
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 @contextmanager
@@ -138,16 +127,16 @@ def test_each_query_of_the_dashboards_and_alerts_has_series(dlcmd: Dlcmd, tmp_pa
                 "diesel-server": f"127.0.0.1:{server.metrics_port}",
                 "diesel-mount": urllib.parse.urlsplit(place).netloc,
             }
-            with Prometheus(tmp_path, addresses) as prometheus, reading(at):
+            with prometheus(tmp_path, addresses) as ask, reading(at):
                 wanted = [each for dashboard in DASHBOARDS for each in queries(dashboard)]
                 assert len(wanted) > 40
                 wanted += re.findall(r"\b(?:diesel_\w+|up)\b", ALERTS.read_text())
 
                 def unanswered() -> list[str]:
-                    return [each for each in wanted if not prometheus.ask(each)]
+                    return [each for each in wanted if not ask(each)]
 
                 wait_until(lambda: not unanswered(), otherwise=lambda: str(unanswered()))
-                assert prometheus.ask("ALERTS") == [], "nothing is wrong"
+                assert ask("ALERTS") == [], "nothing is wrong"
         finally:
             dlcmd("umount", "--force", at)
 
@@ -160,20 +149,15 @@ def test_the_dashboards_show_every_metric() -> None:
 
 
 def test_promtool_accepts_the_alerts_and_what_makes_them_fire(tmp_path: Path) -> None:
-    for name in (
-        ALERTS,
-        MONITORING / "prometheus.yaml",
-        Path(__file__).with_name("alerts_test.yaml"),
-    ):
-        shutil.copy(name, tmp_path)
+    rules, fires = ALERTS, Path(__file__).with_name("alerts_test.yaml")
+    for file in (rules, MONITORING / "prometheus.yaml", fires):
+        shutil.copy(file, tmp_path)
     for command in ("check config prometheus.yaml", "test rules alerts_test.yaml"):
         done = subprocess.run(
             ["promtool", *command.split()], cwd=tmp_path, capture_output=True, text=True,
             timeout=60, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-    rules = [
-        rule for group in yaml.safe_load(ALERTS.read_text())["groups"] for rule in group["rules"]
-    ]
-    fires = (tmp_path / "alerts_test.yaml").read_text()
-    assert {rule["alert"] for rule in rules} == set(re.findall(r'alertname="(\w+)"', fires))
+    groups = yaml.safe_load(rules.read_text())["groups"]
+    alerts = {rule["alert"] for group in groups for rule in group["rules"]}
+    assert alerts == set(re.findall(r'alertname="(\w+)"', fires.read_text()))

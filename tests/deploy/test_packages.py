@@ -92,6 +92,11 @@ def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_the_completions_lie_where_the_shells_look(share: Path) -> None:
+    for shell, place in COMPLETIONS.items():
+        assert (share / place).read_text(encoding="utf-8") == SCRIPTS[shell]
+
+
 def _commands(command: click.Command, name: str) -> dict[str, click.Command]:
     """A command and those below it, by the names of their pages."""
     found = {name: command}
@@ -143,11 +148,6 @@ def test_a_page_is_made_of_the_text_of_the_help() -> None:
     assert "Do \\fBthis \\-n\\fR." in text
     assert ".nf\nExample:\n\\&  .tool 'x' \\en\n.fi\n.PP\n\\&'Quoted.\n" in text
     assert ".TP\n\\fB\\-\\-long N\\fR\nWhat it does.\n" in text
-
-
-def test_the_completions_lie_where_the_shells_look(share: Path) -> None:
-    for shell, place in COMPLETIONS.items():
-        assert (share / place).read_text(encoding="utf-8") == SCRIPTS[shell]
 
 
 def test_the_debian_package_links_to_programs_that_there_are() -> None:

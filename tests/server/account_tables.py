@@ -4,7 +4,13 @@ import threading
 from collections.abc import Callable
 
 from diesel_fs.net import keys
-from diesel_fs.storage.accounts.account import Account, Accounts, Role
+from diesel_fs.storage.accounts.account import (
+    Account,
+    Accounts,
+    Role,
+    with_accounts,
+    without_account,
+)
 from diesel_fs.storage.accounts.store import NO_TOKEN, AccountState, AccountTable
 
 
@@ -19,6 +25,13 @@ class MemoryTable(AccountTable):
         self.gate: threading.Event | None = None
         self._state = 1 if accounts else 0
         self._lock = threading.Lock()
+
+    def put(self, account: Account) -> None:
+        """Add or replace an account."""
+        self.change(lambda accounts: with_accounts(accounts, [account]))
+
+    def remove(self, name: str) -> None:
+        self.change(lambda accounts: without_account(accounts, name))
 
     def lose(self) -> None:
         """As a Redis that comes back without data."""

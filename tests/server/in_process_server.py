@@ -30,7 +30,9 @@ KEY = bytes(range(32))
 class InProcessServer:
     """The handlers of a server over the repository `store`, and clients of them."""
 
-    def __init__(self, store: LocalRepository, loop: Loop) -> None:
+    def __init__(self, store: LocalRepository, loop: Loop, patch: pytest.MonkeyPatch) -> None:
+        self.patch = patch
+        """Puts faults in, until the server ends."""
         self.store = store
         self.reads = RangeReader(ReadThroughCache(store.objects, MemoryTier(0)))
         self.loop = loop
@@ -48,6 +50,11 @@ class InProcessServer:
         """A user who has this role for some datasets."""
         return self.client(Account("somebody", KEY, grants=dict.fromkeys(names, role)))
 
+    @property
+    def identity(self) -> UUID:
+        """Of the dataset `ds`."""
+        return self.store.dataset("ds").identity
+
     def chunks(self, name: str = "ds") -> list[ChunkId]:
         """The chunks of a dataset in the store."""
         return list(self.store.chunk_ids(self.store.dataset(name).identity))
@@ -57,8 +64,11 @@ class InProcessServer:
 def in_process_server(folder: Path) -> Iterator[InProcessServer]:
     """A server over a repository in a folder."""
     loop = Loop()
-    with LocalRepository.open(folder.as_uri(), create=True) as store:
-        service = InProcessServer(store, loop)
+    with (
+        LocalRepository.open(folder.as_uri(), create=True) as store,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        service = InProcessServer(store, loop, patch)
         try:
             yield service
         finally:
@@ -88,13 +98,17 @@ class ChunkMaker:
         self.builder.clear()
         return made, copied
 
+    def sealed(self, path: bytes, content: bytes) -> tuple[ChunkId, list[bytes]]:
+        """A chunk of one file, and its parts."""
+        self.add(path, content)
+        return self.seal()
+
     def put(self, chunk: ChunkId, parts: Sequence[bytes]) -> None:
         self.session.objects.put(chunk_object(self.session.identity, chunk), parts)
 
     def file(self, path: bytes, content: bytes) -> ChunkId:
         """Put a chunk of one file."""
-        self.add(path, content)
-        chunk, parts = self.seal()
+        chunk, parts = self.sealed(path, content)
         self.put(chunk, parts)
         return chunk
 
@@ -109,11 +123,9 @@ def server(tmp_path: Path) -> Iterator[InProcessServer]:
 def filled(server: InProcessServer) -> InProcessServer:
     """A server with three files in one chunk of dataset `ds`."""
     sealer = ChunkMaker(server.admin)
-    sealer.add(b"a", b"1")
-    sealer.add(b"d/b", b"22")
-    sealer.add(b"d/e/c", b"333")
-    chunk, parts = sealer.seal()
-    sealer.put(chunk, parts)
+    for path, content in ((b"a", b"1"), (b"d/b", b"22"), (b"d/e/c", b"333")):
+        sealer.add(path, content)
+    sealer.put(*sealer.seal())
     sealer.session.finish()
     return server
 

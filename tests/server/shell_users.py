@@ -62,12 +62,6 @@ class User:
         )
         return CommandResult(done.returncode, done.stdout, done.stderr.decode())
 
-    def at(self, url: str, name: str, folder: Path) -> "User":
-        """A user whom this one adds, at another address; the key lies in a folder."""
-        key_file = folder / f"{name}.key"
-        self("user", "add", name, "--key-out", key_file)
-        return User(url, name, key_file)
-
 
 def user_with(credentials: Credentials, url: str, folder: Path) -> User:
     """A user with a key, which lies in a folder from now on."""

@@ -6,8 +6,8 @@ What waits, waits in the clock's time: these tests take no longer for it.
 import gc
 import struct
 import weakref
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -15,26 +15,22 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from trio.testing import MockClock, memory_stream_pair
+from trio.testing import MockClock
 
 from diesel_fs import metrics
-from diesel_fs.errors import CorruptError
-from diesel_fs.format.entries import Bytes
 from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import Message
 from diesel_fs.storage.accounts.account import Account
-from diesel_fs.system.vectored_io import byte_views
 from diesel_server import limits
-from diesel_server.channel import Channel, ConnectionClosed
+from diesel_server.channel import Channel
 from diesel_server.connection import Connection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.requests import Dispatcher, Reply, Request
+from diesel_server.requests import Dispatcher, Handler, Reply, Request
 from tests.examples import examples
 from tests.rows import each_row
 
 from .fake_server import HANDLERS, STORE
-
-Stream = trio.StapledStream[trio.testing.MemorySendStream, trio.testing.MemoryReceiveStream]
+from .test_channel import socket_channel
 
 
 class Signed:
@@ -52,62 +48,55 @@ class Signed:
         return account
 
 
-class MemoryChannel(Channel):
-    """The server's end of a pair of streams in memory, in place of a socket."""
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__(None)  # type: ignore[arg-type]  # what uses it is replaced
-        self._memory = stream
-
-    async def _receive(self, room: memoryview) -> int:
-        try:
-            received = await self._memory.receive_some(room.nbytes)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise ConnectionClosed from None
-        if not received:
-            raise ConnectionClosed
-        room[: len(received)] = received
-        return len(received)
-
-    def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
-        views = byte_views(parts)
-        self.sent_bytes += sum(map(len, views))
-        return views
-
-    async def send_left(self, views: list[memoryview]) -> None:
-        try:
-            for view in views:
-                await self._memory.send_all(view)
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            raise ConnectionClosed from None
-
-    async def half_close(self) -> None:
-        with suppress(ConnectionClosed, trio.BrokenResourceError), trio.move_on_after(1):
-            await self._memory.send_eof()
-            await self.skip(1 << 30)
-
-    def close(self) -> None:
-        self._memory.send_stream.close()
-        self._memory.receive_stream.close()
-
-
 class Client:
     """The other end."""
 
-    def __init__(self, stream: Stream, service: ConnectionContext) -> None:
+    def __init__(
+        self, stream: trio.SocketStream, connection: Connection, service: ConnectionContext
+    ) -> None:
         self.stream = stream
+        self.connection = connection
         self.service = service
-        self.over_s = -1.0  # when the server had ended the connection
+        self.payload = b""
+        """What came with the last answer."""
         self.over = trio.Event()
+        self._begun_s = trio.current_time()
+
+    @property
+    def age_s(self) -> float:
+        return trio.current_time() - self._begun_s
+
+    def count(self, metric: str, *labels: str) -> float:
+        return self.service.cells.get(metric, *labels)
+
+    def stop(self) -> None:
+        """As a server that shuts down."""
+        self.service.is_draining = True
+        self.connection.stop()
+
+    async def serve(self) -> None:
+        await self.connection.run()
+        self.over_s = self.age_s
+        self.over.set()
 
     async def send(self, content: bytes) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
             await self.stream.send_all(content)
 
+    async def ask(self, number: int, do: str = "echo", payload: bytes = b"", **more: float) -> None:
+        await self.send(request(number, do, payload, **more))
+
+    async def some(self, size: int) -> bytes:
+        """What has come, but nothing at the end of the connection."""
+        try:
+            return bytes(await self.stream.receive_some(size))
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            return b""
+
     async def exactly(self, size: int) -> bytes:
         received = b""
         while len(received) < size:
-            some = await self.stream.receive_some(size - len(received))
+            some = await self.some(size - len(received))
             if not some:
                 raise EOFError
             received += some
@@ -116,22 +105,21 @@ class Client:
     async def answer(self) -> Message:
         lengths = wire.parse_lengths(await self.exactly(8), wire.ANSWER_LIMITS)
         message = wire.parse_head(await self.exactly(lengths.head), wire.ANSWER_LIMITS)
-        await self.exactly(lengths.payload)
+        self.payload = await self.exactly(lengths.payload)
         return message
 
-    async def log_in(self, user: str = "me") -> None:
+    async def log_in(self) -> None:
         await self.send(wire.greeting())
-        _, _, length = wire.parse_welcome(await self.exactly(16))
-        nonce = await self.exactly(length)
-        await self.send(login(nonce, user))
-        assert (await self.answer())["user"] == user
+        await self.send(login((await self.exactly(48))[16:]))
+        assert (await self.answer())["user"] == "me"
 
     async def end(self) -> float:
-        """Receive until the server ends the connection; when that was."""
-        with suppress(trio.ClosedResourceError):
-            while await self.stream.receive_some(65536):
-                pass
-        return trio.current_time()
+        """Receive until the server ends the connection; how old it was then."""
+        while await self.some(65536):
+            pass
+        age_s = self.age_s
+        await self.over.wait()
+        return age_s
 
 
 def login(nonce: bytes, user: str = "me") -> bytes:
@@ -141,232 +129,254 @@ def login(nonce: bytes, user: str = "me") -> bytes:
     return wire.frame(message, wire.BEFORE_LOGIN_LIMITS)
 
 
-def request(number: int, do: str = "echo", payload: bytes = b"", **fields: float) -> bytes:
-    message: Message = {"id": number, "do": do, **fields}
+def request(number: int, do: str = "echo", payload: bytes = b"", **more: float) -> bytes:
+    message: Message = {"id": number, "do": do, **more}
     return wire.frame(message, wire.REQUEST_LIMITS, len(payload)) + payload
 
 
-def converse(
-    what: Callable[[Client], Awaitable[None]],
+@asynccontextmanager
+async def conversation(
+    handlers: Mapping[str, Handler] = HANDLERS,
     *,
     budget: FairByteBudget | None = None,
-    handlers: object = HANDLERS,
-) -> ConnectionContext:
-    """Run one conversation with a connection; nothing is left when both have ended."""
-    made: list[ConnectionContext] = []
+    logs_in: bool = True,
+) -> AsyncIterator[Client]:
+    """A client and its connection. Nothing is left when both have ended."""
+    channel, other = socket_channel(1 << 20)
 
-    async def main() -> None:
-        cells = metrics.private_cells()
-        service = ConnectionContext(
-            store_id=STORE,
-            login=Signed(),
-            dispatcher=Dispatcher(handlers),  # type: ignore[arg-type]  # handlers of several kinds
-            cells=cells,
-            count=ConnectionLimits(10),
-            budget=budget or FairByteBudget(),
-        )
-        made.append(service)
-        ours, theirs = memory_stream_pair()
-        channel = MemoryChannel(theirs)
+    async def opener() -> tuple[Channel, bytes]:
+        return channel, wire.NO_BINDING
 
-        async def opener() -> tuple[Channel, bytes]:
-            return channel, wire.NO_BINDING
+    service = ConnectionContext(
+        store_id=STORE,
+        login=Signed(),
+        dispatcher=Dispatcher(handlers),
+        cells=metrics.private_cells(),
+        count=ConnectionLimits(10),
+        budget=budget or FairByteBudget(),
+    )
+    connection = Connection(service, opener, "10.0.0.1", 5)
+    client = Client(trio.SocketStream(other), connection, service)
+    with trio.fail_after(10_000):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(client.serve)
+            if logs_in:
+                await client.log_in()
+            yield client
+            await client.stream.aclose()
+    assert client.over.is_set()
+    assert service.budget.held == 0
+    assert service.under_way == 0
+    assert not service.by_user
+    assert not service.count._greeting
+    assert not service.count._by_user
 
-        client = Client(ours, service)
-        with trio.fail_after(10_000):
-            async with trio.open_nursery() as nursery:
 
-                async def serve() -> None:
-                    connection = Connection(service, opener, "10.0.0.1", 5)
-                    client.connection = connection  # type: ignore[attr-defined]  # the test looks inside
-                    await connection.run()
-                    client.over_s = trio.current_time()
-                    client.over.set()
-
-                nursery.start_soon(serve)
-                await what(client)
-                with suppress(trio.ClosedResourceError):
-                    await ours.aclose()
-        assert client.over_s >= 0
-        assert service.budget.held == 0
-        assert service.under_way == 0
-        assert not service.by_user
-        assert not service.count._greeting
-        assert not service.count._by_user
-
+def simulated_clock() -> MockClock:
     # Logins run in a thread. If a busy machine ran it later than this, their time would be over.
-    trio.run(main, clock=MockClock(autojump_threshold=0.1))
-    return made[0]
+    return MockClock(autojump_threshold=0.1)
+
+
+@pytest.fixture
+def clock() -> MockClock:
+    """The time of a test that takes this fixture, which passes only while all tasks wait."""
+    return simulated_clock()
 
 
 # Deadlines
 
 
 @each_row("said", [b"", b"\x93DIES", wire.greeting()[:15]])
-def test_F7_a_connection_without_a_greeting_in_time_ends(said: bytes) -> None:
-    async def main(client: Client) -> None:
+async def test_F7_a_connection_without_a_greeting_in_time_ends(
+    clock: MockClock, said: bytes
+) -> None:
+    async with conversation(logs_in=False) as client:
         await client.send(said)
         assert await client.end() == pytest.approx(limits.GREETING_S, abs=0.1)
-
-    service = converse(main)
-    assert service.cells.get("diesel_refusals_total", "greeting") == 1
+        assert client.count("diesel_refusals_total", "greeting") == 1
 
 
 @each_row("sent", [0, 4, 8, 20])
-def test_F7_a_connection_without_a_login_in_time_ends(sent: int) -> None:
-    async def main(client: Client) -> None:
+async def test_F7_a_connection_without_a_login_in_time_ends(clock: MockClock, sent: int) -> None:
+    async with conversation(logs_in=False) as client:
         await client.send(wire.greeting())
         nonce = (await client.exactly(48))[16:]
         await client.send(login(nonce)[:sent])
         assert await client.end() == pytest.approx(limits.LOGIN_S, abs=0.1)
+        assert client.count("diesel_refusals_total", "login") == 1
 
-    assert converse(main).cells.get("diesel_refusals_total", "login") == 1
 
-
-def test_F7_a_greeting_byte_by_byte_gains_no_time() -> None:
-    async def main(client: Client) -> None:
+async def test_F7_a_greeting_byte_by_byte_gains_no_time(clock: MockClock) -> None:
+    async with conversation(logs_in=False) as client:
         for byte in wire.greeting()[:8]:
             await client.send(bytes([byte]))
             await trio.sleep(1)
         assert await client.end() <= 9
         assert client.over_s == pytest.approx(limits.GREETING_S, abs=0.1)
 
-    converse(main)
 
-
-def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer() -> None:
-    async def main(client: Client) -> None:
-        await client.log_in()
-        await client.send(request(1, "sleep", seconds=3 * limits.IDLE_S))
+async def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer(
+    clock: MockClock,
+) -> None:
+    async with conversation() as client:
+        await client.ask(1, "sleep", seconds=3 * limits.IDLE_S)
         assert (await client.answer())["slept"]
-        answered = trio.current_time()
-        assert answered >= 3 * limits.IDLE_S
-        assert await client.end() <= answered + limits.IDLE_S + 1
-
-    converse(main)
+        answered_s = client.age_s
+        assert answered_s >= 3 * limits.IDLE_S
+        assert await client.end() <= answered_s + limits.IDLE_S + 1
 
 
 @each_row("sent", [1, 7, 8, 9, 40])
-def test_F7_half_a_request_is_waited_for_a_limited_time(sent: int) -> None:
-    async def main(client: Client) -> None:
-        await client.log_in()
+async def test_F7_half_a_request_is_waited_for_a_limited_time(clock: MockClock, sent: int) -> None:
+    async with conversation() as client:
         await client.send(request(1, payload=bytes(1000))[:sent])
         assert await client.end() <= limits.FRAME_S + 1
+        assert client.count("diesel_refusals_total", "frame") == 1
 
-    assert converse(main).cells.get("diesel_refusals_total", "frame") == 1
 
-
-def test_F7_a_payload_that_trickles_gives_its_memory_back() -> None:
-    async def main(client: Client) -> None:
-        await client.log_in()
+async def test_F7_a_payload_that_trickles_gives_its_memory_back(clock: MockClock) -> None:
+    async with conversation() as client:
         size = 10 << 20
         await client.send(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, size))
-        while client.over_s < 0 and trio.current_time() < 1000:
+        while not client.over.is_set() and client.age_s < 1000:
             await client.send(bytes(1000))
             await trio.sleep(1)
         allowed = limits.FRAME_S + size / limits.BYTES_PER_S_MIN
         assert client.over_s == pytest.approx(allowed, rel=0.1)
 
-    converse(main)
+
+Payloads = list["weakref.ref[npt.NDArray[np.uint8]]"]
 
 
-def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """And not when the collector of cycles comes: it knows nothing of megabytes."""
-    payloads = list["weakref.ref[npt.NDArray[np.uint8]]"]()
+@pytest.fixture
+def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
+    """The memory that connections have taken for payloads."""
+    found: Payloads = []
     real = np.empty
 
     def empty(size: int, kind: type[np.uint8]) -> npt.NDArray[np.uint8]:
         payload = real(size, kind)
-        payloads.append(weakref.ref(payload))
+        found.append(weakref.ref(payload))
         return payload
 
-    async def main(client: Client) -> None:
-        await client.log_in()
-        await client.send(request(1, payload=bytes(1 << 20))[: 1 << 19])
-        await trio.sleep(1)
-        await client.stream.aclose()
-        await client.over.wait()
-
     monkeypatch.setattr("diesel_server.connection.np.empty", empty)
+    return found
+
+
+async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
+    clock: MockClock, payloads: Payloads
+) -> None:
+    """And not when the collector of cycles comes: it knows nothing of megabytes."""
     gc.disable()
     try:
-        converse(main)
+        async with conversation() as client:
+            await client.send(request(1, payload=bytes(1 << 20))[: 1 << 19])
+            await trio.sleep(1)
+            await client.stream.aclose()
+            await client.over.wait()
         assert [payload() is None for payload in payloads] == [True]
     finally:
         gc.enable()
 
 
-def test_G6_a_client_that_does_not_take_its_answer_loses_the_connection() -> None:
-    """The stream in memory takes everything, so the answer is stopped where it is sent."""
+async def test_G6_a_client_that_does_not_take_its_answers_loses_the_connection(
+    clock: MockClock,
+) -> None:
+    """And its answers are not made ahead."""
+    made, size = [], 1 << 20
 
-    async def stuck(request: Request) -> Reply:
-        return Reply({}, [bytes(1000)])
+    async def pieces(request: Request) -> AsyncGenerator[Reply, None]:
+        for i in range(1000):
+            made.append(i)
+            yield Reply({"more": True}, [bytes(size)])
+        yield Reply()
 
-    async def main(client: Client) -> None:
-        await client.log_in()
-
-        async def never() -> None:
-            await trio.sleep_forever()
-
-        client.stream.receive_stream.close_hook = None
-        server_end = client.connection._channel._memory.send_stream  # type: ignore[attr-defined]  # the test looks inside
-        server_end.send_all_hook = never
-        await client.send(request(1, "stuck"))
+    async with conversation({"pieces": pieces}) as client:
+        await client.ask(1, "pieces")
         await client.over.wait()
-        assert client.over_s <= limits.FRAME_S + 2
+        assert len(made) < 30
+        assert client.over_s <= limits.FRAME_S + len(made) * size / limits.BYTES_PER_S_MIN + 2
+        assert client.count("diesel_refusals_total", "frame") == 1
+        assert client.count("diesel_requests_total", "other", "gone") == 1
+        with pytest.raises(EOFError):
+            await client.exactly(30 * size)
 
-    service = converse(main, handlers={"stuck": stuck})
-    assert service.cells.get("diesel_requests_total", "other", "gone") == 1
 
-
-def test_a_request_that_finds_no_memory_is_told_when_to_come_again() -> None:
-    async def main(client: Client) -> None:
-        await client.log_in()
+async def test_F7_a_request_that_finds_no_memory_takes_none_and_is_told_when_to_come_again(
+    clock: MockClock, payloads: Payloads
+) -> None:
+    async with conversation(budget=FairByteBudget(1_000_000, 1_000_000)) as client:
         assert await client.service.budget.acquire("else", 900_000, 1)
-        await client.send(request(1, payload=bytes(500_000)))
+        await client.ask(1, payload=bytes(500_000))
         answer = await client.answer()
         assert (answer["id"], answer["error"]) == (1, "BusyError")
         assert answer["retry_after_s"] == limits.RETRY_AFTER_S
-        assert trio.current_time() == pytest.approx(limits.BUDGET_WAIT_S, abs=0.5)
+        assert client.age_s == pytest.approx(limits.BUDGET_WAIT_S, abs=0.5)
+        assert not payloads, "an announced length takes no memory before there is room"
         client.service.budget.release("else", 900_000)
-        await client.send(request(2, payload=bytes(500_000)))
+        await client.ask(2, payload=bytes(500_000))
+        assert "error" not in await client.answer()
+        assert len(payloads) == 1
+        assert client.count("diesel_requests_total", "other", "busy") == 1
+        assert client.count("diesel_refusals_total", "memory") == 1
+
+
+async def test_S12_a_forbidden_payload_takes_no_memory(clock: MockClock) -> None:
+    async with conversation() as client:
+        client.service.takes_payload = lambda account, do, size: do == "put"
+        await client.send(wire.frame({"id": 1, "do": "echo"}, wire.REQUEST_LIMITS, 100 << 20))
+        await trio.sleep(0.3)
+        assert client.service.budget.held == 0
+        for _ in range(100):
+            await client.send(bytes(1 << 20))
+        assert (await client.answer())["error"] == "PermissionDenied"
+        await client.ask(2)
+        assert (await client.answer())["id"] == 2
+
+
+async def test_the_requests_under_way_of_one_connection_are_limited(clock: MockClock) -> None:
+    most = limits.REQUESTS_PER_CONNECTION_MAX
+    async with conversation() as client:
+        for number in range(2 * most):
+            await client.ask(number, "sleep", seconds=0.5)
+        await trio.sleep(0.3)
+        assert client.count("diesel_requests_under_way") == most
+        for _ in range(2 * most):
+            assert (await client.answer())["slept"]
+
+
+async def test_S12_one_user_cannot_use_all_requests(
+    clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "REQUESTS_PER_USER_MAX", 5)
+    async with conversation() as client:
+        for number in range(8):
+            await client.ask(number, "sleep", seconds=0.5)
+        said = [await client.answer() for _ in range(8)]
+        assert sorted("retry_after_s" in each for each in said) == [False] * 5 + [True] * 3
+        await client.ask(9)
         assert "error" not in await client.answer()
 
-    service = converse(main, budget=FairByteBudget(1_000_000, 1_000_000))
-    assert service.cells.get("diesel_requests_total", "other", "busy") == 1
-    assert service.cells.get("diesel_refusals_total", "memory") == 1
 
-
-def test_a_connection_that_is_told_to_stop_finishes_what_is_under_way() -> None:
-    async def main(client: Client) -> None:
-        await client.log_in()
-        await client.send(request(1, "sleep", seconds=20))
+async def test_a_connection_that_is_told_to_stop_finishes_what_is_under_way(
+    clock: MockClock,
+) -> None:
+    async with conversation() as client:
+        await client.ask(1, "sleep", seconds=20)
         await trio.sleep(1)
-        client.service.is_draining = True
-        client.connection.stop()  # type: ignore[attr-defined]  # the test looks inside
-        await client.send(request(2))
+        client.stop()
+        await client.ask(2)
         answer = await client.answer()
         assert (answer["id"], answer["error"], answer["retry_after_s"]) == (2, "BusyError", 0.0)
         assert (await client.answer())["slept"]
         assert await client.end() == pytest.approx(20, abs=1)
-
-    converse(main)
-
-
-def test_an_idle_connection_that_is_told_to_stop_ends_at_once() -> None:
-    async def main(client: Client) -> None:
-        await client.log_in()
+    async with conversation() as idle:
         await trio.sleep(1)
-        client.service.is_draining = True
-        client.connection.stop()  # type: ignore[attr-defined]  # the test looks inside
-        assert await client.end() <= 2
-
-    converse(main)
+        idle.stop()
+        assert await idle.end() <= 2
 
 
-def test_the_requests_of_a_client_that_goes_are_cancelled() -> None:
+async def test_the_requests_of_a_client_that_goes_are_cancelled(clock: MockClock) -> None:
     cancelled = []
 
     async def forever(request: Request) -> Reply:
@@ -377,16 +387,40 @@ def test_the_requests_of_a_client_that_goes_are_cancelled() -> None:
             raise
         return Reply()
 
-    async def main(client: Client) -> None:
-        await client.log_in()
+    async with conversation({"forever": forever}) as client:
         for number in range(5):
-            await client.send(request(number, "forever"))
+            await client.ask(number, "forever")
         await trio.sleep(1)
         await client.stream.aclose()
-
-    service = converse(main, handlers={"forever": forever})
     assert len(cancelled) == 5
-    assert service.cells.get("diesel_requests_total", "other", "gone") == 5
+    assert client.count("diesel_requests_total", "other", "gone") == 5
+
+
+@pytest.mark.parametrize("refused", [True, False])
+async def test_a_burst_of_requests_does_not_block_the_loop(refused: bool) -> None:
+    """Neither those that are declined nor those that are answered at once: others have turns."""
+
+    async def prompt(request: Request) -> Reply:
+        return Reply()
+
+    async with conversation({"prompt": prompt}) as client:
+        many, steps = 150, list[float]()
+
+        def over() -> float:
+            return sum(
+                client.count("diesel_requests_total", "other", outcome)
+                for outcome in metrics.OUTCOMES
+            )
+
+        more = {"new!": 1.0} if refused else {}
+        await client.send(b"".join(request(n, "prompt", b"", **more) for n in range(many)))
+        while over() < many:
+            before = over()
+            await trio.lowlevel.checkpoint()
+            steps.append(over() - before)
+        for _ in range(many):
+            assert ("error" in await client.answer()) is refused
+        assert max(steps) <= (2 if refused else limits.REQUESTS_PER_CONNECTION_MAX)
 
 
 # Any bytes in any order
@@ -432,8 +466,15 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
     the connection ends within its deadlines."""
     numbers: list[int] = []
 
-    async def main(client: Client) -> None:
-        async with trio.open_nursery() as nursery:
+    async def listen(client: Client) -> None:
+        with suppress(EOFError):
+            while True:
+                message = await client.answer()
+                if "id" in message and message.get("more") is not True:
+                    numbers.append(int(str(message["id"])))
+
+    async def main() -> None:
+        async with conversation(logs_in=False) as client, trio.open_nursery() as nursery:
             if start == "greets":
                 await client.send(wire.greeting())
                 with suppress(EOFError):
@@ -443,15 +484,7 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
                     await client.send(frames.get(then, login(nonce)[:9] if then == "half" else b""))
             else:
                 await client.send(wire.greeting()[:5] if start == "half" else b"x" * 16)
-
-            async def listen() -> None:
-                with suppress(EOFError, trio.ClosedResourceError):
-                    while True:
-                        message = await client.answer()
-                        if "id" in message and message.get("more") is not True:
-                            numbers.append(int(str(message["id"])))
-
-            nursery.start_soon(listen)
+            nursery.start_soon(listen, client)
             whole = b"".join(pieces)
             for at in range(0, len(whole), cut * 50):
                 await client.send(whole[at : at + cut * 50])
@@ -459,20 +492,20 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
             with suppress(trio.ClosedResourceError, trio.BrokenResourceError):
                 await client.stream.send_eof()
 
-    with suppress(CorruptError):
-        converse(main)
+    trio.run(main, clock=simulated_clock())
     assert len(numbers) <= len(pieces)
 
 
-def test_a_valid_conversation_is_answered_whole() -> None:
-    """The fuzzed test's check of itself."""
-
-    async def main(client: Client) -> None:
-        await client.log_in()
-        for number in range(200):
-            await client.send(request(number, payload=bytes(number)))
-        found = {int(str((await client.answer())["id"])) for _ in range(200)}
-        assert found == set(range(200))
-
-    service = converse(main)
-    assert service.cells.get("diesel_requests_total", "other", "ok") == 200
+async def test_requests_of_one_connection_are_answered_in_any_order(clock: MockClock) -> None:
+    """This is the fuzzed test's check of itself, too."""
+    async with conversation() as client:
+        await client.ask(0, "sleep", seconds=0.5)
+        for number in range(1, 200):
+            await client.ask(number, payload=bytes([number]) * number)
+        numbers: list[int] = []
+        for _ in range(200):
+            numbers.append(int(str((await client.answer())["id"])))
+            assert client.payload == bytes([numbers[-1]]) * numbers[-1]
+        assert sorted(numbers) == list(range(200))
+        assert numbers[-1] == 0
+        assert client.count("diesel_requests_total", "other", "ok") == 200

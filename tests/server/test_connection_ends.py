@@ -13,7 +13,6 @@ import pytest
 from diesel_fs.errors import DieselError
 from diesel_fs.net import frames as wire
 from diesel_fs.net.client import ServerLink
-from diesel_fs.net.keys import sign
 from diesel_fs.net.messages import Message
 from diesel_fs.net.tls import certificate_digest, load_certificate
 from diesel_fs.remote.open import open_repository
@@ -32,8 +31,9 @@ from ..net.connection_ends import (
 from ..net.connection_ends import unexpected_eof as unexpected_eof
 from ..waiting import wait_until
 from .certificates import Authority
-from .fake_server import ME, SEED, ThreadedServer
+from .fake_server import ME, ThreadedServer
 from .program import Server, new_repository
+from .test_hostile import login
 
 EACH = 2  # connections of each kind
 
@@ -60,11 +60,7 @@ def greeted(port: int) -> RawTls:
 def logged_in(port: int) -> RawTls:
     raw = greeted(port)
     binding = certificate_digest(raw.peer_certificate)
-    challenge = wire.login_challenge(raw.exactly(wire.NONCE_BYTES), binding, ME.user)
-    login: Message = {
-        "do": "login", "user": ME.user, "signature": sign(SEED, challenge), "program": "test",
-    }  # fmt: skip
-    raw.send(wire.frame(login, wire.BEFORE_LOGIN_LIMITS))
+    raw.send(login(raw.exactly(wire.NONCE_BYTES), binding))
     head, _ = wire.parse_lengths(raw.exactly(wire.LENGTHS_BYTES), wire.ANSWER_LIMITS)
     assert wire.parse_head(raw.exactly(head), wire.ANSWER_LIMITS)["user"] == ME.user
     return raw
@@ -97,13 +93,10 @@ def end_one(
 
 
 ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
-    *((f"within the handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS),
-    *(
-        (f"{stage}: {end.name}", begin, last, end)
-        for stage, (begin, last) in STAGES.items()
-        for end in ENDS
-    ),
+    (f"within the handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS
 ]
+for stage, (begin, last) in STAGES.items():
+    ROWS += ((f"{stage}: {end.name}", begin, last, end) for end in ENDS)
 
 
 @pytest.fixture

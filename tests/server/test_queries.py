@@ -4,11 +4,11 @@ know."""
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import cast
-from uuid import UUID
+from uuid import UUID, uuid4
 
 import lz4.block
 import numpy as np
@@ -27,13 +27,17 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.object_names import chunk_object
-from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.net.client import RpcClient
 from diesel_fs.net.client_connection import Answer
+from diesel_fs.net.messages import Message
 from diesel_fs.remote.repository import RemoteSnapshots
+from diesel_fs.remote.values import columns_message, parts_message
 from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.accounts.account import Account
 from diesel_server import queries as asking
-from tests.rows import each_row
+from diesel_server.requests import Reply, Request
+from tests.waiting import wait_until
 
 from .in_process_server import ChunkMaker, InProcessServer, link_of, read
 from .in_process_server import filled as filled
@@ -52,11 +56,7 @@ def test_an_answer_has_all_that_was_put_before_the_request(filled: InProcessServ
         assert len(filled.admin.list("ds", b"more").names) == i + 1
         with pytest.raises(NoSuchPath):
             filled.admin.stat("ds", b"more/f%d" % (i + 1))
-    until = time.monotonic() + 10
-    while not _service(filled)._views:
-        assert time.monotonic() < until
-        filled.admin.stat("ds", b"a")
-        time.sleep(0.05)
+    wait_until(lambda: filled.admin.stat("ds", b"a") and _service(filled)._views)
     assert filled.admin.stat("ds", b"more/f29").size == 29
 
 
@@ -67,17 +67,23 @@ def _service(filled: InProcessServer) -> asking.QueryHandlers:
     return owner
 
 
+async def _map(filled: InProcessServer) -> None:
+    service = _service(filled)
+    await service._making.run(await service.find_dataset(filled.identity))
+
+
+NOBODY = Account("nobody", b"")
 PATHS = [b"", b"a", b"d", b"d/b", b"d/e", b"d/e/c", b"nothing", b"d/nothing", b"a/below", b"dd"]
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_snapshot_and_metadata_store_give_the_same_entries(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch, mapped: bool
+def test_snapshot_and_metadata_store_give_equal_entries(
+    filled: InProcessServer, mapped: bool
 ) -> None:
     if mapped:
-        monkeypatch.setattr(asking, "FEW_PATHS", 0)
+        filled.patch.setattr(asking, "FEW_PATHS", 0)
     else:
-        monkeypatch.setattr(_service(filled)._making, "start", lambda _: None)
+        filled.patch.setattr(_service(filled)._making, "start", lambda _: None)
     stats = filled.admin.stat_many("ds", PATHS, missing_ok=True)
     kinds = [Kind.FOLDER, 0, 2, 0, 2, 0, 3, 3, 3, 3]
     assert stats.kind.tolist() == kinds
@@ -91,34 +97,142 @@ def test_snapshot_and_metadata_store_give_the_same_entries(
         filled.admin.stat_many("ds", PATHS)
 
 
-@pytest.mark.parametrize("mapped", [False, True])
-def test_a_folder_is_listed_page_by_page(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch, mapped: bool
-) -> None:
-    sealer = ChunkMaker(filled.admin)
-    names = sorted(b"n%d" % i for i in range(100))
+def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
+    """S12: a page has so many names at most, and so many bytes of names; from the metadata store,
+    and from a snapshot."""
+    sealer, asked = ChunkMaker(filled.admin), link_of(filled.admin).asked
+    names = [b"n" * 200 + b"%03d" % i for i in range(100)]
     for i, name in enumerate(names):
         sealer.add(b"many/" + name, b"x" * i)
     sealer.put(*sealer.seal())
-    monkeypatch.setattr(asking, "NAMES_PER_ANSWER", 7)
-    if mapped:
-        filled.loop.run(lambda: _map(filled))
-    link_of(filled.admin).asked.clear()
-    rows = filled.admin.list("ds", b"many")
-    assert rows.names == names
-    assert rows.records["size"].tolist() == list(range(100))
-    assert link_of(filled.admin).asked.count("list") == 15
-    assert sorted(filled.admin.list("ds").names) == [b"a", b"d", b"many"]
-    for folder in (b"a", b"nowhere", b"d/nothing"):
-        with pytest.raises(NoSuchPath):
-            filled.admin.list("ds", folder)
     filled.admin.begin("empty")
-    assert filled.admin.list("empty").names == []
+    limits = (("NAMES_PER_ANSWER", 7, 15), ("NAMES_BYTES_PER_ANSWER", 2048, 10))
+    for mapped in (False, True):
+        if mapped:
+            filled.loop.run(lambda: _map(filled))
+        for limit, value, pages in limits:
+            with filled.patch.context() as patch:
+                patch.setattr(asking, limit, value)
+                asked.clear()
+                rows = filled.admin.list("ds", b"many")
+            assert rows.names == names
+            assert rows.records["size"].tolist() == list(range(100))
+            assert asked.count("list") == pages
+        assert sorted(filled.admin.list("ds").names) == [b"a", b"d", b"many"]
+        for folder in (b"a", b"nowhere", b"d/nothing"):
+            with pytest.raises(NoSuchPath):
+                filled.admin.list("ds", folder)
+        assert filled.admin.list("empty").names == []
 
 
-async def _map(filled: InProcessServer) -> None:
-    service = _service(filled)
-    await service._making.run(await service.find_dataset(filled.store.dataset("ds").identity))
+def test_a_page_of_a_large_folder_costs_a_page(filled: InProcessServer) -> None:
+    """Neither the names of all before it, nor, from the metadata store, the whole folder."""
+    sealer = ChunkMaker(filled.admin)
+    for i in range(100):
+        sealer.add(b"many/%03d" % i, b"")
+    sealer.put(*sealer.seal())
+    filled.patch.setattr(asking, "NAMES_PER_ANSWER", 10)
+    read: list[int] = []
+    real = Snapshot.names
+
+    def names(self: Snapshot, entries: Indices) -> list[bytes]:
+        read.append(len(entries))
+        return real(self, entries)
+
+    filled.store.view("ds")
+    filled.patch.setattr(Snapshot, "names", names)
+    filled.patch.setattr(filled.store.meta, "children", lambda *_: pytest.fail("all of a folder"))
+    assert len(filled.admin.list("ds", b"many").names) == 100
+    assert read == [10] * 10
+
+
+def test_S12_long_paths_are_looked_up_in_a_thread(filled: InProcessServer) -> None:
+    filled.loop.run(lambda: _map(filled))
+    threads = _service(filled)._compute_threads
+    seen: list[int] = []
+    real = Snapshot.stat_many
+
+    def stat_many(self: Snapshot, *arguments: object, **named: object) -> object:
+        seen.append(threads.borrowed_tokens)
+        return real(self, *arguments, **named)  # type: ignore[arg-type]  # what came is passed on
+
+    filled.patch.setattr(Snapshot, "stat_many", stat_many)
+    filled.admin.stat_many("ds", [b"a"] * 100, missing_ok=True)
+    filled.admin.stat_many("ds", [b"/".join([b"d"] * 1000)] * 100, missing_ok=True)
+    assert seen == [0, 1]
+
+
+def test_S12_invented_identities_delay_no_reader(filled: InProcessServer) -> None:
+    """Each is a question to the object store, and nobody needs a role to ask it."""
+    directory, known = _service(filled)._directory, filled.identity
+    filled.admin.stat("ds", b"a")
+    real, gate, waiting = directory._look, threading.Event(), threading.Event()
+
+    def slow(identity: UUID) -> object:
+        if identity != known:
+            waiting.set()
+            gate.wait(60)
+        return real(identity)
+
+    filled.patch.setattr(directory, "_look", slow)
+    filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0.0)
+    link = filled.link(NOBODY)
+
+    def draw(_: int) -> None:
+        with pytest.raises(DieselError):
+            link.call({"do": "stat", "identity": uuid4().bytes, "paths": b"a"})
+
+    with ThreadPoolExecutor(16) as threads:
+        drawn = threads.map(draw, range(16))
+        assert waiting.wait(60)
+        filled.admin.stat("ds", b"a")  # while none of those has been looked for
+        gate.set()
+        list(drawn)
+
+
+def test_S12_listings_of_all_datasets_are_shared(filled: InProcessServer) -> None:
+    real, runs = filled.store.catalogue.all, []
+
+    def slow(markers: object) -> object:
+        runs.append(1)
+        time.sleep(0.1)
+        return real(markers)  # type: ignore[arg-type]  # what came is passed on
+
+    filled.patch.setattr(filled.store.catalogue, "all", slow)
+    with ThreadPoolExecutor(20) as threads:
+        found = list(threads.map(lambda _: filled.admin.datasets(), range(40)))
+    assert {info.name for each in found for info in each} == {"ds"}
+    assert all(info.head is not None for each in found for info in each)
+    assert len(runs) <= 10
+    runs.clear()
+    assert filled.client(NOBODY).datasets() == []
+    assert not runs
+
+
+def test_S12_a_fresh_read_is_of_one_chunk_only(filled: InProcessServer) -> None:
+    """A server looks at its own copy of it, whole."""
+    info, (chunk,) = filled.store.dataset("ds"), filled.chunks()
+    ask: Message = {"do": "read", "identity": info.identity.bytes, "fresh": True}
+    link = link_of(filled.admin)
+    two = parts_message([(chunk, 0, 4), (chunk, 4, 4)])
+    assert link.call({**ask, "parts": two}).payload.tobytes() == b"\x93DIESEL\n"
+    assert link.call({**ask, "parts": b""}).payload.nbytes == 0
+    others = parts_message([(chunk, 0, 4), (type(chunk)(bytes(16)), 0, 4)])
+    with pytest.raises(UsageError, match="fresh"):
+        link.call({**ask, "parts": others})
+
+
+def test_N10_a_list_of_names_that_does_not_advance_is_an_error(filled: InProcessServer) -> None:
+    """It comes from a server that lies."""
+    columns = columns_message(filled.store.view("ds").stat_many([b"a"]))
+    for names in (b"a", b"../x", b"", b"a/b"):
+
+        async def lie(request: Request, names: bytes = names) -> Reply:
+            return Reply({"version": 1, "names": names, "more_names": True, **columns})
+
+        filled.handlers["list"] = lie
+        with pytest.raises(DieselError):
+            filled.admin.list("ds")
 
 
 def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
@@ -141,17 +255,18 @@ def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
         file.write_bytes(content)
     filled.store.open_metadata(create=False)
     time.sleep(0.6)  # a listing is as old as that
-    for path in (b"later", b"nothing"):
-        with pytest.raises(MetadataBehind, match="recover"):
-            filled.admin.stat("ds", path)
-    with pytest.raises(MetadataBehind, match="recover"):
-        filled.admin.list("ds")
-    assert filled.admin.view("ds").lookup(b"later") > 0
-    filled.store.meta.drop(filled.store.dataset("ds").identity)
-    for path in (b"later", b"nothing"):
-        with pytest.raises(MetadataBehind, match="recover"):
-            filled.admin.stat("ds", path)
-    assert filled.admin.view("ds").lookup(b"later") > 0
+    asks: list[Callable[[], object]] = [
+        lambda: filled.admin.stat("ds", b"later"),
+        lambda: filled.admin.stat("ds", b"nothing"),
+        lambda: filled.admin.list("ds"),
+    ]
+    for has_lost_all in (False, True):
+        if has_lost_all:
+            filled.store.meta.drop(filled.identity)
+        for ask in asks:
+            with pytest.raises(MetadataBehind, match="recover"):
+                ask()
+        assert filled.admin.view("ds").lookup(b"later") > 0
     with pytest.raises(NoSuchDataset):
         filled.admin.dataset("other")
     with pytest.raises(MetadataBehind):
@@ -162,9 +277,7 @@ def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
         filled.admin.stat("ds", b"nothing")
 
 
-def test_reads_go_on_while_the_metadata_store_is_away(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reads_go_on_while_the_metadata_store_is_away(filled: InProcessServer) -> None:
     view, (chunk,) = filled.admin.view("ds"), filled.chunks()
     calls = []
 
@@ -174,37 +287,32 @@ def test_reads_go_on_while_the_metadata_store_is_away(
         raise MetadataError("it is away")
 
     assert filled.admin.staleness_warning(view) == ""
-    for name in ("head", "heads", "lookup", "children", "changes", "commit"):
-        monkeypatch.setattr(filled.store.meta, name, away)
-    assert filled.admin.view("ds").version == view.version
-    said = filled.admin.staleness_warning(view)
-    assert "the server says: it is away" in said
-    assert f"this is version {view.version} of ds, the newest snapshot" in said
-    assert [info.name for info in filled.admin.datasets()] == ["ds"]
-    info = filled.admin.dataset("ds")
-    assert info.head is None
-    assert read(filled.admin, info.identity, chunk, 8) == b"\x93DIESEL\n"
-    calls.clear()
-    begun = time.monotonic()
-
-    def ask(_: int) -> bool:
-        with pytest.raises(MetadataError, match="away"):
-            filled.admin.stat("ds", b"a")
-        return True
-
-    with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(ask, range(100)))
-    assert time.monotonic() - begun < 5  # not 20 s
-    assert len(calls) < 10
-    monkeypatch.undo()
+    with filled.patch.context() as patch:
+        for name in ("head", "heads", "lookup", "children", "changes", "commit"):
+            patch.setattr(filled.store.meta, name, away)
+        assert filled.admin.view("ds").version == view.version
+        said = filled.admin.staleness_warning(view)
+        assert "the server says: it is away" in said
+        assert f"this is version {view.version} of ds, the newest snapshot" in said
+        assert [info.name for info in filled.admin.datasets()] == ["ds"]
+        info = filled.admin.dataset("ds")
+        assert info.head is None
+        assert read(filled.admin, info.identity, chunk, 8) == b"\x93DIESEL\n"
+        calls.clear()
+        begun = time.monotonic()
+        with ThreadPoolExecutor(8) as threads:
+            asked = [threads.submit(filled.admin.stat, "ds", b"a") for _ in range(100)]
+            for each in asked:
+                with pytest.raises(MetadataError, match="away"):
+                    each.result()
+        assert time.monotonic() - begun < 5  # not 20 s
+        assert len(calls) < 10
     time.sleep(1.1)
     assert filled.admin.stat("ds", b"a").size == 1
     assert filled.admin.staleness_warning(filled.admin.view("ds")) == ""
 
 
-def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(filled: InProcessServer) -> None:
     session = filled.admin.begin("ds")
     real, back_s = filled.store.meta.head, time.monotonic() + 2
 
@@ -213,19 +321,17 @@ def test_C2_a_writer_waits_for_a_metadata_store_that_is_away(
             raise MetadataError("it is away")
         return real(name)
 
-    monkeypatch.setattr(filled.store.meta, "head", away)
+    filled.patch.setattr(filled.store.meta, "head", away)
     session.new_id()
     assert time.monotonic() > back_s
     back_s += 3600
-    monkeypatch.setattr("diesel_fs.remote.repository._HEAD_WAIT_S", 0.5)
+    filled.patch.setattr("diesel_fs.remote.repository._HEAD_WAIT_S", 0.5)
     with pytest.raises(MetadataError, match="it is away") as error:
         session.new_id()
     assert not isinstance(error.value, MetadataBehind)
 
 
-def test_many_requests_share_one_read_of_the_head(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_requests_share_one_read_of_the_head(filled: InProcessServer) -> None:
     real = filled.store.meta.head
     looks = []
 
@@ -234,7 +340,7 @@ def test_many_requests_share_one_read_of_the_head(
         time.sleep(0.05)
         return real(name)
 
-    monkeypatch.setattr(filled.store.meta, "head", slow)
+    filled.patch.setattr(filled.store.meta, "head", slow)
     filled.admin.stat("ds", b"a")
     looks.clear()
     with ThreadPoolExecutor(20) as threads:
@@ -245,40 +351,43 @@ def test_many_requests_share_one_read_of_the_head(
 # Snapshots
 
 
-def test_a_snapshot_is_fetched_once(
-    filled: InProcessServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    view = filled.admin.view("ds")  # the server's private copy
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
+def test_a_snapshot_is_fetched_once(filled: InProcessServer, tmp_path: Path) -> None:
+    admin = filled.admin
+    view = admin.view("ds")  # the server's private copy
+    filled.patch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
     pieces = []
     real = filled.handlers["snapshot"]
 
-    async def counted(request: object) -> object:
-        async for reply in real(request):  # type: ignore[arg-type, union-attr]  # one of several kinds of handlers
+    async def counted(request: Request) -> AsyncGenerator[Reply, None]:
+        async for reply in real(request):  # type: ignore[union-attr]  # one of several kinds
             pieces.append(len(reply.payload))
             yield reply
 
-    filled.handlers["snapshot"] = counted  # type: ignore[assignment]  # a fault is put in
-    fetched = filled.admin.view("ds")
+    filled.handlers["snapshot"] = counted
+    fetched = admin.view("ds")
     assert bytes(fetched.buffer) == bytes(view.buffer)
     assert pieces == [1, 0]
-    assert filled.admin.view("ds").version == view.version
+    assert admin.view("ds").version == view.version
     assert pieces == [1, 0, 0]
     shutil.rmtree(tmp_path / "client's")
-    assert filled.admin.view("ds").version == view.version
-    assert filled.admin.view_at("ds", view.version).version == view.version
-    assert filled.admin.snapshots.newest(view.identity) == view.version
-    assert [each.version for each in filled.admin.kept_versions("ds")] == [view.version]
-    ChunkMaker(filled.admin).file(b"more", b"1")
-    assert filled.admin.view("ds").lookup(b"more") > 0
+    assert admin.view("ds").version == view.version
+    assert admin.view_at("ds", view.version).version == view.version
+    assert admin.snapshots.newest(view.identity) == view.version
+    assert [each.version for each in admin.kept_versions("ds")] == [view.version]
+    ChunkMaker(admin).file(b"more", b"1")
+    assert admin.view("ds").lookup(b"more") > 0
     with pytest.raises(DieselError):
-        filled.admin.view_at("ds", 5)
+        admin.view_at("ds", 5)
+    admin.begin("empty")
+    assert len(admin.view("empty")) == 1
+    assert admin.kept_versions("empty") == []
 
 
-def test_an_empty_dataset_has_a_view(server: InProcessServer) -> None:
-    server.admin.begin("ds")
-    assert len(server.admin.view("ds")) == 1
-    assert server.admin.kept_versions("ds") == []
+@pytest.fixture
+def clients_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The private copies of a client that has none yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
+    return tmp_path / "client's"
 
 
 class LyingLink:
@@ -294,71 +403,56 @@ class LyingLink:
         yield Answer({"version": self.version, "total": len(self.content)}, memoryview(b""))
 
 
-def fetched(link: LyingLink, identity: UUID) -> Snapshot:
+def fetched(version: int, content: bytes, identity: UUID) -> Snapshot:
     """What a client takes for the current snapshot of a dataset."""
-    return RemoteSnapshots(cast(RpcClient, link)).current(identity)
+    return RemoteSnapshots(cast(RpcClient, LyingLink(version, content))).current(identity)
 
 
-@each_row(
-    "damaged",
-    [
-        lambda view: view[:-1],
-        lambda view: view[:100] + bytes([view[100] ^ 1]) + view[101:],
-        lambda view: view + b"x",
-        lambda view: b"",
-        lambda view: view[:-70] + bytes([view[-70] ^ 1]) + view[-69:],
-    ],
-)
-def test_a_damaged_snapshot_from_a_server_is_refused(
-    filled: InProcessServer,
-    damaged: Callable[[bytes], bytes],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_a_snapshot_that_is_damaged_or_another_is_refused(
+    filled: InProcessServer, clients_cache: Path
 ) -> None:
-    """What it sends is checked whole before anything of it is used, and is not kept."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
-    true = filled.store.view("ds")
-    content = bytes(true.buffer)
-    assert fetched(LyingLink(true.version, content), true.identity).version == true.version
-    shutil.rmtree(tmp_path / "client's")
-    with pytest.raises(FormatError):
-        fetched(LyingLink(true.version, damaged(content)), true.identity)
-    assert not list((tmp_path / "client's").rglob("*-*"))
-
-
-def test_another_snapshot_than_was_asked_for_is_refused(
-    filled: InProcessServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Intact, but of another dataset, or of another version than the server says."""
+    """It is checked whole before anything of it is used, and is not kept. Another one is intact,
+    but of another dataset, or of another version than the server says."""
     ChunkMaker(filled.admin, "other").file(b"x", b"y")
     true, other = filled.store.view("ds"), filled.store.view("other")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
-    for version, view in ((other.version, other), (true.version + 1, true)):
+    content, version = bytes(true.buffer), true.version
+    assert fetched(version, content, true.identity).version == version
+    shutil.rmtree(clients_cache)
+    damaged = [content[:-1], content + b"x", b""]
+    for place in (100, len(content) - 70):
+        flipped = bytearray(content)
+        flipped[place] ^= 1
+        damaged.append(bytes(flipped))
+    for bad in damaged:
+        with pytest.raises(FormatError):
+            fetched(version, bad, true.identity)
+    for says, view in ((other.version, other), (version + 1, true)):
         with pytest.raises(CorruptError, match="in place of version"):
-            fetched(LyingLink(version, bytes(view.buffer)), true.identity)
-    assert not list((tmp_path / "client's").rglob("*-*"))
+            fetched(says, bytes(view.buffer), true.identity)
+    assert not list(clients_cache.rglob("*-*"))
 
 
 # Jobs
 
 
-def test_a_job_is_joined_and_goes_on_without_clients(
-    filled: InProcessServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real, go, runs = LocalRepository.verify, threading.Event(), []
+def hold_verify(patch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
+    """Keep each `verify` waiting for an event; they are counted in the list."""
+    real, go, runs = LocalRepository.verify, threading.Event(), list[int]()
 
     def slow(*arguments: object, **named: object) -> object:
         runs.append(1)
         assert go.wait(20)
         return real(*arguments, **named)  # type: ignore[arg-type]  # what came is passed on
 
-    monkeypatch.setattr(LocalRepository, "verify", slow)
+    patch.setattr(LocalRepository, "verify", slow)
+    return go, runs
+
+
+def test_a_job_is_joined_and_goes_on_without_clients(filled: InProcessServer) -> None:
+    go, runs = hold_verify(filled.patch)
     with ThreadPoolExecutor(3) as threads:
         both = [threads.submit(filled.admin.verify, "ds") for _ in range(2)]
-        until = time.monotonic() + 10
-        while not runs:
-            assert time.monotonic() < until
-            time.sleep(0.01)
+        wait_until(lambda: runs)
         with pytest.raises(BusyError):
             filled.admin.verify("ds", headers_only=True)
         go.set()
@@ -367,9 +461,25 @@ def test_a_job_is_joined_and_goes_on_without_clients(
     assert filled.admin.verify("ds", headers_only=True).sound
 
 
+def test_S12_readers_leave_room_for_administrators_jobs(filled: InProcessServer) -> None:
+    for i in range(4):
+        ChunkMaker(filled.admin, f"ds{i}").file(b"a", b"1")
+    go, runs = hold_verify(filled.patch)
+    with ThreadPoolExecutor(2) as threads:
+        under_way = [threads.submit(filled.admin.verify, f"ds{i}") for i in range(2)]
+        wait_until(lambda: len(runs) == 2)
+        try:
+            with pytest.raises(BusyError, match="jobs are under way"):
+                filled.admin.verify("ds2")
+            assert filled.admin.recover("ds3").problems == []
+        finally:
+            go.set()
+        assert all(each.result(20).sound for each in under_way)
+
+
 def test_a_failed_job_raises_its_error_and_can_be_started_again(filled: InProcessServer) -> None:
     (chunk,) = filled.chunks()
-    name = chunk_object(filled.store.dataset("ds").identity, chunk)
+    name = chunk_object(filled.identity, chunk)
     content = filled.store.objects.get(name)
     filled.store.objects.delete(name)
     content[-1] ^= 1

@@ -1,7 +1,6 @@
 """The chunk cache of a real server: clients get the right bytes whatever happens to its folder."""
 
 import os
-import shutil
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,28 +103,6 @@ def test_B3_damage_in_the_cache_is_healed_from_the_store(place: CachedServer) ->
         assert stats["damaged"] == 0
         until(lambda: len(place.cached()) == place.chunk_count, "the cache to be filled again")
         assert place.read_all(server)["healed"] == 0
-
-
-def test_J6_a_killed_server_leaves_a_usable_cache(place: CachedServer) -> None:
-    with place.server(workers=2) as server:
-        place.read_all(server)
-        server.kill()
-    for path in place.cached()[::2]:
-        with path.open("r+b") as file:  # as after a power cut
-            file.truncate(path.stat().st_size // 2)
-    with place.server(workers=2) as server:
-        assert place.read_all(server)["healed"] == 0
-        place.commit(server)
-        assert "damaged" in server.log
-
-
-def test_J4_clients_get_no_error_when_the_cache_folder_disappears(place: CachedServer) -> None:
-    with place.server() as server:
-        place.commit(server)
-        shutil.rmtree(place.cache)
-        stats = place.read_all(server)
-        assert stats["damaged"] == stats["healed"] == 0
-        assert not place.cache.exists()
 
 
 def test_J11_a_server_refuses_a_folder_that_is_not_its_own(place: CachedServer) -> None:

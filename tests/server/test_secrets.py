@@ -4,18 +4,15 @@ everything that was left behind, said, sent or shown is searched for them."""
 import os
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
 import threading
-import time
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Self
 
 import boto3
 import pytest
@@ -27,33 +24,36 @@ from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer, execute, free_port
 from tests.storage.objects.s3_server import Server as S3
 from tests.trees import facts, write
+from tests.waiting import wait_until
 
+from .between import Between
 from .program import Server
 from .shell_users import User, program_environment
 
 
 def forms(name: str, secret: bytes) -> dict[str, bytes]:
     """A secret as it could show: itself, and as people and programs write bytes."""
-    found = {
+    return {
         name: secret,
         f"{name}, hex": secret.hex().encode(),
         f"{name}, base64": b64encode(secret).rstrip(b"="),
         f"{name}, repr": repr(secret)[2:-1].encode(),
+        f"{name}, part": b64encode(secret)[4:28],
     }
-    return {**found, f"{name}, part": b64encode(secret)[4:28]}
 
 
 class Search:
     """What must not be found anywhere; whatever is found is kept with where it was."""
 
     def __init__(self, **canaries: bytes) -> None:
-        self.needles = {
-            form: needle
-            for name, secret in canaries.items()
-            for form, needle in forms(name, secret).items()
-        }
+        self.needles: dict[str, bytes] = {}
         self.found: list[tuple[str, str]] = []
         self.searched = 0
+        for name, secret in canaries.items():
+            self.add(name, secret)
+
+    def add(self, name: str, secret: bytes) -> None:
+        self.needles |= forms(name, secret)
 
     def look(self, where: str, content: bytes) -> None:
         """Search some bytes."""
@@ -72,22 +72,17 @@ class Search:
 
     def look_at_redis(self, client: Redis) -> None:
         """Search every key and value."""
-        readers = {
-            b"string": ("GET", "{}"),
-            b"hash": ("HGETALL", "{}"),
-            b"set": ("SMEMBERS", "{}"),
-            b"list": ("LRANGE", "{}", "0", "-1"),
-        }
+        commands = {
+            b"string": ("GET",), b"hash": ("HGETALL",), b"set": ("SMEMBERS",),
+            b"list": ("LRANGE", "0", "-1"),
+        }  # fmt: skip
         for key in client.scan_iter():
             kind = execute(client, "TYPE", key)
             assert isinstance(kind, bytes)
-            command, _, *more = readers[kind]
+            command, *more = commands[kind]
             reply = execute(client, command, key, *more)
-            values: list[object] = [reply]
-            if isinstance(reply, dict):
-                values = [*reply, *reply.values()]
-            elif isinstance(reply, list | set):
-                values = [*reply]
+            values = [*reply] if isinstance(reply, dict | list | set) else [reply]
+            values += reply.values() if isinstance(reply, dict) else []
             for value in [key, *values]:
                 self.look(f"Redis, {key!r}", value if isinstance(value, bytes) else b"")
 
@@ -116,62 +111,24 @@ class Search:
                     self.look(f"{what} of {command!r}", content)
 
 
-class Listener:
-    """Looks at all processes, again and again, until it is told to end."""
+@contextmanager
+def watched(search: Search, *excepted: int) -> Iterator[None]:
+    """Search the command lines of all processes, again and again, at least once."""
+    ended, searched = threading.Event(), threading.Event()
 
-    def __init__(self, search: Search, *excepted: int) -> None:
-        self._ended = threading.Event()
-        self.rounds = 0
+    def watch() -> None:
+        while not ended.wait(0.02):
+            search.look_at_processes(*excepted, environment=False)
+            searched.set()
 
-        def watch() -> None:
-            while not self._ended.wait(0.02):
-                search.look_at_processes(*excepted, environment=False)
-                self.rounds += 1
-
-        self._thread = threading.Thread(target=watch, daemon=True)
-        self._thread.start()
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join(10)
-
-
-class Tapped:
-    """Stands between clients and a server and keeps all that they say."""
-
-    def __init__(self, port: int) -> None:
-        self.heard = bytearray()
-        self._upstream = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"diesel://127.0.0.1:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def _accept(self) -> None:
-        with suppress(OSError):
-            while True:
-                client, _ = self._listener.accept()
-                threading.Thread(target=self._serve, args=(client,), daemon=True).start()
-
-    def _serve(self, client: socket.socket) -> None:
-        with client, socket.create_connection(("127.0.0.1", self._upstream)) as server:
-            back = threading.Thread(target=self._hand_on, args=(server, client), daemon=True)
-            back.start()
-            self._hand_on(client, server)
-            back.join(10)
-
-    def _hand_on(self, source: socket.socket, sink: socket.socket) -> None:
-        with suppress(OSError):
-            while content := source.recv(1 << 16):
-                self.heard += content
-                sink.sendall(content)
-        with suppress(OSError):
-            sink.shutdown(socket.SHUT_RDWR)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+        assert searched.wait(20)
+    finally:
+        ended.set()
+        thread.join(10)
 
 
 class Deployment:
@@ -249,25 +206,18 @@ def test_S8_a_planted_secret_is_found(tmp_path: Path) -> None:
         search.look_at_files(tmp_path / str(number))
         assert search.found
     search = Search(key=b64encode(secret))
-    with subprocess.Popen(
-        [sys.executable, "-c", "import time; time.sleep(60)", b64encode(secret)]
-    ) as sleeping:
-        listener = Listener(search)
-        end = time.monotonic() + 10
-        while not search.found and time.monotonic() < end:
-            time.sleep(0.01)
-        listener.close()
-        sleeping.kill()
-    assert search.found
+    sleeping = [sys.executable, "-c", "import time; time.sleep(60)", b64encode(secret).decode()]
+    with subprocess.Popen(sleeping) as process, watched(search):
+        wait_until(lambda: search.found)
+        process.kill()
 
 
 @pytest.mark.deep
 def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
     search, source = day.search, tmp_path / "src"
     write(source, {f"d{i % 3}/{i}": os.urandom(2000) for i in range(60)})
-    listener = Listener(search, day.server.pid)
-    with Tapped(day.server.port) as tap:
-        root = day.user(tap.url)
+    with Between(day.server.port) as tap:
+        root = day.user(f"diesel://127.0.0.1:{tap.port}")
 
         def do(
             *words: str | Path,
@@ -279,55 +229,50 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
             assert code is None or said.code == code, (words, said)
             return said
 
-        # A day's work
-        do("put", source, "pets", code=0)
-        do("-v", "ls", "-R", "pets", code=0)
-        do("get", "pets", tmp_path / "copy", code=0)
-        assert facts(tmp_path / "copy") == facts(source)
-        do("save-meta", "pets", tmp_path / "snapshot", code=0)
-        do("verify", "pets", code=0)
-        do("--json", "stat", "pets/d0/0", code=0)
-        do("user", "export", tmp_path / "accounts.jsonl", code=0)
-        do("user", "ls", "--json", code=0)
-        do("grant", "pets", "root", "read", code=0)
+        with watched(search, day.server.pid):  # a day's work
+            do("put", source, "pets", code=0)
+            do("-v", "ls", "-R", "pets", code=0)
+            do("get", "pets", tmp_path / "copy", code=0)
+            assert facts(tmp_path / "copy") == facts(source)
+            do("save-meta", "pets", tmp_path / "snapshot", code=0)
+            do("verify", "pets", code=0)
+            do("--json", "stat", "pets/d0/0", code=0)
+            do("user", "export", tmp_path / "accounts.jsonl", code=0)
+            do("user", "ls", "--json", code=0)
+            do("grant", "pets", "root", "read", code=0)
 
-        # What goes wrong
+        # What goes wrong. At first, secrets stand in our own command line
         near = tmp_path / "near.key"
         near.write_text(f"{KEY_PREFIX}{b64encode(day.seed).decode()[:-3]}\n")
         near.chmod(0o600)
-        for words in (
-            ["-v", "ls", "nothing"],
-            ["-v", "--json", "cat", "pets/nothing"],
-            ["-v", "--user", "nobody", "ls"],
-            ["-v", "--key-file", near, "ls"],
-            ["-v", "--key-file", tmp_path, "ls"],
-            ["-v", "--url", "diesel://127.0.0.1:1", "ls"],
-            ["-v", "--url", f"diesel://root:{day.redis_password}@127.0.0.1:1", "ls"],
-            ["-v", "user", "add", "x", "--public-key", (root.key_file or near).read_text()],
-            ["-v", "user", "import", near],
-        ):
-            if any(day.redis_password in str(word) or KEY_PREFIX in str(word) for word in words):
-                listener.close()  # this once it does stand in our own command line
-                do(*words)
-                listener = Listener(search, day.server.pid)
-                continue
-            assert do(*words).code not in (0, 1), words
-        url = f"{day.store}?meta={day.redis.tcp_url}"
-        assert "DIESEL_REDIS_PASSWORD" in do("-v", "--url", url, "user", "ls", code=14,
-                                             environment=day.s3.environ).err  # fmt: skip
-        with day.redis.client() as client:  # so that a server's handler meets what cannot be
-            for key in client.scan_iter("dfs:{head}:m:*"):
-                client.hset(key, "version", "nonsense")
-        for words in (["-v", "ls", "pets"], ["-v", "put", source, "pets"], ["-v", "du", "pets"]):
-            do(*words)
-        assert "the metadata store has something else" in day.server.log
-        day.redis.kill()
-        do("-v", "user", "ls", code=14)
-        day.redis.start()
+        do("-v", "--url", f"diesel://root:{day.redis_password}@127.0.0.1:1", "ls")
+        do("-v", "user", "add", "x", "--public-key", (root.key_file or near).read_text())
+        with watched(search, day.server.pid):
+            for words in (
+                ["-v", "ls", "nothing"],
+                ["-v", "--json", "cat", "pets/nothing"],
+                ["-v", "--user", "nobody", "ls"],
+                ["-v", "--key-file", near, "ls"],
+                ["-v", "--key-file", tmp_path, "ls"],
+                ["-v", "--url", "diesel://127.0.0.1:1", "ls"],
+                ["-v", "user", "import", near],
+            ):
+                assert do(*words).code not in (0, 1), words
+            url = ("--url", f"{day.store}?meta={day.redis.tcp_url}")
+            said = do("-v", *url, "user", "ls", code=14, environment=day.s3.environ)
+            assert "DIESEL_REDIS_PASSWORD" in said.err
+            with day.redis.client() as client:  # so that a server's handler meets what cannot be
+                for key in client.scan_iter("dfs:{head}:m:*"):
+                    client.hset(key, "version", "nonsense")
+            do("-v", "ls", "pets")
+            do("-v", "put", source, "pets")
+            do("-v", "du", "pets")
+            assert "the metadata store has something else" in day.server.log
+            day.redis.kill()
+            do("-v", "user", "ls", code=14)
+            day.redis.start()
         search.look("what clients and servers said to each other", bytes(tap.heard))
         assert len(tap.heard) > 100_000
-    assert listener.rounds
-    listener.close()
     day.look_at_what_is_left()
     assert search.searched > 1_000_000
     assert not search.found
@@ -388,10 +333,8 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
     shutil.rmtree(folder)
     day.look_at_what_is_left()
     assert not day.search.found
-    private = tmp_path / "home"
-    for path in private.rglob("*"):
-        if path.is_file():
-            assert not path.stat().st_mode & 0o077, path
+    for path in (tmp_path / "home").rglob("*"):
+        assert not path.is_file() or not path.stat().st_mode & 0o077, path
 
 
 class Canaries(dict[str, str]):
@@ -443,20 +386,21 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
             f"{KEY_PREFIX}{b64encode(canaries['the key of another user'].encode()).decode()}",
         ]
         write(home / "state" / "diesel", {"old.log": "\n".join(log).encode() + b"\n"})
-        search = Search(key=day.seed, **{name: text.encode() for name, text in canaries.items()})
+        search = Search(key=day.seed)
         search.needles |= day.search.needles
         direct = f"{day.store}?meta=redis://:{canaries['a URL']}@127.0.0.1:1"
         with subprocess.Popen(
             [sys.executable, "-c", "import time; time.sleep(60)", canaries["a command line"],
              "diesel_fs.mounts.supervisor"]
         ) as other:  # fmt: skip
-            for name in ("a URL", "a command line"):
-                search.needles |= forms(name, canaries[name].encode())
+            for name, secret in canaries.items():
+                search.add(name, secret.encode())
             for words in (
                 ["-v", "doctor", "--json", "--quick", "--write"],
                 ["doctor", "--quick", folder],
-                ["doctor", "--quick", direct], ["support", "--yes", archive],
-            ):  # fmt: skip
+                ["doctor", "--quick", direct],
+                ["support", "--yes", archive],
+            ):
                 said = user.run(*words, environment=environment)
                 assert said.code in (0, 3), said
                 search.look_at_said(said)

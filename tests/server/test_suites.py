@@ -1,7 +1,7 @@
 """The suites of other repositories, over a server with a real Redis: nobody notices the difference.
 
-The tests are those of `tests/ingest`, `tests/client`, `tests/repository` and `tests/cli` that look
-at a repository from outside; only where it is opened is different here.
+The tests are those of `tests/ingest`, `tests/client` and `tests/repository` that look at a
+repository from outside; only where it is opened is different here.
 """
 
 import os
@@ -13,33 +13,10 @@ import pytest
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import Repository
-from tests.cli.conftest import Dlcmd
-from tests.cli.test_datasets import (  # noqa: F401
-    test_delete_dataset_wants_to_be_sure,
-    test_H10_names_are_raw_in_a_pipe_and_marked_in_json,
-    test_rm_deletes_all_or_nothing,
-)
-from tests.cli.test_get import (  # noqa: F401
-    pets,
-    test_a_file_or_link_comes_back_under_a_name,
-    test_a_folder_comes_back_and_again_nothing_is_written,
-    test_a_tar_comes_back_by_a_name_or_a_pipe,
-    test_cat_writes_files_and_nothing_else,
-)
-from tests.cli.test_put import (  # noqa: F401
-    test_a_dry_run_changes_nothing_on_disk,
-    test_a_file_never_hides_a_folder_nor_lies_below_a_file,
-    test_a_file_takes_the_name_of_its_address,
-    test_a_folder_is_put_once,
-    test_a_tar_is_put_from_a_file_or_a_pipe,
-    test_checksum_finds_a_change_that_size_and_mtime_hide,
-    test_delete_deletes_what_the_source_no_longer_has,
-    test_entries_that_cannot_be_put_are_named_and_the_rest_is_put,
-    test_odd_names_survive_put_and_get,
-    test_only_the_paths_of_files_from_are_put,
-)
 from tests.client.test_client import (  # noqa: F401
+    dataset,
     filled,
+    new,
     test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept,
     test_a_forked_child_never_flushes_the_puts_of_its_parent,
     test_a_reader_stays_at_its_version_until_a_path_is_missing,
@@ -47,43 +24,22 @@ from tests.client.test_client import (  # noqa: F401
     test_an_exception_flushes_nothing,
     test_mount_from_python,
     test_put_get_delete,
-    test_put_refuses_a_path_below_a_file_that_a_fixed_version_does_not_show,
-    test_put_refuses_a_path_below_a_file_that_was_put_before,
+    test_put_refuses_a_path_below_a_file,
     test_put_refuses_a_path_that_conflicts_with_another_writers_entry,
-    test_read_many_by_path_and_index,
     test_save_and_load_meta,
     test_shuffle_of_a_part_and_a_folder,
-    test_stat_many,
     test_views_outlive_the_dataset,
     test_Z9_a_forked_child_follows_the_order_too,
     test_Z9_parent_and_child_both_read,
 )
 from tests.ingest.test_put import (  # noqa: F401
-    test_a_path_is_a_file_or_a_folder,
     test_a_tree_of_all_oddities,
     test_an_empty_dataset_and_one_empty_file,
     test_delete_removes_what_the_source_has_not,
     test_dry_run_changes_nothing,
     test_empty_folders_go_in_many_messages,
     test_large_files_in_extents,
-    test_links_are_never_followed,
-    test_paths_below_the_source,
     test_put_again_takes_what_changed,
-)
-from tests.ingest.test_source_contract import (  # noqa: F401
-    folder_source,
-    many,
-    put_many,
-    put_one,
-    test_an_empty_source_never_deletes,
-    test_checksum_compares_contents,
-    test_delete_spares_what_a_filter_leaves_out,
-    test_filters_choose_files,
-)
-from tests.ingest.test_tar import (  # noqa: F401
-    test_again_nothing_is_put,
-    test_hard_links_are_files_with_the_same_bytes,
-    test_what_gnu_tar_writes_is_what_was_there,
 )
 from tests.repository.test_interleavings import (  # noqa: F401
     test_Z4_file_in_two_writers_and_a_folder_of_its_name,
@@ -129,8 +85,3 @@ def large(url: str, servers: ServerWithRedis, tmp_path: Path) -> str:
         options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
         put(repository, "large", FolderSource(source), options=options)
     return url
-
-
-@pytest.fixture
-def dlcmd(url: str, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]) -> Dlcmd:
-    return Dlcmd(tmp_path / "store", capfdbinary)

@@ -2,22 +2,23 @@
 
 import hashlib
 import re
-import select
 import socket
 import ssl
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 
 from diesel_fs.errors import ConfigError, MetadataError, PermissionDenied
 from diesel_fs.net.client import ServerLink
 from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import parse_url
 
+from ..rows import each_row
+from ..waiting import wait_until
+from .between import Between
 from .certificates import DAY, Authority, Pair
 from .fake_server import ME, ThreadedServer
 
@@ -36,10 +37,12 @@ def serving(pair: Pair) -> ThreadedServer:
     return ThreadedServer(certificate=load_certificate(pair.certificate, pair.key))
 
 
-def test_payloads_over_TLS(authority: Authority) -> None:
+def test_payloads_over_TLS_and_connections_that_are_used_again(authority: Authority) -> None:
     with serving(authority.issue()) as server:
         assert server.url.startswith("diesel+tls://")
         link = server.link()
+        peers = {str(link.call({"do": "echo"}).message["peer"]) for _ in range(5)}
+        assert len(peers) == 1
         body = bytes(range(256)) * 20_000
         for size in (0, 1, 16_384, 100_000, len(body)):
             parts = [body[:7], body[7:size]] if size > 7 else [body[:size]]
@@ -52,58 +55,34 @@ def test_payloads_over_TLS(authority: Authority) -> None:
         assert link.call({"do": "echo"}, [b"x"], may_repeat=False).payload.tobytes() == b"x"
 
 
-def test_an_idle_connection_over_TLS_is_used_again(authority: Authority) -> None:
-    with serving(authority.issue()) as server:
-        link = server.link()
-        peers = {str(link.call({"do": "echo"}).message["peer"]) for _ in range(5)}
-        assert len(peers) == 1
-
-
-@pytest.mark.parametrize(
-    "case", ["expired", "not yet valid", "self-signed", "wrong host", "wrong authority"]
+@each_row(
+    ("issue", "words", "advice"),
+    [
+        (lambda ours, _: ours.issue(start=-3 * DAY, end=-DAY), "expired", "renewed"),
+        (lambda ours, _: ours.issue(start=DAY, end=3 * DAY), "not yet valid", "clock"),
+        (lambda ours, _: ours.issue(self_signed=True), "self-signed|self signed", "SSL_CERT_FILE"),
+        (lambda ours, _: ours.issue("x.example"), "mismatch|not valid for", "name the server as"),
+        (lambda _, other: other.issue(), "signature|issuer|verify", "SSL_CERT_FILE"),
+    ],
 )
 def test_S4_a_bad_certificate_is_refused_with_the_reason(
-    case: str, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    issue: Callable[[Authority, Authority], Pair],
+    words: str,
+    advice: str,
+    authority: Authority,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    pairs = {
-        "expired": lambda: authority.issue(start=-3 * DAY, end=-DAY),
-        "not yet valid": lambda: authority.issue(start=DAY, end=3 * DAY),
-        "self-signed": lambda: authority.issue(self_signed=True),
-        "wrong host": lambda: authority.issue("other.example"),
-        "wrong authority": lambda: Authority(tmp_path / "other", "Authority").issue(),
-    }
-    words = {
-        "expired": "expired",
-        "not yet valid": "not yet valid",
-        "self-signed": "self-signed|self signed",
-        "wrong host": "mismatch|not valid for",
-        "wrong authority": "signature|issuer|verify",
-    }
-    authorities = "SSL_CERT_FILE"
-    advice = {
-        "expired": "renewed",
-        "not yet valid": "clock",
-        "self-signed": authorities,
-        "wrong host": "name the server as",
-        "wrong authority": authorities,
-    }
-    with serving(pairs[case]()) as server:
+    with serving(issue(authority, Authority(tmp_path / "other", "Authority"))) as server:
         begun = time.monotonic()
-        with pytest.raises(MetadataError, match=words[case]) as caught:
+        with pytest.raises(MetadataError, match=words) as caught:
             server.link().call({"do": "echo"})
         assert caught.value.exit_code == 14
-        assert advice[case] in caught.value.advice
+        assert advice in caught.value.advice
         assert time.monotonic() - begun < 3, "it was tried again and again"
         assert not server.cells.get("diesel_logins_total")
-        if case != "wrong host":  # that the client finds out after the handshake
-            until_logged(caplog)
-
-
-def until_logged(caplog: pytest.LogCaptureFixture) -> None:
-    end = time.monotonic() + 5
-    while not any("no TLS" in line for line in caplog.messages):
-        assert time.monotonic() < end, caplog.messages
-        time.sleep(0.01)
+        if "name" not in advice:  # that the client finds out after the handshake
+            wait_until(lambda: any("no TLS" in line for line in caplog.messages))
 
 
 def test_S3_no_old_TLS(authority: Authority) -> None:
@@ -130,80 +109,19 @@ def test_S3_no_fall_back(authority: Authority) -> None:
         ServerLink(parse_url(f"diesel+tls://{server.place}"), ME).call({"do": "echo"})
 
 
-class Interceptor:
-    """Somebody in the middle, who has a certificate that the client trusts, and passes all on.
-
-    The first `cuts` connections are closed before TLS stands.
-    """
-
-    cuts = 0
-
-    def __init__(self, pair: Pair, server_port: int, authority: Path) -> None:
-        self._context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        self._context.load_cert_chain(pair.certificate, pair.key)
-        self._outward = ssl.create_default_context(cafile=str(authority))
-        self._server_port = server_port
-        self._listening = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listening.getsockname()[1]
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def _run(self) -> None:
-        while True:
-            try:
-                client, _ = self._listening.accept()
-            except OSError:
-                return
-            if self.cuts:
-                self.cuts -= 1
-                client.recv(65536)
-                client.close()
-                continue
-            threading.Thread(target=self._pass_on, args=(client,), daemon=True).start()
-
-    def _pass_on(self, client: socket.socket) -> None:
-        try:
-            inner = self._context.wrap_socket(client, server_side=True)
-            outer = self._outward.wrap_socket(
-                socket.create_connection(("127.0.0.1", self._server_port)),
-                server_hostname="localhost",
-            )
-        except OSError:
-            client.close()
-            return
-
-        with suppress(OSError, ValueError), inner, outer:
-            self._relay({inner: outer, outer: inner})
-
-    def _relay(self, other: dict[ssl.SSLSocket, ssl.SSLSocket]) -> None:
-        """Pass on until one end closes; in one thread, as these sockets are not thread-safe."""
-        while True:
-            for source in select.select([*other], [], [], 10)[0]:
-                source.settimeout(0)
-                with suppress(ssl.SSLWantReadError):
-                    while some := source.recv(65536):
-                        other[source].settimeout(10)
-                        other[source].sendall(some)
-                    return
-
-    def close(self) -> None:
-        self._listening.shutdown(socket.SHUT_RDWR)
-        self._listening.close()
-
-
 @pytest.fixture
-def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Interceptor, Pair]]:
-    pair = authority.issue()
-    with serving(pair) as server:
-        middle = Interceptor(authority.issue(), server.port, authority.path)
-        yield server, middle, pair
-        middle.close()
+def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
+    """A server, and somebody in the middle, who has a certificate that the client trusts."""
+    trusted = authority.issue(), authority.path
+    with serving(authority.issue()) as server, Between(server.port, trusted) as middle:
+        yield server, middle
 
 
 def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
-    between: tuple[ThreadedServer, Interceptor, Pair],
+    between: tuple[ThreadedServer, Between],
 ) -> None:
     """Even where the middle's certificate is trusted: the signature binds the one that was seen."""
-    server, middle, _ = between
+    server, middle = between
     with pytest.raises(PermissionDenied):
         ServerLink(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})
     assert server.cells.get("diesel_refusals_total", "login") == 1
@@ -211,10 +129,10 @@ def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
 
 
 def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
-    between: tuple[ThreadedServer, Interceptor, Pair],
+    between: tuple[ThreadedServer, Between],
 ) -> None:
     """A server that is being stopped does so: another worker, or the next server, takes over."""
-    _, middle, _ = between
+    _, middle = between
     url = parse_url(f"diesel+tls://localhost:{middle.port}")
     middle.cuts = 2
     with pytest.raises(PermissionDenied):  # the third got as far as the login
@@ -240,36 +158,24 @@ def test_the_binding_is_the_first_certificate_of_the_chain(
 def test_certificates_that_cannot_be_loaded_are_refused(
     authority: Authority, tmp_path: Path
 ) -> None:
+    """An encrypted key is an error, too, and no prompt."""
     pair, other = authority.issue(), authority.issue()
-    empty = tmp_path / "empty"
+    empty, locked = tmp_path / "empty", tmp_path / "locked.key"
     empty.touch()
-    for certificate, key in [
-        (tmp_path / "none", pair.key),
-        (pair.certificate, tmp_path / "none"),
-        (pair.certificate, other.key),
-        (empty, pair.key),
-        (pair.key, pair.key),
-        (tmp_path, pair.key),
-    ]:
-        with pytest.raises(ConfigError):
-            load_certificate(certificate, key)
-
-
-def test_an_encrypted_key_is_an_error_and_no_prompt(authority: Authority, tmp_path: Path) -> None:
-    from cryptography.hazmat.primitives import serialization  # noqa: PLC0415
-
-    pair = authority.issue()
+    pem, encryption = serialization.Encoding.PEM, serialization.BestAvailableEncryption(b"secret")
     key = serialization.load_pem_private_key(pair.key.read_bytes(), None)
-    locked = tmp_path / "locked.key"
-    locked.write_bytes(
-        key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.BestAvailableEncryption(b"secret"),
-        )
-    )
-    with pytest.raises(ConfigError, match="encrypted"):
-        load_certificate(pair.certificate, locked)
+    locked.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, encryption))
+    for certificate, key_file, words in [
+        (tmp_path / "none", pair.key, None),
+        (pair.certificate, tmp_path / "none", None),
+        (pair.certificate, other.key, None),
+        (empty, pair.key, None),
+        (pair.key, pair.key, None),
+        (tmp_path, pair.key, None),
+        (pair.certificate, locked, "encrypted"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            load_certificate(certificate, key_file)
 
 
 def test_a_new_certificate_is_for_new_connections(authority: Authority) -> None:
