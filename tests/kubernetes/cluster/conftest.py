@@ -16,32 +16,24 @@ from lightkube.resources.core_v1 import Namespace, Pod
 
 from tests.cli.conftest import program_environment
 from tests.kubernetes.cluster import control_plane as planes
-from tests.kubernetes.cluster.containers import Image
+from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import PROGRAMS, ControlPlane
-
-IMAGE = "diesel-fs"
-
-
-def processes_with(argument: str) -> list[int]:
-    """The processes in whose arguments some text stands."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if argument.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+from tests.kubernetes.cluster.operators import IMAGE, Resources, install
 
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[ControlPlane]:
-    """A control plane for all tests of a session."""
+    """A control plane for all tests of a session. It leaves no folder, and no process that has its
+    folder in its arguments."""
     if not (PROGRAMS / "stamp").exists():
         pytest.fail(f"{PROGRAMS} has no control plane: run `make test-kubernetes`")
     with planes.control_plane() as running:
         folder = running.kubeconfig.parent
         yield running
     assert not folder.exists()
-    assert processes_with(str(folder)) == []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert str(folder).encode() not in path.read_bytes(), path
 
 
 @pytest.fixture(scope="session")
@@ -51,17 +43,23 @@ def client(control_plane: ControlPlane) -> Iterator[Client]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def installed(client: Client) -> None:
+    """The definitions, and the rights of the operator and the plugin."""
+    install(client)
+
+
 @pytest.fixture
-def namespace(client: Client) -> Iterator[str]:
+def resources(client: Client) -> Iterator[Resources]:
     """A namespace of the test's own. Its pods go with the test, so that no other test runs them."""
     name = planes.make_namespace(client)
-    yield name
+    yield Resources(client, name)
     client.delete(Namespace, name)  # from now on no controller can make a pod in it
     client.deletecollection(Pod, namespace=name, grace_period=0)
 
 
-@pytest.fixture(scope="session")
-def images() -> dict[str, Image]:
+@pytest.fixture
+def images() -> dict[str, Environment]:
     """An image in which a shell and this tree's programs are found."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {IMAGE: Image({**program_environment(), "PATH": path})}
+    return {IMAGE: {**program_environment(), "PATH": path}}

@@ -2,16 +2,11 @@
 
 It is etcd, kube-apiserver, kube-controller-manager and kube-scheduler, as `make test-kubernetes`
 built them, with certificates of an authority of its own, RBAC, and the admission that a cluster
-has. There are no machines: `nodes.py` stands in for kubelets. To run one by hand:
-
-    python -m tests.kubernetes.cluster.control_plane
-
-It prints where its kubeconfig lies, and runs until it is interrupted.
+has. There are no machines: `nodes.py` stands in for kubelets.
 """
 
 import contextlib
 import json
-import signal
 import ssl
 import subprocess
 import tempfile
@@ -46,21 +41,20 @@ ADMINISTRATORS = "system:masters"
 
 
 class Program:
-    """One program of the control plane. It can be killed, and started again with the same state.
+    """One program of the control plane.
 
     Used by one thread, which lives as long as the program: the kernel kills the program with it.
     """
 
     def __init__(self, folder: Path, name: str, options: Mapping[str, object]) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
+        self._log = folder / f"{name}.log"
         words = [f"--{option}={value}" for option, value in options.items()]
         self._command = ["setpriv", "--pdeathsig", "KILL", str(PROGRAMS / name), *words]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it. Its log goes on where it was."""
-        with self.log.open("ab") as log:
+        """Start it."""
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -70,7 +64,6 @@ class Program:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None
 
     def is_running(self) -> bool:
         """Whether it was started and has not ended."""
@@ -78,7 +71,7 @@ class Program:
 
     def last_lines(self) -> str:
         """The end of its log."""
-        return self.log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        return self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
 class ControlPlane:
@@ -106,16 +99,6 @@ class ControlPlane:
             CONTROLLERS: self._controllers(ports[1]),
             SCHEDULER: self._scheduler(ports[2]),
         }
-
-    @property
-    def url(self) -> str:
-        """The API server's."""
-        return self._urls[API_SERVER]
-
-    @property
-    def certificate_authority(self) -> Path:
-        """The certificate that a client of the API server has to trust."""
-        return self._authority.path
 
     def _etcd(self, clients: int, peers: int) -> Program:
         options = {
@@ -183,32 +166,25 @@ class ControlPlane:
     def _scheduler(self, port: int) -> Program:
         return Program(self._folder, SCHEDULER, self._of_controllers(SCHEDULER, port))
 
-    def start(self, *names: str) -> None:
-        """Start programs (all of them without a name), and return when they are ready.
+    def start(self) -> None:
+        """Start all programs, and return when they are ready.
 
         What is ready answers; that the caches of the controllers are filled takes a little longer.
         """
-        for name in names or (ETCD, API_SERVER):
+        self._programs[ETCD].start()  # the API server waits for it
+        self._programs[API_SERVER].start()
+        self._wait_until_ready(API_SERVER)
+        for name in (CONTROLLERS, SCHEDULER):  # side by side
             self._programs[name].start()
-            self._wait_until_ready(name)
-        if not names:
-            for name in (CONTROLLERS, SCHEDULER):  # side by side
-                self._programs[name].start()
-            self._wait_until_ready(CONTROLLERS)
-            self._wait_until_ready(SCHEDULER)
+        self._wait_until_ready(CONTROLLERS)
+        self._wait_until_ready(SCHEDULER)
 
-    def kill(self, *names: str) -> None:
-        """End programs as a crash does; all of them without a name."""
-        for name in names or (SCHEDULER, CONTROLLERS, API_SERVER, ETCD):
+    def kill(self) -> None:
+        """End all programs as a crash does."""
+        for name in (SCHEDULER, CONTROLLERS, API_SERVER, ETCD):
             self._programs[name].kill()
 
-    def log(self, name: str) -> Path:
-        """Where a program writes its log."""
-        return self._programs[name].log
-
     def _wait_until_ready(self, name: str) -> None:
-        if name == ETCD:
-            return  # the API server waits for it
         program = self._programs[name]
         page = f"{self._urls[name]}/{'readyz' if name == API_SERVER else 'healthz'}"
         opener = urllib.request.build_opener(
@@ -241,7 +217,10 @@ class ControlPlane:
         return self._write_kubeconfig(name, user, "default")
 
     def _write_kubeconfig(self, name: str, user: Mapping[str, str], namespace: str) -> Path:
-        cluster = {"server": self.url, "certificate-authority": str(self.certificate_authority)}
+        cluster = {
+            "server": self._urls[API_SERVER],
+            "certificate-authority": str(self._authority.path),
+        }
         context = {"cluster": "tests", "user": name, "namespace": namespace}
         config = {
             "apiVersion": "v1",
@@ -291,14 +270,3 @@ def wait_for_service_account(client: Client, namespace: str, name: str = "defaul
                 return
         time.sleep(0.02)
     raise AssertionError(f"no controller made a token of {namespace}/{name}")
-
-
-def main() -> None:
-    with control_plane() as running:
-        print(f"KUBECONFIG={running.kubeconfig}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,7 @@ reaches the status of the Dataset, and goes with the plugin's pod."""
 
 from collections.abc import Iterator
 from pathlib import Path
-from uuid import UUID, uuid4
+from uuid import uuid4
 
 import pytest
 from lightkube import ApiError, Client, KubeConfig
@@ -23,15 +23,10 @@ from tests.kubernetes.cluster.operators import (
     DatasetResource,
     Operator,
     Resources,
-    install,
 )
 from tests.waiting import wait_until
 
-
-@pytest.fixture(scope="module", autouse=True)
-def installed(client: Client) -> None:
-    """The definitions, and the rights of the operator and the plugin."""
-    install(client)
+pytestmark = pytest.mark.usefixtures("installed")
 
 
 @pytest.fixture
@@ -42,31 +37,24 @@ def plugin(control_plane: ControlPlane) -> Iterator[Client]:
         yield client
 
 
-def put_ready(client: Client, namespace: str, identity: UUID) -> None:
-    """Make a Dataset that has been prepared."""
-    spec = {"url": "diesel+tls://host:1", "source": {"existing": {}}}
-    client.create(DatasetResource(metadata=ObjectMeta(name="pets"), spec=spec), namespace=namespace)
-    status: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 10**6, "version": 7,
-                    "identity": str(identity)}  # fmt: skip
-    client.patch(
-        DatasetResource.Status,
-        "pets",
-        {"status": status},
-        namespace=namespace,
-        patch_type=PatchType.MERGE,
-    )
-
-
 def test_a_report_reaches_the_status_and_goes_with_the_plugins_pod(
     client: Client,
     control_plane: ControlPlane,
-    namespace: str,
+    resources: Resources,
     plugin: Client,
     tmp_path: Path,
 ) -> None:
-    identity = uuid4()
-    put_ready(client, namespace, identity)
-    resources = Resources(client, namespace)
+    identity, namespace = uuid4(), resources.namespace
+    resources.make_dataset("pets", {"url": "diesel+tls://host:1", "source": {"existing": {}}})
+    ready: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 10**6, "version": 7,
+                   "identity": str(identity)}  # fmt: skip
+    client.patch(
+        DatasetResource.Status,
+        "pets",
+        {"status": ready},
+        namespace=namespace,
+        patch_type=PatchType.MERGE,
+    )
     pod, node = f"diesel-csi-{namespace}", f"node-{namespace}"
     spec = PodSpec(containers=[Container(name="plugin", image="none")], nodeName="no-such-node")
     client.create(Pod(metadata=ObjectMeta(name=pod, namespace=SYSTEM), spec=spec))

@@ -1,13 +1,12 @@
 """The volumes of a pod on a stand-in node: folders that its containers' processes can use.
 
-Kinds: emptyDir, secret, configMap, hostPath, csi (inline), and persistentVolumeClaim bound to a
-volume of kind csi or hostPath. A CSI driver is asked as kubelet asks it: with the volume's
-attributes, what `podInfoOnMount` adds, the secret of `nodePublishSecretRef`, and a target below the
-pod's folder, whose parent exists. The calls and names follow Kubernetes 1.20
+Kinds: emptyDir, hostPath, secret (by which admission gives a pod the token of its ServiceAccount)
+and csi (inline). A CSI driver is asked as kubelet asks it: with the
+volume's attributes, what `podInfoOnMount` adds, the secret of `nodePublishSecretRef`, and a target
+below the pod's folder, whose parent exists. The calls and names follow Kubernetes 1.20
 (`pkg/volume/csi/csi_mounter.go`).
 """
 
-import base64
 import hashlib
 import os
 import shutil
@@ -18,11 +17,11 @@ from pathlib import Path
 from typing import Protocol
 
 from lightkube import Client
-from lightkube.models.core_v1 import KeyToPath, SecretReference, Volume
-from lightkube.resources.core_v1 import ConfigMap, PersistentVolume, PersistentVolumeClaim, Pod
-from lightkube.resources.core_v1 import Secret as SecretResource
+from lightkube.models.core_v1 import CSIVolumeSource, Volume
+from lightkube.resources.core_v1 import Pod
 
 from diesel_fs.system.mountinfo import mounts
+from tests.kubernetes.cluster.containers import secret_of
 
 
 class VolumeError(Exception):
@@ -38,9 +37,6 @@ class CsiVolume:
     attributes: Mapping[str, str]
     secrets: Mapping[str, str]
     read_only: bool
-    access_mode: str
-    """As in a PersistentVolume, such as `ReadOnlyMany`; empty for an inline volume."""
-    mount_flags: tuple[str, ...] = ()
 
 
 class CsiDriver(Protocol):
@@ -96,122 +92,52 @@ class PodVolumes:
         own = self.folder / volume.name
         if volume.emptyDir is not None:
             own.mkdir(parents=True)
-        elif volume.secret is not None:
-            assert volume.secret.secretName is not None
-            found = self.client.get(
-                SecretResource, volume.secret.secretName, namespace=self._namespace
-            )
-            data = {key: base64.b64decode(text) for key, text in (found.data or {}).items()}
-            _write_files(own, data, volume.secret.items)
-        elif volume.configMap is not None:
-            assert volume.configMap.name is not None
-            config = self.client.get(ConfigMap, volume.configMap.name, namespace=self._namespace)
-            texts = {key: text.encode() for key, text in (config.data or {}).items()}
-            _write_files(own, texts, volume.configMap.items)
-        elif volume.hostPath is not None:
-            return _host_path(volume.hostPath.path, volume.hostPath.type)
-        elif volume.csi is not None:
-            identity = f"{self._uid}{volume.name}".encode()
-            secret = volume.csi.nodePublishSecretRef
-            return self._publish(
-                volume.name,
-                volume.csi.driver,
-                CsiVolume(
-                    volume_id=f"csi-{hashlib.sha256(identity).hexdigest()}",
-                    target=self._target(volume.name),
-                    attributes=self._attributes(volume.csi.volumeAttributes, inline=True),
-                    secrets=self._secret(secret.name, self._namespace) if secret else {},
-                    read_only=bool(volume.csi.readOnly),
-                    access_mode="",
-                ),
-            )
-        elif volume.persistentVolumeClaim is not None:
-            return self._claimed(volume.name, volume.persistentVolumeClaim.claimName)
-        else:
-            raise VolumeError(f"volume {volume.name}: this stand-in knows no such kind")
-        return own
+            return own
+        if volume.secret is not None:
+            content = secret_of(self.client, volume.secret.secretName, self._namespace)
+            own.mkdir(parents=True)
+            for name, text in content.items():
+                (own / name).write_text(text)
+            return own
+        if volume.hostPath is not None:
+            path = Path(volume.hostPath.path)
+            if volume.hostPath.type == "DirectoryOrCreate":
+                path.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                raise VolumeError(f"the host has no {path}")
+            return path
+        if volume.csi is not None:
+            return self._publish(volume.name, volume.csi)
+        raise VolumeError(f"volume {volume.name}: this stand-in knows no such kind")
 
-    def _claimed(self, name: str, claim_name: str) -> Path:
-        claim = self.client.get(PersistentVolumeClaim, claim_name, namespace=self._namespace)
-        if claim.spec is None or claim.spec.volumeName is None:
-            raise VolumeError(f"volume {name}: the claim {claim_name} is not bound")
-        spec = self.client.get(PersistentVolume, claim.spec.volumeName).spec
+    def _publish(self, name: str, source: CSIVolumeSource) -> Path:
+        metadata, spec = self.pod.metadata, self.pod.spec
+        assert metadata is not None
         assert spec is not None
-        if spec.hostPath is not None:
-            return _host_path(spec.hostPath.path, spec.hostPath.type)
-        if spec.csi is None:
-            raise VolumeError(f"volume {name}: this stand-in knows no such kind")
-        reference: SecretReference | None = spec.csi.nodePublishSecretRef
-        return self._publish(
-            name,
-            spec.csi.driver,
-            CsiVolume(
-                volume_id=spec.csi.volumeHandle,
-                target=self._target(name),
-                attributes=self._attributes(spec.csi.volumeAttributes, inline=False),
-                secrets=self._secret(reference.name, reference.namespace) if reference else {},
-                read_only=bool(spec.csi.readOnly),
-                access_mode=(spec.accessModes or [""])[0],
-                mount_flags=tuple(spec.mountOptions or ()),
-            ),
-        )
-
-    def _publish(self, name: str, driver_name: str, volume: CsiVolume) -> Path:
-        driver = self.drivers.get(driver_name)
+        driver = self.drivers.get(source.driver)
         if driver is None:
-            raise VolumeError(f"volume {name}: the node has no CSI driver {driver_name}")
+            raise VolumeError(f"volume {name}: the node has no CSI driver {source.driver}")
+        secret = source.nodePublishSecretRef
+        volume = CsiVolume(
+            volume_id=f"csi-{hashlib.sha256(f'{metadata.uid}{name}'.encode()).hexdigest()}",
+            target=self.folder / "kubernetes.io~csi" / name / "mount",
+            attributes={
+                **(source.volumeAttributes or {}),
+                "csi.storage.k8s.io/pod.name": metadata.name or "",
+                "csi.storage.k8s.io/pod.namespace": self._namespace,
+                "csi.storage.k8s.io/pod.uid": metadata.uid or "",
+                "csi.storage.k8s.io/serviceAccount.name": spec.serviceAccountName or "",
+                "csi.storage.k8s.io/ephemeral": "true",
+            },
+            secrets=secret_of(self.client, secret.name, self._namespace) if secret else {},
+            read_only=bool(source.readOnly),
+        )
         volume.target.parent.mkdir(parents=True, exist_ok=True)
         self._published[name] = driver, volume  # a publish that failed may have left something
         driver.publish(volume)
         return volume.target
 
-    def _attributes(self, given: dict[str, str] | None, *, inline: bool) -> dict[str, str]:
-        assert self.pod.metadata is not None
-        assert self.pod.spec is not None
-        return {
-            **(given or {}),
-            "csi.storage.k8s.io/pod.name": self.pod.metadata.name or "",
-            "csi.storage.k8s.io/pod.namespace": self._namespace,
-            "csi.storage.k8s.io/pod.uid": self._uid,
-            "csi.storage.k8s.io/serviceAccount.name": self.pod.spec.serviceAccountName or "",
-            "csi.storage.k8s.io/ephemeral": "true" if inline else "false",
-        }
-
-    def _secret(self, name: str | None, namespace: str | None) -> dict[str, str]:
-        assert name is not None
-        data = self.client.get(SecretResource, name, namespace=namespace or self._namespace).data
-        return {key: base64.b64decode(text).decode() for key, text in (data or {}).items()}
-
-    def _target(self, name: str) -> Path:
-        return self.folder / "kubernetes.io~csi" / name / "mount"
-
     @property
     def _namespace(self) -> str:
         assert self.pod.metadata is not None
         return self.pod.metadata.namespace or "default"
-
-    @property
-    def _uid(self) -> str:
-        assert self.pod.metadata is not None
-        return self.pod.metadata.uid or ""
-
-
-def _host_path(path: str, kind: str | None) -> Path:
-    if kind == "DirectoryOrCreate":
-        Path(path).mkdir(parents=True, exist_ok=True)
-    if not Path(path).exists():
-        raise VolumeError(f"the host has no {path}")
-    return Path(path)
-
-
-def _write_files(folder: Path, data: Mapping[str, bytes], items: list[KeyToPath] | None) -> None:
-    folder.mkdir(parents=True)
-    for name, key in [(each.path, each.key) for each in items or ()] or [
-        (key, key) for key in data
-    ]:
-        if key not in data:
-            raise VolumeError(f"there is no key {key}")
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.touch(mode=0o600)
-        file.write_bytes(data[key])
