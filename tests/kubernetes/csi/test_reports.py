@@ -9,12 +9,13 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import UUID, uuid4
 
 import pytest
-from lightkube import Client, KubeConfig
+from lightkube import Client
+from lightkube.resources.core_v1 import Pod
 
 from diesel_fs.client.dataset import connect
 from diesel_kubernetes.csi.holdings import NodeHoldings, held_by_mount
@@ -25,6 +26,7 @@ from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.targets import MountTable
 from diesel_kubernetes.csi.volumes import Limits, Volume
 from diesel_kubernetes.names import POD_NAMESPACE
+from diesel_kubernetes.operator.fields import Json, at
 from diesel_kubernetes.reports import (
     REFRESH_S,
     HeldDataset,
@@ -35,13 +37,13 @@ from diesel_kubernetes.reports import (
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.waiting import wait_until
 
-from .cluster import Cluster, Json, inner, running_cluster
-from .test_mount_pods import kubeconfig
+from .cluster import Cluster
+from .conftest import MOUNTS_AS_ROOT, node_volumes, publish
 
 CHUNKS, FILE_BYTES = 8, 1_000_000
 """Of the dataset: all chunks have the same size, and each has one file."""
 
-as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root binds mounts")
+fuse, as_root = MOUNTS_AS_ROOT
 
 
 def put_chunks(url: str) -> tuple[UUID, int]:
@@ -63,24 +65,18 @@ class LoopbackMounter(ProcessMounter):
         super().start(replace(volume, options=(*volume.options, *more)), name, lock)
 
 
+@dataclass(frozen=True, slots=True)
 class Node:
     """A node with a plugin's logic, whose mounts are processes."""
 
-    def __init__(self, folder: Path, url: str) -> None:
-        self.folder = folder
-        self.cache_root = folder / "fast"
-        self.cache_root.mkdir(parents=True)
-        self.state = StateFolder(folder / "state")
-        limits = Limits(url=url, cache_root=str(self.cache_root))
-        mounter = LoopbackMounter(self.state)
-        self.volumes = NodeVolumes(self.state, mounter, limits, idle_s=0, starts_max=2)
-        self.holdings = NodeHoldings(self.state, str(self.cache_root))
+    folder: Path
+    state: StateFolder
+    volumes: NodeVolumes
+    holdings: NodeHoldings
 
-    def close(self) -> None:
-        """End the node's threads, when its mounts have ended."""
-        self.wait_until_unmounted()
-        self.volumes.close()
-        self.state.close()
+    @property
+    def cache_root(self) -> Path:
+        return self.folder / "fast"
 
     def wait_until_unmounted(self) -> None:
         """Wait until no mount is left. A task's master may outlive its mount, and its folder."""
@@ -89,10 +85,7 @@ class Node:
     def publish(self, name: str = "mount", *, namespace: str = "team", **attributes: str) -> Path:
         """Publish `pets` to a pod of a namespace. Returns where."""
         target = self.folder / name
-        given = {"dataset": "pets", POD_NAMESPACE: namespace, **attributes}
-        self.volumes.publish(
-            str(target), given, {}, [], timeout_s=60, is_wanted=lambda: True
-        )  # fmt: skip
+        publish(self.volumes, target, {POD_NAMESPACE: namespace, **attributes})
         return target
 
     def held(self) -> list[HeldDataset]:
@@ -121,11 +114,15 @@ class Node:
 @contextmanager
 def running_node(folder: Path, url: str) -> Iterator[Node]:
     """A node, whose targets the test has unpublished at the end."""
-    node = Node(folder, url)
-    try:
-        yield node
-    finally:
-        node.close()
+    state, cache_root = StateFolder(folder / "state"), folder / "fast"
+    cache_root.mkdir(parents=True)
+    limits = Limits(url=url, cache_root=str(cache_root))
+    with node_volumes(state, LoopbackMounter(state), limits) as volumes:
+        node = Node(folder, state, volumes, NodeHoldings(state, str(cache_root)))
+        try:
+            yield node
+        finally:
+            node.wait_until_unmounted()
 
 
 def read(target: Path, count: int) -> None:
@@ -135,7 +132,7 @@ def read(target: Path, count: int) -> None:
 
 
 @pytest.mark.deep
-@pytest.mark.fuse
+@fuse
 @as_root
 def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
     tmp_path: Path,
@@ -179,7 +176,7 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
         assert node.holdings.measure() == ([], False)
 
 
-@pytest.mark.fuse
+@fuse
 @as_root
 def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_path: Path) -> None:
     url = (tmp_path / "store").as_uri()
@@ -200,7 +197,7 @@ def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_pat
 
 
 @pytest.mark.deep
-@pytest.mark.fuse
+@fuse
 @as_root
 def test_each_node_of_a_task_holds_its_half(tmp_path: Path) -> None:
     """Two masters on this machine find each other through Redis, as on two nodes. The memory of
@@ -250,15 +247,8 @@ def test_a_mount_of_another_version_than_its_master_tells_of_the_page_cache_alon
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    with running_cluster() as cluster:
-        yield cluster
-
-
-@pytest.fixture
 def client(cluster: Cluster) -> Iterator[Client]:
-    config = KubeConfig.from_dict(kubeconfig(cluster))
-    with Client(config, namespace="diesel-system") as client:
+    with cluster.client() as client:
         yield client
 
 
@@ -319,9 +309,7 @@ def test_a_report_is_written_when_something_has_changed_noticeably(
 def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
     cluster: Cluster, client: Client
 ) -> None:
-    cluster.hold_pods = True
-    pods = "/api/v1/namespaces/diesel-system/pods"
-    cluster.answer("POST", pods, {"metadata": {"name": "diesel-csi-x"}})
+    pod = cluster.put("pods", {"metadata": {"name": "diesel-csi-x"}})
     long = "node-" + "x" * 200
     for node in ("node-1", long):
         NodeReporter(client, node, "diesel-system", Measured().measure, pod="diesel-csi-x").report()
@@ -330,8 +318,8 @@ def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
     assert names[0] == "diesel-node-node-1"
     assert len(names[1]) < 80
     one = cluster.objects["configmaps", names[0]]
-    assert inner(one, "metadata", "ownerReferences", 0, "uid") == "uid-1"
-    cluster.answer("DELETE", f"{pods}/diesel-csi-x", None)
+    assert at(one, "metadata", "ownerReferences", 0, "uid") == at(pod, "metadata", "uid")
+    client.delete(Pod, "diesel-csi-x")
     assert not cluster.objects
 
 
@@ -348,5 +336,5 @@ def test_a_thread_reports_and_goes_on_after_errors(cluster: Cluster, client: Cli
     is_failing = False
     wait_until(lambda: ("configmaps", report_name("node-1")) in cluster.objects)
     reporter.close()
-    content = inner(cluster.objects["configmaps", report_name("node-1")], "data", "report")
+    content = at(cluster.objects["configmaps", report_name("node-1")], "data", "report")
     assert json.loads(str(content))["datasets"][0]["share"] == 40
