@@ -17,7 +17,7 @@ from diesel_kubernetes.operator.training import (
 )
 from tests.rows import each_row
 
-from .made import DEFAULTS, NOW_S, dataset, training_job
+from .made import DEFAULTS, NOW_S, dataset, node_object, training_job
 
 READY: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 1000, "version": 7}
 
@@ -58,6 +58,10 @@ def pods_of(decision: Decision) -> list[Json]:
     return [each for each in decision.create if each["kind"] == "Pod"]
 
 
+def names(found: Sequence[object]) -> list[str]:
+    return [text(each, "name") for each in found]
+
+
 def in_phase(pods: Sequence[Json], *phases: str) -> list[Json]:
     """Pods with these phases."""
     return [{**pod, "status": {"phase": phase}} for pod, phase in zip(pods, phases, strict=True)]
@@ -86,9 +90,15 @@ def test_a_job_waits_until_its_dataset_is_ready(found: list[Object], reason: str
     assert [each["reason"] for each in decision.events] == [reason]
 
 
-def test_nodes_are_looked_at_only_when_the_datasets_are_ready() -> None:
+def test_nodes_are_looked_at_only_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
+    """What is decided is in the status then."""
     assert decide(situation(training_job(), nodes=None), DEFAULTS).wants_survey
     assert not decide(situation(training_job(), [], nodes=None), DEFAULTS).wants_survey
+    decision = decide(situation(training_job()), DEFAULTS)
+    assert not decision.create
+    assert decision.again_s == 0
+    assert names(items(decision.status, "nodes")) == ["b", "a"]
+    assert at(decision.status, "volumes", 0, "attributes", "version") == "7"
 
 
 def test_a_job_whose_datasets_cannot_fit_is_refused() -> None:
@@ -103,22 +113,22 @@ def test_a_job_whose_datasets_cannot_fit_is_refused() -> None:
 
 
 def test_blocks_in_memory_count_for_the_score_and_not_for_the_storage() -> None:
-    held = {"name": "a", "state": "Active", "share": 100, "keeps": False}
-    big = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": [held]})
-    decision = decide(situation(training_job({"admission": "Always"}), [big]), DEFAULTS)
-    assert [text(each, "name") for each in items(decision.status, "nodes")] == ["a", "b"]
-    refused = decide(situation(training_job(), [big]), DEFAULTS)
-    assert refused.status["phase"] == "Rejected"
-    on_disk = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": [{**held, "keeps": True}]})
-    assert decide(situation(training_job(), [on_disk]), DEFAULTS).status["phase"] == "Starting"
+    """The nodes have 1,001 million bytes free for 2,000 million."""
 
+    def decided(admission: str, **held: object) -> Decision:
+        nodes = [{"name": "a", "state": "Active", "share": 100, **held}]
+        big = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": nodes})
+        return decide(situation(training_job({"admission": admission}), [big]), DEFAULTS)
 
-def test_what_is_decided_is_in_the_status_before_a_pod_is_made() -> None:
-    decision = decide(situation(training_job()), DEFAULTS)
-    assert not decision.create
-    assert decision.again_s == 0
-    assert [text(each, "name") for each in items(decision.status, "nodes")] == ["b", "a"]
-    assert at(decision.status, "volumes", 0, "attributes", "version") == "7"
+    in_memory = decided("Always", keeps=False)
+    assert names(items(in_memory.status, "nodes")) == ["a", "b"]
+    for phase, held in (
+        ("Rejected", {"keeps": False}),
+        ("Starting", {"keeps": True}),
+        ("Rejected", {"keeps": True, "diskShare": 49}),
+        ("Starting", {"keeps": True, "diskShare": 50}),
+    ):
+        assert decided("Storage", **held).status["phase"] == phase, held
 
 
 def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
@@ -141,19 +151,17 @@ def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
         assert volume.named == "pets@7"
         assert {"--task=train-01234567", f"--rank={rank}", "--world=2"} <= set(volume.options)
         assert "--memory=2147483648" in volume.options
-        terms = items(
-            pod, "spec", "affinity", "nodeAffinity",
-            "preferredDuringSchedulingIgnoredDuringExecution",
-        )  # fmt: skip
+        preferred = "preferredDuringSchedulingIgnoredDuringExecution"
         order = [
-            (at(t, "preference", "matchExpressions", 0, "values", 0), at(t, "weight"))
-            for t in terms
+            (at(each, "preference", "matchExpressions", 0, "values", 0), at(each, "weight"))
+            for each in items(pod, "spec", "affinity", "nodeAffinity", preferred)
         ]
         assert order == [("host-b", 100), ("host-a", 50)]
         assert at(pod, "spec", "affinity", "podAntiAffinity")
 
 
 def test_a_template_keeps_what_it_has() -> None:
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
     template: Json = {
         "metadata": {"labels": {"team": "x"}, "annotations": {"note": "y"}},
         "spec": {
@@ -164,9 +172,7 @@ def test_a_template_keeps_what_it_has() -> None:
             ],
             "initContainers": [{"name": "i"}],
             "volumes": [{"name": "own", "emptyDir": {}}],
-            "affinity": {
-                "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"x": 1}}
-            },
+            "affinity": {"nodeAffinity": {required: {"x": 1}}},
         },
     }
     spec: Json = {"template": template}
@@ -179,8 +185,7 @@ def test_a_template_keeps_what_it_has() -> None:
     assert len(items(pod, "spec", "containers", 1, "volumeMounts")) == 2
     assert len(items(pod, "spec", "initContainers", 0, "volumeMounts")) == 1
     assert len(items(pod, "spec", "volumes")) == 2
-    affinity = fields(pod, "spec", "affinity", "nodeAffinity")
-    assert affinity["requiredDuringSchedulingIgnoredDuringExecution"] == {"x": 1}
+    assert at(pod, "spec", "affinity", "nodeAffinity", required) == {"x": 1}
 
 
 @each_row(
@@ -273,9 +278,9 @@ def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) ->
 
 def test_selectors_of_datasets_and_template_hold_together() -> None:
     placed = dataset({"placement": {"nodeSelector": {"disk": "ssd"}}}, READY)
-    nodes = [node("a", disk="ssd"), node("b")]
+    nodes = [node("a", disk="ssd"), node("b"), node("c", disk="hdd")]
     decision = decide(situation(training_job(), [placed], nodes=nodes), DEFAULTS)
-    assert [text(each, "name") for each in items(decision.status, "nodes")] == ["a"]
+    assert names(items(decision.status, "nodes")) == ["a"]
     pod = pods_of(step(decision.status))[0]
     assert texts(pod, "spec", "nodeSelector") == {"disk": "ssd"}
     contrary: Json = {"template": {"spec": {"containers": [{}], "nodeSelector": {"disk": "hdd"}}}}
@@ -284,17 +289,7 @@ def test_selectors_of_datasets_and_template_hold_together() -> None:
 
 
 def test_a_survey_counts_what_is_left_on_nodes() -> None:
-    def raw_node(name: str, ready: str = "True", **spec: object) -> Json:
-        return {
-            "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
-            "spec": spec,
-            "status": {
-                "allocatable": {"cpu": "4", "memory": "1Gi", STORAGE: "1000"},
-                "conditions": [{"type": "Ready", "status": ready}],
-            },
-        }
-
-    def raw_pod(phase: str) -> Json:
+    def pod(phase: str) -> Json:
         resources = {"requests": {"cpu": "500m"}, "limits": {STORAGE: "100", "cpu": "2"}}
         return {
             "spec": {"nodeName": "a", "containers": [{"resources": resources}] * 2},
@@ -305,22 +300,26 @@ def test_a_survey_counts_what_is_left_on_nodes() -> None:
         status = {"bytes": 300, "nodes": [{"name": "a", "state": state, "share": 50, **more}]}
         return dataset(status=status, name=name).raw
 
-    found = survey(
-        [raw_node("a"), raw_node("lost", "Unknown"), raw_node("closed", unschedulable=True)],
-        [raw_pod("Running"), raw_pod("Succeeded")],
+    (only,) = survey(
+        [
+            node_object("a", storage="1000"),
+            node_object("lost", ready="Unknown"),
+            node_object("closed", unschedulable=True),
+        ],
+        [pod("Running"), pod("Succeeded")],
         [
             held("own", "Cached", keeps=True),
             held("idle", "Cached", keeps=True),
+            held("in part", "Cached", keeps=True, diskShare=10),
             held("busy", "Active", keeps=True),
             held("memory", "Active"),
         ],
         ["uid-of-own"],
     )
-    (only,) = found
     assert only.name == "a"
     assert only.requested == {"pods": 1, "cpu": 1, STORAGE: 200}
-    assert only.free_bytes == 1000 - 200 - 3 * 150
-    assert only.preemptible_bytes == 150
+    assert only.free_bytes == 1000 - 200 - 3 * 150 - 30
+    assert only.preemptible_bytes == 150 + 30
     assert only.has_room({"cpu": Fraction(3)})
     assert not only.has_room({"cpu": Fraction(3), "nvidia.com/gpu": Fraction(1)})
 
