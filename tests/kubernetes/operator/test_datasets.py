@@ -54,7 +54,8 @@ def test_a_new_dataset_gets_a_job_and_an_event() -> None:
 
 def test_a_running_job_is_waited_for_and_its_progress_shown() -> None:
     seen, job = started()
-    running, progress = view_of_job(job, ()), {"entries": 5, "percent": 50}
+    running = view_of_job(job, ())
+    progress: Json = {"entries": 5, "percent": 50}
     decision = decide(situation(seen, [running], progress=progress), DEFAULTS)
     assert (decision.create, decision.events, decision.again_s) == ((), (), 10.0)
     assert decision.status["progress"] == progress
