@@ -18,7 +18,7 @@ from tests.cli.conftest import program_environment
 from tests.kubernetes.cluster import control_plane as planes
 from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import PROGRAMS, ControlPlane
-from tests.kubernetes.cluster.operators import IMAGE, Resources, install
+from tests.kubernetes.cluster.operators import IMAGE, OWN_IMAGE, Resources, install
 
 
 @pytest.fixture(scope="session")
@@ -60,6 +60,7 @@ def resources(client: Client) -> Iterator[Resources]:
 
 @pytest.fixture
 def images() -> dict[str, Environment]:
-    """An image in which a shell and this tree's programs are found."""
+    """Images in which a shell and this tree's programs are found."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {IMAGE: {**program_environment(), "PATH": path}}
+    environment = {**program_environment(), "PATH": path}
+    return {IMAGE: environment, OWN_IMAGE: environment}

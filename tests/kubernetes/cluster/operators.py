@@ -35,6 +35,8 @@ from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_servic
 from tests.waiting import PATIENCE_S, wait_until
 
 IMAGE = "diesel-fs"
+OWN_IMAGE = "registry.example/diesel-fs:7"
+"""The image of the operator's own pod."""
 SYSTEM = "diesel-system"
 ACCOUNT, DRIVER_ACCOUNT = "diesel-operator", "diesel-csi"
 

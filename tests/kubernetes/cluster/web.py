@@ -1,23 +1,18 @@
-"""Web servers of a test, on loopback."""
+"""A web server of a test, on loopback."""
 
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import cast
 
 
-class QuietHandler(BaseHTTPRequestHandler):
-    """A handler of requests that does not print them."""
+class _QuietHandler(SimpleHTTPRequestHandler):
+    """Gives the files of a folder, and prints nothing."""
 
     def log_message(self, *_: object) -> None:
         pass
-
-
-class _FileHandler(QuietHandler, SimpleHTTPRequestHandler):
-    """Gives the files of a folder."""
 
 
 class _QuietServer(ThreadingHTTPServer):
@@ -28,8 +23,9 @@ class _QuietServer(ThreadingHTTPServer):
 
 
 @contextmanager
-def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """A server whose requests a handler answers; its address."""
+def served(folder: Path) -> Iterator[str]:
+    """A server that gives the files of a folder; its address."""
+    handler = partial(_QuietHandler, directory=str(folder))
     with _QuietServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -38,11 +34,3 @@ def running(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
         finally:
             server.shutdown()
             thread.join()
-
-
-@contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """A server that gives the files of a folder; its address."""
-    handler = partial(_FileHandler, directory=str(folder))
-    with running(cast("type[BaseHTTPRequestHandler]", handler)) as address:
-        yield address

@@ -70,9 +70,12 @@ def test_a_volume_is_read_only_and_published_once_for_the_same_calls(
 def test_equal_volumes_share_a_mount_and_tenants_do_not(
     plugin: Plugin, pets: dict[str, str], tmp_path: Path
 ) -> None:
+    """What was published side by side leaves nothing; `make bench` has fifty volumes."""
     attributes = {**pets, "session": "kernel"}
     secret = {"redisPassword": "a secret of the team"}
     targets = [tmp_path / str(number) for number in range(5)]
+    plugin.kubelet.probe()
+    before = sorted(plugin.descriptors())
     with ThreadPoolExecutor() as pool:
         calls = [
             pool.submit(plugin.kubelet.publish, target, attributes, pod=str(number))
@@ -82,15 +85,17 @@ def test_equal_volumes_share_a_mount_and_tenants_do_not(
             pool.submit(plugin.kubelet.publish, targets[3], attributes, namespace="others"),
             pool.submit(plugin.kubelet.publish, targets[4], attributes, secrets=secret),
         ]
-    for call in calls:
-        call.result()
-    assert len(plugin.roots) == 3
-    assert len({daemon(target) for target in targets[:3]}) == 1
-    plugin.kubelet.unpublish(targets[0])
-    assert shown(targets[1]) == FILES
-    for target in targets[1:]:
-        plugin.kubelet.unpublish(target)
+        for call in calls:
+            call.result()
+        assert len(plugin.roots) == 3
+        assert len({daemon(target) for target in targets[:3]}) == 1
+        plugin.kubelet.unpublish(targets[0])
+        assert shown(targets[1]) == FILES
+        list(pool.map(plugin.kubelet.unpublish, targets[1:]))
     plugin.wait_until_clean()
+    assert os.listdir(tmp_path) == []
+    wait_until(lambda: sorted(plugin.descriptors()) == before)
+    assert os.listdir(plugin.state / "locks") == []
 
 
 @pytest.mark.deep
@@ -160,27 +165,6 @@ def test_another_file_system_at_the_target_stays(
         assert os.path.ismount(target)
     finally:
         subprocess.run(["umount", target], check=True)
-
-
-@pytest.mark.deep
-def test_volumes_side_by_side_leave_nothing(
-    plugin: Plugin, pets: dict[str, str], tmp_path: Path
-) -> None:
-    """Five at once, each with a mount of its own; `make bench` has fifty."""
-    kubelet = plugin.kubelet
-    kubelet.probe()
-    plugin.wait_until_clean()
-    before = sorted(plugin.descriptors())
-    targets = [tmp_path / str(number) for number in range(5)]
-    with ThreadPoolExecutor(len(targets)) as pool:
-        list(pool.map(lambda each: kubelet.publish(each, {**pets, "seed": each.name}), targets))
-        assert len(plugin.roots) == len(targets)
-        assert all(shown(target) == FILES for target in targets)
-        list(pool.map(kubelet.unpublish, targets))
-    assert os.listdir(tmp_path) == []
-    plugin.wait_until_clean()
-    assert sorted(plugin.descriptors()) == before
-    assert os.listdir(plugin.state / "locks") == []
 
 
 def test_a_plugin_answers_while_volumes_wait_for_a_server(plugin: Plugin, tmp_path: Path) -> None:
