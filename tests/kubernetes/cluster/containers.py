@@ -121,10 +121,13 @@ def _message_file(container: Container, folder: Path) -> Path:
     return folder / f"{container.name}.message"
 
 
-def termination_message(container: Container, folder: Path) -> str:
-    """What a container that has ended has written to its `terminationMessagePath`."""
+def last_message(container: Container, exit_code: int, folder: Path) -> str:
+    """What the pod's status quotes of a container that has ended: what it has written to its
+    `terminationMessagePath`, or the end of its log."""
     try:
-        content = _message_file(container, folder).read_bytes()
+        found = _message_file(container, folder).read_bytes()[:4096]
     except OSError:
-        return ""
-    return content[:4096].decode(errors="replace")
+        found = b""
+    if not found and exit_code and container.terminationMessagePolicy == "FallbackToLogsOnError":
+        found = (folder / f"{container.name}.log").read_bytes()[-2048:]
+    return found.decode(errors="replace")

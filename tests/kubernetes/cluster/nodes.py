@@ -27,7 +27,7 @@ from typing import Self
 from httpx2 import HTTPError
 from lightkube import ApiError
 from lightkube.models.coordination_v1 import LeaseSpec
-from lightkube.models.core_v1 import Container, NodeAddress, NodeCondition, NodeStatus, PodSpec
+from lightkube.models.core_v1 import Container, NodeAddress, NodeCondition, NodeStatus
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.coordination_v1 import Lease
 from lightkube.resources.core_v1 import Node as NodeResource
@@ -51,10 +51,6 @@ NODE_GRACE_S = 10.0
 """How long processes have after a SIGTERM when their node ends."""
 LOOK_AT_PROCESSES_S = 0.02
 REMOVE_TRIES = 30
-MESSAGE_BYTES_MAX = 2048
-"""How much of its log kubelet quotes as a container's last message."""
-
-Starter = Callable[[Container], "subprocess.Popen[bytes]"]
 
 _addresses = (f"127.{64 + n // 65536}.{n // 256 % 256}.{n % 256}" for n in itertools.count(1))
 
@@ -192,91 +188,18 @@ class Node:
                 del self._runs[uid]
 
 
-class _Container:
-    """One container of a pod that runs: its process, and what is reported about it."""
-
-    def __init__(self, container: Container, log: Path) -> None:
-        self.container = container
-        self._log = log
-        self.process: subprocess.Popen[bytes] | None = None
-        self.exit_code: int | None = None
-        self._state: dict[str, object] = {"waiting": {"reason": "PodInitializing"}}
-        self._due_s = 0.0
-
-    def status(self) -> dict[str, object]:
-        runs = "running" in self._state
-        return {
-            "name": self.container.name,
-            "image": self.container.image or "",
-            "imageID": "",
-            "ready": runs,
-            "started": runs,
-            "restartCount": 0,
-            "state": self._state,
-        }
-
-    def advance(self, starts: Starter) -> bool:
-        """Start the process if that is due, and see whether it has ended; whether what is to be
-        reported has changed."""
-        if self.exit_code is not None:
-            return False
-        if self.process is None:
-            return time.monotonic() >= self._due_s and self._start(starts)
-        code = self.process.poll()
-        if code is None:
-            return False
-        self.kill()  # what it left running ends with it
-        self.process = None
-        self.exit_code = 128 - code if code < 0 else code
-        ended = {
-            "exitCode": self.exit_code,
-            "reason": "Error" if self.exit_code else "Completed",
-            "finishedAt": _now(),
-            "message": self._message(self.exit_code),
-        }
-        self._state = {"terminated": ended}
-        return True
-
-    def _message(self, code: int) -> str:
-        """What the pod's status quotes of a container: its termination message, or its log."""
-        if found := containers.termination_message(self.container, self._log.parent):
-            return found
-        if code == 0 or self.container.terminationMessagePolicy != "FallbackToLogsOnError":
-            return ""
-        return self._log.read_bytes()[-MESSAGE_BYTES_MAX:].decode(errors="replace")
-
-    def _start(self, starts: Starter) -> bool:
-        try:
-            self.process = starts(self.container)
-        except (ContainerError, HTTPError) as error:
-            state = {"reason": "CreateContainerConfigError", "message": str(error)}
-            changed = self._state != {"waiting": state}
-            self._state = {"waiting": state}
-            self._due_s = time.monotonic() + RETRY_S
-            return changed
-        self._state = {"running": {"startedAt": _now()}}
-        return True
-
-    def kill(self) -> None:
-        """End the process, and what it started in its group."""
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
-
-
 class _PodRun:
     """Runs one pod, in a thread of its own: volumes, containers, and their end."""
 
     def __init__(self, node: Node, pod: Pod) -> None:
+        assert pod.spec is not None
         self._node = node
         self._pod = pod
         name, namespace, uid = _identity(pod)
         self._folder = node.folder / uid
         self._volumes = PodVolumes(node.client, pod, self._folder / "volumes", node.drivers)
-        self._containers = [
-            _Container(each, self._folder / f"{each.name}.log") for each in _spec(pod).containers
-        ]
+        self._containers = pod.spec.containers
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by the container's name
         self._address = next(_addresses)
         self._leave = threading.Event()  # the pod ends, or the node
         self._abandoned = threading.Event()  # the node ends: nothing is reported any more
@@ -305,7 +228,7 @@ class _PodRun:
     def _run(self) -> None:
         self._folder.mkdir(parents=True)
         try:
-            phase = self._run_containers() if self._make_volumes() else None
+            phase = self._phase_at_end() if self._starts() else None
         finally:
             self._end_processes()
         if phase is not None:
@@ -314,32 +237,23 @@ class _PodRun:
         self._leave.wait()  # a pod that has ended is there until somebody deletes it
         self._until_told(lambda: self._node.confirm_deletion(self._pod))
 
-    def _make_volumes(self) -> bool:
-        """Whether the volumes could be made before the pod was to leave."""
+    def _starts(self) -> bool:
+        """Whether volumes and processes could be made before the pod was to leave."""
         told = ""
         while not self._leave.is_set():
             try:
                 self._volumes.make()
-            except (VolumeError, HTTPError) as error:
+                for each in self._containers:
+                    if each.name not in self._processes:
+                        self._processes[each.name] = self._start(each)
+            except (VolumeError, ContainerError, HTTPError) as error:
                 if str(error) != told:
                     told = str(error)
-                    self._report("Pending", f"volumes: {told}")
+                    self._report("Pending", told)
             else:
                 return True
             self._leave.wait(RETRY_S)
         return False
-
-    def _run_containers(self) -> str | None:
-        """Keep all containers running; the phase in which the pod has ended. None when it was to
-        leave."""
-        while not self._leave.is_set():
-            changed = [each.advance(self._start) for each in self._containers]
-            if all(each.exit_code is not None for each in self._containers):
-                return "Failed" if any(each.exit_code for each in self._containers) else "Succeeded"
-            if any(changed):
-                self._report("Running")
-            self._leave.wait(LOOK_AT_PROCESSES_S)
-        return None
 
     def _start(self, container: Container) -> "subprocess.Popen[bytes]":
         image = self._node.images.get(container.image or "")
@@ -348,15 +262,50 @@ class _PodRun:
         own = containers.environment_of(container, self._node.client, self._pod, self._address)
         return containers.start(container, image, own, self._volumes.folders, self._folder)
 
+    def _phase_at_end(self) -> str | None:
+        """The phase in which the pod has ended. None when it was to leave before."""
+        self._report("Running")
+        while not self._leave.wait(LOOK_AT_PROCESSES_S):
+            codes = [each.poll() for each in self._processes.values()]
+            if None not in codes:
+                return "Failed" if any(codes) else "Succeeded"
+        return None
+
     def _report(self, phase: str, message: str = "") -> None:
         status: dict[str, object] = {
             "phase": phase,
             "message": message,
             "podIP": self._address,
             "podIPs": [{"ip": self._address}],
-            "containerStatuses": [each.status() for each in self._containers],
+            "containerStatuses": [self._status_of(each) for each in self._containers],
         }
         self._until_told(lambda: self._node.report(self._pod, status))
+
+    def _status_of(self, container: Container) -> dict[str, object]:
+        state: dict[str, object] = {"waiting": {"reason": "ContainerCreating"}}
+        process = self._processes.get(container.name)
+        if process is not None:
+            code = process.poll()
+            if code is None:
+                state = {"running": {"startedAt": _now()}}
+            else:
+                ended = {
+                    "exitCode": 128 - code if code < 0 else code,
+                    "reason": "Error" if code else "Completed",
+                    "finishedAt": _now(),
+                    "message": containers.last_message(container, code, self._folder),
+                }
+                state = {"terminated": ended}
+        runs = "running" in state
+        return {
+            "name": container.name,
+            "image": container.image or "",
+            "imageID": "",
+            "ready": runs,
+            "started": runs,
+            "restartCount": 0,
+            "state": state,
+        }
 
     def _until_told(self, tell: Callable[[], None]) -> None:
         """Tell the API server something, as soon as it is there."""
@@ -369,15 +318,16 @@ class _PodRun:
                 return
 
     def _end_processes(self) -> None:
-        processes = [each.process for each in self._containers if each.process]
-        for process in processes:
+        """End the processes, and what they started in their groups."""
+        for process in self._processes.values():
             process.terminate()
         until = time.monotonic() + self._grace_s
-        for process in processes:
+        for process in self._processes.values():
             with suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, until - time.monotonic()))
-        for each in self._containers:
-            each.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _remove_volumes(self) -> None:
         """As kubelet does, again and again until it succeeds; not for ever once the node ends."""
@@ -390,11 +340,6 @@ class _PodRun:
                 self._abandoned.wait(RETRY_S)
             else:
                 return
-
-
-def _spec(pod: Pod) -> PodSpec:
-    assert pod.spec is not None
-    return pod.spec
 
 
 def _has_ended(pod: Pod) -> bool:
