@@ -73,7 +73,6 @@ class Node:
         folder: Path,
         images: Mapping[str, Environment],
         *,
-        disk: str = "1Ti",
         drivers: Mapping[str, CsiDriver] | None = None,
     ) -> None:
         self.name = name
@@ -81,7 +80,6 @@ class Node:
         self.images = images
         self.drivers = drivers or {}
         self.client = control_plane.client()
-        self._capacity = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": disk}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name=f"node {name}")
         self._runs: dict[str, _PodRun] = {}  # by the pod's UID
@@ -140,13 +138,14 @@ class Node:
                 raise
 
     def _register(self) -> None:
+        capacity = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "1Ti"}
         status = NodeStatus(
             addresses=[
                 NodeAddress(type="InternalIP", address="127.0.0.1"),
                 NodeAddress(type="Hostname", address=self.name),
             ],
-            allocatable=self._capacity,
-            capacity=self._capacity,
+            allocatable=capacity,
+            capacity=capacity,
             conditions=[NodeCondition(type="Ready", status="True")],
         )
         metadata = ObjectMeta(name=self.name, labels={"kubernetes.io/hostname": self.name})

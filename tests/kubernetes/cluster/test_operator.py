@@ -2,7 +2,6 @@
 
 import faulthandler
 import json
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -19,9 +18,7 @@ from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Event, Pod, PodStatus
 from lightkube.types import PatchType
 
-from diesel_kubernetes.names import DRIVER
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
-from diesel_kubernetes.operator.objects import LABEL_TRAINING
+from diesel_kubernetes.operator.fields import Json, fields, items, text, whole
 from diesel_kubernetes.operator.resources import condition_of
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
@@ -30,7 +27,6 @@ from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
 from tests.kubernetes.cluster.operators import (
-    IMAGE,
     OWN_IMAGE,
     SYSTEM,
     DatasetResource,
@@ -38,7 +34,6 @@ from tests.kubernetes.cluster.operators import (
     Resources,
     TrainingJobResource,
 )
-from tests.kubernetes.cluster.volumes import CsiVolume, VolumeError
 from tests.trees import write
 from tests.waiting import wait_until
 
@@ -129,12 +124,6 @@ def job_names(resources: Resources) -> list[str]:
     return [str(each.metadata.name) for each in found if each.metadata]
 
 
-def wait_until_nothing_runs(resources: Resources) -> None:
-    """Wait until no Job and no pod is left."""
-    wait_until(lambda: not job_names(resources))
-    wait_until(lambda: not list(resources.client.list(Pod, namespace=resources.namespace)))
-
-
 def events_of_pets(resources: Resources) -> list[str]:
     """The reasons of all events of the Dataset `pets`, sorted."""
     found = resources.client.list(
@@ -222,103 +211,10 @@ def test_an_operator_that_is_killed_at_each_step_gets_to_the_same_end(
     assert kills >= 5
     print(f"killed {kills} times")
     assert dlcmd(store, "stat", "pets").returncode == 10
-    wait_until_nothing_runs(resources)
+    wait_until(lambda: not job_names(resources))
+    wait_until(lambda: not list(resources.client.list(Pod, namespace=resources.namespace)))
     events = events_of_pets(resources)
     assert events == sorted(set(events))
-
-
-@pytest.mark.usefixtures("node")
-def test_a_dataset_that_is_deleted_in_the_middle_leaves_nothing(
-    resources: Resources, operator: Operator, store: Path, archive: str
-) -> None:
-    resources.make_dataset("pets", dataset_spec(store, archive, reclaimPolicy="Delete"))
-    resources.make_dataset("kept", dataset_spec(store, archive))
-    for name in ("pets", "kept"):
-        resources.dataset_in("Preparing", name, operator)
-        resources.client.delete(DatasetResource, name, namespace=resources.namespace)
-    resources.wait(lambda: not resources.dataset("pets"), operator)
-    resources.wait(lambda: not resources.dataset("kept"), operator)
-    wait_until_nothing_runs(resources)
-    assert dlcmd(store, "stat", "pets").returncode in (10, 13)  # 13: there is no repository yet
-
-
-class CopyingDriver:
-    """A CSI driver whose volumes are copies of the dataset, made by `dlcmd get`."""
-
-    def __init__(self) -> None:
-        self.volumes: list[CsiVolume] = []
-
-    def publish(self, volume: CsiVolume) -> None:
-        given = volume.attributes
-        named = f"{given['dataset']}@{given['version']}"
-        done = subprocess.run(
-            [sys.executable, "-m", "dlcmd", f"--url={given['url']}", "get", named, volume.target],
-            env=program_environment(),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            raise VolumeError(done.stderr)
-        self.volumes.append(volume)
-
-    def unpublish(self, volume_id: str, target: Path) -> None:
-        shutil.rmtree(target, ignore_errors=True)
-
-
-def test_a_training_job_waits_for_its_dataset_and_runs_on_the_best_node(
-    control_plane: ControlPlane,
-    resources: Resources,
-    operator: Operator,
-    images: dict[str, Environment],
-    store: Path,
-    archive: str,
-    tmp_path: Path,
-) -> None:
-    """The larger disk has the higher score. The pods read the version that was pinned."""
-    results = tmp_path / "results"
-    results.mkdir()
-    drivers = {DRIVER: CopyingDriver()}
-    client, namespace = resources.client, resources.namespace
-    script = f'echo "$WORLD_SIZE $(ls /data/images | wc -l)" > {results}/$RANK'
-    container: Json = {"name": "train", "image": IMAGE, "command": ["sh", "-c", script]}
-    spec: Json = {
-        "replicas": 1,
-        "datasets": [{"name": "pets", "mountPath": "/data"}],
-        "template": {"spec": {"containers": [container]}},
-    }
-    small, large = (
-        Node(
-            control_plane, f"{name}-{namespace}", tmp_path / name, images,
-            disk=disk, drivers=drivers,
-        )
-        for name, disk in (("small", "1Gi"), ("large", "1Ti"))
-    )  # fmt: skip
-    with small, large:
-        resources.make_job("train", spec)
-        resources.job_in("Pending", "train", operator)
-        resources.make_dataset("pets", dataset_spec(store, archive))
-        dataset = resources.dataset_in("Ready", "pets", operator)
-        status = resources.job_in("Succeeded", "train", operator)
-        assert (results / "0").read_text().split() == ["1", str(len(FILES))]
-        assert [text(each, "name") for each in items(status, "nodes")] == [large.name, small.name]
-        (pod,) = client.list(Pod, namespace=namespace, labels={LABEL_TRAINING: "train"})
-        assert pod.spec is not None
-        assert pod.spec.nodeName == large.name
-        assert {each.attributes["dataset"] for each in drivers[DRIVER].volumes} == {"pets"}
-
-        failing: Json = {**container, "command": ["sh", "-c", "exit 3"]}
-        template: Json = {"spec": {"containers": [failing]}}
-        resources.make_job("fails", {**spec, "replicas": 2, "template": template})
-        status = resources.job_in("Failed", "fails", operator)
-        assert "exit code 3" in json.dumps(at(status, "conditions"))
-
-        big: Json = {"status": {**dataset, "bytes": 2**50}}
-        client.patch(
-            DatasetResource.Status, "pets", big, namespace=namespace, patch_type=PatchType.MERGE
-        )
-        resources.make_job("too-big", spec)
-        resources.job_in("Rejected", "too-big", operator)
 
 
 def test_the_api_server_takes_the_examples_and_refuses_what_the_schema_does(

@@ -207,7 +207,7 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
     address: str,
     tmp_path: Path,
 ) -> None:
-    """Two ranks on two nodes, two datasets: one of an archive, one of a bucket.
+    """Two ranks on two nodes wait for two datasets: one of an archive, one of a bucket.
 
     The plugins are killed while the ranks run; the mounts go on.
     """
@@ -237,6 +237,15 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
         operator = stack.enter_context(
             Operator(control_plane, tmp_path, f"--namespace={namespace}")
         )
+        command = ["python", "-c", RANK_OF_A_TASK, f"{results}/$(RANK)", str(go), "/pets", "/birds"]
+        train = {"name": "train", "image": IMAGE, "command": command}
+        job: Json = {
+            "replicas": 2,
+            "datasets": [{"name": name, "mountPath": f"/{name}"} for name in ("pets", "birds")],
+            "template": {"spec": {"containers": [train]}},
+        }
+        resources.make_job("train", job)
+        resources.job_in("Pending", "train", operator)
         made: Json = {"url": server.url, "preparation": {"jobs": 1}}
         of_archive: Json = {"secretName": "account", "source": {"archives": {"urls": [archive]}}}
         resources.make_dataset("pets", {**made, **of_archive})
@@ -247,14 +256,6 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
             "region": bucket.environ["AWS_REGION"],
         }
         resources.make_dataset("birds", {**made, **of_bucket})
-        command = ["python", "-c", RANK_OF_A_TASK, f"{results}/$(RANK)", str(go), "/pets", "/birds"]
-        train = {"name": "train", "image": IMAGE, "command": command}
-        job: Json = {
-            "replicas": 2,
-            "datasets": [{"name": name, "mountPath": f"/{name}"} for name in ("pets", "birds")],
-            "template": {"spec": {"containers": [train]}},
-        }
-        resources.make_job("train", job)
         resources.wait(lambda: len(list(results.glob("[01]"))) == 2, operator, 180.0)
         for name, files in (("pets", PETS), ("birds", BIRDS)):
             status = fields(resources.dataset(name), "status")

@@ -3,10 +3,18 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from diesel_kubernetes.operator.datasets import JobView, Situation, view_of_job
+from diesel_kubernetes.operator.datasets import (
+    Decision,
+    JobView,
+    Situation,
+    decide,
+    view_of_job,
+)
 from diesel_kubernetes.operator.fields import Json
+from diesel_kubernetes.operator.holdings import NodeHoldings
 from diesel_kubernetes.operator.objects import LABEL_TRAINING, volume_name
 from diesel_kubernetes.operator.resources import Defaults, Object, parse_object
+from diesel_kubernetes.reports import NodeReport
 
 NOW_S = 1_800_000_000.0
 DEFAULTS = Defaults(file_roots=("/data",))
@@ -67,16 +75,20 @@ def ended(job: Json, report: Json, *, failed: bool = False) -> JobView:
     )
 
 
-def situation(
+def decided(
     seen: Object,
     jobs: Sequence[JobView] = (),
     pods: Sequence[Json] = (),
     *,
     progress: Json | None = None,
     now_s: float = NOW_S,
-) -> Situation:
-    """What the cluster has of a Dataset."""
-    return Situation(seen, tuple(jobs), tuple(pods), progress or {}, now_s, 10.0)
+    reports: Sequence[NodeReport] = (),
+) -> Decision:
+    """The decision on a Dataset, of which the cluster has these Jobs and readers."""
+    situation = Situation(
+        seen, tuple(jobs), tuple(pods), progress or {}, now_s, 10.0, NodeHoldings(reports, now_s)
+    )
+    return decide(situation, DEFAULTS)
 
 
 def reader_pod(node: str, *, phase: str = "Running", job: str = "train", **attributes: str) -> Json:

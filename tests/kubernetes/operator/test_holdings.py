@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import FormatError
 from diesel_kubernetes.operator.controller import DATASETS, Controller
-from diesel_kubernetes.operator.datasets import decide
 from diesel_kubernetes.operator.fields import Json, at, fields, items
-from diesel_kubernetes.operator.holdings import NodeHoldings
 from diesel_kubernetes.operator.queue import Key
 from diesel_kubernetes.reports import (
     AGE_S_MAX,
@@ -29,7 +27,7 @@ from diesel_kubernetes.reports import (
 )
 from tests.rows import each_row
 
-from .made import DEFAULTS, GOOD, NOW_S, dataset, ended, reader_pod, situation
+from .made import DEFAULTS, GOOD, NOW_S, dataset, decided, ended, reader_pod
 from .memory_cluster import ManualClock, MemoryCluster
 from .test_crashes import PETS
 
@@ -72,9 +70,8 @@ def nodes_of(
     now_s: float = NOW_S,
 ) -> list[object]:
     """The nodes in the status of `pets` after these reports."""
-    seen = situation(dataset(status=status), pods=pods, now_s=now_s)
-    seen = replace(seen, holdings=NodeHoldings(reports, now_s))
-    return items(decide(seen, DEFAULTS).status, "nodes")
+    decision = decided(dataset(status=status), pods=pods, now_s=now_s, reports=reports)
+    return items(decision.status, "nodes")
 
 
 def measured(name: str, state: str, share: int, disk: int, *, keeps: bool) -> Json:
@@ -204,15 +201,15 @@ def test_what_is_held_for_others_is_not_told() -> None:
 
 def test_the_identity_comes_from_the_preparation() -> None:
     seen = dataset()
-    decision = decide(situation(seen), DEFAULTS)
+    decision = decided(seen)
     (job,) = decision.create
     seen = dataset(status=decision.status)
     described = {**fields(GOOD, "dataset"), "identity": str(IDENTITY)}
-    done = decide(situation(seen, [ended(job, {"dataset": described})]), DEFAULTS)
+    done = decided(seen, [ended(job, {"dataset": described})])
     assert done.status["identity"] == str(IDENTITY)
     described["identity"] = "../no identity"  # whoever wrote the report of the pod
     seen = dataset(status={**decision.status, "identity": str(OTHER)})
-    done = decide(situation(seen, [ended(job, {"dataset": described})]), DEFAULTS)
+    done = decided(seen, [ended(job, {"dataset": described})])
     assert done.status["phase"] == "Ready"
     assert "identity" not in done.status
 

@@ -3,7 +3,6 @@
 from click.testing import CliRunner
 
 from diesel_kubernetes.operator import main
-from diesel_kubernetes.operator.datasets import decide as decide_dataset
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text
 from diesel_kubernetes.operator.objects import PlannedVolume, key_secret, reclaim_job
 from diesel_kubernetes.operator.resources import (
@@ -13,13 +12,12 @@ from diesel_kubernetes.operator.resources import (
     parse_object,
     parse_training,
 )
-from diesel_kubernetes.operator.training import decide as decide_training
 from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.manifests import check_schemas, objects
 
-from .made import DEFAULTS, dataset, situation, training_job
+from .made import DEFAULTS, dataset, decided, training_job
 from .test_training import READY
-from .test_training import situation as training_situation
+from .test_training import decided as decided_on_job
 
 BASE, EXAMPLES = KUBERNETES / "base", KUBERNETES / "examples/operator"
 MANIFESTS = objects(BASE / "definitions", BASE / "operator", BASE / "operator-secrets")
@@ -38,15 +36,13 @@ def test_what_the_operator_makes_has_the_published_schemas() -> None:
         "preparation": {"resources": {"requests": {"cpu": "1"}}, "deadlineSeconds": 5},
     }
     seen = dataset(spec)
-    decision = decide_dataset(situation(seen), DEFAULTS)
+    decision = decided(seen)
     made = [*decision.create, *decision.events]
     made.append(reclaim_job(seen, parse_dataset(seen, DEFAULTS), 1, DEFAULTS))
     found = [dataset({"url": "diesel://host:1", "secretName": "account"}, READY)]
-    admitted = decide_training(training_situation(training_job(), found), DEFAULTS)
-    job = training_job(status=admitted.status)
-    started = decide_training(training_situation(job, found), DEFAULTS)
-    made += [*started.create, *admitted.events]
-    secret = key_secret(job, "key", {"user": "eA==", "other": "eA=="}, "task key")
+    admitted = decided_on_job(datasets=found)
+    made += [*decided_on_job(status=admitted.status).create, *admitted.events]
+    secret = key_secret(training_job(), "key", {"user": "eA==", "other": "eA=="}, "task key")
     assert fields(secret, "data") == {"user": "eA=="}, "volumes would refuse another name"
     assert PlannedVolume("a", "/a", {}, "key", "account").to_json()["keyFrom"] == "account"
     made.append(secret)
