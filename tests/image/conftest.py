@@ -5,6 +5,7 @@ import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -24,33 +25,18 @@ def image() -> Stage:
     return build((TREE / "deploy/Dockerfile").read_text(), TREE, BUILD / "stages")
 
 
+@dataclass(frozen=True, slots=True)
 class Network:
-    """A network namespace: ports are those of the manifests, whatever this machine listens at.
+    """A network namespace: ports are those of the manifests, whatever this machine listens at."""
 
-    The names of Services are in a file for `/etc/hosts`, with the address of loopback.
-    """
-
-    def __init__(self, folder: Path, *names: str) -> None:
-        self.hosts = folder / "hosts"
-        self.hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in ("localhost", *names)))
-        self._holder = subprocess.Popen(
-            ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c",
-             "ip link set lo up && echo up && exec sleep infinity"],
-            stdout=subprocess.PIPE,
-        )  # fmt: skip
-        assert self._holder.stdout is not None
-        assert self._holder.stdout.readline() == b"up\n"
+    holder: int
+    """A process in it."""
+    hosts: Path
+    """A file for `/etc/hosts` with the names of Services, at the address of loopback."""
 
     def command(self, *words: str) -> list[str]:
         """A command in this network."""
-        return ["nsenter", f"--net=/proc/{self._holder.pid}/ns/net", *words]
-
-    def close(self) -> None:
-        """End it; processes in it keep it."""
-        self._holder.kill()
-        self._holder.wait()
-        assert self._holder.stdout is not None
-        self._holder.stdout.close()
+        return ["nsenter", f"--net=/proc/{self.holder}/ns/net", *words]
 
     @contextmanager
     def running(
@@ -64,15 +50,13 @@ class Network:
                 start_new_session=True,
             )  # fmt: skip
         connect = self.command("bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{port}")
+
+        def listens_or_has_ended() -> bool:
+            tried = subprocess.run(connect, check=False, stderr=subprocess.DEVNULL)
+            return tried.returncode == 0 or process.poll() is not None
+
         try:
-            wait_until(
-                lambda: (
-                    process.poll() is not None
-                    or subprocess.run(connect, check=False, stderr=subprocess.DEVNULL).returncode
-                    == 0
-                ),
-                otherwise=lambda: log.read_text(errors="replace"),
-            )
+            wait_until(listens_or_has_ended, otherwise=lambda: log.read_text(errors="replace"))
             assert process.poll() is None, log.read_text(errors="replace")
             yield process
         finally:
@@ -83,10 +67,18 @@ class Network:
 
 @pytest.fixture(scope="session")
 def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
-    """The network of the tests."""
-    made = Network(
-        tmp_path_factory.mktemp("network"),
-        "diesel-redis.diesel.svc", "diesel-server.diesel.svc", "objects",
-    )  # fmt: skip
-    yield made
-    made.close()
+    """The network of the tests. Processes in it keep it."""
+    hosts = tmp_path_factory.mktemp("network") / "hosts"
+    names = ("localhost", "diesel-redis.diesel.svc", "diesel-server.diesel.svc", "objects")
+    hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in names))
+    with subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c",
+         "ip link set lo up && echo up && exec sleep infinity"],
+        stdout=subprocess.PIPE,
+    ) as holder:  # fmt: skip
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"up\n"
+        try:
+            yield Network(holder.pid, hosts)
+        finally:
+            holder.kill()

@@ -88,13 +88,16 @@ class Deployed:
     log: Path
     process: "subprocess.Popen[bytes]"
 
-    def run(self, *words: str, environment: dict[str, str]) -> str:
+    def run(self, *words: str, **changes: str) -> str:
         """Run a command in a container with a read-only root, as the image's user; its output."""
-        command = self.image.command(
-            *words, environment=environment, writable=["/tmp"],
-            binds={self.network.hosts: "/etc/hosts"},
-        )  # fmt: skip
-        return run(self.network.command(*command)).stdout
+        return in_container(self.image, self.network, *words, environment=self.account | changes)
+
+
+def in_container(image: Stage, network: Network, *words: str, environment: dict[str, str]) -> str:
+    """The output of a command in a container with a read-only root."""
+    binds = {network.hosts: "/etc/hosts"}
+    command = image.command(*words, environment=environment, writable=["/tmp"], binds=binds)
+    return run(network.command(*command)).stdout
 
 
 def settings(objects: list[Json], name: str) -> dict[str, str]:
@@ -148,11 +151,8 @@ def deployed(
     ):
         bucket = admin["DIESEL_SERVER_STORE"].removeprefix("s3://").partition("/")[0]
         run(network.command("curl", "-sf", "-X", "PUT", f"http://127.0.0.1:5000/{bucket}"))
-        first = trusting.command(
-            "dlcmd", "user", "add", "root", "--admin", environment=admin, writable=["/tmp"],
-            binds={network.hosts: "/etc/hosts"},
-        )  # fmt: skip
-        (key,) = KEY.findall(run(network.command(*first)).stdout)
+        add = ("dlcmd", "user", "add", "root", "--admin")
+        (key,) = KEY.findall(in_container(trusting, network, *add, environment=admin))
         with network.running(command, log, 9400) as process:
             root = {"HOME": "/tmp", "DIESEL_URL": URL, "DIESEL_USER": "root", "DIESEL_KEY": key}
             yield Deployed(trusting, network, root, log, process)
@@ -165,28 +165,23 @@ def deployed(
 def test_a_put_and_a_get_through_the_server_as_the_manifests_start_it(deployed: Deployed) -> None:
     status = Path(f"/proc/{deployed.process.pid}/status").read_text()
     assert re.search(r"^Uid:\s+10000\s+10000", status, re.MULTILINE)
-    probe = deployed.network.command("curl", "-sf", "http://127.0.0.1:9400/healthz")
-    run(probe)
-    (key,) = KEY.findall(
-        deployed.run("dlcmd", "user", "add", "trainer", environment=deployed.account)
-    )
-    deployed.run("dlcmd", "grant", "pets", "trainer", "admin", environment=deployed.account)
-    trainer = {**deployed.account, "DIESEL_USER": "trainer", "DIESEL_KEY": key}
-    deployed.run("dlcmd", "put", "/etc/apt", "pets", environment=trainer)
-    listed = deployed.run("dlcmd", "ls", "pets", environment=trainer)
-    assert "sources.list" in listed
+    run(deployed.network.command("curl", "-sf", "http://127.0.0.1:9400/healthz"))
+    (key,) = KEY.findall(deployed.run("dlcmd", "user", "add", "trainer"))
+    deployed.run("dlcmd", "grant", "pets", "trainer", "admin")
+    trainer = {"DIESEL_USER": "trainer", "DIESEL_KEY": key}
+    deployed.run("dlcmd", "put", "/etc/apt", "pets", **trainer)
+    assert "sources.list" in deployed.run("dlcmd", "ls", "pets", **trainer)
     script = "dlcmd get pets /tmp/pets && cat /tmp/pets/sources.list"
-    got = deployed.run("sh", "-ec", script, environment=trainer)
-    assert "trixie" in got
+    assert "trixie" in deployed.run("sh", "-ec", script, **trainer)
     assert "warning" not in deployed.log.read_text()
     script = "touch /tmp/x && ! touch /etc/x 2>/dev/null && ! touch /var/cache/x 2>/dev/null"
-    deployed.run("sh", "-ec", script, environment=trainer)  # such a root is read-only
+    deployed.run("sh", "-ec", script)  # such a root is read-only
 
 
 @pytest.mark.fuse
 def test_the_image_mounts_as_root(deployed: Deployed) -> None:
     """As a mount pod does, which is privileged; the server's account is the administrator's."""
-    deployed.run("dlcmd", "put", "/etc/apt", "mounted", environment=deployed.account)
+    deployed.run("dlcmd", "put", "/etc/apt", "mounted")
     script = "dlcmd mount mounted /mnt && cat /mnt/sources.list && dlcmd umount /mnt"
     command = deployed.image.command(
         "sh", "-ec", script, user="0:0", environment=deployed.account,

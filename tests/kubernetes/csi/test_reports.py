@@ -4,7 +4,6 @@ Mounts are real, and the node's logic runs in this process. Where reports are wr
 server is a stand-in that obeys the Role in the manifests (`cluster.py`).
 """
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -252,26 +251,6 @@ def client(cluster: Cluster) -> Iterator[Client]:
         yield client
 
 
-class Measured:
-    """What a node holds, as a test says; and the time."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_800_000_000.0
-        self.datasets = [HeldDataset("team", uuid4(), 7, 40, 20)]
-        self.is_complete = True
-
-    def measure(self) -> tuple[list[HeldDataset], bool]:
-        return self.datasets, self.is_complete
-
-    def clock(self) -> float:
-        return self.now_s
-
-    def set_share(self, share: int) -> None:
-        """The share of the only dataset, of which nothing is on the disk."""
-        (one,) = self.datasets
-        self.datasets = [HeldDataset(one.namespace, one.identity, one.version, share)]
-
-
 def report_in(cluster: Cluster, node: str = "node-1") -> NodeReport:
     """The report of a node as the operator reads it."""
     return parse_config_map(cluster.objects["configmaps", report_name(node)])
@@ -280,28 +259,30 @@ def report_in(cluster: Cluster, node: str = "node-1") -> NodeReport:
 def test_a_report_is_written_when_something_has_changed_noticeably(
     cluster: Cluster, client: Client
 ) -> None:
-    measured = Measured()
+    now_s, is_complete = 1_800_000_000.0, True
+    one = HeldDataset("team", uuid4(), 7, 40, 20)
+    datasets = [one]
     reporter = NodeReporter(
-        client, "node-1", "diesel-system", measured.measure, clock=measured.clock
+        client, "node-1", "diesel-system", lambda: (datasets, is_complete), clock=lambda: now_s
     )
     assert reporter.report()
-    assert report_in(cluster).datasets == tuple(measured.datasets)
+    assert report_in(cluster).datasets == (one,)
     assert not reporter.report()
     for share, is_written in ((60, True), (64, False), (65, True), (100, True), (0, True)):
-        measured.set_share(share)
+        datasets = [replace(one, share=share, disk=0)]
         assert reporter.report() == is_written, share
     assert report_in(cluster).datasets[0].share == 0
-    measured.is_complete = False
+    is_complete = False
     assert reporter.report()
-    measured.datasets = []
+    datasets = []
     assert reporter.report()
-    measured.now_s += REFRESH_S - 1
+    now_s += REFRESH_S - 1
     assert not reporter.report()
-    measured.now_s += 1
+    now_s += 1
     assert reporter.report()
-    assert report_in(cluster) == NodeReport("node-1", int(measured.now_s), is_complete=False)
+    assert report_in(cluster) == NodeReport("node-1", int(now_s), is_complete=False)
     del cluster.objects["configmaps", report_name("node-1")]
-    measured.is_complete = True
+    is_complete = True
     assert reporter.report()
     assert report_in(cluster).is_complete
 
@@ -310,9 +291,8 @@ def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
     cluster: Cluster, client: Client
 ) -> None:
     pod = cluster.put("pods", {"metadata": {"name": "diesel-csi-x"}})
-    long = "node-" + "x" * 200
-    for node in ("node-1", long):
-        NodeReporter(client, node, "diesel-system", Measured().measure, pod="diesel-csi-x").report()
+    for node in ("node-1", "node-" + "x" * 200):
+        NodeReporter(client, node, "diesel-system", lambda: ([], True), pod="diesel-csi-x").report()
         assert report_in(cluster, node).node == node
     names = [name for kind, name in cluster.objects if kind == "configmaps"]
     assert names[0] == "diesel-node-node-1"
@@ -324,17 +304,16 @@ def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
 
 
 def test_a_thread_reports_and_goes_on_after_errors(cluster: Cluster, client: Client) -> None:
-    measured, is_failing = Measured(), True
+    held, is_failing = HeldDataset("team", uuid4(), 7, 40, 20), True
 
     def measure() -> tuple[list[HeldDataset], bool]:
         if is_failing:
             raise OSError("a disk has gone")
-        return measured.measure()
+        return [held], True
 
     reporter = NodeReporter(client, "node-1", "diesel-system", measure, interval_s=0.01)
     reporter.start()
     is_failing = False
     wait_until(lambda: ("configmaps", report_name("node-1")) in cluster.objects)
     reporter.close()
-    content = at(cluster.objects["configmaps", report_name("node-1")], "data", "report")
-    assert json.loads(str(content))["datasets"][0]["share"] == 40
+    assert report_in(cluster).datasets == (held,)
