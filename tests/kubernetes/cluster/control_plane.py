@@ -10,7 +10,6 @@ import json
 import ssl
 import subprocess
 import tempfile
-import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from lightkube.resources.core_v1 import Namespace, ServiceAccount, ServiceAccoun
 
 from tests.server.certificates import Authority, Pair
 from tests.storage.objects.swift_server import free_ports
+from tests.waiting import wait_until
 
 PROGRAMS = Path(__file__).resolve().parents[3] / "build" / "kubernetes"
 """Where `tests/kubernetes/build.sh` puts the programs."""
@@ -36,8 +36,8 @@ REQUEST_S = 120.0
 START_S = 120.0
 """A start takes some seconds; on a busy machine, more."""
 
-ADMINISTRATORS = "system:masters"
-"""The group to which RBAC allows everything."""
+
+Options = dict[str, object]
 
 
 class Program:
@@ -46,7 +46,7 @@ class Program:
     Used by one thread, which lives as long as the program: the kernel kills the program with it.
     """
 
-    def __init__(self, folder: Path, name: str, options: Mapping[str, object]) -> None:
+    def __init__(self, folder: Path, name: str, options: Options) -> None:
         self._log = folder / f"{name}.log"
         words = [f"--{option}={value}" for option, value in options.items()]
         self._command = ["setpriv", "--pdeathsig", "KILL", str(PROGRAMS / name), *words]
@@ -81,50 +81,46 @@ class ControlPlane:
         self._folder = folder
         self._authority = Authority(folder / "certificates", "kubernetes")
         self._serving = self._authority.issue("127.0.0.1", "kubernetes.default.svc")
-        clients, peers, *ports = free_ports(5)
-        self._urls = dict(
-            zip(
-                (API_SERVER, CONTROLLERS, SCHEDULER),
-                (f"https://127.0.0.1:{port}" for port in ports),
-                strict=True,
-            )
-        )
-        administrator = self._authority.issue(name="administrator", group=ADMINISTRATORS)
+        etcd, peers, *ports = (f"127.0.0.1:{port}" for port in free_ports(5))
+        names = (API_SERVER, CONTROLLERS, SCHEDULER)
+        self._urls = {name: f"https://{at}" for name, at in zip(names, ports, strict=True)}
+        # RBAC allows everything to this group
+        administrator = self._authority.issue(name="administrator", group="system:masters")
         self._context = ssl.create_default_context(cafile=str(self._authority.path))
         self._context.load_cert_chain(administrator.certificate, administrator.key)
         self.kubeconfig = self._kubeconfig_of_certificate("administrator", administrator)
-        self._programs = {
-            ETCD: self._etcd(clients, peers),
-            API_SERVER: self._api_server(ports[0], f"http://127.0.0.1:{clients}"),
-            CONTROLLERS: self._controllers(ports[1]),
-            SCHEDULER: self._scheduler(ports[2]),
-        }
-
-    def _etcd(self, clients: int, peers: int) -> Program:
         options = {
+            ETCD: self._etcd(f"http://{etcd}", f"http://{peers}"),
+            API_SERVER: self._api_server(f"http://{etcd}"),
+            CONTROLLERS: self._controllers(),
+            SCHEDULER: self._of_controllers(SCHEDULER),
+        }
+        self._programs = {name: Program(folder, name, own) for name, own in options.items()}
+
+    def _etcd(self, clients: str, peers: str) -> Options:
+        return {
             "data-dir": self._folder / "etcd",
-            "listen-client-urls": f"http://127.0.0.1:{clients}",
-            "advertise-client-urls": f"http://127.0.0.1:{clients}",
-            "listen-peer-urls": f"http://127.0.0.1:{peers}",
-            "initial-advertise-peer-urls": f"http://127.0.0.1:{peers}",
-            "initial-cluster": f"default=http://127.0.0.1:{peers}",
+            "listen-client-urls": clients,
+            "advertise-client-urls": clients,
+            "listen-peer-urls": peers,
+            "initial-advertise-peer-urls": peers,
+            "initial-cluster": f"default={peers}",
             "logger": "zap",
             "log-level": "warn",
         }
-        return Program(self._folder, ETCD, options)
 
-    def _served_at(self, port: int) -> dict[str, object]:
+    def _served(self, name: str) -> Options:
         """The options by which each of Kubernetes' own programs serves on loopback alone."""
         return {
             "bind-address": "127.0.0.1",
-            "secure-port": port,
+            "secure-port": self._urls[name].rpartition(":")[2],
             "tls-cert-file": self._serving.certificate,
             "tls-private-key-file": self._serving.key,
         }
 
-    def _api_server(self, port: int, etcd: str) -> Program:
-        options = {
-            **self._served_at(port),
+    def _api_server(self, etcd: str) -> Options:
+        return {
+            **self._served(API_SERVER),
             "etcd-servers": etcd,
             "advertise-address": "127.0.0.1",
             "endpoint-reconciler-type": "none",  # it would refuse an address on loopback
@@ -137,13 +133,12 @@ class ControlPlane:
             "service-account-key-file": self._serving.certificate,
             "service-account-signing-key-file": self._serving.key,
         }
-        return Program(self._folder, API_SERVER, options)
 
-    def _of_controllers(self, name: str, port: int) -> dict[str, object]:
+    def _of_controllers(self, name: str) -> Options:
         user = f"system:{name}"
         kubeconfig = self._kubeconfig_of_certificate(name, self._authority.issue(name=user))
         return {
-            **self._served_at(port),
+            **self._served(name),
             "port": 0,
             "kubeconfig": kubeconfig,
             "authentication-kubeconfig": kubeconfig,
@@ -151,9 +146,9 @@ class ControlPlane:
             "leader-elect": "false",
         }
 
-    def _controllers(self, port: int) -> Program:
-        options = {
-            **self._of_controllers(CONTROLLERS, port),
+    def _controllers(self) -> Options:
+        return {
+            **self._of_controllers(CONTROLLERS),
             "use-service-account-credentials": "true",
             "service-account-private-key-file": self._serving.key,
             "root-ca-file": self._authority.path,
@@ -161,10 +156,6 @@ class ControlPlane:
             "kube-api-burst": 400,
             "node-monitor-period": "0.5s",  # a tenth of the default: how soon a node becomes ready
         }
-        return Program(self._folder, CONTROLLERS, options)
-
-    def _scheduler(self, port: int) -> Program:
-        return Program(self._folder, SCHEDULER, self._of_controllers(SCHEDULER, port))
 
     def start(self) -> None:
         """Start all programs, and return when they are ready.
@@ -190,13 +181,14 @@ class ControlPlane:
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self._context)
         )
-        until = time.monotonic() + START_S
-        while program.is_running() and time.monotonic() < until:
+
+        def answers_or_has_ended() -> bool:
             with contextlib.suppress(OSError), opener.open(page, timeout=5):
-                return
-            time.sleep(0.05)
-        state = "does not answer" if program.is_running() else "has ended"
-        raise AssertionError(f"{name} {state}:\n{program.last_lines()}")
+                return True
+            return not program.is_running()
+
+        wait_until(answers_or_has_ended, START_S, program.last_lines)
+        assert program.is_running(), f"{name} has ended:\n{program.last_lines()}"
 
     def client(self, kubeconfig: Path | None = None) -> Client:
         """A client with the rights of a kubeconfig: without one, an administrator's."""
@@ -263,10 +255,10 @@ def wait_for_service_account(client: Client, namespace: str, name: str = "defaul
 
     Admission refuses pods of a ServiceAccount without a token.
     """
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
+
+    def has_token() -> bool:
         with contextlib.suppress(ApiError):
-            if client.get(ServiceAccount, name, namespace=namespace).secrets:
-                return
-        time.sleep(0.02)
-    raise AssertionError(f"no controller made a token of {namespace}/{name}")
+            return bool(client.get(ServiceAccount, name, namespace=namespace).secrets)
+        return False
+
+    wait_until(has_token, START_S, lambda: f"no controller made a token of {namespace}/{name}")

@@ -333,7 +333,7 @@ class _PodRun:
         for tries in itertools.count():
             try:
                 self._volumes.remove()
-            except (VolumeError, OSError, subprocess.CalledProcessError):
+            except (VolumeError, OSError):
                 if self._abandoned.is_set() and tries > REMOVE_TRIES:
                     raise
                 self._abandoned.wait(RETRY_S)

@@ -4,7 +4,6 @@ import faulthandler
 import json
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -34,7 +33,6 @@ from tests.kubernetes.cluster.operators import (
     Resources,
     TrainingJobResource,
 )
-from tests.trees import write
 from tests.waiting import wait_until
 
 FILES = {f"images/{number}.jpg": b"%d" % number * 1000 for number in range(20)}
@@ -52,13 +50,9 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
-    """The address of an archive with `FILES`, on a web server of the test."""
-    served = tmp_path / "served"
-    served.mkdir()
-    with tarfile.open(served / "images.tar", "w") as tar:
-        tar.add(write(tmp_path / "files", FILES) / "images", "images")
-    with web.served(served) as address:
-        yield f"{address}/images.tar"
+    """The address of an archive with `FILES`."""
+    with web.served_archive(tmp_path, "images.tar", FILES) as address:
+        yield address
 
 
 @pytest.fixture

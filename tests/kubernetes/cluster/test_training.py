@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import subprocess
-import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,8 +21,7 @@ import pytest
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Pod, Secret, Service
 
-from diesel_kubernetes.csi import csi_pb2 as csi
-from diesel_kubernetes.names import DRIVER
+from diesel_kubernetes.names import DRIVER, POD_NAME, POD_NAMESPACE
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
 from tests.kubernetes.cluster import web
@@ -43,7 +41,6 @@ from tests.server.program import Server, new_repository
 from tests.storage.metadata.redis_servers import RedisServer
 from tests.storage.objects.s3_server import Server as Bucket
 from tests.storage.objects.s3_server import s3_server
-from tests.trees import write
 from tests.waiting import wait_until
 
 pytestmark = [
@@ -76,6 +73,15 @@ while not go.exists():
 """
 
 
+@contextmanager
+def volume_errors() -> Iterator[None]:
+    """What a driver refuses is tried again."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise VolumeError(str(error)) from error
+
+
 class PluginDriver:
     """The driver as a node's kubelet calls it: over the socket of the plugin's program."""
 
@@ -83,30 +89,20 @@ class PluginDriver:
         self.plugin = plugin
 
     def publish(self, volume: CsiVolume) -> None:
-        mode = csi.VolumeCapability.AccessMode.Mode.SINGLE_NODE_WRITER
-        request = csi.NodePublishVolumeRequest(
-            volume_id=volume.volume_id,
-            target_path=str(volume.target),
-            readonly=volume.read_only,
-            volume_capability=csi.VolumeCapability(
-                mount=csi.VolumeCapability.MountVolume(),
-                access_mode=csi.VolumeCapability.AccessMode(mode=mode),
-            ),
-            secrets=volume.secrets,
-            volume_context=volume.attributes,
-        )
-        try:
-            self.plugin.kubelet.call(
-                "Node/NodePublishVolume", request, csi.NodePublishVolumeResponse
+        given = volume.attributes
+        with volume_errors():
+            self.plugin.kubelet.publish(
+                volume.target,
+                given,
+                secrets=volume.secrets,
+                namespace=given[POD_NAMESPACE],
+                pod=given[POD_NAME],
+                volume=volume.volume_id,
             )
-        except grpc.RpcError as error:
-            raise VolumeError(str(error)) from error
 
     def unpublish(self, volume_id: str, target: Path) -> None:
-        try:
+        with volume_errors():
             self.plugin.kubelet.unpublish(target, volume_id)
-        except grpc.RpcError as error:
-            raise VolumeError(str(error)) from error
 
 
 @pytest.fixture
@@ -128,13 +124,8 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
     """The address of a compressed archive with the files of `PETS`."""
-    served = tmp_path / "served"
-    served.mkdir()
-    with tarfile.open(served / "pets.tar.gz", "w:gz", compresslevel=1) as tar:
-        for folder in write(tmp_path / "pets", PETS).iterdir():
-            tar.add(folder, folder.name)
-    with web.served(served) as address:
-        yield f"{address}/pets.tar.gz"
+    with web.served_archive(tmp_path, "pets.tar.gz", PETS) as address:
+        yield address
 
 
 @pytest.fixture

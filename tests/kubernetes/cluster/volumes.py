@@ -1,16 +1,13 @@
 """The volumes of a pod on a stand-in node: folders that its containers' processes can use.
 
 Kinds: emptyDir, hostPath, secret (by which admission gives a pod the token of its ServiceAccount)
-and csi (inline). A CSI driver is asked as kubelet asks it: with the
-volume's attributes, what `podInfoOnMount` adds, the secret of `nodePublishSecretRef`, and a target
-below the pod's folder, whose parent exists. The calls and names follow Kubernetes 1.20
-(`pkg/volume/csi/csi_mounter.go`).
+and csi (inline). A CSI driver is asked as kubelet asks it: with the volume's attributes, what
+`podInfoOnMount` adds, the secret of `nodePublishSecretRef`, and a target below the pod's folder,
+whose parent exists. The calls and names follow Kubernetes 1.20 (`pkg/volume/csi/csi_mounter.go`).
 """
 
 import hashlib
-import os
 import shutil
-import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +17,6 @@ from lightkube import Client
 from lightkube.models.core_v1 import CSIVolumeSource, Volume
 from lightkube.resources.core_v1 import Pod
 
-from diesel_fs.system.mountinfo import mounts
 from tests.kubernetes.cluster.containers import secret_of
 
 
@@ -30,13 +26,12 @@ class VolumeError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class CsiVolume:
-    """What kubelet tells a driver in NodePublishVolume."""
+    """What kubelet tells a driver in NodePublishVolume. It is read-only."""
 
     volume_id: str
     target: Path
     attributes: Mapping[str, str]
     secrets: Mapping[str, str]
-    read_only: bool
 
 
 class CsiDriver(Protocol):
@@ -61,7 +56,7 @@ class PodVolumes:
     folder: Path
     drivers: Mapping[str, CsiDriver]
     folders: dict[str, Path] = field(default_factory=dict)
-    """By the volume's name: the folder (or file) of those that have been made."""
+    """By the volume's name: the folder of those that have been made."""
     _published: dict[str, tuple[CsiDriver, CsiVolume]] = field(default_factory=dict)
 
     def make(self) -> None:
@@ -72,21 +67,12 @@ class PodVolumes:
                 self.folders[volume.name] = self._made(volume)
 
     def remove(self) -> None:
-        """Unpublish and remove all volumes. Raises VolumeError, and can be called again.
-
-        What a container mounted in its volumes is unmounted, as at the end of its mount namespace;
-        in a volume of kind hostPath it stays.
-        """
+        """Unpublish and remove all volumes. Raises VolumeError, and can be called again."""
         for name, (driver, volume) in list(self._published.items()):
             driver.unpublish(volume.volume_id, volume.target)
             del self._published[name]
-        left = [each.path for each in mounts() if each.path.startswith(f"{self.folder}/")]
-        detach = ["umount", "-l"] if os.geteuid() == 0 else ["fusermount3", "-uz"]
-        for path in reversed(left):
-            subprocess.run([*detach, path], check=True, capture_output=True)
         if self.folder.exists():
             shutil.rmtree(self.folder)
-        self.folders.clear()
 
     def _made(self, volume: Volume) -> Path:
         own = self.folder / volume.name
@@ -130,7 +116,6 @@ class PodVolumes:
                 "csi.storage.k8s.io/ephemeral": "true",
             },
             secrets=secret_of(self.client, secret.name, self._namespace) if secret else {},
-            read_only=bool(source.readOnly),
         )
         volume.target.parent.mkdir(parents=True, exist_ok=True)
         self._published[name] = driver, volume  # a publish that failed may have left something

@@ -50,7 +50,6 @@ class Cluster:
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Json] = {}  # by plural and name
-        self.calls: list[str] = []
         self.used: set[tuple[object, object]] = set()
         """The rights that were used."""
         self._rights = rights()
@@ -120,7 +119,6 @@ class Cluster:
         name = rest[0] if rest else ""
         assert namespace == "diesel-system"
         with self._lock:
-            self.calls.append(f"{verb} {plural}")
             right = plural, VERBS.get(verb, "get" if name else "list")
             if right not in self._rights:
                 return _status(403, "Forbidden", f"the plugin may not {right[1]} {plural}")

@@ -82,7 +82,7 @@ def test_a_mount_is_a_pod_of_the_node(
     assert at(container, "volumeMounts", 0, "mountPropagation") == "Bidirectional"
     (folder,) = (state / "mounts").iterdir()
     assert at(pod, "spec", "volumes", 0, "hostPath", "path") == str(folder)
-    assert "PATCH secrets" in cluster.calls  # the pod owned it meanwhile
+    assert ("secrets", "patch") in cluster.used  # the pod owned it meanwhile
     publish(volumes, second, secrets=SECRETS)
     assert len(cluster.made) == 2
     for each in (target, second):
