@@ -18,14 +18,12 @@ from diesel_fs import ingest
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.dataset import connect
 from diesel_fs.errors import (
-    CorruptError,
     DieselError,
     MetadataError,
     NoSpaceError,
     PermissionDenied,
 )
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, PutReport
@@ -38,9 +36,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.urls import parse_url
 from tests.cli.conftest import program_environment
-from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer
-from tests.storage.objects.s3_server import Server as S3Server
 from tests.waiting import wait_until
 
 from ..datasets import dataset_state
@@ -61,9 +57,9 @@ def tree(top: Path, seed: int = 0, count: int = 400) -> Path:
     return write(top, {f"d{i % 7}/f{i:04}": draw.randbytes(4096 + i) for i in range(count)})
 
 
-def put(repository: Repository, source: Path, jobs: int = 2) -> PutReport:
+def put(repository: Repository, source: Path) -> PutReport:
     """Put a folder into `ds`, in small chunks."""
-    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=jobs)
+    options = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, jobs=2)
     return ingest.put(repository, "ds", FolderSource(source), options=options)
 
 
@@ -266,32 +262,7 @@ def test_C13_requests_end_in_time_when_redis_hangs(
         wait_until(works)
 
 
-# Bytes
-
-
-def test_G3_a_corrupt_chunk_harms_only_its_own_files(
-    servers: ServerWithRedis, tmp_path: Path
-) -> None:
-    source = write(tmp_path / "source", {f"f{i}": os.urandom(20_000) for i in range(12)})
-    with servers.open() as repository:
-        put(repository, source, jobs=1)
-        view = repository.view("ds")
-        bad = view.lookup(b"f3")
-        (extent,) = view.extents(bad)
-        name = chunk_id_text(view.chunk_ids[extent.chunk])
-        (chunk,) = servers.store.glob(f"datasets/*/chunks/*/{name}")
-        with chunk.open("r+b") as file:
-            file.seek(extent.offset)
-            file.write(b"\xff" * 8)
-        reader = EntryReader(view, repository.objects, 1)
-        for i in range(12):
-            index = view.lookup(b"f%d" % i)
-            if index == bad:
-                with pytest.raises(CorruptError, match="f3"):
-                    reader.read(index)
-            else:
-                assert bytes(reader.read(index)) == (source / f"f{i}").read_bytes()
-        assert [each for each in repository.verify("ds").problems if "f3" in each]
+# Servers and their users
 
 
 def test_G8_servers_of_different_stores_are_told_apart(tmp_path: Path) -> None:
@@ -350,49 +321,6 @@ def error_of(what: Callable[[], object]) -> str:
     with pytest.raises(DieselError) as raised:
         what()
     return f"{raised.value} {raised.value.advice}"
-
-
-def test_S11_over_a_bucket_clients_know_nothing_of_it(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The server alone has what opens the bucket."""
-    source = tree(tmp_path / "source")
-    place = s3.place()
-    with RedisServer(tmp_path / "redis") as redis:
-        driver = (
-            "import sys; from diesel_fs.storage.objects.cloud import direct;"
-            "direct.open_buckets_directly();"
-            "from tests.server.program import new_repository;"
-            "print(new_repository(sys.argv[1], 'root')['root'].key_text)"
-        )
-        made = subprocess.run(
-            [sys.executable, "-c", driver, f"{place}?meta={redis.url}"],
-            env={**program_environment(), **s3.environ},
-            capture_output=True,
-            check=False,
-            timeout=60,
-        )
-        assert made.returncode == 0, made.stderr
-        monkeypatch.setenv("DIESEL_KEY", made.stdout.decode().strip())
-        monkeypatch.setenv("DIESEL_USER", "root")
-        with Server(
-            tmp_path / "server", "--store", place, "--meta", redis.url, environment=s3.environ
-        ) as server:
-            for name in list(os.environ):
-                if name.startswith("AWS_"):
-                    monkeypatch.delenv(name)
-            with connect("ds", server.url, create=True) as dataset:
-                for path in sorted(source.rglob("f*")):
-                    dataset.put(path, str(path.relative_to(source)))
-                dataset.flush()
-                repository = dataset._repository
-                assert isinstance(repository, RemoteRepository)
-                assert repository.verify("ds").problems == []
-                names = [f"d{i % 7}/f{i:04}" for i in range(400)]
-                for name, found in zip(names, dataset.read_many(names), strict=True):
-                    assert found == (source / name).read_bytes()
-                assert repository.stat("ds", b"d0").kind == Kind.FOLDER
-                dataset.delete_dataset()
 
 
 def test_a_python_program_logs_in_as_its_user(servers: ServerWithRedis) -> None:
