@@ -77,11 +77,13 @@ def parse(text: str) -> list[Instruction]:
     """The instructions of a Dockerfile. Raises ImageError for one that this module cannot run."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    found = []
+    found: list[Instruction] = []
     for line in filter(str.strip, joined.splitlines()):
         name, _, rest = line.strip().partition(" ")
         if name not in Stage.KNOWN:
             raise ImageError(f"unknown instruction {name}")
+        if not found and name != "FROM":
+            raise ImageError(f"{name} stands before FROM")
         found.append(Instruction(name, rest.strip()))
     return found
 
@@ -227,22 +229,20 @@ def build(
     stages: dict[str, Stage] = {}
     current: Stage | None = None
     for step in parse(dockerfile):
-        if step.name == "FROM":
-            image, *alias = step.text.split(" AS ")
-            name = alias[0] if alias else str(len(stages))
-            below = (images or {}).get(image)
-            if below is not None:
-                lower = (below.folder / "upper", *below.lower)
-                current = Stage(folder / name, lower, below.user, below.workdir, below.entry_point)
-            elif FROM_PYTHON.fullmatch(image):
-                current = Stage(folder / name, (make_base(folder.parent / "base"),))
-            else:
-                raise ImageError(f"no stand-in is known for the image {image}")
-            stages[name] = current
-        elif current is None:
-            raise ImageError(f"{step.name} stands before FROM")
-        else:
+        if step.name != "FROM":
+            assert current is not None  # `parse` has seen to it
             current.perform(step, stages, context)
-    if current is None:
-        raise ImageError("no FROM")
+            continue
+        image, *alias = step.text.split(" AS ")
+        name = alias[0] if alias else str(len(stages))
+        below = (images or {}).get(image)
+        if below is not None:
+            lower = (below.folder / "upper", *below.lower)
+            current = Stage(folder / name, lower, below.user, below.workdir, below.entry_point)
+        elif FROM_PYTHON.fullmatch(image):
+            current = Stage(folder / name, (make_base(folder.parent / "base"),))
+        else:
+            raise ImageError(f"no stand-in is known for the image {image}")
+        stages[name] = current
+    assert current is not None
     return current

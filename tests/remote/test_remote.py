@@ -5,10 +5,8 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
@@ -214,52 +212,6 @@ def test_C7_a_full_redis_stops_only_writers(servers: ServerWithRedis, tmp_path: 
         put(repository, source)
         assert dataset_state(repository) == facts(source)
     check_whole(servers)
-
-
-@pytest.mark.deep
-def test_C13_requests_end_in_time_when_redis_hangs(
-    servers: ServerWithRedis, tmp_path: Path
-) -> None:
-    """Requests about entries fail in time, reads of chunks go on, all works again afterwards."""
-    source = tree(tmp_path / "source", count=50)
-    together = threading.Barrier(12)
-    with servers.open() as repository, ThreadPoolExecutor(12) as pool:
-        put(repository, source)
-        view = repository.view("ds")
-
-        def connect_thread(_: int) -> None:
-            """Connect while Redis runs: without it no login succeeds."""
-            together.wait(20)
-            for _ in range(20):
-                repository.stat("ds", b"d0/f0000")
-
-        def failing_s(_: int = 0) -> float:
-            """How long an error takes."""
-            begun = time.monotonic()
-            with pytest.raises(MetadataError):
-                repository.stat("ds", b"d0/f0000")
-            return time.monotonic() - begun
-
-        list(pool.map(connect_thread, range(12)))
-        servers.redis.signal(signal.SIGSTOP)
-        try:
-            asked = pool.map(failing_s, range(8))
-            time.sleep(1)
-            reader = EntryReader(view, repository.objects, 1 << 20)
-            begun = time.monotonic()
-            assert len(reader.read(view.lookup(b"d0/f0000"))) == 4096
-            assert time.monotonic() - begun < 5
-            assert max(asked) < 20
-            assert failing_s() < 20
-        finally:
-            servers.redis.signal(signal.SIGCONT)
-
-        def works() -> bool:
-            with suppress(MetadataError):
-                return repository.stat("ds", b"d0/f0000").size == 4096
-            return False
-
-        wait_until(works)
 
 
 # Servers and their users

@@ -6,8 +6,12 @@ says what the control plane is, and what stands in for nodes.
 
 import os
 import sys
+import tarfile
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from tests.kubernetes.cluster import control_plane as planes
 from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import PROGRAMS, ControlPlane
 from tests.kubernetes.cluster.operators import IMAGE, OWN_IMAGE, Resources, install
+from tests.trees import write
 
 
 @pytest.fixture(scope="session")
@@ -64,3 +69,36 @@ def images() -> dict[str, Environment]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**program_environment(), "PATH": path}
     return {IMAGE: environment, OWN_IMAGE: environment}
+
+
+class _QuietHandler(SimpleHTTPRequestHandler):
+    """Gives the files of a folder, and prints nothing."""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class _QuietServer(ThreadingHTTPServer):
+    """A web server that does not print when a client goes away."""
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        pass
+
+
+@contextmanager
+def served_archive(folder: Path, name: str, files: dict[str, bytes]) -> Iterator[str]:
+    """A server that gives an archive of these files, compressed if it is named so; its address."""
+    served = folder / "served"
+    served.mkdir()
+    with tarfile.open(served / name, "w:gz" if name.endswith(".gz") else "w") as tar:
+        for path in write(folder / "archived", files).iterdir():
+            tar.add(path, path.name)
+    handler = partial(_QuietHandler, directory=str(served))
+    with _QuietServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/{name}"
+        finally:
+            server.shutdown()
+            thread.join()

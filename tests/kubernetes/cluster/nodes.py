@@ -2,7 +2,7 @@
 
 The scheduler, the controllers and the API server see a node as any other: its capacity and lease,
 and pods that become Running, Succeeded or Failed. A `Node` runs the commands of its pods'
-containers as processes of this machine (`containers.py`), with their volumes (`volumes.py`).
+containers as processes of this machine, with their volumes (`containers.py`).
 
 Not there: init containers and restarts (a pod ends with its containers), probes (a container is
 ready when it runs), resource limits, Services and DNS, logs and exec through the API. A pod's
@@ -19,8 +19,8 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -35,9 +35,14 @@ from lightkube.resources.core_v1 import Pod, PodStatus
 from lightkube.types import PatchType
 
 from tests.kubernetes.cluster import containers
-from tests.kubernetes.cluster.containers import ContainerError, Environment
+from tests.kubernetes.cluster.containers import (
+    ContainerError,
+    CsiDriver,
+    Environment,
+    PodVolumes,
+    VolumeError,
+)
 from tests.kubernetes.cluster.control_plane import ControlPlane
-from tests.kubernetes.cluster.volumes import CsiDriver, PodVolumes, VolumeError
 from tests.waiting import wait_until
 
 LOOK_S = 0.1
@@ -120,22 +125,16 @@ class Node:
             {"type": "ContainersReady", "status": str(ready)},
         ]
         change = {"status": {"hostIP": "127.0.0.1", "conditions": conditions, **status}}
-        try:
+        with _if_it_is_there():
             self.client.patch(
                 PodStatus, name, change, namespace=namespace, patch_type=PatchType.STRATEGIC
             )
-        except ApiError as error:
-            if error.status.code != 404:
-                raise
 
     def confirm_deletion(self, pod: Pod) -> None:
         """Say that nothing of a deleted pod is left, on which the API server removes it."""
         name, namespace, _ = _identity(pod)
-        try:
+        with _if_it_is_there():
             self.client.delete(Pod, name, namespace=namespace, grace_period=0)
-        except ApiError as error:
-            if error.status.code != 404:
-                raise
 
     def _register(self) -> None:
         capacity = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "1Ti"}
@@ -339,6 +338,15 @@ class _PodRun:
                 self._abandoned.wait(RETRY_S)
             else:
                 return
+
+
+@contextmanager
+def _if_it_is_there() -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        if error.status.code != 404:
+            raise
 
 
 def _has_ended(pod: Pod) -> bool:

@@ -21,7 +21,7 @@ from diesel_kubernetes.operator.fields import Json, fields, items, text, whole
 from diesel_kubernetes.operator.resources import condition_of
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
-from tests.kubernetes.cluster import web
+from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
@@ -51,7 +51,7 @@ def store(tmp_path: Path) -> Path:
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
     """The address of an archive with `FILES`."""
-    with web.served_archive(tmp_path, "images.tar", FILES) as address:
+    with served_archive(tmp_path, "images.tar", FILES) as address:
         yield address
 
 

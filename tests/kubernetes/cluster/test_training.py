@@ -24,8 +24,8 @@ from lightkube.resources.core_v1 import Pod, Secret, Service
 from diesel_kubernetes.names import DRIVER, POD_NAME, POD_NAMESPACE
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
-from tests.kubernetes.cluster import web
-from tests.kubernetes.cluster.containers import Environment
+from tests.kubernetes.cluster.conftest import served_archive
+from tests.kubernetes.cluster.containers import CsiVolume, Environment, VolumeError
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
 from tests.kubernetes.cluster.operators import (
@@ -35,7 +35,6 @@ from tests.kubernetes.cluster.operators import (
     Operator,
     Resources,
 )
-from tests.kubernetes.cluster.volumes import CsiVolume, VolumeError
 from tests.kubernetes.csi.plugin import Plugin, running_plugin
 from tests.server.program import Server, new_repository
 from tests.storage.metadata.redis_servers import RedisServer
@@ -124,7 +123,7 @@ def bucket(tmp_path: Path) -> Iterator[Bucket]:
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
     """The address of a compressed archive with the files of `PETS`."""
-    with web.served_archive(tmp_path, "pets.tar.gz", PETS) as address:
+    with served_archive(tmp_path, "pets.tar.gz", PETS) as address:
         yield address
 
 

@@ -87,24 +87,15 @@ class Node:
         publish(self.volumes, target, {POD_NAMESPACE: namespace, **attributes})
         return target
 
-    def held(self) -> list[HeldDataset]:
-        """What it holds, as soon as it is sure that this is all."""
-        last: list[HeldDataset] = []
-
-        def is_complete() -> bool:
-            last[:], is_all = self.holdings.measure()
-            return is_all
-
-        wait_until(is_complete)
-        return last
-
-    def wait_for(self, wanted: Callable[[list[HeldDataset]], object]) -> list[HeldDataset]:
-        """What it holds as soon as a condition holds for it."""
+    def held(
+        self, wanted: Callable[[list[HeldDataset]], object] = lambda _: True
+    ) -> list[HeldDataset]:
+        """What it holds, as soon as it is sure that this is all and a condition holds for it."""
         last: list[HeldDataset] = []
 
         def holds() -> object:
-            last[:] = self.holdings.measure()[0]
-            return wanted(last)
+            last[:], is_all = self.holdings.measure()
+            return is_all and wanted(last)
 
         wait_until(holds, otherwise=lambda: f"it held {last}")
         return last
@@ -147,15 +138,14 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
         target = node.publish(cacheDir="pets")
         assert node.held() == [entry(0, 0, used=True)]
         read(target, 1)
-        (part,) = node.wait_for(lambda found: found and found[0].share)
+        (part,) = node.held(lambda found: found and found[0].share)
         assert part.disk == 0
         assert part.is_used
         read(target, CHUNKS)
-        node.wait_for(lambda found: found and found[0].share == 100)
+        node.held(lambda found: found and found[0].share == 100)
         node.volumes.unpublish(str(target))
         node.wait_until_unmounted()
-        assert node.wait_for(lambda found: found == [entry(100, 100)])
-
+        node.held(lambda found: found == [entry(100, 100)])
         chunks = sorted(node.cache_root.glob(f"team/pets/*/{identity.hex}/{'[0-9a-f]' * 32}"))
         assert len(chunks) == CHUNKS
         for path in chunks[:3]:
@@ -183,7 +173,7 @@ def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_pat
     with running_node(tmp_path / "node", url) as node:
         one = node.publish("one", policy="oneshot")
         other = node.publish("other", namespace="others")
-        found = node.wait_for(lambda found: max(each.share for each in found) == 100)
+        found = node.held(lambda found: max(each.share for each in found) == 100)
         assert {each.namespace: each.disk for each in found} == {"team": 0, "others": 0}
         (idle,) = [each for each in found if each.namespace == "others"]
         assert idle == HeldDataset("others", identity, version, 0, 0, is_used=True)

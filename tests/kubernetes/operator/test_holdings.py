@@ -29,7 +29,7 @@ from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, NOW_S, dataset, decided, ended, reader_pod
 from .memory_cluster import ManualClock, MemoryCluster
-from .test_crashes import PETS
+from .test_controller import PETS
 
 IDENTITY = UUID("01234567-89ab-cdef-0123-456789abcdef")
 OTHER = UUID(int=5)

@@ -205,13 +205,6 @@ def test_a_task_has_a_key_of_its_own_only_where_nobody_else_gives_it(
     assert made == {secret} - {"account"}
 
 
-def test_missing_ranks_are_made_and_others_left_alone() -> None:
-    status = admitted()
-    pods = pods_of(decided(status=status))
-    decision = decided(status=status, pods=in_phase(pods[:1], "Running"))
-    assert [at(each, "metadata", "name") for each in pods_of(decision)] == ["train-1"]
-
-
 def test_a_job_runs_and_succeeds_and_leaves_only_pods_that_ended() -> None:
     status = admitted(url="diesel://host:1")
     pods = pods_of(decided(status=status))
@@ -330,10 +323,13 @@ def test_a_pod_requests_its_containers_together_or_its_largest_init_container() 
 
 
 def test_versions_are_pinned_at_admission() -> None:
-    """A Dataset that is prepared again, or deleted, changes nothing for a job that was admitted."""
+    """A Dataset that is prepared again, or deleted, changes nothing for a job that was admitted.
+    Missing ranks are made, and others left alone."""
     status = admitted()
+    pods = in_phase(pods_of(decided(status=status))[:1], "Running")
     newer = dataset(status={**READY, "version": 8})
     for found in ([newer], []):
-        pod = pods_of(decided(status=status, datasets=found))[0]
+        (pod,) = pods_of(decided(status=status, datasets=found, pods=pods))
+        assert at(pod, "metadata", "name") == "train-1"
         volume = texts(pod, "spec", "volumes", 0, "csi", "volumeAttributes")
         assert volume["version"] == "7"

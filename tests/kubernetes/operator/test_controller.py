@@ -1,21 +1,23 @@
-"""The controller is killed after each of its writes, and another one goes on.
+"""The controller is killed after each of its writes, and another one goes on; and what a
+TrainingJob says when the cluster does not let the operator make what it needs.
 
 Whatever was killed, the end is the same.
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 
-from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS
-from diesel_kubernetes.operator.fields import Json, at
+from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Controller
+from diesel_kubernetes.operator.fields import Json, at, text
 from diesel_kubernetes.operator.queue import Key
+from diesel_kubernetes.operator.resources import condition_of
 from tests.rows import each_row
 
-from .made import GOOD, dataset, training_job
-from .memory_cluster import MemoryCluster, settle
+from .made import DEFAULTS, GOOD, dataset, training_job
+from .memory_cluster import ManualClock, MemoryCluster, settle
 
 PETS = Key(DATASETS, "default", "pets")
 TRAIN = Key(TRAINING_JOBS, "default", "train")
-ACCOUNT: Json = {"kind": "Secret", "metadata": {"name": "account"}, "data": {"key": "eA=="}}
 
 
 async def deletion(cluster: MemoryCluster) -> list[object]:
@@ -51,12 +53,17 @@ async def short_life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
     return await deletion(cluster)
 
 
-async def life_of_a_job(cluster: MemoryCluster) -> list[object]:
-    """A TrainingJob from its making, over a restart, to its end."""
+def put_job(cluster: MemoryCluster, restarts: int = 0) -> None:
+    """Make a TrainingJob whose dataset is ready. It needs a Secret of its own."""
     ready: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 9, "version": 7}
     cluster.put(dataset({"url": "diesel://host:1", "secretName": "account"}, ready).raw)
-    cluster.put(ACCOUNT)
-    cluster.put(training_job({"restarts": 1}).raw)
+    cluster.put({"kind": "Secret", "metadata": {"name": "account"}, "data": {"key": "eA=="}})
+    cluster.put(training_job({"restarts": restarts}).raw)
+
+
+async def life_of_a_job(cluster: MemoryCluster) -> list[object]:
+    """A TrainingJob from its making, over a restart, to its end."""
+    put_job(cluster, restarts=1)
     await settle(cluster, TRAIN)
     key = at(cluster.objects["Secret", "train-task-0"], "stringData", "taskKey")
     assert isinstance(key, str)
@@ -88,3 +95,66 @@ async def test_the_end_is_the_same_wherever_the_controller_is_killed(
         cluster.kill_after = step
         assert await life(cluster) == wanted, step
         assert cluster.writes >= step
+
+
+# Hindrances
+
+
+async def tried(cluster: MemoryCluster) -> Json:
+    """The status of the TrainingJob after the operator has tried twice."""
+    controller = Controller(cluster, DEFAULTS, clock=ManualClock())
+    for _ in range(2):
+        with suppress(Exception):  # the queue logs it, and tries again
+            await controller.handle(TRAIN)
+    return cluster.status("TrainingJob", "train")
+
+
+def made(status: Json) -> tuple[str, str]:
+    """The condition `ObjectsMade`."""
+    found = condition_of(status, "ObjectsMade")
+    return text(found, "status"), text(found, "reason")
+
+
+async def check_goes_on(cluster: MemoryCluster) -> None:
+    """Nothing hinders the job any more: all is made."""
+    cluster.forbidden.clear()
+    await settle(cluster, TRAIN)
+    assert made(await tried(cluster)) == ("True", "AllMade")
+    assert cluster.of_kind("Pod") == ["train-0", "train-1"]
+
+
+@each_row(
+    ("reason", "forbidden", "said"),
+    [
+        ("SecretDenied", {"get Secret"}, "get Secret"),
+        ("Forbidden", {"create Pod"}, "create Pod"),
+        ("NameTaken", set(), "train-0"),
+    ],
+)
+async def test_a_job_says_what_hinders_it_and_starts_when_that_has_gone(
+    reason: str, forbidden: set[str], said: str
+) -> None:
+    cluster = MemoryCluster()
+    put_job(cluster)
+    cluster.forbidden |= forbidden
+    if reason == "NameTaken":
+        cluster.put({"kind": "Pod", "metadata": {"name": "train-0", "uid": "somebody's"}})
+    status = await tried(cluster)
+    assert made(status) == ("False", reason)
+    assert said in text(condition_of(status, "ObjectsMade"), "message")
+    assert text(condition_of(status, "Admitted"), "reason") == "Fits"
+    cluster.objects.pop(("Pod", "train-0"), None)
+    await check_goes_on(cluster)
+
+
+async def test_a_pod_that_is_forbidden_after_a_restart_is_said_and_made_later() -> None:
+    cluster = MemoryCluster()
+    put_job(cluster, restarts=1)
+    await settle(cluster, TRAIN)
+    assert made(await tried(cluster)) == ("", "")
+    cluster.forbidden.add("create Pod")
+    cluster.set_pods("Failed")
+    for _ in range(3):
+        status = await tried(cluster)
+    assert made(status) == ("False", "Forbidden")
+    await check_goes_on(cluster)
