@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -38,7 +37,7 @@ from tests.storage.metadata.redis_servers import RedisServer
 from tests.waiting import wait_until
 
 from ..datasets import dataset_state
-from ..server.program import Server, until
+from ..server.program import Server
 from ..server.server_with_redis import ServerWithRedis, server_with_redis
 from ..trees import facts, write
 
@@ -135,35 +134,6 @@ def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
     assert marker is not None
     assert marker.files == 1500
     check_whole(servers)
-
-
-@pytest.mark.deep
-def test_G1_a_put_whose_only_server_dies_fails_and_can_be_repeated(
-    servers: ServerWithRedis, tmp_path: Path
-) -> None:
-    source = tree(tmp_path / "source", 1, 3000)
-    putting = start_put(servers, source)
-    with servers.direct() as direct:
-        until(lambda: files_of(direct) > 100, "some commits")
-    address = crash_one(servers)
-    putting.send_signal(signal.SIGINT)
-    _, err = putting.communicate(timeout=120)
-    assert putting.returncode in (14, 130), err
-    assert b"Traceback" not in err
-    servers.add(address)
-    with servers.open() as repository:
-        assert 100 < len(repository.view("ds")) < 3000, "this proves nothing"
-        assert put(repository, source).unchanged > 0
-        assert dataset_state(repository) == facts(source)
-    check_whole(servers)
-
-
-def files_of(repository: LocalRepository) -> int:
-    """How many files have been committed."""
-    with suppress(DieselError):
-        marker = repository.dataset("ds").head
-        return marker.files if marker else 0
-    return 0
 
 
 def test_L1_L2_two_puts_at_once(servers: ServerWithRedis, tmp_path: Path) -> None:

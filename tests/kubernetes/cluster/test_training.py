@@ -158,11 +158,6 @@ def node_with_driver(
             raise
 
 
-def digests(place: str, files: Mapping[str, bytes]) -> dict[str, str]:
-    """What a rank is to tell of a dataset."""
-    return {f"{place}:{path}": hashlib.sha256(data).hexdigest() for path, data in files.items()}
-
-
 def check_shared(places: list[str]) -> None:
     """The mounts are one task, and each chunk was fetched from the store by one of its nodes."""
 
@@ -180,12 +175,6 @@ def check_shared(places: list[str]) -> None:
     shares = [whole(each, "node_cache", "share_chunks") for each in seen]
     assert sum(shares) > 4
     assert [whole(each, "chunks_from_store") for each in seen] == shares
-
-
-def measured_shares(resources: Resources, name: str) -> list[bool]:
-    """Of each node of a Dataset: whether its share was measured there, and is something."""
-    nodes = items(resources.dataset(name), "status", "nodes")
-    return [at(each, "measured") is True and whole(each, "share") > 0 for each in nodes]
 
 
 def test_ranks_read_through_the_driver_and_share_their_cache(
@@ -254,7 +243,11 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
         reports = [json.loads((results / str(rank)).read_text()) for rank in range(2)]
         for rank, report in enumerate(reports):
             pets, birds = report["places"]
-            assert report["found"] == {**digests(pets, PETS), **digests(birds, BIRDS)}
+            assert report["found"] == {
+                f"{place}:{path}": hashlib.sha256(data).hexdigest()
+                for place, files in ((pets, PETS), (birds, BIRDS))
+                for path, data in files.items()
+            }
             assert report["environment"] == {"RANK": str(rank), "WORLD_SIZE": "2"}
         pods = client.list(Pod, namespace=namespace, labels={LABEL_TRAINING: "train"})
         assert len({pod.spec.nodeName for pod in pods if pod.spec}) == 2
@@ -264,8 +257,14 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
             plugin.restart()
         for report in reports:
             assert (Path(report["places"][0]) / next(iter(PETS))).read_bytes()
+
+        def shares_are_measured() -> bool:
+            nodes = items(resources.dataset("pets"), "status", "nodes")
+            measured = [each for each in nodes if at(each, "measured") and whole(each, "share")]
+            return len(measured) == len(nodes) == 2
+
         # A plugin reports when it starts; the mounts that it finds are those of one before
-        resources.wait(lambda: measured_shares(resources, "pets") == [True, True], operator)
+        resources.wait(shares_are_measured, operator)
         go.touch()
         resources.job_in("Succeeded", "train", operator)
         wait_until(lambda: not list(client.list(Service, namespace=namespace)))

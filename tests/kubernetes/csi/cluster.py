@@ -140,7 +140,8 @@ class Cluster:
                 case _ if (plural, name) not in self.objects:
                     return _status(404, "NotFound", f'{plural} "{name}" not found')
                 case "GET":
-                    self._refresh(plural, name)
+                    if plural == "pods":
+                        self._refresh(name)
                 case "PATCH":
                     there = self.objects[plural, name]
                     for field in ("metadata", "data"):
@@ -181,20 +182,22 @@ class Cluster:
         )
         pod["status"] = {"phase": "Running"}
 
-    def _refresh(self, plural: str, name: str) -> None:
+    def _refresh(self, name: str) -> None:
         """Say how a pod has ended, if it has."""
-        process = self._processes.get(name) if plural == "pods" else None
-        if process is not None and process.poll() is not None:
-            assert process.stderr is not None
-            log = "" if process.stderr.closed else process.stderr.read().decode()
-            process.stderr.close()
+        process = self._processes.get(name)
+        if process is None or process.poll() is None:
+            return
+        assert process.stderr is not None
+        log = "" if process.stderr.closed else process.stderr.read().decode()
+        process.stderr.close()
+        if log:
             ended = {"terminated": {"exitCode": process.returncode, "message": log[-2048:]}}
             status = {"name": "mount", "state": ended, "image": "", "imageID": "", "ready": False}
-            if log:
-                self.objects["pods", name]["status"] = {
-                    "phase": "Failed",
-                    "containerStatuses": [{**status, "restartCount": 0}],
-                }
+            statuses = [{**status, "restartCount": 0}]
+            self.objects["pods", name]["status"] = {
+                "phase": "Failed",
+                "containerStatuses": statuses,
+            }
 
     def _end_pod(self, name: str) -> None:
         process = self._processes.pop(name, None)
