@@ -105,7 +105,7 @@ class Node:
         for run in self._runs.values():
             run.abandon()
         for run in self._runs.values():
-            run.join()
+            run.thread.join()
         self.client.delete(Lease, self.name, namespace="kube-node-lease")
         self.client.delete(NodeResource, self.name)
         self.client.close()
@@ -182,7 +182,7 @@ class Node:
                 self._runs[uid] = _PodRun(self, pod)
         for uid in self._runs.keys() - present.keys():
             self._runs[uid].end(0)  # it may have been deleted by force
-            if self._runs[uid].is_over():
+            if not self._runs[uid].thread.is_alive():
                 del self._runs[uid]
 
 
@@ -202,8 +202,8 @@ class _PodRun:
         self._leave = threading.Event()  # the pod ends, or the node
         self._abandoned = threading.Event()  # the node ends: nothing is reported any more
         self._grace_s = 0.0
-        self._thread = threading.Thread(target=self._run, name=f"pod {namespace}/{name}")
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name=f"pod {namespace}/{name}")
+        self.thread.start()
 
     def end(self, grace_s: float) -> None:
         """The pod was deleted. Its processes have so many seconds after a SIGTERM."""
@@ -216,12 +216,6 @@ class _PodRun:
         self._grace_s = NODE_GRACE_S
         self._abandoned.set()
         self._leave.set()
-
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        self._thread.join()
 
     def _run(self) -> None:
         self._folder.mkdir(parents=True)

@@ -68,7 +68,7 @@ def install(client: Client) -> None:
                     client.apply(made, field_manager="tests", force=True)
     for plural in ("datasets", "trainingjobs"):
         client.wait(CustomResourceDefinition, f"{plural}.{GROUP}", for_conditions=["Established"])
-    for account in (ACCOUNT, DRIVER_ACCOUNT):
+    for account in ("default", ACCOUNT, DRIVER_ACCOUNT):
         wait_for_service_account(client, SYSTEM, account)
 
 

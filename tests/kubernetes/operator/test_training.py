@@ -101,32 +101,27 @@ def test_nodes_are_looked_at_only_when_the_datasets_are_ready_and_before_a_pod_i
 
 
 def test_a_job_whose_datasets_cannot_fit_is_refused() -> None:
-    big = [dataset(status={**READY, "bytes": 2 * 10**9})]
-    refused = decided(datasets=big).status
-    assert refused["phase"] == "Rejected"
-    assert reason_of(refused, "Admitted") == "NoSpace"
-    assert not decided(status=refused, datasets=big).create
-    always = decided({"admission": "Always"}, datasets=big).status
-    assert always["phase"] == "Starting"
+    """The nodes have 1,001 million bytes free for 2,000 million. Blocks in memory count for the
+    score, and not for the storage."""
+
+    def big(**held: object) -> list[Object]:
+        nodes = [{"name": "a", "state": "Active", "share": 100, **held}] if held else []
+        return [dataset(status={**READY, "bytes": 2 * 10**9, "nodes": nodes})]
+
+    refused = decided(datasets=big()).status
+    assert not decided(status=refused, datasets=big()).create
+    always = decided({"admission": "Always"}, datasets=big(keeps=False)).status
+    assert names(items(always, "nodes")) == ["a", "b"]
     assert reason_of(always, "Admitted") == "NotChecked"
-
-
-def test_blocks_in_memory_count_for_the_score_and_not_for_the_storage() -> None:
-    """The nodes have 1,001 million bytes free for 2,000 million."""
-
-    def status(admission: str, **held: object) -> Json:
-        nodes = [{"name": "a", "state": "Active", "share": 100, **held}]
-        big = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": nodes})
-        return decided({"admission": admission}, datasets=[big]).status
-
-    assert names(items(status("Always", keeps=False), "nodes")) == ["a", "b"]
-    for phase, held in (
-        ("Rejected", {"keeps": False}),
-        ("Starting", {"keeps": True}),
-        ("Rejected", {"keeps": True, "diskShare": 49}),
-        ("Starting", {"keeps": True, "diskShare": 50}),
+    for held, phase, reason in (
+        ({}, "Rejected", "NoSpace"),
+        ({"keeps": False}, "Rejected", "NoSpace"),
+        ({"keeps": True}, "Starting", "Fits"),
+        ({"keeps": True, "diskShare": 49}, "Rejected", "NoSpace"),
+        ({"keeps": True, "diskShare": 50}, "Starting", "Fits"),
     ):
-        assert status("Storage", **held)["phase"] == phase, held
+        status = decided(datasets=big(**held)).status
+        assert (status["phase"], reason_of(status, "Admitted")) == (phase, reason), held
 
 
 def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
