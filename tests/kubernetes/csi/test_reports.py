@@ -7,7 +7,7 @@ server is a stand-in that obeys the Role in the manifests (`cluster.py`).
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -23,7 +23,7 @@ from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.targets import MountTable
-from diesel_kubernetes.csi.volumes import Limits, Volume
+from diesel_kubernetes.csi.volumes import Limits
 from diesel_kubernetes.names import POD_NAMESPACE
 from diesel_kubernetes.operator.fields import Json, at
 from diesel_kubernetes.reports import (
@@ -33,7 +33,6 @@ from diesel_kubernetes.reports import (
     parse_config_map,
     report_name,
 )
-from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.waiting import wait_until
 
 from .cluster import Cluster
@@ -53,15 +52,6 @@ def put_chunks(url: str) -> tuple[UUID, int]:
             dataset.flush()
     with connect("pets", url) as dataset:
         return dataset.snapshot.identity, dataset.version
-
-
-class LoopbackMounter(ProcessMounter):
-    """Nodes of a task that are on one machine must name the address at which they listen."""
-
-    def start(self, volume: Volume, name: str, lock: int) -> None:
-        """See `Mounter`."""
-        more = ("--listen=127.0.0.1:0",) if "--world=2" in volume.options else ()
-        super().start(replace(volume, options=(*volume.options, *more)), name, lock)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +97,7 @@ def running_node(folder: Path, url: str) -> Iterator[Node]:
     state, cache_root = StateFolder(folder / "state"), folder / "fast"
     cache_root.mkdir(parents=True)
     limits = Limits(url=url, cache_root=str(cache_root))
-    with node_volumes(state, LoopbackMounter(state), limits) as volumes:
+    with node_volumes(state, ProcessMounter(state), limits) as volumes:
         node = Node(folder, state, volumes, NodeHoldings(state, str(cache_root)))
         try:
             yield node
@@ -183,38 +173,6 @@ def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_pat
             node.volumes.unpublish(str(target))
         node.wait_until_unmounted()
         assert node.held() == []
-
-
-@pytest.mark.deep
-@fuse
-@as_root
-def test_each_node_of_a_task_holds_its_half(tmp_path: Path) -> None:
-    """Two masters on this machine find each other through Redis, as on two nodes. The memory of
-    one cannot hold all, and its page cache a quarter of it."""
-    redis = RedisServer(tmp_path / "redis", port=free_port())
-    with ExitStack() as stack:
-        stack.callback(redis.close)
-        url = f"{(tmp_path / 'store').as_uri()}?meta={redis.tcp_url}"
-        identity, version = put_chunks(url)
-        nodes = [
-            stack.enter_context(running_node(tmp_path / f"node-{rank}", url)) for rank in range(2)
-        ]
-        targets = [
-            node.publish(task="night", rank=str(rank), world="2", policy="oneshot", memory="10M")
-            for rank, node in enumerate(nodes)
-        ]
-        shares: list[int] = []
-        for node, target in zip(nodes, targets, strict=True):
-            stack.callback(node.volumes.unpublish, str(target))
-
-        def hold_all_together() -> bool:
-            found = [node.held() for node in nodes]
-            assert {(each.identity, each.version) for (each,) in found} == {(identity, version)}
-            shares[:] = [each.share for (each,) in found]
-            return sum(shares) >= 99  # each is rounded down
-
-        wait_until(hold_all_together, otherwise=lambda: f"{shares}")
-        assert max(shares) < 100
 
 
 def test_a_mount_of_another_version_than_its_master_tells_of_the_page_cache_alone() -> None:
