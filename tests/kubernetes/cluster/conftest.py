@@ -71,20 +71,6 @@ def images() -> dict[str, Environment]:
     return {IMAGE: environment, OWN_IMAGE: environment}
 
 
-class _QuietHandler(SimpleHTTPRequestHandler):
-    """Gives the files of a folder, and prints nothing."""
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-class _QuietServer(ThreadingHTTPServer):
-    """A web server that does not print when a client goes away."""
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        pass
-
-
 @contextmanager
 def served_archive(folder: Path, name: str, files: dict[str, bytes]) -> Iterator[str]:
     """A server that gives an archive of these files, compressed if it is named so; its address."""
@@ -93,8 +79,8 @@ def served_archive(folder: Path, name: str, files: dict[str, bytes]) -> Iterator
     with tarfile.open(served / name, "w:gz" if name.endswith(".gz") else "w") as tar:
         for path in write(folder / "archived", files).iterdir():
             tar.add(path, path.name)
-    handler = partial(_QuietHandler, directory=str(served))
-    with _QuietServer(("127.0.0.1", 0), handler) as server:
+    handler = partial(SimpleHTTPRequestHandler, directory=str(served))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         try:

@@ -7,7 +7,6 @@ server is a stand-in that obeys the Role in the manifests (`cluster.py`).
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from uuid import UUID, uuid4
@@ -44,16 +43,6 @@ CHUNKS, FILE_BYTES = 8, 1_000_000
 fuse, as_root = MOUNTS_AS_ROOT
 
 
-def put_chunks(url: str) -> tuple[UUID, int]:
-    """Put a dataset of equal chunks. Returns its identity and version."""
-    with connect("pets", url, create=True) as dataset:
-        for number in range(CHUNKS):
-            dataset.put(os.urandom(FILE_BYTES), f"file-{number}")
-            dataset.flush()
-    with connect("pets", url) as dataset:
-        return dataset.snapshot.identity, dataset.version
-
-
 @dataclass(frozen=True, slots=True)
 class Node:
     """A node with a plugin's logic, whose mounts are processes."""
@@ -62,6 +51,9 @@ class Node:
     state: StateFolder
     volumes: NodeVolumes
     holdings: NodeHoldings
+    identity: UUID
+    version: int
+    """Of the dataset `pets`."""
 
     @property
     def cache_root(self) -> Path:
@@ -91,18 +83,25 @@ class Node:
         return last
 
 
-@contextmanager
-def running_node(folder: Path, url: str) -> Iterator[Node]:
-    """A node, whose targets the test has unpublished at the end."""
-    state, cache_root = StateFolder(folder / "state"), folder / "fast"
-    cache_root.mkdir(parents=True)
-    limits = Limits(url=url, cache_root=str(cache_root))
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    """A node of a repository with a dataset of equal chunks. The test unpublishes its targets."""
+    url, cache_root = (tmp_path / "store").as_uri(), tmp_path / "fast"
+    with connect("pets", url, create=True) as dataset:
+        for number in range(CHUNKS):
+            dataset.put(os.urandom(FILE_BYTES), f"file-{number}")
+            dataset.flush()
+    with connect("pets", url) as dataset:
+        identity, version = dataset.snapshot.identity, dataset.version
+    cache_root.mkdir()
+    state, limits = StateFolder(tmp_path / "state"), Limits(url=url, cache_root=str(cache_root))
     with node_volumes(state, ProcessMounter(state), limits) as volumes:
-        node = Node(folder, state, volumes, NodeHoldings(state, str(cache_root)))
+        holdings = NodeHoldings(state, str(cache_root))
+        made = Node(tmp_path, state, volumes, holdings, identity, version)
         try:
-            yield node
+            yield made
         finally:
-            node.wait_until_unmounted()
+            made.wait_until_unmounted()
 
 
 def read(target: Path, count: int) -> None:
@@ -114,65 +113,56 @@ def read(target: Path, count: int) -> None:
 @pytest.mark.deep
 @fuse
 @as_root
-def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
-    tmp_path: Path,
-) -> None:
-    url = (tmp_path / "store").as_uri()
-    identity, version = put_chunks(url)
+def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(node: Node) -> None:
+    def entry(share: int, disk: int, *, used: bool = False, of: int = node.version) -> HeldDataset:
+        return HeldDataset("team", node.identity, of, share, disk, used)
 
-    def entry(share: int, disk: int, *, used: bool = False, of: int = version) -> HeldDataset:
-        return HeldDataset("team", identity, of, share, disk, used)
-
-    with running_node(tmp_path / "node", url) as node:
-        assert node.held() == []
-        target = node.publish(cacheDir="pets")
-        assert node.held() == [entry(0, 0, used=True)]
-        read(target, 1)
-        (part,) = node.held(lambda found: found and found[0].share)
-        assert part.disk == 0
-        assert part.is_used
-        read(target, CHUNKS)
-        node.held(lambda found: found and found[0].share == 100)
-        node.volumes.unpublish(str(target))
-        node.wait_until_unmounted()
-        node.held(lambda found: found == [entry(100, 100)])
-        chunks = sorted(node.cache_root.glob(f"team/pets/*/{identity.hex}/{'[0-9a-f]' * 32}"))
-        assert len(chunks) == CHUNKS
-        for path in chunks[:3]:
-            path.unlink()
-        assert node.held() == [entry(62, 62)]
-        log = chunks[0].with_name("order-0123456789abcdef")
-        log.touch()  # what a log holds cannot be told
-        assert node.held() == [entry(0, 0, of=0)]
-        log.unlink()
-        for path in (node.state.cache / "diesel/snapshots").iterdir():
-            path.write_bytes(b"damaged")
-        fresh = NodeHoldings(node.state, str(node.cache_root))  # of a plugin that starts now
-        assert fresh.measure() == ([entry(0, 0, of=0)], True)
-        shutil.rmtree(node.cache_root / "team")
-        assert node.held() == []
-        shutil.rmtree(node.cache_root)
-        assert node.holdings.measure() == ([], False)
+    assert node.held() == []
+    target = node.publish(cacheDir="pets")
+    assert node.held() == [entry(0, 0, used=True)]
+    read(target, 1)
+    (part,) = node.held(lambda found: found and found[0].share)
+    assert part.disk == 0
+    assert part.is_used
+    read(target, CHUNKS)
+    node.held(lambda found: found and found[0].share == 100)
+    node.volumes.unpublish(str(target))
+    node.wait_until_unmounted()
+    node.held(lambda found: found == [entry(100, 100)])
+    chunks = sorted(node.cache_root.glob(f"team/pets/*/{node.identity.hex}/{'[0-9a-f]' * 32}"))
+    assert len(chunks) == CHUNKS
+    for path in chunks[:3]:
+        path.unlink()
+    assert node.held() == [entry(62, 62)]
+    log = chunks[0].with_name("order-0123456789abcdef")
+    log.touch()  # what a log holds cannot be told
+    assert node.held() == [entry(0, 0, of=0)]
+    log.unlink()
+    for path in (node.state.cache / "diesel/snapshots").iterdir():
+        path.write_bytes(b"damaged")
+    fresh = NodeHoldings(node.state, str(node.cache_root))  # of a plugin that starts now
+    assert fresh.measure() == ([entry(0, 0, of=0)], True)
+    shutil.rmtree(node.cache_root / "team")
+    assert node.held() == []
+    shutil.rmtree(node.cache_root)
+    assert node.holdings.measure() == ([], False)
 
 
 @fuse
 @as_root
-def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(tmp_path: Path) -> None:
-    url = (tmp_path / "store").as_uri()
-    identity, version = put_chunks(url)
-    with running_node(tmp_path / "node", url) as node:
-        one = node.publish("one", policy="oneshot")
-        other = node.publish("other", namespace="others")
-        found = node.held(lambda found: max(each.share for each in found) == 100)
-        assert {each.namespace: each.disk for each in found} == {"team": 0, "others": 0}
-        (idle,) = [each for each in found if each.namespace == "others"]
-        assert idle == HeldDataset("others", identity, version, 0, 0, is_used=True)
-        node.state.folder(node.state.names()[0]).joinpath("namespace").unlink()
-        assert not node.holdings.measure()[1]
-        for target in (one, other):
-            node.volumes.unpublish(str(target))
-        node.wait_until_unmounted()
-        assert node.held() == []
+def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(node: Node) -> None:
+    one = node.publish("one", policy="oneshot")
+    other = node.publish("other", namespace="others")
+    found = node.held(lambda found: max(each.share for each in found) == 100)
+    assert {each.namespace: each.disk for each in found} == {"team": 0, "others": 0}
+    (idle,) = [each for each in found if each.namespace == "others"]
+    assert idle == HeldDataset("others", node.identity, node.version, 0, 0, is_used=True)
+    node.state.folder(node.state.names()[0]).joinpath("namespace").unlink()
+    assert not node.holdings.measure()[1]
+    for target in (one, other):
+        node.volumes.unpublish(str(target))
+    node.wait_until_unmounted()
+    assert node.held() == []
 
 
 def test_a_mount_of_another_version_than_its_master_tells_of_the_page_cache_alone() -> None:
