@@ -16,6 +16,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple
 
 SUITE = "trixie"
 """The release of Debian on which `python:3.13-slim` stands."""
@@ -64,8 +66,7 @@ class ImageError(Exception):
     """A step failed, or is not known."""
 
 
-@dataclass(frozen=True, slots=True)
-class Instruction:
+class Instruction(NamedTuple):
     """One instruction of a Dockerfile: `RUN`, and the text behind it."""
 
     name: str
@@ -76,11 +77,13 @@ def parse(text: str) -> list[Instruction]:
     """The instructions of a Dockerfile. Raises ImageError for one that this module cannot run."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n", " ", "\n".join(lines))
-    found = []
+    found: list[Instruction] = []
     for line in filter(str.strip, joined.splitlines()):
         name, _, rest = line.strip().partition(" ")
         if name not in Stage.KNOWN:
             raise ImageError(f"unknown instruction {name}")
+        if not found and name != "FROM":
+            raise ImageError(f"{name} stands before FROM")
         found.append(Instruction(name, rest.strip()))
     return found
 
@@ -101,6 +104,10 @@ def make_base(folder: Path) -> Path:
     (root / "etc/pip.conf").touch()
     made.touch()
     return root
+
+
+def _variables(given: Mapping[str, str] | Mapping[Path, str]) -> list[str]:
+    return [f"{name}={value}" for name, value in given.items()]
 
 
 def _check(*command: str) -> None:
@@ -143,18 +150,16 @@ class Stage:
         `binds`: what of the machine is seen at which path. `writable`: the root is read-only but
         for these folders, which are empty.
         """
-        own = {"PATH": PATH, **(environment or {})}
-        variables = [f"{name}={value}" for name, value in own.items()]
+        variables = _variables({"PATH": PATH, **(environment or {})})
         inside = ["env", "-i", *variables, "sh", "-c", 'cd "$0" && exec "$@"', self.workdir]
         merged = str(self.folder / "merged")
         chroot = ["chroot", f"--userspec={user or self.user}", merged, *inside, *words]
-        return self._in_namespace(chroot, binds=binds, writable=writable)
+        return self._in_namespace(chroot, binds or {}, writable)
 
     def _in_namespace(
         self,
         words: Sequence[str],
-        *,
-        binds: Mapping[Path, str] | None = None,
+        binds: Mapping[Path, str] = MappingProxyType({}),
         writable: Sequence[str] | None = None,
     ) -> list[str]:
         """A command of the machine that sees the image's root in the folder `merged`."""
@@ -164,12 +169,11 @@ class Stage:
             "UPPER": str(self.folder / "upper"),
             "WORK": str(self.folder / "work"),
             "FILES": " ".join(_FILES),
-            "BINDS": " ".join(f"{path}={place}" for path, place in (binds or {}).items()),
+            "BINDS": " ".join(_variables(binds)),
             "READ_ONLY": "" if writable is None else "1",
             "WRITABLE": " ".join(writable or ()),
         }
-        variables = [f"{name}={value}" for name, value in given.items()]
-        return ["unshare", "--mount", "env", *variables, "sh", "-c", _ENTER, "sh", *words]
+        return ["unshare", "--mount", "env", *_variables(given), "sh", "-c", _ENTER, "sh", *words]
 
     def perform(self, step: Instruction, stages: Mapping[str, "Stage"], context: Path) -> None:
         """Run an instruction other than FROM. Raises ImageError."""
@@ -205,15 +209,14 @@ class Stage:
             path = origin / source.lstrip("/")
             if not path.exists():
                 raise ImageError(f"COPY: there is no {source}")
-            place = self._inside(target)
+            script = 'cp "$1" "$2"'
             if path.is_dir():  # its content, as Docker does
                 script = (
                     'mkdir -p "$2" && tar -C "$1" --exclude=__pycache__ -c . | '
                     'tar -C "$2" -x --no-same-owner'
                 )
-            else:
-                script = 'cp "$1" "$2"'
-            _check(*self._in_namespace(["sh", "-ec", script, "sh", str(path), place]))
+            copying = ["sh", "-ec", script, "sh", str(path), self._inside(target)]
+            _check(*self._in_namespace(copying))
 
 
 def build(
@@ -226,22 +229,20 @@ def build(
     stages: dict[str, Stage] = {}
     current: Stage | None = None
     for step in parse(dockerfile):
-        if step.name == "FROM":
-            image, *alias = step.text.split(" AS ")
-            name = alias[0] if alias else str(len(stages))
-            below = (images or {}).get(image)
-            if below is not None:
-                lower = (below.folder / "upper", *below.lower)
-                current = Stage(folder / name, lower, below.user, below.workdir, below.entry_point)
-            elif FROM_PYTHON.fullmatch(image):
-                current = Stage(folder / name, (make_base(folder.parent / "base"),))
-            else:
-                raise ImageError(f"no stand-in is known for the image {image}")
-            stages[name] = current
-        elif current is None:
-            raise ImageError(f"{step.name} stands before FROM")
-        else:
+        if step.name != "FROM":
+            assert current is not None  # `parse` has seen to it
             current.perform(step, stages, context)
-    if current is None:
-        raise ImageError("no FROM")
+            continue
+        image, *alias = step.text.split(" AS ")
+        name = alias[0] if alias else str(len(stages))
+        below = (images or {}).get(image)
+        if below is not None:
+            lower = (below.folder / "upper", *below.lower)
+            current = Stage(folder / name, lower, below.user, below.workdir, below.entry_point)
+        elif FROM_PYTHON.fullmatch(image):
+            current = Stage(folder / name, (make_base(folder.parent / "base"),))
+        else:
+            raise ImageError(f"no stand-in is known for the image {image}")
+        stages[name] = current
+    assert current is not None
     return current

@@ -9,9 +9,11 @@ ports are those of the manifests. An S3 server of moto holds the bucket.
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,14 +22,83 @@ import pytest
 from diesel_kubernetes.operator.fields import Json, items, text
 from tests.deploy.manifests import KUBERNETES, container, environment, render
 from tests.deploy.test_kubernetes_page import blocks
-from tests.image.conftest import BUILD, Network
 from tests.image.dockerfile import ImageError, Stage, build, parse
 from tests.storage.objects.s3_server import credentials, without_proxies
+from tests.test_house import TREE
+from tests.waiting import wait_until
 
+BUILD = TREE / "build" / "image"
 KEY = re.compile(r"diesel-key-1:\S+")
 ENDPOINT = "http://objects:5000"  # moto takes the first part of a longer name for a bucket
 PASSWORD = "of-redis"  # noqa: S105
 URL = "diesel+tls://diesel-server.diesel.svc:9300"
+
+
+@pytest.fixture(scope="module")
+def image() -> Stage:
+    """All steps of the Dockerfile have been run, with this tree as their context."""
+    if os.geteuid() != 0:
+        pytest.fail("only root can run the steps of an image: sudo make test-image")
+    return build((TREE / "deploy/Dockerfile").read_text(), TREE, BUILD / "stages")
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A network namespace: ports are those of the manifests, whatever this machine listens at."""
+
+    holder: int
+    """A process in it."""
+    hosts: Path
+    """A file for `/etc/hosts` with the names of Services, at the address of loopback."""
+
+    def command(self, *words: str) -> list[str]:
+        """A command in this network."""
+        return ["nsenter", f"--net=/proc/{self.holder}/ns/net", *words]
+
+    @contextmanager
+    def running(
+        self, words: list[str], log: Path, port: int, environment: dict[str, str] | None = None
+    ) -> Iterator["subprocess.Popen[bytes]"]:
+        """A program that listens at a port of loopback; it ends with the `with`."""
+        with log.open("ab") as file:
+            process = subprocess.Popen(
+                self.command("setpriv", "--pdeathsig", "KILL", *words),
+                env=environment, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True,
+            )  # fmt: skip
+        connect = self.command("bash", "-c", f"exec 3<>/dev/tcp/127.0.0.1/{port}")
+
+        def listens_or_has_ended() -> bool:
+            tried = subprocess.run(connect, check=False, stderr=subprocess.DEVNULL)
+            return tried.returncode == 0 or process.poll() is not None
+
+        try:
+            wait_until(listens_or_has_ended, otherwise=lambda: log.read_text(errors="replace"))
+            assert process.poll() is None, log.read_text(errors="replace")
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Network]:
+    """The network of the tests. Processes in it keep it."""
+    hosts = tmp_path_factory.mktemp("network") / "hosts"
+    names = ("localhost", "diesel-redis.diesel.svc", "diesel-server.diesel.svc", "objects")
+    hosts.write_text("".join(f"127.0.0.1 {name}\n" for name in names))
+    with subprocess.Popen(
+        ["setpriv", "--pdeathsig", "KILL", "unshare", "--net", "sh", "-c",
+         "ip link set lo up && echo up && exec sleep infinity"],
+        stdout=subprocess.PIPE,
+    ) as holder:  # fmt: skip
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"up\n"
+        try:
+            yield Network(holder.pid, hosts)
+        finally:
+            holder.kill()
 
 
 def run(command: list[str]) -> subprocess.CompletedProcess[str]:
@@ -88,13 +159,16 @@ class Deployed:
     log: Path
     process: "subprocess.Popen[bytes]"
 
-    def run(self, *words: str, environment: dict[str, str]) -> str:
+    def run(self, *words: str, **changes: str) -> str:
         """Run a command in a container with a read-only root, as the image's user; its output."""
-        command = self.image.command(
-            *words, environment=environment, writable=["/tmp"],
-            binds={self.network.hosts: "/etc/hosts"},
-        )  # fmt: skip
-        return run(self.network.command(*command)).stdout
+        return in_container(self.image, self.network, *words, environment=self.account | changes)
+
+
+def in_container(image: Stage, network: Network, *words: str, environment: dict[str, str]) -> str:
+    """The output of a command in a container with a read-only root."""
+    binds = {network.hosts: "/etc/hosts"}
+    command = image.command(*words, environment=environment, writable=["/tmp"], binds=binds)
+    return run(network.command(*command)).stdout
 
 
 def settings(objects: list[Json], name: str) -> dict[str, str]:
@@ -148,11 +222,8 @@ def deployed(
     ):
         bucket = admin["DIESEL_SERVER_STORE"].removeprefix("s3://").partition("/")[0]
         run(network.command("curl", "-sf", "-X", "PUT", f"http://127.0.0.1:5000/{bucket}"))
-        first = trusting.command(
-            "dlcmd", "user", "add", "root", "--admin", environment=admin, writable=["/tmp"],
-            binds={network.hosts: "/etc/hosts"},
-        )  # fmt: skip
-        (key,) = KEY.findall(run(network.command(*first)).stdout)
+        add = ("dlcmd", "user", "add", "root", "--admin")
+        (key,) = KEY.findall(in_container(trusting, network, *add, environment=admin))
         with network.running(command, log, 9400) as process:
             root = {"HOME": "/tmp", "DIESEL_URL": URL, "DIESEL_USER": "root", "DIESEL_KEY": key}
             yield Deployed(trusting, network, root, log, process)
@@ -165,28 +236,23 @@ def deployed(
 def test_a_put_and_a_get_through_the_server_as_the_manifests_start_it(deployed: Deployed) -> None:
     status = Path(f"/proc/{deployed.process.pid}/status").read_text()
     assert re.search(r"^Uid:\s+10000\s+10000", status, re.MULTILINE)
-    probe = deployed.network.command("curl", "-sf", "http://127.0.0.1:9400/healthz")
-    run(probe)
-    (key,) = KEY.findall(
-        deployed.run("dlcmd", "user", "add", "trainer", environment=deployed.account)
-    )
-    deployed.run("dlcmd", "grant", "pets", "trainer", "admin", environment=deployed.account)
-    trainer = {**deployed.account, "DIESEL_USER": "trainer", "DIESEL_KEY": key}
-    deployed.run("dlcmd", "put", "/etc/apt", "pets", environment=trainer)
-    listed = deployed.run("dlcmd", "ls", "pets", environment=trainer)
-    assert "sources.list" in listed
+    run(deployed.network.command("curl", "-sf", "http://127.0.0.1:9400/healthz"))
+    (key,) = KEY.findall(deployed.run("dlcmd", "user", "add", "trainer"))
+    deployed.run("dlcmd", "grant", "pets", "trainer", "admin")
+    trainer = {"DIESEL_USER": "trainer", "DIESEL_KEY": key}
+    deployed.run("dlcmd", "put", "/etc/apt", "pets", **trainer)
+    assert "sources.list" in deployed.run("dlcmd", "ls", "pets", **trainer)
     script = "dlcmd get pets /tmp/pets && cat /tmp/pets/sources.list"
-    got = deployed.run("sh", "-ec", script, environment=trainer)
-    assert "trixie" in got
+    assert "trixie" in deployed.run("sh", "-ec", script, **trainer)
     assert "warning" not in deployed.log.read_text()
     script = "touch /tmp/x && ! touch /etc/x 2>/dev/null && ! touch /var/cache/x 2>/dev/null"
-    deployed.run("sh", "-ec", script, environment=trainer)  # such a root is read-only
+    deployed.run("sh", "-ec", script)  # such a root is read-only
 
 
 @pytest.mark.fuse
 def test_the_image_mounts_as_root(deployed: Deployed) -> None:
     """As a mount pod does, which is privileged; the server's account is the administrator's."""
-    deployed.run("dlcmd", "put", "/etc/apt", "mounted", environment=deployed.account)
+    deployed.run("dlcmd", "put", "/etc/apt", "mounted")
     script = "dlcmd mount mounted /mnt && cat /mnt/sources.list && dlcmd umount /mnt"
     command = deployed.image.command(
         "sh", "-ec", script, user="0:0", environment=deployed.account,

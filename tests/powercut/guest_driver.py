@@ -28,12 +28,13 @@ def object_name(letter: str) -> str:
     return f"{DATASET}/chunks/{letter * 4}/{letter * 4}{'0' * 18}"
 
 
-def content(name: str, size: int) -> bytes:
-    return (name.encode() * (size // len(name) + 1))[:size]
-
-
 SIZES = {object_name("a"): 70_000, object_name("b"): 3_000_001}
 """The sizes of two objects: one is written through the page cache, and one with O_DIRECT."""
+
+
+def content(name: str) -> bytes:
+    """The bytes of an object."""
+    return (name.encode() * (SIZES[name] // len(name) + 1))[: SIZES[name]]
 
 
 def made_chunk(number: int) -> Chunk:
@@ -46,8 +47,8 @@ def tell(what: str) -> None:
 
 def objects(folder: Path, what: str) -> None:
     store = FolderStore.create(folder)
-    for name, size in SIZES.items():
-        store.put(name, [content(name, size)])
+    for name in SIZES:
+        store.put(name, [content(name)])
     if what == "delete":
         store.delete(object_name("a"))
     if what == "replace":
@@ -72,7 +73,7 @@ def saves(folder: Path, what: str) -> None:
         for name in ("old", "new"):
             save_snapshot(empty_snapshot(IDENTITY, name), folder / "saved")
         tell(what)
-        os._exit(0)
+        os._exit(0)  # so that nothing is closed
 
 
 DRIVERS = {

@@ -19,7 +19,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _HERE = Path(__file__).parent
@@ -89,9 +88,7 @@ class Machine:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, _: BaseException | None, __: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.cut()
         self._selector.close()
         self._console.close()
@@ -99,23 +96,19 @@ class Machine:
     def reports(self) -> Iterator[str]:
         """The lines that the guest reports, as they come, until "end". Raises AssertionError if a
         command in the guest failed, no line comes for too long, or the guest has ended."""
-        while True:
+        line = ""
+        while line != "@end":
             line = self._line()
-            if not line.startswith("@"):
+            if line.startswith("@"):
+                self.said.append(line[1:])
+                assert not line.startswith("@failed"), self._told(line)
+                yield line[1:]
+            else:
                 self.noise.append(line)
-                continue
-            self.said.append(line[1:])
-            assert not line.startswith("@failed"), self._told(line)
-            yield line[1:]
-            if line == "@end":
-                return
 
     def wait_for(self, wanted: str) -> None:
         """Wait until the guest reports `wanted`."""
-        for report in self.reports():
-            if report == wanted:
-                return
-        raise AssertionError(f"the guest never said {wanted!r}: {self.said}")
+        assert wanted in self.reports(), f"the guest never said {wanted!r}: {self.said}"
 
     def cut(self) -> None:
         """Cut the power. Lines that the guest reported before are still added to `said`."""

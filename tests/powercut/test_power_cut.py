@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from diesel_fs.storage.objects.folder import FolderStore
 from ..bench.dlcmd import compile_program
 from ..datasets import dataset_state
 from ..repository.test_crash import source_tree
+from ..rows import each_row
 from ..storage.metadata.batches import check as check_metadata
 from ..trees import Facts, facts, write
 from . import guest_driver
@@ -129,21 +130,6 @@ def check_dataset(repository: LocalRepository, old: Facts, new: Facts, *, exactl
         assert again.get(path) in (showing.get(path), new.get(path)), path
 
 
-@pytest.mark.parametrize("mode", ["wal", "rollback"])
-def test_A7_power_cut_right_after_the_acknowledgement(
-    tools: Tools, story: Story, tmp_path: Path, mode: str
-) -> None:
-    disk = tools.new_disk(tmp_path / "disk")
-    with Machine(tools, tmp_path, {"a": disk}, story.script(mode)) as machine:
-        machine.wait_for("end")
-        assert done(machine.said) == 3, "A16: proves nothing"
-        copy = machine.copy_disk(disk, tmp_path / "copy")
-        machine.cut()
-    assert copy.read_bytes() == disk.read_bytes(), "a copy is not what a cut leaves"
-    with after_reboot(disk, tmp_path / "after") as root:
-        check(root, story, 3, between=False)
-
-
 def steps(machine: Machine, answers: Path) -> Iterator[tuple[int, str]]:
     """Each step of the guest's programs; they are stopped until the next one is asked for."""
     for report in machine.reports():
@@ -154,7 +140,9 @@ def steps(machine: Machine, answers: Path) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("mode", ["wal", "rollback"])
-def test_A4_power_cut_at_every_step(tools: Tools, story: Story, tmp_path: Path, mode: str) -> None:
+def test_A4_A7_power_cut_at_every_step_and_right_after_the_acknowledgement(
+    tools: Tools, story: Story, tmp_path: Path, mode: str
+) -> None:
     """Cuts at every step if POWERCUT_ROUNDS is large; otherwise at some, drawn by a seed."""
     disk = tools.new_disk(tmp_path / "disk")
     (answers := tmp_path / "answers").mkdir()
@@ -172,9 +160,14 @@ def test_A4_power_cut_at_every_step(tools: Tools, story: Story, tmp_path: Path, 
                 copy = machine.copy_disk(disk, tmp_path / "copy")
                 with after_reboot(copy, tmp_path / "after") as root:
                     check(root, story, acknowledged, between=not first)
-    assert done(machine.said) == 3
-    assert cuts >= 5, "A16: proves nothing"
-    assert {"fsync", "link", "unlink"} <= checked
+        assert done(machine.said) == 3
+        assert cuts >= 5, "A16: proves nothing"
+        assert {"fsync", "link", "unlink"} <= checked
+        copy = machine.copy_disk(disk, tmp_path / "copy")
+        machine.cut()
+    assert copy.read_bytes() == disk.read_bytes(), "a copy is not what a cut leaves"
+    with after_reboot(disk, tmp_path / "after") as root:
+        check(root, story, 3, between=False)
 
 
 @pytest.mark.parametrize("seed", range(2 * ROUNDS))
@@ -196,25 +189,27 @@ def test_A1_to_A11_power_cut_at_any_time(
         check(root, story, done(machine.said), between=True)
 
 
-def test_A16_without_syncs_all_is_lost(tools: Tools, story: Story, tmp_path: Path) -> None:
-    disk = tools.new_disk(tmp_path / "disk")
-    script = story.script("wal", tools.preloaded(skip="all"))
-    with Machine(tools, tmp_path, {"a": disk}, script) as machine:
+@contextmanager
+def cut_after_the_first_put(tools: Tools, story: Story, folder: Path, skip: str) -> Iterator[Path]:
+    """The files that are left if the syncs of some kind do nothing."""
+    disk = tools.new_disk(folder / "disk")
+    with Machine(
+        tools, folder, {"a": disk}, story.script("wal", tools.preloaded(skip=skip))
+    ) as machine:
         machine.wait_for("did 1")
-        machine.cut()
-    with after_reboot(disk, tmp_path / "after") as root:
+    with after_reboot(disk, folder / "after") as root:
+        yield root
+
+
+def test_A16_without_syncs_all_is_lost(tools: Tools, story: Story, tmp_path: Path) -> None:
+    with cut_after_the_first_put(tools, story, tmp_path, "all") as root:
         assert not (root / "repo").exists(), "the guest's disk keeps what was not synced"
 
 
 def test_A4_without_sync_of_files_they_are_empty_under_their_names(
     tools: Tools, story: Story, tmp_path: Path
 ) -> None:
-    disk = tools.new_disk(tmp_path / "disk")
-    script = story.script("wal", tools.preloaded(skip="files"))
-    with Machine(tools, tmp_path, {"a": disk}, script) as machine:
-        machine.wait_for("did 1")
-        machine.cut()
-    with after_reboot(disk, tmp_path / "after") as root:
+    with cut_after_the_first_put(tools, story, tmp_path, "files") as root:
         chunks = [path for path in (root / "repo/datasets").rglob("chunks/*/*") if path.is_file()]
         assert chunks
         assert any(not path.stat().st_size for path in chunks)
@@ -250,27 +245,22 @@ def disks(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Disks:
     return dict(zip(cases, found.values(), strict=True))
 
 
-@pytest.mark.parametrize(("what", "skip"), OBJECT_CASES)
+@each_row(("what", "skip"), OBJECT_CASES)
 def test_A4_objects(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
-    with after_reboot(disks[what, skip], tmp_path / "after") as root:
-        assert objects_are_as_acknowledged(root, what) == (not skip)
-
-
-def objects_are_as_acknowledged(root: Path, what: str) -> bool:
-    wanted = {name: guest_driver.content(name, size) for name, size in guest_driver.SIZES.items()}
+    """They are as it was acknowledged, unless a sync was left out."""
+    wanted = {name: guest_driver.content(name) for name in guest_driver.SIZES}
     if what == "delete":
         del wanted[guest_driver.object_name("a")]
     if what == "replace":
         wanted[guest_driver.LEASE] = b"new"
-    try:
+    found: dict[str, bytes] = {}
+    with after_reboot(disks[what, skip], tmp_path / "after") as root, suppress(DieselError):
         store = FolderStore.open(root)
         found = {name: bytes(store.get(name)) for name in store.names("datasets/")}
-    except DieselError:
-        return False
-    return found == wanted
+    assert (found == wanted) == (not skip)
 
 
-@pytest.mark.parametrize(("what", "skip"), SAVE_CASES)
+@each_row(("what", "skip"), SAVE_CASES)
 def test_A12_saved_snapshot(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
     with after_reboot(disks[what, skip], tmp_path / "after") as root:
         try:
@@ -280,7 +270,7 @@ def test_A12_saved_snapshot(disks: Disks, tmp_path: Path, what: str, skip: str) 
         assert (name == "new") == (not skip)
 
 
-@pytest.mark.parametrize(("mode", "skip"), COMMIT_CASES)
+@each_row(("mode", "skip"), COMMIT_CASES)
 def test_A7_commits(disks: Disks, tmp_path: Path, mode: str, skip: str) -> None:
     """Every commit is kept, even the last: an unlink ends a rollback journal."""
     with after_reboot(disks[mode, skip], tmp_path / "after") as root:

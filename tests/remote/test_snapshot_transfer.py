@@ -67,7 +67,7 @@ def test_pieces_put_together_are_the_snapshot(kept: bool, tmp_path: Path, view: 
     assert pieces.made == (1 if kept else 6)
 
 
-def test_a_version_is_compressed_once_for_many_requests(
+def test_a_version_is_compressed_once_for_many_requests_and_processes(
     tmp_path: Path, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pieces, ready = CompressedSnapshots(tmp_path / "pieces"), threading.Barrier(8)
@@ -87,15 +87,9 @@ def test_a_version_is_compressed_once_for_many_requests(
         asked = [pool.submit(ask) for _ in range(8)]
         assert all(each.result(20) == view.buffer for each in asked)
     assert pieces.made == 1
-    assert not pieces._making
-    assert joined(CompressedSnapshots(tmp_path / "pieces").pieces(view)) == view.buffer
-
-
-def test_another_process_uses_the_kept_pieces(tmp_path: Path, view: Snapshot) -> None:
-    list(CompressedSnapshots(tmp_path / "pieces").pieces(view))
-    other = CompressedSnapshots(tmp_path / "pieces")
-    assert joined(other.pieces(view)) == view.buffer
-    assert other.made == 0
+    of_another_process = CompressedSnapshots(tmp_path / "pieces")
+    assert joined(of_another_process.pieces(view)) == view.buffer
+    assert of_another_process.made == 0
     (file,) = (tmp_path / "pieces").iterdir()
     assert file.stat().st_mode & 0o077 == 0
 

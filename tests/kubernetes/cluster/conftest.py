@@ -6,8 +6,12 @@ says what the control plane is, and what stands in for nodes.
 
 import os
 import sys
+import tarfile
+import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -16,32 +20,25 @@ from lightkube.resources.core_v1 import Namespace, Pod
 
 from tests.cli.conftest import program_environment
 from tests.kubernetes.cluster import control_plane as planes
-from tests.kubernetes.cluster.containers import Image
+from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import PROGRAMS, ControlPlane
-
-IMAGE = "diesel-fs"
-
-
-def processes_with(argument: str) -> list[int]:
-    """The processes in whose arguments some text stands."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if argument.encode() in path.read_bytes():
-                found.append(int(path.parent.name))
-    return found
+from tests.kubernetes.cluster.operators import IMAGE, OWN_IMAGE, Resources, install
+from tests.trees import write
 
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[ControlPlane]:
-    """A control plane for all tests of a session."""
+    """A control plane for all tests of a session. It leaves no folder, and no process that has its
+    folder in its arguments."""
     if not (PROGRAMS / "stamp").exists():
         pytest.fail(f"{PROGRAMS} has no control plane: run `make test-kubernetes`")
     with planes.control_plane() as running:
         folder = running.kubeconfig.parent
         yield running
     assert not folder.exists()
-    assert processes_with(str(folder)) == []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            assert str(folder).encode() not in path.read_bytes(), path
 
 
 @pytest.fixture(scope="session")
@@ -51,17 +48,43 @@ def client(control_plane: ControlPlane) -> Iterator[Client]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def installed(client: Client) -> None:
+    """The definitions, and the rights of the operator and the plugin."""
+    install(client)
+
+
 @pytest.fixture
-def namespace(client: Client) -> Iterator[str]:
+def resources(client: Client) -> Iterator[Resources]:
     """A namespace of the test's own. Its pods go with the test, so that no other test runs them."""
     name = planes.make_namespace(client)
-    yield name
+    yield Resources(client, name)
     client.delete(Namespace, name)  # from now on no controller can make a pod in it
     client.deletecollection(Pod, namespace=name, grace_period=0)
 
 
-@pytest.fixture(scope="session")
-def images() -> dict[str, Image]:
-    """An image in which a shell and this tree's programs are found."""
+@pytest.fixture
+def images() -> dict[str, Environment]:
+    """Images in which a shell and this tree's programs are found."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return {IMAGE: Image({**program_environment(), "PATH": path})}
+    environment = {**program_environment(), "PATH": path}
+    return {IMAGE: environment, OWN_IMAGE: environment}
+
+
+@contextmanager
+def served_archive(folder: Path, name: str, files: dict[str, bytes]) -> Iterator[str]:
+    """A server that gives an archive of these files, compressed if it is named so; its address."""
+    served = folder / "served"
+    served.mkdir()
+    with tarfile.open(served / name, "w:gz" if name.endswith(".gz") else "w") as tar:
+        for path in write(folder / "archived", files).iterdir():
+            tar.add(path, path.name)
+    handler = partial(SimpleHTTPRequestHandler, directory=str(served))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}/{name}"
+        finally:
+            server.shutdown()
+            thread.join()

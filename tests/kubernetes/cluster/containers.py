@@ -1,39 +1,41 @@
-"""What the process of a container is given: its command, environment and paths.
+"""What the process of a container is given: its command, environment, paths and volumes.
 
 There are no images and no mount namespaces here: a container's process runs in the file system of
-the host, as the user of the test. So that it finds its volumes, each `mountPath` in its command, in
-its arguments and in the values of its environment is replaced by the volume's folder. A path that a
-program has built in (`/var/run/secrets/...`) is not.
+the host, as the user of the test, with the environment that stands in for its image. So that it
+finds its volumes, each `mountPath` in its command, in its arguments and in the values of its
+environment is replaced by the volume's folder.
+
+Volumes are emptyDir, hostPath, secret (by which admission gives a pod the token of its
+ServiceAccount) and csi (inline). A CSI driver is asked as kubelet asks it: with the volume's
+attributes, what `podInfoOnMount` adds, the secret of `nodePublishSecretRef`, and a target below the
+pod's folder, whose parent exists. The calls and names follow Kubernetes 1.20
+(`pkg/volume/csi/csi_mounter.go`).
 """
 
 import base64
+import hashlib
 import re
+import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from lightkube import ApiError, Client
-from lightkube.models.core_v1 import Container, EnvVarSource
-from lightkube.resources.core_v1 import ConfigMap, Pod, Secret
+from lightkube.models.core_v1 import Container, CSIVolumeSource, EnvVarSource, Volume
+from lightkube.resources.core_v1 import Pod, Secret
 
 _REFERENCE = re.compile(r"\$(?:\$|\(([A-Za-z_][A-Za-z0-9_.-]*)\))")
-_FIELD_OF_MAP = re.compile(r"metadata\.(labels|annotations)\['([^']*)'\]")
+
+Environment = Mapping[str, str]
 
 
 class ContainerError(Exception):
     """A container cannot be started as it is described."""
 
 
-@dataclass(frozen=True, slots=True)
-class Image:
-    """What stands in for an image: how its program is started, and in which environment."""
-
-    environment: Mapping[str, str]
-    entry_point: Sequence[str] = ()
-
-
-def expand(text: str, environment: Mapping[str, str]) -> str:
+def expand(text: str, environment: Environment) -> str:
     """Put variables in place of `$(NAME)`, as kubelet does; `$$` is a dollar sign.
 
     An unknown name stays as it is.
@@ -54,102 +56,49 @@ def translate(text: str, paths: Mapping[str, Path]) -> str:
     return text
 
 
-def mount_paths(container: Container, volumes: Mapping[str, Path]) -> dict[str, Path]:
-    """The folder of the host for each path at which a container has a volume."""
-    return {
-        each.mountPath: volumes[each.name] / (each.subPath or "")
-        for each in container.volumeMounts or ()
-    }
+def secret_of(client: Client, name: str | None, namespace: str | None) -> dict[str, str]:
+    """The content of a Secret. Raises ApiError where there is none."""
+    data = client.get(Secret, name or "", namespace=namespace).data or {}
+    return {key: base64.b64decode(text).decode() for key, text in data.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class PodFields:
-    """Answers what the environment of a container refers to."""
+def environment_of(container: Container, client: Client, pod: Pod, address: str) -> dict[str, str]:
+    """The variables of a container. Raises ContainerError, and ApiError where a Secret is
+    missing."""
+    assert pod.metadata is not None
+    namespace = pod.metadata.namespace
+    found: dict[str, str] = {}
 
-    client: Client
-    pod: Pod
-    addresses: Mapping[str, str]
-
-    def environment(self, container: Container) -> dict[str, str]:
-        """The variables of a container. Raises ContainerError, and ApiError where a Secret or a
-        ConfigMap is missing."""
-        found: dict[str, str] = {}
-        for each in container.envFrom or ():
-            prefix = each.prefix or ""
-            if each.secretRef is not None:
-                found |= {
-                    prefix + key: text for key, text in self._secret(each.secretRef.name).items()
-                }
-            if each.configMapRef is not None:
-                config = self._config(each.configMapRef.name)
-                found |= {prefix + key: text for key, text in config.items()}
-        for variable in container.env or ():
-            if variable.valueFrom is not None:
-                try:
-                    found[variable.name] = self._value(variable.valueFrom)
-                except (ContainerError, ApiError):
-                    if not _is_optional(variable.valueFrom):
-                        raise
-            else:
-                found[variable.name] = expand(variable.value or "", found)
-        return found
-
-    def _value(self, source: EnvVarSource) -> str:
+    def value(source: EnvVarSource) -> str:
         if source.secretKeyRef is not None:
-            return _item(self._secret(source.secretKeyRef.name), source.secretKeyRef.key)
-        if source.configMapKeyRef is not None:
-            return _item(self._config(source.configMapKeyRef.name), source.configMapKeyRef.key)
-        if source.fieldRef is not None:
-            return self._field(source.fieldRef.fieldPath)
+            data = secret_of(client, source.secretKeyRef.name, namespace)
+            if source.secretKeyRef.key not in data:
+                raise ContainerError(f"there is no key {source.secretKeyRef.key}")
+            return data[source.secretKeyRef.key]
+        if source.fieldRef is not None and source.fieldRef.fieldPath == "status.podIP":
+            return address
         raise ContainerError("this stand-in does not know such a source of a variable")
 
-    def _field(self, path: str) -> str:
-        metadata, spec = self.pod.metadata, self.pod.spec
-        assert metadata is not None
-        assert spec is not None
-        known = {
-            "metadata.name": metadata.name,
-            "metadata.namespace": metadata.namespace,
-            "metadata.uid": metadata.uid,
-            "spec.nodeName": spec.nodeName,
-            "spec.serviceAccountName": spec.serviceAccountName,
-            **self.addresses,
-        }
-        if match := _FIELD_OF_MAP.fullmatch(path):
-            texts = (metadata.labels if match[1] == "labels" else metadata.annotations) or {}
-            return str(texts.get(match[2], ""))
-        if path not in known:
-            raise ContainerError(f"this stand-in does not know the field {path}")
-        return known[path] or ""
-
-    def _secret(self, name: str | None) -> dict[str, str]:
-        data = self.client.get(Secret, name or "", namespace=self._namespace).data or {}
-        return {key: base64.b64decode(text).decode() for key, text in data.items()}
-
-    def _config(self, name: str | None) -> dict[str, str]:
-        return dict(self.client.get(ConfigMap, name or "", namespace=self._namespace).data or {})
-
-    @property
-    def _namespace(self) -> str | None:
-        assert self.pod.metadata is not None
-        return self.pod.metadata.namespace
-
-
-def _is_optional(source: EnvVarSource) -> bool:
-    reference = source.secretKeyRef or source.configMapKeyRef
-    return reference is not None and bool(reference.optional)
-
-
-def _item(data: Mapping[str, str], key: str) -> str:
-    if key not in data:
-        raise ContainerError(f"there is no key {key}")
-    return data[key]
+    for each in container.envFrom or ():
+        if each.secretRef is not None:
+            found |= secret_of(client, each.secretRef.name, namespace)
+    for variable in container.env or ():
+        if variable.valueFrom is None:
+            found[variable.name] = expand(variable.value or "", found)
+            continue
+        try:
+            found[variable.name] = value(variable.valueFrom)
+        except (ContainerError, ApiError):
+            reference = variable.valueFrom.secretKeyRef
+            if reference is None or not reference.optional:
+                raise
+    return found
 
 
 def start(
     container: Container,
-    image: Image,
-    environment: Mapping[str, str],
+    image: Environment,
+    environment: Environment,
     volumes: Mapping[str, Path],
     folder: Path,
 ) -> "subprocess.Popen[bytes]":
@@ -157,21 +106,18 @@ def start(
 
     It leads a session of its own, and ends with the thread that called this.
     """
-    paths = mount_paths(container, volumes)
+    paths = {each.mountPath: volumes[each.name] for each in container.volumeMounts or ()}
     if container.terminationMessagePath:
         paths[container.terminationMessagePath] = _message_file(container, folder)
     own = {name: translate(text, paths) for name, text in environment.items()}
-    words = [*(container.command or image.entry_point), *(container.args or ())]
-    if not words:
-        raise ContainerError(f"no program is known for the image {container.image}")
+    words = [*(container.command or ()), *(container.args or ())]
     command = [translate(expand(word, environment), paths) for word in words]
-    where = Path(translate(container.workingDir, paths)) if container.workingDir else folder
     try:
         with (folder / f"{container.name}.log").open("ab") as log:
             return subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", *command],
-                env={**image.environment, **own},
-                cwd=where,
+                env={**image, **own},
+                cwd=folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -185,10 +131,121 @@ def _message_file(container: Container, folder: Path) -> Path:
     return folder / f"{container.name}.message"
 
 
-def termination_message(container: Container, folder: Path) -> str:
-    """What a container that has ended has written to its `terminationMessagePath`."""
+def last_message(container: Container, exit_code: int, folder: Path) -> str:
+    """What the pod's status quotes of a container that has ended: what it has written to its
+    `terminationMessagePath`, or the end of its log."""
     try:
-        content = _message_file(container, folder).read_bytes()
+        found = _message_file(container, folder).read_bytes()[:4096]
     except OSError:
-        return ""
-    return content[:4096].decode(errors="replace")
+        found = b""
+    if not found and exit_code and container.terminationMessagePolicy == "FallbackToLogsOnError":
+        found = (folder / f"{container.name}.log").read_bytes()[-2048:]
+    return found.decode(errors="replace")
+
+
+class VolumeError(Exception):
+    """A volume cannot be made now. The node says so in the pod's status, and tries again."""
+
+
+@dataclass(frozen=True, slots=True)
+class CsiVolume:
+    """What kubelet tells a driver in NodePublishVolume. It is read-only."""
+
+    volume_id: str
+    target: Path
+    attributes: Mapping[str, str]
+    secrets: Mapping[str, str]
+
+
+class CsiDriver(Protocol):
+    """The node service of a CSI driver, called over whatever it listens on.
+
+    A failed call raises VolumeError, with what the driver said, and is made again.
+    """
+
+    def publish(self, volume: CsiVolume) -> None:
+        """NodePublishVolume."""
+
+    def unpublish(self, volume_id: str, target: Path) -> None:
+        """NodeUnpublishVolume."""
+
+
+@dataclass(slots=True)
+class PodVolumes:
+    """The volumes of one pod, in a folder of its own. For one thread."""
+
+    client: Client
+    pod: Pod
+    folder: Path
+    drivers: Mapping[str, CsiDriver]
+    folders: dict[str, Path] = field(default_factory=dict)
+    """By the volume's name: the folder of those that have been made."""
+    _published: dict[str, tuple[CsiDriver, CsiVolume]] = field(default_factory=dict)
+
+    def make(self) -> None:
+        """Make the volumes that are not there yet. Raises VolumeError, ApiError."""
+        assert self.pod.spec is not None
+        for volume in self.pod.spec.volumes or []:
+            if volume.name not in self.folders:
+                self.folders[volume.name] = self._made(volume)
+
+    def remove(self) -> None:
+        """Unpublish and remove all volumes. Raises VolumeError, and can be called again."""
+        for name, (driver, volume) in list(self._published.items()):
+            driver.unpublish(volume.volume_id, volume.target)
+            del self._published[name]
+        if self.folder.exists():
+            shutil.rmtree(self.folder)
+
+    def _made(self, volume: Volume) -> Path:
+        own = self.folder / volume.name
+        if volume.emptyDir is not None:
+            own.mkdir(parents=True)
+            return own
+        if volume.secret is not None:
+            content = secret_of(self.client, volume.secret.secretName, self._namespace)
+            own.mkdir(parents=True)
+            for name, text in content.items():
+                (own / name).write_text(text)
+            return own
+        if volume.hostPath is not None:
+            path = Path(volume.hostPath.path)
+            if volume.hostPath.type == "DirectoryOrCreate":
+                path.mkdir(parents=True, exist_ok=True)
+            if not path.exists():
+                raise VolumeError(f"the host has no {path}")
+            return path
+        if volume.csi is not None:
+            return self._publish(volume.name, volume.csi)
+        raise VolumeError(f"volume {volume.name}: this stand-in knows no such kind")
+
+    def _publish(self, name: str, source: CSIVolumeSource) -> Path:
+        metadata, spec = self.pod.metadata, self.pod.spec
+        assert metadata is not None
+        assert spec is not None
+        driver = self.drivers.get(source.driver)
+        if driver is None:
+            raise VolumeError(f"volume {name}: the node has no CSI driver {source.driver}")
+        secret = source.nodePublishSecretRef
+        volume = CsiVolume(
+            volume_id=f"csi-{hashlib.sha256(f'{metadata.uid}{name}'.encode()).hexdigest()}",
+            target=self.folder / "kubernetes.io~csi" / name / "mount",
+            attributes={
+                **(source.volumeAttributes or {}),
+                "csi.storage.k8s.io/pod.name": metadata.name or "",
+                "csi.storage.k8s.io/pod.namespace": self._namespace,
+                "csi.storage.k8s.io/pod.uid": metadata.uid or "",
+                "csi.storage.k8s.io/serviceAccount.name": spec.serviceAccountName or "",
+                "csi.storage.k8s.io/ephemeral": "true",
+            },
+            secrets=secret_of(self.client, secret.name, self._namespace) if secret else {},
+        )
+        volume.target.parent.mkdir(parents=True, exist_ok=True)
+        self._published[name] = driver, volume  # a publish that failed may have left something
+        driver.publish(volume)
+        return volume.target
+
+    @property
+    def _namespace(self) -> str:
+        assert self.pod.metadata is not None
+        return self.pod.metadata.namespace or "default"

@@ -2,20 +2,14 @@
 
 It is etcd, kube-apiserver, kube-controller-manager and kube-scheduler, as `make test-kubernetes`
 built them, with certificates of an authority of its own, RBAC, and the admission that a cluster
-has. There are no machines: `nodes.py` stands in for kubelets. To run one by hand:
-
-    python -m tests.kubernetes.cluster.control_plane
-
-It prints where its kubeconfig lies, and runs until it is interrupted.
+has. There are no machines: `nodes.py` stands in for kubelets.
 """
 
 import contextlib
 import json
-import signal
 import ssl
 import subprocess
 import tempfile
-import time
 import urllib.request
 import uuid
 from collections.abc import Iterator, Mapping
@@ -29,6 +23,7 @@ from lightkube.resources.core_v1 import Namespace, ServiceAccount, ServiceAccoun
 
 from tests.server.certificates import Authority, Pair
 from tests.storage.objects.swift_server import free_ports
+from tests.waiting import wait_until
 
 PROGRAMS = Path(__file__).resolve().parents[3] / "build" / "kubernetes"
 """Where `tests/kubernetes/build.sh` puts the programs."""
@@ -41,26 +36,25 @@ REQUEST_S = 120.0
 START_S = 120.0
 """A start takes some seconds; on a busy machine, more."""
 
-ADMINISTRATORS = "system:masters"
-"""The group to which RBAC allows everything."""
+
+Options = dict[str, object]
 
 
 class Program:
-    """One program of the control plane. It can be killed, and started again with the same state.
+    """One program of the control plane.
 
     Used by one thread, which lives as long as the program: the kernel kills the program with it.
     """
 
-    def __init__(self, folder: Path, name: str, options: Mapping[str, object]) -> None:
-        self.name = name
-        self.log = folder / f"{name}.log"
+    def __init__(self, folder: Path, name: str, options: Options) -> None:
+        self._log = folder / f"{name}.log"
         words = [f"--{option}={value}" for option, value in options.items()]
         self._command = ["setpriv", "--pdeathsig", "KILL", str(PROGRAMS / name), *words]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it. Its log goes on where it was."""
-        with self.log.open("ab") as log:
+        """Start it."""
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
@@ -70,7 +64,6 @@ class Program:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            self._process = None
 
     def is_running(self) -> bool:
         """Whether it was started and has not ended."""
@@ -78,7 +71,7 @@ class Program:
 
     def last_lines(self) -> str:
         """The end of its log."""
-        return self.log.read_text(encoding="utf-8", errors="replace")[-3000:]
+        return self._log.read_text(encoding="utf-8", errors="replace")[-3000:]
 
 
 class ControlPlane:
@@ -88,60 +81,46 @@ class ControlPlane:
         self._folder = folder
         self._authority = Authority(folder / "certificates", "kubernetes")
         self._serving = self._authority.issue("127.0.0.1", "kubernetes.default.svc")
-        clients, peers, *ports = free_ports(5)
-        self._urls = dict(
-            zip(
-                (API_SERVER, CONTROLLERS, SCHEDULER),
-                (f"https://127.0.0.1:{port}" for port in ports),
-                strict=True,
-            )
-        )
-        administrator = self._authority.issue(name="administrator", group=ADMINISTRATORS)
+        etcd, peers, *ports = (f"127.0.0.1:{port}" for port in free_ports(5))
+        names = (API_SERVER, CONTROLLERS, SCHEDULER)
+        self._urls = {name: f"https://{at}" for name, at in zip(names, ports, strict=True)}
+        # RBAC allows everything to this group
+        administrator = self._authority.issue(name="administrator", group="system:masters")
         self._context = ssl.create_default_context(cafile=str(self._authority.path))
         self._context.load_cert_chain(administrator.certificate, administrator.key)
         self.kubeconfig = self._kubeconfig_of_certificate("administrator", administrator)
-        self._programs = {
-            ETCD: self._etcd(clients, peers),
-            API_SERVER: self._api_server(ports[0], f"http://127.0.0.1:{clients}"),
-            CONTROLLERS: self._controllers(ports[1]),
-            SCHEDULER: self._scheduler(ports[2]),
-        }
-
-    @property
-    def url(self) -> str:
-        """The API server's."""
-        return self._urls[API_SERVER]
-
-    @property
-    def certificate_authority(self) -> Path:
-        """The certificate that a client of the API server has to trust."""
-        return self._authority.path
-
-    def _etcd(self, clients: int, peers: int) -> Program:
         options = {
+            ETCD: self._etcd(f"http://{etcd}", f"http://{peers}"),
+            API_SERVER: self._api_server(f"http://{etcd}"),
+            CONTROLLERS: self._controllers(),
+            SCHEDULER: self._of_controllers(SCHEDULER),
+        }
+        self._programs = {name: Program(folder, name, own) for name, own in options.items()}
+
+    def _etcd(self, clients: str, peers: str) -> Options:
+        return {
             "data-dir": self._folder / "etcd",
-            "listen-client-urls": f"http://127.0.0.1:{clients}",
-            "advertise-client-urls": f"http://127.0.0.1:{clients}",
-            "listen-peer-urls": f"http://127.0.0.1:{peers}",
-            "initial-advertise-peer-urls": f"http://127.0.0.1:{peers}",
-            "initial-cluster": f"default=http://127.0.0.1:{peers}",
+            "listen-client-urls": clients,
+            "advertise-client-urls": clients,
+            "listen-peer-urls": peers,
+            "initial-advertise-peer-urls": peers,
+            "initial-cluster": f"default={peers}",
             "logger": "zap",
             "log-level": "warn",
         }
-        return Program(self._folder, ETCD, options)
 
-    def _served_at(self, port: int) -> dict[str, object]:
+    def _served(self, name: str) -> Options:
         """The options by which each of Kubernetes' own programs serves on loopback alone."""
         return {
             "bind-address": "127.0.0.1",
-            "secure-port": port,
+            "secure-port": self._urls[name].rpartition(":")[2],
             "tls-cert-file": self._serving.certificate,
             "tls-private-key-file": self._serving.key,
         }
 
-    def _api_server(self, port: int, etcd: str) -> Program:
-        options = {
-            **self._served_at(port),
+    def _api_server(self, etcd: str) -> Options:
+        return {
+            **self._served(API_SERVER),
             "etcd-servers": etcd,
             "advertise-address": "127.0.0.1",
             "endpoint-reconciler-type": "none",  # it would refuse an address on loopback
@@ -154,13 +133,12 @@ class ControlPlane:
             "service-account-key-file": self._serving.certificate,
             "service-account-signing-key-file": self._serving.key,
         }
-        return Program(self._folder, API_SERVER, options)
 
-    def _of_controllers(self, name: str, port: int) -> dict[str, object]:
+    def _of_controllers(self, name: str) -> Options:
         user = f"system:{name}"
         kubeconfig = self._kubeconfig_of_certificate(name, self._authority.issue(name=user))
         return {
-            **self._served_at(port),
+            **self._served(name),
             "port": 0,
             "kubeconfig": kubeconfig,
             "authentication-kubeconfig": kubeconfig,
@@ -168,9 +146,9 @@ class ControlPlane:
             "leader-elect": "false",
         }
 
-    def _controllers(self, port: int) -> Program:
-        options = {
-            **self._of_controllers(CONTROLLERS, port),
+    def _controllers(self) -> Options:
+        return {
+            **self._of_controllers(CONTROLLERS),
             "use-service-account-credentials": "true",
             "service-account-private-key-file": self._serving.key,
             "root-ca-file": self._authority.path,
@@ -178,49 +156,39 @@ class ControlPlane:
             "kube-api-burst": 400,
             "node-monitor-period": "0.5s",  # a tenth of the default: how soon a node becomes ready
         }
-        return Program(self._folder, CONTROLLERS, options)
 
-    def _scheduler(self, port: int) -> Program:
-        return Program(self._folder, SCHEDULER, self._of_controllers(SCHEDULER, port))
-
-    def start(self, *names: str) -> None:
-        """Start programs (all of them without a name), and return when they are ready.
+    def start(self) -> None:
+        """Start all programs, and return when they are ready.
 
         What is ready answers; that the caches of the controllers are filled takes a little longer.
         """
-        for name in names or (ETCD, API_SERVER):
+        self._programs[ETCD].start()  # the API server waits for it
+        self._programs[API_SERVER].start()
+        self._wait_until_ready(API_SERVER)
+        for name in (CONTROLLERS, SCHEDULER):  # side by side
             self._programs[name].start()
-            self._wait_until_ready(name)
-        if not names:
-            for name in (CONTROLLERS, SCHEDULER):  # side by side
-                self._programs[name].start()
-            self._wait_until_ready(CONTROLLERS)
-            self._wait_until_ready(SCHEDULER)
+        self._wait_until_ready(CONTROLLERS)
+        self._wait_until_ready(SCHEDULER)
 
-    def kill(self, *names: str) -> None:
-        """End programs as a crash does; all of them without a name."""
-        for name in names or (SCHEDULER, CONTROLLERS, API_SERVER, ETCD):
+    def kill(self) -> None:
+        """End all programs as a crash does."""
+        for name in (SCHEDULER, CONTROLLERS, API_SERVER, ETCD):
             self._programs[name].kill()
 
-    def log(self, name: str) -> Path:
-        """Where a program writes its log."""
-        return self._programs[name].log
-
     def _wait_until_ready(self, name: str) -> None:
-        if name == ETCD:
-            return  # the API server waits for it
         program = self._programs[name]
         page = f"{self._urls[name]}/{'readyz' if name == API_SERVER else 'healthz'}"
         opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=self._context)
         )
-        until = time.monotonic() + START_S
-        while program.is_running() and time.monotonic() < until:
+
+        def answers_or_has_ended() -> bool:
             with contextlib.suppress(OSError), opener.open(page, timeout=5):
-                return
-            time.sleep(0.05)
-        state = "does not answer" if program.is_running() else "has ended"
-        raise AssertionError(f"{name} {state}:\n{program.last_lines()}")
+                return True
+            return not program.is_running()
+
+        wait_until(answers_or_has_ended, START_S, program.last_lines)
+        assert program.is_running(), f"{name} has ended:\n{program.last_lines()}"
 
     def client(self, kubeconfig: Path | None = None) -> Client:
         """A client with the rights of a kubeconfig: without one, an administrator's."""
@@ -241,7 +209,10 @@ class ControlPlane:
         return self._write_kubeconfig(name, user, "default")
 
     def _write_kubeconfig(self, name: str, user: Mapping[str, str], namespace: str) -> Path:
-        cluster = {"server": self.url, "certificate-authority": str(self.certificate_authority)}
+        cluster = {
+            "server": self._urls[API_SERVER],
+            "certificate-authority": str(self._authority.path),
+        }
         context = {"cluster": "tests", "user": name, "namespace": namespace}
         config = {
             "apiVersion": "v1",
@@ -284,21 +255,10 @@ def wait_for_service_account(client: Client, namespace: str, name: str = "defaul
 
     Admission refuses pods of a ServiceAccount without a token.
     """
-    until = time.monotonic() + START_S
-    while time.monotonic() < until:
+
+    def has_token() -> bool:
         with contextlib.suppress(ApiError):
-            if client.get(ServiceAccount, name, namespace=namespace).secrets:
-                return
-        time.sleep(0.02)
-    raise AssertionError(f"no controller made a token of {namespace}/{name}")
+            return bool(client.get(ServiceAccount, name, namespace=namespace).secrets)
+        return False
 
-
-def main() -> None:
-    with control_plane() as running:
-        print(f"KUBECONFIG={running.kubeconfig}", flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            signal.pause()
-
-
-if __name__ == "__main__":
-    main()
+    wait_until(has_token, START_S, lambda: f"no controller made a token of {namespace}/{name}")

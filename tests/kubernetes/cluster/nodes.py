@@ -1,17 +1,15 @@
 """Nodes without machines: Node objects that stay ready, and a stand-in for their kubelets.
 
-The scheduler, the controllers and the API server see a node as any other: its capacity, labels and
-lease, and pods that become Running, Succeeded or Failed. A `Node` either changes the phase of a pod
-when the test says so (`report_running`, `report_ended`), or, with `images`, runs the commands of
-its pods' containers as processes of this machine (`containers.py`), with their volumes
-(`volumes.py`).
+The scheduler, the controllers and the API server see a node as any other: its capacity and lease,
+and pods that become Running, Succeeded or Failed. A `Node` runs the commands of its pods'
+containers as processes of this machine, with their volumes (`containers.py`).
 
-Not there: probes (a container is ready when it runs), resource limits, Services and DNS, logs and
-exec through the API. A pod's address is one of loopback, its own.
+Not there: init containers and restarts (a pod ends with its containers), probes (a container is
+ready when it runs), resource limits, Services and DNS, logs and exec through the API. A pod's
+address is one of loopback, its own.
 
 Rule of concurrency: one thread per node looks after its Node object and sees pods come and go; each
-pod that runs has a thread of its own. The threads share the client, which allows that. A test's
-thread calls the public methods.
+pod that runs has a thread of its own. The threads share the client, which allows that.
 """
 
 import datetime as dt
@@ -21,26 +19,30 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Self
 
 from httpx2 import HTTPError
 from lightkube import ApiError
 from lightkube.models.coordination_v1 import LeaseSpec
-from lightkube.models.core_v1 import Container, NodeAddress, NodeCondition, NodeStatus, PodSpec
+from lightkube.models.core_v1 import Container, NodeAddress, NodeCondition, NodeStatus
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.coordination_v1 import Lease
 from lightkube.resources.core_v1 import Node as NodeResource
-from lightkube.resources.core_v1 import NodeStatus as NodeStatusResource
 from lightkube.resources.core_v1 import Pod, PodStatus
 from lightkube.types import PatchType
 
 from tests.kubernetes.cluster import containers
-from tests.kubernetes.cluster.containers import ContainerError, Image, PodFields
+from tests.kubernetes.cluster.containers import (
+    ContainerError,
+    CsiDriver,
+    Environment,
+    PodVolumes,
+    VolumeError,
+)
 from tests.kubernetes.cluster.control_plane import ControlPlane
-from tests.kubernetes.cluster.volumes import CsiDriver, PodVolumes, VolumeError
 from tests.waiting import wait_until
 
 LOOK_S = 0.1
@@ -49,17 +51,11 @@ LEASE_S = 5.0
 """How often it renews its lease. The controllers miss it after 40 seconds."""
 RETRY_S = 0.3
 """How long after a volume or a container that could not be made it is tried again."""
-RESTART_S = (0.2, 10.0)
-"""How long after its end a container is started again: at first, and at most (it doubles)."""
 
 NODE_GRACE_S = 10.0
 """How long processes have after a SIGTERM when their node ends."""
 LOOK_AT_PROCESSES_S = 0.02
 REMOVE_TRIES = 30
-MESSAGE_BYTES_MAX = 2048
-"""How much of its log kubelet quotes as a container's last message."""
-
-Starter = Callable[[Container], "subprocess.Popen[bytes]"]
 
 _addresses = (f"127.{64 + n // 65536}.{n // 256 % 256}.{n % 256}" for n in itertools.count(1))
 
@@ -71,8 +67,8 @@ def _now() -> str:
 class Node:
     """A node, from `with` to the end of `with`, which ends its pods' processes and removes it.
 
-    `images` are what its containers run from, by the name of the image; without any, the node runs
-    nothing. `drivers` are the CSI drivers of the node, by name.
+    `images` are what its containers run from: an environment, by the name of the image. `drivers`
+    are the CSI drivers of the node, by name.
     """
 
     def __init__(
@@ -80,26 +76,15 @@ class Node:
         control_plane: ControlPlane,
         name: str,
         folder: Path,
+        images: Mapping[str, Environment],
         *,
-        labels: Mapping[str, str] | None = None,
-        capacity: Mapping[str, str] | None = None,
-        images: Mapping[str, Image] | None = None,
         drivers: Mapping[str, CsiDriver] | None = None,
     ) -> None:
         self.name = name
         self.folder = folder
         self.images = images
         self.drivers = drivers or {}
-        self.control_plane = control_plane
         self.client = control_plane.client()
-        self._labels = {"kubernetes.io/hostname": name, **(labels or {})}
-        self._capacity = {
-            "cpu": "64",
-            "memory": "256Gi",
-            "pods": "110",
-            "ephemeral-storage": "1Ti",
-            **(capacity or {}),
-        }
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look_after, name=f"node {name}")
         self._runs: dict[str, _PodRun] = {}  # by the pod's UID
@@ -108,48 +93,27 @@ class Node:
         self._register()
         self._thread.start()
         try:
-            wait_until(self.is_ready, otherwise=lambda: f"node {self.name} did not become ready")
+            wait_until(self._is_ready, otherwise=lambda: f"node {self.name} did not become ready")
         except BaseException:
             self.__exit__()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end(lost=False)
-        self._remove()
+        self._stop.set()
+        self._thread.join()
+        for run in self._runs.values():
+            run.abandon()
+        for run in self._runs.values():
+            run.thread.join()
+        self.client.delete(Lease, self.name, namespace="kube-node-lease")
+        self.client.delete(NodeResource, self.name)
         self.client.close()
 
-    def lose(self) -> None:
-        """Lose the machine: its processes are gone, its object stays, and its lease runs out.
-
-        The controllers are told at once that it is not ready, which they would find after a while.
-        Its volumes stay mounted until they are unpublished by somebody else, as on a lost machine.
-        """
-        self._end(lost=True)
-        self._patch_condition("Unknown")
-
-    def is_ready(self) -> bool:
+    def _is_ready(self) -> bool:
         """Whether pods can be scheduled on it: it has no taint any more."""
         spec = self.client.get(NodeResource, self.name).spec
         return spec is not None and not spec.taints
-
-    def pods(self) -> list[Pod]:
-        """The pods that are bound to it."""
-        bound = self.client.list(Pod, namespace="*", fields={"spec.nodeName": self.name})
-        return list(bound)
-
-    def report_running(self, pod: Pod) -> None:
-        """Say that all containers of a pod run. For nodes that run nothing."""
-        state = {"running": {"startedAt": _now()}}
-        states = [_status(each, state) for each in _spec(pod).containers]
-        self.report(pod, {"phase": "Running", "containerStatuses": states})
-
-    def report_ended(self, pod: Pod, exit_code: int = 0) -> None:
-        """Say that all containers of a pod have ended. For nodes that run nothing."""
-        state = {"terminated": _terminated(exit_code)}
-        states = [_status(each, state) for each in _spec(pod).containers]
-        phase = "Failed" if exit_code else "Succeeded"
-        self.report(pod, {"phase": phase, "containerStatuses": states})
 
     def report(self, pod: Pod, status: dict[str, object]) -> None:
         """Change the status of a pod. One that is gone is left alone."""
@@ -161,36 +125,29 @@ class Node:
             {"type": "ContainersReady", "status": str(ready)},
         ]
         change = {"status": {"hostIP": "127.0.0.1", "conditions": conditions, **status}}
-        try:
+        with _if_it_is_there():
             self.client.patch(
                 PodStatus, name, change, namespace=namespace, patch_type=PatchType.STRATEGIC
             )
-        except ApiError as error:
-            if error.status.code != 404:
-                raise
 
-    def log(self, pod: Pod, container: str) -> str:
-        """What a container has written so far."""
-        path = self.folder / _identity(pod)[2] / f"{container}.log"
-        return path.read_text(encoding="utf-8", errors="replace")
-
-    def describe(self) -> str:
-        """The states of its pods and what their containers wrote, for messages."""
-        lines = [f"{path}: {path.read_text()[-500:]}" for path in self.folder.glob("*/*.log")]
-        return "\n".join([f"{_identity(pod)}: {pod.status}" for pod in self.pods()] + lines)
+    def confirm_deletion(self, pod: Pod) -> None:
+        """Say that nothing of a deleted pod is left, on which the API server removes it."""
+        name, namespace, _ = _identity(pod)
+        with _if_it_is_there():
+            self.client.delete(Pod, name, namespace=namespace, grace_period=0)
 
     def _register(self) -> None:
-        resources = dict(self._capacity)
+        capacity = {"cpu": "64", "memory": "256Gi", "pods": "110", "ephemeral-storage": "1Ti"}
         status = NodeStatus(
             addresses=[
                 NodeAddress(type="InternalIP", address="127.0.0.1"),
                 NodeAddress(type="Hostname", address=self.name),
             ],
-            allocatable=resources,
-            capacity=resources,
+            allocatable=capacity,
+            capacity=capacity,
             conditions=[NodeCondition(type="Ready", status="True")],
         )
-        metadata = ObjectMeta(name=self.name, labels=self._labels)
+        metadata = ObjectMeta(name=self.name, labels={"kubernetes.io/hostname": self.name})
         self.client.create(NodeResource(metadata=metadata, status=status))
         self.client.create(
             Lease(
@@ -199,35 +156,20 @@ class Node:
             )
         )
 
-    def _remove(self) -> None:
-        self.client.delete(Lease, self.name, namespace="kube-node-lease")
-        self.client.delete(NodeResource, self.name)
-
-    def _patch_condition(self, ready: str) -> None:
-        condition = {"type": "Ready", "status": ready, "lastHeartbeatTime": _now()}
-        self.client.patch(
-            NodeStatusResource,
-            self.name,
-            {"status": {"conditions": [condition]}},
-            patch_type=PatchType.STRATEGIC,
-        )
-
     def _look_after(self) -> None:
         """The thread of the node. While the API server is away, its pods go on."""
         for count in itertools.count():
             with suppress(HTTPError):
                 if count % round(LEASE_S / LOOK_S) == 0:
-                    self._renew()
+                    renewed = {"spec": {"renewTime": _now()}}
+                    self.client.patch(Lease, self.name, renewed, namespace="kube-node-lease")
                 self._take_pods()
             if self._stop.wait(LOOK_S):
                 return
 
-    def _renew(self) -> None:
-        spec = {"spec": {"renewTime": _now()}}
-        self.client.patch(Lease, self.name, spec, namespace="kube-node-lease")
-
     def _take_pods(self) -> None:
-        present = {_identity(pod)[2]: pod for pod in self.pods()}
+        bound = self.client.list(Pod, namespace="*", fields={"spec.nodeName": self.name})
+        present = {_identity(pod)[2]: pod for pod in bound}
         for uid, pod in present.items():
             assert pod.metadata is not None
             leaving = pod.metadata.deletionTimestamp is not None
@@ -236,129 +178,32 @@ class Node:
                     self._runs[uid].end(pod.metadata.deletionGracePeriodSeconds or 0)
             elif leaving:
                 self.confirm_deletion(pod)
-            elif self.images is not None and not _has_ended(pod):
+            elif not _has_ended(pod):
                 self._runs[uid] = _PodRun(self, pod)
         for uid in self._runs.keys() - present.keys():
             self._runs[uid].end(0)  # it may have been deleted by force
-            if self._runs[uid].is_over():
+            if not self._runs[uid].thread.is_alive():
                 del self._runs[uid]
-
-    def confirm_deletion(self, pod: Pod) -> None:
-        """Say that nothing of a deleted pod is left, on which the API server removes it."""
-        name, namespace, _ = _identity(pod)
-        try:
-            self.client.delete(Pod, name, namespace=namespace, grace_period=0)
-        except ApiError as error:
-            if error.status.code != 404:
-                raise
-
-    def _end(self, *, lost: bool) -> None:
-        """End the threads and the pods' processes."""
-        self._stop.set()
-        if self._thread.ident is not None:
-            self._thread.join()
-        for run in self._runs.values():
-            run.abandon(lost=lost)
-        for run in self._runs.values():
-            run.join()
-        self._runs.clear()
-
-
-class _Container:
-    """One container of a pod that runs: its process, and what is reported about it."""
-
-    def __init__(self, container: Container, log: Path) -> None:
-        self.container = container
-        self._log = log
-        self.process: subprocess.Popen[bytes] | None = None
-        self.exit_code: int | None = None
-        """Of a container that has ended and is not started again."""
-        self._state: dict[str, object] = {"waiting": {"reason": "PodInitializing"}}
-        self._before: dict[str, object] = {}
-        self._restarts = 0
-        self._due_s = 0.0
-        self._pause_s, self._pause_max_s = RESTART_S
-
-    def status(self) -> dict[str, object]:
-        status = _status(self.container, self._state)
-        return {**status, "restartCount": self._restarts, "lastState": self._before}
-
-    def advance(self, starts: Starter, policy: str) -> bool:
-        """Start the process where that is due, and see whether it has ended; whether what is to be
-        reported has changed."""
-        if self.exit_code is not None:
-            return False
-        if self.process is None:
-            return time.monotonic() >= self._due_s and self._start(starts)
-        code = self.process.poll()
-        if code is None:
-            return False
-        self.kill()  # what it left running ends with it
-        self.process = None
-        code = 128 - code if code < 0 else code
-        ended: dict[str, object] = {"terminated": _terminated(code, self._message(code))}
-        if policy == "Never" or (policy == "OnFailure" and code == 0):
-            self.exit_code = code
-            self._state = ended
-        else:
-            self._state, self._before = {"waiting": {"reason": "CrashLoopBackOff"}}, ended
-            self._restarts += 1
-            self._due_s = time.monotonic() + self._pause_s
-            self._pause_s = min(2 * self._pause_s, self._pause_max_s)
-        return True
-
-    def _message(self, code: int) -> str:
-        """What the pod's status quotes of a container: its termination message, or its log."""
-        if found := containers.termination_message(self.container, self._log.parent):
-            return found
-        if code == 0 or self.container.terminationMessagePolicy != "FallbackToLogsOnError":
-            return ""
-        return self._log.read_bytes()[-MESSAGE_BYTES_MAX:].decode(errors="replace")
-
-    def _start(self, starts: Starter) -> bool:
-        try:
-            self.process = starts(self.container)
-        except (ContainerError, HTTPError) as error:
-            state = {"reason": "CreateContainerConfigError", "message": str(error)}
-            changed = self._state != {"waiting": state}
-            self._state = {"waiting": state}
-            self._due_s = time.monotonic() + RETRY_S
-            return changed
-        self._state = {"running": {"startedAt": _now()}}
-        return True
-
-    def kill(self) -> None:
-        """End the process, and what it started in its group."""
-        if self.process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
 
 
 class _PodRun:
-    """Runs one pod, in a thread of its own: volumes, init containers, containers, and their end."""
+    """Runs one pod, in a thread of its own: volumes, containers, and their end."""
 
     def __init__(self, node: Node, pod: Pod) -> None:
+        assert pod.spec is not None
         self._node = node
         self._pod = pod
         name, namespace, uid = _identity(pod)
-        spec = _spec(pod)
         self._folder = node.folder / uid
         self._volumes = PodVolumes(node.client, pod, self._folder / "volumes", node.drivers)
-        self._inits = [self._container(each) for each in spec.initContainers or ()]
-        self._containers = [self._container(each) for each in spec.containers]
-        self._policy = spec.restartPolicy or "Always"
-        self._address = "127.0.0.1" if spec.hostNetwork else next(_addresses)
-        self._environment: dict[str, str] | None = None
+        self._containers = pod.spec.containers
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}  # by the container's name
+        self._address = next(_addresses)
         self._leave = threading.Event()  # the pod ends, or the node
         self._abandoned = threading.Event()  # the node ends: nothing is reported any more
         self._grace_s = 0.0
-        self._lost = False  # with its machine
-        self._thread = threading.Thread(target=self._run, name=f"pod {namespace}/{name}")
-        self._thread.start()
-
-    def _container(self, container: Container) -> _Container:
-        return _Container(container, self._folder / f"{container.name}.log")
+        self.thread = threading.Thread(target=self._run, name=f"pod {namespace}/{name}")
+        self.thread.start()
 
     def end(self, grace_s: float) -> None:
         """The pod was deleted. Its processes have so many seconds after a SIGTERM."""
@@ -366,90 +211,57 @@ class _PodRun:
             self._grace_s = grace_s
             self._leave.set()
 
-    def abandon(self, *, lost: bool) -> None:
-        """The node ends; where it is lost, without a SIGTERM, and the volumes stay as they are."""
-        self._lost = lost
-        self._grace_s = 0.0 if lost else NODE_GRACE_S
+    def abandon(self) -> None:
+        """The node ends."""
+        self._grace_s = NODE_GRACE_S
         self._abandoned.set()
         self._leave.set()
-
-    def is_over(self) -> bool:
-        return not self._thread.is_alive()
-
-    def join(self) -> None:
-        self._thread.join()
 
     def _run(self) -> None:
         self._folder.mkdir(parents=True)
         try:
-            phase = self._succeeds()
+            phase = self._phase_at_end() if self._starts() else None
         finally:
             self._end_processes()
         if phase is not None:
             self._report(phase)
-        if not self._lost:
-            self._remove_volumes()
+        self._remove_volumes()
         self._leave.wait()  # a pod that has ended is there until somebody deletes it
         self._until_told(lambda: self._node.confirm_deletion(self._pod))
 
-    def _succeeds(self) -> str | None:
-        """Run all containers; the phase in which the pod has ended. None when it was to leave."""
-        if not self._make_volumes():
-            return None
-        policy = "Never" if self._policy == "Never" else "OnFailure"
-        done = all(self._supervise([each], policy, "Pending") for each in self._inits)
-        done = done and self._supervise(self._containers, self._policy, "Running")
-        if self._leave.is_set():
-            return None
-        return "Succeeded" if done else "Failed"
-
-    def _make_volumes(self) -> bool:
-        """Whether the volumes could be made before the pod was to leave."""
+    def _starts(self) -> bool:
+        """Whether volumes and processes could be made before the pod was to leave."""
         told = ""
         while not self._leave.is_set():
             try:
                 self._volumes.make()
-            except (VolumeError, HTTPError) as error:
+                for each in self._containers:
+                    if each.name not in self._processes:
+                        self._processes[each.name] = self._start(each)
+            except (VolumeError, ContainerError, HTTPError) as error:
                 if str(error) != told:
                     told = str(error)
-                    self._report("Pending", f"volumes: {told}")
+                    self._report("Pending", told)
             else:
                 return True
             self._leave.wait(RETRY_S)
         return False
 
-    def _supervise(self, group: Sequence[_Container], policy: str, phase: str) -> bool:
-        """Keep a group of containers running; whether all of them have ended well."""
-        while not self._leave.is_set():
-            changed = [each.advance(self._start, policy) for each in group]
-            if all(each.exit_code is not None for each in group):
-                return not any(each.exit_code for each in group)
-            if any(changed):
-                self._report(phase)
-            self._leave.wait(LOOK_AT_PROCESSES_S)
-        return False
-
     def _start(self, container: Container) -> "subprocess.Popen[bytes]":
-        image = (self._node.images or {}).get(container.image or "")
+        image = self._node.images.get(container.image or "")
         if image is None:
             raise ContainerError(f"the node has no image {container.image}")
-        addresses = {"status.podIP": self._address, "status.hostIP": "127.0.0.1"}
-        fields = PodFields(self._node.client, self._pod, addresses)
-        environment = {**self._account(), **fields.environment(container)}
-        folders = self._volumes.folders
-        return containers.start(container, image, environment, folders, self._folder)
+        own = containers.environment_of(container, self._node.client, self._pod, self._address)
+        return containers.start(container, image, own, self._volumes.folders, self._folder)
 
-    def _account(self) -> dict[str, str]:
-        """The variable that tells a client of the API who the pod is, as which file."""
-        if self._environment is None:
-            spec = _spec(self._pod)
-            self._environment = {}
-            if spec.automountServiceAccountToken is not False:
-                _, namespace, _ = _identity(self._pod)
-                account = spec.serviceAccountName or "default"
-                path = self._node.control_plane.kubeconfig_of(namespace, account)
-                self._environment["KUBECONFIG"] = str(path)
-        return self._environment
+    def _phase_at_end(self) -> str | None:
+        """The phase in which the pod has ended. None when it was to leave before."""
+        self._report("Running")
+        while not self._leave.wait(LOOK_AT_PROCESSES_S):
+            codes = [each.poll() for each in self._processes.values()]
+            if None not in codes:
+                return "Failed" if any(codes) else "Succeeded"
+        return None
 
     def _report(self, phase: str, message: str = "") -> None:
         status: dict[str, object] = {
@@ -457,10 +269,35 @@ class _PodRun:
             "message": message,
             "podIP": self._address,
             "podIPs": [{"ip": self._address}],
-            "initContainerStatuses": [each.status() for each in self._inits],
-            "containerStatuses": [each.status() for each in self._containers],
+            "containerStatuses": [self._status_of(each) for each in self._containers],
         }
         self._until_told(lambda: self._node.report(self._pod, status))
+
+    def _status_of(self, container: Container) -> dict[str, object]:
+        state: dict[str, object] = {"waiting": {"reason": "ContainerCreating"}}
+        process = self._processes.get(container.name)
+        if process is not None:
+            code = process.poll()
+            if code is None:
+                state = {"running": {"startedAt": _now()}}
+            else:
+                ended = {
+                    "exitCode": 128 - code if code < 0 else code,
+                    "reason": "Error" if code else "Completed",
+                    "finishedAt": _now(),
+                    "message": containers.last_message(container, code, self._folder),
+                }
+                state = {"terminated": ended}
+        runs = "running" in state
+        return {
+            "name": container.name,
+            "image": container.image or "",
+            "imageID": "",
+            "ready": runs,
+            "started": runs,
+            "restartCount": 0,
+            "state": state,
+        }
 
     def _until_told(self, tell: Callable[[], None]) -> None:
         """Tell the API server something, as soon as it is there."""
@@ -473,23 +310,23 @@ class _PodRun:
                 return
 
     def _end_processes(self) -> None:
-        processes = [each.process for each in self._containers + self._inits if each.process]
-        if not self._lost:
-            for process in processes:
-                process.terminate()
-            until = time.monotonic() + self._grace_s
-            for process in processes:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(max(0.0, until - time.monotonic()))
-        for each in self._containers + self._inits:
-            each.kill()
+        """End the processes, and what they started in their groups."""
+        for process in self._processes.values():
+            process.terminate()
+        until = time.monotonic() + self._grace_s
+        for process in self._processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, until - time.monotonic()))
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
     def _remove_volumes(self) -> None:
         """As kubelet does, again and again until it succeeds; not for ever once the node ends."""
         for tries in itertools.count():
             try:
                 self._volumes.remove()
-            except (VolumeError, OSError, subprocess.CalledProcessError):
+            except (VolumeError, OSError):
                 if self._abandoned.is_set() and tries > REMOVE_TRIES:
                     raise
                 self._abandoned.wait(RETRY_S)
@@ -497,9 +334,13 @@ class _PodRun:
                 return
 
 
-def _spec(pod: Pod) -> PodSpec:
-    assert pod.spec is not None
-    return pod.spec
+@contextmanager
+def _if_it_is_there() -> Iterator[None]:
+    try:
+        yield
+    except ApiError as error:
+        if error.status.code != 404:
+            raise
 
 
 def _has_ended(pod: Pod) -> bool:
@@ -514,21 +355,3 @@ def _identity(pod: Pod) -> tuple[str, str, str]:
     assert metadata.namespace
     assert metadata.uid
     return metadata.name, metadata.namespace, metadata.uid
-
-
-def _status(container: Container, state: Mapping[str, object]) -> dict[str, object]:
-    runs = "running" in state
-    return {
-        "name": container.name,
-        "image": container.image or "",
-        "imageID": "",
-        "ready": runs,
-        "started": runs,
-        "restartCount": 0,
-        "state": state,
-    }
-
-
-def _terminated(exit_code: int, message: str = "") -> dict[str, object]:
-    reason = "Error" if exit_code else "Completed"
-    return {"exitCode": exit_code, "reason": reason, "finishedAt": _now(), "message": message}

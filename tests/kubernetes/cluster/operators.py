@@ -4,17 +4,18 @@ The CSI driver's program gets the rights of its own manifests here, too.
 """
 
 import json
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self, cast
 
-import yaml
 from lightkube import ApiError, Client
-from lightkube.generic_resource import Generic, create_namespaced_resource
+from lightkube.generic_resource import (
+    Generic,
+    GenericNamespacedResource,
+    create_namespaced_resource,
+)
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.apiextensions_v1 import CustomResourceDefinition
 from lightkube.resources.batch_v1 import Job
@@ -25,14 +26,17 @@ from lightkube.resources.rbac_authorization_v1 import (
     Role,
     RoleBinding,
 )
-from lightkube.types import PatchType
 
 from diesel_kubernetes.names import GROUP
-from diesel_kubernetes.operator.fields import Json
+from diesel_kubernetes.operator.fields import Json, fields, text
 from tests.cli.conftest import program_environment
+from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
+from tests.waiting import PATIENCE_S, wait_until
 
-MANIFESTS = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base/operator"
+IMAGE = "diesel-fs"
+OWN_IMAGE = "registry.example/diesel-fs:7"
+"""The image of the operator's own pod."""
 SYSTEM = "diesel-system"
 ACCOUNT, DRIVER_ACCOUNT = "diesel-operator", "diesel-csi"
 
@@ -47,14 +51,6 @@ _KINDS = {
 }  # fmt: skip
 
 
-def manifests(*names: str) -> list[Json]:
-    """The objects of some bases of the manifests."""
-    folders = [MANIFESTS.parent / name for name in names]
-    files = [path for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    files = [path for path in files if path.stem != "kustomization"]
-    return [cast("Json", each) for path in files for each in yaml.safe_load_all(path.read_text())]
-
-
 def install(client: Client) -> None:
     """Make the definitions, the accounts of operator and driver and their rights; not what runs
     them."""
@@ -63,14 +59,16 @@ def install(client: Client) -> None:
     except ApiError as error:
         if error.status.code != 409:
             raise
-    for each in manifests("definitions", "operator", "operator-secrets", "csi"):
-        kind = _KINDS.get(str(each["kind"]))
-        if kind is not None:
-            made = cast("CustomResourceDefinition", kind.from_dict(each))  # or another of them
-            client.apply(made, field_manager="tests", force=True)
+    for base in ("definitions", "operator", "operator-secrets", "csi"):
+        for path in sorted((KUBERNETES / "base" / base).glob("*.yaml")):
+            for each in read(path):
+                kind = _KINDS.get(str(each["kind"]))
+                if kind is not None:
+                    made = cast("CustomResourceDefinition", kind.from_dict(each))  # or another one
+                    client.apply(made, field_manager="tests", force=True)
     for plural in ("datasets", "trainingjobs"):
         client.wait(CustomResourceDefinition, f"{plural}.{GROUP}", for_conditions=["Established"])
-    for account in (ACCOUNT, DRIVER_ACCOUNT):
+    for account in ("default", ACCOUNT, DRIVER_ACCOUNT):
         wait_for_service_account(client, SYSTEM, account)
 
 
@@ -81,21 +79,12 @@ class Operator:
         self, control_plane: ControlPlane, folder: Path, *options: str, interval_s: float = 0.2
     ) -> None:
         self._kubeconfig = control_plane.kubeconfig_of(SYSTEM, ACCOUNT)
-        self.log = folder / "operator.log"
+        self._log = folder / "operator.log"
         self._options = [*options, f"--interval={interval_s}"]
-        self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-    def start(self) -> None:
-        """Start it; the log goes on."""
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
                 ["setpriv", "--pdeathsig", "KILL", sys.executable, "-m",
                  "diesel_kubernetes.operator", *self._options],
                 env={**program_environment(), "KUBECONFIG": str(self._kubeconfig)},
@@ -103,49 +92,31 @@ class Operator:
                 stdout=log,
                 stderr=log,
             )  # fmt: skip
+        return self
 
-    def kill(self) -> None:
-        """End it as a crash does."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
-
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """End it by SIGTERM."""
-        assert self.process is not None
-        self.process.terminate()
+        self._process.terminate()
         try:
-            self.process.wait(30)
+            self._process.wait(30)
         except subprocess.TimeoutExpired:
             self.kill()
             raise
 
+    def kill(self) -> None:
+        """End it as a crash does."""
+        self._process.kill()
+        self._process.wait()
+
     def memory_bytes(self) -> int:
         """Its resident memory."""
-        assert self.process is not None
-        lines = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
+        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
         (line,) = [each for each in lines if each.startswith("VmRSS:")]
         return int(line.split()[1]) << 10
 
     def last_lines(self) -> str:
-        """The end of its log."""
-        return self.log.read_text(errors="replace")[-4000:] if self.log.exists() else ""
-
-
-def explained(resources: "Resources", operator: Operator) -> str:
-    """What is in the namespace, for messages of failures."""
-    lines = [operator.last_lines()]
-    for kind in (DatasetResource, TrainingJobResource, Job, Pod, Event):
-        for each in resources.client.list(kind, namespace=resources.namespace):
-            shown = json.dumps(dict(each)) if isinstance(each, Generic) else str(each)
-            lines.append(f"{kind.__name__} {shown}")
-    return "\n".join(lines)
-
-
-def python_environment() -> dict[str, str]:
-    """The environment of an image in which `python` is the one of the tests."""
-    made = program_environment()
-    return {**made, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{made['PATH']}"}
+        """The end of its log, which goes on when it is started again."""
+        return self._log.read_text(errors="replace")[-4000:]
 
 
 class Resources:
@@ -155,50 +126,52 @@ class Resources:
         self.client = client
         self.namespace = namespace
 
-    def make_dataset(self, name: str, spec: Mapping[str, object]) -> None:
+    def make_dataset(self, name: str, spec: Json) -> None:
         """Make a Dataset."""
-        made = DatasetResource(metadata=ObjectMeta(name=name), spec=dict(spec))
+        made = DatasetResource(metadata=ObjectMeta(name=name), spec=spec)
         self.client.create(made, namespace=self.namespace)
 
-    def make_job(self, name: str, spec: Mapping[str, object]) -> None:
+    def make_job(self, name: str, spec: Json) -> None:
         """Make a TrainingJob."""
-        made = TrainingJobResource(metadata=ObjectMeta(name=name), spec=dict(spec))
+        made = TrainingJobResource(metadata=ObjectMeta(name=name), spec=spec)
         self.client.create(made, namespace=self.namespace)
-
-    def change_dataset(self, name: str, spec: Mapping[str, object]) -> None:
-        """Change fields of the spec of a Dataset."""
-        self.client.patch(
-            DatasetResource,
-            name,
-            {"spec": dict(spec)},
-            namespace=self.namespace,
-            patch_type=PatchType.MERGE,
-        )
-
-    def delete_dataset(self, name: str) -> None:
-        """Delete a Dataset, and return at once."""
-        self.client.delete(DatasetResource, name, namespace=self.namespace)
 
     def dataset(self, name: str) -> Json:
         """A Dataset; {} if it is gone."""
-        return self._found(lambda: self.client.get(DatasetResource, name, namespace=self.namespace))
+        return self._found(DatasetResource, name)
 
     def job(self, name: str) -> Json:
         """A TrainingJob; {} if it is gone."""
-        return self._found(
-            lambda: self.client.get(TrainingJobResource, name, namespace=self.namespace)
-        )
+        return self._found(TrainingJobResource, name)
 
-    def _found(self, get: "object") -> Json:
-        assert callable(get)
+    def dataset_in(self, phase: str, name: str, operator: Operator) -> Json:
+        """The status of a Dataset, as soon as it is in a phase."""
+        self.wait(lambda: text(self.dataset(name), "status", "phase") == phase, operator)
+        return fields(self.dataset(name), "status")
+
+    def job_in(self, phase: str, name: str, operator: Operator) -> Json:
+        """The status of a TrainingJob, as soon as it is in a phase."""
+        self.wait(lambda: text(self.job(name), "status", "phase") == phase, operator)
+        return fields(self.job(name), "status")
+
+    def wait(
+        self, condition: Callable[[], object], operator: Operator, within_s: float = PATIENCE_S
+    ) -> None:
+        """Wait for something. A failure shows what is in the namespace, and the operator's log."""
+        wait_until(condition, within_s, otherwise=lambda: self._explained(operator))
+
+    def _found(self, kind: type[GenericNamespacedResource], name: str) -> Json:
         try:
-            return cast("Json", dict(get()))
+            return dict(self.client.get(kind, name, namespace=self.namespace))
         except ApiError as error:
             if error.status.code == 404:
                 return {}
             raise
 
-
-def now_s() -> float:
-    """A clock for durations that a test prints."""
-    return time.monotonic()
+    def _explained(self, operator: Operator) -> str:
+        lines = [operator.last_lines()]
+        for kind in (DatasetResource, TrainingJobResource, Job, Pod, Event):
+            for each in self.client.list(kind, namespace=self.namespace):
+                shown = json.dumps(dict(each)) if isinstance(each, Generic) else str(each)
+                lines.append(f"{kind.__name__} {shown}")
+        return "\n".join(lines)

@@ -11,39 +11,30 @@ import os
 import random
 import signal
 import subprocess
-import tarfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
-from typing import cast
 
 import boto3
 import grpc
 import pytest
-from lightkube import Client
 from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Pod, Secret, Service
 
-from diesel_kubernetes.csi import csi_pb2 as csi
-from diesel_kubernetes.names import DRIVER
+from diesel_kubernetes.names import DRIVER, POD_NAME, POD_NAMESPACE
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
-from tests.kubernetes.cluster import web
-from tests.kubernetes.cluster.conftest import IMAGE
-from tests.kubernetes.cluster.containers import Image
+from tests.kubernetes.cluster.conftest import served_archive
+from tests.kubernetes.cluster.containers import CsiVolume, Environment, VolumeError
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import Node
 from tests.kubernetes.cluster.operators import (
     DRIVER_ACCOUNT,
+    IMAGE,
     SYSTEM,
     Operator,
     Resources,
-    explained,
-    install,
-    python_environment,
 )
-from tests.kubernetes.cluster.volumes import CsiVolume, VolumeError
 from tests.kubernetes.csi.plugin import Plugin, running_plugin
 from tests.server.program import Server, new_repository
 from tests.storage.metadata.redis_servers import RedisServer
@@ -53,6 +44,7 @@ from tests.waiting import wait_until
 
 pytestmark = [
     pytest.mark.fuse,
+    pytest.mark.usefixtures("installed"),
     pytest.mark.skipif(os.geteuid() != 0, reason="only root binds mounts"),
 ]
 
@@ -80,6 +72,15 @@ while not go.exists():
 """
 
 
+@contextmanager
+def volume_errors() -> Iterator[None]:
+    """What a driver refuses is tried again."""
+    try:
+        yield
+    except grpc.RpcError as error:
+        raise VolumeError(str(error)) from error
+
+
 class PluginDriver:
     """The driver as a node's kubelet calls it: over the socket of the plugin's program."""
 
@@ -87,41 +88,26 @@ class PluginDriver:
         self.plugin = plugin
 
     def publish(self, volume: CsiVolume) -> None:
-        mode = csi.VolumeCapability.AccessMode.Mode.SINGLE_NODE_WRITER
-        request = csi.NodePublishVolumeRequest(
-            volume_id=volume.volume_id,
-            target_path=str(volume.target),
-            readonly=volume.read_only,
-            volume_capability=csi.VolumeCapability(
-                mount=csi.VolumeCapability.MountVolume(mount_flags=volume.mount_flags),
-                access_mode=csi.VolumeCapability.AccessMode(mode=mode),
-            ),
-            secrets=volume.secrets,
-            volume_context=volume.attributes,
-        )
-        try:
-            self.plugin.kubelet.call(
-                "Node/NodePublishVolume", request, csi.NodePublishVolumeResponse
+        given = volume.attributes
+        with volume_errors():
+            self.plugin.kubelet.publish(
+                volume.target,
+                given,
+                secrets=volume.secrets,
+                namespace=given[POD_NAMESPACE],
+                pod=given[POD_NAME],
+                volume=volume.volume_id,
             )
-        except grpc.RpcError as error:
-            raise VolumeError(str(error)) from error
 
     def unpublish(self, volume_id: str, target: Path) -> None:
-        try:
+        with volume_errors():
             self.plugin.kubelet.unpublish(target, volume_id)
-        except grpc.RpcError as error:
-            raise VolumeError(str(error)) from error
 
 
-@pytest.fixture(scope="module", autouse=True)
-def installed(client: Client) -> None:
-    install(client)
-
-
-@pytest.fixture(scope="module")
-def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+@pytest.fixture
+def bucket(tmp_path: Path) -> Iterator[Bucket]:
     """An S3 server with the files of `BIRDS` below `birds/`."""
-    with s3_server(tmp_path_factory.mktemp("moto")) as server:
+    with s3_server(tmp_path) as server:
         client = boto3.client(
             "s3",
             endpoint_url=server.environ["AWS_ENDPOINT_URL"],
@@ -137,17 +123,8 @@ def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
     """The address of a compressed archive with the files of `PETS`."""
-    for name, content in PETS.items():
-        path = tmp_path / "pets" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
-    served = tmp_path / "served"
-    served.mkdir()
-    with tarfile.open(served / "pets.tar.gz", "w:gz", compresslevel=1) as tar:
-        for folder in (tmp_path / "pets").iterdir():
-            tar.add(folder, folder.name)
-    with web.served(served) as address:
-        yield f"{address}/pets.tar.gz"
+    with served_archive(tmp_path, "pets.tar.gz", PETS) as address:
+        yield address
 
 
 @pytest.fixture
@@ -160,23 +137,18 @@ def address() -> Iterator[str]:
 
 
 @contextmanager
-def node_with_driver(control_plane: ControlPlane, name: str, folder: Path) -> Iterator[Plugin]:
+def node_with_driver(
+    control_plane: ControlPlane, name: str, folder: Path, images: Mapping[str, Environment]
+) -> Iterator[Plugin]:
     """A node whose CSI driver is the plugin's program; its mounts are pods of the node."""
     folder.mkdir()
-    images = {IMAGE: Image(python_environment())}
     options = ("--idle=0", "--mounter=pod", f"--namespace={SYSTEM}", f"--image={IMAGE}")
     kubeconfig = {"KUBECONFIG": str(control_plane.kubeconfig_of(SYSTEM, DRIVER_ACCOUNT))}
     with (
         running_plugin(
             folder / "plugin", f"--node={name}", *options, environment=kubeconfig
         ) as plugin,
-        Node(
-            control_plane,
-            name,
-            folder / "node",
-            images=images,
-            drivers={DRIVER: PluginDriver(plugin)},
-        ),
+        Node(control_plane, name, folder / "node", images, drivers={DRIVER: PluginDriver(plugin)}),
     ):
         try:
             yield plugin
@@ -186,21 +158,12 @@ def node_with_driver(control_plane: ControlPlane, name: str, folder: Path) -> It
             raise
 
 
-def digests(place: str, files: Mapping[str, bytes]) -> dict[str, str]:
-    """What a rank is to tell of a dataset."""
-    return {f"{place}:{path}": hashlib.sha256(data).hexdigest() for path, data in files.items()}
-
-
-def stats_of(place: str) -> Json:
-    """The statistics of a mount."""
-    return cast("Json", json.loads((Path(place) / ".diesel/stats").read_bytes()))
-
-
 def check_shared(places: list[str]) -> None:
     """The mounts are one task, and each chunk was fetched from the store by one of its nodes."""
 
     def figures() -> list[Json]:
-        return [fields(stats_of(place), "task") for place in places]
+        stats = [json.loads((Path(place) / ".diesel/stats").read_bytes()) for place in places]
+        return [fields(each, "task") for each in stats]
 
     wait_until(
         lambda: all(whole(each, "chunks_from_peers") for each in figures()),
@@ -214,43 +177,29 @@ def check_shared(places: list[str]) -> None:
     assert [whole(each, "chunks_from_store") for each in seen] == shares
 
 
-def measured_shares(resources: Resources, name: str) -> list[bool]:
-    """Of each node of a Dataset: whether its share was measured there, and is something."""
-    nodes = items(resources.dataset(name), "status", "nodes")
-    return [at(each, "measured") is True and whole(each, "share") > 0 for each in nodes]
-
-
 def test_ranks_read_through_the_driver_and_share_their_cache(
-    client: Client,
     control_plane: ControlPlane,
-    namespace: str,
+    resources: Resources,
+    images: dict[str, Environment],
     archive: str,
     bucket: Bucket,
     address: str,
     tmp_path: Path,
 ) -> None:
-    """Two ranks on two nodes, two datasets: one of an archive, one of a bucket.
+    """Two ranks on two nodes wait for two datasets: one of an archive, one of a bucket.
 
     The plugins are killed while the ranks run; the mounts go on.
     """
-    resources = Resources(client, namespace)
+    client, namespace = resources.client, resources.namespace
     results, go = tmp_path / "results", tmp_path / "go"
     results.mkdir()
     repository = (tmp_path / "store").as_uri()
     with ExitStack() as stack:
         redis = stack.enter_context(RedisServer(tmp_path / "redis"))
         root = new_repository(f"{repository}?meta={redis.url}")["root"]
-        server = stack.enter_context(
-            Server(
-                tmp_path / "server",
-                "--insecure",
-                "--store",
-                repository,
-                "--meta",
-                redis.url,
-                listen=f"{address}:0",
-            )
-        )
+        options = ("--insecure", "--store", repository, "--meta", redis.url)
+        listen = f"{address}:0"
+        server = stack.enter_context(Server(tmp_path / "server", *options, listen=listen))
         account = {"user": "root", "key": root.key_text}
         keys = {
             name: bucket.environ[name] for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")
@@ -260,41 +209,33 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
             client.create(Secret(metadata=metadata, stringData=content))
         plugins = [
             stack.enter_context(
-                node_with_driver(control_plane, f"node-{each}-{namespace}", tmp_path / each)
+                node_with_driver(control_plane, f"node-{each}-{namespace}", tmp_path / each, images)
             )
             for each in "ab"
         ]
         operator = stack.enter_context(
             Operator(control_plane, tmp_path, f"--namespace={namespace}")
         )
-        told = partial(explained, resources, operator)
-        made: Json = {"url": server.url, "preparation": {"jobs": 1}}
-        resources.make_dataset(
-            "pets",
-            {**made, "secretName": "account", "source": {"archives": {"urls": [archive]}}},
-        )
-        resources.make_dataset(
-            "birds",
-            {
-                **made,
-                "secretName": "both",
-                "source": {"bucket": {"url": f"s3://{bucket.bucket}/birds"}},
-                "endpoint": bucket.environ["AWS_ENDPOINT_URL"],
-                "region": bucket.environ["AWS_REGION"],
-            },
-        )
         command = ["python", "-c", RANK_OF_A_TASK, f"{results}/$(RANK)", str(go), "/pets", "/birds"]
-        resources.make_job(
-            "train",
-            {
-                "replicas": 2,
-                "datasets": [{"name": name, "mountPath": f"/{name}"} for name in ("pets", "birds")],
-                "template": {
-                    "spec": {"containers": [{"name": "train", "image": IMAGE, "command": command}]}
-                },
-            },
-        )
-        wait_until(lambda: len(list(results.glob("[01]"))) == 2, 180.0, otherwise=told)
+        train = {"name": "train", "image": IMAGE, "command": command}
+        job: Json = {
+            "replicas": 2,
+            "datasets": [{"name": name, "mountPath": f"/{name}"} for name in ("pets", "birds")],
+            "template": {"spec": {"containers": [train]}},
+        }
+        resources.make_job("train", job)
+        resources.job_in("Pending", "train", operator)
+        made: Json = {"url": server.url, "preparation": {"jobs": 1}}
+        of_archive: Json = {"secretName": "account", "source": {"archives": {"urls": [archive]}}}
+        resources.make_dataset("pets", {**made, **of_archive})
+        of_bucket: Json = {
+            "secretName": "both",
+            "source": {"bucket": {"url": f"s3://{bucket.bucket}/birds"}},
+            "endpoint": bucket.environ["AWS_ENDPOINT_URL"],
+            "region": bucket.environ["AWS_REGION"],
+        }
+        resources.make_dataset("birds", {**made, **of_bucket})
+        resources.wait(lambda: len(list(results.glob("[01]"))) == 2, operator, 180.0)
         for name, files in (("pets", PETS), ("birds", BIRDS)):
             status = fields(resources.dataset(name), "status")
             assert status["files"] == len(files)
@@ -302,7 +243,11 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
         reports = [json.loads((results / str(rank)).read_text()) for rank in range(2)]
         for rank, report in enumerate(reports):
             pets, birds = report["places"]
-            assert report["found"] == {**digests(pets, PETS), **digests(birds, BIRDS)}
+            assert report["found"] == {
+                f"{place}:{path}": hashlib.sha256(data).hexdigest()
+                for place, files in ((pets, PETS), (birds, BIRDS))
+                for path, data in files.items()
+            }
             assert report["environment"] == {"RANK": str(rank), "WORLD_SIZE": "2"}
         pods = client.list(Pod, namespace=namespace, labels={LABEL_TRAINING: "train"})
         assert len({pod.spec.nodeName for pod in pods if pod.spec}) == 2
@@ -312,12 +257,16 @@ def test_ranks_read_through_the_driver_and_share_their_cache(
             plugin.restart()
         for report in reports:
             assert (Path(report["places"][0]) / next(iter(PETS))).read_bytes()
+
+        def shares_are_measured() -> bool:
+            nodes = items(resources.dataset("pets"), "status", "nodes")
+            measured = [each for each in nodes if at(each, "measured") and whole(each, "share")]
+            return len(measured) == len(nodes) == 2
+
         # A plugin reports when it starts; the mounts that it finds are those of one before
-        wait_until(lambda: measured_shares(resources, "pets") == [True, True], otherwise=told)
+        resources.wait(shares_are_measured, operator)
         go.touch()
-        wait_until(
-            lambda: text(resources.job("train"), "status", "phase") == "Succeeded", otherwise=told
-        )
+        resources.job_in("Succeeded", "train", operator)
         wait_until(lambda: not list(client.list(Service, namespace=namespace)))
         assert {
             each.metadata.name

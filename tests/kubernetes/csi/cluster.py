@@ -8,6 +8,7 @@ command runs with the pod's environment in a mount namespace of its own, so its 
 reach the node only by propagation.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -17,42 +18,31 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
-from typing import cast
 from urllib.parse import parse_qs, urlsplit
 
-import yaml
+from lightkube import Client, KubeConfig
 
+from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from tests.cli.conftest import program_environment
+from tests.deploy.manifests import KUBERNETES, read
 
-Json = dict[str, object]
 NAMESPACE = ("unshare", "--mount", "--propagation", "unchanged")
 """A container's mounts are its own, but for those below a shared mount (`Bidirectional`)."""
 
 KINDS = {"pods": "Pod", "secrets": "Secret", "configmaps": "ConfigMap"}
-ACCESS = Path(__file__).resolve().parents[3] / "deploy/kubernetes/base/csi/access.yaml"
 VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
-def rights() -> set[tuple[str, str]]:
+def rights() -> set[tuple[object, object]]:
     """What the plugin's Role allows: kinds of objects, and what may be done with them."""
-    (role,) = [each for each in yaml.safe_load_all(ACCESS.read_text()) if each["kind"] == "Role"]
+    access = read(KUBERNETES / "base/csi/access.yaml")
+    (role,) = [each for each in access if each["kind"] == "Role"]
     return {
         (resource, verb)
-        for rule in role["rules"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
+        for rule in items(role, "rules")
+        for resource in items(rule, "resources")
+        for verb in items(rule, "verbs")
     }
-
-
-def inner(value: object, *path: str | int) -> object:
-    """What lies at a path in a value of JSON; None where nothing does."""
-    for step in path:
-        if isinstance(step, int):
-            value = value[step] if isinstance(value, list) and len(value) > step else None
-        else:
-            value = value.get(step) if isinstance(value, dict) else None
-    return value
 
 
 class Cluster:
@@ -60,12 +50,11 @@ class Cluster:
 
     def __init__(self) -> None:
         self.objects: dict[tuple[str, str], Json] = {}  # by plural and name
-        self.calls: list[str] = []
-        self.used: set[tuple[str, str]] = set()
+        self.used: set[tuple[object, object]] = set()
         """The rights that were used."""
         self._rights = rights()
         self.made: list[Json] = []  # every object as it was created
-        self.hold_pods = False  # a kubelet that starts nothing
+        self._numbers = itertools.count(1)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._lock = threading.Lock()
         cluster = self
@@ -74,13 +63,13 @@ class Cluster:
             def handle_any(self) -> None:
                 length = int(self.headers.get("Content-Length") or 0)
                 body = json.loads(self.rfile.read(length) or b"null")
-                code, answer = cluster.answer(self.command, self.path, body)
-                text = json.dumps(answer).encode()
+                code, answer = cluster._answer(self.command, self.path, body)
+                content = json.dumps(answer).encode()
                 self.send_response(code)
                 self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(text)))
+                self.send_header("Content-Length", str(len(content)))
                 self.end_headers()
-                self.wfile.write(text)
+                self.wfile.write(content)
 
             do_GET = do_POST = do_PATCH = do_DELETE = handle_any  # as http.server
 
@@ -88,7 +77,13 @@ class Cluster:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self.kubeconfig: Json = {
+            "clusters": [{"name": "c", "cluster": {"server": url}}],
+            "users": [{"name": "u", "user": {"token": "t"}}],
+            "contexts": [{"name": "x", "context": {"cluster": "c", "user": "u"}}],
+            "current-context": "x",
+        }
         self._thread = threading.Thread(target=self._server.serve_forever)
         self._thread.start()
 
@@ -100,14 +95,30 @@ class Cluster:
         for name in list(self._processes):
             self._end_pod(name)
 
-    def answer(self, verb: str, path: str, body: Json | None) -> tuple[int, Json]:
-        """The answer to one request."""
+    @contextmanager
+    def client(self) -> Iterator[Client]:
+        """A client of the plugin."""
+        config = KubeConfig.from_dict(self.kubeconfig)
+        with Client(config, namespace="diesel-system") as client:
+            yield client
+
+    def put(self, plural: str, body: Json) -> Json:
+        """Keep an object that the plugin has not made; no pod of it runs."""
+        metadata = {**fields(body, "metadata"), "uid": f"uid-{next(self._numbers)}"}
+        made = {**body, "metadata": metadata, "kind": KINDS[plural], "apiVersion": "v1"}
+        self.objects[plural, text(metadata, "name")] = made
+        return made
+
+    def kill_pod(self, name: str) -> None:
+        """Kill all processes of a pod, as when its node has no memory left."""
+        os.killpg(self._processes[name].pid, signal.SIGKILL)
+
+    def _answer(self, verb: str, path: str, body: Json | None) -> tuple[int, Json]:
         parts = urlsplit(path)
         _, _, _, _, namespace, plural, *rest = parts.path.split("/")
         name = rest[0] if rest else ""
         assert namespace == "diesel-system"
         with self._lock:
-            self.calls.append(f"{verb} {plural}")
             right = plural, VERBS.get(verb, "get" if name else "list")
             if right not in self._rights:
                 return _status(403, "Forbidden", f"the plugin may not {right[1]} {plural}")
@@ -123,58 +134,43 @@ class Cluster:
                         each
                         for (kind, _), each in self.objects.items()
                         if kind == plural
-                        and labels.items()
-                        <= cast("Json", inner(each, "metadata", "labels")).items()
+                        and labels.items() <= texts(each, "metadata", "labels").items()
                     ]
                     return 200, {"kind": "List", "apiVersion": "v1", "items": found, "metadata": {}}
                 case _ if (plural, name) not in self.objects:
                     return _status(404, "NotFound", f'{plural} "{name}" not found')
                 case "GET":
-                    self._refresh(plural, name)
+                    if plural == "pods":
+                        self._refresh(name)
                 case "PATCH":
-                    assert body is not None
-                    for field in body.keys() & {"metadata", "data"}:
-                        part = cast("Json", self.objects[plural, name][field])
-                        part |= cast("Json", body[field])
+                    there = self.objects[plural, name]
+                    for field in ("metadata", "data"):
+                        there[field] = {**fields(there, field), **fields(body, field)}
                 case "DELETE":
                     if plural == "pods":
                         self._end_pod(name)
                         for key, each in list(self.objects.items()):  # the garbage collector
-                            if inner(each, "metadata", "ownerReferences", 0, "name") == name:
+                            if at(each, "metadata", "ownerReferences", 0, "name") == name:
                                 del self.objects[key]
                     return 200, self.objects.pop((plural, name))
             return 200, self.objects[plural, name]
 
-    def kill_pod(self, name: str) -> None:
-        """Kill all processes of a pod, as when its node has no memory left."""
-        os.killpg(self._processes[name].pid, signal.SIGKILL)
-
     def _create(self, plural: str, body: Json) -> tuple[int, Json]:
-        metadata = cast("Json", body["metadata"])
-        name = str(metadata["name"])
+        name = text(body, "metadata", "name")
         if (plural, name) in self.objects:
             return _status(409, "AlreadyExists", f'{plural} "{name}" already exists')
-        self.made.append(json.loads(json.dumps(body)))
-        metadata["uid"] = f"uid-{len(self.made)}"
-        self.objects[plural, name] = {**body, "kind": KINDS[plural], "apiVersion": "v1"}
+        self.made.append(body)
+        made = self.put(plural, body)
         if plural == "pods":
-            self.objects[plural, name]["status"] = {"phase": "Pending"}
-            if not self.hold_pods:
-                self._run_pod(name, body)
-        return 201, self.objects[plural, name]
+            self._run_pod(name, made)
+        return 201, made
 
     def _run_pod(self, name: str, pod: Json) -> None:
-        container = cast("Json", inner(pod, "spec", "containers", 0))
-        environment = {
-            str(inner(each, "name")): str(inner(each, "value"))
-            for each in cast("list[Json]", container["env"])
-        }
-        secret = inner(container, "envFrom", 0, "secretRef", "name")
-        if secret:
-            environment |= cast(
-                "dict[str, str]", self.objects["secrets", str(secret)]["stringData"]
-            )
-        program, *arguments = cast("list[str]", container["command"])
+        container = fields(pod, "spec", "containers", 0)
+        environment = {text(each, "name"): text(each, "value") for each in items(container, "env")}
+        if secret := text(container, "envFrom", 0, "secretRef", "name"):
+            environment |= texts(self.objects["secrets", secret], "stringData")
+        program, *arguments = map(str, items(container, "command"))
         assert program == "dlcmd"
         self._processes[name] = subprocess.Popen(
             [*NAMESPACE, sys.executable, "-m", "dlcmd", *arguments],
@@ -184,23 +180,24 @@ class Cluster:
             env={**program_environment(), **environment},
             process_group=0,
         )
-        self.objects["pods", name]["status"] = {"phase": "Running"}
+        pod["status"] = {"phase": "Running"}
 
-    def _refresh(self, plural: str, name: str) -> None:
+    def _refresh(self, name: str) -> None:
         """Say how a pod has ended, if it has."""
-        process = self._processes.get(name) if plural == "pods" else None
-        if process is not None and process.poll() is not None:
-            assert process.stderr is not None
-            log = "" if process.stderr.closed else process.stderr.read().decode()
-            process.stderr.close()
+        process = self._processes.get(name)
+        if process is None or process.poll() is None:
+            return
+        assert process.stderr is not None
+        log = "" if process.stderr.closed else process.stderr.read().decode()
+        process.stderr.close()
+        if log:
             ended = {"terminated": {"exitCode": process.returncode, "message": log[-2048:]}}
             status = {"name": "mount", "state": ended, "image": "", "imageID": "", "ready": False}
-            self.objects["pods", name].setdefault("status", {})
-            if log:
-                self.objects["pods", name]["status"] = {
-                    "phase": "Failed",
-                    "containerStatuses": [{**status, "restartCount": 0}],
-                }
+            statuses = [{**status, "restartCount": 0}]
+            self.objects["pods", name]["status"] = {
+                "phase": "Failed",
+                "containerStatuses": statuses,
+            }
 
     def _end_pod(self, name: str) -> None:
         process = self._processes.pop(name, None)
@@ -216,13 +213,3 @@ def _status(code: int, reason: str, message: str) -> tuple[int, Json]:
         "kind": "Status", "apiVersion": "v1", "status": "Failure", "code": code, "reason": reason,
         "message": message, "metadata": {},
     }  # fmt: skip
-
-
-@contextmanager
-def running_cluster() -> Iterator[Cluster]:
-    """A cluster of one node, which is ended whatever happened to it."""
-    cluster = Cluster()
-    try:
-        yield cluster
-    finally:
-        cluster.close()

@@ -1,14 +1,27 @@
-"""A repository with a dataset, and a plugin that runs as a program."""
+"""A repository with a dataset, a plugin that runs as a program, and a plugin's logic in this
+process."""
 
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
 from diesel_fs.client.dataset import connect
+from diesel_kubernetes.csi.mounter import Mounter
+from diesel_kubernetes.csi.node import NodeVolumes
+from diesel_kubernetes.csi.state import StateFolder
+from diesel_kubernetes.csi.volumes import Limits
 
+from .cluster import Cluster
 from .plugin import Plugin, running_plugin
 
+MOUNTS_AS_ROOT = [
+    pytest.mark.fuse,
+    pytest.mark.skipif(os.geteuid() != 0, reason="only root binds mounts"),
+]
 FILES = {"a": b"alpha" * 100, "folder/b": b"beta"}
 
 
@@ -22,27 +35,69 @@ def put_files(url: str, files: dict[str, bytes], name: str = "pets") -> int:
         return dataset.version
 
 
+def shown(target: Path) -> dict[str, bytes]:
+    """The files at a target."""
+    found = [path for path in target.rglob("*") if path.is_file()]
+    return {str(path.relative_to(target)): path.read_bytes() for path in found}
+
+
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The URL of a repository on this machine, with the dataset `pets`."""
+def pets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The attributes of a volume that shows `FILES`, of a repository on this machine."""
     url = (tmp_path_factory.mktemp("repositories") / "store").as_uri()
     put_files(url, FILES)
-    return url
+    return {"dataset": "pets", "url": url}
+
+
+@contextmanager
+def clean_plugin(folder: Path, file_root: Path) -> Iterator[Plugin]:
+    """A plugin that ends mounts at once when nothing shows them."""
+    with running_plugin(folder, "--idle=0", f"--file-root={file_root}") as plugin:
+        yield plugin
+        plugin.wait_until_clean()
 
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
-    """A plugin that ends mounts at once when nothing shows them."""
+    """A plugin for all tests of a module."""
     folder = tmp_path_factory.mktemp("plugin")
-    with running_plugin(folder, "--idle=0", f"--file-root={folder.parent}") as plugin:
+    with clean_plugin(folder, folder.parent) as plugin:
         yield plugin
-        plugin.wait_until_clean()
 
 
 @pytest.fixture
 def own_plugin(tmp_path: Path) -> Iterator[Plugin]:
-    """The same for one test, which may kill it."""
-    options = ("--idle=0", f"--file-root={tmp_path.parent.parent}")
-    with running_plugin(tmp_path / "plugin", *options) as plugin:
+    """A plugin for one test, which may kill it."""
+    with clean_plugin(tmp_path / "plugin", tmp_path.parent.parent) as plugin:
         yield plugin
-        plugin.wait_until_clean()
+
+
+@contextmanager
+def node_volumes(state: StateFolder, mounter: Mounter, limits: Limits) -> Iterator[NodeVolumes]:
+    """The logic of a plugin, in this process; it ends idle mounts at once."""
+    volumes = NodeVolumes(state, mounter, limits, idle_s=0, starts_max=2)
+    try:
+        yield volumes
+    finally:
+        volumes.close()
+        state.close()
+
+
+def publish(
+    volumes: NodeVolumes,
+    target: Path,
+    attributes: Mapping[str, str] = MappingProxyType({}),
+    *,
+    secrets: Mapping[str, str] = MappingProxyType({}),
+    is_wanted: bool = True,
+) -> None:
+    """Publish `pets`, unless the attributes name another dataset."""
+    given = {"dataset": "pets", **attributes}
+    volumes.publish(str(target), given, secrets, [], timeout_s=60, is_wanted=lambda: is_wanted)
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """A cluster of one node."""
+    with closing(Cluster()) as cluster:
+        yield cluster

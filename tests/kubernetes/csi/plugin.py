@@ -51,13 +51,12 @@ class Kubelet:
         namespace: str = "team",
         pod: str = "pod",
         flags: tuple[str, ...] = (),
-        mode: int = csi.VolumeCapability.AccessMode.Mode.SINGLE_NODE_WRITER,
         volume: str = "volume",
     ) -> None:
         """Publish a volume of a pod."""
         capability = csi.VolumeCapability(
             mount=csi.VolumeCapability.MountVolume(mount_flags=flags),
-            access_mode=csi.VolumeCapability.AccessMode(mode=mode),  # type: ignore[arg-type]
+            access_mode=csi.VolumeCapability.AccessMode(mode="SINGLE_NODE_WRITER"),
         )
         request = csi.NodePublishVolumeRequest(
             volume_id=volume,

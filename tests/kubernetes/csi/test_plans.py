@@ -8,20 +8,15 @@ import os
 import subprocess
 from pathlib import Path
 
-import pytest
-
 import dlcmd
 from tests.cli.conftest import program_environment
 from tests.own_mounts import own_mounts
 from tests.unprivileged_user import USER, as_user, module_path, user_python
 
-from .conftest import put_files
+from .conftest import MOUNTS_AS_ROOT, put_files
 from .plugin import Plugin
 
-pytestmark = [
-    pytest.mark.fuse,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root binds mounts"),
-]
+pytestmark = MOUNTS_AS_ROOT
 
 CONTAINER = """
 mount -t tmpfs hidden "$1"
@@ -50,19 +45,11 @@ def in_container(plugin: Plugin, target: Path, home: Path, script: str) -> tuple
     paths = os.pathsep.join([module_path(), str(Path(dlcmd.__file__).parents[1])])
     home.mkdir()
     os.chown(home, USER, USER)
-    words = [
-        *own_mounts(keep=target.parent),
-        "sh",
-        "-ec",
-        CONTAINER,
-        "sh",
-        str(plugin.state),
-        str(target),
-    ]
+    container = ["sh", "-ec", CONTAINER, "sh", str(plugin.state), str(target)]
+    words = [*own_mounts(keep=target.parent), *container]
     words += [*as_user(), python, "-m", "dlcmd", "run", "--", python, "-c", script]
-    environment = {**program_environment(), "HOME": str(home), "PYTHONPATH": paths}
-    for name in [each for each in environment if each.startswith("XDG_")]:
-        del environment[name]
+    own = {name: text for name, text in program_environment().items() if name[:4] != "XDG_"}
+    environment = {**own, "HOME": str(home), "PYTHONPATH": paths}
     ran = subprocess.run(
         words, env=environment, cwd="/", text=True, capture_output=True, timeout=120, check=False
     )

@@ -1,23 +1,20 @@
 """A secret reaches the mount and nothing else: no arguments, log, file or error has it."""
 
-import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import grpc
 import pytest
 
 from diesel_fs.credentials import Credentials, key_text
+from tests.rows import each_row
 from tests.server.program import Server, new_repository
 
-from .conftest import FILES, put_files
+from .conftest import FILES, MOUNTS_AS_ROOT, put_files, shown
 from .plugin import Plugin
-from .test_publishing import Code, failed, shown
+from .test_publishing import Code, refused
 
-pytestmark = [
-    pytest.mark.fuse,
-    pytest.mark.skipif(os.geteuid() != 0, reason="only root binds mounts"),
-]
+pytestmark = MOUNTS_AS_ROOT
 
 
 @pytest.fixture(scope="module")
@@ -31,19 +28,15 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Crede
         yield server.url, credentials
 
 
-def traces_of(secret: str, plugin: Plugin) -> list[str]:
+def traces_of(secret: str, plugin: Plugin) -> list[Path]:
     """Where a secret can be found: the plugin's folder, and the arguments of all processes."""
-    found = []
-    for path in plugin.folder.rglob("*"):
-        is_own = path.is_file() and "/root/" not in str(path)
-        if is_own and secret.encode() in path.read_bytes():
-            found.append(str(path))
+    own = [path for path in plugin.folder.rglob("*") if path.is_file()]
+    own = [path for path in own if "/root/" not in str(path)]
+    found = [path for path in own if secret.encode() in path.read_bytes()]
     for line in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
+        with suppress(OSError):
             if secret.encode() in line.read_bytes():
-                found.append(str(line))
-        except OSError:
-            continue
+                found.append(line)
     return found
 
 
@@ -60,47 +53,35 @@ def test_a_key_opens_a_server_and_is_seen_nowhere(
     plugin.kubelet.unpublish(target)
 
 
-@pytest.mark.parametrize("name", ["key", "taskKey", "redisPassword", "AWS_SECRET_ACCESS_KEY"])
+@each_row(
+    ("dataset", "name", "secret", "code", "said"),
+    [
+        ("no-such", "key", key_text(b"canary--" * 4), Code.PERMISSION_DENIED, ""),
+        ("no-such", "taskKey", "canary-of-task", Code.NOT_FOUND, "no-such"),
+        ("no-such", "redisPassword", "canary-of-redis", Code.NOT_FOUND, "no-such"),
+        ("no-such", "AWS_SECRET_ACCESS_KEY", "canary-of-aws", Code.NOT_FOUND, "no-such"),
+        ("canary-name", "redisPassword", "canary-name", Code.NOT_FOUND, "***"),
+        ("pets", "colour", "canary-red", Code.INVALID_ARGUMENT, "'colour'"),
+    ],
+)
 def test_an_error_repeats_no_secret(
-    plugin: Plugin, users: tuple[str, Credentials], tmp_path: Path, name: str
+    plugin: Plugin,
+    users: tuple[str, Credentials],
+    tmp_path: Path,
+    dataset: str,
+    name: str,
+    secret: str,
+    code: Code,
+    said: str,
 ) -> None:
-    """Of a server that refuses the key, and of a dataset that does not exist."""
-    canary = key_text(b"canary--" * 4) if name == "key" else f"canary-{name}"
-    secrets = {"user": "trainer", "key": users[1].key_text, name: canary}
-    with pytest.raises(grpc.RpcError) as error:
-        plugin.kubelet.publish(
-            tmp_path / "mount", {"dataset": "no-such", "url": users[0]}, secrets=secrets
-        )
-    code, text = failed(error)
-    assert code is (Code.PERMISSION_DENIED if name == "key" else Code.NOT_FOUND)
-    for secret in {*secrets.values()} - {"trainer"}:
-        assert secret not in text
-        assert traces_of(secret, plugin) == []
-
-
-def test_a_secret_that_a_message_repeats_is_hidden(
-    plugin: Plugin, store: str, tmp_path: Path
-) -> None:
-    """Whatever a store says: here the dataset's own name is the secret."""
-    with pytest.raises(grpc.RpcError) as error:
-        plugin.kubelet.publish(
-            tmp_path / "mount",
-            {"dataset": "canary-name", "url": store},
-            secrets={"redisPassword": "canary-name"},
-        )
-    assert "canary-name" not in failed(error)[1]
-    assert "***" in failed(error)[1]
-    assert "canary-name" not in plugin.log.read_text()
-
-
-def test_a_key_that_nobody_knows_is_named_and_not_shown(
-    plugin: Plugin, store: str, tmp_path: Path
-) -> None:
-    with pytest.raises(grpc.RpcError) as error:
-        plugin.kubelet.publish(
-            tmp_path / "mount", {"dataset": "pets", "url": store}, secrets={"colour": "canary-red"}
-        )
-    code, text = failed(error)
-    assert code is Code.INVALID_ARGUMENT
-    assert "'colour'" in text
-    assert "canary-red" not in text
+    """Of a server that refuses a key, of a dataset that does not exist, whatever its name is, and
+    of a secret that nobody knows."""
+    url, credentials = users
+    attributes = {"dataset": dataset, "url": url}
+    secrets = {"user": "trainer", "key": credentials.key_text, name: secret}
+    text = refused(code, plugin.kubelet.publish, tmp_path / "mount", attributes, secrets=secrets)
+    assert said in text
+    for each in {*secrets.values()} - {"trainer"}:
+        assert each not in text
+        assert each not in plugin.log.read_text()
+        assert traces_of(each, plugin) == []

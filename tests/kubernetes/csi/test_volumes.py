@@ -146,6 +146,8 @@ def test_without_roots_no_folder_of_the_node_is_reached() -> None:
         parsed({"url": "file:///data"}, limits=bare)
     with pytest.raises(UsageError, match="--cache-root"):
         parsed({"cacheDir": "c"}, limits=bare)
+    with pytest.raises(UsageError, match="evict: lrfu"):
+        parsed({"evict": "lrfu"}, limits=bare)
     with pytest.raises(UsageError, match="no repository"):
         parsed({}, limits=replace(bare, url=""))
 
@@ -168,19 +170,18 @@ def test_a_rank_comes_from_the_pods_name(pod: str, rank: str, number: str) -> No
 
 def test_equal_volumes_have_one_key_and_others_do_not() -> None:
     """Each thing that differs makes another key; the pod's name alone does not."""
-    here = {POD_NAMESPACE: "team"}
-    first = parsed({**here, POD_NAME: "a"}, {"user": "u", "key": "k"})
-    assert parsed({**here, POD_NAME: "b"}, {"key": "k", "user": "u"}).key(NODE_KEY) == (
-        key := first.key(NODE_KEY)
-    )
+    here, secrets = {POD_NAMESPACE: "team"}, {"user": "u", "key": "k"}
+    first = parsed({**here, POD_NAME: "a"}, secrets)
+    key = first.key(NODE_KEY)
+    assert parsed({**here, POD_NAME: "b"}, {"key": "k", "user": "u"}).key(NODE_KEY) == key
     others = [
-        parsed({**here}),
-        parsed({**here}, {"user": "u", "key": "other"}),
-        parsed({**here, "seed": "1"}, {"user": "u", "key": "k"}),
-        parsed({**here, "url": "diesel://other:1"}, {"user": "u", "key": "k"}),
-        parsed({**here, "dataset": "other"}, {"user": "u", "key": "k"}),
-        parsed({**here, "version": "1"}, {"user": "u", "key": "k"}),
-        parsed({POD_NAMESPACE: "others"}, {"user": "u", "key": "k"}),
+        parsed(here),
+        parsed(here, {"user": "u", "key": "other"}),
+        parsed({**here, "seed": "1"}, secrets),
+        parsed({**here, "url": "diesel://other:1"}, secrets),
+        parsed({**here, "dataset": "other"}, secrets),
+        parsed({**here, "version": "1"}, secrets),
+        parsed({POD_NAMESPACE: "others"}, secrets),
     ]
     keys = {each.key(NODE_KEY) for each in others}
     assert len(keys) == len(others)
@@ -204,8 +205,3 @@ def test_mount_options() -> None:
     check_mount_flags(["ro", "noatime"])
     with pytest.raises(UsageError, match="'exec'"):
         check_mount_flags(["ro", "exec"])
-
-
-def test_lrfu_needs_a_folder_for_caches() -> None:
-    with pytest.raises(UsageError, match="evict: lrfu"):
-        parse_volume({"dataset": "pets", "url": "diesel://h:1", "evict": "lrfu"}, {}, Limits())

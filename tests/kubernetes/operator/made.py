@@ -1,10 +1,20 @@
 """Makes objects as the API would give them, for tests of the decisions."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
-from diesel_kubernetes.operator.datasets import JobView, Situation, view_of_job
+from diesel_kubernetes.operator.datasets import (
+    Decision,
+    JobView,
+    Situation,
+    decide,
+    view_of_job,
+)
 from diesel_kubernetes.operator.fields import Json
+from diesel_kubernetes.operator.holdings import NodeHoldings
+from diesel_kubernetes.operator.objects import LABEL_TRAINING, volume_name
 from diesel_kubernetes.operator.resources import Defaults, Object, parse_object
+from diesel_kubernetes.reports import NodeReport
 
 NOW_S = 1_800_000_000.0
 DEFAULTS = Defaults(file_roots=("/data",))
@@ -53,48 +63,51 @@ def training_job(spec: Json | None = None, status: Json | None = None) -> Object
     )
 
 
-def ended(job: Json, report: Json, *, failed: bool = False, at_s: float = NOW_S) -> JobView:
+def ended(job: Json, report: Json, *, failed: bool = False) -> JobView:
     """A Job that the operator has made, as it is seen after its end."""
-    found = view_of_job(job, ())
-    return JobView(
-        name=found.name,
-        purpose=found.purpose,
-        generation=found.generation,
-        attempt=found.attempt,
-        is_leaving=False,
+    return replace(
+        view_of_job(job, ()),
         succeeded=not failed,
         failed=failed,
         reason="BackoffLimitExceeded" if failed else "",
-        finished_s=at_s,
+        finished_s=NOW_S,
         report=report,
-        address="",
     )
 
 
-def situation(
+def decided(
     seen: Object,
     jobs: Sequence[JobView] = (),
     pods: Sequence[Json] = (),
     *,
     progress: Json | None = None,
     now_s: float = NOW_S,
-) -> Situation:
-    """What the cluster has of a Dataset."""
-    return Situation(seen, tuple(jobs), tuple(pods), progress or {}, now_s, 10.0)
+    reports: Sequence[NodeReport] = (),
+) -> Decision:
+    """The decision on a Dataset, of which the cluster has these Jobs and readers."""
+    situation = Situation(
+        seen, tuple(jobs), tuple(pods), progress or {}, now_s, 10.0, NodeHoldings(reports, now_s)
+    )
+    return decide(situation, DEFAULTS)
 
 
 def reader_pod(node: str, *, phase: str = "Running", job: str = "train", **attributes: str) -> Json:
     """A pod of a TrainingJob that reads `pets`."""
-    from diesel_kubernetes.operator.objects import volume_name  # noqa: PLC0415
-
+    volume = {"name": volume_name("pets"), "csi": {"volumeAttributes": attributes}}
     return {
-        "metadata": {
-            "name": f"{job}-on-{node}",
-            "labels": {"operator.diesel-fs.dev/training-job": job},
-        },
-        "spec": {
-            "nodeName": node,
-            "volumes": [{"name": volume_name("pets"), "csi": {"volumeAttributes": attributes}}],
-        },
+        "metadata": {"name": f"{job}-on-{node}", "labels": {LABEL_TRAINING: job}},
+        "spec": {"nodeName": node, "volumes": [volume]},
         "status": {"phase": phase},
+    }
+
+
+def node_object(name: str, *, storage: str = "1Ti", ready: str = "True", **spec: object) -> Json:
+    """A node of four processors."""
+    return {
+        "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
+        "spec": spec,
+        "status": {
+            "allocatable": {"cpu": "4", "ephemeral-storage": storage},
+            "conditions": [{"type": "Ready", "status": ready}],
+        },
     }

@@ -2,31 +2,28 @@
 
 from dataclasses import replace
 
-import pytest
-
-from diesel_kubernetes.operator.datasets import backoff_s, decide, view_of_job
+from diesel_kubernetes.operator.datasets import backoff_s, view_of_job
 from diesel_kubernetes.operator.fields import Json, at, fields, items, text
-from diesel_kubernetes.operator.resources import RECLAIM_FINALIZER, Object, condition_of
+from diesel_kubernetes.operator.resources import (
+    RECLAIM_FINALIZER,
+    Object,
+    condition_of,
+    parse_object,
+)
 from tests.rows import each_row
 
-from .made import DEFAULTS, GOOD, NOW_S, dataset, ended, reader_pod, situation
+from .made import GOOD, NOW_S, dataset, decided, ended, reader_pod
 
 
 def after(seen: Object, status: Json) -> Object:
     """The object with another status."""
-    return dataset(
-        fields(seen.raw, "spec"),
-        status,
-        generation=seen.generation,
-        finalizers=seen.finalizers,
-        deleted=seen.is_deleted,
-    )
+    return parse_object({**seen.raw, "status": status})
 
 
 def started(spec: Json | None = None) -> tuple[Object, Json]:
     """A Dataset whose first Job was made, and that Job."""
     seen = dataset(spec)
-    decision = decide(situation(seen), DEFAULTS)
+    decision = decided(seen)
     (job,) = decision.create
     return after(seen, decision.status), job
 
@@ -40,12 +37,9 @@ def arguments(job: Json) -> list[object]:
 
 
 def test_a_new_dataset_gets_a_job_and_an_event() -> None:
-    decision = decide(situation(dataset({"keep": 2, "secretName": "account"})), DEFAULTS)
+    decision = decided(dataset({"secretName": "account"}))
     (job,) = decision.create
     assert decision.status["phase"] == "Preparing"
-    assert arguments(job)[2:] == [
-        "--describe=pets", "--keep=2", "--", "put", "--jobs=2", "--", "s3://bucket/pets", "pets"
-    ]  # fmt: skip
     container = fields(job, "spec", "template", "spec", "containers", 0)
     secret = {"name": "account", "key": "key", "optional": True}
     assert {"name": "DIESEL_KEY", "valueFrom": {"secretKeyRef": secret}} in items(container, "env")
@@ -56,32 +50,25 @@ def test_a_new_dataset_gets_a_job_and_an_event() -> None:
 
 def test_a_running_job_is_waited_for_and_its_progress_shown() -> None:
     seen, job = started()
-    decision = decide(
-        situation(seen, [view_of_job(job, ())], progress={"entries": 5, "percent": 50}), DEFAULTS
-    )
+    running = view_of_job(job, ())
+    progress: Json = {"entries": 5, "percent": 50}
+    decision = decided(seen, [running], progress=progress)
     assert (decision.create, decision.events, decision.again_s) == ((), (), 10.0)
-    assert decision.status["progress"] == {"entries": 5, "percent": 50}
+    assert decision.status["progress"] == progress
 
 
 def test_a_job_that_succeeded_makes_the_dataset_ready_once() -> None:
     seen, job = started()
     done = ended(job, GOOD)
-    decision = decide(situation(seen, [done]), DEFAULTS)
-    assert decision.status["phase"] == "Ready"
-    assert [decision.status[name] for name in ("entries", "files", "bytes", "version")] == [
-        3,
-        2,
-        5,
-        7,
-    ]
+    decision = decided(seen, [done])
+    described = {"phase": "Ready", "entries": 3, "files": 2, "bytes": 5, "version": 7}
+    assert described.items() <= decision.status.items()
     assert condition_of(decision.status, "Ready")["status"] == "True"
     assert [each["reason"] for each in decision.events] == ["Prepared"]
     ready = after(seen, decision.status)
-    again = decide(situation(ready, [done], now_s=NOW_S + 99), DEFAULTS)
-    assert again.status == ready.status
-    assert not (again.create)
-    assert not (again.events)
-    gone = decide(situation(ready), DEFAULTS)  # the Job was cleaned up
+    again = decided(ready, [done], now_s=NOW_S + 99)
+    assert (again.status, again.create, again.events) == (ready.status, (), ())
+    gone = decided(ready)  # the Job was cleaned up
     assert not gone.create
 
 
@@ -100,7 +87,7 @@ def test_a_job_that_succeeded_makes_the_dataset_ready_once() -> None:
 def test_an_error_that_stays_fails_the_dataset_at_once(error: str, reason: str) -> None:
     seen, job = started()
     report: Json = {"error": error, "message": "what failed", "advice": "do this"}
-    decision = decide(situation(seen, [ended(job, report, failed=True)]), DEFAULTS)
+    decision = decided(seen, [ended(job, report, failed=True)])
     assert (decision.status["phase"], reason_of(decision.status)) == ("Failed", reason)
     assert condition_of(decision.status, "Ready")["message"] == "what failed; do this"
     assert (decision.create, decision.again_s) == ((), None)
@@ -121,17 +108,17 @@ def test_an_error_that_may_go_away_is_tried_again_with_pauses(error: str, reason
     seen, job = started({"preparation": {"retries": 1}})
     report: Json = {"error": error, "message": "away", "advice": ""} if error else {}
     first = ended(job, report, failed=True)
-    waiting = decide(situation(seen, [first], now_s=NOW_S + 3), DEFAULTS)
+    waiting = decided(seen, [first], now_s=NOW_S + 3)
     assert (waiting.status["phase"], reason_of(waiting.status)) == ("Preparing", reason)
     assert waiting.again_s == backoff_s(1) - 3
     assert not waiting.create
     seen = after(seen, waiting.status)
-    due = decide(situation(seen, [first], now_s=NOW_S + backoff_s(1)), DEFAULTS)
+    due = decided(seen, [first], now_s=NOW_S + backoff_s(1))
     (second,) = due.create
     assert due.status["attempt"] == 2
     assert at(second, "metadata", "name") != at(job, "metadata", "name")
     failed = [first, ended(second, report, failed=True)]
-    last = decide(situation(after(seen, due.status), failed, now_s=NOW_S + 999), DEFAULTS)
+    last = decided(after(seen, due.status), failed, now_s=NOW_S + 999)
     assert (last.status["phase"], reason_of(last.status)) == ("Failed", reason)
     assert not last.create
 
@@ -140,26 +127,26 @@ def test_a_deadline_is_no_reason_to_try_again() -> None:
     seen, job = started({"preparation": {"deadlineSeconds": 60}})
     assert at(job, "spec", "activeDeadlineSeconds") == 60
     late = replace(ended(job, {}, failed=True), reason="DeadlineExceeded")
-    decision = decide(situation(seen, [late]), DEFAULTS)
+    decision = decided(seen, [late])
     assert (decision.status["phase"], reason_of(decision.status)) == ("Failed", "DeadlineExceeded")
 
 
 def test_a_job_that_was_deleted_is_made_again() -> None:
     seen, job = started()
-    decision = decide(situation(seen), DEFAULTS)
+    decision = decided(seen)
     assert decision.create == (job,)
     leaving = replace(view_of_job(job, ()), is_leaving=True)
-    assert not decide(situation(seen, [leaving]), DEFAULTS).create
+    assert not decided(seen, [leaving]).create
 
 
 def test_a_change_of_the_spec_ends_the_old_job_before_it_makes_the_new_one() -> None:
     seen, job = started()
     changed = dataset({"refresh": "again"}, seen.status, generation=2)
     running = view_of_job(job, ())
-    decision = decide(situation(changed, [running]), DEFAULTS)
+    decision = decided(changed, [running])
     assert (decision.create, decision.delete_jobs) == ((), (running.name,))
     assert reason_of(decision.status) == "Replacing"
-    decision = decide(situation(after(changed, decision.status)), DEFAULTS)
+    decision = decided(after(changed, decision.status))
     (new,) = decision.create
     assert at(new, "metadata", "name") != at(job, "metadata", "name")
     assert decision.status["attempt"] == 1
@@ -188,7 +175,7 @@ def test_a_change_of_the_spec_ends_the_old_job_before_it_makes_the_new_one() -> 
     ],
 )
 def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) -> None:
-    decision = decide(situation(dataset(spec)), DEFAULTS)
+    decision = decided(dataset(spec))
     assert (decision.status["phase"], reason_of(decision.status)) == ("Failed", "InvalidSpec")
     message = text(condition_of(decision.status, "Ready"), "message")
     assert field in message
@@ -196,67 +183,70 @@ def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) ->
     assert not decision.create
 
 
+@each_row(
+    ("spec", "words"),
+    [
+        ({"keep": 2}, ["--keep=2", "--", "put", "--jobs=2", "--", "s3://bucket/pets", "pets"]),
+        (
+            {"source": {"bucket": {"url": "s3://b/$(x); rm", "include": ["--tar=x"],
+                                   "delete": True}}},
+            ["--", "put", "--jobs=2", "--delete", "--include=--tar=x", "--", "s3://b/$$(x); rm",
+             "pets"],
+        ),
+        (
+            {"source": {"archives": {"urls": ["s3://b/x.tar"], "manifest": "https://h/x.csv?a=1"}}},
+            ["--", "put", "--jobs=2", "--manifest=https://h/x.csv?a=1", "--unpack", "--",
+             "s3://b/x.tar", "pets"],
+        ),
+    ],
+    ids=["versions to keep", "what users name is one argument", "archives with a manifest"],
+)  # fmt: skip
+def test_what_a_preparation_puts(spec: Json, words: list[str]) -> None:
+    (job,) = decided(dataset(spec)).create
+    assert arguments(job)[2:] == ["--describe=pets", *words]
+
+
 def test_an_existing_dataset_is_only_looked_at() -> None:
-    decision = decide(situation(dataset({"source": {"existing": {"version": 9}}})), DEFAULTS)
-    assert arguments(decision.create[0])[2:] == ["--describe=pets@9"]
-
-
-def test_what_users_name_is_one_argument() -> None:
-    spec: Json = {
-        "source": {"bucket": {"url": "s3://b/$(x); rm", "include": ["--tar=x"], "delete": True}}
-    }
-    (job,) = decide(situation(dataset(spec)), DEFAULTS).create
-    words = arguments(job)
-    assert words[4:] == [
-        "put", "--jobs=2", "--delete", "--include=--tar=x", "--", "s3://b/$$(x); rm", "pets"
-    ]  # fmt: skip
-
-
-def test_a_manifest_is_put_with_the_archives() -> None:
-    archives: Json = {"urls": ["s3://b/x.tar"], "manifest": "https://host/labels.csv?a=1"}
-    (job,) = decide(situation(dataset({"source": {"archives": archives}})), DEFAULTS).create
-    assert arguments(job)[4:] == [
-        "put", "--jobs=2", "--manifest=https://host/labels.csv?a=1", "--unpack", "--",
-        "s3://b/x.tar", "pets",
-    ]  # fmt: skip
+    (job,) = decided(dataset({"source": {"existing": {"version": 9}}})).create
+    assert arguments(job)[2:] == ["--describe=pets@9"]
 
 
 DELETE: Json = {"reclaimPolicy": "Delete"}
 
 
 def test_the_finalizer_is_there_only_if_data_are_to_be_deleted() -> None:
-    assert decide(situation(dataset(DELETE)), DEFAULTS).add_finalizer
-    assert not decide(situation(dataset()), DEFAULTS).add_finalizer
-    kept = decide(situation(dataset(finalizers=[RECLAIM_FINALIZER])), DEFAULTS)
-    assert kept.remove_finalizer
+    assert decided(dataset(DELETE)).add_finalizer
+    assert not decided(dataset()).add_finalizer
+    for is_deleted in (False, True):
+        kept = decided(dataset(finalizers=[RECLAIM_FINALIZER], deleted=is_deleted))
+        assert kept.remove_finalizer
+        assert bool(kept.create) == (not is_deleted)
 
 
 def test_deletion_waits_for_readers_and_preparations_then_deletes_the_data() -> None:
     seen = dataset(DELETE, finalizers=[RECLAIM_FINALIZER])
-    (job,) = decide(situation(seen), DEFAULTS).create
+    (job,) = decided(seen).create
     gone = dataset(DELETE, finalizers=[RECLAIM_FINALIZER], deleted=True)
     running = view_of_job(job, ())
 
-    decision = decide(situation(gone, [running], [reader_pod("a")]), DEFAULTS)
+    decision = decided(gone, [running], [reader_pod("a")])
     assert reason_of(decision.status) == "InUse"
-    assert not (decision.delete_jobs)
-    assert not (decision.remove_finalizer)
+    assert (decision.delete_jobs, decision.remove_finalizer) == ((), False)
 
     done_pod = reader_pod("a", phase="Succeeded")
-    decision = decide(situation(gone, [running], [done_pod]), DEFAULTS)
+    decision = decided(gone, [running], [done_pod])
     assert (reason_of(decision.status), decision.delete_jobs) == ("Stopping", (running.name,))
 
-    decision = decide(situation(gone, [], [done_pod]), DEFAULTS)
+    decision = decided(gone, [], [done_pod])
     (reclaim,) = decision.create
     assert arguments(reclaim)[2:] == ["--", "delete-dataset", "pets", "--yes"]
     assert "ownerReferences" not in fields(reclaim, "metadata")
     assert not decision.remove_finalizer
 
     failed = ended(reclaim, {"error": "ObjectStoreError", "message": "away"}, failed=True)
-    decision = decide(situation(gone, [failed]), DEFAULTS)
-    assert not (decision.create)
-    assert not (decision.remove_finalizer)
-    decision = decide(situation(gone, [failed], now_s=NOW_S + 999), DEFAULTS)
+    decision = decided(gone, [failed])
+    assert (decision.create, decision.remove_finalizer) == ((), False)
+    decision = decided(gone, [failed], now_s=NOW_S + 999)
     (second,) = decision.create
 
     ends: list[tuple[Json, bool]] = [
@@ -264,74 +254,65 @@ def test_deletion_waits_for_readers_and_preparations_then_deletes_the_data() -> 
         ({"error": "NoSuchDataset", "message": ""}, True),
     ]
     for report, is_failed in ends:
-        decision = decide(situation(gone, [ended(second, report, failed=is_failed)]), DEFAULTS)
+        decision = decided(gone, [ended(second, report, failed=is_failed)])
         assert decision.remove_finalizer
         assert decision.delete_jobs == (text(second, "metadata", "name"),)
 
 
-def test_retain_lets_a_deleted_dataset_go() -> None:
-    gone = dataset(finalizers=[RECLAIM_FINALIZER], deleted=True)
-    decision = decide(situation(gone), DEFAULTS)
-    assert decision.remove_finalizer
-    assert not decision.create
-
-
 def test_nodes_have_a_share_of_a_task_and_cached_ones_stay() -> None:
     seen, job = started()
-    seen = after(seen, decide(situation(seen, [ended(job, GOOD)]), DEFAULTS).status)
+    seen = after(seen, decided(seen, [ended(job, GOOD)]).status)
     pods = [
         reader_pod("a", task="t", cacheDir="c"),
         reader_pod("b", task="t"),
         reader_pod("c", job="alone"),
     ]
-    status = decide(situation(seen, pods=pods), DEFAULTS).status
+
+    def node(name: str, state: str, share: int, *, keeps: bool) -> Json:
+        return {"name": name, "state": state, "share": share, "keeps": keeps, "measured": False}
+
+    status = decided(seen, pods=pods).status
     assert status["nodes"] == [
-        {"name": "a", "state": "Active", "share": 50, "keeps": True, "measured": False},
-        {"name": "b", "state": "Active", "share": 50, "keeps": False, "measured": False},
-        {"name": "c", "state": "Active", "share": 100, "keeps": False, "measured": False},
+        node("a", "Active", 50, keeps=True),
+        node("b", "Active", 50, keeps=False),
+        node("c", "Active", 100, keeps=False),
     ]
-    status = decide(situation(after(seen, status)), DEFAULTS).status
-    assert status["nodes"] == [
-        {"name": "a", "state": "Cached", "share": 50, "keeps": True, "measured": False}
-    ]
+    status = decided(after(seen, status)).status
+    assert status["nodes"] == [node("a", "Cached", 50, keeps=True)]
+
+
+def pod_of(job: Json, status: Json) -> Json:
+    """The pod of a Job."""
+    return {"metadata": {"labels": {"job-name": at(job, "metadata", "name")}}, "status": status}
 
 
 @each_row("message", ["", "no json", "[1]", '{"dataset": 3}', '{"error": 5}'])
 def test_a_pod_may_report_anything(message: str) -> None:
     seen, job = started()
-    pod: Json = {
-        "metadata": {"labels": {"job-name": at(job, "metadata", "name")}},
-        "status": {"containerStatuses": [{"state": {"terminated": {"message": message}}}]},
-    }
+    pod = pod_of(job, {"containerStatuses": [{"state": {"terminated": {"message": message}}}]})
     status: Json = {"conditions": [{"type": "Failed", "status": "True",
                                     "lastTransitionTime": "2027-01-15T08:00:00Z"}]}  # fmt: skip
     view = view_of_job({**job, "status": status}, [pod])
     assert view.finished_s == NOW_S
-    decision = decide(situation(seen, [view]), DEFAULTS)
+    decision = decided(seen, [view])
     assert reason_of(decision.status) == "Interrupted"
 
 
-@pytest.mark.parametrize(("version", "is_done"), [(0, True), (7, False)])
+@each_row(("version", "is_done"), [(0, True), (7, False)])
 def test_a_store_that_is_not_there_holds_a_dataset_only_if_it_was_there_before(
     version: int, is_done: bool
 ) -> None:
     gone = dataset(DELETE, {"version": version}, finalizers=[RECLAIM_FINALIZER], deleted=True)
-    (reclaim,) = decide(situation(gone), DEFAULTS).create
+    (reclaim,) = decided(gone).create
     report: Json = {"error": "ObjectMissing", "message": "no store"}
-    decision = decide(situation(gone, [ended(reclaim, report, failed=True)]), DEFAULTS)
+    decision = decided(gone, [ended(reclaim, report, failed=True)])
     assert decision.remove_finalizer == is_done
 
 
 def test_a_pod_that_cannot_start_says_why() -> None:
     seen, job = started()
-    pod: Json = {
-        "metadata": {"labels": {"job-name": at(job, "metadata", "name")}},
-        "status": {
-            "conditions": [
-                {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
-            ]
-        },
-    }
-    decision = decide(situation(seen, [view_of_job(job, [pod])]), DEFAULTS)
+    why = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
+    pod = pod_of(job, {"conditions": [why]})
+    decision = decided(seen, [view_of_job(job, [pod])])
     assert reason_of(decision.status) == "Running"
     assert "0/3 nodes" in text(condition_of(decision.status, "Ready"), "message")

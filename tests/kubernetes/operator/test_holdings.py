@@ -1,6 +1,5 @@
 """What nodes report, and what becomes of it: parsing, merging with the estimate, placement."""
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,16 +8,10 @@ from uuid import UUID
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from lightkube.generic_resource import GenericNamespacedResource
 
 from diesel_fs.errors import FormatError
-from diesel_kubernetes.operator import training
-from diesel_kubernetes.operator.cluster import ConfigMaps
 from diesel_kubernetes.operator.controller import DATASETS, Controller
-from diesel_kubernetes.operator.datasets import decide, holding_of
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text
-from diesel_kubernetes.operator.holdings import NodeHoldings
-from diesel_kubernetes.operator.placement import STORAGE, NodeState
+from diesel_kubernetes.operator.fields import Json, at, fields, items
 from diesel_kubernetes.operator.queue import Key
 from diesel_kubernetes.reports import (
     AGE_S_MAX,
@@ -34,9 +27,9 @@ from diesel_kubernetes.reports import (
 )
 from tests.rows import each_row
 
-from .made import DEFAULTS, GOOD, NOW_S, dataset, ended, reader_pod, situation, training_job
-from .test_crashes import ManualClock, MemoryCluster
-from .test_hindrances import forbidden
+from .made import DEFAULTS, GOOD, NOW_S, dataset, decided, ended, reader_pod
+from .memory_cluster import ManualClock, MemoryCluster
+from .test_controller import PETS
 
 IDENTITY = UUID("01234567-89ab-cdef-0123-456789abcdef")
 OTHER = UUID(int=5)
@@ -77,9 +70,8 @@ def nodes_of(
     now_s: float = NOW_S,
 ) -> list[object]:
     """The nodes in the status of `pets` after these reports."""
-    seen = situation(dataset(status=status), pods=pods, now_s=now_s)
-    seen = replace(seen, holdings=NodeHoldings(reports, now_s))
-    return items(decide(seen, DEFAULTS).status, "nodes")
+    decision = decided(dataset(status=status), pods=pods, now_s=now_s, reports=reports)
+    return items(decision.status, "nodes")
 
 
 def measured(name: str, state: str, share: int, disk: int, *, keeps: bool) -> Json:
@@ -209,164 +201,98 @@ def test_what_is_held_for_others_is_not_told() -> None:
 
 def test_the_identity_comes_from_the_preparation() -> None:
     seen = dataset()
-    decision = decide(situation(seen), DEFAULTS)
+    decision = decided(seen)
     (job,) = decision.create
     seen = dataset(status=decision.status)
     described = {**fields(GOOD, "dataset"), "identity": str(IDENTITY)}
-    done = decide(situation(seen, [ended(job, {"dataset": described})]), DEFAULTS)
+    done = decided(seen, [ended(job, {"dataset": described})])
     assert done.status["identity"] == str(IDENTITY)
     described["identity"] = "../no identity"  # whoever wrote the report of the pod
     seen = dataset(status={**decision.status, "identity": str(OTHER)})
-    done = decide(situation(seen, [ended(job, {"dataset": described})]), DEFAULTS)
+    done = decided(seen, [ended(job, {"dataset": described})])
     assert done.status["phase"] == "Ready"
     assert "identity" not in done.status
 
 
-# What follows from shares
-
-
-def placed(*reports: NodeReport, space: int = 10**12) -> training.Decision:
-    """The decision on a job that reads `pets` after these reports, on two equal nodes."""
-    nodes = nodes_of(*reports)
-    seen = dataset(status={**READY, "nodes": nodes})
-    there = [
-        NodeState(name, f"host-{name}", {}, training.amounts({STORAGE: str(space), "cpu": "4"}))
-        for name in ("a", "b")
-    ]
-    made = training.Situation(training_job(), {"pets": seen.raw}, (), NOW_S, tuple(there))
-    return training.decide(made, DEFAULTS)
-
-
-def test_a_job_goes_where_more_was_measured() -> None:
-    for shares in ((10, 30), (30, 10)):
-        reports = [report(name, held(share)) for name, share in zip("ab", shares, strict=True)]
-        order = [text(each, "name") for each in items(placed(*reports).status, "nodes")]
-        assert order == (["b", "a"] if shares[1] > shares[0] else ["a", "b"])
-
-
-def test_a_job_is_admitted_by_what_was_measured_on_disks() -> None:
-    """10^9 bytes are needed; both nodes together have 8 * 10^8."""
-    on_disk = placed(report("a", held(100, 20)), space=4 * 10**8)
-    assert on_disk.status["phase"] == "Starting"
-    for reports in ([], [report("a", held(100, 19))]):
-        assert placed(*reports, space=4 * 10**8).status["phase"] == "Rejected"
-
-
-def test_a_survey_counts_what_was_measured_on_disks() -> None:
-    nodes = nodes_of(report("a", held(90, 30)))
-    node: Json = {
-        "metadata": {"name": "a"},
-        "status": {
-            "allocatable": {STORAGE: str(10**9)},
-            "conditions": [{"type": "Ready", "status": "True"}],
-        },
-    }
-    own = dataset(status={**READY, "nodes": nodes}).raw
-    (found,) = training.survey([node], [], [own], [])
-    assert (found.cached_bytes, found.preemptible_bytes) == (3 * 10**8, 3 * 10**8)
-    assert holding_of(fields(own, "status")).shares["a"] * 10 == 9
-
-
 # The controller
 
-
-class ReportingCluster(MemoryCluster):
-    """The API server, which may forbid to read reports."""
-
-    is_forbidden = False
-    lists = 0
-
-    async def find(
-        self, kind: type[GenericNamespacedResource], *args: object, **more: object
-    ) -> list[Json]:
-        if kind is ConfigMaps:
-            self.lists += 1
-            if self.is_forbidden:
-                raise forbidden("no list of ConfigMaps")
-        return await super().find(kind, *args, **more)  # type: ignore[arg-type]  # what came is passed on
+OTHERS = Key(DATASETS, "default", "other")
 
 
-PETS = Key(DATASETS, "default", "pets")
+class Operated:
+    """A controller of a cluster in memory, and what it has woken."""
+
+    def __init__(self, driver_namespace: str = "diesel-system") -> None:
+        self.cluster = MemoryCluster()
+        self.clock = ManualClock()
+        self.woken: list[Key] = []
+        self.controller = Controller(
+            self.cluster,
+            DEFAULTS,
+            driver_namespace=driver_namespace,
+            wake=self.woken.append,
+            clock=self.clock,
+        )
+
+    def put_report(self, given: NodeReport) -> None:
+        self.cluster.put(config_map(given, "diesel-system", None))
+
+    async def shares(self) -> list[object]:
+        """The nodes of `pets` and their shares, after all Datasets were looked at."""
+        for key in (PETS, OTHERS):
+            await self.controller.handle(key)
+            await self.controller.handle(key)
+        nodes = items(self.cluster.status("Dataset", "pets"), "nodes")
+        return [(at(each, "name"), at(each, "share")) for each in nodes]
 
 
-def test_reports_reach_the_datasets_that_they_concern(caplog: pytest.LogCaptureFixture) -> None:
-    cluster, clock, woken = ReportingCluster(), ManualClock(), list[Key]()
+async def test_reports_reach_the_datasets_that_they_concern(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = Operated()
+    cluster, refresh = made.cluster, made.controller.refresh_holdings
     cluster.put(dataset(status=READY).raw)
     cluster.put(dataset(status={**READY, "identity": str(OTHER)}, name="other").raw)
-    cluster.put(config_map(report("a", held(40)), "diesel-system", None))
+    made.put_report(report("a", held(40)))
     cluster.put(raw_report(name=report_name("b"), node="b", share=1000))
-
-    async def run() -> None:
-        controller = Controller(
-            cluster, DEFAULTS, driver_namespace="diesel-system", wake=woken.append, clock=clock
-        )
-
-        async def shares() -> list[object]:
-            for key in (PETS, Key(DATASETS, "default", "other")):
-                await controller.handle(key)
-                await controller.handle(key)
-            status = at(cluster.objects["Dataset", "pets"], "status")
-            return [(at(each, "name"), at(each, "share")) for each in items(status, "nodes")]
-
-        assert await shares() == []
-        await controller.refresh_holdings()
-        assert woken == [PETS]
-        assert await shares() == [("a", 40)]
-        assert cluster.lists == 1, "reports are not read for each Dataset"
-        await controller.refresh_holdings()
-        assert woken == [PETS]
-        cluster.is_forbidden = True
-        await controller.refresh_holdings()
-        await controller.refresh_holdings()
-        assert await shares() == [("a", 40)]
-        clock.now_s += AGE_S_MAX + 1
-        await controller.refresh_holdings()
-        assert woken == [PETS, PETS]
-        assert await shares() == []
-        cluster.is_forbidden = False
-        new = report("a", held(70), at_s=clock.now_s)
-        cluster.put(config_map(new, "diesel-system", None))
-        await controller.refresh_holdings()
-        assert await shares() == [("a", 70)]
-        await controller.close()
-
-    asyncio.run(run())
+    assert await made.shares() == []
+    await refresh()
+    assert made.woken == [PETS]
+    assert await made.shares() == [("a", 40)]
+    assert cluster.calls["find ConfigMap"] == 1, "reports are not read for each Dataset"
+    await refresh()
+    assert made.woken == [PETS]
+    cluster.forbidden.add("find ConfigMap")
+    await refresh()
+    await refresh()
+    assert await made.shares() == [("a", 40)]
+    made.clock.now_s += AGE_S_MAX + 1
+    await refresh()
+    assert made.woken == [PETS, PETS]
+    assert await made.shares() == []
+    cluster.forbidden.clear()
+    made.put_report(report("a", held(70), at_s=made.clock.now_s))
+    await refresh()
+    assert await made.shares() == [("a", 70)]
     said = [each.getMessage() for each in caplog.records]
     assert len([each for each in said if "diesel-node-b" in each]) == 1
-    assert len([each for each in said if "no list of ConfigMaps" in each]) == 1
+    assert len([each for each in said if "may not find ConfigMap" in each]) == 1
 
 
-def test_a_node_that_begins_to_report_corrects_the_estimate() -> None:
+async def test_a_node_that_begins_to_report_corrects_the_estimate() -> None:
     """It reports that it holds nothing, so only the Dataset that names the node is concerned."""
-    cluster, clock, woken = ReportingCluster(), ManualClock(), list[Key]()
+    made = Operated()
     guess = {"name": "a", "state": "Cached", "share": 50, "keeps": True, "measured": False}
-    cluster.put(dataset(status={**READY, "nodes": [guess]}).raw)
-    cluster.put(dataset(status=READY, name="other").raw)
-
-    async def run() -> None:
-        controller = Controller(
-            cluster, DEFAULTS, driver_namespace="diesel-system", wake=woken.append, clock=clock
-        )
-        for name in ("pets", "other"):
-            await controller.handle(Key(DATASETS, "default", name))
-        cluster.put(config_map(report("a"), "diesel-system", None))
-        await controller.refresh_holdings()
-        assert woken == [PETS]
-        await controller.handle(PETS)
-        await controller.close()
-
-    asyncio.run(run())
-    assert items(cluster.objects["Dataset", "pets"], "status", "nodes") == []
+    made.cluster.put(dataset(status={**READY, "nodes": [guess]}).raw)
+    made.cluster.put(dataset(status=READY, name="other").raw)
+    assert await made.shares() == [("a", 50)]
+    made.put_report(report("a"))
+    await made.controller.refresh_holdings()
+    assert made.woken == [PETS]
+    assert await made.shares() == []
 
 
-def test_without_a_namespace_of_the_driver_nothing_is_read() -> None:
-    cluster = ReportingCluster()
-    cluster.is_forbidden = True
-
-    async def run() -> None:
-        controller = Controller(cluster, DEFAULTS)
-        await controller.refresh_holdings()
-        await controller.close()
-
-    asyncio.run(run())
-    assert cluster.lists == 0
+async def test_without_a_namespace_of_the_driver_nothing_is_read() -> None:
+    made = Operated(driver_namespace="")
+    await made.controller.refresh_holdings()
+    assert made.cluster.calls["find ConfigMap"] == 0

@@ -5,6 +5,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diesel_kubernetes.operator.datasets import holding_of
+from diesel_kubernetes.operator.fields import Json
 from diesel_kubernetes.operator.placement import (
     BLOCK_BYTES,
     STORAGE,
@@ -78,14 +80,19 @@ def test_a_job_is_admitted_if_its_datasets_fit(
     assert found.fits == (needed <= sum(free + kept for free, kept in storage))
 
 
-def test_a_node_with_blocks_comes_before_an_empty_one_and_both_before_a_full_one() -> None:
-    nodes = [node("a-full", 100, cpu=0), node("b-empty", 100), node("c-has-blocks", 100)]
-    held = Holding(10 * BLOCK_BYTES, {"c-has-blocks": Fraction(1, 2)})
-    found = in_order(nodes, [held], {"cpu": Fraction(1)})
-    assert [each.node.name for each in found] == ["c-has-blocks", "b-empty", "a-full"]
-
-
-@each_row(("selector", "matches"), [({}, True), ({"a": "1"}, True), ({"a": "2"}, False)])
-def test_selectors(selector: dict[str, str], matches: bool) -> None:
-    found = NodeState("n", "n", {"a": "1", "b": "2"}, {})
-    assert found.matches(selector) == matches
+@each_row(
+    ("node", "share", "on_disk"),
+    [
+        ({"share": 90, "keeps": True, "diskShare": 30, "measured": True}, 90, 30),
+        ({"share": 90, "keeps": False, "diskShare": 0, "measured": True}, 90, 0),
+        ({"share": 50, "keeps": True, "measured": False}, 50, 50),
+        ({"share": 50, "keeps": False, "measured": False}, 50, 0),
+    ],
+)
+def test_the_score_has_whole_shares_and_admission_those_on_disks(
+    node: Json, share: int, on_disk: int
+) -> None:
+    status: Json = {"bytes": 7, "nodes": [{"name": "a", **node}]}
+    assert holding_of(status) == Holding(7, {"a": Fraction(share, 100)})
+    kept = holding_of(status, on_disk=True)
+    assert (kept.content_bytes, kept.shares.get("a", 0)) == (7, Fraction(on_disk, 100))

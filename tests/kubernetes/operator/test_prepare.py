@@ -13,6 +13,7 @@ from diesel_kubernetes.operator.prepare import error_report, progress_of
 from tests.cli.conftest import program_environment
 from tests.rows import each_row
 from tests.storage.objects.swift_server import free_ports
+from tests.trees import write
 from tests.waiting import wait_until
 
 
@@ -27,28 +28,26 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def report(folder: Path) -> Json:
-    return parse_report((folder / "result").read_text())
+def put(folder: Path, source: str, *options: str) -> tuple[int, str, Json]:
+    """The exit code of a preparation that puts a folder, what it said, and its report."""
+    words = ("--", "put", str(folder / source), "pets")
+    process = start(folder, "--describe=pets", *options, *words)
+    _, errors = process.communicate()
+    return process.returncode, errors, parse_report((folder / "result").read_text())
 
 
 def test_a_put_is_described_and_old_versions_are_kept(tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    (tmp_path / "files" / "a.jpg").write_bytes(b"content")
-    process = start(
-        tmp_path, "--describe=pets", "--keep=1", "--", "put", str(tmp_path / "files"), "pets"
-    )
-    _, errors = process.communicate()
-    assert process.returncode == 0, errors
-    described = fields(report(tmp_path), "dataset")
+    write(tmp_path / "files", {"a.jpg": b"content"})
+    code, errors, report = put(tmp_path, "files", "--keep=1")
+    assert code == 0, errors
+    described = fields(report, "dataset")
     assert [described[name] for name in ("dataset", "files", "bytes")] == ["pets", 1, 7]
     assert described["version"]
 
 
 def test_an_error_is_reported_with_its_class_and_exit_code(tmp_path: Path) -> None:
-    process = start(tmp_path, "--describe=pets", "--", "put", str(tmp_path / "none"), "pets")
-    _, errors = process.communicate()
-    assert process.returncode == 10
-    assert report(tmp_path)["error"] == "NotFoundError"
+    code, errors, report = put(tmp_path, "none")
+    assert (code, report["error"]) == (10, "NotFoundError")
     assert "there is no file or folder" in errors  # the pod's log says it, too
 
 

@@ -1,14 +1,14 @@
 """The work queue: an object has one worker at a time, and one that fails comes again."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Sequence
 
 from diesel_kubernetes.operator.queue import Key, WorkQueue
 
 A, B = Key("datasets", "default", "a"), Key("datasets", "default", "b")
 
 
-async def running(queue: WorkQueue, until: Callable[[], bool]) -> None:
+async def run(queue: WorkQueue, until: Callable[[], bool]) -> None:
     """Run a queue until a condition holds."""
     task = asyncio.create_task(queue.run())
     async with asyncio.timeout(30):
@@ -18,79 +18,68 @@ async def running(queue: WorkQueue, until: Callable[[], bool]) -> None:
     await asyncio.gather(task, return_exceptions=True)
 
 
-def run(main: Coroutine[object, object, None]) -> None:
-    asyncio.run(main)
+def handled(
+    keys: Sequence[Key],
+    count: int,
+    answer: Callable[[list[Key]], float | None] = lambda _: None,
+    *,
+    later: Sequence[Key] = (),
+) -> list[Key]:
+    """The first keys that are handled of those that were added, for now or for much later.
+
+    `answer` says of what has been handled so far when the last one is to come again.
+    """
+    seen: list[Key] = []
+
+    async def handle(key: Key) -> float | None:
+        seen.append(key)
+        return answer(seen)
+
+    async def main() -> None:
+        queue = WorkQueue(handle, 1)
+        for key in later:
+            queue.add_later(key, 3600.0)
+        for key in keys:
+            queue.add(key)
+        await run(queue, lambda: len(seen) == count)
+
+    asyncio.run(main())
+    return seen
 
 
 def test_what_is_added_often_is_handled_once() -> None:
-    seen: list[Key] = []
+    assert handled([A, A, B, A], 2) == [A, B]
 
-    async def handle(key: Key) -> None:
-        seen.append(key)
 
-    async def main() -> None:
-        queue = WorkQueue(handle, 2)
-        for key in (A, A, B, A):
-            queue.add(key)
-        await running(queue, lambda: len(seen) == 2)
+def test_a_failure_does_not_stop_the_others_and_comes_again() -> None:
+    def fail_first(seen: list[Key]) -> None:
+        if seen == [A]:
+            raise ValueError("away")
 
-    run(main())
-    assert seen == [A, B]
+    assert handled([A, B], 3, fail_first) == [A, B, A]
+
+
+def test_a_later_look_comes_in_time_and_an_event_comes_first() -> None:
+    def soon_twice(seen: list[Key]) -> float | None:
+        return 0.01 if len(seen) < 3 else None
+
+    assert handled([A], 3, soon_twice, later=[A]) == [A, A, A]
 
 
 def test_an_object_that_changes_meanwhile_is_handled_again_but_never_twice_at_once() -> None:
     active: set[Key] = set()
     count = 0
 
-    async def main() -> None:
-        async def handle(key: Key) -> None:
-            nonlocal count
-            assert key not in active
-            active.add(key)
-            if count < 3:
-                queue.add(key)
-            await asyncio.sleep(0)
-            active.discard(key)
-            count += 1
+    async def handle(key: Key) -> None:
+        nonlocal count
+        assert key not in active
+        active.add(key)
+        if count < 3:
+            queue.add(key)
+        await asyncio.sleep(0)
+        active.discard(key)
+        count += 1
 
-        queue = WorkQueue(handle, 4)
-        queue.add(A)
-        await running(queue, lambda: count == 4 and not active)
-
-    run(main())
-
-
-def test_a_failure_does_not_stop_the_others_and_comes_again() -> None:
-    seen: list[Key] = []
-
-    async def handle(key: Key) -> float | None:
-        seen.append(key)
-        if seen.count(A) == 1 and key == A:
-            raise ValueError("away")
-        return None
-
-    async def main() -> None:
-        queue = WorkQueue(handle, 1)
-        queue.add(A)
-        queue.add(B)
-        await running(queue, lambda: seen.count(A) == 2)
-
-    run(main())
-    assert seen == [A, B, A]
-
-
-def test_a_later_look_comes_in_time_and_an_event_comes_first() -> None:
-    seen: list[Key] = []
-
-    async def handle(key: Key) -> float | None:
-        seen.append(key)
-        return 0.01 if len(seen) < 3 else None
-
-    async def main() -> None:
-        queue = WorkQueue(handle, 1)
-        queue.add_later(A, 3600.0)
-        queue.add(A)
-        await running(queue, lambda: len(seen) == 3)
-
-    run(main())
-    assert seen == [A, A, A]
+    queue = WorkQueue(handle, 4)
+    queue.add(A)
+    asyncio.run(run(queue, lambda: count == 4 and not active))

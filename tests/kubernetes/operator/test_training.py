@@ -17,7 +17,7 @@ from diesel_kubernetes.operator.training import (
 )
 from tests.rows import each_row
 
-from .made import DEFAULTS, NOW_S, dataset, training_job
+from .made import DEFAULTS, NOW_S, dataset, node_object, training_job
 
 READY: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 1000, "version": 7}
 
@@ -30,32 +30,35 @@ def node(name: str, free: int = 10**9, **labels: str) -> NodeState:
 NODES = (node("a", 10**6), node("b", 10**9))
 
 
-def situation(
-    seen: Object,
+def decided(
+    spec: Json | None = None,
+    status: Json | None = None,
+    *,
     datasets: Sequence[Object] = (dataset(status=READY),),
     pods: Sequence[Json] = (),
     nodes: Sequence[NodeState] | None = NODES,
-) -> Situation:
-    """What the cluster has of a TrainingJob."""
+) -> Decision:
+    """The decision on a TrainingJob of two pods."""
     found = {each.name: each.raw for each in datasets}
-    return Situation(seen, found, tuple(pods), NOW_S, None if nodes is None else tuple(nodes))
+    there = None if nodes is None else tuple(nodes)
+    seen = training_job(spec, status)
+    return decide(Situation(seen, found, tuple(pods), NOW_S, there), DEFAULTS)
 
 
-def step(status: Json, spec: Json | None = None, pods: Sequence[Json] = ()) -> Decision:
-    """The decision after a status was written."""
-    return decide(situation(training_job(spec, status), pods=pods), DEFAULTS)
-
-
-def admitted(spec: Json | None = None, **more: str) -> Json:
+def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> Json:
     """The status of a job that was admitted."""
-    made = dataset({"url": more.get("url", "diesel+tls://host:1"), "secretName": "account"}, READY)
-    decision = decide(situation(training_job(spec), [made]), DEFAULTS)
+    made = dataset({"url": url, "secretName": "account"}, READY)
+    decision = decided(spec, datasets=[made])
     assert decision.status["phase"] == "Starting", decision.status
     return decision.status
 
 
 def pods_of(decision: Decision) -> list[Json]:
     return [each for each in decision.create if each["kind"] == "Pod"]
+
+
+def names(found: Sequence[object]) -> list[str]:
+    return [text(each, "name") for each in found]
 
 
 def in_phase(pods: Sequence[Json], *phases: str) -> list[Json]:
@@ -79,81 +82,78 @@ def reason_of(status: Json, kind: str) -> str:
     ],
 )
 def test_a_job_waits_until_its_dataset_is_ready(found: list[Object], reason: str) -> None:
-    decision = decide(situation(training_job(), found), DEFAULTS)
+    decision = decided(datasets=found)
     assert decision.status["phase"] == "Pending"
     assert reason_of(decision.status, "DatasetsReady") == reason
     assert not decision.create
     assert [each["reason"] for each in decision.events] == [reason]
 
 
-def test_nodes_are_looked_at_only_when_the_datasets_are_ready() -> None:
-    assert decide(situation(training_job(), nodes=None), DEFAULTS).wants_survey
-    assert not decide(situation(training_job(), [], nodes=None), DEFAULTS).wants_survey
+def test_nodes_are_looked_at_only_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
+    """What is decided is in the status then."""
+    assert decided(nodes=None).wants_survey
+    assert not decided(datasets=[], nodes=None).wants_survey
+    decision = decided()
+    assert not decision.create
+    assert decision.again_s == 0
+    assert names(items(decision.status, "nodes")) == ["b", "a"]
+    assert at(decision.status, "volumes", 0, "attributes", "version") == "7"
 
 
 def test_a_job_whose_datasets_cannot_fit_is_refused() -> None:
-    big = dataset(status={**READY, "bytes": 2 * 10**9})
-    decision = decide(situation(training_job(), [big]), DEFAULTS)
-    assert decision.status["phase"] == "Rejected"
-    assert reason_of(decision.status, "Admitted") == "NoSpace"
-    assert not decide(situation(training_job(status=decision.status), [big]), DEFAULTS).create
-    always = decide(situation(training_job({"admission": "Always"}), [big]), DEFAULTS)
-    assert always.status["phase"] == "Starting"
-    assert reason_of(always.status, "Admitted") == "NotChecked"
+    """The nodes have 1,001 million bytes free for 2,000 million. Blocks in memory count for the
+    score, and not for the storage."""
 
+    def big(**held: object) -> list[Object]:
+        nodes = [{"name": "a", "state": "Active", "share": 100, **held}] if held else []
+        return [dataset(status={**READY, "bytes": 2 * 10**9, "nodes": nodes})]
 
-def test_blocks_in_memory_count_for_the_score_and_not_for_the_storage() -> None:
-    held = {"name": "a", "state": "Active", "share": 100, "keeps": False}
-    big = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": [held]})
-    decision = decide(situation(training_job({"admission": "Always"}), [big]), DEFAULTS)
-    assert [text(each, "name") for each in items(decision.status, "nodes")] == ["a", "b"]
-    refused = decide(situation(training_job(), [big]), DEFAULTS)
-    assert refused.status["phase"] == "Rejected"
-    on_disk = dataset(status={**READY, "bytes": 2 * 10**9, "nodes": [{**held, "keeps": True}]})
-    assert decide(situation(training_job(), [on_disk]), DEFAULTS).status["phase"] == "Starting"
-
-
-def test_what_is_decided_is_in_the_status_before_a_pod_is_made() -> None:
-    decision = decide(situation(training_job()), DEFAULTS)
-    assert not decision.create
-    assert decision.again_s == 0
-    assert [text(each, "name") for each in items(decision.status, "nodes")] == ["b", "a"]
-    assert at(decision.status, "volumes", 0, "attributes", "version") == "7"
+    refused = decided(datasets=big()).status
+    assert not decided(status=refused, datasets=big()).create
+    always = decided({"admission": "Always"}, datasets=big(keeps=False)).status
+    assert names(items(always, "nodes")) == ["a", "b"]
+    assert reason_of(always, "Admitted") == "NotChecked"
+    for held, phase, reason in (
+        ({}, "Rejected", "NoSpace"),
+        ({"keeps": False}, "Rejected", "NoSpace"),
+        ({"keeps": True}, "Starting", "Fits"),
+        ({"keeps": True, "diskShare": 49}, "Rejected", "NoSpace"),
+        ({"keeps": True, "diskShare": 50}, "Starting", "Fits"),
+    ):
+        status = decided(datasets=big(**held)).status
+        assert (status["phase"], reason_of(status, "Admitted")) == (phase, reason), held
 
 
 def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
     spec: Json = {"datasets": [{"name": "pets", "mountPath": "/data", "options": {"memory": "2G"}}]}
-    decision = step(admitted(spec), spec)
-    service, *pods = decision.create
+    service, *pods = decided(spec, admitted(spec)).create
     assert service["kind"] == "Service"
     assert [at(pod, "metadata", "name") for pod in pods] == ["train-0", "train-1"]
     for rank, pod in enumerate(pods):
         container = fields(pod, "spec", "containers", 0)
         env = {text(each, "name"): text(each, "value") for each in items(container, "env")}
-        assert env["RANK"] == str(rank)
-        assert env["WORLD_SIZE"] == "2"
-        assert env["MASTER_ADDR"] == "train-0.train-ranks"
+        master = "train-0.train-ranks"
+        wanted = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": master}
+        assert wanted.items() <= env.items()
         assert at(container, "volumeMounts", 0, "mountPath") == "/data"
         csi = fields(pod, "spec", "volumes", 0, "csi")
         assert csi["nodePublishSecretRef"] == {"name": "account"}
         given = {POD_NAME: f"train-{rank}", POD_NAMESPACE: "default"}
         volume = parse_volume({**texts(csi, "volumeAttributes"), **given}, {}, Limits())
         assert volume.named == "pets@7"
-        assert {"--task=train-01234567", f"--rank={rank}", "--world=2"} <= set(volume.options)
-        assert "--memory=2147483648" in volume.options
-        terms = items(
-            pod, "spec", "affinity", "nodeAffinity",
-            "preferredDuringSchedulingIgnoredDuringExecution",
-        )  # fmt: skip
+        options = {"--task=train-01234567", f"--rank={rank}", "--world=2", "--memory=2147483648"}
+        assert options <= set(volume.options)
+        preferred = "preferredDuringSchedulingIgnoredDuringExecution"
         order = [
-            (at(t, "preference", "matchExpressions", 0, "values", 0), at(t, "weight"))
-            for t in terms
+            (at(each, "preference", "matchExpressions", 0, "values", 0), at(each, "weight"))
+            for each in items(pod, "spec", "affinity", "nodeAffinity", preferred)
         ]
         assert order == [("host-b", 100), ("host-a", 50)]
         assert at(pod, "spec", "affinity", "podAntiAffinity")
 
 
 def test_a_template_keeps_what_it_has() -> None:
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
     template: Json = {
         "metadata": {"labels": {"team": "x"}, "annotations": {"note": "y"}},
         "spec": {
@@ -164,13 +164,11 @@ def test_a_template_keeps_what_it_has() -> None:
             ],
             "initContainers": [{"name": "i"}],
             "volumes": [{"name": "own", "emptyDir": {}}],
-            "affinity": {
-                "nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"x": 1}}
-            },
+            "affinity": {"nodeAffinity": {required: {"x": 1}}},
         },
     }
     spec: Json = {"template": template}
-    pod = pods_of(step(admitted(spec), spec))[0]
+    pod = pods_of(decided(spec, admitted(spec)))[0]
     assert texts(pod, "metadata", "labels")["team"] == "x"
     assert at(pod, "spec", "restartPolicy") == "OnFailure"
     env = items(pod, "spec", "containers", 0, "env")
@@ -179,8 +177,7 @@ def test_a_template_keeps_what_it_has() -> None:
     assert len(items(pod, "spec", "containers", 1, "volumeMounts")) == 2
     assert len(items(pod, "spec", "initContainers", 0, "volumeMounts")) == 1
     assert len(items(pod, "spec", "volumes")) == 2
-    affinity = fields(pod, "spec", "affinity", "nodeAffinity")
-    assert affinity["requiredDuringSchedulingIgnoredDuringExecution"] == {"x": 1}
+    assert at(pod, "spec", "affinity", "nodeAffinity", required) == {"x": 1}
 
 
 @each_row(
@@ -195,62 +192,54 @@ def test_a_template_keeps_what_it_has() -> None:
 def test_a_task_has_a_key_of_its_own_only_where_nobody_else_gives_it(
     url: str, task: bool, secret: str
 ) -> None:
-    status = admitted(url=url)
-    decision = step(status)
+    decision = decided(status=admitted(url=url))
     csi = fields(pods_of(decision)[0], "spec", "volumes", 0, "csi")
     assert ("task" in texts(csi, "volumeAttributes")) == task
     assert at(csi, "nodePublishSecretRef", "name") == secret
-    assert [each.secret for each in decision.key_secrets] == [
-        name for name in [secret] if name != "account"
-    ]
-
-
-def test_missing_ranks_are_made_and_others_left_alone() -> None:
-    status = admitted()
-    pods = pods_of(step(status))
-    decision = step(status, pods=in_phase(pods[:1], "Running"))
-    assert [at(each, "metadata", "name") for each in pods_of(decision)] == ["train-1"]
+    made = {each.secret for each in decision.key_secrets}
+    assert made == {secret} - {"account"}
 
 
 def test_a_job_runs_and_succeeds_and_leaves_only_pods_that_ended() -> None:
     status = admitted(url="diesel://host:1")
-    pods = pods_of(step(status))
-    decision = step(status, pods=in_phase(pods, "Running", "Pending"))
-    assert (decision.status["phase"], decision.status["running"]) == ("Starting", 1)
-    decision = step(decision.status, pods=in_phase(pods, "Running", "Running"))
-    assert decision.status["phase"] == "Running"
-    decision = step(decision.status, pods=in_phase(pods, "Succeeded", "Running"))
-    assert decision.status["phase"] == "Running"
-    decision = step(decision.status, pods=in_phase(pods, "Succeeded", "Succeeded"))
-    assert decision.status["phase"] == "Succeeded"
-    assert condition_of(decision.status, "Finished")["status"] == "True"
-    decision = step(decision.status, pods=in_phase(pods, "Succeeded", "Succeeded"))
+    pods = pods_of(decided(status=status))
+    for phases, phase, running in (
+        (("Running", "Pending"), "Starting", 1),
+        (("Running", "Running"), "Running", 2),
+        (("Succeeded", "Running"), "Running", 1),
+        (("Succeeded", "Succeeded"), "Succeeded", 0),
+    ):
+        status = decided(status=status, pods=in_phase(pods, *phases)).status
+        assert (status["phase"], status["running"]) == (phase, running)
+    assert condition_of(status, "Finished")["status"] == "True"
+    decision = decided(status=status, pods=in_phase(pods, "Succeeded", "Succeeded"))
     assert decision.delete_pods == ()
     assert decision.delete_secrets == ("train-task-0",)
     assert decision.delete_services == ("train-ranks",)
-    assert not (decision.create)
-    assert not (decision.events)
+    assert (decision.create, decision.events) == ((), ())
 
 
 def test_a_pod_that_fails_restarts_all_then_fails_the_job() -> None:
     spec: Json = {"restarts": 1}
     status = admitted(spec)
-    pods = pods_of(step(status, spec))
-    failed = in_phase(pods, "Running", "Failed")
-    decision = step(status, spec, failed)
+    failed = in_phase(pods_of(decided(spec, status)), "Running", "Failed")
+    decision = decided(spec, status, pods=failed)
     assert (decision.status["restarts"], decision.delete_pods) == (1, ())  # first it is counted
     status = decision.status
-    decision = step(status, spec, failed)
+    decision = decided(spec, status, pods=failed)
     assert decision.delete_pods == ("train-0", "train-1")
     assert not decision.create
-    decision = step(status, spec)
-    new = pods_of(decision)
+    new = pods_of(decided(spec, status))
     assert len(new) == 2
-    decision = step(status, spec, in_phase(new, "Running", "Failed"))
-    assert decision.status["phase"] == "Failed"
-    assert reason_of(decision.status, "Finished") == "PodFailed"
-    decision = step(decision.status, spec, in_phase(new, "Running", "Failed"))
-    assert decision.delete_pods == ("train-0",)
+    failed = in_phase(new, "Running", "Failed")
+    ended = {"name": "train", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
+    failed[1]["status"] = {"phase": "Failed", "containerStatuses": [ended]}
+    status = decided(spec, status, pods=failed).status
+    assert status["phase"] == "Failed"
+    finished = condition_of(status, "Finished")
+    assert finished["reason"] == "PodFailed"
+    assert "train ended with exit code 3 Error" in text(finished, "message")
+    assert decided(spec, status, pods=failed).delete_pods == ("train-0",)
 
 
 @each_row(
@@ -266,35 +255,24 @@ def test_a_pod_that_fails_restarts_all_then_fails_the_job() -> None:
     ],
 )
 def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) -> None:
-    decision = decide(situation(training_job(spec)), DEFAULTS)
-    assert decision.status["phase"] == "Failed"
-    assert field in text(condition_of(decision.status, "Admitted"), "message")
+    status = decided(spec).status
+    assert status["phase"] == "Failed"
+    assert field in text(condition_of(status, "Admitted"), "message")
 
 
 def test_selectors_of_datasets_and_template_hold_together() -> None:
-    placed = dataset({"placement": {"nodeSelector": {"disk": "ssd"}}}, READY)
-    nodes = [node("a", disk="ssd"), node("b")]
-    decision = decide(situation(training_job(), [placed], nodes=nodes), DEFAULTS)
-    assert [text(each, "name") for each in items(decision.status, "nodes")] == ["a"]
-    pod = pods_of(step(decision.status))[0]
+    placed = [dataset({"placement": {"nodeSelector": {"disk": "ssd"}}}, READY)]
+    nodes = [node("a", disk="ssd"), node("b"), node("c", disk="hdd")]
+    status = decided(datasets=placed, nodes=nodes).status
+    assert names(items(status, "nodes")) == ["a"]
+    pod = pods_of(decided(status=status))[0]
     assert texts(pod, "spec", "nodeSelector") == {"disk": "ssd"}
     contrary: Json = {"template": {"spec": {"containers": [{}], "nodeSelector": {"disk": "hdd"}}}}
-    decision = decide(situation(training_job(contrary), [placed], nodes=nodes), DEFAULTS)
-    assert decision.status["phase"] == "Failed"
+    assert decided(contrary, datasets=placed, nodes=nodes).status["phase"] == "Failed"
 
 
 def test_a_survey_counts_what_is_left_on_nodes() -> None:
-    def raw_node(name: str, ready: str = "True", **spec: object) -> Json:
-        return {
-            "metadata": {"name": name, "labels": {"kubernetes.io/hostname": name}},
-            "spec": spec,
-            "status": {
-                "allocatable": {"cpu": "4", "memory": "1Gi", STORAGE: "1000"},
-                "conditions": [{"type": "Ready", "status": ready}],
-            },
-        }
-
-    def raw_pod(phase: str) -> Json:
+    def pod(phase: str) -> Json:
         resources = {"requests": {"cpu": "500m"}, "limits": {STORAGE: "100", "cpu": "2"}}
         return {
             "spec": {"nodeName": "a", "containers": [{"resources": resources}] * 2},
@@ -305,22 +283,26 @@ def test_a_survey_counts_what_is_left_on_nodes() -> None:
         status = {"bytes": 300, "nodes": [{"name": "a", "state": state, "share": 50, **more}]}
         return dataset(status=status, name=name).raw
 
-    found = survey(
-        [raw_node("a"), raw_node("lost", "Unknown"), raw_node("closed", unschedulable=True)],
-        [raw_pod("Running"), raw_pod("Succeeded")],
+    (only,) = survey(
+        [
+            node_object("a", storage="1000"),
+            node_object("lost", ready="Unknown"),
+            node_object("closed", unschedulable=True),
+        ],
+        [pod("Running"), pod("Succeeded")],
         [
             held("own", "Cached", keeps=True),
             held("idle", "Cached", keeps=True),
+            held("in part", "Cached", keeps=True, diskShare=10),
             held("busy", "Active", keeps=True),
             held("memory", "Active"),
         ],
         ["uid-of-own"],
     )
-    (only,) = found
     assert only.name == "a"
     assert only.requested == {"pods": 1, "cpu": 1, STORAGE: 200}
-    assert only.free_bytes == 1000 - 200 - 3 * 150
-    assert only.preemptible_bytes == 150
+    assert only.free_bytes == 1000 - 200 - 3 * 150 - 30
+    assert only.preemptible_bytes == 150 + 30
     assert only.has_room({"cpu": Fraction(3)})
     assert not only.has_room({"cpu": Fraction(3), "nvidia.com/gpu": Fraction(1)})
 
@@ -329,18 +311,20 @@ def test_a_pod_requests_its_containers_together_or_its_largest_init_container() 
     def container(cpu: str) -> Mapping[str, object]:
         return {"resources": {"requests": {"cpu": cpu}}}
 
-    pod: Json = {
-        "containers": [container("1"), container("500m")],
-        "initContainers": [container("2")],
-    }
+    containers = [container("1"), container("500m")]
+    assert pod_requests({"containers": containers}) == {"cpu": Fraction(3, 2)}
+    pod: Json = {"containers": containers, "initContainers": [container("2")]}
     assert pod_requests(pod) == {"cpu": 2}
 
 
 def test_versions_are_pinned_at_admission() -> None:
-    """A Dataset that is prepared again, or deleted, changes nothing for a job that was admitted."""
+    """A Dataset that is prepared again, or deleted, changes nothing for a job that was admitted.
+    Missing ranks are made, and others left alone."""
     status = admitted()
+    pods = in_phase(pods_of(decided(status=status))[:1], "Running")
     newer = dataset(status={**READY, "version": 8})
     for found in ([newer], []):
-        decision = decide(situation(training_job(status=status), found), DEFAULTS)
-        csi = fields(pods_of(decision)[0], "spec", "volumes", 0, "csi")
-        assert texts(csi, "volumeAttributes")["version"] == "7"
+        (pod,) = pods_of(decided(status=status, datasets=found, pods=pods))
+        assert at(pod, "metadata", "name") == "train-1"
+        volume = texts(pod, "spec", "volumes", 0, "csi", "volumeAttributes")
+        assert volume["version"] == "7"
