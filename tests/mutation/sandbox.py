@@ -109,9 +109,7 @@ _lock = threading.Lock()
 
 
 @contextmanager
-def _killed_by_interrupt(
-    process: "subprocess.Popen[bytes]",
-) -> Iterator["subprocess.Popen[bytes]"]:
+def _killed_by_interrupt(process: "subprocess.Popen[bytes]") -> Iterator["subprocess.Popen[bytes]"]:
     with _lock:
         _running.add(process)
     try:

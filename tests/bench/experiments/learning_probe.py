@@ -21,6 +21,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,18 +67,16 @@ def network(seed: int, width: int = WIDTH) -> nn.Module:
     """A network with the weights of a seed: two convolutions, the first with `width` channels, and
     one linear layer."""
     torch.manual_seed(seed)
-    layers = nn.Sequential(
-        nn.Conv2d(CHANNELS, width, 5, padding=2),
-        nn.MaxPool2d(2),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        nn.Conv2d(width, 2 * width, 3, padding=1),
-        nn.MaxPool2d(2),
-        nn.BatchNorm2d(2 * width),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(2 * width * (SIDE // 4) ** 2, CLASSES),
+    first, second = (
+        [
+            nn.Conv2d(*channels, size, padding=size // 2),
+            nn.MaxPool2d(2),
+            nn.BatchNorm2d(channels[1]),
+        ]
+        for channels, size in (((CHANNELS, width), 5), ((width, 2 * width), 3))
     )
+    last = [nn.Flatten(), nn.Linear(2 * width * (SIDE // 4) ** 2, CLASSES)]
+    layers = nn.Sequential(*first, nn.ReLU(), *second, nn.ReLU(), *last)
     network: nn.Module = layers.to(memory_format=torch.channels_last)
     return network
 
@@ -100,8 +99,8 @@ def read_all(dataset: Dataset) -> Images:
 
 def fit(
     model: nn.Module,
-    steps: int,
     batches: Iterator[torch.Tensor],
+    steps: int,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
     """Train a network with so many batches: places among the images."""
@@ -139,11 +138,10 @@ def trained_in_order(
     steps = max(len(labels) // batch, 1)
     model = network(seed).train()
     files = dataset.snapshot.files()
-    group_size = group_size or dataset.snapshot.chunk_count
-    orders = [
-        np.searchsorted(files, dataset.shuffle(seed=seed, epoch=epoch, group_size=group_size))
-        for epoch in range(epochs)
-    ]
+    shuffled = partial(
+        dataset.shuffle, seed=seed, group_size=group_size or dataset.snapshot.chunk_count
+    )
+    orders = [np.searchsorted(files, shuffled(epoch=epoch)) for epoch in range(epochs)]
     batches = (
         places[step * batch : (step + 1) * batch]
         for places in map(torch.from_numpy, orders)
@@ -152,8 +150,8 @@ def trained_in_order(
     cross_entropy = nn.functional.cross_entropy
     fit(
         model,
-        epochs * steps,
         batches,
+        epochs * steps,
         lambda some: cross_entropy(model(pixels[some]), labels[some]),
     )
     return model, orders[0]
@@ -171,11 +169,7 @@ def in_orders(
         for name, dataset_name, group_size in orders:
             if dataset_name not in read:
                 dataset = stack.enter_context(connect(dataset_name, url=url))
-                files = dataset.snapshot.files()
-                pixels = np.stack([decoded(content) for content in dataset.read_many(files)])
-                folders = (path.split(b"/")[0] for path in dataset.snapshot.paths(files))
-                labels = [int(folder.removeprefix(b"class")) for folder in folders]
-                read[dataset_name] = dataset, tensors(pixels, labels)
+                read[dataset_name] = dataset, read_all(dataset)
             dataset, images = read[dataset_name]
             report["chunks"] = dataset.snapshot.chunk_count
             model, first = trained_in_order(dataset, images, group_size, seed, numbers)
@@ -262,7 +256,7 @@ def trained_by(
         mean: torch.Tensor = losses.mean()
         return mean
 
-    fit(model, sum(lengths), batches(), loss_of)
+    fit(model, batches(), sum(lengths), loss_of)
     return model, count, left
 
 
