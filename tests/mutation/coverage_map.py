@@ -10,6 +10,7 @@ import json
 import re
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
 
 from coverage import Coverage, CoverageData
@@ -85,19 +86,15 @@ def batches(tree: Path, folder: Path, tests: list[str]) -> list[Batch]:
         order: Order = {"arguments": arguments, "report": str(copy.scratch / "report")}
         code, lines = run_tests(copy, order, {}, BATCH_TIMEOUT_S)
         if code != 0:
-            raise SandboxError((copy.scratch / "log").read_text(errors="replace")[-4000:])
+            raise SandboxError(copy.log()[-4000:])
     reports = [read_report(report) for report in folder.glob("*.jsonl")]
     whole = [report for report in reports if any("finished" in line for line in report)]
     known = {file for report in whole for file in _files(report)}
-    by_folder: dict[str, list[str]] = defaultdict(list)
-    for file in _files(lines):
-        if file not in known:
-            by_folder[file.rpartition("/")[0]].append(file)
+    left = [file for file in _files(lines) if file not in known]
     found = []
-    for files in by_folder.values():
-        for start in range(0, len(files), FILES_MAX):
-            name = files[start].removesuffix(".py").replace("/", ".")
-            found.append(Batch(name, tuple(files[start : start + FILES_MAX])))
+    for _, files in groupby(left, lambda file: file.rpartition("/")[0]):
+        while some := tuple(islice(files, FILES_MAX)):
+            found.append(Batch(some[0].removesuffix(".py").replace("/", "."), some))
     mirrors = tuple(f"tests.{package}." for package in PACKAGES)
     return sorted(found, key=lambda batch: not batch.name.startswith(mirrors))
 

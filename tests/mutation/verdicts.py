@@ -116,7 +116,7 @@ def _run(
         return _Outcome("unfinished", "", ran)
     if end.get("finished") in (0, 5):  # 5: this tier has none of these tests
         return _Outcome("survived", "", ran)
-    log = (copy.scratch / "log").read_text(errors="replace")
+    log = copy.log()
     hung = code is None or "Timeout (" in log
     last = end.get("started") or f"exit code {code}: {log[-300:]}"
     return _Outcome("timed out" if hung else "killed", last, ran)
