@@ -99,7 +99,6 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Run the bench and return its exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # an exception: mounts and files are removed
         signal.signal(number, _terminate)
     options = arguments()

@@ -57,7 +57,6 @@ class ClientProcess:
         return said
 
     def run(self, **order: object) -> dict[str, float]:
-        """Send an order and wait for its answer."""
         self.send_order(order)
         return self.answer()
 

@@ -152,7 +152,6 @@ def worst(measured: Measured) -> Measured:
 
 
 def failed(name: str, reason: str) -> Row:
-    """The row of a benchmark that failed."""
     return Row(name, "", NotMeasured(reason))
 
 

@@ -84,7 +84,6 @@ class Running:
 
     @property
     def client_bytes(self) -> int:
-        """The memory of a client."""
         return min(CLIENT_BYTES, int(CLIENT_PART * self.task.stored_bytes))
 
     def stop(self) -> None:
@@ -98,7 +97,6 @@ class Running:
                 left.unlink()
 
     def all(self, **order: object) -> list[dict[str, float]]:
-        """Give an order to all clients at once."""
         return answers_of(self.clients, [order] * len(self.clients))
 
     def warm_s(self) -> float:

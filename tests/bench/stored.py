@@ -121,7 +121,6 @@ class Stored:
             yield run
 
     def _image(self, peer: str) -> Path:
-        """The image or archive of a peer."""
         name = "image.tar" if peer == trees.RATARMOUNT else "image"
         image = self.folder / peer.rpartition(" ")[2] / name
         if not image.exists():

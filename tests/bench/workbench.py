@@ -29,8 +29,6 @@ class SessionMissing(Exception):
 
 
 class Workbench:
-    """One run of the bench, in `folder`."""
-
     def __init__(
         self, folder: Path, rounds: int, divisor: int = 1, *, session: str = NATIVE
     ) -> None:
@@ -70,7 +68,6 @@ class Workbench:
 
     @cached_property
     def reader(self) -> Path:
-        """The compiled C reader."""
         return compiled(READER, self._work)
 
     def read_epoch(
@@ -131,6 +128,5 @@ class Workbench:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """All files below a folder."""
     for place, _, names in os.walk(folder):
         yield from (os.path.join(place, name) for name in names)

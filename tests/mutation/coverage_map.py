@@ -41,14 +41,11 @@ _CONTEXT = re.compile(r"(.*) \((setup|call|teardown)\)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Test files that are measured together."""
-
     name: str
     files: tuple[str, ...]
 
 
 def interpreter(tree: Path) -> str:
-    """The Python of a tree's own environment."""
     return str(tree / ".venv" / "bin" / "python")
 
 
@@ -134,8 +131,6 @@ def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
 
 
 class CoverageMap:
-    """What all measured batches say."""
-
     def __init__(self, folder: Path) -> None:
         self.seconds: dict[str, float] = {}
         """How long each test took that passed, in the suite's order."""
@@ -155,7 +150,6 @@ class CoverageMap:
             self._by_file[test.split("::")[0]].append(test)
 
     def covers(self, file: str, line: int) -> bool:
-        """Whether any test reaches the line."""
         return any(line in (data.lines(path) or ()) for data, path in self._paths.get(file, ()))
 
     def tests(self, file: str, line: int) -> dict[str, int]:

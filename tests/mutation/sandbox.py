@@ -81,7 +81,6 @@ class Sandbox:
         return code
 
     def log(self) -> str:
-        """What the program has printed."""
         return (self.scratch / "log").read_text(errors="replace")
 
 

@@ -127,7 +127,6 @@ def test_fails(): assert is_full(0)
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """A tree with a module and its tests."""
     tree = tmp_path / "tree"
     for folder in ("diesel_fs/toy", "tests/toy"):
         (tree / folder).mkdir(parents=True)

@@ -33,8 +33,6 @@ KILLED = ("killed", "timed out")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a mutant fared."""
-
     mutant: Mutant
     status: str
     """`killed`; `timed out`, where a test hung, which kills too; `survived` all tests that reach
@@ -167,7 +165,6 @@ def read_verdicts(path: Path) -> dict[Mutant, Verdict]:
 
 
 def as_line(verdict: Verdict) -> str:
-    """A verdict as a line of JSON."""
     return json.dumps(asdict(verdict)) + "\n"
 
 

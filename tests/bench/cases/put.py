@@ -64,8 +64,6 @@ def put(source: Path, shape: Shape, folder: Path, meta: str = "") -> float:
 
 
 def rate_of(wanted: Shape, tar_ratio: float) -> Callable[[Workbench], list[Row]]:
-    """The benchmark of putting the files of a shape."""
-
     def measure(bench: Workbench) -> list[Row]:
         shape, source = bench.prepared(wanted)
         from_disk: dict[str, Way] = {

@@ -134,7 +134,6 @@ def _read_by_all(clients: Sequence[ClientProcess]) -> float:
 
 
 def _rows(name: str, before: _Look, after: _Look) -> list[Row]:
-    """The rows of one master."""
     held = after.sockets - before.sockets
     resident = Samples(((after.resident_bytes - before.resident_bytes) / held / 1024,))
     kernel: Measured = NotMeasured("no control group can be made here")

@@ -124,7 +124,6 @@ def accuracy(bench: Workbench) -> list[Row]:
 
 
 def accuracy_of_less(bench: Workbench) -> list[Row]:
-    """Train it with fewer samples."""
     runs = _trainings(bench, LESS, LESS_SEEDS, FULL, UNIFORM, BY_IMPORTANCE)
     return _compared(runs, LESS)[0]
 
@@ -409,8 +408,6 @@ def _timed_jobs(bench: Workbench) -> tuple[dict[str, Samples], dict[str, str]]:
 
 
 class _Trained(TypedDict):
-    """What a training says at its end."""
-
     seconds: list[float]  # of each epoch
     kept: float
     substituted: int

@@ -82,7 +82,6 @@ def network(seed: int, width: int = WIDTH) -> nn.Module:
 
 
 def tensors(pixels: Pixels, labels: Sequence[int] | Indices) -> Images:
-    """Images as a network takes them."""
     floats = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - 128) / 64
     return floats.contiguous(memory_format=torch.channels_last), torch.tensor(labels)
 
@@ -103,7 +102,6 @@ def fit(
     steps: int,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Train a network with so many batches: places among the images."""
     optimizer = torch.optim.SGD(
         model.parameters(), RATE, MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True
     )
@@ -119,7 +117,6 @@ def fit(
 
 
 def percent_right(model: nn.Module, images: Images) -> float:
-    """How many of the images a network knows."""
     model.eval()
     right = 0
     with torch.no_grad():
@@ -263,7 +260,6 @@ def trained_by(
 def in_ways(
     url: str, seed: int, numbers: dict[str, float], ways: Sequence[str], losses_file: str = ""
 ) -> dict[str, float]:
-    """What each way has reached."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tested = int(numbers["test_images"])
     test = tensors(made_long_tail(tested, int(numbers["test_seed"])), labels_of(tested))
@@ -288,7 +284,6 @@ def say(seed: int, what: str, percent: float) -> None:
 
 
 def main(url: str, seed: str, what: str, numbers: str, trained: str, *files: str) -> None:
-    """Print what was reached, and the processor time of all."""
     torch.set_num_threads(1)
     measure = in_orders if what == "orders" else in_ways
     report = measure(url, int(seed), json.loads(numbers), json.loads(trained), *files)

@@ -149,7 +149,6 @@ class Client:
 
 
 def _receive(peer: socket.socket, buffer: memoryview) -> None:
-    """Fill the buffer."""
     got = 0
     while got < len(buffer):
         count = peer.recv_into(buffer[got:])
@@ -181,7 +180,6 @@ def load_and_serve(address: str, sums: str, paths: str, rank: str, servers: str)
 
 
 def obey(addresses: str, sums: str, size: str) -> None:
-    """Connect to all servers, and answer orders."""
     columns = [np.fromfile(file, "<u8") for file in sums.split(",")]
     answer_orders(Client(addresses.split(","), columns, int(size)))
 

@@ -39,7 +39,6 @@ _Wanted = TypeVar("_Wanted")
 
 
 def sample(paths: list[str]) -> list[str]:
-    """The files that are read on both sides."""
     return paths[::SAMPLE_STEP]
 
 
@@ -78,8 +77,6 @@ def together(clients: int, prepare: Callable[[int], Work]) -> float:
 
 
 def calls(read: Callable[[_Wanted], object], wanted: Iterable[_Wanted]) -> Work:
-    """Call `read` with each."""
-
     def work() -> None:
         for each in wanted:
             read(each)
@@ -187,7 +184,6 @@ SIGNED = {
 
 
 def main(url: str, name: str, what: str, clients: int, count: int, size: int = 0) -> None:
-    """Measure, and print the figures."""
     if what == "objects":
         report = objects(url, clients, count, size)
     elif what in ("chunks", "stat"):

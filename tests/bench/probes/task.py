@@ -139,7 +139,6 @@ class Reader:
 
 
 def main() -> None:
-    """Connect, and run the orders."""
     open_buckets_directly()  # it never forks
     words = json.loads(sys.stdin.readline())
     with ExitStack() as stack:
