@@ -9,9 +9,9 @@ when a signal kills it. A test that fails while it is measured can kill nothing 
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from coverage import Coverage, CoverageData
 
@@ -19,8 +19,7 @@ from .chosen import Line, Order
 from .mutants import PACKAGES
 from .sandbox import Sandbox, SandboxError, sandbox
 
-FILES_MAX = 6
-"""Test files in one batch."""
+FILES_MAX = 6  # in one batch
 BATCH_TIMEOUT_S = 3600.0
 
 _CONFIGURATION = """
@@ -39,8 +38,9 @@ _IMPORTED = ""
 _CONTEXT = re.compile(r"(.*) \((setup|call|teardown)\)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
+    """Test files that are measured together."""
+
     name: str
     files: tuple[str, ...]
 
