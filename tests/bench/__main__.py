@@ -43,9 +43,6 @@ def arguments() -> argparse.Namespace:
         "--session", default=NATIVE, help="what the group native measures; default: %(default)s"
     )
     parser.add_argument(
-        "--large", action="store_true", help="measure native also with 14 million entries"
-    )
-    parser.add_argument(
         "--json", type=Path, default=TREE / "build" / "bench.json", help="default: %(default)s"
     )
     parser.add_argument(
@@ -64,13 +61,8 @@ def arguments() -> argparse.Namespace:
 def workbench(options: argparse.Namespace, rounds: int) -> Iterator[Workbench]:
     """A bench in the folder `--keep`, or in a temporary one on a disk, which is removed."""
     with TemporaryDirectory(prefix="diesel-bench-", dir="/var/tmp") as temporary:
-        bench = Workbench(
-            (options.keep or Path(temporary)).resolve(),
-            rounds,
-            options.divisor,
-            session=options.session,
-            large=options.large,
-        )
+        folder = (options.keep or Path(temporary)).resolve()
+        bench = Workbench(folder, rounds, options.divisor, session=options.session)
         try:
             yield bench
         finally:
@@ -107,7 +99,6 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Run the bench and return its exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # an exception: mounts and files are removed
         signal.signal(number, _terminate)
     options = arguments()

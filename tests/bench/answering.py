@@ -1,14 +1,20 @@
 """What the programs share that read on a node as they are told (`client_process.py`).
 
-They read orders as lines of JSON, and answer each with a line of JSON. Steady orders begin at
-`start_s` of `time.monotonic()`, and last `seconds`. Some of the programs run in the peers'
-environment, so this needs nothing but Python.
+They read orders as lines of JSON, and answer each with a line of JSON. Some of the programs run in
+the peers' environment, so this needs nothing but Python. Each of them knows these orders, and more:
+
+    {"do": "steady_batches", "seed": S, "seconds": T, "start_s": B, "size": M}
+    {"do": "steady_singles", "seed": S, "seconds": T, "start_s": B}
+
+They read random files for some seconds from B of `time.monotonic()` on, M files with one request or
+each by itself, and answer the files a second.
 """
 
 import json
+import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle
 from typing import TypeVar
 
@@ -17,6 +23,7 @@ DRAWN, DRAWN_SINGLES = 1024, 1 << 17
 again."""
 
 _Wanted = TypeVar("_Wanted")
+_File = TypeVar("_File")
 
 
 def answer_orders(reader: object) -> None:
@@ -26,10 +33,21 @@ def answer_orders(reader: object) -> None:
         print(json.dumps(getattr(reader, order.pop("do"))(**order)), flush=True)
 
 
-def calls_per_s(
-    read: Callable[[_Wanted], object], wanted: Iterable[_Wanted], seconds: float, start_s: float
-) -> float:
-    """Call `read` for some seconds, with what is wanted, again and again."""
+def drawn_singles(files: Sequence[_File], seed: int) -> list[_File]:
+    """Random files to read one by one."""
+    return random.Random(seed).choices(files, k=DRAWN_SINGLES)
+
+
+def steady(
+    read: Callable[[_Wanted], object],
+    wanted: Sequence[_Wanted],
+    seconds: float,
+    start_s: float,
+    size: int = 1,
+) -> dict[str, float]:
+    """Call `read` for some seconds, with what is wanted, again and again; each call reads `size`
+    files. The first call is not timed."""
+    read(wanted[0])
     calls, start_s = 0, wait_until(start_s)
     now_s, end_s = start_s, start_s + seconds
     for each in cycle(wanted):
@@ -38,7 +56,7 @@ def calls_per_s(
         now_s = time.monotonic()
         if now_s >= end_s:
             break
-    return calls / (now_s - start_s)
+    return {"files/s": size * calls / (now_s - start_s)}
 
 
 def series_of(

@@ -5,25 +5,7 @@ Each is a function that takes the workbench, returns rows, and cleans up.
 
 from collections.abc import Callable, Mapping
 
-from .cases import (
-    csi,
-    kernel,
-    listing,
-    mount,
-    native,
-    put,
-    read,
-    server,
-    shared,
-    snapshot,
-    task_connections,
-    task_mounts,
-    task_plan,
-    task_reads,
-    tasks,
-    training_overhead,
-    window,
-)
+from .cases import limits, mounts, put, server, task_connections, task_mounts, tasks, window
 from .experiments import (
     accuracy,
     importance,
@@ -35,7 +17,6 @@ from .experiments import (
     task_clients,
     task_deaths,
     training,
-    training_api,
 )
 from .inputs import D4L, D110
 from .report import Row
@@ -44,39 +25,36 @@ from .workbench import Workbench
 Benchmark = Callable[[Workbench], list[Row]]
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "put-D4L": put.rate_of(D4L),
-    "put-D110": put.rate_of(D110),
+    "put-D4L": put.rate_of(D4L, 0.9),
+    "put-D110": put.rate_of(D110, 0.8),
     "put-tar": put.from_tar,
     "put-unpack": put.unpack,
     "put-memory": put.peak_memory,
-    "put-memory-many": put.peak_memory_of_many,
-    "snapshot": snapshot.measure,
-    "read-many": read.many,
-    "mount-start": mount.ready,
-    "mount-read": mount.read,
-    "kernel-epochs": kernel.second_epoch,
-    "kernel-first": kernel.first_epoch,
+    "snapshot": limits.snapshot,
+    "read-many": limits.read_many,
+    "mount-start": mounts.ready,
+    "kernel-epochs": mounts.kernel_epochs,
+    "kernel-first": mounts.kernel_first,
     "kernel-window": window.chunk_wise,
     "kernel-unplanned": window.unplanned,
-    "kernel-read": kernel.one_read_a_file,
-    "kernel-readers": kernel.many_readers,
-    "kernel-ls": listing.measure,
-    "native-second": native.second_epoch,
-    "native-first": native.first_epoch,
+    "kernel-read": mounts.kernel_reads,
+    "kernel-readers": mounts.kernel_readers,
+    "kernel-ls": mounts.kernel_ls,
+    "native-second": mounts.native_second,
+    "native-first": mounts.native_first,
     "native-window": window.native,
-    "native-larger": native.larger_files,
-    "native-file": native.one_large_file,
-    "native-ls": listing.native,
-    "native-start": mount.first_byte,
-    "native-memory": mount.memory,
-    "redis-put": shared.put,
-    "redis-recover": shared.recover,
+    "native-larger": mounts.native_larger,
+    "native-file": mounts.native_file,
+    "native-ls": mounts.native_ls,
+    "native-start": mounts.native_start,
+    "redis-put": put.with_redis,
+    "redis-recover": put.recover,
     "server-put": server.put,
     "server-stat": server.stat,
     "server-snapshot": server.snapshot,
     "server-read": server.read,
-    "tasks-reads": task_reads.reads,
-    "tasks-local": task_reads.local,
+    "tasks-reads": tasks.reads,
+    "tasks-local": tasks.local,
     "tasks-mount": task_mounts.small_files,
     "tasks-large": task_mounts.large_files,
     "tasks-clients": task_clients.measure,
@@ -89,9 +67,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "tasks-too-large": tasks.too_large,
     "order-logs": order_logs.unlimited,
     "order-limited": order_logs.limited,
-    "order-mount": order_logs.through_mount,
-    "order-index": order_logs.index,
-    "task-plan": task_plan.measure,
+    "task-plan": tasks.planned,
     "accuracy": accuracy.measure,
     "importance-accuracy": importance.accuracy,
     "importance-less": importance.accuracy_of_less,
@@ -103,16 +79,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "training-memory": training.little_memory,
     "training-rates": training.rates,
     "training-decoding": training.decoding,
-    "training-api": training_api.measure,
-    "training-overhead": training_overhead.measure,
+    "training-api": training.api,
+    "training-overhead": limits.run_overhead,
     "plan-speed": lobster.speed,
     "plan-real": plan_real.measure,
     "lobster-hits": lobster.hit_ratios,
     "lobster-imbalance": lobster.imbalance,
     "lrfu": lrfu.simulate,
     "rank-balance": rank_balance.measure,
-    "csi-publish": csi.publish,
-    "csi-many": csi.many,
+    "csi-publish": limits.csi_publish,
+    "csi-many": limits.csi_many,
 }
 
 UNTIMED = frozenset(
@@ -131,8 +107,5 @@ def chosen(names: list[str]) -> dict[str, Benchmark]:
     for name in names:
         if not any(each.startswith(name) for each in BENCHMARKS):
             raise KeyError(name)
-    return {
-        name: run
-        for name, run in BENCHMARKS.items()
-        if not names or any(name.startswith(each) for each in names)
-    }
+    begun = tuple(names or [""])
+    return {name: run for name, run in BENCHMARKS.items() if name.startswith(begun)}

@@ -18,9 +18,6 @@ from .samples import say
 HEAD_START_S = 0.5
 """What clients that begin together have to draw their files."""
 
-SECONDS = 2.0
-"""How long clients read for one sample."""
-
 RATE = "files/s"
 _ANSWER_S = 600.0  # to fill a memcached file by file, and to refill it, takes minutes
 _END_S = 20.0
@@ -60,7 +57,6 @@ class ClientProcess:
         return said
 
     def run(self, **order: object) -> dict[str, float]:
-        """Send an order and wait for its answer."""
         self.send_order(order)
         return self.answer()
 

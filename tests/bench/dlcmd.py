@@ -30,7 +30,6 @@ def compile_program() -> None:
 
 @cache
 def help_of_mounting() -> str:
-    """What `dlcmd mount --help` prints."""
     command = [str(PROGRAM), "mount", "--help"]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
@@ -68,7 +67,6 @@ class Dlcmd:
         return {name: value for name, value in self.environment.items() if name != "PYTHONPATH"}
 
     def command(self, *arguments: str) -> list[str]:
-        """The arguments that start a command."""
         return [str(PROGRAM), "-q", *arguments]
 
     def seconds(self, *arguments: str) -> float:

@@ -77,7 +77,6 @@ def in_processes(
 
 
 def main(listed: str, processes: str, loop: str, *folders: str) -> None:
-    """Read the list, wait, walk and read, and print the report."""
     with open(listed, "rb") as file:
         paths = [os.fsdecode(path) for path in file.read().split(b"\0")[:-1]]
     print("ready", flush=True)

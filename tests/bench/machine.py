@@ -67,28 +67,18 @@ def described(state: dict[str, Json]) -> str:
 
 
 def _idle_reclaim() -> str:
-    """Whether the kernel reclaims idle pages even when memory is free, as in `on (DAMON pageout of
-    128 MiB in 1000 ms)`. Then a pause between loading and reading is measured, too.
-    """
+    """Whether the kernel reclaims idle pages even when memory is free, as in `on (DAMON pageout)`.
+    Then a pause between loading and reading is measured, too."""
     found = []
     if _text("/sys/module/damon_reclaim/parameters/enabled") == "Y":
         found.append("damon_reclaim")
     for monitor in sorted(_DAMON.glob("[0-9]*")):
-        if _text(str(monitor / "state")) != "on":
-            continue
-        for scheme in sorted(monitor.glob("contexts/*/schemes/[0-9]*")):
-            action = _text(str(scheme / "action"))
-            if action in ("pageout", "cold"):
-                found.append(f"DAMON {action}{_quota(scheme / 'quotas')}")
+        if _text(str(monitor / "state")) == "on":
+            actions = (
+                _text(str(each)) for each in monitor.glob("contexts/*/schemes/[0-9]*/action")
+            )
+            found += [f"DAMON {action}" for action in actions if action in ("pageout", "cold")]
     return f"on ({', '.join(found)})" if found else "off"
-
-
-def _quota(quotas: Path) -> str:
-    """The limit of a scheme: so many bytes in so much time."""
-    size, period_ms = _text(str(quotas / "bytes")), _text(str(quotas / "reset_interval_ms"))
-    if not size.isdigit() or not int(size):
-        return ""
-    return f" of {int(size) >> 20} MiB in {period_ms} ms"
 
 
 def _disk(folder: Path) -> str:
@@ -100,28 +90,21 @@ def _disk(folder: Path) -> str:
         fields, _, rest = line.partition(" - ")
         if fields.split()[2] == number:
             kind, source = rest.split()[:2]
+    kinds = {"1": " (reported as turning, as virtual disks are)", "0": " (solid state)"}
     block = Path("/sys/dev/block") / number
     for queue in (block / "queue", block / ".." / "queue"):  # of a partition: its disk's
-        rotational = _text(str(queue / "rotational"))
-        if rotational:
-            what = (
-                "reported as turning, as virtual disks are" if rotational == "1" else "solid state"
-            )
-            return f"{kind} on {source} ({what})"
+        if rotational := _text(str(queue / "rotational")):
+            return f"{kind} on {source}{kinds[rotational]}"
     return f"{kind} on {source}"
 
 
 def _gib(key: str) -> float:
-    words = _first("/proc/meminfo", key).split()
-    return round(int(words[0]) / 2**20, 1)
+    return round(int(_first("/proc/meminfo", key).split()[0]) / 2**20, 1)
 
 
 def _first(file: str, key: str) -> str:
-    for line in _text(file).splitlines():
-        name, _, value = line.partition(":")
-        if name.strip() == key:
-            return value.strip()
-    return ""
+    named = (line.partition(":") for line in _text(file).splitlines())
+    return next((value.strip() for name, _, value in named if name.strip() == key), "")
 
 
 def _text(file: str) -> str:

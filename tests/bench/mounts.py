@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .memory import members, pss_bytes, rollup_bytes
+from .memory import members
 
 STILL_S = 1.1  # the statistics of a mount are renewed once a second
 HELPER_END_S = 5.0
@@ -43,7 +43,6 @@ class Counts:
     all: int
     supervisor: int  # processes
     server: int
-    resident_bytes: int
 
 
 @dataclass(slots=True)
@@ -52,23 +51,20 @@ class Mount:
     (`time.monotonic()`)."""
 
     path: Path
-    seconds: float
-    ready_s: float
+    seconds: float = 0.0
+    ready_s: float = 0.0
     _looked_s: float = field(default=0.0, init=False)
 
     def counts(self) -> Counts:
         """The counters of now. The first call does not wait; a second one soon after it waits for
         new statistics. So call it before and after what is measured, and measure right after the
-        first.
-        """
+        first."""
         time.sleep(max(0.0, self._looked_s + STILL_S - time.monotonic()))
         said = json.loads(self._stats())
         self._looked_s = time.monotonic()
         requests, reads = said["requests"], sum(map(said["reads"].get, ("hits", "misses")))
         asked = reads + requests.get("open", 0) + requests.get("getattr", 0)
-        resident_bytes = said.get("residency", {}).get("resident_bytes", 0)
-        processes = said["pid"], said["server_pid"]
-        return Counts(reads, asked, sum(requests.values()), *processes, resident_bytes)
+        return Counts(reads, asked, sum(requests.values()), said["pid"], said["server_pid"])
 
     def wait_until_loaded(self) -> None:
         """Wait until all has been pushed, on a mount with `--policy oneshot`."""
@@ -96,17 +92,6 @@ class Mount:
         while str(helpers[0]) in children.read_text().split():
             assert time.monotonic() < end_s, "the helper did not end"
             time.sleep(0.01)
-
-    def pss_bytes(self, supervisor: int) -> int:
-        """The memory of all processes of the mount, without the page cache."""
-        return sum(map(pss_bytes, members(os.getsid(supervisor))))
-
-    def unmapped_bytes(self, supervisor: int) -> tuple[int, int]:
-        """The memory of all processes of the mount: PSS without mapped files, and what is private
-        to one of them and has no file."""
-        sums = [rollup_bytes(str(pid)) for pid in members(os.getsid(supervisor))]
-        pss = sum(each.get("Pss", 0) - each.get("Pss_File", 0) for each in sums)
-        return pss, sum(each.get("Private_Dirty", 0) for each in sums)
 
     def _stats(self) -> bytes:
         return (self.path / ".diesel" / "stats").read_bytes()

@@ -22,18 +22,8 @@ from .inputs import Shape
 STOCK, SYSTEM_CALLS, PIECES = "open().read()", "os.open", "pieces of 1 MiB"
 BATCH_FILES = 64
 DEADLINE_S = 300.0  # an epoch takes seconds
-_READER = Path(__file__).with_name("reader.c")
+READER = Path(__file__).with_name("reader.c")
 _LOOPS = Path(__file__).with_name("loops_program.py")
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """A list of files to read, with the count, bytes and sum that a reader of all must get."""
-
-    list_file: Path
-    files: int
-    bytes: int
-    sum: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +47,24 @@ class ReadReport:
         return self.files / self.seconds
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """A list of files to read, with the count, bytes and sum that a reader of all must get."""
+
+    list_file: Path
+    files: int
+    bytes: int
+    sum: int
+
+    def check(self, report: ReadReport, *, with_sum: bool, walked: bool) -> None:
+        """Raise AssertionError if a reader has read something else, or has not `walked` before."""
+        got, wanted = (
+            (each.files, each.bytes, each.sum if with_sum else 0) for each in (report, self)
+        )
+        assert got == wanted, f"other files or contents were read: {got}, not {wanted}"
+        assert not walked or report.walked > self.files, f"{report.walked} entries were met"
+
+
 def compiled(source: Path, folder: Path, *options: str) -> Path:
     """Compile a program of one C file into `folder`, unless it is there already."""
     program = folder / source.stem
@@ -65,11 +73,6 @@ def compiled(source: Path, folder: Path, *options: str) -> Path:
         command = [compiler, "-O2", *options, "-o", str(program), str(source)]
         subprocess.run(command, check=True)
     return program
-
-
-def compile_reader(folder: Path) -> Path:
-    """Compile the C reader into `folder`, unless it is there already."""
-    return compiled(_READER, folder)
 
 
 def write_list(paths: Iterable[str], file: Path) -> Path:
@@ -139,9 +142,7 @@ def waiting_loop(
             if process.returncode:
                 raise subprocess.CalledProcessError(process.returncode, process.args)
             report = ReadReport(**json.loads(said))
-            got, expected = (report.files, report.bytes), (order.files, order.bytes)
-            assert got == expected, f"other files were read: {got}, not {expected}"
-            assert walk is None or report.walked > order.files, f"{report.walked} entries were met"
+            order.check(report, with_sum=False, walked=walk is not None)
             return report
 
         try:

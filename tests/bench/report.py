@@ -50,38 +50,42 @@ class Row:
     note: str = ""
 
     @property
+    def _both(self) -> tuple[Samples, Samples] | None:
+        """The figures, if both sides have some."""
+        if isinstance(self.ours, Samples) and isinstance(self.other, Samples):
+            return self.ours, self.other
+        return None
+
+    @property
     def ratio(self) -> float | None:
         """The ratio of our median to the other's; None without two figures, or for a division by
         0."""
-        if not (isinstance(self.ours, Samples) and isinstance(self.other, Samples)):
-            return None
-        return self.ours.median / self.other.median if all(self.other.values) else None
+        both = self._both
+        return both[0].median / both[1].median if both and all(both[1].values) else None
 
     @property
     def ratio_range(self) -> tuple[float, float] | None:
         """The least and the greatest ratio over the rounds; a limit is the same in each."""
-        if not (isinstance(self.ours, Samples) and isinstance(self.other, Samples)):
+        both = self._both
+        if not both or not all(both[1].values):
             return None
-        others = self.other.values
-        if not all(others):
-            return None
+        ours, others = (each.values for each in both)
         if len(others) == 1:
-            others *= len(self.ours.values)
-        ratios = [ours / other for ours, other in zip(self.ours.values, others, strict=True)]
+            others *= len(ours)
+        ratios = [one / other for one, other in zip(ours, others, strict=True)]
         return min(ratios), max(ratios)
 
     @property
     def met(self) -> bool | None:
         """Whether the target is met; None without a target or without figures."""
-        if self.target is None:
+        both = self._both
+        if self.target is None or both is None:
             return None
         if self.ratio is not None:
             return self.target.met_by(self.ratio)
-        if isinstance(self.ours, Samples) and isinstance(self.other, Samples):
-            if self.target.at_most:  # a limit of 0
-                return self.ours.median <= 0
-            return self.ours.median >= 0 if self.against == LIMIT else None
-        return None
+        if self.target.at_most:  # a limit of 0
+            return both[0].median <= 0
+        return both[0].median >= 0 if self.against == LIMIT else None
 
     @property
     def problems(self) -> list[str]:
@@ -148,7 +152,6 @@ def worst(measured: Measured) -> Measured:
 
 
 def failed(name: str, reason: str) -> Row:
-    """The row of a benchmark that failed."""
     return Row(name, "", NotMeasured(reason))
 
 
@@ -162,17 +165,14 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [_line(cells, widths) for cells in lines]
     text.insert(1, "  ".join("-" * width for width in widths))
-    notes = [f"  {row.name}{_versus(row)}: {row.note}" for row in rows if row.note]
-    if notes:
-        text += ["", "Notes", *notes]
+    notes = []
+    for row in rows:
+        versus = f" against {row.against}" if row.against not in ("", LIMIT) else ""
+        notes += [f"  {row.name}{versus}: {row.note}"] if row.note else []
     problems = [f"  {problem}" for row in rows for problem in row.problems]
-    if problems:
-        text += ["", "NOT MEASURED", *problems]
+    for title, below in (("Notes", notes), ("NOT MEASURED", problems)):
+        text += ["", title, *below] if below else []
     return "\n".join(text)
-
-
-def _versus(row: Row) -> str:
-    return f" against {row.against}" if row.against not in ("", LIMIT) else ""
 
 
 def _line(cells: Sequence[str], widths: Sequence[int]) -> str:

@@ -32,6 +32,7 @@ that the task's cache serves what it reads."""
 MASTER_PART = 1.5 / NODES  # the part of the dataset that fits the memory of a node
 CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
 WARM_S = 120.0
+SECONDS = 2.0
 
 
 def connected(place: NodeHost, options: Mapping[str, object]) -> ClientProcess:
@@ -83,7 +84,6 @@ class Running:
 
     @property
     def client_bytes(self) -> int:
-        """The memory of a client."""
         return min(CLIENT_BYTES, int(CLIENT_PART * self.task.stored_bytes))
 
     def stop(self) -> None:
@@ -91,14 +91,12 @@ class Running:
         for client in self.clients:
             client.close()
         self.clients = []
-        for rank in range(len(self.nodes)):
-            self.nodes[rank].kill()
-            runtime = Path(self.nodes[rank].environment["XDG_RUNTIME_DIR"])
-            for left in runtime.rglob("socket"):
+        for node in self.nodes:
+            node.kill()
+            for left in Path(node.environment["XDG_RUNTIME_DIR"]).rglob("socket"):
                 left.unlink()
 
     def all(self, **order: object) -> list[dict[str, float]]:
-        """Give an order to all clients at once."""
         return answers_of(self.clients, [order] * len(self.clients))
 
     def warm_s(self) -> float:
@@ -187,7 +185,7 @@ def filled_if_installed(stack: ExitStack, task: Running, *, copies: int = 1) -> 
 
 
 def reading_together(
-    clients: Sequence[ClientProcess], seconds: float, order: Mapping[str, object]
+    clients: Sequence[ClientProcess], order: Mapping[str, object], seconds: float
 ) -> Side:
     """A side whose clients read for some seconds together; without a client, it is missing."""
 
@@ -199,6 +197,6 @@ def reading_together(
     return run
 
 
-def seconds_of(bench: Workbench, seconds: float) -> float:
-    """How long to read for a sample: less if the bench is only tried."""
-    return max(seconds / bench.divisor, 0.2)
+def seconds_of(bench: Workbench) -> float:
+    """How long clients read for a sample: less if the bench is only tried."""
+    return max(SECONDS / bench.divisor, 0.2)

@@ -23,8 +23,6 @@ _END_S = 10.0
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """What a store has answered since its start."""
-
     requests: int
     bytes: int
 
@@ -46,7 +44,6 @@ class Store:
         return {**credentials(self.endpoint), "S3_ENDPOINT_URL": self.endpoint}
 
     def counts(self) -> StoreCounts:
-        """The counters of now."""
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{self.endpoint}/counts", timeout=_ANSWER_S) as answer:
             return StoreCounts(**json.load(answer))

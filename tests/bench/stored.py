@@ -4,6 +4,7 @@ ours, and in the images and archives of peers, which are made when they are firs
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from .control_group import ControlGroup
@@ -16,6 +17,8 @@ from .samples import OURS
 from .workbench import Workbench
 
 EXT4 = "the disk's file system"
+PLAIN = (trees.TMPFS, EXT4)
+"""The sides that need no mount."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,18 +54,19 @@ class Stored:
         self.dlcmd.seconds("put", *options, str(self.source), shape.name)
         self._stack = stack
         self._orders: dict[tuple[Path, int], Order] = {}
-        self._in_memory: Path | None = None
 
     def mount_once(self, *options: str) -> None:
         """Afterwards this user has a copy of the snapshot, and an image where there are such."""
         with self.dlcmd.mounted(self.shape.name, self.mountpoint, *options):
             pass
 
+    @cached_property
+    def _in_memory(self) -> Path:
+        return self._stack.enter_context(trees.in_memory(self.shape))
+
     def root(self, side: str) -> Path:
         """The folder below which a side shows the files."""
         if side == trees.TMPFS:
-            if self._in_memory is None:
-                self._in_memory = self._stack.enter_context(trees.in_memory(self.shape))
             return self._in_memory
         return self.source if side == EXT4 else self.mountpoint
 
@@ -71,13 +75,12 @@ class Stored:
         root = self.root(side)
         for seed in range(count):
             if (root, seed) not in self._orders:
-                order = random_order(self.shape, root, seed, self.folder)
-                self._orders[root, seed] = order
+                self._orders[root, seed] = random_order(self.shape, root, seed, self.folder)
         return [self._orders[root, seed] for seed in range(count)]
 
     def prepare(self, side: str, *, cold: bool = False) -> None:
         """Read what a side reads into the page cache; `cold` drops all from it, snapshots too."""
-        if side in (trees.TMPFS, EXT4):
+        if side in PLAIN:
             return
         content = self.dlcmd.store if side == OURS else self._image(side).parent
         if cold:
@@ -94,7 +97,7 @@ class Stored:
         if side == OURS:
             with self.dlcmd.mounted(self.shape.name, root, *options, group=group) as mount:
                 yield Tree(root, mount.seconds, mount.ready_s, mount)
-        elif side in (trees.TMPFS, EXT4):
+        elif side in PLAIN:
             yield Tree(root)
         else:
             with trees.mounted(side, self._image(side), root) as (mount_s, ready_s):
@@ -118,7 +121,6 @@ class Stored:
             yield run
 
     def _image(self, peer: str) -> Path:
-        """The image or archive of a peer."""
         name = "image.tar" if peer == trees.RATARMOUNT else "image"
         image = self.folder / peer.rpartition(" ")[2] / name
         if not image.exists():

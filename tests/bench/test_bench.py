@@ -18,6 +18,7 @@ from typing import TypedDict
 import numpy as np
 import pytest
 
+from tests.rows import each_row
 from tests.server.program import until
 
 from . import memory, results
@@ -32,7 +33,8 @@ from .mounts import is_mounted
 from .peers import python, trees
 from .peers.clusters import PROTOTYPE_PROGRAM
 from .reading import (
-    compile_reader,
+    READER,
+    compiled,
     random_order,
     read_files,
     run_loop,
@@ -41,7 +43,7 @@ from .reading import (
     write_list,
 )
 from .report import Row, at_least, at_most, no_less_than, no_more_than, table
-from .samples import OURS, NotMeasured, PeerMissing, Rounds, Samples, alternate
+from .samples import OURS, NotMeasured, PeerMissing, Samples, alternate
 from .store import BUCKET, serving
 from .workbench import SessionMissing, Workbench
 
@@ -73,33 +75,35 @@ def test_a_ratio_is_that_of_the_medians_and_its_range_that_of_the_rounds() -> No
     rounds = alternate(3, {OURS: counting(8, 30, 10), "tar": counting(10, 10, 20)})
     ours, other = rounds.ours("files/s"), rounds.of("tar", "files/s")
     row = Row("put", "files/s", ours, "tar", other, at_least(0.8))
-    assert row.ratio == 1.0
-    assert row.ratio_range == (0.5, 3.0)
-    assert row.met is True
+    assert (row.ratio, row.ratio_range, row.met) == (1.0, (0.5, 3.0), True)
+    assert ours.map(lambda rate: rate * 1e3) == Samples((8000.0, 30000.0, 10000.0))
 
 
-@pytest.mark.parametrize(
-    ("ours", "most", "met"), [(9, True, True), (11, True, False), (9, False, False)]
+TEN, ONE, NOTHING = (Samples((value,)) for value in (10.0, 1.0, 0.0))
+
+
+@each_row(
+    ("row", "met"),
+    [
+        (no_more_than("x", "s", Samples((9,)), 10), True),
+        (no_more_than("x", "s", Samples((11,)), 10), False),
+        (no_less_than("x", "s", Samples((9,)), 10), False),
+        (Row("x", "s", Samples((9,)), "p", ONE, at_most(10)), True),
+        (Row("x", "s", Samples((11,)), "p", ONE, at_most(10)), False),
+        (no_more_than("x", "s", NOTHING, 0), True),
+        (no_more_than("x", "s", ONE, 0), False),
+        (no_less_than("x", "s", Samples((0.2,)), 0), True),
+        (no_less_than("x", "s", NOTHING, 0), True),
+        (no_less_than("x", "s", Samples((-0.2,)), 0), False),
+        (Row("x", "s", ONE, "p", NOTHING, at_least(1)), None),
+        (Row("x", "s", TEN), None),
+    ],
 )
-def test_a_limit_is_met_or_not(ours: float, most: bool, met: bool) -> None:
-    limited = no_more_than if most else no_less_than
-    assert limited("x", "s", Samples((ours,)), 10).met is met
-    assert Row("x", "s", Samples((ours,)), "p", Samples((1.0,)), at_most(10)).met is (ours <= 10)
-
-
-@pytest.mark.parametrize(("asked", "met"), [(0, True), (1, False)])
-def test_a_limit_of_nothing_at_all_is_met_or_not(asked: float, met: bool) -> None:
-    row = no_more_than("x", "requests", Samples((asked,)), 0)
+def test_a_target_is_met_or_not(row: Row, met: bool | None) -> None:
     assert row.met is met
-    assert row.ratio is None
-    assert row.ratio_range is None
-    assert "<= 0" in table([row])
-
-
-@pytest.mark.parametrize(("gained", "met"), [(0.2, True), (0, True), (-0.2, False)])
-def test_a_gain_may_be_held_against_nothing(gained: float, met: bool) -> None:
-    assert no_less_than("x", "points", Samples((gained,)), 0).met is met
-    assert Row("x", "s", Samples((gained,)), "p", Samples((0.0,)), at_least(1)).met is None
+    if row.other == Samples((0,)):
+        assert (row.ratio, row.ratio_range) == (None, None)
+        assert row.against != "limit" or "= 0" in table([row])
 
 
 def test_a_missing_peer_is_said_loudly_and_the_others_go_on() -> None:
@@ -124,40 +128,28 @@ def test_a_side_that_breaks_is_no_missing_peer() -> None:
         alternate(1, {OURS: broken})
 
 
-def test_rounds_convert_units() -> None:
-    rounds = Rounds({OURS: [{"s": 2.0}, {"s": 4.0}]}, {})
-    milliseconds = rounds.ours("s").map(lambda seconds: seconds * 1e3)
-    assert milliseconds == Samples((2000.0, 4000.0))
-
-
-def test_the_input_is_the_same_each_time_and_the_reader_sums_it(tmp_path: Path) -> None:
+def test_the_input_is_the_same_each_time_and_of_different_contents(tmp_path: Path) -> None:
     folder = make(SMALL, tmp_path)
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")}
     assert make(SMALL, tmp_path) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*.bin")} == before
-    listed = write_list((f"{folder}/{path}" for path in SMALL.paths()), tmp_path / "list")
-    report = read_files(compile_reader(tmp_path), listed)
-    assert (report.files, report.bytes) == (SMALL.files, SMALL.bytes)
-    assert report.sum == SMALL.content_sum()
     contents = np.concatenate([SMALL.contents(folder) for folder in range(SMALL.folders)])
     assert len(np.unique(contents, axis=0)) == SMALL.files
 
 
-def test_the_reader_names_what_it_cannot_read(tmp_path: Path) -> None:
-    listed = write_list([str(tmp_path / "nothing")], tmp_path / "list")
-    with pytest.raises(subprocess.CalledProcessError):
-        read_files(compile_reader(tmp_path), listed)
-
-
-def test_readers_share_a_list_and_walk_before(tmp_path: Path) -> None:
-    folder = make(SMALL, tmp_path)
-    program = compile_reader(tmp_path)
+def test_readers_share_a_list_and_walk_before_and_sum_what_they_read(tmp_path: Path) -> None:
+    folder, program = make(SMALL, tmp_path), compiled(READER, tmp_path)
     order = whole_order(SMALL, folder, SMALL.paths(), tmp_path / "list")
     start_s = time.monotonic()
     report = read_files(program, order.list_file, readers=3, batch_files=1, walk=folder)
     assert (report.files, report.bytes, report.sum) == (order.files, order.bytes, order.sum)
+    assert (order.files, order.sum) == (SMALL.files, SMALL.content_sum())
     assert report.walked == SMALL.files + SMALL.folders
     assert start_s < report.end_s < time.monotonic()
+    part = random_order(SMALL, folder, 0, tmp_path, files=4)
+    report = read_files(program, part.list_file)
+    assert (report.files, report.bytes, report.sum) == (4, part.bytes, part.sum)
+    assert part.sum != SMALL.content_sum()
     (folder / SMALL.paths()[-1]).unlink()
     with pytest.raises(subprocess.CalledProcessError):
         read_files(program, order.list_file, readers=3, batch_files=1)
@@ -171,16 +163,7 @@ def test_orders_of_folders_with_one_name_are_files_of_their_own(tmp_path: Path) 
         assert os.fsencode(root) in order.list_file.read_bytes()
 
 
-def test_a_part_of_an_order_knows_what_it_reads(tmp_path: Path) -> None:
-    folder = make(SMALL, tmp_path)
-    part = random_order(SMALL, folder, 0, tmp_path, files=4)
-    report = read_files(compile_reader(tmp_path), part.list_file)
-    assert (report.files, report.bytes, report.sum) == (4, part.bytes, part.sum)
-    assert part.sum != SMALL.content_sum()
-
-
-@pytest.mark.parametrize("processes", [1, 3])
-@pytest.mark.parametrize("loop", LOOPS)
+@each_row(("loop", "processes"), [(loop, processes) for loop in LOOPS for processes in (1, 3)])
 def test_loops_of_python_read_all_files_when_they_are_told_to(
     tmp_path: Path, loop: str, processes: int
 ) -> None:
@@ -194,7 +177,7 @@ def test_loops_of_python_read_all_files_when_they_are_told_to(
     assert start_s < report.end_s - report.seconds < report.end_s < time.monotonic()
     with (folder / SMALL.paths()[0]).open("ab") as file:
         file.write(b"more")
-    with pytest.raises(AssertionError, match="other files were read"):
+    with pytest.raises(AssertionError, match="other files or contents were read"):
         run_loop(sys.executable, order, loop, processes=processes)
     (folder / SMALL.paths()[-1]).unlink()
     with pytest.raises((AssertionError, subprocess.CalledProcessError)):
@@ -225,10 +208,10 @@ def test_the_kernel_shows_what_was_packed_into_an_image(tmp_path: Path, name: st
     try:
         image = trees.pack(name, source, tmp_path / "image")
         with trees.mounted(name, image, mountpoint):
-            report = read_files(compile_reader(tmp_path), order.list_file, walk=mountpoint)
+            report = read_files(compiled(READER, tmp_path), order.list_file, walk=mountpoint)
     except PeerMissing as error:
         pytest.skip(str(error))
-    assert (report.files, report.bytes, report.sum) == (order.files, order.bytes, order.sum)
+    order.check(report, with_sum=True, walked=True)
     assert not is_mounted(mountpoint)
 
 
@@ -244,7 +227,8 @@ class JsonRow(TypedDict):
 
 
 def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
-    """Run some benchmarks with tiny inputs, which must measure our side; the rows."""
+    """Run some benchmarks with tiny inputs, and with the peers that are installed. Each must
+    measure our side, say which peers are missing, and clean up. Returns the rows."""
     file = folder / "rows.json"
     words = ["--quick", "--divisor", "100", "--keep", str(folder / "work"), "--json", str(file)]
     command = [sys.executable, "-m", "tests.bench", *words, *options, names]
@@ -252,6 +236,9 @@ def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
     rows: list[JsonRow] = json.loads(file.read_text())["rows"]
     problems = [problem for row in rows for problem in row["not_measured"]]
     assert [problem for problem in problems if ": ours: " in problem] == []
+    lost = [row for row in rows if row["against"] and row["other"] is None]
+    assert all(row["not_measured"] for row in lost), "a peer is missing, and it is not said"
+    assert not list((folder / "work" / "work").glob("*"))
     return rows
 
 
@@ -266,8 +253,8 @@ def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
 def test_the_group_native_measures_every_row_of_a_session(
     tmp_path: Path, session: str, names: str, requests_an_open: int | None
 ) -> None:
-    """With tiny inputs. The requests are known: CPython up to 3.13 makes one for each file that
-    `open` opens, and the native session answers it in the kernel."""
+    """The requests are known: CPython up to 3.13 makes one for each file that `open` opens, and the
+    native session answers it in the kernel."""
     if session == "native" and os.geteuid():
         pytest.skip("only root can make native mounts")
     rows = rows_of(tmp_path, names, "--session", session)
@@ -280,7 +267,6 @@ def test_the_group_native_measures_every_row_of_a_session(
         # The requests that reading the statistics makes are subtracted, which may differ by a few;
         # and the kernel may have reclaimed some pages.
         assert abs(more) < files / 4
-    assert not list((tmp_path / "work" / "work").glob("*"))
 
 
 @pytest.mark.bench
@@ -300,46 +286,27 @@ def test_the_group_native_measures_every_row_of_a_session(
         ("tasks-policies", 3),
         ("tasks-too-large", 1),
         ("task-plan", 4),
-    ],
-)
-def test_each_benchmark_of_tasks_measures_every_row(tmp_path: Path, name: str, count: int) -> None:
-    """With tiny inputs, and with the peers that are installed. Some have more rows where links can
-    be limited, or where clients connect to all masters."""
-    rows = rows_of(tmp_path, name)
-    assert len(rows) >= count
-    assert all(row["ours"] >= 0 for row in rows)
-    rates = [row for row in rows if row["unit"] in ("files/s", "MB/s")]
-    assert all(row["ours"] > 0 for row in rates if "after" not in row["name"])
-    lost = [row for row in rows if row["against"] and row["other"] is None]
-    assert all(row["not_measured"] for row in lost), "a peer is missing, and it is not said"
-
-
-def test_a_busy_machine_keeps_only_what_is_timed_from_the_page_of_results() -> None:
-    rows = {name: [Row(name, "s", Samples((1.0,)))] for name in ("put-D4L", "accuracy")}
-    assert [row.name for row in lasting_rows(rows, whole=True)] == ["put-D4L", "accuracy"]
-    assert [row.name for row in lasting_rows(rows, whole=False)] == ["accuracy"]
-
-
-@pytest.mark.bench
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
         pytest.param("training-waits", 20, marks=pytest.mark.fuse),
         ("training-decoding", 2),
         ("training-api", 6),
         pytest.param("training-overhead", 3, marks=pytest.mark.fuse),
     ],
 )
-def test_each_benchmark_of_training_measures_every_row(
-    tmp_path: Path, name: str, count: int
-) -> None:
-    """With tiny inputs, and with the peers that are installed: what others read is checked."""
+def test_each_benchmark_measures_every_row(tmp_path: Path, name: str, count: int) -> None:
+    """Some have more rows where links can be limited, or where clients connect to all masters."""
     rows = rows_of(tmp_path, name)
     assert len(rows) >= count
-    missing = [row for row in rows if row["against"] and row["other"] is None]
-    assert all(row["not_measured"] for row in missing), "a peer is missing, and it is not said"
     assert not [row for row in rows if row["against"] == OBJECTS and row["other"] is None]
-    assert not list((tmp_path / "work" / "work").glob("*"))
+    if name.startswith("task"):
+        assert all(row["ours"] >= 0 for row in rows)
+        rates = [row for row in rows if row["unit"] in ("files/s", "MB/s")]
+        assert all(row["ours"] > 0 for row in rates if "after" not in row["name"])
+
+
+def test_a_busy_machine_keeps_only_what_is_timed_from_the_page_of_results() -> None:
+    rows = {name: [Row(name, "s", Samples((1.0,)))] for name in ("put-D4L", "accuracy")}
+    assert [row.name for row in lasting_rows(rows, whole=True)] == ["put-D4L", "accuracy"]
+    assert [row.name for row in lasting_rows(rows, whole=False)] == ["accuracy"]
 
 
 def test_the_store_answers_as_s3_does_later_and_at_its_rate(tmp_path: Path) -> None:

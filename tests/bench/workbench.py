@@ -17,7 +17,7 @@ from pathlib import Path
 from .control_group import ControlGroup
 from .dlcmd import Dlcmd, help_of_mounting
 from .inputs import N1M, Shape, make, pipe, tar_stream
-from .reading import Order, ReadReport, compile_reader, read_files, write_list
+from .reading import READER, Order, ReadReport, compiled, read_files, write_list
 from .samples import say
 
 NATIVE = "native"
@@ -29,18 +29,12 @@ class SessionMissing(Exception):
 
 
 class Workbench:
-    """One run of the bench, in `folder`."""
-
     def __init__(
-        self, folder: Path, rounds: int, divisor: int = 1, *,
-        session: str = NATIVE, large: bool = False,
-    ) -> None:  # fmt: skip
+        self, folder: Path, rounds: int, divisor: int = 1, *, session: str = NATIVE
+    ) -> None:
         """`divisor` makes inputs smaller: to try the bench, not to measure. The group `native`
-        measures mounts of `session`; with `large`, also datasets that take minutes to make.
-        """
-        self.folder, self.rounds, self.divisor = folder, rounds, divisor
-        self.session, self.large = session, large
-        self._empty: dict[Shape, tuple[Dlcmd, float]] = {}
+        measures mounts of `session`."""
+        self.folder, self.rounds, self.divisor, self.session = folder, rounds, divisor, session
         self._inputs, self._work = folder / "inputs", folder / "work"
         for each in (self._inputs, self._work):
             each.mkdir(parents=True, exist_ok=True)
@@ -74,8 +68,7 @@ class Workbench:
 
     @cached_property
     def reader(self) -> Path:
-        """The compiled C reader."""
-        return compile_reader(self._work)
+        return compiled(READER, self._work)
 
     def read_epoch(
         self, order: Order, *, readers: int = 1, walk: Path | None = None,
@@ -85,18 +78,12 @@ class Workbench:
         `group` if there is one. Wrong contents are an error."""
         prefix = () if group is None else group.prefix
         report = read_files(self.reader, order.list_file, readers=readers, walk=walk, prefix=prefix)
-        got, wanted = (
-            (report.files, report.bytes, report.sum),
-            (order.files, order.bytes, order.sum),
-        )
-        assert got == wanted, f"wrong contents were read: {got}, not {wanted}"
-        assert walk is None or report.walked > order.files, f"{report.walked} entries were met"
+        order.check(report, with_sum=True, walked=walk is not None)
         return report
 
     def warm_page_cache(self, *folders: Path) -> None:
         """Prepare a timed run: write earlier runs' dirty pages to the disk, and read all of
-        `folders` into the page cache, since the kernel may have reclaimed idle pages.
-        """
+        `folders` into the page cache, since the kernel may have reclaimed idle pages."""
         os.sync()
         with self.scratch() as scratch:
             paths = (path for folder in folders for path in _files(folder))
@@ -121,21 +108,16 @@ class Workbench:
     @property
     def n1m(self) -> Dlcmd:
         """A repository that holds N1M, put once per run."""
-        return self.empty_files(N1M)[0]
+        return self._n1m[0]
 
     @property
     def n1m_put_seconds(self) -> float:
         """How long `dlcmd put --tar -` of N1M took."""
-        return self.empty_files(N1M)[1]
+        return self._n1m[1]
 
-    def empty_files(self, wanted: Shape) -> tuple[Dlcmd, float]:
-        """A repository that holds a shape of empty files, put once per run from a tar, and how long
-        that took."""
-        if wanted not in self._empty:
-            self._empty[wanted] = self._put_empty_files(self.shape(wanted))
-        return self._empty[wanted]
-
-    def _put_empty_files(self, shape: Shape) -> tuple[Dlcmd, float]:
+    @cached_property
+    def _n1m(self) -> tuple[Dlcmd, float]:
+        shape = self.shape(N1M)
         say(f"putting {shape.name} from a tar: {shape.files:,} empty files")
         dlcmd = Dlcmd(self._work / shape.name)
         start_s = time.perf_counter()
@@ -146,6 +128,5 @@ class Workbench:
 
 
 def _files(folder: Path) -> Iterator[str]:
-    """All files below a folder."""
     for place, _, names in os.walk(folder):
         yield from (os.path.join(place, name) for name in names)

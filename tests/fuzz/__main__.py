@@ -20,7 +20,6 @@ with atheris.instrument_imports(include=["diesel_fs"]):
 
 
 def main() -> None:
-    """Print the targets, or fuzz one, or some."""
     match sys.argv[1:]:
         case []:
             print(*TARGETS, sep="\n")
@@ -43,7 +42,6 @@ def _fuzz(name: str, corpus: str, *options: str) -> None:
 
 
 def _fuzz_in_child(log: str, *arguments: str) -> int:
-    """Fuzz in a forked process. Returns its exit code."""
     child = os.fork()
     if child == 0:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600), 2)

@@ -218,11 +218,12 @@ def seeds() -> dict[str, list[bytes]]:
     """Valid inputs of each target, from which the fuzzer starts."""
     builder = ChunkBuilder(UUID(int=1), 1 << 20, "auto")
     builder.add_tombstone((b"a", b"b"))
-    said = peers_wire.Hello(1, True, bytes(16), 2, UUID(int=1), 3, bytes(32))
-    view = peers_wire.TaskView(
-        1, bytes(32), bytes(32), True, (Member(0, bytes(16), "node:1", 3, bytes(32)),)
-    )
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
+    said = peers_wire.Hello(1, True, bytes(16), 2, UUID(int=1), 3, bytes(32))
+    member = Member(0, bytes(16), "node:1", 3, bytes(32))
+    view = peers_wire.TaskView(1, bytes(32), bytes(32), True, (member,))
+    hello = peers_wire.local_hello(UUID(int=1), 1)
+    pinned = peers_wire.pinned_body(is_pinned=True)
     return {
         "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
         "control": [
@@ -243,13 +244,9 @@ def seeds() -> dict[str, list[bytes]]:
             peers_wire.answer_head(1, peers_wire.READ, b"\0\1", 100) + bytes(100),
         ],
         "clients": [
-            peers_wire.local_request(
-                peers_wire.LOCAL_HELLO, body=peers_wire.local_hello(UUID(int=1), 1)
-            ),
+            peers_wire.local_request(peers_wire.LOCAL_HELLO, body=hello),
             peers_wire.local_request(peers_wire.LOCAL_PIN, 1, peers_wire.chunks_body([1])),
-            peers_wire.local_answer(
-                peers_wire.LOCAL_PIN, 1, peers_wire.pinned_body(is_pinned=True), [2]
-            ),
+            peers_wire.local_answer(peers_wire.LOCAL_PIN, 1, pinned, [2]),
             peers_wire.local_answer(peers_wire.LOCAL_MEMBERS, 0, peers_wire.members_body(view)),
             peers_wire.local_refusal(peers_wire.LOCAL_MEMBERS, "no"),
             peers_wire.members_body(view),

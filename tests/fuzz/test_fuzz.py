@@ -7,9 +7,8 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 
@@ -21,6 +20,9 @@ SECONDS = 3
 RUNS_MIN = 200
 DEADLINE_S = 120.0
 
+Fuzz = Callable[[Sequence[str | Path]], int]
+"""Does a run of the fuzzer with these arguments. Returns its exit code."""
+
 
 def test_seeds_are_accepted() -> None:
     """With bad seeds the fuzzer would first have to discover what a message is."""
@@ -30,12 +32,6 @@ def test_seeds_are_accepted() -> None:
         for number, seed in enumerate(found[name]):
             assert target(seed), (name, number)
         assert not target(b"\xff" * 100), name
-
-
-class Fuzz(Protocol):
-    """Does a run of the fuzzer. Returns its exit code."""
-
-    def __call__(self, *arguments: str | Path) -> int: ...
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +48,7 @@ def fuzz() -> Iterator[Fuzz]:
         assert asked is not None
         assert answers is not None
 
-        def run(*arguments: str | Path) -> int:
+        def run(arguments: Sequence[str | Path]) -> int:
             timer = threading.Timer(DEADLINE_S, process.kill)
             timer.start()
             try:
@@ -72,7 +68,8 @@ def test_any_bytes_are_a_value_or_a_format_error(name: str, fuzz: Fuzz, tmp_path
     log = tmp_path / "log"
     # The instrumented modules alone take 1 GiB
     options = [f"-max_total_time={SECONDS}", "-timeout=10", "-rss_limit_mb=2048", "-max_len=65536"]
-    code = fuzz(log, name, tmp_path / "corpus", *options, f"-artifact_prefix={tmp_path}/")
+    options.append(f"-artifact_prefix={tmp_path}/")
+    code = fuzz([log, name, tmp_path / "corpus", *options])
     said = log.read_text(errors="replace")
     assert code == 0, said[-4000:]
     found = re.search(r"Done (\d+) runs", said)

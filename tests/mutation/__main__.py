@@ -17,16 +17,7 @@ from coverage.exceptions import CoverageWarning
 from .coverage_map import Batch, CoverageMap, batches, measure
 from .mutants import PACKAGES, Mutant, draw
 from .sandbox import end_all
-from .verdicts import (
-    TIERS,
-    Verdict,
-    as_line,
-    differences,
-    in_order,
-    judge,
-    read_verdicts,
-    table,
-)
+from .verdicts import TIERS, Verdict, as_line, differences, in_order, judge, read_verdicts, table
 
 HERE = Path(__file__).resolve().parents[2]
 

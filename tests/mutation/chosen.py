@@ -42,12 +42,11 @@ class Line(TypedDict, total=False):
 
 
 class Chosen:
-    """The plugin."""
+    """The plugin: it chooses tests, watches the budget, tells coverage, and reports."""
 
     def __init__(self, order: Order) -> None:
         self._order = order
-        self._outcome = "passed"
-        self._seconds = 0.0
+        self._outcome, self._seconds = "passed", 0.0
         self._deadline = time.monotonic() + order.get("stop_after_s", float("inf"))
         self._stopped = False
         self._context = ""
@@ -68,7 +67,6 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Choose."""
         if "tests" in self._order:
             rank = {test: number for number, test in enumerate(self._order["tests"])}
             chosen = [item for item in items if item.nodeid in rank]
@@ -82,7 +80,6 @@ class Chosen:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """Watch the budget."""
         if time.monotonic() > self._deadline:
             self._stopped = True
             item.session.shouldstop = "the budget is spent"
@@ -91,25 +88,22 @@ class Chosen:
         self._say({"started": item.nodeid})
         return None
 
-    def _phase(self, item: pytest.Item, when: str) -> None:
-        # The form of PYTEST_CURRENT_TEST, from which child processes learn it.
-        self._context = f"{item.nodeid} ({when})".replace("\x00", "(null)")
-        self._tell_coverage()
-
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
-        """Tell coverage."""
         self._phase(item, "setup")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_call(self, item: pytest.Item) -> None:
-        """Tell coverage."""
         self._phase(item, "call")
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_teardown(self, item: pytest.Item) -> None:
-        """Tell coverage."""
         self._phase(item, "teardown")
+
+    def _phase(self, item: pytest.Item, when: str) -> None:
+        # The form of PYTEST_CURRENT_TEST, from which child processes learn it.
+        self._context = f"{item.nodeid} ({when})".replace("\x00", "(null)")
+        self._tell_coverage()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Put the three phases of a test together."""
@@ -126,12 +120,7 @@ class Chosen:
         self._say({"finished": int(exitstatus), "stopped": self._stopped})
 
 
-def main() -> None:
-    """Run pytest."""
+if __name__ == "__main__":
     order: Order = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     sys.path[0] = str(Path.cwd())  # as `python -m pytest` does
     sys.exit(pytest.main(order["arguments"], plugins=[Chosen(order)]))
-
-
-if __name__ == "__main__":
-    main()

@@ -9,8 +9,9 @@ when a signal kills it. A test that fails while it is measured can kill nothing 
 import json
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from itertools import groupby, islice
 from pathlib import Path
+from typing import NamedTuple
 
 from coverage import Coverage, CoverageData
 
@@ -18,8 +19,7 @@ from .chosen import Line, Order
 from .mutants import PACKAGES
 from .sandbox import Sandbox, SandboxError, sandbox
 
-FILES_MAX = 6
-"""Test files in one batch."""
+FILES_MAX = 6  # in one batch
 BATCH_TIMEOUT_S = 3600.0
 
 _CONFIGURATION = """
@@ -38,8 +38,7 @@ _IMPORTED = ""
 _CONTEXT = re.compile(r"(.*) \((setup|call|teardown)\)", re.DOTALL)
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(NamedTuple):
     """Test files that are measured together."""
 
     name: str
@@ -47,7 +46,6 @@ class Batch:
 
 
 def interpreter(tree: Path) -> str:
-    """The Python of a tree's own environment."""
     return str(tree / ".venv" / "bin" / "python")
 
 
@@ -85,19 +83,15 @@ def batches(tree: Path, folder: Path, tests: list[str]) -> list[Batch]:
         order: Order = {"arguments": arguments, "report": str(copy.scratch / "report")}
         code, lines = run_tests(copy, order, {}, BATCH_TIMEOUT_S)
         if code != 0:
-            raise SandboxError((copy.scratch / "log").read_text(errors="replace")[-4000:])
+            raise SandboxError(copy.log()[-4000:])
     reports = [read_report(report) for report in folder.glob("*.jsonl")]
     whole = [report for report in reports if any("finished" in line for line in report)]
     known = {file for report in whole for file in _files(report)}
-    by_folder: dict[str, list[str]] = defaultdict(list)
-    for file in _files(lines):
-        if file not in known:
-            by_folder[file.rpartition("/")[0]].append(file)
+    left = [file for file in _files(lines) if file not in known]
     found = []
-    for files in by_folder.values():
-        for start in range(0, len(files), FILES_MAX):
-            name = files[start].removesuffix(".py").replace("/", ".")
-            found.append(Batch(name, tuple(files[start : start + FILES_MAX])))
+    for _, files in groupby(left, lambda file: file.rpartition("/")[0]):
+        while some := tuple(islice(files, FILES_MAX)):
+            found.append(Batch(some[0].removesuffix(".py").replace("/", "."), some))
     mirrors = tuple(f"tests.{package}." for package in PACKAGES)
     return sorted(found, key=lambda batch: not batch.name.startswith(mirrors))
 
@@ -137,8 +131,6 @@ def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
 
 
 class CoverageMap:
-    """What all measured batches say."""
-
     def __init__(self, folder: Path) -> None:
         self.seconds: dict[str, float] = {}
         """How long each test took that passed, in the suite's order."""
@@ -158,7 +150,6 @@ class CoverageMap:
             self._by_file[test.split("::")[0]].append(test)
 
     def covers(self, file: str, line: int) -> bool:
-        """Whether any test reaches the line."""
         return any(line in (data.lines(path) or ()) for data, path in self._paths.get(file, ()))
 
     def tests(self, file: str, line: int) -> dict[str, int]:

@@ -45,7 +45,6 @@ class Mutant:
 
     @property
     def package(self) -> str:
-        """The package that it is in."""
         return self.file.split("/")[1]
 
     def __str__(self) -> str:
@@ -126,7 +125,6 @@ def _compiles(mutant: Mutant, source: str) -> bool:
 
 
 def candidates(source: str, file: str) -> list[Mutant]:
-    """All mutants of one file, by line."""
     lines = source.split("\n")
     encoded = [line.encode() for line in lines]
     found = []

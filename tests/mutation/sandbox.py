@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 # Without `volatile`, the end of the overlay would sync the whole disk, for seconds on a busy one.
 # sh stays as the first process of the namespace, and reaps what daemons leave. The tests marked
@@ -34,6 +35,10 @@ _SCRIPT = """
 """
 _UNSHARE = "setpriv --pdeathsig KILL unshare --mount --pid --fork --kill-child --mount-proc".split()
 """The namespaces end with this program, even if it is killed."""
+
+_running: set["subprocess.Popen[bytes]"] = set()
+_ended = threading.Event()
+_lock = threading.Lock()
 
 
 class SandboxError(Exception):
@@ -57,8 +62,6 @@ class Sandbox:
 
         Its output goes to `log` in the scratch folder.
         """
-        if _ended.is_set():
-            raise SandboxError("interrupted")
         for name in ("upper", "work", "below"):
             shutil.rmtree(self.scratch / name, ignore_errors=True)
             (self.scratch / name).mkdir()
@@ -68,27 +71,17 @@ class Sandbox:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(content, encoding="utf-8")
         words = [*_UNSHARE, "sh", "-c", _SCRIPT, "sh", str(self.tree), str(self.scratch), *command]
-        with (
-            (self.scratch / "log").open("wb") as log,
-            _killed_by_interrupt(
-                subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **environment},
-                    start_new_session=True,
-                )
-            ) as process,
-        ):
+        with (self.scratch / "log").open("wb") as log, _process(words, environment, log) as process:
             try:
                 code: int | None = process.wait(timeout_s)
             except subprocess.TimeoutExpired:
                 code = None
-                _kill(process)
         if code == 125:
-            raise SandboxError((self.scratch / "log").read_text(errors="replace"))
+            raise SandboxError(self.log())
         return code
+
+    def log(self) -> str:
+        return (self.scratch / "log").read_text(errors="replace")
 
 
 @contextmanager
@@ -103,15 +96,17 @@ def sandbox(tree: Path, changed: Mapping[str, str] | None = None) -> Iterator[Sa
         shutil.rmtree(scratch, ignore_errors=True)
 
 
-_running: set["subprocess.Popen[bytes]"] = set()
-_ended = threading.Event()
-_lock = threading.Lock()
-
-
 @contextmanager
-def _killed_by_interrupt(
-    process: "subprocess.Popen[bytes]",
+def _process(
+    words: Sequence[str], environment: Mapping[str, str], log: BinaryIO
 ) -> Iterator["subprocess.Popen[bytes]"]:
+    """A program that is killed at the end. Raises SandboxError after `end_all`."""
+    if _ended.is_set():
+        raise SandboxError("interrupted")
+    process = subprocess.Popen(
+        words, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        env={**os.environ, **environment}, start_new_session=True,
+    )  # fmt: skip
     with _lock:
         _running.add(process)
     try:

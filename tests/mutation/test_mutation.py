@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rows import each_row
+
 from . import verdicts
 from .coverage_map import Batch, CoverageMap, batches, measure
 from .mutants import Mutant, candidates, draw
@@ -22,7 +24,7 @@ needs_copies = pytest.mark.skipif(
 )
 
 
-@pytest.mark.parametrize(
+@each_row(
     ("line", "changed"),
     [
         ("x = a < b", ["x = a <= b", "x = a >= b"]),
@@ -46,7 +48,7 @@ def test_what_is_changed(line: str, changed: list[str]) -> None:
     assert {(mutant.line, mutant.before) for mutant in found} == {(2, line)}
 
 
-@pytest.mark.parametrize(
+@each_row(
     "source",
     [
         '"""One + 1 < 2."""',
@@ -127,7 +129,6 @@ def test_fails(): assert is_full(0)
 
 @pytest.fixture
 def toy(tmp_path: Path) -> Path:
-    """A tree with a module and its tests."""
     tree = tmp_path / "tree"
     for folder in ("diesel_fs/toy", "tests/toy"):
         (tree / folder).mkdir(parents=True)

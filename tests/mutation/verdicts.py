@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .chosen import Order
 from .coverage_map import CoverageMap, pytest_arguments, run_tests
@@ -33,8 +34,6 @@ KILLED = ("killed", "timed out")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a mutant fared."""
-
     mutant: Mutant
     status: str
     """`killed`; `timed out`, where a test hung, which kills too; `survived` all tests that reach
@@ -87,8 +86,7 @@ def judge(
     return verdict("flaky", flaky) if flaky else verdict("survived")
 
 
-@dataclass(frozen=True, slots=True)
-class _Outcome:
+class _Outcome(NamedTuple):
     status: str
     by: str
     ran: int
@@ -116,7 +114,7 @@ def _run(
         return _Outcome("unfinished", "", ran)
     if end.get("finished") in (0, 5):  # 5: this tier has none of these tests
         return _Outcome("survived", "", ran)
-    log = (copy.scratch / "log").read_text(errors="replace")
+    log = copy.log()
     hung = code is None or "Timeout (" in log
     last = end.get("started") or f"exit code {code}: {log[-300:]}"
     return _Outcome("timed out" if hung else "killed", last, ran)
@@ -167,7 +165,6 @@ def read_verdicts(path: Path) -> dict[Mutant, Verdict]:
 
 
 def as_line(verdict: Verdict) -> str:
-    """A verdict as a line of JSON."""
     return json.dumps(asdict(verdict)) + "\n"
 
 
@@ -186,9 +183,9 @@ def table(verdicts: Iterable[Verdict]) -> str:
             )
     columns = ("mutants", *KILLED, "survived", "unfinished", "flaky")
     total = counts.pop("all", Counter())
-    rows = [["package", *columns]]
-    for name, count in [*counts.items(), ("all", total)]:
-        rows.append([name, *(str(count[column]) for column in columns)])
+    figures = {**counts, "all": total}.items()
+    rows = [[name, *(str(count[column]) for column in columns)] for name, count in figures]
+    rows = [["package", *columns], *rows]
     lines = ["".join(f"{cell:<12}" for cell in row).rstrip() for row in rows]
     return "\n".join([*lines, *([""] if alive else []), *alive])
 
@@ -198,9 +195,10 @@ def differences(
 ) -> tuple[list[Mutant], list[Mutant], int, int]:
     """Of the mutants in both runs: whom only the first killed, whom only the second killed, and how
     many the first one and both killed."""
-    both = [mutant for mutant in first if mutant in second]
-    by_first = [mutant for mutant in both if first[mutant].status in KILLED]
-    by_second = [mutant for mutant in both if second[mutant].status in KILLED]
+    by_first, by_second = (
+        [each for each in first if each in second and run[each].status in KILLED]
+        for run in (first, second)
+    )
     lost = [mutant for mutant in by_first if mutant not in by_second]
     won = [mutant for mutant in by_second if mutant not in by_first]
     return lost, won, len(by_first), len(by_first) - len(lost)

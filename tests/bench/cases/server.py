@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,50 +31,41 @@ from ..probes.clients import SIGNED, sample
 from ..report import Row, against, at_least
 from ..samples import OURS, PeerMissing, Side, alternate, repeat
 from ..workbench import Workbench
+from .put import ENTRIES, RATE, rates
 
-CLIENTS = 16
-FILES_EACH = 200
-BATCH = 128
-BATCHES = 20
+CLIENTS, FILES_EACH = 16, 200
+BATCH, BATCHES = 128, 20
 PIPELINES = (64, 1024, 8192)
-STAT_CLIENTS = 4
-STATS_EACH = 200_000
+STAT_CLIENTS, STATS_EACH = 4, 200_000
 PASSES = 3
 
-RATE, ENTRIES = "files/s", "entries/s"
-DIRECT = "put without a server"
-OBJECTS = f"{CLIENTS} clients of the S3 server"
-ALONE = "one client alone"
+DIRECT, ALONE = "put without a server", "one client alone"
+OBJECTS, SINGLES = f"{CLIENTS} clients of the S3 server", "single objects, S3 server"
 CURL = "curl, S3 server"
-SINGLES = "single objects, S3 server"
 
 
 class Serving:
-    """A server over stores of its own, with a user."""
+    """Stores of its own with a user, and servers over them."""
 
-    def __init__(self, stack: ExitStack, folder: Path, s3: S3Server | None, redis: RedisServer):
-        folder.mkdir(exist_ok=True)
-        self.folder = folder
+    def __init__(self, stack: ExitStack, folder: Path, s3: S3Server | None = None) -> None:
+        redis = stack.enter_context(RedisServer(folder / "redis"))
         self.dlcmd = Dlcmd(folder)
         self.store = self.dlcmd.url if s3 is None else s3.place()
         self.meta = redis.url
         if s3 is not None:
             self.dlcmd.environment.update(s3.environ)
-        self._stack = stack
-        self.dlcmd.environment["DIESEL_URL"] = self.direct_url
+        self._stack, self._folder = stack, folder
+        self.use(f"{self.store}?meta={self.meta}")
         key = folder / "key"
         self.dlcmd.seconds("user", "add", "bench", "--admin", "--key-out", str(key))
-        self.dlcmd.environment |= {"DIESEL_USER": "bench", "DIESEL_KEY": key.read_text().strip()}
-
-    @property
-    def direct_url(self) -> str:
-        return f"{self.store}?meta={self.meta}"
+        self.user = {"DIESEL_USER": "bench", "DIESEL_KEY": key.read_text().strip()}
+        self.dlcmd.environment |= self.user
 
     def start(self, *options: str) -> Server:
         """Start a server; from now on `dlcmd` goes through it."""
         server = self._stack.enter_context(
             Server(
-                self.folder / f"server-{time.time_ns()}",
+                self._folder / f"server-{time.time_ns()}",
                 *("--store", self.store, "--meta", self.meta, *options),
                 workers=min(4, len(os.sched_getaffinity(0))),
                 environment=self.dlcmd.environment,
@@ -87,68 +79,77 @@ class Serving:
 
     def clients(self, *arguments: str | int) -> dict[str, float]:
         """The figures of some clients (`probes/clients.py`)."""
-        return probes.run("probes.clients", self.dlcmd, D4.name, *map(str, arguments))
+        return probes.run("clients", self.dlcmd, D4.name, *map(str, arguments))
+
+    def chunk_urls(self, endpoint: str) -> list[str]:
+        """The URLs of D4's chunks at the S3 server."""
+        server = self.start()
+        with open_configured(load_settings({"url": server.url}, self.user)) as repository:
+            view = repository.view(D4.name)
+            objects = [chunk_object(view.identity, chunk) for chunk in view.chunk_ids]
+        server.close()
+        place = self.store.partition("://")[2]
+        return [f"{endpoint}/{place}/{name}" for name in objects]
 
 
 @contextmanager
-def _serving(bench: Workbench) -> Iterator[Serving]:
-    with ExitStack() as stack:
-        folder = stack.enter_context(bench.scratch())
-        redis = stack.enter_context(RedisServer(folder / "redis"))
-        yield Serving(stack, folder, None, redis)
+def _with_d4(bench: Workbench) -> Iterator[tuple[Serving, Server]]:
+    """A server through which D4 was put."""
+    shape, source = bench.prepared(D4)
+    with bench.scratch() as folder, ExitStack() as stack:
+        serving = Serving(stack, folder)
+        server = serving.start()
+        serving.dlcmd.seconds("put", str(source), shape.name)
+        yield serving, server
 
 
 def put(bench: Workbench) -> list[Row]:
     """D4 through a server, against the same without one."""
     shape, source = bench.prepared(D4)
 
-    def run(*, through: bool) -> dict[str, float]:
-        with _serving(bench) as serving:
+    def seconds(folder: Path, *, through: bool) -> float:
+        with ExitStack() as stack:
+            serving = Serving(stack, folder)
             if through:
                 serving.start()
-            bench.warm_page_cache(source)
-            return {RATE: shape.files / serving.dlcmd.seconds("put", str(source), shape.name)}
+            return serving.dlcmd.seconds("put", str(source), shape.name)
 
-    sides: dict[str, Side] = {OURS: partial(run, through=True), DIRECT: partial(run, through=False)}
-    rounds = alternate(bench.rounds, sides)
+    ways = {side: partial(seconds, through=side == OURS) for side in (OURS, DIRECT)}
+    rounds = rates(bench, shape, partial(bench.warm_page_cache, source), ways)
+    name = f"put {shape.name} through a server"
     note = "whole commands; a folder on the same disk, metadata in Redis"
-    return against(
-        rounds, f"put {shape.name} through a server", RATE, {DIRECT: at_least(0.6)}, note
-    )
+    return against(rounds, name, RATE, {DIRECT: at_least(0.6)}, note)
 
 
 def stat(bench: Workbench) -> list[Row]:
     """Metadata: many paths in one request, against redis-benchmark with as many commands in a
     pipeline."""
-    _, source = bench.prepared(D4)
     rows: list[Row] = []
-    with _serving(bench) as serving:
-        first = serving.start()
-        serving.dlcmd.seconds("put", str(source), D4.name)
-        second = serving.start()
-        both = f"{first.url},{second.url.partition('://')[2]}"
+    with _with_d4(bench) as (serving, first):
+        both = f"{first.url},{serving.start().url.partition('://')[2]}"
 
         def ours(url: str, pipeline: int) -> dict[str, float]:
-            count = max(STATS_EACH // pipeline // bench.divisor, 10)
             serving.use(url)
-            return serving.clients("stat", STAT_CLIENTS, count, pipeline)
+            requests = max(STATS_EACH // pipeline // bench.divisor, 10)
+            return serving.clients("stat", STAT_CLIENTS, requests, pipeline)
 
         for pipeline in PIPELINES:
             redis = f"redis-benchmark GET -P {pipeline}"
             sides: dict[str, Side] = {
                 OURS: partial(ours, first.url, pipeline),
                 "two": partial(ours, both, pipeline),
-                redis: partial(_redis_benchmark, serving, pipeline),
+                redis: partial(_redis_benchmark, serving.meta, pipeline),
             }
             rounds = alternate(bench.rounds, sides)
-            name, note = f"stat through a server, {pipeline} paths a request", "clients in Python"
-            rows += against(rounds, name, ENTRIES, {redis: at_least(0.5)}, f"{STAT_CLIENTS} {note}")
+            name = f"stat through a server, {pipeline} paths a request"
+            note = f"{STAT_CLIENTS} clients in Python"
+            rows += against(rounds, name, ENTRIES, {redis: at_least(0.5)}, note)
             rows += against(rounds, f"{name}, two servers", ENTRIES, {redis: None}, side="two")
-        return rows
+    return rows
 
 
-def _redis_benchmark(serving: Serving, pipeline: int) -> dict[str, float]:
-    socket = serving.meta.partition("://")[2]
+def _redis_benchmark(url: str, pipeline: int) -> dict[str, float]:
+    socket = url.partition("://")[2]
     command = [program("redis-benchmark"), "-s", socket, "-t", "get", "-r", "20000", "-q", "--csv"]
     command += ["-c", str(STAT_CLIENTS), "-P", str(pipeline), "-n", "1000000"]
     said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
@@ -161,15 +162,11 @@ def _redis_benchmark(serving: Serving, pipeline: int) -> dict[str, float]:
 def snapshot(bench: Workbench) -> list[Row]:
     """Clients look up paths in their snapshots: the server does nothing, and each has the same
     rate."""
-    shape, source = bench.prepared(D4)
-    most = len(os.sched_getaffinity(0))
-    with _serving(bench) as serving:
-        serving.start()
-        serving.dlcmd.seconds("put", str(source), D4.name)
+    files, most = bench.shape(D4).files, len(os.sched_getaffinity(0))
+    with _with_d4(bench) as (serving, _):
 
         def each(clients: int) -> dict[str, float]:
-            rate = serving.clients("lookups", clients, 50, shape.files)[ENTRIES]
-            return {ENTRIES: rate / clients}
+            return {ENTRIES: serving.clients("lookups", clients, 50, files)[ENTRIES] / clients}
 
         rounds = alternate(bench.rounds, {OURS: partial(each, most), ALONE: partial(each, 1)})
     name = f"look-ups in a snapshot, {most} clients, each"
@@ -180,20 +177,20 @@ def read(bench: Workbench) -> list[Row]:
     """Small files and whole chunks, against objects of the S3 server that stands behind the
     server."""
     shape, source = bench.prepared(D4)
-    with ExitStack() as stack:
-        folder = stack.enter_context(bench.scratch())
+    with bench.scratch() as folder, ExitStack() as stack:
         s3 = stack.enter_context(s3_server(folder))
-        redis = stack.enter_context(RedisServer(folder / "redis"))
-        serving = Serving(stack, folder / "served", s3, redis)
+        endpoint = s3.environ["AWS_ENDPOINT_URL"]
+        serving = Serving(stack, folder, s3)
         serving.dlcmd.seconds("put", str(source), D4.name)
-        bucket = f"{s3.environ['AWS_ENDPOINT_URL']}/{s3.bucket}"
-        keys = _upload(bucket, [(source / path).read_bytes() for path in sample(shape.paths())])
-        urls = _chunk_urls(serving, s3)
+        contents = [(source / path).read_bytes() for path in sample(shape.paths())]
+        objects = f"{endpoint}/{s3.bucket}/objects"
+        _upload(objects, contents)
+        urls = serving.chunk_urls(endpoint)
         rows = []
         for tier in ("off", "on"):
             options = ["--cache-dir", str(folder / "tier"), "--cache-size", "1G"]
             server = serving.start(*(options if tier == "on" else []))
-            rows += _small(bench, serving, bucket, keys, tier)
+            rows += _small(bench, serving, objects, len(contents), tier)
             if tier == "on":
                 serving.clients("chunks", 1, 1)
                 time.sleep(3.0)  # the last chunks are still being written to the cache
@@ -211,28 +208,28 @@ def read(bench: Workbench) -> list[Row]:
         return rows + _chunks(bench, "through a server, cold", cold, urls, 0.4)
 
 
-def _small(bench: Workbench, serving: Serving, bucket: str, keys: int, tier: str) -> list[Row]:
+def _small(bench: Workbench, serving: Serving, objects: str, keys: int, tier: str) -> list[Row]:
     count = max(FILES_EACH // bench.divisor, 10)
     files = partial(serving.clients, "files", CLIENTS, count)
     first = repeat(1, files)  # and fills what there is
+    peer = copy(serving.dlcmd)
+    peer.url = objects
 
-    def objects(clients: int, count: int) -> dict[str, float]:
-        peer = Dlcmd(serving.folder)
-        peer.environment, peer.url = serving.dlcmd.environment, f"{bucket}/objects"
+    def singles(clients: int, count: int) -> dict[str, float]:
         return probes.run("clients", peer, "-", "objects", str(clients), str(count), str(keys))
 
     def batch() -> dict[str, float]:
         return {RATE: BATCH / serving.clients("batches", 1, BATCHES, BATCH)["s"]}
 
-    singles = alternate(bench.rounds, {OURS: files, OBJECTS: partial(objects, CLIENTS, count)})
-    batches = alternate(bench.rounds, {OURS: batch, SINGLES: partial(objects, 1, BATCH)})
+    by_file = alternate(bench.rounds, {OURS: files, OBJECTS: partial(singles, CLIENTS, count)})
+    by_batch = alternate(bench.rounds, {OURS: batch, SINGLES: partial(singles, 1, BATCH)})
     name = f"4 KB files through a server, tier {tier}"
     memory = "without a folder, a server keeps in memory what is read again and again"
     some, note = f"{name}, {CLIENTS} clients", memory if tier == "off" else ""
     return [
         Row(f"{some}, first {CLIENTS * count:,} reads", RATE, first.ours(RATE), OBJECTS, None),
-        *against(singles, some, RATE, {OBJECTS: at_least(2)}, note),
-        *against(batches, f"{name}, {BATCH} in one request", RATE, {SINGLES: at_least(10)}),
+        *against(by_file, some, RATE, {OBJECTS: at_least(2)}, note),
+        *against(by_batch, f"{name}, {BATCH} in one request", RATE, {SINGLES: at_least(10)}),
     ]
 
 
@@ -240,34 +237,19 @@ def _chunks(bench: Workbench, how: str, ours: Side, urls: list[str], ratio: floa
     def mega(side: Side) -> Side:
         return lambda: {"MB/s": side()["B/s"] / 1e6}
 
-    sides = {OURS: mega(ours), CURL: mega(partial(_curl, urls))}
-    rounds = alternate(bench.rounds, sides)
+    rounds = alternate(bench.rounds, {OURS: mega(ours), CURL: mega(partial(_curl, urls))})
     return against(rounds, f"whole chunks {how}", "MB/s", {CURL: at_least(ratio)})
 
 
-def _upload(bucket: str, contents: list[bytes]) -> int:
-    """Put files as objects of their own; return their number."""
-    place = urlsplit(bucket)
+def _upload(url: str, contents: list[bytes]) -> None:
+    """Put files as objects of their own, with numbers as names."""
+    place = urlsplit(url)
     link = http.client.HTTPConnection(place.netloc)
     for number, content in enumerate(contents):
-        link.request("PUT", f"{place.path}/objects/{number}", content, SIGNED)
+        link.request("PUT", f"{place.path}/{number}", content, SIGNED)
         answer = link.getresponse()
         answer.read()
         assert answer.status == 200
-    return len(contents)
-
-
-def _chunk_urls(serving: Serving, s3: S3Server) -> list[str]:
-    """The URLs of D4's chunks at the S3 server."""
-    server = serving.start()
-    names = {name: serving.dlcmd.environment[name] for name in ("DIESEL_USER", "DIESEL_KEY")}
-    settings = load_settings({"url": server.url}, names)
-    with open_configured(settings) as repository:
-        view = repository.view(D4.name)
-        objects = [chunk_object(view.identity, chunk) for chunk in view.chunk_ids]
-    server.close()
-    place = serving.store.partition("://")[2]
-    return [f"{s3.environ['AWS_ENDPOINT_URL']}/{place}/{name}" for name in objects]
 
 
 def _curl(urls: list[str]) -> dict[str, float]:

@@ -8,13 +8,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from ..client_process import ClientProcess, answers_of
-from ..control_group import ControlGroup, control_group
+from ..control_group import control_group
 from ..inputs import Shape
 from ..memory import rollup_bytes
 from ..mounts import processor_s
 from ..report import Row, no_less_than, no_more_than
 from ..running import NODES, Running, connected, running
-from ..samples import NotMeasured, Samples
+from ..samples import Measured, NotMeasured, Samples
 from ..workbench import Workbench
 
 C4 = Shape("C4", 2_000, 10, 4096)
@@ -22,8 +22,12 @@ CHUNK_BYTES = 256 << 10  # so that each node has some of the chunks
 CLIENTS, PROCESSES = 1_000, 20
 IDLE_S = 10.0
 SETTLE_S = 2.0  # after which what clients did last has ended
-OWN, OTHER = 0, 1
-"""The rank of the node where all clients are, and that of another one."""
+RANKS = {"of its own node": 0, "of other nodes": 1}
+"""Of the node where all clients are, and of another one."""
+
+GROWTH = "the growth of Rss in smaps_rollup of its processes, for {:,} more connections"
+CHARGED = "the growth of what the kernel charges to a control group that has the master alone"
+CLOCKS = "processor time of the master's processes by their own clocks"
 
 
 def measure(bench: Workbench) -> list[Row]:
@@ -40,16 +44,14 @@ def measure(bench: Workbench) -> list[Row]:
         task.start()
         task.warm_s()
         task.all(do="batches", seed=99, count=20, size=64)
-        masters = {rank: _Master(stack, task, rank) for rank in (OWN, OTHER)}
-        before = {rank: master.look() for rank, master in masters.items()}
-        idle = {rank: master.idle_percent(idle_s) for rank, master in masters.items()}
+        masters = {where: _Master(stack, task, rank) for where, rank in RANKS.items()}
+        before = {where: master.look(idle_s) for where, master in masters.items()}
         clients = _connected(stack, task, count, processes)
         from_store = _read_by_all(clients)
         time.sleep(SETTLE_S)
-        after = {rank: master.look() for rank, master in masters.items()}
-        busy = {rank: master.idle_percent(idle_s) for rank, master in masters.items()}
+        after = {where: master.look(idle_s) for where, master in masters.items()}
         again_from_store = _read_by_all(clients) - from_store
-        held = {rank: masters[rank].look().sockets - before[rank].sockets for rank in (OWN, OTHER)}
+        held = {where: masters[where].sockets() - before[where].sockets for where in RANKS}
     name = f"task, {count:,} clients on one of {NODES} nodes"
     left, unit = Samples((float(max(held.values())),)), "files from the store"
     note = "these are left after each client has read twice"
@@ -58,20 +60,22 @@ def measure(bench: Workbench) -> list[Row]:
         Row(f"{name}, first read", unit, Samples((from_store,))),
         no_more_than(f"{name}, second read", unit, Samples((again_from_store,)), 0),
     ]
-    for rank, where in ((OWN, "of its own node"), (OTHER, "of other nodes")):
-        if held[rank] >= count:
+    for where in RANKS:
+        if held[where] >= count:
             name = f"task, a master with {count:,} clients {where}"
-            rows += _rows(name, before[rank], after[rank], idle[rank], busy[rank])
+            rows += _rows(name, before[where], after[where])
     return rows
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What a master has at a moment. `kernel_bytes` is None where no control group tells it."""
+    """What a master has at a moment, and the processor time that it takes while nobody reads, in
+    percent of one processor. `kernel_bytes` is None where no control group tells it."""
 
     sockets: int
     resident_bytes: int
     kernel_bytes: int | None
+    idle_percent: float
 
 
 class _Master:
@@ -80,44 +84,39 @@ class _Master:
     def __init__(self, stack: ExitStack, task: Running, rank: int) -> None:
         self._pids = task.task.masters(rank)
         assert self._pids, f"there is no master on node {rank}"
-        self._group: ControlGroup | None = stack.enter_context(control_group())
+        self._group = stack.enter_context(control_group())
         if self._group is not None:
             for pid in self._pids:
                 self._group.add(pid)
             stack.callback(task.stop)  # so that it can be removed
 
-    def look(self) -> _Look:
-        return _Look(
-            sum(map(_sockets, self._pids)),
-            sum(rollup_bytes(str(pid)).get("Rss", 0) for pid in self._pids),
-            None if self._group is None else self._group.kernel_bytes(),
-        )
-
-    def idle_percent(self, seconds: float) -> float:
-        """The processor time that it takes while nobody reads, in percent of one processor."""
-        start_s, used_s = time.monotonic(), self._processor_s()
+    def look(self, seconds: float) -> _Look:
+        """Look, and then for some seconds at the processor time."""
+        resident_bytes = sum(rollup_bytes(str(pid)).get("Rss", 0) for pid in self._pids)
+        kernel_bytes = None if self._group is None else self._group.kernel_bytes()
+        sockets, start_s, used_s = self.sockets(), time.monotonic(), self._processor_s()
         time.sleep(seconds)
-        return 100 * (self._processor_s() - used_s) / (time.monotonic() - start_s)
+        percent = 100 * (self._processor_s() - used_s) / (time.monotonic() - start_s)
+        return _Look(sockets, resident_bytes, kernel_bytes, percent)
+
+    def sockets(self) -> int:
+        count = 0
+        for pid in self._pids:
+            for each in os.listdir(f"/proc/{pid}/fd"):
+                with suppress(FileNotFoundError):
+                    count += os.readlink(f"/proc/{pid}/fd/{each}").startswith("socket:")
+        return count
 
     def _processor_s(self) -> float:
         return sum(map(processor_s, self._pids))
 
 
-def _sockets(pid: int) -> int:
-    """How many sockets a process has."""
-    count = 0
-    for each in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):
-            count += os.readlink(f"/proc/{pid}/fd/{each}").startswith("socket:")
-    return count
-
-
 def _connected(stack: ExitStack, task: Running, count: int, processes: int) -> list[ClientProcess]:
     """Start the processes, which open the dataset `count` times together."""
-    clients = []
+    rank, clients = RANKS["of its own node"], []
     for number in range(processes):
         part = count // processes + (number < count % processes)
-        clients.append(connected(task.nodes[OWN], {"clients": part, **task.member(OWN)}))
+        clients.append(connected(task.nodes[rank], {"clients": part, **task.member(rank)}))
         stack.callback(clients[-1].close)
     for process in clients:
         process.answer()
@@ -134,21 +133,17 @@ def _read_by_all(clients: Sequence[ClientProcess]) -> float:
     return from_store
 
 
-def _rows(name: str, before: _Look, after: _Look, idle: float, busy: float) -> list[Row]:
-    """The rows of one master."""
+def _rows(name: str, before: _Look, after: _Look) -> list[Row]:
     held = after.sockets - before.sockets
-    resident = (after.resident_bytes - before.resident_bytes) / held / 1024
-    if before.kernel_bytes is None or after.kernel_bytes is None:
-        kernel: Samples | NotMeasured = NotMeasured("no control group can be made here")
-    else:
+    resident = Samples(((after.resident_bytes - before.resident_bytes) / held / 1024,))
+    kernel: Measured = NotMeasured("no control group can be made here")
+    if before.kernel_bytes is not None and after.kernel_bytes is not None:
         kernel = Samples(((after.kernel_bytes - before.kernel_bytes) / held / 1024,))
-    growth = f"the growth of Rss in smaps_rollup of its processes, for {held:,} more connections"
-    charged = "the growth of what the kernel charges to a control group that has the master alone"
-    clocks = "processor time of the master's processes by their own clocks"
+    of_resident = f"{name}, resident memory of each connection"
+    of_kernel = f"{name}, memory of the kernel for each connection"
+    busy, idle = (Samples((each.idle_percent,)) for each in (after, before))
     return [
-        Row(f"{name}, resident memory of each connection", "KiB", Samples((resident,)),
-            note=growth),
-        Row(f"{name}, memory of the kernel for each connection", "KiB", kernel, note=charged),
-        Row(f"{name}, idle", "% of a processor", Samples((busy,)), "without them", Samples((idle,)),
-            note=clocks),
-    ]  # fmt: skip
+        Row(of_resident, "KiB", resident, note=GROWTH.format(held)),
+        Row(of_kernel, "KiB", kernel, note=CHARGED),
+        Row(f"{name}, idle", "% of a processor", busy, "without them", idle, note=CLOCKS),
+    ]

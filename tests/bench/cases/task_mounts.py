@@ -1,8 +1,6 @@
 """Benchmarks of mounts on the nodes of a task, which read an epoch in known random order with less
 memory than the dataset has: small files, and files of 110 KiB."""
 
-import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from tests.server.program import until
 
 from ..client_process import RATE
 from ..inputs import D4L, D110, Shape
+from ..mounts import Mount
 from ..peers.clusters import IPERF3, MEMCACHED, tcp_bytes_per_s
 from ..reading import random_order, write_list
 from ..report import Row, against, at_least, no_more_than
@@ -26,12 +25,8 @@ from ..samples import OURS, PeerMissing, Side, alternate
 from ..workbench import Workbench
 
 MEMORY_MIN = 64 << 20
-DISK, DISK_RATIO = "all in the own node's disk cache", 0.7
-NO_TASK = "without a task, all in its disk cache"
-MOUNT_RATIO = 1.5
-BANDWIDTH_RATIO = 0.8
-READS, READS_MAX = "READs a file", 0.02
-RATE_BYTES = "MB/s"
+DISK, NO_TASK = "all in the own node's disk cache", "without a task, all in its disk cache"
+READS, RATE_BYTES = "READs a file", "MB/s"
 LINK_KBIT_S = 1_000_000
 IPERF_S = 3.0
 END_S = 60.0
@@ -46,26 +41,25 @@ class Mounted:
 
     bench: Workbench
     task: Running
-    mountpoint: Path
+    mount: Mount
     folder: Path
     epoch: int = 0
 
     def read(self) -> dict[str, float]:
         """Read the next epoch in a random order that the mount is told before."""
         self.epoch += 1
-        order = random_order(self.task.shape, self.mountpoint, self.epoch, self.folder)
-        before = reads_of(self.mountpoint)
-        announce(self.mountpoint, self.task.shape, self.epoch)
+        order = random_order(self.task.shape, self.mount.path, self.epoch, self.folder)
+        before = self.mount.counts().reads
+        announce(self.mount.path, self.task.shape, self.epoch)
         self.task.task.forget()
         report = self.bench.read_epoch(order)
         egress = self.task.task.egress_bytes()
         allowed = max(EGRESS_PART * report.bytes, EGRESS_BYTES_MIN)
         assert egress <= allowed, f"{egress} bytes came from the store"
-        count = reads_of(self.mountpoint) - before
         return {
             RATE: report.files_per_s,
             RATE_BYTES: report.bytes / report.seconds / 1e6,
-            READS: count / report.files,
+            READS: (self.mount.counts().reads - before) / report.files,
         }
 
 
@@ -75,50 +69,51 @@ def memory_of(shape: Shape) -> int:
 
 
 @contextmanager
-def mounted(
-    bench: Workbench, task: Running, *, memory_bytes: int, cache_dir: Path | None = None
-) -> Iterator[list[Path]]:
-    """Mount the dataset on all nodes, and wait until their masters have all chunks; with
-    `cache_dir`, on disk. Yields the mount points."""
-    options = {"policy": "oneshot", "memory": str(memory_bytes), "session": "kernel"}
+def mounted(task: Running, *, cache_dir: Path | None = None) -> Iterator[list[Path]]:
+    """Mount the dataset on all nodes, with memory for half of it, and wait until their masters have
+    all chunks; with `cache_dir`, on disk. Yields the mount points."""
+    memory = str(memory_of(task.shape))
+    task.task.options = {"policy": "oneshot", "memory": memory, "session": "kernel"}
     if cache_dir is not None:
-        options |= {"cache-dir": str(cache_dir), "cache-size": str(4 * task.task.stored_bytes)}
-    task.task.options = options
+        size = str(4 * task.task.stored_bytes)
+        task.task.options |= {"cache-dir": str(cache_dir), "cache-size": size}
     ranks = range(len(task.nodes))
-    with ExitStack() as stack:
-        stack.enter_context(_no_delay(task))
-        mountpoints = _mount(stack, task, ranks)
-        task.wait_whole(ranks)
+    with _no_delay(task), ExitStack() as stack:
+
+        def mount_all() -> list[Path]:
+            mountpoints = []
+            for rank in ranks:
+                mountpoints.append(task.task.mount(rank))
+                stack.callback(task.task.umount, rank)
+            task.wait_whole(ranks)
+            return mountpoints
+
+        mountpoints = mount_all()
         if cache_dir is not None:  # at its end a master writes what it has in memory to the disk
             stack.pop_all().close()
             until(lambda: not any(task.task.masters(rank) for rank in ranks), "the end", END_S)
-            mountpoints = _mount(stack, task, ranks)
-            task.wait_whole(ranks)
+            mountpoints = mount_all()
         yield mountpoints
 
 
 @contextmanager
-def mounted_alone(task: Running, *, memory_bytes: int, cache_dir: Path) -> Iterator[Path]:
+def mounted_alone(task: Running, *, cache_dir: Path) -> Iterator[Path]:
     """Mount the dataset on the first node without a task, with a disk cache that has all of it.
     Yields the mount point."""
     node, mountpoint = task.nodes[0], task.nodes[0].folder / "alone"
-    words = ("--session", "kernel", "--memory", str(memory_bytes), "--cache-dir", cache_dir)
-    size = ("--cache-size", str(4 * task.task.stored_bytes))
-    mount = ("mount", *words, *size, DATASET, mountpoint)
+    sizes = (
+        "--memory",
+        str(memory_of(task.shape)),
+        "--cache-size",
+        str(4 * task.task.stored_bytes),
+    )
+    options = ("--session", "kernel", *sizes, "--cache-dir", cache_dir)
     with _no_delay(task), ExitStack() as stack:
-        node.dlcmd(*mount)
+        node.dlcmd("mount", *options, DATASET, mountpoint)
         stack.callback(node.dlcmd, "umount", mountpoint)
         for path in task.shape.paths():  # each chunk is kept on the disk when it is read
             (mountpoint / path).read_bytes()
         yield mountpoint
-
-
-def _mount(stack: ExitStack, task: Running, ranks: Sequence[int]) -> list[Path]:
-    mountpoints = []
-    for rank in ranks:
-        mountpoints.append(task.task.mount(rank))
-        stack.callback(task.task.umount, rank)
-    return mountpoints
 
 
 @contextmanager
@@ -138,18 +133,16 @@ def small_files(bench: Workbench) -> list[Row]:
     with ExitStack() as stack:
         task = stack.enter_context(running(bench, D4L))
         alone = stack.enter_context(running(bench, D4L, 1))
-        shape, memory_bytes = task.shape, memory_of(task.shape)
+        shape = task.shape
         folder, cache_dir, own_cache_dir = (stack.enter_context(bench.scratch()) for _ in range(3))
 
         def epochs(each: Running, mountpoint: Path) -> Mounted:
-            lists = stack.enter_context(bench.scratch())
-            return Mounted(bench, each, mountpoint, lists)
+            mount = Mount(mountpoint)
+            return Mounted(bench, each, mount, stack.enter_context(bench.scratch()))
 
-        mounts = mounted(bench, task, memory_bytes=memory_bytes)
-        ours = epochs(task, stack.enter_context(mounts)[0])
-        mounts = mounted(bench, alone, memory_bytes=memory_bytes, cache_dir=cache_dir)
-        local = epochs(alone, stack.enter_context(mounts)[0])
-        mount = mounted_alone(alone, memory_bytes=memory_bytes, cache_dir=own_cache_dir)
+        ours = epochs(task, stack.enter_context(mounted(task))[0])
+        local = epochs(alone, stack.enter_context(mounted(alone, cache_dir=cache_dir))[0])
+        mount = mounted_alone(alone, cache_dir=own_cache_dir)
         no_task = epochs(alone, stack.enter_context(mount))
         cluster = filled_if_installed(stack, task)
         paths, seeds = shape.paths(), iter(range(bench.rounds))
@@ -174,14 +167,14 @@ def small_files(bench: Workbench) -> list[Row]:
         }
         rounds = alternate(bench.rounds, sides)
     name = f"task {shape.name}, an epoch in known random order, through a mount"
-    memory = f"mount and master have {memory_bytes >> 20} MB, the dataset {shape.bytes >> 20} MB"
+    megabytes = memory_of(shape) >> 20
+    memory = f"mount and master have {megabytes} MB, the dataset {shape.bytes >> 20} MB"
     disk = f"{memory}; the files of the disk cache are in the kernel's page cache"
-    target = at_least(DISK_RATIO)
     return [
-        *against(rounds, name, RATE, {DISK: target}, f"{disk}; a task of one node"),
-        *against(rounds, name, RATE, {NO_TASK: target}, disk),
-        *against(rounds, name, RATE, {MEMCACHED: at_least(MOUNT_RATIO)}, memory),
-        no_more_than(name, READS, rounds.ours(READS), READS_MAX),
+        *against(rounds, name, RATE, {DISK: at_least(0.7)}, f"{disk}; a task of one node"),
+        *against(rounds, name, RATE, {NO_TASK: at_least(0.7)}, disk),
+        *against(rounds, name, RATE, {MEMCACHED: at_least(1.5)}, memory),
+        no_more_than(name, READS, rounds.ours(READS), 0.02),
     ]
 
 
@@ -189,44 +182,36 @@ def large_files(bench: Workbench) -> list[Row]:
     """D110 in a known random order through a mount that has half of it in its node's memory,
     against the bandwidth of TCP between two nodes: with links as fast as the machine, and with
     limited ones."""
-    with running(bench, D110) as task, ExitStack() as stack:
-        shape, memory_bytes = task.shape, memory_of(task.shape)
-        mountpoints = stack.enter_context(mounted(bench, task, memory_bytes=memory_bytes))
-        folder = stack.enter_context(bench.scratch())
-        mount = Mounted(bench, task, mountpoints[0], folder)
+    rows: list[Row] = []
+    with running(bench, D110) as task, mounted(task) as mountpoints, bench.scratch() as folder:
+        mount = Mounted(bench, task, Mount(mountpoints[0]), folder)
 
         def theirs() -> dict[str, float]:
             seconds = IPERF_S / bench.divisor
             return {RATE_BYTES: tcp_bytes_per_s(task.nodes[1], task.nodes[0], seconds) / 1e6}
 
-        sides: dict[str, Side] = {OURS: mount.read, IPERF3: theirs}
-        name = f"task {shape.name}, an epoch in known random order, through a mount"
-        note = "a quarter of it comes from the own node"
-        target = {IPERF3: at_least(BANDWIDTH_RATIO)}
-        rows: list[Row] = []
-        for limit in (0, LINK_KBIT_S):
-            if limit and not has_namespaces():
-                continue
+        for limit in (0, LINK_KBIT_S) if has_namespaces() else (0,):
             for node in task.nodes if limit else ():
                 node.limit_bandwidth(limit)
-            rounds = alternate(bench.rounds, sides)
+            rounds = alternate(bench.rounds, {OURS: mount.read, IPERF3: theirs})
+            name = f"task {task.shape.name}, an epoch in known random order, through a mount"
             link = f", links of {limit / 1e6:.0f} Gbit/s" if limit else ""
+            note, target = "a quarter of it comes from the own node", {IPERF3: at_least(0.8)}
             rows += against(rounds, f"{name}{link}", RATE_BYTES, target, note)
-        return rows
+    return rows
 
 
 def announce(mountpoint: Path, shape: Shape, epoch: int) -> None:
     """Tell the mount the order that `random_order` draws for this seed."""
-    view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
     drawn = np.random.default_rng(epoch).permutation(shape.files)
-    paths = [path.encode() for path in shape.paths()]
-    entries = view.lookup_many(paths)[drawn]
+    entries = entries_of(mountpoint, shape.paths())[drawn]
     with control.Control.connect(mountpoint) as link:
         link.announce("bench", [control.explicit(epoch=epoch, entries=entries)])
 
 
-def reads_of(mountpoint: Path) -> int:
-    """The READs of files that the mount has answered so far."""
-    time.sleep(1.1)  # its statistics may be a second old
-    said = json.loads((mountpoint / ".diesel" / "stats").read_bytes())["reads"]
-    return int(said["hits"]) + int(said["misses"])
+def entries_of(
+    mountpoint: Path, paths: Sequence[str]
+) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+    """The entries of these files in the snapshot of a mount."""
+    view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
+    return view.lookup_many([path.encode() for path in paths])

@@ -4,55 +4,30 @@ The plan is made as a training script makes it: by reading the order from the mo
 """
 
 import os
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 
-from ..control_group import ControlGroup, control_group
+from ..control_group import control_group
 from ..inputs import D4L
-from ..mounts import Mount
 from ..reading import Order, random_order, whole_order
 from ..report import Row, against, at_least, no_more_than, worst
-from ..samples import OURS, Rounds, Side, alternate
+from ..samples import OURS, Measured, NotMeasured, Rounds, Side, alternate
 from ..stored import Stored, Tree, stored
 from ..workbench import Workbench
-from .kernel import KERNEL, RATE, READS
+from .mounts import KERNEL, ONESHOT, RATE, READS, readers_text
 
 GROUP_CHUNKS = 10
 SEED = 1
 BUDGET_PART = 10  # of the dataset's bytes
 READERS = (1, 4, 16)
-
-RESIDENT_RATIO = 0.6
-READS_MAX = 0.02
-UNPLANNED_RATIO = 1
 UNPLANNED_PART = 4  # a fourth of the epoch is read, which fills the budget many times
-PUSHED_RATIO = 0.8
-NATIVE_RESIDENT_RATIO = 0.5
-NATIVE_PEAK_RATIO, OWN_MB = 1.25, 100
+READS_MAX, OWN_MB = 0.02, 100
+CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
+
 PUSHED = "all pushed once, read for the first time"
 RESIDENT, NOT_PUSHING = "everything resident", "the same mount without pushing"
 RATE_AGAIN, READS_AGAIN, PEAK = "files/s, second", "READs a file, second", "peak MB"
-
-CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
-INTERVAL_S = 0.1
-
-
-@dataclass(frozen=True, slots=True)
-class _Epoch:
-    """One epoch: its number, the mount's list of it, and its order for the reader."""
-
-    number: int
-    text: bytes
-    order: Order
-
-    def announce(self, tree: Tree) -> None:
-        """Make the plan by reading its list, and compare the list: it takes milliseconds."""
-        name = f"seed={SEED},epoch={self.number},group={GROUP_CHUNKS}"
-        text = (tree.root / ".diesel" / "shuffle" / name).read_bytes()
-        assert text == self.text, "the mount has another order"
 
 
 class _Setting:
@@ -63,16 +38,24 @@ class _Setting:
         self.data, self.bench = data, data.bench
         self.budget_bytes = data.shape.bytes // BUDGET_PART
         self.options = (*session, "--memory", str(self.budget_bytes))
-        self.oneshot = (*session, "--policy", "oneshot")
+        self.oneshot = (*session, *ONESHOT)
         data.mount_once()
+        (first_text, first), (second_text, second) = self._epoch(0), self._epoch(1)
+        self.texts, self.epochs = (first_text, second_text), (first, second)
 
-    def epoch(self, number: int) -> _Epoch:
-        """An epoch in the order that `dlcmd shuffle` prints."""
+    def _epoch(self, number: int) -> tuple[bytes, Order]:
+        """The list of an epoch that `dlcmd shuffle` prints, and the order for the reader."""
         data = self.data
         words = ["--seed", str(SEED), "--epoch", str(number), "--group-size", str(GROUP_CHUNKS)]
         text = data.dlcmd.output("shuffle", data.shape.name, *words)
         paths, file = os.fsdecode(text).splitlines(), data.folder / f"epoch-{number}"
-        return _Epoch(number, text, whole_order(data.shape, data.mountpoint, paths, file))
+        return text, whole_order(data.shape, data.mountpoint, paths, file)
+
+    def announce(self, tree: Tree, number: int) -> None:
+        """Make the plan of an epoch by reading its list, and compare it: it takes milliseconds."""
+        name = f"seed={SEED},epoch={number},group={GROUP_CHUNKS}"
+        text = (tree.root / ".diesel" / "shuffle" / name).read_bytes()
+        assert text == self.texts[number], "the mount has another order"
 
     def walk(self) -> None:
         """Look all entries up in this process, so that the kernel charges them to it and not to the
@@ -84,7 +67,7 @@ class _Setting:
     def sides(self, readers: int, *, charge_readers: bool = False) -> dict[str, Side]:
         """With `charge_readers`, the peak memory has the pages of the kernel that readers
         brought."""
-        first, second = self.epoch(0), self.epoch(1)
+        first, second = self.epochs
         read = partial(self.bench.read_epoch, readers=readers)
 
         def window() -> dict[str, float]:
@@ -92,29 +75,27 @@ class _Setting:
                 control_group() as group,
                 self.data.opened(OURS, *self.options, group=group) as tree,
             ):
-                assert tree.mount is not None
                 self.walk()
-                peak = _Peak(tree.mount, group)
                 charged = group if charge_readers else None
-                first.announce(tree)
-                once = read(first.order, group=charged)
+                self.announce(tree, 0)
+                once = read(first, group=charged)
                 before = tree.reads()
-                second.announce(tree)
-                again = read(second.order, group=charged)
-                peak_bytes, reads = peak.bytes(), tree.reads()
+                self.announce(tree, 1)
+                again = read(second, group=charged)
+                peak = {} if group is None else {PEAK: group.peak_bytes() / 1e6}
+                reads = tree.reads()
             return {
                 RATE: once.files_per_s,
                 READS: before / self.data.shape.files,
                 RATE_AGAIN: again.files_per_s,
                 READS_AGAIN: (reads - before) / self.data.shape.files,
-                PEAK: peak_bytes / 1e6,
+                **peak,
             }
 
         def resident() -> dict[str, float]:
             with self.data.opened(OURS, *self.oneshot) as tree:
-                self.bench.read_epoch(first.order, walk=tree.root)
-                rate = read(first.order).files_per_s
-                return {RATE: rate, RATE_AGAIN: rate}
+                self.bench.read_epoch(first, walk=tree.root)
+                return dict.fromkeys((RATE, RATE_AGAIN), read(first).files_per_s)
 
         return {OURS: window, RESIDENT: resident}
 
@@ -126,17 +107,18 @@ def _setting(bench: Workbench, session: tuple[str, ...] = KERNEL) -> Iterator[_S
         yield _Setting(data, session)
 
 
+def _peak(rounds: Rounds) -> Measured:
+    """The greatest memory, in the worst round. A control group tells it."""
+    if PEAK in rounds.runs[OURS][0]:
+        return worst(rounds.ours(PEAK))
+    return NotMeasured("no control group can be made here")
+
+
 def chunk_wise(bench: Workbench) -> list[Row]:
     """D4L in chunk-wise order with a budget of a tenth, against everything resident."""
     with _setting(bench) as setting:
         runs = {each: alternate(bench.rounds, setting.sides(each)) for each in READERS}
     limit_mb = 1.3 * setting.budget_bytes / 1e6 + OWN_MB
-    return [row for each in READERS for row in _chunk_wise_rows(runs[each], each, limit_mb)]
-
-
-def _chunk_wise_rows(rounds: Rounds, readers: int, limit_mb: float) -> list[Row]:
-    name = f"kernel {D4L.name}, chunk-wise, {readers} reader{'s' * (readers > 1)}"
-    again = f"{name}, second epoch"
     how = (
         f"G = {GROUP_CHUNKS}, a budget of a tenth of the dataset; the plan is a list that was read"
     )
@@ -144,44 +126,46 @@ def _chunk_wise_rows(rounds: Rounds, readers: int, limit_mb: float) -> list[Row]
         "says little where the first did not keep the limit: the kernel keeps what READs brought"
     )
     memory = "its processes and all that the kernel charges to them"
-    target = {RESIDENT: at_least(RESIDENT_RATIO) if readers == 1 else None}
-    return [
-        *against(rounds, name, RATE, target, how),
-        *against(rounds, again, RATE, target, of=RATE_AGAIN),
-        no_more_than(name, READS, rounds.ours(READS), READS_MAX),
-        no_more_than(again, READS, rounds.ours(READS_AGAIN), READS_MAX, stays),
-        no_more_than(name, PEAK, worst(rounds.ours(PEAK)), limit_mb, memory),
-    ]
+    rows: list[Row] = []
+    for readers, rounds in runs.items():
+        name = f"kernel {D4L.name}, chunk-wise, {readers_text(readers)}"
+        again, target = f"{name}, second epoch", {RESIDENT: at_least(0.6) if readers == 1 else None}
+        rows += [
+            *against(rounds, name, RATE, target, how),
+            *against(rounds, again, RATE, target, of=RATE_AGAIN),
+            no_more_than(name, READS, rounds.ours(READS), READS_MAX),
+            no_more_than(again, READS, rounds.ours(READS_AGAIN), READS_MAX, stays),
+            no_more_than(name, PEAK, _peak(rounds), limit_mb, memory),
+        ]
+    return rows
 
 
 def native(bench: Workbench) -> list[Row]:
     """D4L in chunk-wise order with a budget of a tenth over `bench.session`, against the same
     session when all was pushed before, and against everything resident."""
     with _setting(bench, bench.session_options) as setting:
-        data = setting.data
-        order = setting.epoch(0).order
+        data, order = setting.data, setting.epochs[0]
 
         def pushed() -> dict[str, float]:
             with data.opened(OURS, *setting.oneshot) as tree:
                 assert tree.mount is not None
                 setting.walk()
                 tree.mount.wait_until_loaded()
-                rate = bench.read_epoch(order).files_per_s
-                return {RATE: rate, RATE_AGAIN: rate}
+                return dict.fromkeys((RATE, RATE_AGAIN), bench.read_epoch(order).files_per_s)
 
         sides = {**setting.sides(1, charge_readers=True), PUSHED: pushed}
         rounds = alternate(bench.rounds, sides)
     name = f"{bench.session} {data.shape.name}, window of a tenth"
     again = f"{name}, second epoch"
-    targets = {PUSHED: at_least(PUSHED_RATIO), RESIDENT: at_least(NATIVE_RESIDENT_RATIO)}
-    peak_mb = NATIVE_PEAK_RATIO * setting.budget_bytes / 1e6 + OWN_MB
+    targets = {PUSHED: at_least(0.8), RESIDENT: at_least(0.5)}
+    peak_mb = 1.25 * setting.budget_bytes / 1e6 + OWN_MB
     memory = "its processes, the reader, and all pages of the kernel; 1.25 times the budget"
     return [
         *against(rounds, name, RATE, targets),
         *against(rounds, again, RATE, targets, of=RATE_AGAIN),
         Row(name, READS, rounds.ours(READS)),
         Row(again, READS, rounds.ours(READS_AGAIN)),
-        no_more_than(name, PEAK, worst(rounds.ours(PEAK)), peak_mb, memory),
+        no_more_than(name, PEAK, _peak(rounds), peak_mb, memory),
     ]
 
 
@@ -199,44 +183,10 @@ def unplanned(bench: Workbench) -> list[Row]:
                 report = bench.read_epoch(order)
                 return {RATE: report.files_per_s, READS: tree.reads() / files}
 
-        sides: dict[str, Side] = {
-            OURS: partial(run, pushing=True),
-            NOT_PUSHING: partial(run, pushing=False),
-        }
+        sides = {side: partial(run, pushing=side == OURS) for side in (OURS, NOT_PUSHING)}
         rounds = alternate(bench.rounds, sides)
     name, note = f"kernel {D4L.name}, random, no plan", "a quarter of an epoch, a budget of a tenth"
-    target = {NOT_PUSHING: at_least(UNPLANNED_RATIO)}
     return [
-        *against(rounds, name, RATE, target, f"{note} of it"),
+        *against(rounds, name, RATE, {NOT_PUSHING: at_least(1)}, f"{note} of it"),
         *against(rounds, name, READS, {NOT_PUSHING: None}),
     ]
-
-
-class _Peak:
-    """The most memory that a mount's processes took, with the page cache charged to them.
-
-    The control group knows. Without one it is sampled: what is theirs, and what they hold resident
-    at the end, which is about what they hold all the time.
-    """
-
-    def __init__(self, mount: Mount, group: ControlGroup | None) -> None:
-        self._mount = mount
-        self._group = group
-        self._own_bytes = 0
-        self._end = threading.Event()
-        if group is None:
-            self._supervisor = mount.counts().supervisor
-            self._sampler = threading.Thread(target=self._sample, daemon=True)
-            self._sampler.start()
-
-    def bytes(self) -> int:
-        """The peak so far, in bytes; may be called once."""
-        if self._group is not None:
-            return self._group.peak_bytes()
-        self._end.set()
-        self._sampler.join()
-        return self._own_bytes + self._mount.counts().resident_bytes
-
-    def _sample(self) -> None:
-        while not self._end.wait(INTERVAL_S):
-            self._own_bytes = max(self._own_bytes, self._mount.pss_bytes(self._supervisor))

@@ -94,15 +94,15 @@ def measure(bench: Workbench) -> list[Row]:
     The images lie in a repository twice: packed into chunks in random order, and class after class.
     Full shuffle does not depend on that. All networks of a seed begin with the same weights.
     """
+    images = IMAGES // bench.divisor
     numbers = {
         "epochs": max(EPOCHS // bench.divisor, 2),
         "batch": BATCH,
         "test_images": TEST_IMAGES // bench.divisor,
         "test_seed": TEST_SEED,
     }
-    orders = [(FULL, RANDOM, 0)]
-    orders += [(_name(layout, size), layout, size) for layout in LAYOUTS for size in GROUP_SIZES]
-    images = IMAGES // bench.divisor
+    ordered = [(layout, size) for layout in LAYOUTS for size in GROUP_SIZES]
+    orders = [(FULL, RANDOM, 0), *((_name(*each), *each) for each in ordered)]
     packed = {
         RANDOM: np.random.default_rng(PACKING_SEED).permutation(images),
         SORTED: np.argsort(labels_of(images), kind="stable"),
@@ -112,8 +112,31 @@ def measure(bench: Workbench) -> list[Row]:
         runs = probe_seeds(bench, dlcmd, SEEDS, "orders", json.dumps(numbers), json.dumps(orders))
     if bench.divisor == 1:
         assert runs[0]["chunks"] >= CHUNKS_MIN, f"only {runs[0]['chunks']} chunks"
-    _plot(bench, runs)
-    return _rows(runs)
+    full, rows = of(runs, FULL), []
+    found = {each: Difference.of(of(runs, _name(*each)), full) for each in ordered}
+    for (layout, size), difference in found.items():
+        order = _name(layout, size)
+        effect = statistics.mean(of(runs, f"{order}, design effect"))
+        note = f"{difference}; design effect {effect:.2f}"
+        say(f"{order}: {note}")
+        name, accuracy = f"accuracy, {order}", Samples(of(runs, order))
+        rows.append(Row(name, PERCENT, accuracy, FULL, Samples(full), note=note))
+        if layout == RANDOM and size in NEARLY_FULL:
+            what = f"{name}, less that of {FULL}: farther end of the 95 % interval"
+            reach = Samples((difference.farthest,))
+            rows.append(no_more_than(what, POINTS, reach, POINTS_LOST_MAX))
+        if layout == SORTED and size == 1:
+            what = f"{name}, less that of {FULL}: upper end of the 95 % interval"
+            rows.append(no_more_than(what, POINTS, Samples((difference.highest,)), 0))
+    lines = []
+    for layout, title in LAYOUTS.items():
+        drawn = [found[layout, size] for size in GROUP_SIZES]
+        halves = [each.half_width for each in drawn]
+        lines.append(Line(title, [each.mean for each in drawn], halves))
+    draw(PLOT, lines, is_whole=bench.divisor == 1)
+    minutes = Samples((sum(of(runs, "processor_s")) / 60,))
+    name = f"accuracy, processor time of {len(runs)} seeds"
+    return [*rows, no_more_than(name, "minutes", minutes, PROCESSOR_MINUTES_MAX)]
 
 
 def put_images(folder: Path, pixels: Pixels, packed: Mapping[str, Indices]) -> Dlcmd:
@@ -147,40 +170,3 @@ def _name(layout: str, group_size: int) -> str:
 
 def of(runs: Runs, what: str) -> tuple[float, ...]:
     return tuple(run[what] for run in runs)
-
-
-def _rows(runs: Runs) -> list[Row]:
-    full = of(runs, FULL)
-    rows = []
-    for layout in LAYOUTS:
-        for size in GROUP_SIZES:
-            order = _name(layout, size)
-            accuracy = of(runs, order)
-            difference = Difference.of(accuracy, full)
-            effect = statistics.mean(of(runs, f"{order}, design effect"))
-            note = f"{difference}; design effect {effect:.2f}"
-            say(f"{order}: {note}")
-            name = f"accuracy, {order}"
-            rows.append(Row(name, PERCENT, Samples(accuracy), FULL, Samples(full), note=note))
-            if layout == RANDOM and size in NEARLY_FULL:
-                what = f"{name}, less that of {FULL}: farther end of the 95 % interval"
-                reach = Samples((difference.farthest,))
-                rows.append(no_more_than(what, POINTS, reach, POINTS_LOST_MAX))
-            if layout == SORTED and size == 1:
-                what = f"{name}, less that of {FULL}: upper end of the 95 % interval"
-                rows.append(no_more_than(what, POINTS, Samples((difference.highest,)), 0))
-    minutes = Samples((sum(of(runs, "processor_s")) / 60,))
-    name = f"accuracy, processor time of {len(runs)} seeds"
-    rows.append(no_more_than(name, "minutes", minutes, PROCESSOR_MINUTES_MAX))
-    return rows
-
-
-def _plot(bench: Workbench, runs: Runs) -> None:
-    lines = []
-    for layout, name in LAYOUTS.items():
-        found = [
-            Difference.of(of(runs, _name(layout, size)), of(runs, FULL)) for size in GROUP_SIZES
-        ]
-        means, halves = [each.mean for each in found], [each.half_width for each in found]
-        lines.append(Line(name, means, halves))
-    draw(PLOT, lines, is_whole=bench.divisor == 1)

@@ -21,6 +21,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -66,24 +67,21 @@ def network(seed: int, width: int = WIDTH) -> nn.Module:
     """A network with the weights of a seed: two convolutions, the first with `width` channels, and
     one linear layer."""
     torch.manual_seed(seed)
-    layers = nn.Sequential(
-        nn.Conv2d(CHANNELS, width, 5, padding=2),
-        nn.MaxPool2d(2),
-        nn.BatchNorm2d(width),
-        nn.ReLU(),
-        nn.Conv2d(width, 2 * width, 3, padding=1),
-        nn.MaxPool2d(2),
-        nn.BatchNorm2d(2 * width),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(2 * width * (SIDE // 4) ** 2, CLASSES),
+    first, second = (
+        [
+            nn.Conv2d(*channels, size, padding=size // 2),
+            nn.MaxPool2d(2),
+            nn.BatchNorm2d(channels[1]),
+        ]
+        for channels, size in (((CHANNELS, width), 5), ((width, 2 * width), 3))
     )
+    last = [nn.Flatten(), nn.Linear(2 * width * (SIDE // 4) ** 2, CLASSES)]
+    layers = nn.Sequential(*first, nn.ReLU(), *second, nn.ReLU(), *last)
     network: nn.Module = layers.to(memory_format=torch.channels_last)
     return network
 
 
 def tensors(pixels: Pixels, labels: Sequence[int] | Indices) -> Images:
-    """Images as a network takes them."""
     floats = (torch.from_numpy(pixels).permute(0, 3, 1, 2).float() - 128) / 64
     return floats.contiguous(memory_format=torch.channels_last), torch.tensor(labels)
 
@@ -100,11 +98,10 @@ def read_all(dataset: Dataset) -> Images:
 
 def fit(
     model: nn.Module,
-    steps: int,
     batches: Iterator[torch.Tensor],
+    steps: int,
     loss_of: Callable[[torch.Tensor], torch.Tensor],
 ) -> None:
-    """Train a network with so many batches: places among the images."""
     optimizer = torch.optim.SGD(
         model.parameters(), RATE, MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True
     )
@@ -120,7 +117,6 @@ def fit(
 
 
 def percent_right(model: nn.Module, images: Images) -> float:
-    """How many of the images a network knows."""
     model.eval()
     right = 0
     with torch.no_grad():
@@ -139,11 +135,10 @@ def trained_in_order(
     steps = max(len(labels) // batch, 1)
     model = network(seed).train()
     files = dataset.snapshot.files()
-    group_size = group_size or dataset.snapshot.chunk_count
-    orders = [
-        np.searchsorted(files, dataset.shuffle(seed=seed, epoch=epoch, group_size=group_size))
-        for epoch in range(epochs)
-    ]
+    shuffled = partial(
+        dataset.shuffle, seed=seed, group_size=group_size or dataset.snapshot.chunk_count
+    )
+    orders = [np.searchsorted(files, shuffled(epoch=epoch)) for epoch in range(epochs)]
     batches = (
         places[step * batch : (step + 1) * batch]
         for places in map(torch.from_numpy, orders)
@@ -152,8 +147,8 @@ def trained_in_order(
     cross_entropy = nn.functional.cross_entropy
     fit(
         model,
-        epochs * steps,
         batches,
+        epochs * steps,
         lambda some: cross_entropy(model(pixels[some]), labels[some]),
     )
     return model, orders[0]
@@ -171,11 +166,7 @@ def in_orders(
         for name, dataset_name, group_size in orders:
             if dataset_name not in read:
                 dataset = stack.enter_context(connect(dataset_name, url=url))
-                files = dataset.snapshot.files()
-                pixels = np.stack([decoded(content) for content in dataset.read_many(files)])
-                folders = (path.split(b"/")[0] for path in dataset.snapshot.paths(files))
-                labels = [int(folder.removeprefix(b"class")) for folder in folders]
-                read[dataset_name] = dataset, tensors(pixels, labels)
+                read[dataset_name] = dataset, read_all(dataset)
             dataset, images = read[dataset_name]
             report["chunks"] = dataset.snapshot.chunk_count
             model, first = trained_in_order(dataset, images, group_size, seed, numbers)
@@ -262,14 +253,13 @@ def trained_by(
         mean: torch.Tensor = losses.mean()
         return mean
 
-    fit(model, sum(lengths), batches(), loss_of)
+    fit(model, batches(), sum(lengths), loss_of)
     return model, count, left
 
 
 def in_ways(
     url: str, seed: int, numbers: dict[str, float], ways: Sequence[str], losses_file: str = ""
 ) -> dict[str, float]:
-    """What each way has reached."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tested = int(numbers["test_images"])
     test = tensors(made_long_tail(tested, int(numbers["test_seed"])), labels_of(tested))
@@ -294,7 +284,6 @@ def say(seed: int, what: str, percent: float) -> None:
 
 
 def main(url: str, seed: str, what: str, numbers: str, trained: str, *files: str) -> None:
-    """Print what was reached, and the processor time of all."""
     torch.set_num_threads(1)
     measure = in_orders if what == "orders" else in_ways
     report = measure(url, int(seed), json.loads(numbers), json.loads(trained), *files)

@@ -31,7 +31,7 @@ The paper leaves open what stands below as constants, and three things that matt
 - p and step. Ours are the defaults of the product; `grid_table` shows others.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -74,7 +74,7 @@ DEAR = 3.0
 """How many times as much a dataset costs in the further runs."""
 
 PS, STEPS = (1.5, 2.0, 4.0, 16.0), (0.0, 1 / 96, 1 / 24, 1 / 6, 1.0)
-GRID_ORDERS = FURTHER_ORDERS = 5
+FURTHER_ORDERS = 5
 SEED = 1
 OURS = "cost-aware LRFU"
 DECILES = range(10, 100, 10)
@@ -159,16 +159,18 @@ def _ours(storage: Storage, blocks: Numbers, now: float) -> Numbers:
     return storage.eviction_order(blocks, now, storage.byte_cost_s(blocks))
 
 
+def _sorted(values: Values) -> Numbers:
+    return np.argsort(values, kind="stable")
+
+
 POLICIES: Mapping[str, Order] = {
     OURS: _ours,
-    "LRU": lambda storage, blocks, _: np.argsort(storage.used[blocks], kind="stable"),
+    "LRU": lambda storage, blocks, _: _sorted(storage.used[blocks]),
     "LFU": lambda storage, blocks, _: np.lexsort((storage.used[blocks], storage.count[blocks])),
     "LRFU": lambda storage, blocks, now: storage.eviction_order(blocks, now, np.zeros(len(blocks))),
     "random": lambda storage, blocks, _: storage.random.permutation(len(blocks)),
-    "greedy": lambda storage, blocks, _: np.argsort(storage.blocks.cost_s[blocks], kind="stable"),
-    "greedy for bytes": lambda storage, blocks, _: np.argsort(
-        storage.byte_cost_s(blocks), kind="stable"
-    ),
+    "greedy": lambda storage, blocks, _: _sorted(storage.blocks.cost_s[blocks]),
+    "greedy for bytes": lambda storage, blocks, _: _sorted(storage.byte_cost_s(blocks)),
 }
 
 
@@ -212,11 +214,13 @@ class Workload:
 
 
 def workloads(
-    blocks: Blocks, orders: int, levels: Sequence[float], *, at_once: bool = False
+    bench: Workbench, blocks: Blocks, orders: int, *, at_once: bool = False
 ) -> list[Workload]:
     """All settings, with so many orders of each. `at_once`: the jobs that share a dataset start
     together."""
     found = []
+    levels: list[float] = STORAGE_BYTES[:: min(bench.divisor, len(STORAGE_BYTES))].tolist()
+    orders = max(orders // bench.divisor, 1)
     old, new = np.split(blocks.of_dataset[INTRUSIONS], [OLD])
     for reuses, old_files, sharers in product(REUSES, OLD_FILES, SHARERS):
         speech = blocks.of_dataset[SPEECH]
@@ -240,27 +244,23 @@ def workloads(
 def simulate(bench: Workbench) -> list[Row]:
     """All workloads with all policies: our total time against each of the others."""
     blocks = Blocks.drawn({})
-    jobs = workloads(blocks, max(ORDERS // bench.divisor, 1), _levels(bench))
+    jobs = workloads(bench, blocks, ORDERS)
     hours = _hours(blocks, jobs)
     _plot(bench, blocks, hours)
     say(_deciles_table("the main run", hours))
-    few = max(FURTHER_ORDERS // bench.divisor, 1)
-    at_once = workloads(blocks, few, _levels(bench), at_once=True)
-    say(_deciles_table("jobs that share a dataset start at once", _hours(blocks, at_once)))
-    alike = Blocks.drawn({}, cost_sigma=0.0)
-    found = _hours(alike, workloads(alike, few, _levels(bench)))
-    say(_deciles_table("all blocks cost the same for each byte", found))
-    for name in ("ImageNet", "traffic"):
-        dearer = Blocks.drawn({name: DEAR})
-        found = _hours(dearer, workloads(dearer, few, _levels(bench)))
-        say(_deciles_table(f"{name} costs {DEAR:.0f} times as much", found))
-    say(grid_table(bench))
+    further = {
+        "jobs that share a dataset start at once": blocks,
+        "all blocks cost the same for each byte": Blocks.drawn({}, cost_sigma=0.0),
+        **{
+            f"{name} costs {DEAR:.0f} times as much": Blocks.drawn({name: DEAR})
+            for name in ("ImageNet", "traffic")
+        },
+    }
+    for what, drawn in further.items():
+        some = workloads(bench, drawn, FURTHER_ORDERS, at_once=drawn is blocks)
+        say(_deciles_table(what, _hours(drawn, some)))
+    say(grid_table(blocks, workloads(bench, blocks, FURTHER_ORDERS)))
     return _compared(f"lrfu, {len(jobs):,} workloads", hours)
-
-
-def _levels(bench: Workbench) -> list[float]:
-    found: list[float] = STORAGE_BYTES[:: min(bench.divisor, len(STORAGE_BYTES))].tolist()
-    return found
 
 
 def _hours(blocks: Blocks, jobs: Sequence[Workload]) -> dict[str, Values]:
@@ -272,13 +272,31 @@ def _hours(blocks: Blocks, jobs: Sequence[Workload]) -> dict[str, Values]:
     }
 
 
+def _table(what: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join([f"{what}:", *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
 def _deciles_table(what: str, hours: Mapping[str, Values]) -> str:
-    lines = [f"| hours at the percentile | {' | '.join(map(str, DECILES))} | mean |"]
-    lines.append("| --- " * (2 + len(DECILES)) + "|")
-    for name, each in hours.items():
-        figures = [*np.percentile(each, DECILES), np.mean(each)]
-        lines.append(f"| {name} | {' | '.join(f'{figure:.3f}' for figure in figures)} |")
-    return f"{what}:\n" + "\n".join(lines)
+    rows = [
+        [name, *(f"{figure:.3f}" for figure in (*np.percentile(each, DECILES), np.mean(each)))]
+        for name, each in hours.items()
+    ]
+    return _table(what, ["hours at the percentile", *map(str, DECILES), "mean"], rows)
+
+
+def grid_table(blocks: Blocks, jobs: Sequence[Workload]) -> str:
+    """The median hours of ours for values of p and step."""
+    rows = []
+    for p in PS:
+        cells = [f"{p:g}"]
+        for step in STEPS:
+            rule = Attenuation(p, step)
+            hours = [each.prepared_s(blocks, _ours, rule) / 3600 for each in jobs]
+            cells.append(f"{np.median(hours):.3f} ({np.mean(hours):.3f})")
+        rows.append(cells)
+    what = "median (mean) hours of ours by p and step"
+    return _table(what, ["p \\ step", *(f"{step:.3g}" for step in STEPS)], rows)
 
 
 def _compared(name: str, hours: Mapping[str, Values]) -> list[Row]:
@@ -289,7 +307,8 @@ def _compared(name: str, hours: Mapping[str, Values]) -> list[Row]:
         if other == OURS:
             continue
         median, other_median = (Samples((float(np.median(each)),)) for each in (ours, theirs))
-        ratios = deciles / np.percentile(theirs, DECILES)
+        other_deciles = np.percentile(theirs, DECILES)
+        ratios = deciles / other_deciles
         behind = [str(each) for each, ratio in zip(DECILES, ratios, strict=True) if ratio > 1]
         where = (
             f"behind at the percentiles {', '.join(behind)}" if behind else "at no decile behind"
@@ -298,27 +317,11 @@ def _compared(name: str, hours: Mapping[str, Values]) -> list[Row]:
         note = f"{where}; ours takes less in {less:.0f} % of the workloads, more in {more:.0f} %"
         rows.append(Row(f"{name}, median", "h", median, other, other_median, at_most(1), note))
         worst = int(np.argmax(ratios))
-        rows.append(
-            Row(f"{name}, worst decile", "h", Samples((float(deciles[worst]),)), other,
-                Samples((float(np.percentile(theirs, DECILES[worst])),)), at_most(1))
-        )  # fmt: skip
+        at_worst, other_worst = (
+            Samples((float(each[worst]),)) for each in (deciles, other_deciles)
+        )
+        rows.append(Row(f"{name}, worst decile", "h", at_worst, other, other_worst, at_most(1)))
     return rows
-
-
-def grid_table(bench: Workbench) -> str:
-    """The median hours of ours for values of p and step."""
-    blocks = Blocks.drawn({})
-    jobs = workloads(blocks, max(GRID_ORDERS // bench.divisor, 1), _levels(bench))
-    lines = [f"| p \\ step | {' | '.join(f'{step:.3g}' for step in STEPS)} |"]
-    lines.append("| --- " * (1 + len(STEPS)) + "|")
-    for p in PS:
-        cells = []
-        for step in STEPS:
-            rule = Attenuation(p, step)
-            hours = [each.prepared_s(blocks, _ours, rule) / 3600 for each in jobs]
-            cells.append(f"{np.median(hours):.3f} ({np.mean(hours):.3f})")
-        lines.append(f"| {p:g} | {' | '.join(cells)} |")
-    return "median (mean) hours of ours by p and step:\n" + "\n".join(lines)
 
 
 def _plot(bench: Workbench, blocks: Blocks, hours: Mapping[str, Values]) -> None:

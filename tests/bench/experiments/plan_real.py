@@ -147,18 +147,13 @@ class _Training:
         task.gathered()
         self._snapshot = Snapshot((self._mounts[0] / ".diesel" / "snapshot").read_bytes())
 
-    def close(self) -> None:
-        """End it, as a crash does."""
-        self._task.end()
-
     def read(self, epoch: int) -> Figures:
         """Read an epoch. All are announced with the first."""
         lists = []
         for rank, mount in enumerate(self._mounts):
-            order = ComputedOrder(SEED, epoch, self._order.group, rank, NODES).entries(
-                self._snapshot
-            )
-            paths = (f"{mount}/{self._snapshot.path(each).decode()}" for each in order.tolist())
+            order = ComputedOrder(SEED, epoch, self._order.group, rank, NODES)
+            entries = order.entries(self._snapshot).tolist()
+            paths = (f"{mount}/{self._snapshot.path(each).decode()}" for each in entries)
             lists.append(str(write_list(paths, self._folder / f"list{rank}")))
         announced: dict[str, object] = {"seed": SEED, "kind": self._order.shuffle, "world": NODES}
         if self._order.shuffle == "chunk":
@@ -191,11 +186,11 @@ def measure(bench: Workbench) -> list[Row]:
             memory_bytes = ground.memory_bytes(fit)
             foretold = ground.foretold(order, memory_bytes, Rates.measure(task))
             task.forget()
-            training = _Training(ground, order, memory_bytes)
             try:
+                training = _Training(ground, order, memory_bytes)
                 happened = [training.read(epoch) for epoch in range(EPOCHS)]
             finally:
-                training.close()
+                task.end()  # as a crash does
             name = f"task of {NODES} nodes, {what} fits, {order.shuffle}"
             rows += _rows(name, foretold, happened)
     return rows
@@ -214,14 +209,12 @@ def _rows(name: str, foretold: list[Figures], happened: list[Figures]) -> list[R
         ("bytes", "parts", sizes[0], sizes[1], COUNTS_MAX),
     ]
     for number, (said, was) in enumerate(zip(foretold, happened, strict=True), 1):
-        compared.append(
-            (f"seconds of epoch {number}", "parts", said.seconds, was.seconds, SECONDS_MAX)
-        )
+        seconds = (said.seconds, was.seconds)
+        compared.append((f"seconds of epoch {number}", "parts", *seconds, SECONDS_MAX))
     rows = []
     for what, unit, expected, found, limit in compared:
-        off = abs(found - expected) / (1 if unit == "points" else expected or 1)
+        off = Samples((abs(found - expected) / (1 if unit == "points" else expected or 1),))
         note = f"said {expected:,.6g}, was {found:,.6g}"
         say(f"{name}, {what}: {note}")
-        row = f"{name}: {what} off by"
-        rows.append(no_more_than(row, unit, Samples((off,)), limit, note))
+        rows.append(no_more_than(f"{name}: {what} off by", unit, off, limit, note))
     return rows

@@ -14,7 +14,7 @@ import shutil
 import statistics
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans import control
 from tests.server.program import until
 
+from ..cases.task_mounts import entries_of
 from ..dlcmd import TREE, last_line
 from ..inputs import Shape
 from ..reading import write_list
@@ -94,21 +95,19 @@ class _Setting:
             ]
             self.bench.warm_page_cache(cache)
             before = self.slow.store.counts()
-            with dlcmd.mounted(_DATASET, mountpoint, *self.options(cache)):
-                view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
-                with control.Control.connect(mountpoint) as link:
-                    for rank, order in enumerate(orders):
-                        entries = view.lookup_many([path.encode() for path in order])
-                        epoch = control.explicit(epoch=0, entries=entries)
-                        link.announce(f"rank{rank}", [epoch], lag_entries=2 * BATCH)
-                    figures = self._read(lists)
+            with (
+                dlcmd.mounted(_DATASET, mountpoint, *self.options(cache)),
+                control.Control.connect(mountpoint) as link,
+            ):
+                for rank, order in enumerate(orders):
+                    epoch = control.explicit(epoch=0, entries=entries_of(mountpoint, order))
+                    link.announce(f"rank{rank}", [epoch], lag_entries=2 * BATCH)
+                figures = self._read(lists)
             _wait_for_end(folder)
             read = (self.slow.store.counts() - before).bytes / self.shape.bytes * RANKS
             say(f"{read:.2f} times a rank's files were read from the store")
             misses = cache_of != self.full_cache
-            assert (read >= MISSED_MIN) == misses, (
-                "the first rank's files are not where they should be"
-            )
+            assert (read >= MISSED_MIN) == misses, "the first rank's files are elsewhere"
             assert starts.exists() == by_turns, "the other side is not what it should be"
             return figures
 
@@ -129,15 +128,9 @@ class _Setting:
 def _setting(bench: Workbench) -> Iterator[_Setting]:
     files = max(FILES // bench.divisor, FILES_MIN)
     shape = Shape(f"D110x{files}x{RANKS}", RANKS * files, RANKS, FILE_BYTES)
-    source = bench.input(shape)
-    with ExitStack() as stack:
-        folder = stack.enter_context(bench.scratch())
-        slow = stack.enter_context(
-            slow_store(
-                folder, source, _DATASET, "--chunk-size", str(4 << 20),
-                delay_s=STORE_S, bytes_per_s=STORE_BYTES_PER_S,
-            )
-        )  # fmt: skip
+    source, chunk = bench.input(shape), ("--chunk-size", str(4 << 20))
+    rates = {"delay_s": STORE_S, "bytes_per_s": STORE_BYTES_PER_S}
+    with bench.scratch() as folder, slow_store(folder, source, _DATASET, *chunk, **rates) as slow:
         setting = _Setting(bench, shape, slow, folder / "cache", folder / "full")
         say("filling the caches")
         _fill(setting)

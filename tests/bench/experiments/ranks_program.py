@@ -51,7 +51,6 @@ class Options:
 def read(
     rank: int, options: Options, barrier: Barrier, results: "multiprocessing.Queue[object]"
 ) -> None:
-    """Read the files of a rank."""
     with open(options.lists[rank], "rb") as file:
         paths = [os.fsdecode(path) for path in file.read().split(b"\0")[:-1]]
     took: list[float] = []

@@ -36,7 +36,6 @@ def shard_bytes(bench: Workbench) -> int:
 
 
 def pack(peer: str, source: Path, out: Path, shard_bytes: int) -> None:
-    """Pack the files below a folder into a new folder of shards."""
     in_peers(_PROGRAM, "pack", peer, str(source), str(out), str(shard_bytes))
 
 

@@ -71,7 +71,6 @@ def files(source: str) -> Iterator[str]:
 
 
 def read_file(path: str) -> bytes:
-    """The sample of a file."""
     return Path(path).read_bytes()
 
 
@@ -195,7 +194,6 @@ LOADERS: dict[str, Callable[[Place, Options], Loader]] = {
 
 
 def main(do: str, peer: str, *words: str) -> None:
-    """Do as the command line says."""
     be_quiet()
     if do == "pack":
         source, out, shard_bytes = words

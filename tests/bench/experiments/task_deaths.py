@@ -1,16 +1,17 @@
-"""Experiment:  how fast files are read while nodes of a task die, one after the other: a table, and
+"""Experiment: how fast files are read while nodes of a task die, one after the other: a table, and
 a plot over time beside the bench. It repeats figure 6 of the paper (DIESEL, section 4.2)."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from ..client_process import HEAD_START_S, RATE, ClientProcess
 from ..inputs import D4L
 from ..peers.clusters import MEMCACHED
 from ..plot import Plot, plot_medians
 from ..report import Row, against
-from ..running import BATCH, NODES, Running, filled, running
+from ..running import BATCH, NODES, filled, running
 from ..samples import OURS, Rounds, Side, alternate
 from ..workbench import Workbench
 
@@ -31,7 +32,8 @@ def measure(bench: Workbench) -> list[Row]:
 
     Of memcached, in one case each miss is read from the store, as in the paper; in the other the
     servers that remain get the keys of the dead ones, and clients set what they miss. The store
-    answers each of its requests, of ours too, in 5 ms.
+    answers each of its requests, of ours too, in 5 ms. The rows are the mean rates before each
+    death, after it, and at last.
     """
     scale = min(bench.divisor, 4)  # a shorter time where the bench is only tried
     seconds, bucket_s = SECONDS / scale, BUCKET_S / scale
@@ -56,9 +58,8 @@ def measure(bench: Workbench) -> list[Row]:
             task.start(task_memory_bytes=int(MEMORY_PART * task.task.stored_bytes))
             task.warm_s()
             task.all(do="batches", seed=99, count=10, size=BATCH)
-            return series(
-                [task.clients[rank] for rank in READERS], lambda rank: task.nodes[rank].kill()
-            )
+            clients = [task.clients[rank] for rank in READERS]
+            return series(clients, lambda rank: task.nodes[rank].kill())
 
         def theirs(*options: str, puts: bool) -> dict[str, float]:
             task.stop()
@@ -74,23 +75,7 @@ def measure(bench: Workbench) -> list[Row]:
             REFILLED: lambda: theirs("text", "remaining", puts=True),
         }
         rounds = alternate(min(bench.rounds, ROUNDS), sides)
-    _plot(bench, rounds, bucket_s, deaths, round(seconds / bucket_s))
-    return _rows(task, rounds, bucket_s, deaths, seconds)
-
-
-def _plot(
-    bench: Workbench,
-    rounds: Rounds,
-    bucket_s: float,
-    deaths: Sequence[tuple[float, int]],
-    buckets: int,
-) -> None:
-    """Draw the files a second of each part of the time, at its middle."""
-    places = [(bucket + 0.5) * bucket_s for bucket in range(buckets)]
-    by_time = {
-        side: [{str(places[int(key)]): value for key, value in run.items()} for run in runs]
-        for side, runs in rounds.runs.items()
-    }
+    places = [(bucket + 0.5) * bucket_s for bucket in range(round(seconds / bucket_s))]
     plot = Plot(
         "task_deaths",
         "200,000 files of 4 KiB in random batches of 128, two of 4 nodes killed",
@@ -100,34 +85,35 @@ def _plot(
         over_time=True,
         events=[(at_s, f"node {rank} is killed") for at_s, rank in deaths],
     )
-    plot_medians(bench, plot, Rounds(by_time, rounds.missing), SHOWN)
+    by_place = _converted(
+        rounds, lambda run: {str(places[int(key)]): value for key, value in run.items()}
+    )
+    plot_medians(bench, plot, by_place, SHOWN)
 
-
-def _rows(
-    task: Running,
-    rounds: Rounds,
-    bucket_s: float,
-    deaths: Sequence[tuple[float, int]],
-    seconds: float,
-) -> list[Row]:
-    """The mean rate before the first death, and after each death: at once, and at last."""
     (first_s, _), (second_s, _) = deaths
     short_s = 4 * bucket_s
-    phases = (
-        ("before", first_s - short_s, first_s),
-        (f"{short_s:g} s after the first death", first_s, first_s + short_s),
-        ("before the second death", second_s - short_s, second_s),
-        (f"{short_s:g} s after the second death", second_s, second_s + short_s),
-        ("at the end", seconds - short_s, seconds),
-    )
     name = f"task {task.shape.name}, two of {NODES} nodes killed"
     rows: list[Row] = []
-    for what, begin_s, end_s in phases:
-        buckets = [str(at) for at in range(round(begin_s / bucket_s), round(end_s / bucket_s))]
-        means = {
-            side: [{RATE: sum(run[at] for at in buckets) / len(buckets)} for run in runs]
-            for side, runs in rounds.runs.items()
-        }
-        phase = Rounds(means, rounds.missing)
-        rows += against(phase, f"{name}, {what}", RATE, {MEMCACHED: None, REFILLED: None})
+    for what, end_s in (
+        ("before", first_s),
+        (f"{short_s:g} s after the first death", first_s + short_s),
+        ("before the second death", second_s),
+        (f"{short_s:g} s after the second death", second_s + short_s),
+        ("at the end", seconds),
+    ):
+        last = round(end_s / bucket_s)
+        means = _converted(rounds, partial(_mean, [str(at) for at in range(last - 4, last)]))
+        rows += against(means, f"{name}, {what}", RATE, {MEMCACHED: None, REFILLED: None})
     return rows
+
+
+def _mean(buckets: Sequence[str], run: Mapping[str, float]) -> dict[str, float]:
+    return {RATE: sum(run[at] for at in buckets) / len(buckets)}
+
+
+def _converted(
+    rounds: Rounds, convert: Callable[[Mapping[str, float]], dict[str, float]]
+) -> Rounds:
+    """The rounds with other figures of each run."""
+    runs = {side: [*map(convert, of_side)] for side, of_side in rounds.runs.items()}
+    return Rounds(runs, rounds.missing)

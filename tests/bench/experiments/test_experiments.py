@@ -1,10 +1,13 @@
 """The experiments' own arithmetic, and that they measure every row."""
 
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.rows import each_row
 
 from ..test_bench import rows_of
 from ..workbench import Workbench
@@ -42,11 +45,12 @@ def test_the_benchmarks_of_importance_measure_every_row(tmp_path: Path) -> None:
     assert len(rows) == 8 + 4 + 20 + 5 + 2 + 2 + 2 + 5
 
 
-def test_images_with_a_long_tail_are_the_same_each_time() -> None:
-    pixels = small_images.made_long_tail(20, 1)
-    assert pixels.shape == small_images.made_images(20, 1).shape
-    assert (pixels == small_images.made_long_tail(20, 1)).all()
-    assert (pixels != small_images.made_long_tail(20, 2)).any()
+@each_row("made", [small_images.made_images, small_images.made_long_tail])
+def test_images_are_the_same_each_time(made: Callable[[int, int], small_images.Pixels]) -> None:
+    pixels = made(20, 1)
+    assert pixels.shape == (20, small_images.SIDE, small_images.SIDE, small_images.CHANNELS)
+    assert (pixels == made(20, 1)).all()
+    assert (pixels != made(20, 2)).any()
 
 
 def test_a_paired_difference_has_the_interval_of_students_t() -> None:
@@ -57,10 +61,8 @@ def test_a_paired_difference_has_the_interval_of_students_t() -> None:
     assert difference.farthest == difference.highest == pytest.approx(2 + 4.303 / 3**0.5)
 
 
-def test_images_are_the_same_each_time_and_survive_a_tar(tmp_path: Path) -> None:
+def test_images_survive_a_tar(tmp_path: Path) -> None:
     pixels = small_images.made_images(20, 1)
-    assert (pixels == small_images.made_images(20, 1)).all()
-    assert (pixels != small_images.made_images(20, 2)).any()
     with (tmp_path / "tar").open("wb") as file:
         small_images.write_tar(file, pixels, np.arange(20)[::-1].copy())
     with tarfile.open(tmp_path / "tar") as archive:
@@ -84,9 +86,8 @@ def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
     assert rows["plan, on time", "NoPFS here"].ratio is not None
     imbalanced = lobster.imbalance(Workbench(tmp_path, 1, 100))
     assert all(row.ratio is None or row.ratio > 0 for row in imbalanced)
-    assert [row.unit for row in lobster.speed(Workbench(tmp_path, 1, 2000))] == [
-        "s of a processor"
-    ] * 4
+    speeds = lobster.speed(Workbench(tmp_path, 1, 2000))
+    assert [row.unit for row in speeds] == ["s of a processor"] * 4
 
 
 def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str) -> float:
@@ -114,17 +115,15 @@ def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str
     return total_s
 
 
-@pytest.mark.parametrize("policy", [lrfu.OURS, "LRU"])
+@each_row("policy", [lrfu.OURS, "LRU"])
 def test_the_simulated_storage_of_lrfu_is_as_told_block_by_block(policy: str) -> None:
     rng = np.random.default_rng(7)
     sizes = rng.integers(1, 9, 12).astype(np.float64)
     blocks = lrfu.Blocks(sizes, rng.random(12), np.split(np.arange(12), 4))
     found = []
     for seed in range(40):
-        starts = [
-            lrfu.Start(blocks.of_dataset[each], int(rng.integers(1, 4)))
-            for each in rng.integers(0, 4, 10)
-        ]
+        drawn = rng.integers(0, 4, 10)
+        starts = [lrfu.Start(blocks.of_dataset[each], int(rng.integers(1, 4))) for each in drawn]
         workload = lrfu.Workload(starts, float(rng.integers(24, 40)), [seed])
         found.append(workload.prepared_s(blocks, lrfu.POLICIES[policy]))
         assert found[-1] == pytest.approx(plainly_prepared_s(workload, blocks, policy))

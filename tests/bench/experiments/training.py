@@ -1,4 +1,5 @@
-"""Experiments with a training loop whose data lie in a store: how long the loop waits for them.
+"""Experiments with a training loop whose data lie in a store: how long the loop waits for them; and
+with reading samples without a mount, in one process, from the local disk.
 
 The script (`training_program.py`) is stock PyTorch. Its files lie on the local disk, in the store
 one by one, or on a mount of ours; the peers read shards of the same files from the same store.
@@ -10,8 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 
+from ..cases.limits import read_twice
 from ..dlcmd import PROGRAM, last_line
 from ..inputs import D4, D110, Shape
 from ..peers import python_of_training
@@ -19,6 +22,7 @@ from ..reading import write_list
 from ..report import Row, Target, against, at_least, at_most, no_more_than
 from ..samples import OURS, PeerMissing, Rounds, Side, alternate, repeat, say
 from ..store import BUCKET, SlowStore, slow_store
+from ..stored import Stored, stored
 from ..workbench import Workbench
 from . import shards
 
@@ -27,18 +31,30 @@ BATCH, WORKERS = 64, 4
 EPOCHS, EPOCHS_WITHOUT_MODEL = 3, 2
 MEMORY_PART = 4
 CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
-
-FIRST_WAIT_MAX, LATER_WAIT_MAX = 15.0, 5.0  # percent of an epoch
 SLOWER_MAX = 1.02  # as fast as the best: two runs of one side differ by as much
 
 LOCAL, OBJECTS, NO_PLAN = "files on the local disk", "files in the store", "the mount, no plan"
-SHUFFLES = {OURS: "full", "ours, --shuffle chunk": "chunk"}
+CHUNK_WISE = "ours, --shuffle chunk"
+SHUFFLES = {OURS: "full", CHUNK_WISE: "chunk"}
 _STORED = "files"  # the folder of single files in the bucket
 _DATASET = "images"
 _LAUNCHED = (str(PROGRAM), "-q", "run")
 
 SECONDS, WAITED, RATE = "s an epoch", "s waited", "files/s"
-_PARTS = {"first": FIRST_WAIT_MAX, "later": LATER_WAIT_MAX}
+_PARTS = {"first": 15.0, "later": 5.0}
+"""How many percent of the first epoch, and of later ones, may be waited."""
+
+API_ROUNDS = 3
+API_RATIOS = {D4: 2.0, D110: 1.0}  # to the better peer
+FIRST, BEST = "first pass", "best pass"
+_PEERS_PASSES = {
+    FIRST: "as it iterates, shuffled",
+    BEST: "the better of its ways, as it iterates, shuffled, and by random indices",
+}
+_READERS = {
+    "read_many": ("indices", "views of the contents, in random order"),
+    "DieselDataset": ("dataset", "bytes, in batches of 64 in random order"),
+}
 
 
 def waits(bench: Workbench) -> list[Row]:
@@ -61,11 +77,10 @@ def rates(bench: Workbench) -> list[Row]:
     for shape in (D110, D4):
         with _setting(bench, shape, has_model=False) as setting:
             rounds = alternate(1, setting.sides())
+            targets = _targets(rounds, at_least(1 / SLOWER_MAX))
             for part in _PARTS:
                 for plan in SHUFFLES:
-                    name = _name(setting, "load", part, plan)
-                    targets = _targets(rounds, most=False)
-                    of = f"{part} {RATE}"
+                    name, of = _name(setting, "load", part, plan), f"{part} {RATE}"
                     rows += against(rounds, name, RATE, targets, of=of, side=plan)
     return rows
 
@@ -117,7 +132,7 @@ class _Setting:
     def sides(self) -> dict[str, Side]:
         return {
             OURS: partial(self.mounted, *_LAUNCHED, "--"),
-            "ours, --shuffle chunk": partial(self.mounted, *_LAUNCHED, "--shuffle", "chunk", "--"),
+            CHUNK_WISE: partial(self.mounted, *_LAUNCHED, "--shuffle", "chunk", "--"),
             NO_PLAN: self.mounted,
             LOCAL: self.local,
             OBJECTS: self.objects,
@@ -131,10 +146,8 @@ class _Setting:
         options = json.dumps({**self.options, "source": source})
         command = [*prefix, *_program("train", options)]
         epochs: list[dict[str, float]] = json.loads(last_line(command, environment))
-        expected = (self.shape.files, self.shape.content_sum())
         for epoch in epochs:
-            got = (epoch["files"], epoch["sum"])
-            assert got == expected, f"wrong contents were read: {got}, not {expected}"
+            self.shape.check(epoch["files"], epoch["bytes"], epoch["sum"])
         return _figures(epochs)
 
     def local(self) -> dict[str, float]:
@@ -216,22 +229,20 @@ def _figures(epochs: Sequence[Mapping[str, float]]) -> dict[str, float]:
 def _time_rows(setting: _Setting, rounds: Rounds, what: str) -> list[Row]:
     """Each plan against the limits of waiting, and against each other side."""
     rows: list[Row] = []
+    targets = _targets(rounds, at_most(SLOWER_MAX))
     for part, limit in _PARTS.items():
         for plan in SHUFFLES:
             name = _name(setting, what, part, plan)
-            measured = rounds.of(plan, f"{part} percent")
-            rows.append(no_more_than(name, "% waited", measured, limit))
-            targets, of = _targets(rounds, most=True), f"{part} {SECONDS}"
-            rows += against(rounds, name, SECONDS, targets, of=of, side=plan)
+            rows.append(no_more_than(name, "% waited", rounds.of(plan, f"{part} percent"), limit))
+            rows += against(rounds, name, SECONDS, targets, of=f"{part} {SECONDS}", side=plan)
             if plan == OURS:
                 none, of = dict.fromkeys(targets), f"{part} {WAITED}"
                 rows += against(rounds, f"{name}, waiting", WAITED, none, of=of)
     return rows
 
 
-def _targets(rounds: Rounds, *, most: bool) -> dict[str, Target | None]:
+def _targets(rounds: Rounds, target: Target) -> dict[str, Target | None]:
     """The other sides than the plans; only those that read from the store have a target."""
-    target = at_most(SLOWER_MAX) if most else at_least(1 / SLOWER_MAX)
     others = [side for side in rounds.runs if side not in SHUFFLES]
     return {side: None if side == LOCAL else target for side in others}
 
@@ -239,3 +250,40 @@ def _targets(rounds: Rounds, *, most: bool) -> dict[str, Target | None]:
 def _name(setting: _Setting, what: str, part: str, plan: str) -> str:
     epochs = "first epoch" if part == "first" else "later epochs"
     return f"{what} {setting.shape.name}, plan {SHUFFLES[plan]}, {epochs}"
+
+
+def api(bench: Workbench) -> list[Row]:
+    """Files of 4 KiB and of 110 KiB on the local disk and in the page cache, read in one process by
+    all readers in turns: our first pass, which loads and checks the chunks, against the first one
+    of each peer, and the best pass of each."""
+    rows: list[Row] = []
+    for shape, ratio in API_RATIOS.items():
+        with stored(bench, bench.shape(shape)) as data:
+            sides: dict[str, Side] = {
+                **{name: partial(_ours, data, by, count()) for name, (by, _) in _READERS.items()},
+                **{peer: partial(_peer, data, peer, count()) for peer in (shards.MDS, shards.LIT)},
+            }
+            rounds = alternate(min(bench.rounds, API_ROUNDS), sides)
+        for reader, (_, how) in _READERS.items():
+            for which, passes in _PEERS_PASSES.items():
+                name = f"{reader} {shape.name}, one process, {which}"
+                for peer in (shards.MDS, shards.LIT):
+                    target, note = {peer: at_least(ratio)}, f"{how}; {peer}: {passes}"
+                    rows += against(rounds, name, RATE, target, note, of=which, side=reader)
+    return rows
+
+
+def _ours(data: Stored, by: str, seeds: "count[int]") -> Mapping[str, float]:
+    seconds = read_twice(data, next(seeds), by, "count")
+    return {FIRST: data.shape.files / seconds[0], BEST: data.shape.files / min(seconds)}
+
+
+def _peer(data: Stored, peer: str, seeds: "count[int]") -> Mapping[str, float]:
+    folder, shape = data.folder / peer, data.shape
+    if not folder.exists():
+        shards.pack(peer, data.source, folder, shards.shard_bytes(data.bench))
+    data.bench.warm_page_cache(folder)
+    passes = shards.read(peer, folder, next(seeds))
+    shape.check(passes.files, passes.bytes, passes.sum)
+    best_s = min(*passes.iterated, *passes.indexed)
+    return {FIRST: shape.files / passes.iterated[0], BEST: shape.files / best_s}

@@ -129,7 +129,6 @@ def train(loader: Iterable[torch.Tensor], options: Options) -> list[Epoch]:
 
 
 def report(epochs: list[Epoch]) -> None:
-    """Print the epochs."""
     print(json.dumps([asdict(epoch) for epoch in epochs]))
 
 
@@ -158,7 +157,6 @@ def decoded_per_s(data: bytes, seconds: float) -> float:
 
 
 def decode(seconds: str) -> None:
-    """Decode, and print the rates."""
     data, processes = jpeg(), len(os.sched_getaffinity(0))
     with multiprocessing.Pool(processes) as pool:
         images = sum(pool.starmap(decoded_per_s, [(data, float(seconds))] * processes))
@@ -166,7 +164,6 @@ def decode(seconds: str) -> None:
 
 
 def train_stock(text: str) -> None:
-    """Train, and print the epochs."""
     said = json.loads(text)
     source = said.pop("source")
     options = Options(**said)

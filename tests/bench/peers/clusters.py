@@ -59,7 +59,6 @@ class _Servers(ExitStack):
         return self
 
     def words(self, rank: int) -> tuple[str | Path, ...]:
-        """The command of the server on a node."""
         raise NotImplementedError
 
     def start(self, rank: int) -> None:
@@ -79,7 +78,6 @@ class _Servers(ExitStack):
 
     @property
     def addresses(self) -> str:
-        """The addresses of all servers, as clients are given them."""
         return ",".join(map(self.address, self.nodes))
 
 

@@ -6,11 +6,8 @@ blocking socket to each server. It shows what plain Python can do, and is no pro
 
 A server has every file of the list PATHS (each path ends in NUL) whose number modulo SERVERS is
 RANK, in one memory; all files have the same size. It writes their sums (XXH3, 64 bits, little
-endian) to the file SUMS before it listens. The client, of files of SIZE bytes, answers orders
-(`answering.py`):
-
-    {"do": "steady_batches", "seed": S, "seconds": T, "start_s": B, "size": M}
-    {"do": "steady_singles", "seed": S, "seconds": T, "start_s": B}
+endian) to the file SUMS before it listens. The client, of files of SIZE bytes, answers the orders
+of `answering.py`.
 
 A request is a u32 count and as many records of u32 file and u32 size. The answer is the bytes in
 this order and nothing else, as the client knows all sizes. The client sends its requests to all
@@ -18,7 +15,6 @@ servers before it reads any answer, and checks the sum of every file.
 """
 
 import os
-import random
 import select
 import socket
 import struct
@@ -29,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from tests.bench.answering import DRAWN, DRAWN_SINGLES, answer_orders, calls_per_s
+from tests.bench.answering import DRAWN, answer_orders, drawn_singles, steady
 
 BUFFER_BYTES = 1 << 20
 IOV_MAX = 1024  # slices in one sendmsg
@@ -107,30 +103,23 @@ class Client:
     """Blocking connections to all servers, and the sums of their files, which have `size` bytes."""
 
     def __init__(self, addresses: Sequence[str], sums: Sequence[Sums], size: int) -> None:
-        self._sums = sums
-        self._size = size
-        self._files = sum(map(len, sums))
-        self._sockets: list[socket.socket] = []
-        for address in addresses:
-            opened = socket.create_connection(_place(address))
+        self._sums, self._size, self._files = sums, size, sum(map(len, sums))
+        self._sockets = [socket.create_connection(_place(address)) for address in addresses]
+        for opened in self._sockets:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._sockets.append(opened)
 
     def steady_batches(
         self, seed: int, seconds: float, size: int, start_s: float
     ) -> dict[str, float]:
-        """Read batches of `size` random files."""
         draw = np.random.default_rng(seed)
         wanted = [draw.choice(self._files, size, replace=False) for _ in range(DRAWN)]
         buffers = [memoryview(bytearray(self._size * size)) for _ in self._sockets]
-        self._read(wanted[0], buffers)
-        rate = calls_per_s(lambda files: self._read(files, buffers), wanted, seconds, start_s)
-        return {"files/s": size * rate}
+        return steady(lambda files: self._read(files, buffers), wanted, seconds, start_s, size)
 
     def _read(self, files: npt.NDArray[np.int64], buffers: Sequence[memoryview]) -> None:
-        sockets, size, servers = self._sockets, self._size, len(self._sockets)
+        size, servers = self._size, len(self._sockets)
         asked = []
-        for server, peer in enumerate(sockets):
+        for server, peer in enumerate(self._sockets):
             mine = files[files % servers == server] // servers
             if len(mine):
                 records = np.empty((len(mine), 2), "<u4")
@@ -138,36 +127,34 @@ class Client:
                 peer.sendall(_HEAD.pack(len(mine)) + records.tobytes())
                 asked.append((server, mine))
         for server, mine in asked:
-            length, got, buffer = size * len(mine), 0, buffers[server]
-            while got < length:
-                count = sockets[server].recv_into(buffer[got:length])
-                if not count:
-                    raise SystemExit("a server has closed the connection")
-                got += count
+            buffer = buffers[server]
+            _receive(self._sockets[server], buffer[: size * len(mine)])
             for place, expected in enumerate(self._sums[server][mine].tolist()):
                 if xxh3_64_intdigest(buffer[place * size : (place + 1) * size]) != expected:
                     raise SystemExit("wrong bytes")
 
     def steady_singles(self, seed: int, seconds: float, start_s: float) -> dict[str, float]:
-        """Read random files one by one."""
-        wanted = random.Random(seed).choices(range(self._files), k=DRAWN_SINGLES)
         sockets, size, servers = self._sockets, self._size, len(self._sockets)
         known: list[list[int]] = [each.tolist() for each in self._sums]
         buffer = memoryview(bytearray(size))
 
         def read(file: int) -> None:
             place, server = divmod(file, servers)
-            peer, got = sockets[server], 0
-            peer.sendall(_SINGLE.pack(1, place, size))
-            while got < size:
-                count = peer.recv_into(buffer[got:])
-                if not count:
-                    raise SystemExit("a server has closed the connection")
-                got += count
+            sockets[server].sendall(_SINGLE.pack(1, place, size))
+            _receive(sockets[server], buffer)
             if xxh3_64_intdigest(buffer) != known[server][place]:
                 raise SystemExit("wrong bytes")
 
-        return {"files/s": calls_per_s(read, wanted, seconds, start_s)}
+        return steady(read, drawn_singles(range(self._files), seed), seconds, start_s)
+
+
+def _receive(peer: socket.socket, buffer: memoryview) -> None:
+    got = 0
+    while got < len(buffer):
+        count = peer.recv_into(buffer[got:])
+        if not count:
+            raise SystemExit("a server has closed the connection")
+        got += count
 
 
 def _place(address: str) -> tuple[str, int]:
@@ -193,18 +180,13 @@ def load_and_serve(address: str, sums: str, paths: str, rank: str, servers: str)
 
 
 def obey(addresses: str, sums: str, size: str) -> None:
-    """Connect to all servers, and answer orders."""
     columns = [np.fromfile(file, "<u8") for file in sums.split(",")]
     answer_orders(Client(addresses.split(","), columns, int(size)))
 
 
-def main(do: str, *words: str) -> None:
-    """Run a server or a client."""
+if __name__ == "__main__":
+    do, *words = sys.argv[1:]
     if do == "serve":
         load_and_serve(*words)
     else:
         obey(*words)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -18,7 +18,6 @@ from streaming import MDSWriter
 
 
 def main(source: str, out: str) -> None:
-    """Write each file as a sample of its path and its bytes."""
     start_s = time.perf_counter()
     with MDSWriter(out=out, columns={"path": "str", "data": "bytes"}) as writer:
         for folder, folders, names in os.walk(source):

@@ -4,20 +4,17 @@
 
 With `text` it speaks the text protocol: then a request for many keys gives those of the servers
 that live, and a proxy understands it. With `remaining`, a server that is dead is left out, and the
-others have its keys. It reads orders as lines of JSON, and answers each with a line of JSON:
+others have its keys. It answers the orders of `answering.py`, with the files in "paths", and these:
 
     {"do": "fill", "source": FOLDER, "paths": FILE}
-    {"do": "steady_batches", "paths": FILE, "seed": S, "seconds": T, "start_s": B, "size": M}
-    {"do": "steady_singles", "paths": FILE, "seed": S, "seconds": T, "start_s": B}
     {"do": "epoch", "paths": FILE, "size": M}       in this order
     {"do": "refill", "paths": FILE, "size": M, "store": "host:port/prefix"}
     {"do": "series", "paths": FILE, "seed": S, "seconds": T, "start_s": B, "size": M,
      "bucket_s": U, "store": "host:port/prefix", "puts": P}
 
-FILE lists paths as for the C reader: each ends in NUL (`answering.py` tells of the times). `refill`
-reads misses from the store, and sets them. `series` reads them too, and sets them with P; its
-answer has the files a second of each U seconds.
-Contents are counted but not checked, in favour of the peer.
+FILE lists paths as for the C reader: each ends in NUL. `refill` reads misses from the store, and
+sets them. `series` reads them too, and sets them with P; its answer has the files a second of each
+U seconds. Contents are counted but not checked, in favour of the peer.
 """
 
 import contextlib
@@ -27,11 +24,12 @@ import random
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import pylibmc
 
-from tests.bench.answering import DRAWN, DRAWN_SINGLES, answer_orders, calls_per_s, series_of
+from tests.bench.answering import DRAWN, answer_orders, drawn_singles, series_of, steady
 
 _Wanted = TypeVar("_Wanted")
 
@@ -69,7 +67,6 @@ class Reader:
         self._missed = 0
 
     def fill(self, source: str, paths: str) -> dict[str, float]:
-        """Read file by file, each with a request of its own."""
         wanted, start_s = listed(paths), time.perf_counter()
         for path in wanted:
             with open(os.path.join(source, path), "rb") as file:
@@ -84,36 +81,27 @@ class Reader:
     def steady_singles(
         self, paths: str, seed: int, seconds: float, start_s: float
     ) -> dict[str, float]:
-        wanted = random.Random(seed).choices(listed(paths), k=DRAWN_SINGLES)
-        return self._steady(self._single, wanted, seconds, start_s, 1)
+        return self._steady(self._single, drawn_singles(listed(paths), seed), seconds, start_s, 1)
 
     def epoch(self, paths: str, size: int) -> dict[str, float]:
         return self._pass(self._batch, paths, size)
 
     def refill(self, paths: str, size: int, store: str) -> dict[str, float]:
-        """Read an epoch; files that are missing are read from the store, and set."""
-        opened = Store(store)
-        return self._pass(lambda some: self._batch_or_store(some, opened, puts=True), paths, size)
+        return self._pass(partial(self._batch_or_store, Store(store), puts=True), paths, size)
 
     def series(
         self, paths: str, seed: int, seconds: float, start_s: float, size: int, bucket_s: float,
         store: str, puts: bool,
     ) -> dict[str, float]:  # fmt: skip
-        """Read random batches all the time; the files a second of each part of the time."""
-        opened, wanted = Store(store), _batches(paths, seed, size)
-        return series_of(
-            lambda some: self._batch_or_store(some, opened, puts=puts),
-            wanted, seconds, start_s, size, bucket_s,
-        )  # fmt: skip
+        read = partial(self._batch_or_store, Store(store), puts=puts)
+        return series_of(read, _batches(paths, seed, size), seconds, start_s, size, bucket_s)
 
     def _steady(
         self, read: Callable[[_Wanted], None], wanted: Sequence[_Wanted], seconds: float,
         start_s: float, size: int,
     ) -> dict[str, float]:  # fmt: skip
         self._missed = 0
-        read(wanted[0])
-        rate = size * calls_per_s(read, wanted, seconds, start_s)
-        return {"files/s": rate, "missed": self._missed}
+        return {**steady(read, wanted, seconds, start_s, size), "missed": self._missed}
 
     def _pass(self, read: Callable[[list[str]], None], paths: str, size: int) -> dict[str, float]:
         wanted = listed(paths)
@@ -129,7 +117,7 @@ class Reader:
     def _single(self, path: str) -> None:
         self._missed += self._client.get(path) is None
 
-    def _batch_or_store(self, some: list[str], store: Store, *, puts: bool) -> None:
+    def _batch_or_store(self, store: Store, some: list[str], *, puts: bool) -> None:
         """Files that are missing are read from the store, one a request, and put into the cache
         with `puts`."""
         try:

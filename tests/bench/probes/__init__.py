@@ -11,11 +11,7 @@ from ..dlcmd import DEADLINE_S, Dlcmd, last_line
 
 
 def run(
-    probe: str,
-    dlcmd: Dlcmd,
-    *arguments: str,
-    fresh_cache: str = "",
-    deadline_s: float = DEADLINE_S,
+    probe: str, dlcmd: Dlcmd, *arguments: str, fresh_cache: str = "", deadline_s: float = DEADLINE_S
 ) -> dict[str, float]:
     """What a probe says of itself, in a repository. `fresh_cache`: an empty folder for private
     copies, as a new user has it.

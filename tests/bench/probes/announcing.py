@@ -38,7 +38,6 @@ def memory(key: str) -> int:
 
 
 def main(listed: str) -> None:
-    """Begin an epoch, and print what it took."""
     paths = [os.fsdecode(path) for path in Path(listed).read_bytes().split(b"\0")[:-1]]
     loader = DataLoader(Named(paths), batch_size=BATCH, shuffle=True)
     del paths

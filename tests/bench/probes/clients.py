@@ -5,7 +5,7 @@
     chunks    COUNT passes each over all chunks, whole, one request a chunk
     stat      COUNT requests each for the entries at SIZE random paths
     lookups   COUNT times SIZE random paths looked up in the snapshot; the server is not asked
-    objects   COUNT objects of an S3 server each, in random order; URL is the bucket's
+    objects   COUNT objects of an S3 server each, of SIZE, in random order; URL is the bucket's
 
 Clients are processes that begin together; what they do before, and Python's start, is not counted.
 """
@@ -37,9 +37,13 @@ MEMORY_BYTES = 8 << 20
 Work = Callable[[], None]
 _Wanted = TypeVar("_Wanted")
 
+SIGNED = {
+    "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request,"
+    " SignedHeaders=host, Signature=unchecked"
+}
+
 
 def sample(paths: list[str]) -> list[str]:
-    """The files that are read on both sides."""
     return paths[::SAMPLE_STEP]
 
 
@@ -78,8 +82,6 @@ def together(clients: int, prepare: Callable[[int], Work]) -> float:
 
 
 def calls(read: Callable[[_Wanted], object], wanted: Iterable[_Wanted]) -> Work:
-    """Call `read` with each."""
-
     def work() -> None:
         for each in wanted:
             read(each)
@@ -87,7 +89,7 @@ def calls(read: Callable[[_Wanted], object], wanted: Iterable[_Wanted]) -> Work:
     return work
 
 
-def files(dataset: Dataset, clients: int, count: int) -> dict[str, float]:
+def files(dataset: Dataset, clients: int, count: int, _size: int) -> dict[str, float]:
     names = sample([os.fsdecode(path) for path in dataset.snapshot.paths(dataset.snapshot.files())])
 
     def prepare(number: int) -> Work:
@@ -113,7 +115,21 @@ def batches(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, 
     return {"s": together(clients, prepare) / count}
 
 
-def chunks(repository: RemoteRepository, name: str, clients: int, count: int) -> dict[str, float]:
+def lookups(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, float]:
+    view = dataset.snapshot
+    paths = list(view.paths(view.files()))
+
+    def prepare(number: int) -> Work:
+        wanted = random.Random(number).choices(paths, k=size)
+        view.stat_many(view.lookup_many(wanted))
+        return calls(lambda _: view.stat_many(view.lookup_many(wanted)), range(count))
+
+    return {"entries/s": clients * count * size / together(clients, prepare)}
+
+
+def chunks(
+    repository: RemoteRepository, name: str, clients: int, count: int, _size: int
+) -> dict[str, float]:
     view = repository.view(name)
     names = [chunk_object(view.identity, chunk) for chunk in view.chunk_ids]
     sizes = view.chunk_sizes.tolist()
@@ -149,18 +165,6 @@ def stat(
     return {"entries/s": clients * count * size / together(clients, prepare)}
 
 
-def lookups(dataset: Dataset, clients: int, count: int, size: int) -> dict[str, float]:
-    view = dataset.snapshot
-    paths = list(view.paths(view.files()))
-
-    def prepare(number: int) -> Work:
-        wanted = random.Random(number).choices(paths, k=size)
-        view.stat_many(view.lookup_many(wanted))
-        return calls(lambda _: view.stat_many(view.lookup_many(wanted)), range(count))
-
-    return {"entries/s": clients * count * size / together(clients, prepare)}
-
-
 def objects(url: str, clients: int, count: int, keys: int) -> dict[str, float]:
     """GETs of objects by a client that costs almost nothing, less than any S3 library."""
     place = urlsplit(url)
@@ -180,30 +184,20 @@ def objects(url: str, clients: int, count: int, keys: int) -> dict[str, float]:
     return {"files/s": clients * count / together(clients, prepare)}
 
 
-SIGNED = {
-    "Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request,"
-    " SignedHeaders=host, Signature=unchecked"
-}
+OF_DATASET = {"files": files, "batches": batches, "lookups": lookups}
+OF_REPOSITORY = {"chunks": chunks, "stat": stat}
 
 
 def main(url: str, name: str, what: str, clients: int, count: int, size: int = 0) -> None:
-    """Measure, and print the figures."""
     if what == "objects":
         report = objects(url, clients, count, size)
-    elif what in ("chunks", "stat"):
+    elif what in OF_REPOSITORY:
         repository = open_configured(load_settings({}))
         assert isinstance(repository, RemoteRepository)
-        if what == "chunks":
-            report = chunks(repository, name, clients, count)
-        else:
-            report = stat(repository, name, clients, count, size)
+        report = OF_REPOSITORY[what](repository, name, clients, count, size)
     else:
         with connect(name, memory_bytes=MEMORY_BYTES) as dataset:
-            if what == "files":
-                report = files(dataset, clients, count)
-            else:
-                measure = batches if what == "batches" else lookups
-                report = measure(dataset, clients, count, size)
+            report = OF_DATASET[what](dataset, clients, count, size)
     print(json.dumps(report))
 
 

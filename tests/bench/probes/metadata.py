@@ -85,7 +85,6 @@ def scan(url: str, name: str) -> dict[str, float]:
 
 
 def _scan(dataset: Dataset) -> int:
-    """Walk all folders; return the number of entries."""
     view = dataset.snapshot
     folders, seen = [0], 1
     while folders:

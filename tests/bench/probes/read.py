@@ -31,7 +31,6 @@ Reader = Callable[[], Callable[[], Iterable[Content]]]
 def by_many(
     url: str, name: str, generator: np.random.Generator, by: str
 ) -> tuple[AbstractContextManager[object], Reader]:
-    """Readers by `read_many`."""
     dataset = connect(name, url=url)
 
     def drawn() -> Callable[[], Iterable[Content]]:
@@ -66,7 +65,6 @@ def by_dataset(
 
 
 def total(contents: Iterable[Content]) -> tuple[int, int]:
-    """The number of files, and the sum of their 64-bit words."""
     files = words = 0
     for content in contents:
         words += int(np.frombuffer(content, np.uint64).sum())
