@@ -7,18 +7,24 @@ import random
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 from uuid import uuid4
 
 import pytest
 import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import MockClock
 
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.image import BLOCK_BYTES, Image, Shown, build_image
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import content_file
 from diesel_fs.mounts.attributes import FuseErrno, Owner
-from diesel_fs.mounts.content_file import ContentFile
+from diesel_fs.mounts.content_file import ContentFile, ContentVersion
 from diesel_fs.mounts.vfs import Vfs
+from tests.examples import examples
 from tests.mounts.folder_dataset import snapshot_of
 from tests.waiting import soon
 
@@ -138,28 +144,84 @@ def test_one_file_that_fails_fails_the_READ_and_no_READ_of_others(content: Conte
     assert content.read(content.starts["c"], BLOCK_BYTES) == errno.EIO
 
 
-def test_a_file_that_failed_is_asked_for_once_while_READs_of_it_come(
-    content: Content, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The kernel repeats them for each page. Later ones are new attempts."""
-    content.reader.failing = {"h"}
-    for block in range(20):
-        start = content.starts["h"] + block * BLOCK_BYTES
-        assert content.read(start, BLOCK_BYTES) == errno.EIO
-    assert content.reader.asked == ["h"]
-    content.reader.failing = set()
-    monkeypatch.setattr(content_file, "RETRIES_APART_S", 0.0)
-    assert isinstance(content.read(content.starts["h"], BLOCK_BYTES), bytes)
-    assert content.reader.asked == ["h", "h"]
+class Outage:
+    """A version of one file, whose store fails until a moment of a simulated clock."""
+
+    def __init__(self, well_s: float, fails_in_s: float) -> None:
+        self.attempts = 0
+        self.last_failure_s = 0.0
+        self._well_s, self._fails_in_s = well_s, fails_in_s
+        extent = SimpleNamespace(start=0, size=1 << 20)
+        vfs = SimpleNamespace(
+            snapshot=SimpleNamespace(extents=lambda *_: [extent]),
+            read=self._read,
+            errno_of=lambda *_: errno.EIO,
+        )
+        self.version = ContentVersion(cast("Vfs", vfs), memoryview(b""), memoryview(b""))
+
+    async def _read(self, node: int, offset: int, size: int) -> bytes:
+        self.attempts += 1
+        if trio.current_time() < self._well_s:
+            await trio.sleep(self._fails_in_s)
+            self.last_failure_s = trio.current_time()
+            raise ObjectStoreError("the store is away")
+        await trio.sleep(0.005)
+        return bytes(size)
+
+    async def succeeds(self) -> bool:
+        """Whether a READ does."""
+        try:
+            return bool(await self.version.read(0, 0, 4096))
+        except FuseErrno:
+            return False
 
 
-def test_readers_that_try_again_and_again_get_an_attempt(
-    content: Content, monkeypatch: pytest.MonkeyPatch
+@examples(200)
+@given(
+    well_s=st.floats(0, 9),
+    fails_in_s=st.sampled_from([0.0, 0.001, 0.2, 3.0, 20.0]),
+    paces_s=st.lists(st.sampled_from([0.02, 0.2, 0.9, 1.1, 7.0]), min_size=1, max_size=4),
+)
+def test_H22_a_store_that_is_well_again_is_seen_by_the_first_READ(
+    well_s: float, fails_in_s: float, paces_s: list[float]
 ) -> None:
-    monkeypatch.setattr(content_file, "RETRIES_MAX", 0)
-    content.reader.failing = {"h"}
-    assert [content.read(content.starts["h"], BLOCK_BYTES) for _ in range(3)] == [errno.EIO] * 3
-    assert content.reader.asked == ["h"] * 3
+    """However often readers try: after an attempt that took long, READs fail for a second more."""
+    outage = Outage(well_s, fails_in_s)
+    late: list[float] = []
+
+    async def read_again_and_again(pace_s: float) -> None:
+        done = False
+        while not done:
+            begun_s = trio.current_time()
+            done = await outage.succeeds()
+            since_s = begun_s - max(well_s, outage.last_failure_s)
+            if not done and since_s > min(fails_in_s, 1.0) + 1e-6:
+                late.append(since_s)
+            await trio.sleep(pace_s)
+
+    async def main() -> None:
+        async with trio.open_nursery() as nursery:
+            for pace_s in paces_s:
+                nursery.start_soon(read_again_and_again, pace_s)
+        assert await outage.succeeds()
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert late == []
+
+
+def test_READs_that_the_kernel_repeats_do_not_each_wait_for_a_store_that_hangs() -> None:
+    """It sends two for each page that it wanted to read ahead, one behind the other."""
+    outage = Outage(1e9, 30.0)
+
+    async def main() -> None:
+        begun_s = trio.current_time()
+        for _ in range(512):
+            assert not await outage.succeeds()
+            await trio.sleep(0.001)
+        assert trio.current_time() - begun_s < 32
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
+    assert outage.attempts == 1
 
 
 def test_a_file_that_hangs_delays_those_beside_it_for_a_moment_only(
