@@ -284,7 +284,8 @@ def fast_tests(path: Path) -> Iterator[str]:
         return
     for node in ast.walk(tree):
         decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
-        if isinstance(node, ast.FunctionDef) and "pytest.mark.deep" not in decorators:
+        is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_test and "pytest.mark.deep" not in decorators:
             yield node.name
 
 

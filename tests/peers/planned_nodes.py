@@ -12,6 +12,7 @@ more than the readers want, it is all but what the nodes can hold.
 """
 
 import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from diesel_fs.peers.node_cache import chunk_budget_bytes
 from diesel_fs.peers.ownership import Ownership
 from diesel_fs.repository.private_copies import open_snapshot_file
 
-from .planned_reads import NODES, belady_fetches
+from .planned_reads import NODES, belady_fetches, lru_fetches
 from .running import DATASET, Outcome, Reader, RunningTask
 
 BATCH = 16
@@ -80,21 +81,35 @@ class PlannedEgress:
     @property
     def least(self) -> list[float]:
         """The bytes that the store must give in each epoch."""
-        sizes = self.snapshot.chunk_sizes.astype(np.float64)
-        if self._group >= len(sizes):
-            held = min(NODES * self._room_bytes, sizes.sum())
-            return [sizes.sum(), *[sizes.sum() - held] * (len(self.got) - 1)]
-        found = [0.0] * len(self.got)
-        for rank, accesses in enumerate(self._accesses):
-            mean = float(sizes[self._owner == rank].mean())
-            room = int(self._room_bytes / mean)
-            ends = [each[rank] for each in self._ends]
-            after = [belady_fetches(accesses, room, end) for end in ends]
-            for epoch, (before, behind) in enumerate(itertools.pairwise(after)):
-                found[epoch] += (before - behind) * mean
-        return found
+        if self._is_full:
+            stored = float(self.snapshot.chunk_sizes.sum())
+            held = min(NODES * self._room_bytes, stored)
+            return [stored, *[stored - held] * (len(self.got) - 1)]
+        return self._given(belady_fetches)
+
+    @property
+    def by_lru(self) -> list[float]:
+        """What the store would give in each epoch without plans, but no more than all it has."""
+        stored = float(self.snapshot.chunk_sizes.sum())
+        return [min(each, stored) for each in self._given(lru_fetches)]
 
     @property
     def ratios(self) -> list[float]:
         """What the store gave in each epoch, by what it must give."""
         return [float(got / least) for got, least in zip(self.got, self.least, strict=True)]
+
+    @property
+    def _is_full(self) -> bool:
+        return self._group >= len(self.snapshot.chunk_sizes)
+
+    def _given(self, fetches: Callable[[Sequence[int], int, int], int]) -> list[float]:
+        """The bytes of each epoch, by a count of fetches from an access on."""
+        sizes = self.snapshot.chunk_sizes.astype(np.float64)
+        found = [0.0] * len(self.got)
+        for rank, accesses in enumerate(self._accesses):
+            mean = float(sizes[self._owner == rank].mean())
+            room = int(self._room_bytes / mean)
+            after = [fetches(accesses, room, each[rank]) for each in self._ends]
+            for epoch, (before, behind) in enumerate(itertools.pairwise(after)):
+                found[epoch] += (before - behind) * mean
+        return found

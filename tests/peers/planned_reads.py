@@ -81,6 +81,21 @@ def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
     return fetches
 
 
+def lru_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
+    """How many chunks a cache fetches that replaces the one whose last use is longest ago."""
+    here: dict[int, None] = {}
+    fetches = 0
+    for at, chunk in enumerate(accesses):
+        if chunk in here:
+            del here[chunk]
+        else:
+            fetches += at >= first
+            while len(here) >= room:
+                del here[next(iter(here))]
+        here[chunk] = None
+    return fetches
+
+
 # The simulated task
 
 

@@ -46,14 +46,16 @@ def plan(task: RunningTask, rank: int) -> dict[str, int]:
 def test_the_store_gives_little_more_than_it_must(
     task: RunningTask, group: int, announced: str
 ) -> None:
-    """In so short epochs, with 33 chunks a node; the bench measures larger ones (`task-plan`)."""
+    """Little by an optimum that knows when each rank reads. Real ranks do not keep in step, so here
+    the store gives less than halfway between that and what it would give without plans; how near
+    the optimum is, simulated nodes (`test_planned_reads.py`) and the bench (`task-plan`) show."""
     egress = PlannedEgress(task, group=group, pace_s=PACE_S, announced=announced)
     for epoch in range(2):
         outcomes = egress.read(epoch)
         assert not any(each.wrong or each.errors for each in outcomes)
         assert sum(each.right for each in outcomes) == FILES
-    assert egress.got[1] < 0.6 * task.stored_bytes
-    assert max(egress.ratios) < 1.1, egress.ratios
+    assert egress.ratios[0] < 1.1, egress.ratios
+    assert egress.got[1] < (egress.least[1] + egress.by_lru[1]) / 2, egress.ratios
     for rank in range(NODES):
         found = plan(task, rank)
         assert (found["streams"], found["nodes"], found["refused"]) == (NODES, NODES, 0)
