@@ -35,7 +35,7 @@ def kill_mount(target: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_mounts_survive_a_kill_of_the_plugin(
+def test_mounts_survive_a_kill_of_the_plugin_and_the_next_one_ends_what_nobody_shows(
     own_plugin: Plugin, pets: Attributes, tmp_path: Path
 ) -> None:
     target, second = tmp_path / "mount", tmp_path / "second"
@@ -49,18 +49,10 @@ def test_mounts_survive_a_kill_of_the_plugin(
     assert own_plugin.end(signal.SIGTERM) == 0
     assert shown(target) == FILES
     own_plugin.start()
-    for each in (target, second):
-        own_plugin.kubelet.unpublish(each)
-        assert not each.exists()
-
-
-def test_what_nobody_shows_any_more_is_ended_by_the_next_plugin(
-    own_plugin: Plugin, pets: Attributes, tmp_path: Path
-) -> None:
-    target = tmp_path / "mount"
-    own_plugin.kubelet.publish(target, pets)
+    own_plugin.kubelet.unpublish(target)
+    assert not target.exists()
     own_plugin.end(signal.SIGKILL)
-    os.system(f"umount -l {target}")  # noqa: S605  # as a kubelet that cleans up by itself
+    os.system(f"umount -l {second}")  # noqa: S605  # as a kubelet that cleans up by itself
     (own_plugin.state / "mounts" / ("0" * 32 + "-1") / "root").mkdir(parents=True)
     own_plugin.start()
     own_plugin.wait_until_clean()

@@ -103,21 +103,6 @@ def test_a_pod_that_fails_says_why_and_is_deleted(
     assert not (tmp_path / "mount").exists()
 
 
-def test_a_mount_pod_that_is_killed_gets_a_successor(
-    cluster: Cluster, volumes: NodeVolumes, tmp_path: Path
-) -> None:
-    target = tmp_path / "mount"
-    publish(volumes, target, secrets=SECRETS)
-    (name,) = [name for kind, name in cluster.objects if kind == "pods"]
-    cluster.kill_pod(name)
-    wait_until(lambda: volumes.condition(str(target)).trouble)
-    publish(volumes, target, secrets=SECRETS)
-    assert shown(target) == FILES
-    wait_until(lambda: ("pods", name) not in cluster.objects)
-    volumes.unpublish(str(target))
-    wait_until(lambda: not cluster.objects)
-
-
 def test_the_next_plugin_deletes_what_did_not_come_up(
     cluster: Cluster, pets: dict[str, str], state: Path
 ) -> None:
@@ -131,16 +116,21 @@ def test_the_next_plugin_deletes_what_did_not_come_up(
         assert [name for _, name in cluster.objects] == ["of-another-node"]
 
 
-def test_a_mount_pod_outlives_the_plugin(
+def test_a_mount_pod_outlives_the_plugin_and_gets_a_successor_if_it_is_killed(
     cluster: Cluster, pets: dict[str, str], state: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "mount"
     with plugin_in(state, cluster, pets["url"]) as volumes:
-        publish(volumes, target)
+        publish(volumes, target, secrets=SECRETS)
     assert shown(target) == FILES
     with plugin_in(state, cluster, pets["url"]) as volumes:
-        publish(volumes, target)
-        assert len(cluster.objects) == 1
+        publish(volumes, target, secrets=SECRETS)
+        ((_, name),) = cluster.objects
+        cluster.kill_pod(name)
+        wait_until(lambda: volumes.condition(str(target)).trouble)
+        publish(volumes, target, secrets=SECRETS)
+        assert shown(target) == FILES
+        wait_until(lambda: ("pods", name) not in cluster.objects)
         volumes.unpublish(str(target))
         wait_until(lambda: not cluster.objects)
 
