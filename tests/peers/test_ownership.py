@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diesel_fs.peers.master import RENEW_S
+from diesel_fs.peers.membership import TTL_S
 from diesel_fs.peers.ownership import CAPACITY, Ownership
 from tests.rows import each_row
 
@@ -60,6 +62,13 @@ def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, lost: i
     assert takers.max() < 12 * max(count / world**2, 1), "its chunks go to many, not to one"
     living[lost] = True
     assert np.array_equal(ownership.owners(living), before)  # it has what it had
+
+
+def test_a_dead_nodes_share_is_taken_over_within_ten_seconds() -> None:
+    """Its registration ends, the others renew theirs, and each loads some of its chunks over a link
+    of 10 Gbit/s. DIESEL's own cache took that long to be whole again, with ten nodes."""
+    loading_s = 20 * 4 * MIB / 1.25e9
+    assert TTL_S + RENEW_S + loading_s < 10.0
 
 
 @pytest.mark.parametrize(("world", "count"), [(4, 400), (16, 16_000)])

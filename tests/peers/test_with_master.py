@@ -325,7 +325,7 @@ def test_J4_a_restarted_master_keeps_the_cache_of_the_previous_one(
 
 
 @pytest.mark.parametrize("takes", ["size=64k,mode=700", "size=64k,mode=700,ro"])
-def test_J1_an_unusable_disk_at_the_start_is_a_warning(
+def test_J1_F11_an_unusable_disk_at_the_start_is_a_warning(
     node: Node, takes: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with small_disk(node.folder / "disk", takes) as point:
