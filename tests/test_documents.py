@@ -284,8 +284,9 @@ def fast_tests(path: Path) -> Iterator[str]:
         return
     for node in ast.walk(tree):
         decorators = map(ast.unparse, getattr(node, "decorator_list", ()))
-        is_test = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-        if is_test and "pytest.mark.deep" not in decorators:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        if "pytest.mark.deep" not in decorators:
             yield node.name
 
 
