@@ -21,8 +21,9 @@ from diesel_fs.repository.private_copies import boot_id
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
 from ..datasets import content, dataset_state, forget_private_copies
-from ..storage.objects.faulty_store import Fault, FaultyStore
+from ..storage.objects.faulty_store import Fault
 from ..trees import facts, write
+from .folder_puts import faulty, put_folder
 from .test_interleavings import Writer, fold_in
 
 ONE = PutOptions(jobs=1)
@@ -35,7 +36,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(repository: LocalRepository, source: Path) -> LocalRepository:
-    ingest.put(repository, "ds", FolderSource(source), options=ONE)
+    put_folder(repository, source)
     return repository
 
 
@@ -59,7 +60,7 @@ def test_B1_an_unreadable_orphan_blocks_no_writer(filled: LocalRepository, sourc
     identity = filled.dataset("ds").identity
     filled.objects.put(chunk_object(identity, old), [b"torn"])
     write(source, {"more": b"3"})
-    assert ingest.put(filled, "ds", FolderSource(source), options=ONE).files == 1
+    assert put_folder(filled, source).files == 1
     assert dataset_state(filled) == facts(source)
     assert any("truncated" in problem for problem in filled.verify("ds").problems)
 
@@ -69,7 +70,7 @@ def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
 ) -> None:
     for i in range(3):
         write(source, {f"more{i}": b"3"})
-        ingest.put(filled, "ds", FolderSource(source), options=ONE)
+        put_folder(filled, source)
     filled.close()
     (tmp_path / "store/meta.sqlite").unlink()
     shutil.rmtree(next((tmp_path / "store").glob("datasets/*/snapshots")))
@@ -100,13 +101,13 @@ def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
     shutil.copy(database, tmp_path / "backup")
     write(source, {"later": b"3"})
     with LocalRepository.open(filled.url) as repository:
-        ingest.put(repository, "ds", FolderSource(source), options=ONE)
+        put_folder(repository, source)
     shutil.copy(tmp_path / "backup", database)
     with LocalRepository.open(filled.url) as repository:
         assert repository.stat("ds", b"later").size == 1
         with pytest.raises(MetadataError, match="recover"):
             repository.list("ds")
-        assert ingest.put(repository, "ds", FolderSource(source), options=ONE).files == 0
+        assert put_folder(repository, source).files == 0
         assert dataset_state(repository) == facts(source)
         assert sorted(repository.list("ds").names) == [b"a", b"d", b"later"]
 
@@ -151,17 +152,16 @@ def test_C18_whole_puts_go_by_while_recover_reads_headers(
     """Whatever they replace; what one of them had not committed when it was listed counts once."""
     for i in range(3):
         write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
-        ingest.put(filled, "ds", FolderSource(source), options=ONE)
+        put_folder(filled, source)
     beside = LocalRepository.open(filled.url)
 
     def put(name: str) -> None:
         write(source, {"a": name.encode(), "d/new": b"new"})
         began_s = time.monotonic()
-        assert ingest.put(beside, "ds", FolderSource(source), options=ONE).files == 2
+        assert put_folder(beside, source).files == 2
         assert time.monotonic() - began_s < 20
 
-    with beside, FaultyStore(filled.objects, Fault("get", "/chunks/", act=put, skip=1)) as store:
-        filled.objects = store
+    with beside, faulty(filled, Fault("get", "/chunks/", act=put, skip=1)):
         findings = filled.recover("ds")
         assert (findings.problems, findings.folded) == ([], 0)
     assert dataset_state(filled) == facts(source)
@@ -181,11 +181,10 @@ def test_C18_of_two_writers_who_find_the_metadata_lost_neither_fails(
     def put(_: str) -> None:
         write(source, {"more": b"more"})
         with LocalRepository.open(filled.url) as quicker:
-            assert ingest.put(quicker, "ds", FolderSource(source), options=ONE).files == 1
+            assert put_folder(quicker, source).files == 1
 
     with LocalRepository.open(filled.url, create=True) as slower:
-        with FaultyStore(slower.objects, Fault("get", "/chunks/", act=put)) as store:
-            slower.objects = store
+        with faulty(slower, Fault("get", "/chunks/", act=put)):
             slower.begin("ds")
         assert dataset_state(slower) == facts(source)
 
@@ -201,8 +200,8 @@ def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(
     with monkeypatch.context() as patch:
         patch.setattr(filled.snapshots, "publish", killed)
         with pytest.raises(KeyboardInterrupt):
-            ingest.put(filled, "ds", FolderSource(source), options=ONE)
-    assert ingest.put(filled, "ds", FolderSource(source), options=ONE).files == 0
+            put_folder(filled, source)
+    assert put_folder(filled, source).files == 0
     info = filled.dataset("ds")
     assert info.head is not None
     assert filled.snapshots.newest(info.identity) == info.head.version
@@ -239,7 +238,7 @@ def test_a_damaged_database_stops_no_reader_and_is_made_again(
     with LocalRepository.open(filled.url, create=True) as repository:
         repository.recover("ds")
         assert repository.verify("ds").sound
-        assert ingest.put(repository, "ds", FolderSource(source), options=ONE).files == 0
+        assert put_folder(repository, source).files == 0
 
 
 def test_a_damaged_snapshot_is_made_again(
@@ -254,7 +253,7 @@ def test_a_damaged_snapshot_is_made_again(
     assert any("snapshot" in problem for problem in filled.verify("ds").problems)
     forget_private_copies()
     assert dataset_state(filled) == facts(source)
-    ingest.put(filled, "ds", FolderSource(source), options=ONE)
+    put_folder(filled, source)
     assert filled.verify("ds").sound
 
 
@@ -281,7 +280,7 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
     filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, {"more": b"3"})
-    ingest.put(filled, "ds", FolderSource(source), options=ONE)
+    put_folder(filled, source)
     identity = filled.dataset("ds").identity
     bad = chunk_object(identity, next(iter(filled.chunk_ids(identity))))
     real = filled.objects.get

@@ -75,10 +75,7 @@ def rebuilt_equals_live(repository: LocalRepository) -> None:
 
 
 def halves(fill: bytes) -> tuple[tuple[bytes, ExtentInfo], tuple[bytes, ExtentInfo]]:
-    return (
-        (fill * UNIT, ExtentInfo(0, 2, 0, UNIT)),
-        (fill * 10, ExtentInfo(1, 2, UNIT, 10)),
-    )
+    return ((fill * UNIT, ExtentInfo(0, 2, 0, UNIT)), (fill * 10, ExtentInfo(1, 2, UNIT, 10)))
 
 
 def test_Z4_two_writers_of_one_large_file(repository: LocalRepository) -> None:

@@ -30,13 +30,11 @@ from diesel_fs.errors import (
     ObjectStoreError,
     ObjectStoreRefused,
 )
-from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, snapshot_object
 from diesel_fs.format.snapshot import layout as layout
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository import expected_chunks as folding
 from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.interface import PurgeOptions
@@ -47,11 +45,11 @@ from tests.tiers import fast_first
 
 from ..datasets import content, dataset_state, file_contents, forget_private_copies
 from ..storage.metadata.redis_servers import emptied_server
-from ..storage.objects.faulty_store import Fault, FaultyStore
+from ..storage.objects.faulty_store import Fault
 from ..trees import facts, write
+from .folder_puts import faulty, put_folder
 from .purge.purged import ShortListing
 
-ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, compress="none")
 NOW = PurgeOptions(grace_s=0)
 
 
@@ -69,7 +67,7 @@ def first(repository: LocalRepository, tmp_path: Path) -> Path:
     """The source of a first put, of which all is in one chunk: files, a link and a folder."""
     source = write(tmp_path / "first", {"d/a": b"1", "d/b": b"22", "d/e/empty": b""})
     (source / "d/link").symlink_to("a")
-    put(repository, "ds", FolderSource(source), options=ONE)
+    put_folder(repository, source)
     return source
 
 
@@ -83,7 +81,7 @@ def lost(repository: LocalRepository, first: Path) -> ChunkId:
 def second(repository: LocalRepository, lost: ChunkId, tmp_path: Path) -> Path:
     """The source of a second put, into a chunk of its own."""
     source = write(tmp_path / "second", {"c": b"333"})
-    put(repository, "ds", FolderSource(source), b"more", options=ONE)
+    put_folder(repository, source, b"more")
     return source
 
 
@@ -167,7 +165,7 @@ def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     repository = emptied(repository)
     with pytest.raises(LostChunks, match="d/a"):
-        put(repository, "ds", FolderSource(second), b"other", options=ONE)
+        put_folder(repository, second, b"other")
     with pytest.raises(LostChunks):
         repository.begin("ds", create=False)
     with pytest.raises(LostChunks):
@@ -205,7 +203,7 @@ def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
     (last,) = set(second_put.chunk_ids(identity)) - {known}
     lose(object_file(second_put, last))
     with pytest.raises(LostChunks, match="b"):
-        put(second_put, "ds", FolderSource(write(tmp_path / "third", {"c": b"3"})), options=ONE)
+        put_folder(second_put, write(tmp_path / "third", {"c": b"3"}))
     assert any("lost with chunk" in problem for problem in second_put.recover("ds").problems)
     assert second_put.view("ds").lookup(b"b") > 0
 
@@ -216,13 +214,13 @@ def second_put(tmp_path: Path) -> Iterator[LocalRepository]:
     url = (tmp_path / "store").as_uri()
     source = write(tmp_path / "first", {"a": b"1"})
     with LocalRepository.open(url, create=True) as opened:
-        put(opened, "ds", FolderSource(source), options=ONE)
+        put_folder(opened, source)
         opened.meta.sync()
         with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
         db.close()
         kept = (tmp_path / "store/meta.sqlite").read_bytes()
-        put(opened, "ds", FolderSource(write(tmp_path / "second", {"b": b"2"})), options=ONE)
+        put_folder(opened, write(tmp_path / "second", {"b": b"2"}))
     for file in (tmp_path / "store").glob("meta.sqlite*"):
         file.unlink()
     (tmp_path / "store/meta.sqlite").write_bytes(kept)
@@ -242,16 +240,14 @@ def test_one_bad_moment_of_the_store_decides_nothing(
 ) -> None:
     everything, before = dataset_state(repository), repository.meta.head("ds")
     name = chunk_object(before.identity, lost)
-    with FaultyStore(repository.objects, Fault("get", name, error=error)) as store:
-        repository.objects = store
+    with faulty(repository, Fault("get", name, error=error)):
         assert repository.recover("ds").sound
     assert dataset_state(repository) == everything
     before = repository.meta.head("ds")
     monkeypatch.setattr(folding, "_PAUSES_S", (0.0, 0.0))
-    with FaultyStore(store, Fault("get", name, error=error, times=3)) as failing:
-        repository.objects = failing
-        with pytest.raises(ObjectStoreError):
-            repository.recover("ds")
+    failing = Fault("get", name, error=error, times=3)
+    with faulty(repository, failing), pytest.raises(ObjectStoreError):
+        repository.recover("ds")
     assert repository.meta.head("ds") == before
     assert dataset_state(repository) == everything
 
@@ -262,11 +258,9 @@ def test_bytes_that_are_damaged_only_at_a_first_look_are_no_damage(
     name = chunk_object(repository.dataset("ds").identity, lost)
     for bit in (8 * 20, 8 * 120):
         fault = Fault("get", name, flip=bit, times=1)
-        with FaultyStore(repository.objects, fault) as store:
-            repository.objects = store
+        with faulty(repository, fault):
             assert repository.recover("ds").sound
-        with FaultyStore(repository.objects, replace(fault)) as store:
-            repository.objects = store
+        with faulty(repository, replace(fault)):
             assert repository.verify("ds").sound
 
 
@@ -294,7 +288,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
     """The lost chunk replaced a file and deleted another."""
     identity = repository.dataset("ds").identity
     write(tmp_path / "later", {"a": b"later"})
-    put(repository, "ds", FolderSource(tmp_path / "later"), b"d", options=ONE)
+    put_folder(repository, tmp_path / "later", b"d")
     session = repository.begin("ds")
     session.delete([b"d/b"])
     session.finish()
@@ -332,17 +326,14 @@ def test_putting_the_source_again_heals_what_is_gone(
     everything = dataset_state(repository)
     damage(object_file(repository, lost))
     assert repository.recover("ds").problems
-    assert (
-        put(repository, "ds", FolderSource(first), options=replace(ONE, dry_run=True)).entries_found
-        == 7
-    )
-    report = put(repository, "ds", FolderSource(first), options=ONE)
+    assert put_folder(repository, first, dry_run=True).entries_found == 7
+    report = put_folder(repository, first)
     assert (report.files, report.failed) == (3, [])
     assert dataset_state(repository) == everything
     if damage is empty:
         object_file(repository, lost).unlink()
     assert repository.verify("ds").problems == []
-    assert put(repository, "ds", FolderSource(first), options=ONE).files == 0
+    assert put_folder(repository, first).files == 0
     repository.purge("ds", NOW)
     again = emptied(repository)
     assert again.recover("ds").sound
@@ -356,14 +347,10 @@ def test_putting_with_checksum_heals_what_is_damaged(
     content = bytearray(victim.read_bytes())
     content[content.rindex(b"22")] ^= 1
     victim.write_bytes(content)
-    assert put(repository, "ds", FolderSource(first), options=ONE).files == 0
-    assert (
-        put(repository, "ds", FolderSource(first), options=replace(ONE, checksum=True)).files == 1
-    )
+    assert put_folder(repository, first).files == 0
+    assert put_folder(repository, first, checksum=True).files == 1
     assert dataset_state(repository) == facts(first)
-    assert (
-        put(repository, "ds", FolderSource(first), options=replace(ONE, checksum=True)).files == 0
-    )
+    assert put_folder(repository, first, checksum=True).files == 0
 
 
 def test_a_short_listing_is_made_up_for_and_ends_a_purge(
@@ -468,7 +455,7 @@ class Absence(RuleBasedStateMachine):
         write(source, {os.fsdecode(path): content for path, content in files.items()})
         opened = LocalRepository.open(self.url, create=True)
         with opened as repository, suppress(LostChunks, MetadataBehind):
-            put(repository, "ds", FolderSource(source), options=ONE)
+            put_folder(repository, source)
             self.expected.update(files)
             for path, content in files.items():
                 self.history.setdefault(path, set()).add(content)

@@ -34,18 +34,14 @@ from ..client.test_client import in_child
 from ..datasets import dataset_state
 from ..small_disks import small_disk
 from ..trees import facts, write
+from .folder_puts import put_folder
 
 FILES = {"a": b"1", "d/b": b"22", "d/e/c": b"333"}
 
 
 @pytest.fixture
 def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
-    put(
-        repository,
-        "ds",
-        FolderSource(write(tmp_path / "source", FILES)),
-        options=PutOptions(jobs=1),
-    )
+    put_folder(repository, write(tmp_path / "source", FILES))
     return repository
 
 
@@ -67,7 +63,7 @@ def test_list_and_stat_are_live(filled: LocalRepository, tmp_path: Path) -> None
     with pytest.raises(UsageError):
         filled.stat("ds", b"../x")
     (tmp_path / "source/a").write_bytes(b"4444")
-    put(filled, "ds", FolderSource(tmp_path / "source"), options=PutOptions(jobs=1))
+    put_folder(filled, tmp_path / "source")
     assert filled.stat("ds", b"a").size == 4
 
 
@@ -100,7 +96,7 @@ def test_C3_no_metadata_and_no_snapshot_is_never_empty(
 def test_C3_a_writer_folds_everything_in_at_once(filled: LocalRepository, tmp_path: Path) -> None:
     lose_metadata(tmp_path / "store")
     with LocalRepository.open(filled.url, create=True) as writer:
-        report = put(writer, "ds", FolderSource(tmp_path / "source"), options=PutOptions(jobs=1))
+        report = put_folder(writer, tmp_path / "source")
         assert report.files == 0
         assert dataset_state(writer) == facts(tmp_path / "source")
         assert writer.verify("ds").problems == []
@@ -277,7 +273,7 @@ def test_a_snapshot_is_exactly_one_version_while_commits_run(
         for i in range(15):
             files = {f"{i}/{j}": b"x" for j in range(10)}
             source = write(tmp_path / f"s{i}", files)
-            put(repository, "ds", FolderSource(source), options=PutOptions(jobs=1))
+            put_folder(repository, source)
     finally:
         stop.set()
         thread.join()
@@ -327,7 +323,7 @@ def test_a_snapshot_never_outlives_the_chunks_it_came_from(
 ) -> None:
     """Metadata rebuilt without a lost chunk is not merged into a snapshot that still has it."""
     write(tmp_path / "source", {"later": b"4"})
-    put(filled, "ds", FolderSource(tmp_path / "source"), options=PutOptions(jobs=1))
+    put_folder(filled, tmp_path / "source")
     view = filled.view("ds")
     (extent,) = view.extents(view.lookup(b"a"))
     filled.objects.delete(chunk_object(view.identity, view.chunk_ids[extent.chunk]))
@@ -346,11 +342,9 @@ def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
         LocalRepository.open((small / "store").as_uri(), create=True) as repository,
     ):
         first = write(tmp_path / "first", {"a": b"1"})
-        put(repository, "ds", FolderSource(first), options=PutOptions(jobs=1))
+        put_folder(repository, first)
         big = write(tmp_path / "big", {f"{i}": os.urandom(500_000) for i in range(8)})
         with pytest.raises(NoSpaceError):
-            put(
-                repository, "ds", FolderSource(big), options=PutOptions(chunk_bytes=1 << 20, jobs=2)
-            )
+            put_folder(repository, big, chunk_bytes=1 << 20, jobs=2)
         assert dataset_state(repository)[b"a"][3] == b"1"
         assert repository.verify("ds").sound

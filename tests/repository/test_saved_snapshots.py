@@ -10,24 +10,19 @@ import pytest
 
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.private_copies import open_snapshot_file, save_snapshot
 
 from ..small_disks import small_disk
 from ..trees import write
+from .folder_puts import put_folder
 
 FILES = {f"d{i % 7}/file-{i}": bytes([i % 251]) * i for i in range(500)}
 
 
 @pytest.fixture
 def view(repository: LocalRepository, tmp_path: Path) -> Snapshot:
-    put(
-        repository,
-        "ds",
-        FolderSource(write(tmp_path / "source", FILES)),
-        options=PutOptions(jobs=1),
-    )
+    put_folder(repository, write(tmp_path / "source", FILES))
     return repository.view("ds")
 
 
@@ -101,7 +96,7 @@ def test_E9_a_full_disk_leaves_the_snapshot_before(
     save_snapshot(view, file)
     before = file.read_bytes()
     more = write(tmp_path / "more", {f"more-{i}": b"x" for i in range(500)})
-    put(repository, "ds", FolderSource(more), options=PutOptions(jobs=1))
+    put_folder(repository, more)
     with pytest.raises(NoSpaceError, match=r"ds\.snapshot"):
         save_snapshot(repository.view("ds"), file)
     assert [each.name for each in small.iterdir()] == [file.name]

@@ -11,11 +11,13 @@ import pytest
 from diesel_fs.errors import CorruptError
 from diesel_fs.format.entries import EXTENT, Kind, Rows
 from diesel_fs.format.snapshot import build as snapshot_merge
-from diesel_fs.ingest import FolderSource, PutOptions, put
+from diesel_fs.ingest import PutOptions
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import MetadataChanges
 from tests.trees import write
+
+from .folder_puts import put_folder
 
 SMALL = PutOptions(jobs=1, chunk_bytes=1 << 16, compress="none")
 LARGE = 3 << 16
@@ -83,12 +85,7 @@ def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
     repository: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     """The put fails; what is published stays, and once the metadata are right again it goes on."""
-    put(
-        repository,
-        "ds",
-        FolderSource(write(source.parent / "first", {"first": b"1"})),
-        options=SMALL,
-    )
+    put_folder(repository, write(source.parent / "first", {"first": b"1"}))
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     changes = SqliteMetadata.changes
 
@@ -101,9 +98,9 @@ def test_E13_a_metadata_store_that_says_otherwise_is_not_published(
     with monkeypatch.context() as patch:
         patch.setattr(SqliteMetadata, "changes", damaged)
         with pytest.raises(CorruptError):
-            put(repository, "ds", FolderSource(source), options=SMALL)
+            put_folder(repository, source)
     assert repository.snapshots.versions(repository.dataset("ds").identity) == published
-    put(repository, "ds", FolderSource(source), options=SMALL)
+    put_folder(repository, source)
     assert repository.verify("ds").problems == []
 
 
@@ -111,12 +108,7 @@ def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
     repository: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the memory that holds the previous version's columns is damaged."""
-    put(
-        repository,
-        "ds",
-        FolderSource(write(source.parent / "first", {"first": b"1"})),
-        options=SMALL,
-    )
+    put_folder(repository, write(source.parent / "first", {"first": b"1"}))
     merge, hits = snapshot_merge.build_snapshot, []
 
     def damaged(previous: object, rows: Rows, *rest: object, **more: object) -> object:
@@ -126,7 +118,7 @@ def test_E13_a_merge_that_goes_wrong_is_made_again_from_nothing(
         return merge(previous, rows, *rest, **more)  # type: ignore[arg-type]  # handed on
 
     monkeypatch.setattr("diesel_fs.repository.versions.build_snapshot", damaged)
-    put(repository, "ds", FolderSource(source), options=SMALL)
+    put_folder(repository, source)
     assert hits
     monkeypatch.undo()
     view = repository.snapshots.fetch_verified(*_newest(repository))
@@ -146,10 +138,10 @@ def test_files_that_are_replaced_before_they_are_published_are_no_damage(
 ) -> None:
     """Their chunk has fewer places by then."""
     first, second = repository.begin("ds"), repository.begin("ds")
-    put(repository, "ds", FolderSource(source), options=SMALL)
+    put_folder(repository, source)
     second.delete([b"d1/1", b"large"])
     first.finish()
     second.finish()
     write(source, {"d1/1": b"again"})
-    put(repository, "ds", FolderSource(source), options=SMALL)
+    put_folder(repository, source)
     assert repository.verify("ds").problems == []

@@ -12,11 +12,10 @@ from uuid import UUID
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from diesel_fs.format.chunk import CHUNK_BYTES_MIN, Header
+from diesel_fs.format.chunk import Header
 from diesel_fs.format.chunk_id import IdFields, chunk_id_text
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository import expected_chunks as folding
 from diesel_fs.repository.expected_chunks import HEADERS_AHEAD
 from diesel_fs.repository.interface import Findings
@@ -25,19 +24,18 @@ from diesel_fs.storage.metadata.sqlite.runs import split_runs
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 
 from ..datasets import dataset_state
-from ..storage.objects.faulty_store import Fault, FaultyStore
+from ..storage.objects.faulty_store import Fault
 from ..trees import facts, write
+from .folder_puts import put_folder
 from .test_interleavings import Writer
 
 FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
-
-OPTIONS = PutOptions(chunk_bytes=CHUNK_BYTES_MIN, compress="none", jobs=1)
 
 
 @pytest.fixture
 def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
     source = write(tmp_path / "source", FILES)
-    put(repository, "ds", FolderSource(source), options=OPTIONS)
+    put_folder(repository, source)
     return repository
 
 
@@ -194,8 +192,7 @@ def test_recover_since_brings_the_tail_back(filled: LocalRepository, tmp_path: P
 def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(filled: LocalRepository) -> None:
     identity, objects = filled.dataset("ds").identity, filled.objects
     name = chunk_object(identity, next(iter(filled.chunk_ids(identity))))
-    with FaultyStore(objects, Fault("get", name, act=objects.delete)) as store:
-        filled.objects = store
+    with faulty(filled, Fault("get", name, act=objects.delete)):
         assert not filled.verify("ds").sound
 
 
@@ -205,7 +202,7 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
     """Many at once, and no more than that; fewer where they are large."""
     for i in range(9):
         write(tmp_path / "source", {f"more{i}-{j:02}": bytes([j]) * 8000 for j in range(40)})
-        put(filled, "ds", FolderSource(tmp_path / "source"), options=OPTIONS)
+        put_folder(filled, tmp_path / "source")
     identity = filled.dataset("ds").identity
     there = [*filled.chunk_ids(identity)]
     assert len(there) > HEADERS_AHEAD

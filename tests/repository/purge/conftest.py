@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
 from tests.tiers import fast_first
 
 from ...storage.metadata.redis_servers import emptied_server
 from ...trees import write
+from ..folder_puts import put_folder
 from .moved_clock import MovedClock, moved_clock
 
 
@@ -34,16 +33,11 @@ def repository(
 
 
 @pytest.fixture
-def dataset_with_holes(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
+def holed(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
     """Chunks of 64 KiB, of which half has been deleted."""
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(5000) for i in range(60)})
-    put(
-        repository,
-        "ds",
-        FolderSource(source),
-        options=PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN),
-    )
+    put_folder(repository, source)
     for i in range(0, 60, 2):
         (source / f"d{i % 3}/{i}").unlink()
-    put(repository, "ds", FolderSource(source), options=PutOptions(jobs=1, delete=True))
+    put_folder(repository, source, delete=True)
     return repository

@@ -19,7 +19,6 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.chunk_id import LOWEST
 from diesel_fs.format.object_names import chunk_object, lease_object, snapshot_object
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
@@ -30,33 +29,26 @@ from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from ...datasets import dataset_state, stored_bytes
 from ...storage.objects.faulty_store import Fault, FaultyStore
 from ...trees import facts
+from ..folder_puts import faulty, put_folder
 from ..test_interleavings import Writer
 from .moved_clock import HOUR_S, MovedClock
-from .purged import (
-    NOW,
-    ShortListing,
-    chunks,
-    deleted_file,
-    read_all,
-    sound,
-    tombstones,
-)
+from .purged import NOW, ShortListing, chunks, deleted_file, read_all, sound, tombstones
 
 LOOK = replace(NOW, dry_run=True)
 
 
 def test_P7_a_store_that_was_put_back_loses_nothing_more(
-    dataset_with_holes: LocalRepository, tmp_path: Path
+    holed: LocalRepository, tmp_path: Path
 ) -> None:
     """The metadata knows of chunks that the backup has not: where contents have moved to."""
     store = tmp_path / "store"
     shutil.copytree(store / "datasets", tmp_path / "backup")
     expected = facts(tmp_path / "source")
-    dataset_with_holes.purge("ds")
+    holed.purge("ds")
     shutil.rmtree(store / "datasets")
     shutil.copytree(tmp_path / "backup", store / "datasets")
-    before = chunks(dataset_with_holes)
-    with LocalRepository.open(dataset_with_holes.url) as again:
+    before = chunks(holed)
+    with LocalRepository.open(holed.url) as again:
         for _ in range(2):
             with pytest.raises(LostChunks):
                 again.purge("ds", NOW)
@@ -72,55 +64,46 @@ def test_P7_a_store_that_was_put_back_loses_nothing_more(
 
 
 @pytest.mark.parametrize("operation", ["list", "stat", "get"])
-def test_verify_beside_a_purge_finds_nothing_wrong(
-    dataset_with_holes: LocalRepository, operation: str
-) -> None:
+def test_verify_beside_a_purge_finds_nothing_wrong(holed: LocalRepository, operation: str) -> None:
     """What the metadata named at first is gone when verify lists it, opens it, reads it."""
-    last = chunk_object(dataset_with_holes.dataset("ds").identity, chunks(dataset_with_holes)[-2])
+    last = chunk_object(holed.dataset("ds").identity, chunks(holed)[-2])
 
     def purge_beside(_: str) -> None:
-        with LocalRepository.open(dataset_with_holes.url) as other:
+        with LocalRepository.open(holed.url) as other:
             assert other.purge("ds", NOW).deleted > 4
 
     fault = Fault(operation, "/chunks/" if operation == "list" else last, act=purge_beside)
-    with FaultyStore(dataset_with_holes.objects, fault) as store:
-        dataset_with_holes.objects = store
-        findings = dataset_with_holes.verify("ds", headers_only=operation == "stat")
+    with faulty(holed, fault):
+        findings = holed.verify("ds", headers_only=operation == "stat")
     assert findings.problems == []
     assert findings.files == 30
 
 
 def test_verify_of_a_dataset_that_is_purged_all_the_time(
-    dataset_with_holes: LocalRepository, monkeypatch: pytest.MonkeyPatch
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    known = type(dataset_with_holes.meta).chunks
-    monkeypatch.setattr(type(dataset_with_holes.meta), "chunks", lambda *a: known(*a)[1:])
-    identity = dataset_with_holes.dataset("ds").identity
-    first = chunk_object(identity, chunks(dataset_with_holes)[0])
+    known = type(holed.meta).chunks
+    monkeypatch.setattr(type(holed.meta), "chunks", lambda *a: known(*a)[1:])
+    identity = holed.dataset("ds").identity
+    first = chunk_object(identity, chunks(holed)[0])
     fault = Fault("get", first, error=ObjectMissing("gone"))
-    with FaultyStore(dataset_with_holes.objects, fault) as store:
-        dataset_with_holes.objects = store
-        with pytest.raises(BusyError, match="purged"):
-            dataset_with_holes.verify("ds")
+    with faulty(holed, fault), pytest.raises(BusyError, match="purged"):
+        holed.verify("ds")
 
 
-def test_O12_a_short_listing_is_no_loss(
-    dataset_with_holes: LocalRepository, tmp_path: Path
-) -> None:
+def test_O12_a_short_listing_is_no_loss(holed: LocalRepository, tmp_path: Path) -> None:
     """Neither to `verify` nor to `recover`, which must not forget what it has not been shown."""
-    hidden, real = chunks(dataset_with_holes)[0], dataset_with_holes.objects
-    dataset_with_holes.objects = ShortListing(
-        real, chunk_object(dataset_with_holes.dataset("ds").identity, hidden)
-    )
-    problems = dataset_with_holes.verify("ds").problems
+    hidden, real = chunks(holed)[0], holed.objects
+    holed.objects = ShortListing(real, chunk_object(holed.dataset("ds").identity, hidden))
+    problems = holed.verify("ds").problems
     assert any("listing lacks" in problem for problem in problems)
     assert not any("lost" in problem for problem in problems)
     with pytest.raises(CorruptError, match="listing lacks"):
-        dataset_with_holes.purge("ds", NOW)
-    dataset_with_holes.recover("ds")
-    dataset_with_holes.objects = real
-    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
-    sound(dataset_with_holes)
+        holed.purge("ds", NOW)
+    holed.recover("ds")
+    holed.objects = real
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
 
 
 def test_recover_beside_a_purge_that_drops_tombstones(
@@ -129,41 +112,40 @@ def test_recover_beside_a_purge_that_drops_tombstones(
     """It reads a chunk of tombstones after that was forgotten and before it is deleted."""
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
-    with LocalRepository.open(repository.url) as late:
-        late.purge("ds", NOW)
-        late.purge("ds", PurgeOptions(1_000_000, -1, 0))
+    repository.purge("ds", NOW)
+    repository.purge("ds", PurgeOptions(1_000_000, -1, 0))
 
-        def rebuild_beside(_: str) -> None:
-            with LocalRepository.open(late.url) as other:
-                other.recover("ds")
+    def rebuild_beside(_: str) -> None:
+        with LocalRepository.open(repository.url) as other:
+            other.recover("ds")
 
-        objects = late.objects
-        with FaultyStore(objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
-            late.objects = store
-            report = late.purge("ds", PurgeOptions(0, -1, 0))
-            assert report.deleted, report
-        late.objects = objects
-        assert tombstones(late, b"f") == 0
-        assert late.verify("ds").problems == []
-        sound(late)
+    objects = repository.objects
+    with FaultyStore(objects, Fault("delete", "/chunks/", act=rebuild_beside)) as store:
+        repository.objects = store
+        report = repository.purge("ds", PurgeOptions(0, -1, 0))
+        assert report.deleted, report
+    repository.objects = objects
+    assert tombstones(repository, b"f") == 0
+    assert repository.verify("ds").problems == []
+    sound(repository)
 
 
 @pytest.mark.parametrize("token", ["0" * 32, PURGE])
 @pytest.mark.parametrize("grows", [True, False])
 def test_a_lease_that_is_renewed_while_it_is_looked_at(
-    dataset_with_holes: LocalRepository, token: str, grows: bool
+    holed: LocalRepository, token: str, grows: bool
 ) -> None:
     """It has another length then: neither is it damaged, nor one of every version."""
-    view, real = dataset_with_holes.view("ds"), dataset_with_holes.objects
+    view, real = holed.view("ds"), holed.objects
     name = lease_object(view.identity, token)
     text = Lease(token, view.version, time.time() + 600, "far", "", "", 1).to_json()
     real.replace(name, [b"{}" if grows else text + b" " * 40])
     fault = Fault("get", name, act=lambda _: real.replace(name, [text]))
     with FaultyStore(real, fault) as store:
-        dataset_with_holes.objects = store
+        holed.objects = store
         if token == PURGE:
             with pytest.raises(BusyError, match="far"):
-                dataset_with_holes.purge("ds", NOW)
+                holed.purge("ds", NOW)
         else:
             assert leased_versions(store, view.identity, time.time()) == {view.version}
 
@@ -184,76 +166,66 @@ def written(file: Path, seconds_ago: float) -> None:
 
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S, math.nan, math.inf])
-def test_a_lease_of_a_host_whose_clock_is_wrong(
-    dataset_with_holes: LocalRepository, until_s: float
-) -> None:
+def test_a_lease_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
     """It holds as long as it is renewed, and no longer."""
-    view = dataset_with_holes.view("ds")
-    file = lease_file(dataset_with_holes, "0" * 32, time.time() + until_s, view.version)
+    view = holed.view("ds")
+    file = lease_file(holed, "0" * 32, time.time() + until_s, view.version)
     for ago_s, versions in ((0, {view.version}), (890, {view.version}), (910, set())):
         written(file, ago_s)
-        assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == versions
+        assert leased_versions(holed.objects, view.identity, time.time()) == versions
 
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S])
-def test_a_purge_of_a_host_whose_clock_is_wrong(
-    dataset_with_holes: LocalRepository, until_s: float
-) -> None:
+def test_a_purge_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s: float) -> None:
     """It keeps others off, and for no year if it was killed."""
-    file = lease_file(dataset_with_holes, PURGE, time.time() + until_s)
+    file = lease_file(holed, PURGE, time.time() + until_s)
     with pytest.raises(BusyError):
-        dataset_with_holes.purge("ds", NOW)
-    assert purge_is_under_way(dataset_with_holes.objects, dataset_with_holes.dataset("ds").identity)
+        holed.purge("ds", NOW)
+    assert purge_is_under_way(holed.objects, holed.dataset("ds").identity)
     written(file, 910)
-    assert not purge_is_under_way(
-        dataset_with_holes.objects, dataset_with_holes.dataset("ds").identity
-    )
-    assert dataset_with_holes.purge("ds", NOW).deleted > 4
+    assert not purge_is_under_way(holed.objects, holed.dataset("ds").identity)
+    assert holed.purge("ds", NOW).deleted > 4
 
 
 def test_a_purge_by_a_clock_that_is_ahead_is_refused(
-    dataset_with_holes: LocalRepository, monkeypatch: pytest.MonkeyPatch
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All leases would be over for it. One that is behind only waits longer."""
-    before, now = chunks(dataset_with_holes), time.time
-    view = dataset_with_holes.view("ds")
-    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
-    expected = read_all(view, dataset_with_holes)
+    before, now = chunks(holed), time.time
+    view = holed.view("ds")
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    expected = read_all(view, holed)
     monkeypatch.setattr("diesel_fs.repository.leases.CLOCK_AHEAD_S_MAX", 300)
     monkeypatch.setattr(time, "time", lambda: now() + HOUR_S)
     with pytest.raises(ObjectStoreRefused, match="ahead of the repository"):
-        dataset_with_holes.purge("ds", NOW)
+        holed.purge("ds", NOW)
     with monkeypatch.context() as patch:
         for store in (SqliteMetadata, RedisMetadata):  # is as wrong
             patch.setattr(store, "now_s", lambda _: time.time())
         with pytest.raises(ObjectStoreRefused, match="ahead of the object store"):
-            dataset_with_holes.purge("ds", NOW)
-    assert chunks(dataset_with_holes) == before
+            holed.purge("ds", NOW)
+    assert chunks(holed) == before
     for ahead_s in (200, -HOUR_S):
         monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now() + ahead_s)
-        dataset_with_holes.purge("ds", NOW)
-        assert read_all(view, dataset_with_holes) == expected
+        holed.purge("ds", NOW)
+        assert read_all(view, holed) == expected
     lease.close()
 
 
-def test_P10_a_full_store_gives_back_what_can_go(
-    dataset_with_holes: LocalRepository, tmp_path: Path
-) -> None:
+def test_P10_a_full_store_gives_back_what_can_go(holed: LocalRepository, tmp_path: Path) -> None:
     """Else it would stay full: the next purge finds no room to begin with either."""
-    dataset_with_holes.purge("ds")
-    writer = Writer(dataset_with_holes)
+    holed.purge("ds")
+    writer = Writer(holed)
     for i in range(1, 20, 2):
         writer.add(b"more%d" % i, os.urandom(5000))
     writer.seal().commit()
     writer.session.delete([b"more1", b"more3"])
-    before = stored_bytes(dataset_with_holes)
+    before = stored_bytes(holed)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
-    with FaultyStore(dataset_with_holes.objects, full) as store:
-        dataset_with_holes.objects = store
-        with pytest.raises(NoSpaceError, match="run it again"):
-            dataset_with_holes.purge("ds", NOW)
-    assert stored_bytes(dataset_with_holes) < before - 200_000
-    sound(dataset_with_holes)
+    with faulty(holed, full), pytest.raises(NoSpaceError, match="run it again"):
+        holed.purge("ds", NOW)
+    assert stored_bytes(holed) < before - 200_000
+    sound(holed)
 
 
 def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
@@ -296,23 +268,17 @@ stand together."""
 
 @pytest.mark.parametrize(("grace_s", "keep", "hours"), ASKED)
 def test_a_dry_run_says_what_a_purge_does(
-    dataset_with_holes: LocalRepository,
-    clock: MovedClock,
-    tmp_path: Path,
-    grace_s: int,
-    keep: int,
-    hours: int,
+    holed: LocalRepository, clock: MovedClock, tmp_path: Path, grace_s: int, keep: int, hours: int
 ) -> None:
     source = tmp_path / "source"
     for number in (1, 3):
         clock.ahead_s += hours * HOUR_S
         (source / f"d{number % 3}/{number}").unlink()
-        with LocalRepository.open(dataset_with_holes.url) as late:
-            put(late, "ds", FolderSource(source), options=PutOptions(jobs=1, delete=True))
-            said = late.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
-            done = late.purge("ds", PurgeOptions(0, keep, grace_s))
-            assert done.rewritten
-            assert said == replace(done, written=0, copied_bytes=0)
+        put_folder(holed, source, delete=True)
+        said = holed.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
+        done = holed.purge("ds", PurgeOptions(0, keep, grace_s))
+        assert done.rewritten
+        assert said == replace(done, written=0, copied_bytes=0)
 
 
 def test_P2_the_grace_period_begins_when_the_next_version_is_published(

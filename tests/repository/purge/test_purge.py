@@ -20,7 +20,6 @@ from diesel_fs.errors import (
 from diesel_fs.format.chunk_id import id_fields, stamp
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, lease_object
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import PurgeOptions, PurgeReport
 from diesel_fs.repository.leases import PURGE, Lease, PurgeLease
 from diesel_fs.repository.local import LocalRepository
@@ -30,101 +29,84 @@ from diesel_fs.storage.metadata.store import Batch, ReadCommitted
 from ...datasets import content, dataset_state, stored_bytes
 from ...storage.objects.faulty_store import Fault, FaultyStore
 from ...trees import facts, write
+from ..folder_puts import faulty, put_folder
 from ..test_interleavings import Writer
 from .moved_clock import HOUR_S, MovedClock, moved_clock
-from .purged import (
-    NOW,
-    ShortListing,
-    chunks,
-    dataset_of,
-    deleted_file,
-    sound,
-    tombstones,
-)
+from .purged import NOW, ShortListing, chunks, dataset_of, deleted_file, sound, tombstones
 
 STEPS = ["put /chunks/", "put /snapshots/", "delete /snapshots/", "delete /chunks/", "commit",
          "forget"]  # fmt: skip
 
 
-def test_P1_space_comes_back_and_nothing_is_lost(
-    dataset_with_holes: LocalRepository, tmp_path: Path
-) -> None:
-    before = stored_bytes(dataset_with_holes)
-    report = dataset_with_holes.purge("ds", NOW)
+def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_path: Path) -> None:
+    before = stored_bytes(holed)
+    report = holed.purge("ds", NOW)
     assert (report.rewritten, report.deleted > 4, report.waiting) == (report.deleted, True, 0)
-    assert stored_bytes(dataset_with_holes) < before * 0.55
-    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
-    sound(dataset_with_holes)
-    assert dataset_with_holes.purge("ds", NOW).rewritten == 0
+    assert stored_bytes(holed) < before * 0.55
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
+    assert holed.purge("ds", NOW).rewritten == 0
 
 
 def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
-    dataset_with_holes: LocalRepository, tmp_path: Path
+    holed: LocalRepository, tmp_path: Path
 ) -> None:
     """At the first deletion the newest snapshot and the metadata name other chunks."""
     expected = facts(tmp_path / "source")
     seen: list[int] = []
 
     def look(name: str) -> None:
-        identity = dataset_with_holes.dataset("ds").identity
-        version = dataset_with_holes.snapshots.newest(identity)
-        marker = dataset_with_holes.meta.head("ds")
+        identity = holed.dataset("ds").identity
+        version = holed.snapshots.newest(identity)
+        marker = holed.meta.head("ds")
         assert version == marker.version
         gone = name.rpartition("/")[2]
-        assert gone not in {str(chunk) for chunk in dataset_with_holes.view("ds").chunk_ids}
-        with LocalRepository.open(dataset_with_holes.url) as other:
+        assert gone not in {str(chunk) for chunk in holed.view("ds").chunk_ids}
+        with LocalRepository.open(holed.url) as other:
             assert dataset_state(other) == expected
         seen.append(version)
 
-    with FaultyStore(dataset_with_holes.objects, Fault("delete", "/chunks/", act=look)) as store:
-        dataset_with_holes.objects = store
-        dataset_with_holes.purge("ds", NOW)
+    with faulty(holed, Fault("delete", "/chunks/", act=look)):
+        holed.purge("ds", NOW)
     assert seen, "proves nothing"
 
 
-def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(
-    dataset_with_holes: LocalRepository,
-) -> None:
-    identity = dataset_with_holes.dataset("ds").identity
-    with PurgeLease.take(dataset_with_holes.objects, identity), pytest.raises(BusyError):
-        dataset_with_holes.purge("ds", NOW)
+def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRepository) -> None:
+    identity = holed.dataset("ds").identity
+    with PurgeLease.take(holed.objects, identity), pytest.raises(BusyError):
+        holed.purge("ds", NOW)
     name = lease_object(identity, PURGE)
     other = Lease("another", 0, time.time() + 600, "elsewhere", "", "", 1)
-    before = chunks(dataset_with_holes)
+    before = chunks(holed)
 
     def lose(_: str) -> None:
-        dataset_with_holes.objects.replace(name, [other.to_json()])
+        holed.objects.replace(name, [other.to_json()])
 
-    with FaultyStore(dataset_with_holes.objects, Fault("delete", "/chunks/", act=lose)) as store:
-        dataset_with_holes.objects = store
-        with pytest.raises(BusyError):
-            dataset_with_holes.purge("ds", NOW)
-    assert len(chunks(dataset_with_holes)) == len(before)  # one was written, and one deleted
+    with faulty(holed, Fault("delete", "/chunks/", act=lose)), pytest.raises(BusyError):
+        holed.purge("ds", NOW)
+    assert len(chunks(holed)) == len(before)  # one was written, and one deleted
     with pytest.raises(BusyError):  # the other has it still
-        dataset_with_holes.purge("ds", NOW)
-    dataset_with_holes.objects.delete(name)
-    sound(dataset_with_holes)
+        holed.purge("ds", NOW)
+    holed.objects.delete(name)
+    sound(holed)
 
 
 @pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("step", STEPS)
 def test_P1_P5_an_end_at_every_step(
-    dataset_with_holes: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
+    holed: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
 ) -> None:
     """Killed there (the effect before it or not), then a writer, a rebuild, and another purge."""
     expected = facts(tmp_path / "source")
-    killed = dataset_with_holes
+    killed = holed
     with pytest.MonkeyPatch.context() as patch:
         if " " in step:
             operation, where = step.split()
             fault = Fault(operation, where, error=ObjectStoreError("killed"), done=done)
-            store = FaultyStore(dataset_with_holes.objects, fault)
-            killed = LocalRepository(store, dataset_with_holes.meta, url=dataset_with_holes.url)
+            store = FaultyStore(holed.objects, fault)
+            killed = LocalRepository(store, holed.meta, url=holed.url)
         else:
-            real_commit, real_forget = (
-                dataset_with_holes.meta.commit,
-                dataset_with_holes.meta.forget,
-            )
+            real_commit, real_forget = (holed.meta.commit, holed.meta.forget)
 
             def commit(identity: UUID, *batches: Batch) -> int:
                 if done:
@@ -138,13 +120,13 @@ def test_P1_P5_an_end_at_every_step(
                     real_forget(identity, gone, tombstones=tombstones)
                 raise ObjectStoreError("killed")
 
-            patch.setattr(dataset_with_holes.meta, step, commit if step == "commit" else forget)
+            patch.setattr(holed.meta, step, commit if step == "commit" else forget)
         with pytest.raises(ObjectStoreError, match="killed"):
             killed.purge("ds", NOW)
-    assert dataset_state(dataset_with_holes) == expected
-    assert dataset_with_holes.verify("ds").problems == []
+    assert dataset_state(holed) == expected
+    assert holed.verify("ds").problems == []
     clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now
-    with LocalRepository.open(dataset_with_holes.url) as again:
+    with LocalRepository.open(holed.url) as again:
         again.begin("ds")
         assert dataset_state(again) == expected
         sound(again)
@@ -155,112 +137,92 @@ def test_P1_P5_an_end_at_every_step(
         assert stored_bytes(again) < 200_000
 
 
-def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(
-    dataset_with_holes: LocalRepository,
-) -> None:
+def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(holed: LocalRepository) -> None:
     """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
-    old = chunks(dataset_with_holes)
+    old = chunks(holed)
 
     def write_beside(_: str) -> None:
-        with LocalRepository.open(dataset_with_holes.url) as other:
+        with LocalRepository.open(holed.url) as other:
             before = other.meta.chunks(other.dataset("ds").identity)
             other.begin("ds")
             assert other.meta.chunks(other.dataset("ds").identity) == before
 
     with moved_clock() as later:
         later.ahead_s = 2 * HOUR_S  # old enough for orphans
-        with LocalRepository.open(dataset_with_holes.url) as late:
-            with FaultyStore(late.objects, Fault("delete", "/chunks/", act=write_beside)) as store:
-                late.objects = store
-                late.purge("ds", NOW)
-            known = {record.id for record in late.meta.chunks(late.dataset("ds").identity)}
-            assert known == set(chunks(late))
-            assert len(known & set(old)) <= 1
-            assert late.verify("ds").problems == []
+        with faulty(holed, Fault("delete", "/chunks/", act=write_beside)):
+            holed.purge("ds", NOW)
+        known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
+        assert known == set(chunks(holed))
+        assert len(known & set(old)) <= 1
+        assert holed.verify("ds").problems == []
 
 
-def test_P5_a_rebuild_beside_the_deletions(
-    dataset_with_holes: LocalRepository, tmp_path: Path
-) -> None:
+def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Path) -> None:
     """It has read chunks that are gone when it ends: they are forgotten once more."""
 
     def rebuild_beside(_: str) -> None:
-        with LocalRepository.open(dataset_with_holes.url) as other:
+        with LocalRepository.open(holed.url) as other:
             other.recover("ds")
 
-    with FaultyStore(
-        dataset_with_holes.objects, Fault("delete", "/chunks/", act=rebuild_beside)
-    ) as store:
-        dataset_with_holes.objects = store
-        dataset_with_holes.purge("ds", NOW)
-    known = {
-        record.id
-        for record in dataset_with_holes.meta.chunks(dataset_with_holes.dataset("ds").identity)
-    }
-    assert known == set(chunks(dataset_with_holes))
-    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
-    sound(dataset_with_holes)
+    with faulty(holed, Fault("delete", "/chunks/", act=rebuild_beside)):
+        holed.purge("ds", NOW)
+    known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
+    assert known == set(chunks(holed))
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
 
 
 def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
-    dataset_with_holes: LocalRepository, tmp_path: Path
+    holed: LocalRepository, tmp_path: Path
 ) -> None:
     """They are gone when the rebuild ends, which forgets them, too."""
-    rebuild = dataset_with_holes.meta.rebuild
+    rebuild = holed.meta.rebuild
 
     def rebuild_slowly(
         name: str, identity: UUID, batches: Iterable[Batch], late: ReadCommitted, newer_than: int
     ) -> int:
         def then_purged() -> Iterator[Batch]:
             yield from batches
-            with LocalRepository.open(dataset_with_holes.url) as other:
+            with LocalRepository.open(holed.url) as other:
                 assert other.purge("ds", NOW).deleted > 4
 
         return rebuild(name, identity, then_purged(), late, newer_than)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset_with_holes.meta, "rebuild", rebuild_slowly)
-        assert dataset_with_holes.recover("ds").problems == []
-    known = {
-        record.id
-        for record in dataset_with_holes.meta.chunks(dataset_with_holes.dataset("ds").identity)
-    }
-    assert known == set(chunks(dataset_with_holes))
-    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
-    sound(dataset_with_holes)
+        patch.setattr(holed.meta, "rebuild", rebuild_slowly)
+        assert holed.recover("ds").problems == []
+    known = {record.id for record in holed.meta.chunks(holed.dataset("ds").identity)}
+    assert known == set(chunks(holed))
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
 
 
-def test_P6_what_is_written_while_purge_copies_wins(dataset_with_holes: LocalRepository) -> None:
+def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> None:
     path = b"d1/1"
 
     def write_beside(_: str) -> None:
-        writer = Writer(LocalRepository.open(dataset_with_holes.url))
+        writer = Writer(LocalRepository.open(holed.url))
         writer.builder.room(3)[:] = b"new"
         writer.builder.add_file((b"d1", b"1"), 0o644, 1, 3)
         writer.seal().commit()
 
-    with FaultyStore(
-        dataset_with_holes.objects, Fault("put", "/chunks/", act=write_beside)
-    ) as store:
-        dataset_with_holes.objects = store
-        dataset_with_holes.purge("ds", NOW)
-    assert content(dataset_with_holes, path) == b"new"
-    sound(dataset_with_holes)
-    assert content(dataset_with_holes, path) == b"new"
+    with faulty(holed, Fault("put", "/chunks/", act=write_beside)):
+        holed.purge("ds", NOW)
+    assert content(holed, path) == b"new"
+    sound(holed)
+    assert content(holed, path) == b"new"
 
 
 def test_P10_a_full_store_leaves_everything_as_it_was(
-    dataset_with_holes: LocalRepository, tmp_path: Path
+    holed: LocalRepository, tmp_path: Path
 ) -> None:
-    before = chunks(dataset_with_holes)
+    before = chunks(holed)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
-    with FaultyStore(dataset_with_holes.objects, full) as store:
-        dataset_with_holes.objects = store
-        with pytest.raises(NoSpaceError):
-            dataset_with_holes.purge("ds", NOW)
-    assert chunks(dataset_with_holes) == before
-    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
-    sound(dataset_with_holes)
+    with faulty(holed, full), pytest.raises(NoSpaceError):
+        holed.purge("ds", NOW)
+    assert chunks(holed) == before
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
 
 
 def test_P7_the_purge_that_removes_the_entry_keeps_the_tombstone(
@@ -268,14 +230,13 @@ def test_P7_the_purge_that_removes_the_entry_keeps_the_tombstone(
 ) -> None:
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
-    with LocalRepository.open(repository.url) as late:
-        late.purge("ds", NOW)
-        assert tombstones(late, b"f") == 1
-        report = late.purge("ds", PurgeOptions(0, -1, 0))
-        late.purge("ds", PurgeOptions(0, -1, 0))
-        assert tombstones(late, b"f") == 0, report
-        sound(late)
-        assert content(late, b"f") is None
+    repository.purge("ds", NOW)
+    assert tombstones(repository, b"f") == 1
+    report = repository.purge("ds", PurgeOptions(0, -1, 0))
+    repository.purge("ds", PurgeOptions(0, -1, 0))
+    assert tombstones(repository, b"f") == 0, report
+    sound(repository)
+    assert content(repository, b"f") is None
 
 
 def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
@@ -286,24 +247,25 @@ def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
     old = chunk_object(identity, chunks(repository)[0])
     backup = bytes(repository.objects.get(old))
     clock.ahead_s += 2 * HOUR_S
-    with LocalRepository.open(repository.url) as late:
-        late.purge("ds", NOW)
-        with pytest.raises(ObjectMissing):
-            late.objects.stat(old)
-        late.objects.put(old, [backup])
-        for _ in range(2):
-            with FaultyStore(late.objects, Fault("delete", old, error=ObjectStoreError("no"))) as s:
-                late.objects, real = s, late.objects
-                with pytest.raises(ObjectStoreError):
-                    late.purge("ds", PurgeOptions(0, -1, 0))
-            late.objects = real
-            assert tombstones(late, b"f") == 1
-            assert content(late, b"f") is None
-        for _ in range(3):
-            late.purge("ds", PurgeOptions(0, -1, 0))
-        assert tombstones(late, b"f") == 0
-        assert content(late, b"f") is None
-        sound(late)
+    repository.purge("ds", NOW)
+    with pytest.raises(ObjectMissing):
+        repository.objects.stat(old)
+    repository.objects.put(old, [backup])
+    for _ in range(2):
+        with FaultyStore(
+            repository.objects, Fault("delete", old, error=ObjectStoreError("no"))
+        ) as s:
+            repository.objects, real = s, repository.objects
+            with pytest.raises(ObjectStoreError):
+                repository.purge("ds", PurgeOptions(0, -1, 0))
+        repository.objects = real
+        assert tombstones(repository, b"f") == 1
+        assert content(repository, b"f") is None
+    for _ in range(3):
+        repository.purge("ds", PurgeOptions(0, -1, 0))
+    assert tombstones(repository, b"f") == 0
+    assert content(repository, b"f") is None
+    sound(repository)
 
 
 def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
@@ -314,19 +276,18 @@ def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
     deleted_file(repository)
     first = chunks(repository)[0]
     clock.ahead_s += 2 * HOUR_S
-    with LocalRepository.open(repository.url) as late:
-        late.purge("ds", NOW)
-        writer = Writer(late)
-        writer.add(b"f", b"content of f")
-        writer.builder.set_stamp(stamp(first, 0))
-        writer.seal()  # not committed
-        for _ in range(2):
-            late.purge("ds", PurgeOptions(0, -1, 0))
-        assert tombstones(late, b"f") == 1
-        clock.ahead_s += 2 * HOUR_S
-        with LocalRepository.open(repository.url) as later:
-            later.begin("ds")
-            assert content(later, b"f") is None
+    repository.purge("ds", NOW)
+    writer = Writer(repository)
+    writer.add(b"f", b"content of f")
+    writer.builder.set_stamp(stamp(first, 0))
+    writer.seal()  # not committed
+    for _ in range(2):
+        repository.purge("ds", PurgeOptions(0, -1, 0))
+    assert tombstones(repository, b"f") == 1
+    clock.ahead_s += 2 * HOUR_S
+    with LocalRepository.open(repository.url) as later:
+        later.begin("ds")
+        assert content(later, b"f") is None
 
 
 @pytest.mark.parametrize("is_durable", [True, False])
@@ -352,19 +313,20 @@ def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
     sealed.commit()
     assert content(repository, b"f") is None
     clock.ahead_s += 2 * HOUR_S
-    with LocalRepository.open(repository.url) as late:
-        for _ in range(3):
-            late.purge("ds", PurgeOptions(0, -1, 0))
-        assert tombstones(late, b"f") == 0
-        late.objects.put(name, sealed.parts)
-        sealed.session = (
-            late.begin("ds") if is_durable else LocalWriteSession(late, late.dataset("ds"))
-        )
-        if not is_durable:  # else somebody has folded it in: it is an orphan, which cannot be told
-            with pytest.raises(BusyError):
-                sealed.commit()
-            assert content(late, b"f") is None
-            sound(late)
+    for _ in range(3):
+        repository.purge("ds", PurgeOptions(0, -1, 0))
+    assert tombstones(repository, b"f") == 0
+    repository.objects.put(name, sealed.parts)
+    sealed.session = (
+        repository.begin("ds")
+        if is_durable
+        else LocalWriteSession(repository, repository.dataset("ds"))
+    )
+    if not is_durable:  # else somebody has folded it in: it is an orphan, which cannot be told
+        with pytest.raises(BusyError):
+            sealed.commit()
+        assert content(repository, b"f") is None
+        sound(repository)
 
 
 def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
@@ -374,65 +336,58 @@ def test_O12_a_forgotten_chunk_that_is_not_listed_keeps_the_tombstone(
     deleted_file(repository)
     old = chunk_object(repository.dataset("ds").identity, chunks(repository)[0])
     clock.ahead_s += 2 * HOUR_S
-    with LocalRepository.open(repository.url) as late:
-        real = late.objects
-        with FaultyStore(real, Fault("delete", old, error=ObjectStoreError("killed"))) as store:
-            late.objects = store
-            with pytest.raises(ObjectStoreError, match="killed"):
-                late.purge("ds", NOW)
-        late.objects = ShortListing(real, old)
-        report = late.purge("ds", NOW)
-        assert tombstones(late, b"f") == 1, report
-        assert "still there" in report.notes[0]
-        late.objects = real
-        for _ in range(3):
-            late.purge("ds", PurgeOptions(0, -1, 0))
-        assert tombstones(late, b"f") == 0
-        assert content(late, b"f") is None
+    real = repository.objects
+    with FaultyStore(real, Fault("delete", old, error=ObjectStoreError("killed"))) as store:
+        repository.objects = store
+        with pytest.raises(ObjectStoreError, match="killed"):
+            repository.purge("ds", NOW)
+    repository.objects = ShortListing(real, old)
+    report = repository.purge("ds", NOW)
+    assert tombstones(repository, b"f") == 1, report
+    assert "still there" in report.notes[0]
+    repository.objects = real
+    for _ in range(3):
+        repository.purge("ds", PurgeOptions(0, -1, 0))
+    assert tombstones(repository, b"f") == 0
+    assert content(repository, b"f") is None
 
 
-def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(
-    dataset_with_holes: LocalRepository,
-) -> None:
-    dataset_with_holes.purge("ds")  # rewritten, and kept for now
-    hidden = chunks(dataset_with_holes)[-1]
-    real = dataset_with_holes.objects
-    dataset_with_holes.objects = ShortListing(
-        real, chunk_object(dataset_with_holes.dataset("ds").identity, hidden)
-    )
-    before = chunks(dataset_with_holes)
+def test_O12_a_listing_that_lacks_a_chunk_justifies_no_deletion(holed: LocalRepository) -> None:
+    holed.purge("ds")  # rewritten, and kept for now
+    hidden = chunks(holed)[-1]
+    real = holed.objects
+    holed.objects = ShortListing(real, chunk_object(holed.dataset("ds").identity, hidden))
+    before = chunks(holed)
     for _ in range(2):
         with pytest.raises(CorruptError, match="listing lacks"):
-            dataset_with_holes.purge("ds", NOW)
-    dataset_with_holes.objects = real
-    assert set(before) <= set(chunks(dataset_with_holes))
-    assert dataset_with_holes.purge("ds", NOW).deleted > 4
+            holed.purge("ds", NOW)
+    holed.objects = real
+    assert set(before) <= set(chunks(holed))
+    assert holed.purge("ds", NOW).deleted > 4
 
 
-def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(
-    dataset_with_holes: LocalRepository,
-) -> None:
-    identity = dataset_with_holes.dataset("ds").identity
-    first = chunks(dataset_with_holes)[0]
-    path = Path(dataset_with_holes.url.path) / chunk_object(identity, first)
+def test_B3_B9_damaged_and_newer_chunks_stay_as_they_are(holed: LocalRepository) -> None:
+    identity = holed.dataset("ds").identity
+    first = chunks(holed)[0]
+    path = Path(holed.url.path) / chunk_object(identity, first)
     damaged = bytearray(path.read_bytes())
     damaged[-1] ^= 1
     path.write_bytes(damaged)
     newer = chunk_object(identity, id_fields(ChunkId(b"\1" * 16)).id())
-    dataset_with_holes.objects.put(newer, [b"\x93DIESEL\n" + bytes(200)])
-    report = dataset_with_holes.purge("ds", NOW)
+    holed.objects.put(newer, [b"\x93DIESEL\n" + bytes(200)])
+    report = holed.purge("ds", NOW)
     assert any("stays as it is" in note for note in report.notes)
-    assert dataset_with_holes.objects.stat(newer).bytes
+    assert holed.objects.stat(newer).bytes
     assert path.read_bytes() == damaged
-    assert len(dataset_with_holes.verify("ds").problems) == 2
+    assert len(holed.verify("ds").problems) == 2
 
 
-def test_a_dry_run_changes_nothing(dataset_with_holes: LocalRepository) -> None:
-    version, before = dataset_with_holes.view("ds").version, chunks(dataset_with_holes)
-    report = dataset_with_holes.purge("ds", PurgeOptions(grace_s=0, dry_run=True))
+def test_a_dry_run_changes_nothing(holed: LocalRepository) -> None:
+    version, before = holed.view("ds").version, chunks(holed)
+    report = holed.purge("ds", PurgeOptions(grace_s=0, dry_run=True))
     assert report.rewritten > 4
     assert report.unused_bytes > 100_000
-    assert (dataset_with_holes.view("ds").version, chunks(dataset_with_holes)) == (version, before)
+    assert (holed.view("ds").version, chunks(holed)) == (version, before)
     assert PurgeReport.from_message(report.to_message()) == report
 
 
@@ -440,7 +395,7 @@ def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) ->
     source = tmp_path / "many"
     for i in range(7):
         write(source, {f"f{i}": b"%d" % i, f"d{i}/x": b"x" * i})
-        put(repository, "ds", FolderSource(source), options=PutOptions(jobs=1))
+        put_folder(repository, source)
     assert len(chunks(repository)) == 7
     assert repository.purge("ds", NOW).deleted == 7
     assert len(chunks(repository)) == 1
@@ -449,13 +404,8 @@ def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) ->
     assert repository.purge("ds", NOW).rewritten == 0
 
 
-def test_A2_A13_leftovers_of_dead_writers_go(
-    dataset_with_holes: LocalRepository, clock: MovedClock
-) -> None:
-    folder = (
-        Path(dataset_with_holes.url.path)
-        / f"datasets/{dataset_with_holes.dataset('ds').identity.hex}/chunks"
-    )
+def test_A2_A13_leftovers_of_dead_writers_go(holed: LocalRepository, clock: MovedClock) -> None:
+    folder = Path(holed.url.path) / f"datasets/{holed.dataset('ds').identity.hex}/chunks"
     host = os.uname().nodename
     child = os.fork()
     if not child:
@@ -468,13 +418,13 @@ def test_A2_A13_leftovers_of_dead_writers_go(
     everything = (dead, living, strange, foreign)
     for file in everything:
         file.write_bytes(b"half")
-    assert dataset_with_holes.purge("ds").leftovers == 0
+    assert holed.purge("ds").leftovers == 0
     assert all(file.exists() for file in everything)
     clock.ahead_s += 25 * HOUR_S
-    assert dataset_with_holes.purge("ds").leftovers == 1
+    assert holed.purge("ds").leftovers == 1
     assert [file.exists() for file in everything] == [False, True, True, True]
     clock.ahead_s += 7 * 24 * HOUR_S
-    assert dataset_with_holes.purge("ds").leftovers == 1
+    assert holed.purge("ds").leftovers == 1
     assert [file.exists() for file in everything] == [False, True, False, True]
 
 

@@ -7,34 +7,31 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
 from tests.tiers import fast_first
 
 from ...datasets import dataset_state
 from ...trees import facts, write
+from ..folder_puts import put_folder
 from ..test_crash import run_killed, source_tree
 from .moved_clock import HOUR_S, moved_clock
 
 DRIVER = [sys.executable, "-m", "tests.repository.purge.purge_driver"]
-ONE = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN)
 
 
 @pytest.fixture(scope="module")
 def stores_with_holes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A store with holes and small chunks, and what it holds."""
-    folder = tmp_path_factory.mktemp("dataset_with_holes")
+    folder = tmp_path_factory.mktemp("holes")
     source = source_tree(folder / "source")
     store = folder / "store"
     with LocalRepository.open(store.as_uri(), create=True) as repository:
-        put(repository, "ds", FolderSource(source), options=ONE)
+        put_folder(repository, source)
         write(source, {f"d{i % 5}/f{i:02}": b"new %d" % i for i in range(0, 120, 3)})
         for i in range(1, 120, 3):
             (source / f"d{i % 5}/f{i:02}").unlink()
-        options = PutOptions(jobs=1, chunk_bytes=CHUNK_BYTES_MIN, delete=True)
-        put(repository, "ds", FolderSource(source), options=options)
+        put_folder(repository, source, delete=True)
     return store, source
 
 

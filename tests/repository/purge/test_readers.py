@@ -8,13 +8,7 @@ from uuid import UUID
 
 import pytest
 
-from diesel_fs.errors import (
-    CorruptError,
-    NoSuchDataset,
-    NotFoundError,
-    ObjectMissing,
-    UsageError,
-)
+from diesel_fs.errors import CorruptError, NoSuchDataset, NotFoundError, ObjectMissing, UsageError
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_prefix, lease_object, lease_prefix, snapshot_object
 from diesel_fs.repository import leases
@@ -36,157 +30,140 @@ from ...storage.objects.faulty_store import FaultyStore
 from ...trees import facts
 from ...waiting import wait_until
 from .moved_clock import HOUR_S, MovedClock, moved_clock
-from .purged import (
-    NO_FILES,
-    NOW,
-    chunks,
-    dataset_of,
-    read_all,
-    sound,
-)
+from .purged import NO_FILES, NOW, chunks, dataset_of, read_all, sound
 
 
 def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
-    dataset_with_holes: LocalRepository, clock: MovedClock, tmp_path: Path
+    holed: LocalRepository, clock: MovedClock, tmp_path: Path
 ) -> None:
     """Then its chunks go: an error, never other bytes."""
-    view = dataset_with_holes.view("ds")
-    expected = read_all(view, dataset_with_holes)
-    assert dataset_with_holes.purge("ds").deleted == 0
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    assert holed.purge("ds").deleted == 0
     for hours in (23, 0):
         clock.ahead_s += hours * HOUR_S
-        report = dataset_with_holes.purge("ds")
+        report = holed.purge("ds")
         assert (report.rewritten, report.deleted, report.waiting > 4) == (0, 0, True)
-        assert read_all(view, dataset_with_holes) == expected
+        assert read_all(view, holed) == expected
     clock.ahead_s += 2 * HOUR_S
-    assert dataset_with_holes.purge("ds").deleted > 4
+    assert holed.purge("ds").deleted > 4
     with pytest.raises(ObjectMissing):
-        read_all(view, dataset_with_holes)
-    assert dataset_state(dataset_with_holes) == facts(tmp_path / "source")
-    sound(dataset_with_holes)
+        read_all(view, holed)
+    assert dataset_state(holed) == facts(tmp_path / "source")
+    sound(holed)
 
 
 def test_P2_the_grace_period_begins_when_a_version_ends(
-    dataset_with_holes: LocalRepository, clock: MovedClock
+    holed: LocalRepository, clock: MovedClock
 ) -> None:
     """A version may have been the current one for a week when it is replaced."""
     clock.ahead_s += 7 * 24 * HOUR_S
-    view = dataset_with_holes.view("ds")
-    expected = read_all(view, dataset_with_holes)
-    dataset_with_holes.purge("ds")
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    holed.purge("ds")
     clock.ahead_s += 23 * HOUR_S
-    dataset_with_holes.purge("ds")
-    assert read_all(view, dataset_with_holes) == expected
+    holed.purge("ds")
+    assert read_all(view, holed) == expected
 
 
-def test_a_lease_holds_what_its_version_needs(
-    dataset_with_holes: LocalRepository, clock: MovedClock
-) -> None:
-    view = dataset_with_holes.view("ds")
-    expected = read_all(view, dataset_with_holes)
-    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
-    assert dataset_with_holes.purge("ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, dataset_with_holes) == expected
-    assert read_all(dataset_with_holes.view_at("ds", view.version), dataset_with_holes) == expected
-    lease.switch_version(dataset_with_holes.view("ds").version)
-    assert dataset_with_holes.purge("ds", NOW).deleted > 4
+def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: MovedClock) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    assert holed.purge("ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, holed) == expected
+    assert read_all(holed.view_at("ds", view.version), holed) == expected
+    lease.switch_version(holed.view("ds").version)
+    assert holed.purge("ds", NOW).deleted > 4
     lease.close()
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
 
 
-def test_a_lease_on_a_version_that_is_not_published_holds_too(
-    dataset_with_holes: LocalRepository,
-) -> None:
-    view = dataset_with_holes.view("ds")
-    expected = read_all(view, dataset_with_holes)
-    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version + 1)
-    assert dataset_with_holes.purge("ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, dataset_with_holes) == expected
+def test_a_lease_on_a_version_that_is_not_published_holds_too(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    lease = ReadLease.take(holed.objects, view.identity, view.version + 1)
+    assert holed.purge("ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, holed) == expected
     lease.close()
 
 
-def test_a_lease_that_comes_between_the_choice_and_the_deletion(
-    dataset_with_holes: LocalRepository,
-) -> None:
-    view = dataset_with_holes.view("ds")
-    expected = read_all(view, dataset_with_holes)
+def test_a_lease_that_comes_between_the_choice_and_the_deletion(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
     taken = list[ReadLease]()
-    forget = dataset_with_holes.meta.forget
+    forget = holed.meta.forget
 
     def late(identity: UUID, gone: list[ChunkId], *, tombstones: bool = False) -> object:
-        taken.append(ReadLease.take(dataset_with_holes.objects, view.identity, view.version))
+        taken.append(ReadLease.take(holed.objects, view.identity, view.version))
         return forget(identity, gone, tombstones=tombstones)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dataset_with_holes.meta, "forget", late)
-        assert dataset_with_holes.purge("ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, dataset_with_holes) == expected
+        patch.setattr(holed.meta, "forget", late)
+        assert holed.purge("ds", NOW).deleted_bytes < NO_FILES
+    assert read_all(view, holed) == expected
     for lease in taken:
         lease.close()
-    old = {info.name for info in dataset_with_holes.objects.list(chunk_prefix(view.identity))}
+    old = {info.name for info in holed.objects.list(chunk_prefix(view.identity))}
     with moved_clock() as later:
         later.ahead_s = 2 * HOUR_S  # now they are orphans: folded in, forgotten, deleted
-        with LocalRepository.open(dataset_with_holes.url) as again:
+        with LocalRepository.open(holed.url) as again:
             assert again.purge("ds", NOW).deleted > 4
             assert {info.name for info in again.objects.list(chunk_prefix(view.identity))} < old
             sound(again)
 
 
 def test_a_lease_ends_with_its_time_or_its_process(
-    dataset_with_holes: LocalRepository, clock: MovedClock
+    holed: LocalRepository, clock: MovedClock
 ) -> None:
-    view = dataset_with_holes.view("ds")
+    view = holed.view("ds")
     name = lease_object(view.identity, "0" * 32)
     lease = Lease.own("0" * 32, view.version)
-    dataset_with_holes.objects.replace(name, [lease.to_json()])
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
+    holed.objects.replace(name, [lease.to_json()])
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
     clock.ahead_s += 800  # its time is over, and the clock of its host may be behind
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
     clock.ahead_s += 200
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     dead = Lease("1", view.version, time.time() + 600, lease.host, lease.boot, lease.space, child)
-    dataset_with_holes.objects.replace(name, [dead.to_json()])
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
-    dataset_with_holes.objects.replace(name, [b"no lease at all"])
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {
-        EVERY_VERSION
-    }
-    assert dataset_with_holes.purge("ds", NOW).deleted == 0
+    holed.objects.replace(name, [dead.to_json()])
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    holed.objects.replace(name, [b"no lease at all"])
+    assert leased_versions(holed.objects, view.identity, time.time()) == {EVERY_VERSION}
+    assert holed.purge("ds", NOW).deleted == 0
     clock.ahead_s += 25 * HOUR_S
-    assert dataset_with_holes.purge("ds", NOW).deleted > 4
+    assert holed.purge("ds", NOW).deleted > 4
 
 
-def test_a_lease_on_nothing_holds_nothing(dataset_with_holes: LocalRepository) -> None:
+def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
     """Of a reader who has opened the dataset before there was anything in it."""
-    view = dataset_with_holes.view("ds")
-    lease = ReadLease.take(dataset_with_holes.objects, view.identity, 0)
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == frozenset()
-    assert dataset_with_holes.purge("ds", NOW).deleted > 4
+    view = holed.view("ds")
+    lease = ReadLease.take(holed.objects, view.identity, 0)
+    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert holed.purge("ds", NOW).deleted > 4
     lease.close()
 
 
 @pytest.mark.parametrize("version", [-1, -(1 << 63)])
-def test_a_lease_on_no_version_at_all_cannot_be_read(
-    dataset_with_holes: LocalRepository, version: int
-) -> None:
-    identity = dataset_with_holes.dataset("ds").identity
+def test_a_lease_on_no_version_at_all_cannot_be_read(holed: LocalRepository, version: int) -> None:
+    identity = holed.dataset("ds").identity
     lease = Lease.own("0" * 32, version)
-    dataset_with_holes.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
-    assert leased_versions(dataset_with_holes.objects, identity, time.time()) == {EVERY_VERSION}
-    assert dataset_with_holes.purge("ds", NOW).deleted == 0
-    dataset_with_holes.delete_dataset("ds")
-    assert any(dataset_with_holes.chunk_ids(identity))
+    holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
+    assert leased_versions(holed.objects, identity, time.time()) == {EVERY_VERSION}
+    assert holed.purge("ds", NOW).deleted == 0
+    holed.delete_dataset("ds")
+    assert any(holed.chunk_ids(identity))
 
 
 @pytest.mark.parametrize("by", ["renewal", "server"])
 @pytest.mark.parametrize("clock_ahead_s", [0, -10 * 24 * HOUR_S, 10 * 24 * HOUR_S])
 def test_leases_that_ended_go_where_nobody_purges(
-    dataset_with_holes: LocalRepository,
+    holed: LocalRepository,
     tmp_path: Path,
     clock: MovedClock,
     monkeypatch: pytest.MonkeyPatch,
@@ -194,40 +171,37 @@ def test_leases_that_ended_go_where_nobody_purges(
     clock_ahead_s: int,
 ) -> None:
     """By the store's clock, whatever that of the reader says."""
-    identity = dataset_with_holes.dataset("ds").identity
+    identity = holed.dataset("ds").identity
     for number, ago_h in enumerate((0, 1, 23, 25, 400)):
-        write_lease_for(dataset_with_holes.objects, identity, f"{number:032x}", 1, 600)
+        write_lease_for(holed.objects, identity, f"{number:032x}", 1, 600)
         age(tmp_path, identity, f"{number:032x}", ago_h)
-    dataset_with_holes.objects.put(lease_object(identity, PURGE), [Lease.own("", 0).to_json()])
-    write_retention_policy(dataset_with_holes.objects, identity, RetentionPolicy())
+    holed.objects.put(lease_object(identity, PURGE), [Lease.own("", 0).to_json()])
+    write_retention_policy(holed.objects, identity, RetentionPolicy())
     for name in (PURGE, POLICY):
         age(tmp_path, identity, name, 400)
     clock.ahead_s += clock_ahead_s
     monkeypatch.setattr(leases, "CLEANUP_ONE_IN", 1)
 
     def there() -> set[str]:
-        names = {
-            name.rpartition("/")[2]
-            for name in dataset_with_holes.objects.names(lease_prefix(identity))
-        }
+        names = {name.rpartition("/")[2] for name in holed.objects.names(lease_prefix(identity))}
         return names & {PURGE, POLICY, *(f"{number:032x}" for number in range(5))}
 
     expected = {PURGE, POLICY, *(f"{number:032x}" for number in range(3))}
     if by == "server":
-        write_lease_for(dataset_with_holes.objects, identity, "f" * 32, 1, 600)
+        write_lease_for(holed.objects, identity, "f" * 32, 1, 600)
     else:
-        lease = ReadLease.take(dataset_with_holes.objects, identity, 1, renew_s=0.01)
+        lease = ReadLease.take(holed.objects, identity, 1, renew_s=0.01)
         wait_until(lambda: there() == expected)
         lease.close()
     assert there() == expected
 
 
 def test_few_renewals_list_all_leases(
-    dataset_with_holes: LocalRepository, monkeypatch: pytest.MonkeyPatch
+    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    identity, draws = dataset_with_holes.dataset("ds").identity, count()
+    identity, draws = holed.dataset("ds").identity, count()
     monkeypatch.setattr("secrets.randbelow", lambda most: next(draws) % most)
-    with FaultyStore(dataset_with_holes.objects) as store:
+    with FaultyStore(holed.objects) as store:
         for _ in range(320):
             write_lease_for(store, identity, "f" * 32, 1, 600)
     assert store.calls["list"] == 5
@@ -240,18 +214,16 @@ def age(top: Path, identity: UUID, name: str, hours: float) -> None:
     os.utime(file, (written_s, written_s))
 
 
-def test_a_forked_child_neither_renews_nor_ends_a_lease(
-    dataset_with_holes: LocalRepository,
-) -> None:
-    view = dataset_with_holes.view("ds")
-    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
+def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
     child = os.fork()
     if not child:
         lease.switch_version(7)
         lease.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert leased_versions(dataset_with_holes.objects, view.identity, time.time()) == {view.version}
+    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
     lease.close()
 
 
@@ -280,10 +252,9 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
             with pytest.raises(NotFoundError, match="not kept"):
                 late.view_at("ds", next(iter(versions)))
             assert ds.get("f") == b"content 4"
-    with LocalRepository.open(repository.url) as late:
-        late.purge("ds", PurgeOptions(0, 0, 0))
-        assert len(late.kept_versions("ds")) == 1
-        assert len(chunks(late)) == 1
+    repository.purge("ds", PurgeOptions(0, 0, 0))
+    assert len(repository.kept_versions("ds")) == 1
+    assert len(chunks(repository)) == 1
 
 
 @pytest.mark.parametrize(
@@ -296,15 +267,13 @@ def test_kept_versions_can_be_read_until_they_are_given_up(
     ],
 )
 def test_a_policy_that_is_none_is_named_and_can_be_written_anew(
-    dataset_with_holes: LocalRepository, policy: bytes
+    holed: LocalRepository, policy: bytes
 ) -> None:
-    dataset_with_holes.objects.replace(
-        lease_object(dataset_with_holes.dataset("ds").identity, "policy"), [policy]
-    )
+    holed.objects.replace(lease_object(holed.dataset("ds").identity, "policy"), [policy])
     with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
-        dataset_with_holes.purge("ds")
-    dataset_with_holes.purge("ds", PurgeOptions(keep=1, grace_s=0))
-    assert dataset_with_holes.purge("ds").versions_kept
+        holed.purge("ds")
+    holed.purge("ds", PurgeOptions(keep=1, grace_s=0))
+    assert holed.purge("ds").versions_kept
 
 
 @pytest.mark.parametrize(("keep", "grace_s"), [(1 << 40, 0), (0, 10**20)])
@@ -335,22 +304,20 @@ def test_publishing_keeps_young_versions_within_a_bound(
     lease.close()
 
 
-def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
-    dataset_with_holes: LocalRepository,
-) -> None:
-    view = dataset_with_holes.view("ds")
-    expected = read_all(view, dataset_with_holes)
-    lease = ReadLease.take(dataset_with_holes.objects, view.identity, view.version)
-    dataset_with_holes.delete_dataset("ds")
+def test_L5_H16_a_deleted_dataset_stays_for_its_readers(holed: LocalRepository) -> None:
+    view = holed.view("ds")
+    expected = read_all(view, holed)
+    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    holed.delete_dataset("ds")
     with pytest.raises(NoSuchDataset):
-        dataset_with_holes.view("ds")
-    assert dataset_with_holes.datasets() == []
-    assert read_all(view, dataset_with_holes) == expected
-    dataset_with_holes.objects.stat(snapshot_object(view.identity, view.version))
-    dataset_with_holes.delete_dataset("ds")
-    assert read_all(view, dataset_with_holes) == expected
+        holed.view("ds")
+    assert holed.datasets() == []
+    assert read_all(view, holed) == expected
+    holed.objects.stat(snapshot_object(view.identity, view.version))
+    holed.delete_dataset("ds")
+    assert read_all(view, holed) == expected
     lease.close()
-    assert "is deleted" in dataset_with_holes.purge("ds").notes[0]
-    assert list(dataset_with_holes.objects.names(f"datasets/{view.identity.hex}/")) == []
+    assert "is deleted" in holed.purge("ds").notes[0]
+    assert list(holed.objects.names(f"datasets/{view.identity.hex}/")) == []
     with pytest.raises(NoSuchDataset):
-        dataset_with_holes.purge("ds")
+        holed.purge("ds")
