@@ -105,28 +105,6 @@ def test_delete_removes_what_the_source_has_not(
     assert dataset_state(repository) == facts(source)
 
 
-def test_delete_spares_the_folder_of_what_is_left_out(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
-    """And no file takes its place: what is left out would be lost under it."""
-    source = write(tmp_path / "source", {"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
-    (source / "d").chmod(0o750)
-    put(repository, source)
-    for name in ("d/x.tmp", "d/y", "e/z"):
-        (source / name).unlink()
-    (source / "d").rmdir()
-    (source / "e").rmdir()
-    (source / "e").write_bytes(b"a file")
-    assert put(repository, source, delete=True, exclude=("*.tmp",)).deleted == 2
-    view = repository.view("ds")
-    assert files(view) == [b"d/x.tmp", b"e"]
-    assert view.stat(view.lookup(b"d")).mode == 0o750
-    (source / "d").write_bytes(b"a file")
-    report = put(repository, source, delete=True, exclude=("*.tmp",))
-    assert [path for path, _ in report.failed] == [b"d"]
-    assert files(repository.view("ds")) == [b"d/x.tmp", b"e"]
-
-
 def test_I3_delete_spares_a_folder_that_cannot_be_opened_again(
     repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -321,10 +321,12 @@ def test_delete_spares_all_below_a_folder_that_is_left_out(
 def test_delete_spares_the_folder_of_what_is_left_out(
     repository: LocalRepository, put_many: PutMany
 ) -> None:
-    """And no file takes its place: what is left out would be lost under it."""
+    """As it is, and no file takes its place: what is left out would be lost under it."""
     put_many({"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
+    before = repository.stat("ds", b"d")
     assert put_many({"e": b"a file"}, delete=True, exclude=("*.tmp",)).deleted == 2
     assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
+    assert repository.stat("ds", b"d") == before
     report = put_many({"d": b"a file", "e": b"a file"}, delete=True, exclude=("*.tmp",))
     assert [path for path, _ in report.failed] == [b"d"]
     assert "d is a folder of the dataset" in report.failed[0][1]

@@ -1,9 +1,7 @@
 """Putting tars: every kind of entry, every kind of damage."""
 
-import bz2
 import gzip
 import io
-import lzma
 import os
 import subprocess
 import tarfile
@@ -90,18 +88,6 @@ def test_what_gnu_tar_writes_is_what_was_there(repository: LocalRepository, tmp_
         assert contents(repository).keys() == {other.path(i) for i in range(1, len(other))}
         assert contents(repository)[b"outside"] == "../../outside"
         assert contents(repository)[b"zeros"] == bytes(100_000)
-
-
-@pytest.mark.parametrize("compress", [bytes, gzip.compress, bz2.compress, lzma.compress])
-def test_compressed_tars(repository: LocalRepository, compress: type[bytes]) -> None:
-    data = tar_of(("a", b"1" * 5000), ("b", b"2"))
-    assert put(repository, compress(data)).files == 2
-    assert contents(repository) == {b"a": b"1" * 5000, b"b": b"2"}
-
-
-def test_a_gzip_of_several_members_is_read_to_its_end(repository: LocalRepository) -> None:
-    data = tar_of(("a", b"1" * 5000), ("b", b"2"))
-    assert put(repository, gzip.compress(data[:3000]) + gzip.compress(data[3000:])).files == 2
 
 
 def test_again_nothing_is_put(repository: LocalRepository) -> None:

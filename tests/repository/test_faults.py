@@ -16,6 +16,7 @@ from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object, dataset_object, snapshot_object
 from diesel_fs.ingest import FolderSource, PutOptions
+from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.private_copies import boot_id
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
@@ -104,12 +105,35 @@ def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
         put_folder(repository, source)
     shutil.copy(tmp_path / "backup", database)
     with LocalRepository.open(filled.url) as repository:
+        problems = repository.verify("ds").problems
+        assert any("behind the published version" in problem for problem in problems)
         assert repository.stat("ds", b"later").size == 1
         with pytest.raises(MetadataError, match="recover"):
             repository.list("ds")
         assert put_folder(repository, source).files == 0
         assert dataset_state(repository) == facts(source)
         assert sorted(repository.list("ds").names) == [b"a", b"d", b"later"]
+        assert repository.verify("ds").sound
+
+
+def test_C4_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
+    filled: LocalRepository, source: Path, tmp_path: Path
+) -> None:
+    identity = filled.dataset("ds").identity
+    known = set(filled.chunk_ids(identity))
+    filled.close()
+    shutil.copy(tmp_path / "store/meta.sqlite", tmp_path / "backup")
+    write(source, {"later": b"3"})
+    with LocalRepository.open(filled.url) as repository:
+        put_folder(repository, source)
+        (last,) = set(repository.chunk_ids(identity)) - known
+        repository.objects.delete(chunk_object(identity, last))
+    shutil.copy(tmp_path / "backup", tmp_path / "store/meta.sqlite")
+    with LocalRepository.open(filled.url) as repository:
+        with pytest.raises(LostChunks, match="later"):
+            put_folder(repository, write(tmp_path / "third", {"c": b"3"}))
+        assert any("lost with chunk" in problem for problem in repository.recover("ds").problems)
+        assert repository.view("ds").lookup(b"later") > 0
 
 
 def test_recover_since_reaches_back_over_the_put_window(repository: LocalRepository) -> None:
@@ -118,8 +142,9 @@ def test_recover_since_reaches_back_over_the_put_window(repository: LocalReposit
     writer.add(b"f", b"1")
     sealed = id_fields(writer.session.new_id())
     writer.seal(replace(sealed, seconds=sealed.seconds - 1800).id())
-    repository.recover("ds", since_s=time.time() - 60)
+    assert repository.recover("ds", since_s=time.time() - 60).folded == 1
     assert content(repository, b"f") == b"1"
+    assert repository.verify("ds").sound
 
 
 def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
@@ -209,11 +234,12 @@ def test_A7_A9_a_put_killed_before_its_snapshot_is_finished_by_the_next(
 
 def test_Z12_what_is_refused_does_not_come_back_by_recovery(repository: LocalRepository) -> None:
     writer = Writer(repository)
-    for chunk in (IdFields(int(time.time()) + 400, 1, 1, 0).id(), None):
+    future = IdFields(int(time.time()) + 400, 1, 1, 0).id()
+    for chunk, reason in ((future, "future"), (None, "stamp")):
         writer.add(b"f", b"refused")
         if chunk is None:
             writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
-        with pytest.raises(CorruptError):
+        with pytest.raises(CorruptError, match=reason):
             writer.seal(chunk).commit()
     assert list(repository.chunk_ids(writer.session.identity)) == []
     writer.add(b"f", b"stored by another program")

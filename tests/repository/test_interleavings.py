@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from diesel_fs.errors import CorruptError
 from diesel_fs.format.chunk import ExtentInfo, Header
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
@@ -182,19 +181,6 @@ def test_Z8_an_earlier_commit_is_lost_and_a_later_one_kept(repository: LocalRepo
     repository.begin("ds")
     assert content(repository, b"lost") == b"1"
     rebuilt_equals_live(repository)
-
-
-def test_Z12_ids_from_the_future_and_chosen_stamps(repository: LocalRepository) -> None:
-    writer = Writer(repository)
-    writer.add(b"f", b"1")
-    future = writer.seal(IdFields(int(time.time()) + 400, 1, 1, 0).id())
-    with pytest.raises(CorruptError, match="future"):
-        future.commit()
-    writer.add(b"f", b"2")
-    writer.builder.set_stamp(stamp(ChunkId(b"\xff" * 16), 0))
-    with pytest.raises(CorruptError, match="stamp"):
-        writer.seal().commit()
-    assert repository.begin("ds").view.entry_count == 1
 
 
 def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: LocalRepository) -> None:

@@ -41,6 +41,7 @@ from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.recover import recover
 from tests.examples import examples
+from tests.rows import each_row
 from tests.tiers import fast_first
 
 from ..datasets import content, dataset_state, file_contents, forget_private_copies
@@ -102,21 +103,18 @@ def emptied(repository: LocalRepository) -> LocalRepository:
     return LocalRepository.open(repository.url, create=True)
 
 
-def lose(file: Path) -> None:
-    file.unlink()
-
-
 def empty(file: Path) -> None:
     file.write_bytes(b"")
 
 
-def flip_header(file: Path) -> None:
+def flip(file: Path, at: int = 120) -> None:
+    """Change a bit; one of the header, if nothing else is said."""
     content = bytearray(file.read_bytes())
-    content[120] ^= 1
+    content[at] ^= 1
     file.write_bytes(content)
 
 
-@pytest.mark.parametrize("damage", [lose, empty, flip_header])
+@pytest.mark.parametrize("damage", [Path.unlink, empty, flip])
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
     repository: LocalRepository,
@@ -145,23 +143,18 @@ def test_a_recovery_names_a_chunk_that_it_cannot_read_and_leaves_all_as_it_was(
     view = repository.view("ds")
     assert view.version > before.version
     assert [view.path(i) for i in view.files().tolist()] == [b"more/c"]
-    if damage is lose:
+    if damage is Path.unlink:
         assert repository.verify("ds").sound
 
 
-def test_a_lost_file_is_listed_and_reading_it_names_its_chunk(
+def test_a_lost_file_is_listed_and_nothing_is_put_removed_or_purged_without_it(
     repository: LocalRepository, lost: ChunkId, second: Path
 ) -> None:
-    lose(object_file(repository, lost))
+    """Also where only the newest snapshot names it. To read it names its chunk."""
+    object_file(repository, lost).unlink()
     assert repository.stat("ds", b"d/a").size == 1
     with pytest.raises(ObjectMissing, match=chunk_id_text(lost)):
         content(repository, b"d/a")
-
-
-def test_nothing_is_put_removed_or_purged_without_what_only_the_newest_snapshot_names(
-    repository: LocalRepository, lost: ChunkId, second: Path
-) -> None:
-    lose(object_file(repository, lost))
     published = repository.snapshots.versions(repository.dataset("ds").identity)
     repository = emptied(repository)
     with pytest.raises(LostChunks, match="d/a"):
@@ -182,50 +175,10 @@ def test_a_recovery_since_a_time_goes_by_the_same_rule(
     repository = emptied(repository)
     assert repository.recover("ds", since_s=4e9).sound
     assert dataset_state(repository) == everything
-    lose(object_file(repository, lost))
+    object_file(repository, lost).unlink()
     repository = emptied(repository)
     assert repository.recover("ds", since_s=4e9).problems
     assert repository.view("ds").lookup(b"d/a") > 0
-
-
-def test_an_older_database_that_was_put_back_is_a_problem(second_put: LocalRepository) -> None:
-    problems = second_put.verify("ds").problems
-    assert any("behind the published version" in problem for problem in problems)
-    assert second_put.recover("ds").sound
-    assert second_put.verify("ds").sound
-
-
-def test_what_an_older_database_does_not_know_is_not_forgotten_where_it_is_lost(
-    second_put: LocalRepository, tmp_path: Path
-) -> None:
-    identity = second_put.dataset("ds").identity
-    (known,) = [record.id for record in second_put.meta.chunks(identity)]
-    (last,) = set(second_put.chunk_ids(identity)) - {known}
-    lose(object_file(second_put, last))
-    with pytest.raises(LostChunks, match="b"):
-        put_folder(second_put, write(tmp_path / "third", {"c": b"3"}))
-    assert any("lost with chunk" in problem for problem in second_put.recover("ds").problems)
-    assert second_put.view("ds").lookup(b"b") > 0
-
-
-@pytest.fixture
-def second_put(tmp_path: Path) -> Iterator[LocalRepository]:
-    """After a second put, with the database as it was before."""
-    url = (tmp_path / "store").as_uri()
-    source = write(tmp_path / "first", {"a": b"1"})
-    with LocalRepository.open(url, create=True) as opened:
-        put_folder(opened, source)
-        opened.meta.sync()
-        with sqlite3.connect(tmp_path / "store/meta.sqlite") as db:
-            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-        db.close()
-        kept = (tmp_path / "store/meta.sqlite").read_bytes()
-        put_folder(opened, write(tmp_path / "second", {"b": b"2"}))
-    for file in (tmp_path / "store").glob("meta.sqlite*"):
-        file.unlink()
-    (tmp_path / "store/meta.sqlite").write_bytes(kept)
-    with LocalRepository.open(url) as opened:
-        yield opened
 
 
 @pytest.mark.parametrize("error", [
@@ -293,7 +246,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
     session.delete([b"d/b"])
     session.finish()
     for chunk in set(repository.chunk_ids(identity)) - {lost}:
-        lose(object_file(repository, chunk))
+        object_file(repository, chunk).unlink()
     notes = repository.recover("ds", forget_lost=True).notes
     assert "an older version shows now: d/a" in notes
     assert "it had been deleted, and is back: d/b" in notes
@@ -303,7 +256,7 @@ def test_what_comes_back_with_an_accepted_loss_is_named(
 def test_a_version_never_has_two_contents(repository: LocalRepository, lost: ChunkId) -> None:
     """A rebuild that folds nothing, as one that folds something, makes another version."""
     before = repository.view("ds")
-    lose(object_file(repository, lost))
+    object_file(repository, lost).unlink()
     assert repository.recover("ds", forget_lost=True).problems == []
     after = repository.view("ds")
     assert after.version > before.version
@@ -314,7 +267,7 @@ def test_a_version_never_has_two_contents(repository: LocalRepository, lost: Chu
         assert reader.view("ds").version > after.version
 
 
-@pytest.mark.parametrize("damage", [lose, empty])
+@pytest.mark.parametrize("damage", [Path.unlink, empty])
 def test_putting_the_source_again_heals_what_is_gone(
     repository: LocalRepository,
     first: Path,
@@ -344,9 +297,7 @@ def test_putting_with_checksum_heals_what_is_damaged(
     repository: LocalRepository, first: Path, lost: ChunkId
 ) -> None:
     victim = object_file(repository, lost)
-    content = bytearray(victim.read_bytes())
-    content[content.rindex(b"22")] ^= 1
-    victim.write_bytes(content)
+    flip(victim, victim.read_bytes().rindex(b"22"))
     assert put_folder(repository, first).files == 0
     assert put_folder(repository, first, checksum=True).files == 1
     assert dataset_state(repository) == facts(first)
@@ -378,9 +329,7 @@ def test_a_damaged_snapshot_that_alone_knew_what_there_must_be_is_no_proof(
     newest = repository.snapshots.newest(identity)
     file = repository.url.path / snapshot_object(identity, newest)
     file.chmod(0o644)
-    content = bytearray(file.read_bytes())
-    content[700] ^= 1
-    file.write_bytes(content)
+    flip(file, 700)
     forget_private_copies()
     repository = emptied(repository)
     assert any(str(newest) in problem for problem in repository.recover("ds").problems)
@@ -397,24 +346,12 @@ def forged(view: Snapshot, path: bytes, field: str) -> bytes:
     return b"".join(layout.write(header, columns))
 
 
-def test_a_version_is_not_published_with_another_content(
-    repository: LocalRepository, lost: ChunkId, second: Path
-) -> None:
-    view = repository.view("ds")
-    file = repository.url.path / snapshot_object(view.identity, view.version)
-    file.chmod(0o644)
-    file.write_bytes(forged(view, b"d/b", "mtime_ns"))
-    with pytest.raises(CorruptError, match="another content"):
-        repository.publish("ds", full=True)
-    assert repository.recover("ds").sound
-    assert repository.publish("ds", full=True) > view.version
-
-
-@pytest.mark.parametrize("field", ["mtime_ns", "flags", "checksum"])
-def test_verify_compares_the_published_snapshot_column_by_column(
+@each_row("field", ["mtime_ns", "flags", "checksum"])
+def test_a_published_snapshot_is_compared_column_by_column(
     repository: LocalRepository, lost: ChunkId, second: Path, field: str
 ) -> None:
-    """One with right checksums that says something else, as a wrong merge would make it."""
+    """One with right checksums that says something else, as a wrong merge would make it: `verify`
+    names it, and its version is not published with another content."""
     view = repository.view("ds")
     file = repository.url.path / snapshot_object(view.identity, view.version)
     file.chmod(0o644)
@@ -422,7 +359,10 @@ def test_verify_compares_the_published_snapshot_column_by_column(
     forget_private_copies()
     problems = repository.verify("ds").problems
     assert any(f"version {view.version} differs from the metadata" in each for each in problems)
+    with pytest.raises(CorruptError, match="another content"):
+        repository.publish("ds", full=True)
     assert repository.recover("ds").problems == []
+    assert repository.publish("ds", full=True) > view.version
     assert repository.verify("ds").problems == []
 
 

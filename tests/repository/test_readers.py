@@ -93,15 +93,6 @@ def test_C3_no_metadata_and_no_snapshot_is_never_empty(
         assert dataset_state(writer) == facts(tmp_path / "source")
 
 
-def test_C3_a_writer_folds_everything_in_at_once(filled: LocalRepository, tmp_path: Path) -> None:
-    lose_metadata(tmp_path / "store")
-    with LocalRepository.open(filled.url, create=True) as writer:
-        report = put_folder(writer, tmp_path / "source")
-        assert report.files == 0
-        assert dataset_state(writer) == facts(tmp_path / "source")
-        assert writer.verify("ds").problems == []
-
-
 def test_a_read_only_folder_and_another_user(filled: LocalRepository, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")

@@ -47,6 +47,19 @@ def url(server: RedisServer, tmp_path: Path) -> str:
     return f"file://{tmp_path}/store?meta={server.tcp_url}"
 
 
+@pytest.fixture
+def one(url: str) -> Iterator[LocalRepository]:
+    with LocalRepository.open(url, create=True) as opened:
+        yield opened
+
+
+@pytest.fixture
+def two(one: LocalRepository, url: str) -> Iterator[LocalRepository]:
+    """What another process has opened."""
+    with LocalRepository.open(url) as opened:
+        yield opened
+
+
 def names(url: str) -> list[bytes]:
     with LocalRepository.open(url) as fresh:
         view = fresh.view(NAME)
@@ -58,65 +71,67 @@ def names(url: str) -> list[bytes]:
 
 @pytest.mark.parametrize("when", ["before a commit", "before the end", "after half a mend"])
 def test_C4_a_put_that_outlives_its_metadata_store(
-    server: RedisServer, url: str, when: str
+    server: RedisServer, one: LocalRepository, two: LocalRepository, url: str, when: str
 ) -> None:
     """Its own files are there when it has succeeded, and what others were told is there stays."""
-    with LocalRepository.open(url, create=True) as one, LocalRepository.open(url) as two:
-        first = one.begin(NAME)
-        add(first, b"base")
-        first.finish()
-        session = one.begin(NAME)
-        add(session, b"A1")
-        server.client().save()
-        add(session, b"A2")
-        acknowledged = two.begin(NAME)
-        add(acknowledged, b"ACKED")
-        acknowledged.finish()
-        server.kill()
-        server.start()
-        wanted = [b"A1", b"A2", b"ACKED", b"base"]
-        if when == "after half a mend":  # by somebody whose process was killed
-            meta, mine = two.meta, session.identity
-            assert isinstance(meta, RedisMetadata)
-            (lost, *_) = meta.missing(mine, list(two.chunk_ids(mine)))
-            batch = batch_of(two.read_header(mine, lost), stored=True)
-            meta._commit(mine, [batch], meta.needs_repair(mine))
-            assert two.snapshots.newest(mine) < meta.head(NAME).version
-        if when == "before a commit":
-            add(session, b"A3")
-            wanted.insert(2, b"A3")
-            with LocalRepository.open(url) as other:  # as soon as the version has moved on
-                assert other.stat(NAME, b"d/ACKED").kind == Kind.FILE
-        session.finish()
-        assert names(url) == wanted
+    first = one.begin(NAME)
+    add(first, b"base")
+    first.finish()
+    session = one.begin(NAME)
+    add(session, b"A1")
+    server.client().save()
+    add(session, b"A2")
+    acknowledged = two.begin(NAME)
+    add(acknowledged, b"ACKED")
+    acknowledged.finish()
+    server.kill()
+    server.start()
+    wanted = [b"A1", b"A2", b"ACKED", b"base"]
+    if when == "after half a mend":  # by somebody whose process was killed
+        meta, mine = two.meta, session.identity
+        assert isinstance(meta, RedisMetadata)
+        (lost, *_) = meta.missing(mine, list(two.chunk_ids(mine)))
+        batch = batch_of(two.read_header(mine, lost), stored=True)
+        meta._commit(mine, [batch], meta.needs_repair(mine))
+        assert two.snapshots.newest(mine) < meta.head(NAME).version
+    if when == "before a commit":
+        add(session, b"A3")
+        wanted.insert(2, b"A3")
+        with LocalRepository.open(url) as other:  # as soon as the version has moved on
+            assert other.stat(NAME, b"d/ACKED").kind == Kind.FILE
+    session.finish()
+    assert names(url) == wanted
 
 
 def test_C11_it_comes_back_older_while_the_put_ends(
-    server: RedisServer, url: str, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, one: LocalRepository, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the last look at its chunks and the snapshot."""
-    with LocalRepository.open(url, create=True) as one:
-        put_base(one)
-        server.client().save()
-        session = one.begin(NAME)
-        add(session, b"new")
-        acknowledge, times = LocalWriteSession._acknowledge, list[int]()
+    put_base(one)
+    server.client().save()
+    session = one.begin(NAME)
+    add(session, b"new")
+    acknowledge, times = LocalWriteSession._acknowledge, list[int]()
 
-        def acknowledged(self: LocalWriteSession) -> int:
-            times.append(1)
-            if len(times) == 1:
-                server.kill()
-                server.start()
-            return acknowledge(self)
+    def acknowledged(self: LocalWriteSession) -> int:
+        times.append(1)
+        if len(times) == 1:
+            server.kill()
+            server.start()
+        return acknowledge(self)
 
-        monkeypatch.setattr(LocalWriteSession, "_acknowledge", acknowledged)
-        session.finish()
-        assert len(times) == 2
-        assert names(url) == [b"base", b"new"]
+    monkeypatch.setattr(LocalWriteSession, "_acknowledge", acknowledged)
+    session.finish()
+    assert len(times) == 2
+    assert names(url) == [b"base", b"new"]
 
 
 def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
-    server: RedisServer, url: str, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer,
+    one: LocalRepository,
+    two: LocalRepository,
+    url: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The writer dies before it applies its commit, and then Redis takes no writes."""
     run_scripts = RedisLink.run_scripts
@@ -127,73 +142,74 @@ def test_C8_what_is_not_applied_yet_leads_readers_to_the_snapshot(
             raise KeyboardInterrupt
         return run_scripts(self, commands)
 
-    with LocalRepository.open(url, create=True) as one, LocalRepository.open(url) as two:
-        put_base(one)
-        session = two.begin(NAME)
-        with monkeypatch.context() as patch:
-            patch.setattr(RedisLink, "run_scripts", die_before_applying)
-            with pytest.raises(KeyboardInterrupt):
-                add(session, b"half")
-        server.client().config_set("min-replicas-to-write", 1)
-        view = one.view(NAME)
-        assert view.stat(view.lookup(b"d/base")).size == 5
-        assert one.stat(NAME, b"d/base").size == 5
+    put_base(one)
+    session = two.begin(NAME)
+    with monkeypatch.context() as patch:
+        patch.setattr(RedisLink, "run_scripts", die_before_applying)
+        with pytest.raises(KeyboardInterrupt):
+            add(session, b"half")
+    server.client().config_set("min-replicas-to-write", 1)
+    view = one.view(NAME)
+    assert view.stat(view.lookup(b"d/base")).size == 5
+    assert one.stat(NAME, b"d/base").size == 5
 
 
 @pytest.mark.parametrize("when", ["before a chunk", "before a commit", "before the end"])
 def test_C4_a_metadata_store_that_comes_back_empty_is_no_deletion(
-    server: RedisServer, url: str, when: str, monkeypatch: pytest.MonkeyPatch
+    server: RedisServer, one: LocalRepository, url: str, when: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LocalRepository.open(url, create=True) as one:
-        session = one.begin(NAME)
-        add(session, b"base")
-        put = one.objects.put
+    session = one.begin(NAME)
+    add(session, b"base")
+    put = one.objects.put
 
-        def empty() -> None:
-            server.kill()
-            server.start()
+    def empty() -> None:
+        server.kill()
+        server.start()
 
-        def emptied(name: str, parts: Sequence[Bytes]) -> None:
-            put(name, parts)
-            empty()
+    def emptied(name: str, parts: Sequence[Bytes]) -> None:
+        put(name, parts)
+        empty()
 
-        def go_on() -> None:
-            if when == "before a commit":
-                monkeypatch.setattr(one.objects, "put", emptied)
-                add(session, b"more")
-            empty()
-            if when == "before a chunk":
-                add(session, b"more")
-            session.finish()
+    def go_on() -> None:
+        if when == "before a commit":
+            monkeypatch.setattr(one.objects, "put", emptied)
+            add(session, b"more")
+        empty()
+        if when == "before a chunk":
+            add(session, b"more")
+        session.finish()
 
-        with pytest.raises(MetadataBehind, match=f"dlcmd recover {NAME}") as raised:
-            go_on()
-        assert raised.value.exit_code == 14
-        monkeypatch.undo()
-        one.recover(NAME)
-        assert b"base" in names(url)
+    with pytest.raises(MetadataBehind, match=f"dlcmd recover {NAME}") as raised:
+        go_on()
+    assert raised.value.exit_code == 14
+    monkeypatch.undo()
+    one.recover(NAME)
+    assert b"base" in names(url)
 
 
 @pytest.mark.parametrize("is_made_again", [False, True])
 def test_L5_a_dataset_deleted_while_a_chunk_is_on_its_way(
-    url: str, is_made_again: bool, monkeypatch: pytest.MonkeyPatch
+    one: LocalRepository,
+    two: LocalRepository,
+    url: str,
+    is_made_again: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Made again or not: it is a deletion that the writer is told of."""
-    with LocalRepository.open(url, create=True) as one, LocalRepository.open(url) as two:
-        session = one.begin(NAME)
-        put = one.objects.put
+    session = one.begin(NAME)
+    put = one.objects.put
 
-        def deleted(name: str, parts: Sequence[Bytes]) -> None:
-            put(name, parts)
-            two.delete_dataset(NAME)
-            if is_made_again:
-                two.begin(NAME)
+    def deleted(name: str, parts: Sequence[Bytes]) -> None:
+        put(name, parts)
+        two.delete_dataset(NAME)
+        if is_made_again:
+            two.begin(NAME)
 
-        monkeypatch.setattr(one.objects, "put", deleted)
-        with pytest.raises(ConflictError, match="deleted meanwhile"):
-            add(session, b"f")
-        with pytest.raises(ConflictError, match="deleted meanwhile"):
-            session.finish()
+    monkeypatch.setattr(one.objects, "put", deleted)
+    with pytest.raises(ConflictError, match="deleted meanwhile"):
+        add(session, b"f")
+    with pytest.raises(ConflictError, match="deleted meanwhile"):
+        session.finish()
 
 
 @pytest.mark.parametrize("trouble", ["down", "another password"])
@@ -232,22 +248,21 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
 
 @pytest.mark.parametrize("by", ["delete-dataset", "purge"])
 def test_C1_a_deletion_that_was_interrupted_leaves_no_metadata(
-    url: str, by: str, monkeypatch: pytest.MonkeyPatch
+    one: LocalRepository, url: str, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the mark and the metadata."""
-    with LocalRepository.open(url, create=True) as one:
-        put_base(one)
+    put_base(one)
 
-        def killed(identity: UUID) -> None:
-            raise KeyboardInterrupt
+    def killed(identity: UUID) -> None:
+        raise KeyboardInterrupt
 
-        monkeypatch.setattr(one.meta, "drop", killed)
-        with pytest.raises(KeyboardInterrupt):
-            one.delete_dataset(NAME)
-        monkeypatch.undo()
-        if by == "purge":
-            assert "is deleted" in one.purge(NAME).notes[0]
-        else:
-            one.delete_dataset(NAME)
-        assert one.meta.heads() == []
-        assert list(one.catalogue.deleted_named(NAME)) == []
+    monkeypatch.setattr(one.meta, "drop", killed)
+    with pytest.raises(KeyboardInterrupt):
+        one.delete_dataset(NAME)
+    monkeypatch.undo()
+    if by == "purge":
+        assert "is deleted" in one.purge(NAME).notes[0]
+    else:
+        one.delete_dataset(NAME)
+    assert one.meta.heads() == []
+    assert list(one.catalogue.deleted_named(NAME)) == []

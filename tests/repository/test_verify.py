@@ -22,11 +22,12 @@ from diesel_fs.repository.interface import Findings
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.sqlite.runs import split_runs
 from diesel_fs.storage.metadata.store import Batch, ReadCommitted
+from tests.rows import each_row
 
 from ..datasets import dataset_state
 from ..storage.objects.faulty_store import Fault
 from ..trees import facts, write
-from .folder_puts import put_folder
+from .folder_puts import faulty, put_folder
 from .test_interleavings import Writer
 
 FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
@@ -45,21 +46,15 @@ def chunks(store: Path) -> list[Path]:
     return found
 
 
-def damaged_by(filled: LocalRepository, tmp_path: Path, change: Callable[[Path], None]) -> Findings:
+def damaged_by(filled: LocalRepository, change: Callable[[Path], None]) -> Findings:
     """Damage the second chunk and verify."""
-    victim = chunks(tmp_path / "store")[1]
+    victim = chunks(filled.url.path)[1]
     victim.chmod(0o644)
     change(victim)
     findings = filled.verify("ds")
     assert not findings.sound
     assert any(victim.name in problem for problem in findings.problems)
     return findings
-
-
-def edit(victim: Path, at: int, change: Callable[[int], int]) -> None:
-    content = bytearray(victim.read_bytes())
-    content[at] = change(content[at])
-    victim.write_bytes(content)
 
 
 def test_an_intact_store(filled: LocalRepository) -> None:
@@ -76,7 +71,7 @@ def test_B1_truncated(filled: LocalRepository, tmp_path: Path, keep: int) -> Non
     def change(victim: Path) -> None:
         os.truncate(victim, keep if keep >= 0 else victim.stat().st_size - 1)
 
-    findings = damaged_by(filled, tmp_path, change)
+    findings = damaged_by(filled, change)
     assert any("truncated chunk" in problem for problem in findings.problems)
     found = filled.recover("ds", forget_lost=True)
     assert found.problems == []
@@ -87,26 +82,42 @@ def test_B1_truncated(filled: LocalRepository, tmp_path: Path, keep: int) -> Non
     assert all(whole[path] == fact for path, fact in left.items())
 
 
-def test_B3_a_bit_of_a_body(filled: LocalRepository, tmp_path: Path) -> None:
-    findings = damaged_by(filled, tmp_path, lambda victim: edit(victim, -10, lambda b: b ^ 1))
-    (problem,) = findings.problems
-    assert "the bytes of f" in problem
-    assert filled.verify("ds", headers_only=True).sound
+def flipped(at: int) -> Callable[[Path], None]:
+    def flip(victim: Path) -> None:
+        content = bytearray(victim.read_bytes())
+        content[at] ^= 1
+        victim.write_bytes(content)
+
+    return flip
 
 
-def test_B2_a_bit_of_a_header(filled: LocalRepository, tmp_path: Path) -> None:
-    findings = damaged_by(filled, tmp_path, lambda victim: edit(victim, 120, lambda b: b ^ 1))
-    assert any("checksum" in problem for problem in findings.problems)
+def of_another_name(victim: Path) -> None:
+    victim.write_bytes(chunks(victim.parents[4])[0].read_bytes())
 
 
-def test_B7_a_chunk_of_another_name(filled: LocalRepository, tmp_path: Path) -> None:
-    other = chunks(tmp_path / "store")[0].read_bytes()
-    findings = damaged_by(filled, tmp_path, lambda victim: void(victim.write_bytes(other)))
-    assert any("foreign chunk" in problem for problem in findings.problems)
-
-
-def void(_: object) -> None:
-    """Nothing."""
+@each_row(
+    "change, words, header",
+    [
+        (flipped(120), "checksum", True),  # B2
+        (flipped(-10), "the bytes of f", False),  # B3
+        (of_another_name, "foreign chunk", True),  # B7
+        (Path.unlink, "lost chunk", True),
+    ],
+)
+def test_B2_B3_B7_each_damage_has_its_own_words(
+    filled: LocalRepository,
+    tmp_path: Path,
+    change: Callable[[Path], None],
+    words: str,
+    header: bool,
+) -> None:
+    victim = chunks(filled.url.path)[1]
+    whole = victim.read_bytes()
+    problems = damaged_by(filled, change).problems
+    assert any(words in problem for problem in problems)
+    assert filled.verify("ds", headers_only=True).sound == (not header)
+    assert header or len(problems) == 1
+    victim.write_bytes(whole)
 
 
 def test_B9_a_newer_chunk_is_left_as_it_is(filled: LocalRepository, tmp_path: Path) -> None:
@@ -116,7 +127,7 @@ def test_B9_a_newer_chunk_is_left_as_it_is(filled: LocalRepository, tmp_path: Pa
         struct.pack_into("<Q", content, 88, xxh3_64_intdigest(bytes(content[:88])))
         victim.write_bytes(content)
 
-    findings = damaged_by(filled, tmp_path, change)
+    findings = damaged_by(filled, change)
     assert any("needs format version 2" in problem for problem in findings.problems)
     filled.recover("ds")
     assert chunks(tmp_path / "store")[1].exists()
@@ -133,11 +144,6 @@ def test_B10_garbage_in_the_store_is_ignored(filled: LocalRepository, tmp_path: 
     filled.recover("ds")
     assert dataset_state(filled) == facts(tmp_path / "source")
     assert (folder / "README").exists()
-
-
-def test_a_lost_chunk(filled: LocalRepository, tmp_path: Path) -> None:
-    findings = damaged_by(filled, tmp_path, lambda victim: victim.unlink())
-    assert any("lost chunk" in problem for problem in findings.problems)
 
 
 def test_A5_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
@@ -175,18 +181,6 @@ def test_metadata_that_differs_from_its_chunks(filled: LocalRepository, tmp_path
         repository.recover("ds")
         assert repository.verify("ds").sound
         assert dataset_state(repository) == facts(tmp_path / "source")
-
-
-def test_recover_since_brings_the_tail_back(filled: LocalRepository, tmp_path: Path) -> None:
-    """An older state and the chunks since are the whole state."""
-    writer = Writer(filled)
-    writer.add(b"later", b"1")
-    sealed = writer.seal()
-    since = int.from_bytes(sealed.id[:4], "big")
-    findings = filled.recover("ds", since_s=since)
-    assert findings.folded == 1
-    assert filled.view("ds").lookup(b"later") > 0
-    assert filled.verify("ds").sound
 
 
 def test_B11_B10_chunk_that_vanishes_between_listing_and_reading(filled: LocalRepository) -> None:

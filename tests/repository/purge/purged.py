@@ -13,6 +13,8 @@ from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
 from ..test_interleavings import Writer
 
 NOW = PurgeOptions(grace_s=0)
+DROP = PurgeOptions(0, -1, 0)
+"""Drops tombstones, too."""
 NO_FILES = 4096
 """Bytes of chunks that hold folders and tombstones only: no reader needs their objects."""
 
@@ -26,6 +28,12 @@ def sound(repository: LocalRepository) -> None:
     after = repository.view("ds")
     assert entries(after) == live
     assert set(ids) <= set(after.chunk_ids)  # rebuilt = live + orphans
+
+
+def nothing_more_is_known(repository: LocalRepository) -> None:
+    """Assert that the metadata know those chunks that are there."""
+    known = {record.id for record in repository.meta.chunks(repository.dataset("ds").identity)}
+    assert known == set(chunks(repository))
 
 
 def entries(view: Snapshot) -> list[tuple[object, ...]]:
