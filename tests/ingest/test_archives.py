@@ -102,9 +102,6 @@ def zip_of(*entries: tuple[str | zipfile.ZipInfo, bytes]) -> bytes:
     return out.getvalue()
 
 
-# Formats
-
-
 @pytest.mark.parametrize("form", COMPRESS)
 def test_a_tar_of_any_compression_gives_what_was_there(
     repository: LocalRepository, tmp_path: Path, form: str
@@ -244,12 +241,7 @@ def test_a_zip_says_mtimes_where_it_can(
     assert view.stat(view.lookup(b"x")).mtime_ns == mtime_s * 10**9
 
 
-# Faults in archives
-
-
-def test_what_is_no_archive_is_named_and_the_others_are_put(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_what_is_no_archive_is_named(repository: LocalRepository, tmp_path: Path) -> None:
     report = put(
         repository,
         local(tmp_path / "text", b"hello"),
@@ -263,9 +255,7 @@ def test_what_is_no_archive_is_named_and_the_others_are_put(
     assert contents(repository) == {b"a": b"1"}
 
 
-def test_nothing_is_made_where_there_is_no_archive(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_where_no_archive_is_nothing_is_made(repository: LocalRepository, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="missing"):
         put(repository, LocalArchive(str(tmp_path / "missing")))
     with pytest.raises(UsageError, match="is no file"):
@@ -293,7 +283,7 @@ def test_a_damaged_archive_is_named_and_not_recorded(
     assert put(repository, archive).archives_skipped == 0
 
 
-def test_M1_hostile_members_of_a_zip_are_refused(
+def test_M1_hostile_members_of_zips_are_refused(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     pipe = zipfile.ZipInfo("pipe")
@@ -322,7 +312,7 @@ def test_M1_hostile_members_of_a_zip_are_refused(
     assert contents(repository) == {b"good": b"4"}
 
 
-def test_a_zip_whose_members_overlap_is_refused(
+def test_a_zip_of_overlapping_members_is_refused(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     """As in a bomb where thousands of members share their bytes."""
@@ -334,7 +324,7 @@ def test_a_zip_whose_members_overlap_is_refused(
     assert b"b" not in contents(repository)
 
 
-def test_the_sha256_that_the_address_says_is_checked(
+def test_the_sha256_of_an_address_is_checked(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     data = tar_of(("a", b"1"))
@@ -349,10 +339,10 @@ def test_the_sha256_that_the_address_says_is_checked(
         HttpArchive(server.url("/x.tar#sha1=0"))
 
 
-# Each archive is put once
-
-
-def test_an_archive_is_put_once(repository: LocalRepository, server: ArchiveServer) -> None:
+def test_an_archive_is_put_once(
+    repository: LocalRepository, server: ArchiveServer, tmp_path: Path
+) -> None:
+    """Whatever its address is then."""
     server.files["/x.tar"] = tar_of(("d/a", b"1"), ("b", b"2"))
     archive = HttpArchive(server.url("/x.tar"))
     first = put(repository, archive)
@@ -364,6 +354,8 @@ def test_an_archive_is_put_once(repository: LocalRepository, server: ArchiveServ
     assert second.version == first.version
     assert server.served["/x.tar"] == served + 1  # the first byte, to see its tag
     assert put(repository, archive, target=b"elsewhere").archives_skipped == 0
+    same = local(tmp_path / "same.tar", server.files["/x.tar"])
+    assert put(repository, same).archives_skipped == 1
 
 
 @pytest.mark.parametrize("change", ["rm", "replace", "tag", "checksum", "delete", "include"])
@@ -410,9 +402,7 @@ def test_an_archive_survives_a_purge(repository: LocalRepository, tmp_path: Path
     assert reports[1].archives_skipped == 2
 
 
-def test_names_that_are_no_text_are_archives_too(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_archives_may_have_names_of_any_bytes(repository: LocalRepository, tmp_path: Path) -> None:
     path = os.fsdecode(os.fsencode(tmp_path) + b"/\xff.tar")
     Path(path).write_bytes(tar_of(("a", b"1")))
     assert not put(repository, LocalArchive(path)).failed
@@ -422,9 +412,7 @@ def test_names_that_are_no_text_are_archives_too(
     assert failed[0].endswith(b"\xff.tar")
 
 
-def test_hard_links_come_again_where_they_were_deleted(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_deleted_hard_links_come_again(repository: LocalRepository, tmp_path: Path) -> None:
     link = tarfile.TarInfo()
     link.type, link.linkname, link.mode = tarfile.LNKTYPE, "a", 0o644
     archive = local(tmp_path / "a.tar", tar_of(("a", b"1"), ("b", link)))
@@ -471,16 +459,7 @@ ingest.put(repository, "pets", ingest.ArchivesSource(archives), b"", options)
     assert repository.verify("pets").sound
 
 
-def test_the_same_content_elsewhere_is_not_put_again(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
-    data = tar_of(("a", random_bytes(1, 100_000)))
-    put(repository, local(tmp_path / "one.tar", data))
-    report = put(repository, local(tmp_path / "other.tar", data))
-    assert report.archives_skipped == 1
-
-
-def test_entries_are_copied_from_another_dataset(
+def test_other_datasets_entries_are_copied(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     files = [(f"d/f{i:02}", random_bytes(i, 30_000)) for i in range(10)]
@@ -508,9 +487,6 @@ def test_nothing_is_copied_from_an_archive_that_was_changed_there(
     ingest.put(repository, "original", ingest.TarSource(io.BytesIO(tar_of(("a", b"forged" * 9)))))
     put(repository, archive)
     assert contents(repository) == {b"a": b"1" * 70_000, b"b": b"2"}
-
-
-# The last of several counts
 
 
 PATHS = st.sampled_from(["a", "b", "d/a", "d/e/a"])
@@ -551,12 +527,7 @@ def test_I18_of_the_same_archives_in_any_order_the_last_named_counts(
         assert put(repository, *archives, jobs=jobs).archives_skipped == len(named)
 
 
-# What is put once is put whole
-
-
-def test_what_a_filter_left_out_comes_with_the_next_put(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_what_was_filtered_comes_next_time(repository: LocalRepository, tmp_path: Path) -> None:
     archive = local(tmp_path / "a.tar", tar_of(("a.jpg", b"1"), ("b.txt", b"2")))
     put(repository, archive, include=("*.jpg",))
     assert put(repository, archive).archives_skipped == 0
@@ -620,9 +591,6 @@ def test_a_dry_run_deletes_nothing_where_an_archive_cannot_be_read(
     assert report.to_delete == ()
 
 
-# Odd zips
-
-
 def test_a_zip_with_a_member_of_unknown_compression_gives_the_others(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
@@ -636,9 +604,7 @@ def test_a_zip_with_a_member_of_unknown_compression_gives_the_others(
     assert contents(repository) == {b"a": b"1", b"z": b"3"}
 
 
-def test_a_zip_whose_names_are_not_what_it_says_is_named(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_zip_of_wrongly_coded_names_is_named(repository: LocalRepository, tmp_path: Path) -> None:
     data = bytearray(zip_of(("caf\u00e9", b"1"), ("b", b"2"))).replace(
         "\u00e9".encode(), b"\xe9\xe9"
     )
@@ -653,7 +619,7 @@ def test_a_zip_whose_names_are_not_what_it_says_is_named(
 
 @examples(60, suppress=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
-def test_any_bytes_are_an_archive_or_named(
+def test_any_bytes_are_put_or_named(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     """FAULTS.md, 8: every parser is total."""
@@ -671,10 +637,7 @@ def test_any_bytes_are_an_archive_or_named(
         assert report.failed or report.entries_found
 
 
-# Over HTTP
-
-
-def test_parts_are_fetched_once_and_side_by_side(
+def test_parts_are_fetched_once_and_at_once(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     data = tar_of(*((f"f{i}", random_bytes(i, 1 << 20)) for i in range(20)))
@@ -687,9 +650,7 @@ def test_parts_are_fetched_once_and_side_by_side(
 
 
 @pytest.mark.parametrize("says_length", [True, False])
-def test_a_server_without_parts_sends_the_whole(
-    repository: LocalRepository, says_length: bool
-) -> None:
+def test_a_server_without_parts_sends_all(repository: LocalRepository, says_length: bool) -> None:
     with archive_server(sends_parts=False, says_length=says_length) as server:
         server.files |= {"/x.tgz": gzip.compress(tar_of(("a", b"1"))), "/y.zip": zip_of(("b", b""))}
         report = put(
@@ -717,12 +678,16 @@ def test_redirections_are_followed(repository: LocalRepository, server: ArchiveS
     assert contents(repository) == {b"a": b"1"}
     with pytest.raises(DieselError, match="redirections"):
         HttpArchive(server.url("/loop")).look()
+    for nowhere in ("file:///etc/passwd", "http://[bad", "ftp://host/x"):
+        server.redirects["/a"] = nowhere
+        with pytest.raises(ObjectStoreRefused, match="redirects"):
+            HttpArchive(server.url("/a")).look()
 
 
 @pytest.mark.parametrize(
     ("status", "kind"), [(404, NotFoundError), (403, PermissionDenied), (401, PermissionDenied)]
 )
-def test_errors_of_a_server_are_told(
+def test_server_errors_are_told(
     server: ArchiveServer, status: int, kind: type[DieselError]
 ) -> None:
     server.failures = [status]
@@ -733,9 +698,7 @@ def test_errors_of_a_server_are_told(
 @pytest.mark.parametrize(
     ("etag", "tagged_by_time"), [('W/"weak"', True), ("", True), ('"x"', False)]
 )
-def test_a_weak_tag_says_nothing_of_the_bytes(
-    server: ArchiveServer, etag: str, tagged_by_time: bool
-) -> None:
+def test_a_weak_tag_says_nothing(server: ArchiveServer, etag: str, tagged_by_time: bool) -> None:
     server.files["/x.tar"], server.etags["/x.tar"] = b"data", etag
     tag = HttpArchive(server.url("/x.tar")).look().tag
     assert tag == (f"modified {server.modified}" if tagged_by_time else etag)
@@ -822,13 +785,6 @@ def test_where_a_redirection_has_expired_the_address_is_asked_again(
         HttpArchive(server.url("/x.tar")).look()
 
 
-@pytest.mark.parametrize("target", ["file:///etc/passwd", "http://[bad", "ftp://host/x"])
-def test_a_redirection_to_nowhere_is_refused(server: ArchiveServer, target: str) -> None:
-    server.redirects["/x.tar"] = target
-    with pytest.raises(ObjectStoreRefused, match="redirects"):
-        HttpArchive(server.url("/x.tar")).look()
-
-
 @each_row("address", ["http://[bad/x", "http://host:99999/x", "http:///x"])
 def test_an_address_that_is_none_is_refused(address: str) -> None:
     with pytest.raises(UsageError, match="bad address") as caught:
@@ -869,9 +825,6 @@ def test_S8_a_secret_in_an_address_is_shown_and_kept_nowhere(
         HttpArchive("https://me:canary@host/x.tar")
 
 
-# Through a server
-
-
 def test_an_archive_is_put_once_through_a_server(tmp_path: Path, server: ArchiveServer) -> None:
     data = tar_of(("a", random_bytes(1, 200_000)), ("d/b", b"2"))
     server.files["/x.tar"] = data
@@ -907,9 +860,7 @@ def test_S10_nothing_is_copied_from_a_dataset_that_the_user_may_not_read(
             reader.record_archive(identity, record)
 
 
-def test_S13_a_forged_record_gives_nobody_other_bytes(
-    tmp_path: Path, server: ArchiveServer
-) -> None:
+def test_S13_a_forged_record_gives_no_other_bytes(tmp_path: Path, server: ArchiveServer) -> None:
     """A user puts a record of an archive that was never put, with files of their own."""
     data, other = (tar_of(("a", random_bytes(seed, 200_000))) for seed in (1, 2))
     server.files |= {"/x.tar": data, "/other.tar": other}
@@ -923,9 +874,6 @@ def test_S13_a_forged_record_gives_nobody_other_bytes(
         forger.record_archive(identity, forged)
         put(behind.admin, HttpArchive(address), name="admins")
         assert contents(behind.store, "admins") == {b"a": random_bytes(1, 200_000)}
-
-
-# The command
 
 
 def test_S8_the_command_does_not_show_a_query(dlcmd: Dlcmd, server: ArchiveServer) -> None:
@@ -967,9 +915,7 @@ def has_open(pid: int, path: Path) -> bool:
 
 
 @pytest.mark.parametrize("make", [sparse_tar, repeated_zst])
-def test_ctrl_c_ends_a_put_of_a_bomb(
-    dlcmd: Dlcmd, tmp_path: Path, make: Callable[[], bytes]
-) -> None:
+def test_ctrl_c_ends_puts_of_bombs(dlcmd: Dlcmd, tmp_path: Path, make: Callable[[], bytes]) -> None:
     """Such a member would be packed, or its size counted, for an hour."""
     (tmp_path / "bomb").write_bytes(make())
     put = dlcmd.start("put", "--unpack", tmp_path / "bomb", "pets")
@@ -981,9 +927,6 @@ def test_ctrl_c_ends_a_put_of_a_bomb(
         put.kill()
     assert put.returncode == 130, err
     assert b"Traceback" not in err
-
-
-# Records
 
 
 def test_any_bytes_are_a_record_or_one_error() -> None:

@@ -88,7 +88,7 @@ def test_a_manifest_goes_through_a_server(tmp_path: Path, server: ArchiveServer)
         assert put(behind.admin, server, target=b"train").version == report.version
 
 
-def test_a_manifest_may_be_compressed_and_have_tabs(
+def test_a_manifest_may_have_tabs_and_be_gz(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     data = gzip.compress(b'path\ttarget\tby\ncats/1\t"a" cat, black\tme\n')
@@ -177,9 +177,6 @@ def test_a_manifest_that_is_lost_is_put_again(repository: LocalRepository, tmp_p
     lost.unlink()
     assert put_folder(repository, tmp_path).files == 1
     assert contents(repository)[b".manifest.csv"] == MANIFEST
-
-
-# The command
 
 
 def test_the_command_says_what_it_has_stored_and_ends_with_3_where_it_has_not(

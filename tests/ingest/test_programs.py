@@ -58,9 +58,7 @@ def test_without_a_program_it_says_so(repository: LocalRepository, tmp_path: Pat
         put(repository, source, ())
 
 
-def test_a_program_that_cannot_open_the_store_says_why(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_program_without_store_says_why(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     repository.url = repository.url.__class__("file", path=tmp_path / "nowhere")
     with pytest.raises(ObjectStoreError, match="nowhere"):
@@ -75,9 +73,7 @@ def test_a_program_that_is_none(repository: LocalRepository, tmp_path: Path) -> 
     assert not children()
 
 
-def test_one_that_is_killed_ends_the_put_and_the_others(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_killed_one_ends_the_put_and_others(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(400)})
     killed: list[int] = []
 

@@ -234,9 +234,7 @@ def test_what_is_durable_is_committed_after_a_ctrl_c(
     assert repository.meta.head("ds").chunks == sum(commit_sizes)
 
 
-def test_an_error_of_the_store_is_no_error_of_a_file(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_store_error_is_no_error_of_a_file(repository: LocalRepository, tmp_path: Path) -> None:
     """An OSError of the store, while files are being read, must not be taken for one of theirs."""
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
     error = OSError(errno.EIO, "Input/output error")
@@ -300,9 +298,7 @@ def test_paths_below_the_source(repository: LocalRepository, tmp_path: Path) -> 
     assert [path for path, _ in report.failed] == [b"gone"]
 
 
-def test_I2_I4_what_is_no_file_is_named_and_skipped(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_I2_I4_what_is_no_file_is_skipped(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"good": b"1"})
     os.mkfifo(source / "pipe")
     with socket.socket(socket.AF_UNIX) as listener:
@@ -429,9 +425,7 @@ def test_a_path_is_a_file_or_a_folder(repository: LocalRepository, tmp_path: Pat
     assert dataset_state(repository) == facts(other)
 
 
-def test_a_listed_path_does_not_go_below_a_file(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_listed_path_goes_below_no_file(repository: LocalRepository, tmp_path: Path) -> None:
     put(repository, write(tmp_path / "one", {"a": b"1"}))
     other = write(tmp_path / "other", {"a/b/x": b"2", "c/y": b"3"})
     report = ingest.put(

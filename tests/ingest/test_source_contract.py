@@ -237,16 +237,12 @@ def test_a_single_file_needs_a_name_and_says_nothing_about_others(
 # Sources of many files
 
 
-def test_an_empty_source_makes_an_empty_dataset(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_empty_sources_make_empty_datasets(repository: LocalRepository, put_many: PutMany) -> None:
     assert put_many({}).failed == []
     assert repository.view("ds").entry_count == 1
 
 
-def test_delete_removes_what_the_source_lacks(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_removes_what_sources_lack(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
     assert put_many({"keep/x": b"4"}).deleted == 0
     assert len(files(repository)) == 4
@@ -284,7 +280,7 @@ def test_filters_choose_files(repository: LocalRepository, put_many: PutMany) ->
     assert names(repository.view("ds")) == [b"a.jpg", b"d/b.jpg"]
 
 
-def test_a_glob_with_a_slash_at_its_end_matches_folders(
+def test_a_glob_that_ends_in_a_slash_is_for_folders(
     repository: LocalRepository, put_many: PutMany
 ) -> None:
     source = {"cache/x": b"1", "d/cache": b"a file", "d/in/cache/y": b"2"}
@@ -297,9 +293,7 @@ def test_a_glob_with_a_slash_at_its_end_matches_folders(
         put_many(source, include=("cache/",))
 
 
-def test_delete_spares_what_a_filter_leaves_out(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_spares_what_filters_spare(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a.jpg": b"1", "b.txt": b"2", "x/c.jpg": b"3"})
     report = put_many({"c.jpg": b"3"}, delete=True, include=("*.jpg",), exclude=("x",))
     assert report.deleted == 1
@@ -352,9 +346,7 @@ def test_with_delete_files_and_folders_take_each_others_place(
     assert repository.verify("ds").notes == []
 
 
-def test_the_mounts_own_folder_is_left_out_of_a_source(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_the_mounts_own_folder_is_left_out(repository: LocalRepository, put_many: PutMany) -> None:
     """At the root of the dataset alone: elsewhere the name is a name."""
     source = {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"}
     for dry_run in (True, False):

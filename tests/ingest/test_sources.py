@@ -52,9 +52,6 @@ def rebuilt(repository: LocalRepository) -> Facts:
     return dataset_state(repository)
 
 
-# A7
-
-
 def tree_put(url: str, source: Path) -> int:
     with LocalRepository.open(url, create=True) as repository:
         return ingest.put(repository, "ds", FolderSource(source), options=SMALL).chunks
@@ -123,12 +120,7 @@ def test_A7_killed_after_the_commit_and_before_the_acknowledgement(
             assert before == facts(source)
 
 
-# I6
-
-
-def test_I6_hard_links_are_stored_for_each_path(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_I6_hard_links_are_stored_per_path(repository: LocalRepository, tmp_path: Path) -> None:
     """Equal bytes under each name; what one name becomes later is nothing to the other."""
     source = write(tmp_path / "source", {"one": os.urandom(5000), "large": os.urandom(150_000)})
     (source / "d").mkdir()
@@ -143,9 +135,6 @@ def test_I6_hard_links_are_stored_for_each_path(
     ingest.put(repository, "ds", FolderSource(source), options=SMALL)
     assert dataset_state(repository)[b"d/two"][-1] == (source / "d/two").read_bytes() != b"another"
     assert rebuilt(repository) == facts(source)
-
-
-# I7
 
 
 def dlcmd_peak_bytes(*arguments: str | Path) -> int:
@@ -193,17 +182,10 @@ def test_I7_without_compression_a_sparse_file_is_stored_dense(
     (tmp_path / "source").mkdir()
     with (tmp_path / "source/sparse").open("wb") as file:
         file.truncate(size)
-    ingest.put(
-        repository,
-        "ds",
-        FolderSource(tmp_path / "source"),
-        options=PutOptions(compress="none", jobs=1),
-    )
+    wanted = PutOptions(compress="none", jobs=1)
+    ingest.put(repository, "ds", FolderSource(tmp_path / "source"), options=wanted)
     assert stored_bytes(repository) > size
     assert dataset_state(repository) == facts(tmp_path / "source")
-
-
-# I9
 
 
 def test_I9_no_files_at_all(repository: LocalRepository, tmp_path: Path) -> None:
@@ -239,9 +221,6 @@ def test_I9_many_tiny_files(repository: LocalRepository, tmp_path: Path) -> None
     assert dataset_state(repository) == facts(source) == rebuilt(repository)
 
 
-# I11
-
-
 def test_I11_a_path_that_is_listed_twice(repository: LocalRepository, tmp_path: Path) -> None:
     """It is there once; other words for it are refused, by name."""
     source = write(tmp_path / "source", {"a": b"1", "d/b": b"2"})
@@ -272,15 +251,9 @@ def test_I11_two_sources_with_the_same_names(repository: LocalRepository, tmp_pa
     for source in (first, second):
         ingest.put(repository, "ds", FolderSource(source), b"in", SMALL)
     for state in (dataset_state(repository), rebuilt(repository)):
-        assert {path for path, fact in state.items() if fact[0] == "file"} == {
-            b"in/same",
-            b"in/one",
-            b"in/two",
-        }
+        there = {path for path, fact in state.items() if fact[0] == "file"}
+        assert there == {b"in/same", b"in/one", b"in/two"}
         assert state[b"in/same"] == facts(second)[b"same"]
-
-
-# I15
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
@@ -368,9 +341,6 @@ def test_I15_an_implicit_folder(repository: LocalRepository) -> None:
     session.delete([b"d/e/x"])
     session.finish()
     assert repository.view("ds").entry_count == 1
-
-
-# N4
 
 
 def test_N4_names_and_targets_that_are_no_text(tmp_path: Path) -> None:

@@ -30,17 +30,6 @@ from .test_interleavings import Writer, fold_in
 ONE = PutOptions(jobs=1)
 
 
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return write(tmp_path / "source", {"a": b"1", "d/b": b"22"})
-
-
-@pytest.fixture
-def filled(repository: LocalRepository, source: Path) -> LocalRepository:
-    put_folder(repository, source)
-    return repository
-
-
 def test_L8_a_chunk_that_somebody_folded_in_is_not_deleted_for_being_late(
     repository: LocalRepository, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,9 +160,7 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
     assert content(repository, b"f") == b"1"
 
 
-def test_C18_whole_puts_go_by_while_recover_reads_headers(
-    filled: LocalRepository, source: Path
-) -> None:
+def test_C18_puts_go_by_while_recover_reads_headers(filled: LocalRepository, source: Path) -> None:
     """Whatever they replace; what one of them had not committed when it was listed counts once."""
     for i in range(3):
         write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
@@ -267,7 +254,7 @@ def test_a_damaged_database_stops_no_reader_and_is_made_again(
         assert put_folder(repository, source).files == 0
 
 
-def test_a_damaged_snapshot_is_made_again(
+def test_a_bad_snapshot_is_made_again(
     filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
     info = filled.dataset("ds")

@@ -110,9 +110,7 @@ def test_Z5_an_open_chunk_and_anothers_acknowledged_put(repository: LocalReposit
     rebuilt_equals_live(repository)
 
 
-def test_K1_a_clock_that_has_gone_back(
-    repository: LocalRepository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_K1_a_clock_goes_back(repository: LocalRepository, monkeypatch: pytest.MonkeyPatch) -> None:
     b = Writer(repository)
     b.add(b"x", b"before")
     b.seal().commit()

@@ -36,14 +36,6 @@ from ..small_disks import small_disk
 from ..trees import facts, write
 from .folder_puts import put_folder
 
-FILES = {"a": b"1", "d/b": b"22", "d/e/c": b"333"}
-
-
-@pytest.fixture
-def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
-    put_folder(repository, write(tmp_path / "source", FILES))
-    return repository
-
 
 def lose_metadata(store: Path) -> None:
     for file in store.glob("meta.sqlite*"):
@@ -79,9 +71,7 @@ def test_readers_do_without_the_metadata_store(filled: LocalRepository, tmp_path
             reader.view("other")
 
 
-def test_C3_no_metadata_and_no_snapshot_is_never_empty(
-    filled: LocalRepository, tmp_path: Path
-) -> None:
+def test_C3_neither_metadata_nor_snapshot(filled: LocalRepository, tmp_path: Path) -> None:
     lose_metadata(tmp_path / "store")
     shutil.rmtree(next((tmp_path / "store").glob("datasets/*/snapshots")))
     with LocalRepository.open(filled.url) as reader, pytest.raises(MetadataBehind, match="recover"):
@@ -231,9 +221,7 @@ def test_C1_a_metadata_store_is_away_until_it_has_been_opened_again(
         assert blind.meta_problem is None
 
 
-def test_a_metadata_store_of_a_newer_program_is_not_lost(
-    filled: LocalRepository, tmp_path: Path
-) -> None:
+def test_newer_metadata_stores_are_not_lost(filled: LocalRepository, tmp_path: Path) -> None:
     filled.close()
     with closing(sqlite3.connect(tmp_path / "store/meta.sqlite")) as db:
         db.execute("PRAGMA user_version=99")
@@ -309,9 +297,7 @@ def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> 
     assert dataset_state(repository) == found
 
 
-def test_a_snapshot_never_outlives_the_chunks_it_came_from(
-    filled: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_snapshot_never_outlives_its_chunks(filled: LocalRepository, tmp_path: Path) -> None:
     """Metadata rebuilt without a lost chunk is not merged into a snapshot that still has it."""
     write(tmp_path / "source", {"later": b"4"})
     put_folder(filled, tmp_path / "source")

@@ -248,7 +248,7 @@ def test_C1_without_its_metadata_store_nothing_is_damage_and_nothing_is_deleted(
 
 @pytest.mark.parametrize("by", ["delete-dataset", "purge"])
 def test_C1_a_deletion_that_was_interrupted_leaves_no_metadata(
-    one: LocalRepository, url: str, by: str, monkeypatch: pytest.MonkeyPatch
+    one: LocalRepository, by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between the mark and the metadata."""
     put_base(one)

@@ -105,7 +105,7 @@ def test_E9_a_full_disk_leaves_the_snapshot_before(
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
-def test_many_processes_open_one_file_at_once(
+def test_processes_open_one_file_at_once(
     view: Snapshot, saved: Path, tmp_path: Path, nodes: int
 ) -> None:
     """On a shared file system: each node keeps a copy of its own, which its processes share."""

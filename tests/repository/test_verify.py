@@ -34,10 +34,9 @@ FILES = {f"f{i:02}": bytes([i]) * 8000 for i in range(40)}
 
 
 @pytest.fixture
-def filled(repository: LocalRepository, tmp_path: Path) -> LocalRepository:
-    source = write(tmp_path / "source", FILES)
-    put_folder(repository, source)
-    return repository
+def source(tmp_path: Path) -> Path:
+    """Of several chunks."""
+    return write(tmp_path / "source", FILES)
 
 
 def chunks(store: Path) -> list[Path]:

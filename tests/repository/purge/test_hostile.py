@@ -37,9 +37,7 @@ from .purged import DROP, NOW, ShortListing, chunks, deleted_file, read_all, sou
 LOOK = replace(NOW, dry_run=True)
 
 
-def test_P7_a_store_that_was_put_back_loses_nothing_more(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P7_a_store_put_back_loses_nothing_more(holed: LocalRepository, tmp_path: Path) -> None:
     """The metadata knows of chunks that the backup has not: where contents have moved to."""
     store = tmp_path / "store"
     shutil.copytree(store / "datasets", tmp_path / "backup")
@@ -113,7 +111,7 @@ def test_verify_of_a_dataset_that_is_purged_all_the_time(
         holed.verify("ds")
 
 
-def test_recover_beside_a_purge_that_drops_tombstones(
+def test_recover_beside_a_drop_of_tombstones(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
     """It reads a chunk of tombstones after that was forgotten and before it is deleted."""
@@ -136,9 +134,7 @@ def test_recover_beside_a_purge_that_drops_tombstones(
 
 @pytest.mark.parametrize("token", ["0" * 32, PURGE])
 @pytest.mark.parametrize("grows", [True, False])
-def test_a_lease_that_is_renewed_while_it_is_looked_at(
-    holed: LocalRepository, token: str, grows: bool
-) -> None:
+def test_a_lease_renewed_while_it_is_read(holed: LocalRepository, token: str, grows: bool) -> None:
     """It has another length then: neither is it damaged, nor one of every version."""
     view, real = holed.view("ds"), holed.objects
     name = lease_object(view.identity, token)
@@ -230,9 +226,7 @@ def test_P10_a_full_store_gives_back_what_can_go(holed: LocalRepository, tmp_pat
     sound(holed)
 
 
-def test_L5_what_a_writer_leaves_in_a_deleted_dataset_goes(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_L5_what_a_writer_leaves_behind_goes(repository: LocalRepository, tmp_path: Path) -> None:
     """It had not heard of the deletion; the dataset has been made again since, or has not."""
     writer = Writer(repository)
     writer.add(b"f", b"content")

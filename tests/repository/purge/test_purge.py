@@ -172,9 +172,7 @@ def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Pat
     sound(holed)
 
 
-def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P5_a_purge_beside_a_rebuild_that_has_read(holed: LocalRepository, tmp_path: Path) -> None:
     """They are gone when the rebuild ends, which forgets them, too."""
     rebuild = holed.meta.rebuild
 
@@ -209,9 +207,7 @@ def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> N
     sound(holed)
 
 
-def test_P10_a_full_store_leaves_everything_as_it_was(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P10_a_full_store_leaves_all_as_it_was(holed: LocalRepository, tmp_path: Path) -> None:
     before = chunks(holed)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
     with faulty(holed, full), pytest.raises(NoSpaceError):

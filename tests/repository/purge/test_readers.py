@@ -53,9 +53,7 @@ def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
     sound(holed)
 
 
-def test_P2_the_grace_period_begins_when_a_version_ends(
-    holed: LocalRepository, clock: MovedClock
-) -> None:
+def test_P2_the_grace_period_is_of_old_versions(holed: LocalRepository, clock: MovedClock) -> None:
     """A version may have been the current one for a week when it is replaced."""
     clock.ahead_s += 7 * 24 * HOUR_S
     view = holed.view("ds")
@@ -83,9 +81,7 @@ def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: Mov
     assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
 
 
-def test_a_lease_that_comes_between_the_choice_and_the_deletion(
-    holed: LocalRepository, clock: MovedClock
-) -> None:
+def test_a_lease_that_comes_before_the_deletion(holed: LocalRepository, clock: MovedClock) -> None:
     view = holed.view("ds")
     expected = read_all(view, holed)
     taken = list[ReadLease]()
@@ -108,9 +104,7 @@ def test_a_lease_that_comes_between_the_choice_and_the_deletion(
     sound(holed)
 
 
-def test_a_lease_ends_with_its_time_or_its_process(
-    holed: LocalRepository, clock: MovedClock
-) -> None:
+def test_a_lease_ends_with_time_or_process(holed: LocalRepository, clock: MovedClock) -> None:
     view = holed.view("ds")
     name = lease_object(view.identity, "0" * 32)
     lease = Lease.own("0" * 32, view.version)
@@ -190,9 +184,7 @@ def test_leases_that_ended_go_where_nobody_purges(
     assert there() == expected
 
 
-def test_few_renewals_list_all_leases(
-    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_renewals_list_leases(holed: LocalRepository, monkeypatch: pytest.MonkeyPatch) -> None:
     identity, draws = holed.dataset("ds").identity, count()
     monkeypatch.setattr("secrets.randbelow", lambda most: next(draws) % most)
     with FaultyStore(holed.objects) as store:
@@ -221,7 +213,7 @@ def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) 
     lease.close()
 
 
-def test_kept_versions_can_be_read_until_they_are_given_up(
+def test_kept_versions_can_be_read_till_given_up(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
     versions = {}
@@ -276,7 +268,7 @@ def test_numbers_that_no_clock_has_are_refused(keep: int, grace_s: int) -> None:
         PurgeOptions(keep=keep, grace_s=grace_s)
 
 
-def test_publishing_keeps_young_versions_within_a_bound(
+def test_a_bounded_number_of_versions_is_kept(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
     """A dataset that is put to often does not pile up snapshots, and a leased one stays."""
