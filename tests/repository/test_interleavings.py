@@ -8,7 +8,7 @@ import pytest
 
 from diesel_fs.format.chunk import ExtentInfo, Header
 from diesel_fs.format.chunk_builder import ChunkBuilder
-from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
+from diesel_fs.format.chunk_id import id_fields, stamp
 from diesel_fs.format.entries import ChunkId, Kind
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.ingest.concurrent_writers import finish_put
@@ -110,18 +110,6 @@ def test_Z5_an_open_chunk_and_anothers_acknowledged_put(repository: LocalReposit
     rebuilt_equals_live(repository)
 
 
-def test_K1_a_clock_goes_back(repository: LocalRepository, monkeypatch: pytest.MonkeyPatch) -> None:
-    b = Writer(repository)
-    b.add(b"x", b"before")
-    b.seal().commit()
-    real = time.time
-    monkeypatch.setattr(time, "time", lambda: real() - 60)
-    a = Writer(LocalRepository.open(repository.url))
-    a.add(b"x", b"after")
-    a.seal().commit()
-    assert content(repository, b"x") == b"after"
-
-
 def test_Z6_purge_moves_an_entry(repository: LocalRepository) -> None:
     writer = Writer(repository)
     writer.add(b"keep", b"content")
@@ -166,19 +154,6 @@ def test_Z7_a_commit_after_the_put_window_is_refused(repository: LocalRepository
         sealed.commit()
     assert refused.value.paths == [b"f"]
     assert list(repository.chunk_ids(writer.session.identity)) == []
-
-
-def test_Z8_an_earlier_commit_is_lost_and_a_later_one_kept(repository: LocalRepository) -> None:
-    writer = Writer(repository)
-    stale = IdFields(int(time.time()) - 7200, 1, 1, 0).id()
-    writer.add(b"lost", b"1")
-    writer.seal(stale)  # durable and acknowledged once; this metadata store never heard of it
-    writer.add(b"kept", b"2")
-    writer.seal().commit()
-    assert content(repository, b"lost") is None
-    repository.begin("ds")
-    assert content(repository, b"lost") == b"1"
-    rebuilt_equals_live(repository)
 
 
 def test_Z4_file_in_two_writers_and_a_folder_of_its_name(repository: LocalRepository) -> None:

@@ -46,12 +46,9 @@ def test_list_and_stat_are_live(filled: LocalRepository, tmp_path: Path) -> None
     assert sorted(filled.list("ds").names) == [b"a", b"d"]
     assert sorted(filled.list("ds", b"d").names) == [b"b", b"e"]
     assert filled.stat("ds", b"d/b").size == 2
-    with pytest.raises(NoSuchPath):
-        filled.stat("ds", b"d/nothing")
-    with pytest.raises(NoSuchPath):
-        filled.list("ds", b"a")
-    with pytest.raises(NoSuchPath):
-        filled.list("ds", b"nowhere")
+    for look, path in ((filled.stat, b"d/nothing"), (filled.list, b"a"), (filled.list, b"nowhere")):
+        with pytest.raises(NoSuchPath):
+            look("ds", path)
     with pytest.raises(UsageError):
         filled.stat("ds", b"../x")
     (tmp_path / "source/a").write_bytes(b"4444")

@@ -145,7 +145,7 @@ def test_B10_garbage_in_the_store_is_ignored(filled: LocalRepository, tmp_path: 
     assert (folder / "README").exists()
 
 
-def test_A5_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
+def test_A5_Z8_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
     """Young: a put under way, left alone. Old: folded in by the next writer. `recover`: both."""
     writer = Writer(filled)
     writer.add(b"young", b"1")
@@ -157,6 +157,7 @@ def test_A5_an_orphan(filled: LocalRepository, tmp_path: Path) -> None:
     assert len(findings.notes) == 2
     assert any("under way" in note and chunk_id_text(young.id) in note for note in findings.notes)
     assert any("orphan" in note and chunk_id_text(old.id) in note for note in findings.notes)
+    assert filled.view("ds").lookup(b"old") < 0
     view = filled.begin("ds").view
     assert view.lookup(b"old") > 0
     assert view.lookup(b"young") < 0

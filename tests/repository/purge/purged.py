@@ -1,5 +1,6 @@
 """What tests of purge compare: entries, chunks and tombstones of the dataset `ds`."""
 
+import time
 from collections.abc import Iterator
 
 from diesel_fs.cache.reader import EntryReader
@@ -7,6 +8,7 @@ from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.interface import PurgeOptions
+from diesel_fs.repository.leases import ReadLease, leased_versions
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
 
@@ -53,6 +55,26 @@ def chunks(repository: LocalRepository) -> list[ChunkId]:
 def read_all(view: Snapshot, repository: LocalRepository) -> list[bytes]:
     reader = EntryReader(view, repository.objects, 1 << 20)
     return [bytes(reader.read(int(i))) for i in view.files()]
+
+
+class Reader:
+    """Somebody who reads the current version of `ds` from now on."""
+
+    def __init__(self, repository: LocalRepository) -> None:
+        self._repository, self.view = repository, repository.view("ds")
+        self._expected = read_all(self.view, repository)
+
+    def take_lease(self) -> ReadLease:
+        return ReadLease.take(self._repository.objects, self.view.identity, self.view.version)
+
+    def reads_on(self) -> bool:
+        return read_all(self.view, self._repository) == self._expected
+
+
+def leased(repository: LocalRepository) -> frozenset[int]:
+    """The versions of `ds` that somebody has a lease on by now."""
+    identity = repository.dataset("ds").identity
+    return leased_versions(repository.objects, identity, time.time())
 
 
 def tombstones(repository: LocalRepository, *paths: bytes) -> int:

@@ -21,7 +21,7 @@ from diesel_fs.format.chunk_id import LOWEST
 from diesel_fs.format.object_names import chunk_object, lease_object, snapshot_object
 from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.interface import PurgeOptions, PurgeReport
-from diesel_fs.repository.leases import PURGE, Lease, ReadLease, leased_versions, purge_is_under_way
+from diesel_fs.repository.leases import PURGE, Lease, leased_versions, purge_is_under_way
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
@@ -32,7 +32,18 @@ from ...trees import facts
 from ..folder_puts import faulty, put_folder
 from ..test_interleavings import Writer
 from .moved_clock import HOUR_S, MovedClock
-from .purged import DROP, NOW, ShortListing, chunks, deleted_file, read_all, sound, tombstones
+from .purged import (
+    DROP,
+    NOW,
+    Reader,
+    ShortListing,
+    chunks,
+    deleted_file,
+    leased,
+    read_all,
+    sound,
+    tombstones,
+)
 
 LOOK = replace(NOW, dry_run=True)
 
@@ -170,7 +181,7 @@ def test_a_lease_of_a_host_whose_clock_is_wrong(holed: LocalRepository, until_s:
     file = lease_file(holed, "0" * 32, time.time() + until_s, view.version)
     for ago_s, versions in ((0, {view.version}), (890, {view.version}), (910, set())):
         written(file, ago_s)
-        assert leased_versions(holed.objects, view.identity, time.time()) == versions
+        assert leased(holed) == versions
 
 
 @pytest.mark.parametrize("until_s", [-3000.0, YEAR_S])
@@ -190,9 +201,8 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
 ) -> None:
     """All leases would be over for it. One that is behind only waits longer."""
     before, now = chunks(holed), time.time
-    view = holed.view("ds")
-    lease = ReadLease.take(holed.objects, view.identity, view.version)
-    expected = read_all(view, holed)
+    reader = Reader(holed)
+    lease = reader.take_lease()
     monkeypatch.setattr("diesel_fs.repository.leases.CLOCK_AHEAD_S_MAX", 300)
     monkeypatch.setattr(time, "time", lambda: now() + HOUR_S)
     with pytest.raises(ObjectStoreRefused, match="ahead of the repository"):
@@ -206,7 +216,7 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     for ahead_s in (200, -HOUR_S):
         monkeypatch.setattr(time, "time", lambda ahead_s=ahead_s: now() + ahead_s)
         holed.purge("ds", NOW)
-        assert read_all(view, holed) == expected
+        assert reader.reads_on()
     lease.close()
 
 

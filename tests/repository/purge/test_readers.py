@@ -19,7 +19,6 @@ from diesel_fs.repository.leases import (
     PURGE,
     Lease,
     ReadLease,
-    leased_versions,
     write_lease_for,
 )
 from diesel_fs.repository.local import LocalRepository
@@ -30,25 +29,24 @@ from ...storage.objects.faulty_store import FaultyStore
 from ...trees import facts
 from ...waiting import wait_until
 from .moved_clock import HOUR_S, MovedClock
-from .purged import NO_FILES, NOW, chunks, dataset_of, read_all, sound
+from .purged import NO_FILES, NOW, Reader, chunks, dataset_of, leased, read_all, sound
 
 
 def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
     holed: LocalRepository, clock: MovedClock, tmp_path: Path
 ) -> None:
     """Then its chunks go: an error, never other bytes."""
-    view = holed.view("ds")
-    expected = read_all(view, holed)
+    reader = Reader(holed)
     assert holed.purge("ds").deleted == 0
     for hours in (23, 0):
         clock.ahead_s += hours * HOUR_S
         report = holed.purge("ds")
         assert (report.rewritten, report.deleted, report.waiting > 4) == (0, 0, True)
-        assert read_all(view, holed) == expected
+        assert reader.reads_on()
     clock.ahead_s += 2 * HOUR_S
     assert holed.purge("ds").deleted > 4
     with pytest.raises(ObjectMissing):
-        read_all(view, holed)
+        read_all(reader.view, holed)
     assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
 
@@ -56,51 +54,48 @@ def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
 def test_P2_the_grace_period_is_of_old_versions(holed: LocalRepository, clock: MovedClock) -> None:
     """A version may have been the current one for a week when it is replaced."""
     clock.ahead_s += 7 * 24 * HOUR_S
-    view = holed.view("ds")
-    expected = read_all(view, holed)
+    reader = Reader(holed)
     holed.purge("ds")
     clock.ahead_s += 23 * HOUR_S
     holed.purge("ds")
-    assert read_all(view, holed) == expected
+    assert reader.reads_on()
 
 
 def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: MovedClock) -> None:
-    view = holed.view("ds")
-    expected = read_all(view, holed)
-    lease = ReadLease.take(holed.objects, view.identity, view.version)
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    reader = Reader(holed)
+    lease = reader.take_lease()
+    assert leased(holed) == {reader.view.version}
     assert holed.purge("ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, holed) == expected
-    assert read_all(holed.view_at("ds", view.version), holed) == expected
-    lease.switch_version(view.version + 1)  # which is not published when the purge begins
+    assert reader.reads_on()
+    assert read_all(holed.view_at("ds", reader.view.version), holed) == read_all(reader.view, holed)
+    lease.switch_version(reader.view.version + 1)  # which is not published when the purge begins
     assert holed.purge("ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, holed) == expected
+    assert reader.reads_on()
     lease.switch_version(holed.view("ds").version)
     assert holed.purge("ds", NOW).deleted > 4
     lease.close()
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert leased(holed) == frozenset()
 
 
 def test_a_lease_that_comes_before_the_deletion(holed: LocalRepository, clock: MovedClock) -> None:
-    view = holed.view("ds")
-    expected = read_all(view, holed)
+    reader = Reader(holed)
     taken = list[ReadLease]()
     forget = holed.meta.forget
 
     def late(identity: UUID, gone: list[ChunkId], *, tombstones: bool = False) -> object:
-        taken.append(ReadLease.take(holed.objects, view.identity, view.version))
+        taken.append(reader.take_lease())
         return forget(identity, gone, tombstones=tombstones)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(holed.meta, "forget", late)
         assert holed.purge("ds", NOW).deleted_bytes < NO_FILES
-    assert read_all(view, holed) == expected
+    assert reader.reads_on()
     for lease in taken:
         lease.close()
-    old = {info.name for info in holed.objects.list(chunk_prefix(view.identity))}
+    old = {info.name for info in holed.objects.list(chunk_prefix(reader.view.identity))}
     clock.ahead_s = 2 * HOUR_S  # now they are orphans: folded in, forgotten, deleted
     assert holed.purge("ds", NOW).deleted > 4
-    assert {info.name for info in holed.objects.list(chunk_prefix(view.identity))} < old
+    assert {info.name for info in holed.objects.list(chunk_prefix(reader.view.identity))} < old
     sound(holed)
 
 
@@ -109,20 +104,20 @@ def test_a_lease_ends_with_time_or_process(holed: LocalRepository, clock: MovedC
     name = lease_object(view.identity, "0" * 32)
     lease = Lease.own("0" * 32, view.version)
     holed.objects.replace(name, [lease.to_json()])
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    assert leased(holed) == {view.version}
     clock.ahead_s += 800  # its time is over, and the clock of its host may be behind
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    assert leased(holed) == {view.version}
     clock.ahead_s += 200
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert leased(holed) == frozenset()
     child = os.fork()
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
     dead = Lease("1", view.version, time.time() + 600, lease.host, lease.boot, lease.space, child)
     holed.objects.replace(name, [dead.to_json()])
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert leased(holed) == frozenset()
     holed.objects.replace(name, [b"no lease at all"])
-    assert leased_versions(holed.objects, view.identity, time.time()) == {EVERY_VERSION}
+    assert leased(holed) == {EVERY_VERSION}
     assert holed.purge("ds", NOW).deleted == 0
     clock.ahead_s += 25 * HOUR_S
     assert holed.purge("ds", NOW).deleted > 4
@@ -132,7 +127,7 @@ def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
     """Of a reader who has opened the dataset before there was anything in it."""
     view = holed.view("ds")
     lease = ReadLease.take(holed.objects, view.identity, 0)
-    assert leased_versions(holed.objects, view.identity, time.time()) == frozenset()
+    assert leased(holed) == frozenset()
     assert holed.purge("ds", NOW).deleted > 4
     lease.close()
 
@@ -142,7 +137,7 @@ def test_a_lease_on_no_version_at_all_cannot_be_read(holed: LocalRepository, ver
     identity = holed.dataset("ds").identity
     lease = Lease.own("0" * 32, version)
     holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
-    assert leased_versions(holed.objects, identity, time.time()) == {EVERY_VERSION}
+    assert leased(holed) == {EVERY_VERSION}
     assert holed.purge("ds", NOW).deleted == 0
     holed.delete_dataset("ds")
     assert any(holed.chunk_ids(identity))
@@ -209,7 +204,7 @@ def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) 
         lease.close()
         os._exit(0)
     os.waitpid(child, 0)
-    assert leased_versions(holed.objects, view.identity, time.time()) == {view.version}
+    assert leased(holed) == {view.version}
     lease.close()
 
 
@@ -291,19 +286,18 @@ def test_a_bounded_number_of_versions_is_kept(
 
 
 def test_L5_H16_a_deleted_dataset_stays_for_its_readers(holed: LocalRepository) -> None:
-    view = holed.view("ds")
-    expected = read_all(view, holed)
-    lease = ReadLease.take(holed.objects, view.identity, view.version)
+    reader = Reader(holed)
+    lease = reader.take_lease()
     holed.delete_dataset("ds")
     with pytest.raises(NoSuchDataset):
         holed.view("ds")
     assert holed.datasets() == []
-    assert read_all(view, holed) == expected
-    holed.objects.stat(snapshot_object(view.identity, view.version))
+    assert reader.reads_on()
+    holed.objects.stat(snapshot_object(reader.view.identity, reader.view.version))
     holed.delete_dataset("ds")
-    assert read_all(view, holed) == expected
+    assert reader.reads_on()
     lease.close()
     assert "is deleted" in holed.purge("ds").notes[0]
-    assert list(holed.objects.names(f"datasets/{view.identity.hex}/")) == []
+    assert list(holed.objects.names(f"datasets/{reader.view.identity.hex}/")) == []
     with pytest.raises(NoSuchDataset):
         holed.purge("ds")
