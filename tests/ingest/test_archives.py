@@ -90,6 +90,12 @@ def put(
     return ingest.put(repository, name, ArchivesSource(archives), target, wanted)
 
 
+def served_with_sha256(server: ArchiveServer, path: str, data: bytes) -> str:
+    """The address of an archive, which says its SHA-256."""
+    server.files[path] = data
+    return server.url(f"{path}#sha256=") + hashlib.sha256(data).hexdigest()
+
+
 def random_bytes(seed: int, size: int) -> bytes:
     return hashlib.shake_128(b"%d" % seed).digest(size)
 
@@ -466,8 +472,7 @@ def test_other_datasets_entries_are_copied(
     link = tarfile.TarInfo()
     link.type, link.linkname = tarfile.SYMTYPE, "d/f01"
     data = gzip.compress(tar_of(*files, ("link", link)))
-    server.files["/x.tgz"] = data
-    address = server.url("/x.tgz#sha256=") + hashlib.sha256(data).hexdigest()
+    address = served_with_sha256(server, "/x.tgz", data)
     put(repository, HttpArchive(address), name="original", target=b"deep")
     served = server.served["/x.tgz"]
     report = put(repository, HttpArchive(address))
@@ -740,7 +745,8 @@ def test_O9_what_was_checked_is_what_is_put(
     monkeypatch.setattr(archive_file, "_WHOLE_BYTES_MAX", 4096)
     files = [(f"f{i}", random_bytes(i, 50_000)) for i in range(4)]
     data = tar_of(*files)
-    server.files["/x.tar"], server.etags["/x.tar"] = data, '"same"'
+    address = served_with_sha256(server, "/x.tar", data)
+    server.etags["/x.tar"] = '"same"'
     sha256 = archive_file.ArchiveFile.sha256
 
     def checked(self: archive_file.ArchiveFile, *given: Callable[[], None]) -> bytes:
@@ -749,7 +755,6 @@ def test_O9_what_was_checked_is_what_is_put(
         return found
 
     monkeypatch.setattr(archive_file.ArchiveFile, "sha256", checked)
-    address = server.url("/x.tar#sha256=") + hashlib.sha256(data).hexdigest()
     report = put(repository, HttpArchive(address))
     assert "changed while it was being read" in report.failed[0][1]
     assert b"f3" not in contents(repository)
@@ -827,8 +832,7 @@ def test_S8_a_secret_in_an_address_is_shown_and_kept_nowhere(
 
 def test_an_archive_is_put_once_through_a_server(tmp_path: Path, server: ArchiveServer) -> None:
     data = tar_of(("a", random_bytes(1, 200_000)), ("d/b", b"2"))
-    server.files["/x.tar"] = data
-    address = server.url("/x.tar#sha256=") + hashlib.sha256(data).hexdigest()
+    address = served_with_sha256(server, "/x.tar", data)
     with in_process_server(tmp_path / "store") as behind:
         admin = behind.admin
         assert put(admin, HttpArchive(address), name="one").archives == 1
@@ -843,8 +847,7 @@ def test_S10_nothing_is_copied_from_a_dataset_that_the_user_may_not_read(
     tmp_path: Path, server: ArchiveServer
 ) -> None:
     data = tar_of(("a", random_bytes(1, 200_000)))
-    server.files["/x.tar"] = data
-    address = server.url("/x.tar#sha256=") + hashlib.sha256(data).hexdigest()
+    address = served_with_sha256(server, "/x.tar", data)
     with in_process_server(tmp_path / "store") as behind:
         put(behind.admin, HttpArchive(address), name="secret")
         identity = behind.store.dataset("secret").identity

@@ -88,7 +88,7 @@ def test_a_manifest_goes_through_a_server(tmp_path: Path, server: ArchiveServer)
         assert put(behind.admin, server, target=b"train").version == report.version
 
 
-def test_a_manifest_may_have_tabs_and_be_gz(
+def test_a_manifest_may_be_gzipped_and_have_tabs(
     repository: LocalRepository, server: ArchiveServer
 ) -> None:
     data = gzip.compress(b'path\ttarget\tby\ncats/1\t"a" cat, black\tme\n')

@@ -73,7 +73,7 @@ def test_a_program_that_is_none(repository: LocalRepository, tmp_path: Path) -> 
     assert not children()
 
 
-def test_a_killed_one_ends_the_put_and_others(repository: LocalRepository, tmp_path: Path) -> None:
+def test_a_kill_ends_the_put_and_the_others(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(400)})
     killed: list[int] = []
 

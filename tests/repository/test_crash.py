@@ -85,6 +85,29 @@ def put_whole(arguments: list[str], state: Facts) -> None:
         assert repository.verify("ds").problems == []
 
 
+def kill_at_each_step(
+    folder: Path, call: str, steps: Sequence[int], source: Path, before: Path | None = None
+) -> int:
+    """Kill a put of `source` at these of its calls: into an empty store, or into a copy of one that
+    holds `before`, which a put with `--delete` then turns into `source`. How many were killed."""
+    last = facts(source)
+    states = [facts(before), last] if before else [last]
+    if before:
+        put_whole([(folder / "store").as_uri(), str(before)], states[0])
+    for number, when in enumerate(steps):
+        store = folder / f"store-{when}"
+        if before:
+            shutil.copytree(folder / "store", store)
+        arguments = [store.as_uri(), str(source), *["delete"] * bool(before)]
+        killed, acknowledged = run_killed(arguments, call, when)
+        check(store.as_uri(), states, last, acknowledged)
+        if not killed:
+            return number
+        put_whole(arguments, last)
+        shutil.rmtree(store)
+    return len(steps)
+
+
 CALLS = [
     "fsync,fdatasync",
     "link,linkat",
@@ -98,18 +121,7 @@ CALLS = [
 @pytest.mark.parametrize("call", fast_first(CALLS))
 def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
     source = source_tree(tmp_path / "source")
-    whole = facts(source)
-    kills = 0
-    for when in (1, 2, 3, 5, 8, 13, 21):
-        store = tmp_path / f"store-{when}"
-        arguments = [store.as_uri(), str(source)]
-        killed, acknowledged = run_killed(arguments, call, when)
-        check(store.as_uri(), [whole], whole, acknowledged)
-        if not killed:
-            break
-        kills += 1
-        put_whole(arguments, whole)
-        shutil.rmtree(store)
+    kills = kill_at_each_step(tmp_path, call, (1, 2, 3, 5, 8, 13, 21), source)
     assert kills >= 3, f"A16: too little was killed at {call}: proves nothing"
 
 
@@ -118,25 +130,11 @@ def test_A1_to_A9_put_killed_at_every_step(tmp_path: Path, call: str) -> None:
 )
 def test_A10_A11_modify_and_delete_killed_at_every_step(tmp_path: Path, call: str) -> None:
     before = source_tree(tmp_path / "before")
-    first = tmp_path / "store"
     after = tmp_path / "after"
     shutil.copytree(before, after, symlinks=True)
     write(after, {"d0/f00": b"changed", "large": os.urandom(150_000), "new": b"new"})
     (after / "d1/f01").unlink()
-    old, new = facts(before), facts(after)
-    put_whole([first.as_uri(), str(before)], old)
-    kills = 0
-    for when in (1, 2, 3, 5, 8, 30):
-        store = tmp_path / f"store-{when}"
-        shutil.copytree(first, store)
-        arguments = [store.as_uri(), str(after), "delete"]
-        killed, acknowledged = run_killed(arguments, call, when)
-        check(store.as_uri(), [old, new], new, acknowledged)
-        if not killed:
-            break
-        kills += 1
-        put_whole(arguments, new)
-        shutil.rmtree(store)
+    kills = kill_at_each_step(tmp_path, call, (1, 2, 3, 5, 8, 30), after, before)
     assert kills, f"A16: nothing was killed at {call}: proves nothing"
 
 

@@ -60,6 +60,13 @@ print(sum(entry.size for entry in view.stat_many(view.files())), len(view.paths(
 """
 
 
+def reading(saved: Path, home: Path) -> "subprocess.Popen[str]":
+    """A process that opens the file, says so, and reads all of it when it is told to."""
+    pipe, environment = subprocess.PIPE, {**os.environ, "XDG_CACHE_HOME": str(home)}
+    command = [sys.executable, "-c", READ_ALL, str(saved)]
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
+
+
 @pytest.mark.parametrize("private", [True, False])
 @pytest.mark.parametrize("harm", [_truncate, _replace, _overwrite, Path.unlink])
 def test_E8_what_becomes_of_the_file_later_does_not_matter(
@@ -70,10 +77,7 @@ def test_E8_what_becomes_of_the_file_later_does_not_matter(
     home.mkdir()
     if not private:  # nowhere to keep a copy: it stays in memory
         (home / "cache").write_bytes(b"in the way")
-    environment = {**os.environ, "XDG_CACHE_HOME": str(home / "cache")}
-    command = [sys.executable, "-c", READ_ALL, str(saved)]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True) as process:
+    with reading(saved, home / "cache") as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "read\n"
         harm(saved)
@@ -109,16 +113,11 @@ def test_processes_open_one_file_at_once(
     view: Snapshot, saved: Path, tmp_path: Path, nodes: int
 ) -> None:
     """On a shared file system: each node keeps a copy of its own, which its processes share."""
-    pipe = subprocess.PIPE
     started = []
     for number in range(8):
         home = tmp_path / f"node{number % nodes}"
         home.mkdir(exist_ok=True)
-        environment = {**os.environ, "XDG_CACHE_HOME": str(home)}
-        command = [sys.executable, "-c", READ_ALL, str(saved)]
-        started.append(
-            subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True)
-        )
+        started.append(reading(saved, home))
     said = [process.communicate("go\n", timeout=60)[0].split() for process in started]
     assert [process.returncode for process in started] == [0] * 8
     assert said == [["read", str(sum(map(len, FILES.values()))), str(len(FILES))]] * 8

@@ -1,5 +1,6 @@
 """What tests of purge compare: entries, chunks and tombstones of the dataset `ds`."""
 
+import os
 import time
 from collections.abc import Iterator
 
@@ -92,6 +93,15 @@ def deleted_file(repository: LocalRepository) -> None:
     writer.add(b"g", b"content of g")
     writer.seal().commit()
     writer.session.finish()
+
+
+def dead_process() -> int:
+    """The number of a process that has ended."""
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    return child
 
 
 class ShortListing(StoreWrapper):

@@ -38,6 +38,7 @@ from .purged import (
     Reader,
     ShortListing,
     chunks,
+    dead_process,
     deleted_file,
     leased,
     read_all,
@@ -242,11 +243,7 @@ def test_L5_what_a_writer_leaves_behind_goes(repository: LocalRepository, tmp_pa
     writer.add(b"f", b"content")
     identity = writer.session.identity
     folder = tmp_path / f"store/datasets/{identity.hex}"
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
-    half = folder / f"chunks/.tmp-{os.uname().nodename}-{child}-{'a' * 16}"
+    half = folder / f"chunks/.tmp-{os.uname().nodename}-{dead_process()}-{'a' * 16}"
     half.parent.mkdir(parents=True)
     half.write_bytes(b"half")
     repository.delete_dataset("ds")

@@ -36,6 +36,7 @@ from .purged import (
     ShortListing,
     chunks,
     dataset_of,
+    dead_process,
     deleted_file,
     nothing_more_is_known,
     sound,
@@ -368,11 +369,7 @@ def test_small_chunks_are_merged(repository: LocalRepository, tmp_path: Path) ->
 def test_A2_A13_leftovers_of_dead_writers_go(holed: LocalRepository, clock: MovedClock) -> None:
     folder = Path(holed.url.path) / f"datasets/{holed.dataset('ds').identity.hex}/chunks"
     host = os.uname().nodename
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
-    dead = folder / f".tmp-{host}-{child}-{'a' * 16}"
+    dead = folder / f".tmp-{host}-{dead_process()}-{'a' * 16}"
     living = folder / f".tmp-{host}-{os.getpid()}-{'b' * 16}"
     strange = folder / f".tmp-elsewhere-1-{'c' * 16}"
     foreign = folder / "notes.txt"

@@ -29,7 +29,7 @@ from ...storage.objects.faulty_store import FaultyStore
 from ...trees import facts
 from ...waiting import wait_until
 from .moved_clock import HOUR_S, MovedClock
-from .purged import NO_FILES, NOW, Reader, chunks, dataset_of, leased, read_all, sound
+from .purged import NO_FILES, NOW, Reader, chunks, dataset_of, dead_process, leased, read_all, sound
 
 
 def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
@@ -49,16 +49,6 @@ def test_P2_H16_a_reader_without_a_lease_has_its_grace_period(
         read_all(reader.view, holed)
     assert dataset_state(holed) == facts(tmp_path / "source")
     sound(holed)
-
-
-def test_P2_the_grace_period_is_of_old_versions(holed: LocalRepository, clock: MovedClock) -> None:
-    """A version may have been the current one for a week when it is replaced."""
-    clock.ahead_s += 7 * 24 * HOUR_S
-    reader = Reader(holed)
-    holed.purge("ds")
-    clock.ahead_s += 23 * HOUR_S
-    holed.purge("ds")
-    assert reader.reads_on()
 
 
 def test_a_lease_holds_what_its_version_needs(holed: LocalRepository, clock: MovedClock) -> None:
@@ -109,11 +99,8 @@ def test_a_lease_ends_with_time_or_process(holed: LocalRepository, clock: MovedC
     assert leased(holed) == {view.version}
     clock.ahead_s += 200
     assert leased(holed) == frozenset()
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
-    dead = Lease("1", view.version, time.time() + 600, lease.host, lease.boot, lease.space, child)
+    gone = dead_process()
+    dead = Lease("1", view.version, time.time() + 600, lease.host, lease.boot, lease.space, gone)
     holed.objects.replace(name, [dead.to_json()])
     assert leased(holed) == frozenset()
     holed.objects.replace(name, [b"no lease at all"])
@@ -208,7 +195,7 @@ def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) 
     lease.close()
 
 
-def test_kept_versions_can_be_read_till_given_up(
+def test_kept_versions_can_be_read_until_they_are_given_up(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
     versions = {}
@@ -263,7 +250,7 @@ def test_numbers_that_no_clock_has_are_refused(keep: int, grace_s: int) -> None:
         PurgeOptions(keep=keep, grace_s=grace_s)
 
 
-def test_a_bounded_number_of_versions_is_kept(
+def test_publishing_keeps_young_versions_within_a_bound(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
     """A dataset that is put to often does not pile up snapshots, and a leased one stays."""
