@@ -18,8 +18,8 @@ def check_dataset_name(name: str) -> str:
     dataset, slash, _ = name.partition("/")
     if slash and DATASET_NAME.fullmatch(dataset):
         raise UsageError(
-            f"{name!r} is a path, and the name of a dataset is expected",
-            advice=f"name {dataset}: its folders are in it",
+            f"bad dataset name {name!r}: it is a path",
+            advice=f"name the dataset, {dataset}: its folders are in it",
         )
     if not DATASET_NAME.fullmatch(name):
         raise UsageError(

@@ -370,7 +370,11 @@ class Vfs:
         """The errno to answer for any exception of a request: a bug never ends the mount."""
         if isinstance(fault, FuseErrno):
             return fault.errno
-        log.error("%s of %s failed: %r", request, self._describe_node(node), fault, exc_info=fault)
+        name = self._describe_node(node)
+        log.error(
+            "%s of %s failed: %r", request, name, fault, exc_info=fault,
+            extra={"subject": f"{name} {type(fault).__name__}"},
+        )  # fmt: skip
         return errno.EIO
 
     def stats(self) -> dict[str, object]:
@@ -403,9 +407,10 @@ class Vfs:
 
     def _failed(self, index: int, offset: int, fault: DieselError) -> FuseErrno:
         self.reads["failed"] += 1
+        name = self._describe_node(index + 1)
         log.error(
             "cannot read %s at %d (%s): %s%s",
-            self._describe_node(index + 1),
+            name,
             offset,
             self._chunk_at(index, offset),
             fault,
@@ -413,6 +418,7 @@ class Vfs:
             " removed it)"
             if isinstance(fault, ObjectMissing)
             else "",
+            extra={"subject": name},
         )
         return FuseErrno(errno.EIO)
 

@@ -25,7 +25,8 @@ def parse_endpoint(text: str, *, default_host: str = "") -> HostPort:
     try:
         return HostPort.parse(f"{default_host}:{port}" if port.isdecimal() else text)
     except ValueError:
-        why = "a port is at most 65535" if port.isdecimal() else "it is no HOST:PORT"
+        is_port = port.isdecimal() and int(port) > 65535
+        why = "a port is at most 65535" if is_port else "it is no HOST:PORT"
         raise ConfigError(
             f"cannot listen at {text!r}: {why}", advice="write it as 127.0.0.1:9300"
         ) from None

@@ -4,16 +4,23 @@ Any thread.
 """
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 LINES_AT_ONCE = 20
 """Lines of one kind that may come at once, so that a few bad files are all named."""
 
 LINES_PER_S = 1.0
 """Lines of one kind per second after that."""
+
+SAME_S = 1.0
+"""Lines of one kind and of the same subject (what `extra={"subject": ...}` names, such as a file)
+come this far apart, so that one subject leaves room for lines of others."""
+
+_SUBJECTS_MAX = 1024
 
 
 @dataclass(slots=True)
@@ -23,6 +30,8 @@ class _Kind:
     last_line_s: float
     allowance: float = LINES_AT_ONCE
     left_out: int = 0
+    subjects: dict[str, float] = field(default_factory=dict)
+    """When the last line of a subject was written."""
 
 
 class LogRateLimit(logging.Filter):
@@ -43,10 +52,15 @@ class LogRateLimit(logging.Filter):
             gained = (now - kind.last_line_s) * LINES_PER_S
             kind.allowance = min(LINES_AT_ONCE, kind.allowance + gained)
             kind.last_line_s = now
-            if kind.allowance < 1:
+            subject = str(getattr(record, "subject", ""))
+            if kind.allowance < 1 or now - kind.subjects.get(subject, -math.inf) < SAME_S:
                 kind.left_out += 1
                 return False
             kind.allowance -= 1
+            if subject:
+                if len(kind.subjects) >= _SUBJECTS_MAX:
+                    kind.subjects.clear()
+                kind.subjects[subject] = now
             if kind.left_out:
                 record.msg = f"{record.msg} ({kind.left_out} more like this left out)"
                 kind.left_out = 0

@@ -317,7 +317,7 @@ def can_mount_beneath() -> bool:
 
 def mount_id(file: int) -> int:
     """The number that mountinfo has for the mount of an open file."""
-    lines = Path(f"/proc/self/fdinfo/{file}").read_text(encoding="ascii").splitlines()
+    lines = Path(f"/proc/thread-self/fdinfo/{file}").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("mnt_id:"))
 
 
@@ -351,6 +351,7 @@ def clone(descriptor: int) -> int:
 _IN_CLOEXEC, _IN_NONBLOCK = 0o2000000, 0o4000
 _SYS_CACHESTAT = 451  # Linux 6.5; the same on every architecture
 _PR_SET_PDEATHSIG = 1
+_CLONE_FILES = 0x400
 _CLONE_FS = 0x200
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MMAP_THRESHOLD_MAX = -1, -3, 32 << 20
 _CAP_SYS_ADMIN = 21
@@ -430,6 +431,12 @@ def own_working_folder() -> None:
     """Give the calling thread a working folder of its own, apart from the process's. Raises
     OSError."""
     _checked(_libc.unshare(_CLONE_FS))
+
+
+def own_descriptors() -> None:
+    """Give the calling thread descriptors of its own, which are those of the process now: it closes
+    and opens them apart from the process's. Such a thread must end. Raises OSError."""
+    _checked(_libc.unshare(_CLONE_FILES))
 
 
 def may_administrate() -> bool:

@@ -34,6 +34,7 @@ from dlcmd.dashboard.watcher import add_up
 from dlcmd.dashboard.web import CONNECTIONS_MAX
 from tests.rows import each_row
 from tests.server.program import Server, new_repository
+from tests.storage.metadata.redis_servers import free_port as free_port
 from tests.trees import write
 from tests.waiting import wait_until
 
@@ -43,13 +44,6 @@ from .dashboards import Dashboard, Object, Value, at, item, items
 FILES = {f"class/{number:03}.jpg": os.urandom(9_000) for number in range(120)}
 HOSTILE = '<img src=x onerror="alert(1)">\n\x1b[31m&amp;'
 CHUNK_BYTES = 64 << 10
-
-
-def free_port() -> int:
-    with socket.socket() as link:
-        link.bind(("127.0.0.1", 0))
-        port: int = link.getsockname()[1]
-        return port
 
 
 NO_TASK = TaskOptions()
@@ -173,8 +167,7 @@ def test_a_task_shows_its_members_and_their_shares(place: Place, board: Dashboar
 def test_hostile_names_are_text(place: Place, board: Dashboard) -> None:
     """A folder and a reading program whose names are HTML and control characters."""
     mounted = place.mount(HOSTILE)
-    shown = '<img src=x onerror="alert(1)">\\n\\x1b[31m&amp;'
-    path = f"{place.folder}/{shown}"
+    path = f"{place.folder}/" + '<img src=x onerror="alert(1)">\\n\\x1b[31m&amp;'
     board.until(lambda state: item(state, "mounts", path=path).get("totals"))
     program = place.folder / "<b>\x1b[7m"
     shutil.copy("/bin/cat", program)
@@ -191,14 +184,16 @@ def test_hostile_names_are_text(place: Place, board: Dashboard) -> None:
 @pytest.mark.fuse
 def test_a_mount_whose_process_is_killed_is_lost(place: Place, board: Dashboard) -> None:
     mounted = place.mount("killed")
-    board.until(lambda state: item(state, "mounts", path=str(mounted)).get("state") == "live")
+
+    def known(state: Object) -> Object:
+        return item(state, "mounts", path=str(mounted))
+
+    board.until(lambda state: known(state).get("state") == "live")
     stats = stats_of(mounted)
     for name in ("pid", "server_pid"):
         os.kill(int(str(stats[name])), signal.SIGKILL)
-    lost = board.until(
-        lambda state: item(state, "mounts", path=str(mounted)).get("state") in ("lost", "gone")
-    )
-    assert "totals" in item(lost, "mounts", path=str(mounted))
+    lost = board.until(lambda state: known(state).get("state") in ("lost", "gone"))
+    assert "totals" in known(lost)
 
 
 def test_a_server_is_shown_and_its_death_too(tmp_path: Path) -> None:

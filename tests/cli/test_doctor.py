@@ -158,19 +158,16 @@ def test_a_machine_without_faults_gets_0_and_nothing_stays(pets: Dlcmd, tmp_path
 
 
 def test_the_worst_comes_first_and_the_cure_stands_below() -> None:
-    found = [
-        Finding("files", "ok", "enough"),
-        Finding("store", "fault", "it is gone", "bring it back"),
-        Finding("clock", "warning", "it is late"),
-    ]
-    assert [line.split() for line in finding_lines(found)] == [
-        ["fault", "store", "it", "is", "gone"],
-        ["do:", "bring", "it", "back"],
-        ["warning", "clock", "it", "is", "late"],
-        ["ok", "files", "enough"],
-    ]
-    assert summary(found) == "a job would not run well here (1 fault and 1 warning)"
-    assert summary(found[:1]) == "a job would run well here"
+    gone = Finding("store", "fault", "it is gone", "bring it back")
+    late, enough = Finding("clock", "warning", "it is late"), Finding("files", "ok", "enough")
+    lines = [" ".join(line.split()) for line in finding_lines([enough, gone, late])]
+    assert lines == [
+        "fault store it is gone", "do: bring it back", "warning clock it is late",
+        "ok files enough",
+    ]  # fmt: skip
+    said = summary([enough, gone, late])
+    assert said == "a job would not run well here (1 fault and 1 warning)"
+    assert summary([enough]) == "a job would run well here"
 
 
 def test_a_new_user_can_begin(doctor: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,12 +77,9 @@ def test_quality_compares_group_sizes(dlcmd: Dlcmd, view: Snapshot, tmp_path: Pa
     assert [each["group_size"] for each in told["by_group_size"]] == sizes
     two = report.by_group_size[2]
     assert told["by_group_size"][1] == {
-        "group_size": 2,
-        "memory_bytes": two.memory_bytes,
-        "chunks_in_batch": two.chunks_in_batch,
-        "design_effect": two.design_effect,
-        "effective_batch_files": 37 / (two.design_effect or 1),
-    }
+        "group_size": 2, "memory_bytes": two.memory_bytes, "chunks_in_batch": two.chunks_in_batch,
+        "design_effect": two.design_effect, "effective_batch_files": 37 / (two.design_effect or 1),
+    }  # fmt: skip
     assert told["full"]["memory_bytes"] == report.full.memory_bytes > two.memory_bytes
     printed = dlcmd(*arguments)
     rows = [line.split("\t") for line in printed.out.decode().splitlines()]

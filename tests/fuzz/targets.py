@@ -5,8 +5,12 @@ other than those it may raise is a finding. The module is imported under atheris
 """
 
 import struct
+import tarfile
+import zipfile
 from collections.abc import Callable
 from functools import partial
+from io import BytesIO
+from typing import cast
 from uuid import UUID
 
 import numpy as np
@@ -17,6 +21,13 @@ from diesel_fs.format.chunk import PREAMBLE_BYTES, parse_header, parse_preamble
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.ingest.compare import Comparer, ReadabilityCheck
+from diesel_fs.ingest.options import Filter, PutOptions, PutReport, no_progress
+from diesel_fs.ingest.put import PutWork
+from diesel_fs.ingest.sources.compression import BufferedStream
+from diesel_fs.ingest.sources.members import MemberTaker
+from diesel_fs.ingest.sources.tar import TarEntries
+from diesel_fs.ingest.sources.zip import ZIP_MAGICS, ZipEntries
 from diesel_fs.mounts.plans.commands import PlanCommands
 from diesel_fs.mounts.prefetch_worker import planner_for
 from diesel_fs.mounts.sessions import protocol
@@ -26,6 +37,8 @@ from diesel_fs.net.messages import frame as control_frame
 from diesel_fs.net.messages import parse_error, unpack
 from diesel_fs.peers import wire as peers_wire
 from diesel_fs.peers.membership import Member
+from diesel_fs.repository.interface import Repository
+from diesel_fs.repository.versions import empty_snapshot
 from diesel_fs.storage.accounts.account import (
     Account,
     Role,
@@ -194,6 +207,49 @@ def account_text(content: bytes) -> bool:
     return _taken(FormatError, lambda: parse_accounts(content))
 
 
+def archive(content: bytes) -> bool:
+    """A tar or a zip: its headers, and what a put makes of its entries. Nothing is packed."""
+    options = PutOptions()
+    taken = Filter(options)
+    readable = ReadabilityCheck(_NO_REPOSITORY, "", _EMPTY, options)
+    work = PutWork(
+        _NO_REPOSITORY, b"", options, taken, _EMPTY, readable, PutReport(), no_progress
+    )  # fmt: skip
+    taker = MemberTaker(work, Comparer(_EMPTY, b"", options, taken, readable), None)
+
+    def take() -> None:
+        if content.startswith(ZIP_MAGICS):
+            ZipEntries(BytesIO(content)).take_all(taker)
+        else:
+            TarEntries(BufferedStream(BytesIO(content))).take_all(taker)
+
+    return _taken(UsageError, take)
+
+
+_EMPTY = empty_snapshot(UUID(int=1), "archive")
+_NO_REPOSITORY = cast("Repository", None)
+
+
+def _tar() -> bytes:
+    made = BytesIO()
+    with tarfile.open(fileobj=made, mode="w", format=tarfile.PAX_FORMAT) as tar:
+        for name, kind in (("d", tarfile.DIRTYPE), ("d/l", tarfile.SYMTYPE), ("n" * 120, b"0")):
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname, info.mtime = kind, "t", 1.5
+            tar.addfile(info)
+    return made.getvalue()
+
+
+def _zip() -> bytes:
+    made = BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as packed:
+        info = zipfile.ZipInfo("d\\e")
+        info.create_system, info.extra = 0, struct.pack("<HHBL", 0x7075, 6, 1, 0) + b"n"
+        packed.writestr(info, b"1")
+        packed.writestr("caf\u00e9", b"2" * 99)
+    return made.getvalue()
+
+
 def _sum(content: bytes) -> bytes:
     return xxh3_64_intdigest(content).to_bytes(8, "little")
 
@@ -252,6 +308,7 @@ def seeds() -> dict[str, list[bytes]]:
             peers_wire.members_body(view),
         ],
         "accounts": [accounts_text({"a": Account("a", _POINT, True, {"d": Role.READ})}).encode()],
+        "archive": [_tar(), _zip()],
     }
 
 
@@ -264,4 +321,5 @@ TARGETS: dict[str, Callable[[bytes], bool]] = {
     "peers": peers,
     "clients": clients,
     "accounts": account_text,
+    "archive": archive,
 }

@@ -136,6 +136,26 @@ def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
     check_whole(servers)
 
 
+@pytest.mark.deep
+def test_G1_readers_go_on_at_the_other_server(servers: ServerWithRedis, tmp_path: Path) -> None:
+    """One of two is killed, and started again, in turn."""
+    servers.add()
+    source = tree(tmp_path / "source")
+    with servers.open() as repository:
+        put(repository, source)
+        view, address = repository.view("ds"), ""
+        reader = EntryReader(view, repository.objects, 1)
+        for turn, path in enumerate(sorted(source.rglob("f*"))):
+            if turn % 100 == 50:
+                address = crash_one(servers)
+            if turn % 100 == 99:
+                servers.add(listen=address)
+            name = os.fsencode(path.relative_to(source))
+            assert bytes(reader.read(view.lookup(name))) == path.read_bytes()
+            assert repository.dataset("ds").head is not None
+        reader.close()
+
+
 def test_L1_L2_two_puts_at_once(servers: ServerWithRedis, tmp_path: Path) -> None:
     sources = [
         write(

@@ -46,16 +46,29 @@ EVE = account("eve")
 PUBLIC = account("new").public_key
 
 
-@pytest.fixture
-def table() -> MemoryTable:
-    return MemoryTable(ANN, BOB, EVE)
+class Served:
+    """Accounts, and the handlers of a server over them."""
+
+    def __init__(self, *accounts: Account) -> None:
+        self.table = MemoryTable(*accounts)
+        self.login = TableAuthenticator(lambda: self.table)
+        self.login.refresh()
+
+    def link(self, asker: Account) -> "Handled":
+        return Handled(self.login, asker)
+
+    def remote(self, asker: Account) -> RemoteAdministration:
+        return RemoteAdministration(self.link(asker))
 
 
 @pytest.fixture
-def login(table: MemoryTable) -> TableAuthenticator:
-    login = TableAuthenticator(lambda: table)
-    login.refresh()
-    return login
+def served() -> Served:
+    return Served(ANN, BOB, EVE)
+
+
+@pytest.fixture
+def table(served: Served) -> MemoryTable:
+    return served.table
 
 
 async def _reply(handler: Handler, request: Request) -> Reply:
@@ -83,13 +96,11 @@ class Handled:
 
 
 @pytest.fixture(params=fast_first(["direct", "server"]))
-def administration(
-    request: pytest.FixtureRequest, table: MemoryTable, login: TableAuthenticator
-) -> Administration:
+def administration(request: pytest.FixtureRequest, served: Served) -> Administration:
     """As an administrator: the same by both ways."""
     if request.param == "direct":
-        return DirectAdministration(table)
-    return RemoteAdministration(Handled(login, ANN))
+        return DirectAdministration(served.table)
+    return served.remote(ANN)
 
 
 def test_users_are_added_renewed_and_removed(
@@ -182,9 +193,8 @@ REQUESTS: Mapping[str, tuple[Message, bytes]] = {
     ],
 )
 def test_each_request_needs_its_role(asker: Account, allowed: set[str], do: str) -> None:
-    table = MemoryTable(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
-    before = table.accounts
-    calls = Handled(TableAuthenticator(lambda: table), asker)
+    served = Served(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
+    before, calls = served.table.accounts, served.link(asker)
     message, payload = REQUESTS[do]
     if do in allowed:
         calls.call({"do": do, **message}, [payload])
@@ -192,13 +202,11 @@ def test_each_request_needs_its_role(asker: Account, allowed: set[str], do: str)
     invisible = do == "grant" and asker.role("pets") is Role.NONE
     with pytest.raises(NoSuchDataset if invisible else PermissionDenied):
         calls.call({"do": do, **message}, [payload])
-    assert table.accounts is before
+    assert served.table.accounts is before
 
 
-def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
-    login: TableAuthenticator,
-) -> None:
-    bob = RemoteAdministration(Handled(login, BOB))
+def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(served: Served) -> None:
+    bob = served.remote(BOB)
     bob.grant("pets", "eve", Role.ADMIN)
     for dataset, user, error in (
         ("cars", "eve", PermissionDenied),
@@ -224,9 +232,8 @@ def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
 )
 def test_a_role_that_was_taken_away_cannot_be_used(left: Account | None, do: str) -> None:
     """Though this server still thinks otherwise: what counts is the table, in the same step."""
-    table = MemoryTable(ANN, BOB, EVE)
-    login = TableAuthenticator(lambda: table)
-    login.refresh()
+    served = Served(ANN, BOB, EVE)
+    table, login = served.table, served.login
     table.accounts = without_account(table.accounts, "ann")
     if left is not None:
         table.accounts = with_accounts(table.accounts, [left])
@@ -235,15 +242,13 @@ def test_a_role_that_was_taken_away_cannot_be_used(left: Account | None, do: str
     login.refresh = lambda: None  # type: ignore[method-assign]  # a fault is put in
     message, payload = REQUESTS[do]
     with pytest.raises((PermissionDenied, NoSuchDataset)):
-        Handled(login, ANN).call({"do": do, **message}, [payload])
+        served.link(ANN).call({"do": do, **message}, [payload])
     assert table.accounts is before
 
 
-def test_accounts_cannot_be_changed_while_they_cannot_be_read(
-    table: MemoryTable, login: TableAuthenticator
-) -> None:
-    table.fault = MetadataError("down")
-    ann = RemoteAdministration(Handled(login, ANN))
+def test_accounts_cannot_be_changed_while_they_cannot_be_read(served: Served) -> None:
+    served.table.fault = MetadataError("down")
+    ann = served.remote(ANN)
     for work in (
         ann.export_text,
         lambda: ann.remove("eve"),
@@ -256,11 +261,9 @@ def test_accounts_cannot_be_changed_while_they_cannot_be_read(
 # The last administrator
 
 
-def test_through_a_server_alone_the_last_administrator_stays(
-    table: MemoryTable, login: TableAuthenticator
-) -> None:
-    ann = RemoteAdministration(Handled(login, ANN))
-    before = table.accounts
+def test_through_a_server_alone_the_last_administrator_stays(served: Served) -> None:
+    ann = served.remote(ANN)
+    before = served.table.accounts
     without, demoted = {"bob": BOB}, {"ann": Account("ann", ANN.public_key)}
     for work in (
         lambda: ann.remove("ann"),
@@ -269,11 +272,11 @@ def test_through_a_server_alone_the_last_administrator_stays(
     ):
         with pytest.raises(ConflictError, match="no administrator"):
             work()  # type: ignore[no-untyped-call]  # any of the lambdas
-    assert table.accounts is before
+    assert served.table.accounts is before
     ann.replace_key("ann", PUBLIC, admin=False)  # a new key takes nothing away
-    assert table.accounts["ann"].admin
-    DirectAdministration(table).remove("ann")  # by direct access the last one goes
-    assert not any(each.admin for each in table.accounts.values())
+    assert served.table.accounts["ann"].admin
+    DirectAdministration(served.table).remove("ann")  # by direct access the last one goes
+    assert not any(each.admin for each in served.table.accounts.values())
 
 
 # What a client may send
@@ -297,32 +300,26 @@ def test_through_a_server_alone_the_last_administrator_stays(
         {"do": "grant", "dataset": b"pets", "user": "eve", "role": "read"},
     ],
 )
-def test_malformed_requests_change_nothing(
-    table: MemoryTable, login: TableAuthenticator, message: dict[str, object]
-) -> None:
-    before = table.accounts
+def test_malformed_requests_change_nothing(served: Served, message: dict[str, object]) -> None:
+    before = served.table.accounts
     with pytest.raises(UsageError):
-        Handled(login, ANN).call(cast(dict[str, Value], message))
-    assert table.accounts is before
+        served.link(ANN).call(cast(dict[str, Value], message))
+    assert served.table.accounts is before
 
 
-def test_changes_take_effect_on_this_server_at_once(
-    table: MemoryTable, login: TableAuthenticator
-) -> None:
-    RemoteAdministration(Handled(login, ANN)).grant("pets", "eve", Role.READ)
-    assert login.current(EVE).role("pets") is Role.READ
-    RemoteAdministration(Handled(login, ANN)).remove("eve")
+def test_changes_take_effect_on_this_server_at_once(served: Served) -> None:
+    served.remote(ANN).grant("pets", "eve", Role.READ)
+    assert served.login.current(EVE).role("pets") is Role.READ
+    served.remote(ANN).remove("eve")
     with pytest.raises(PermissionDenied):
-        login.current(EVE)
+        served.login.current(EVE)
 
 
-def test_every_documented_request_has_a_handler_and_a_test(
-    login: TableAuthenticator,
-) -> None:
+def test_every_documented_request_has_a_handler_and_a_test(served: Served) -> None:
     """`test_requests.py` tests those about datasets, this module those about accounts."""
     page = (Path(wire.__file__).parent / "WIRE.md").read_text(encoding="utf-8")
     table = page.partition("| `do` | role |")[2].partition("\n\n")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in re.findall(r"`(\w+)`", row)}
-    assert documented - set(account_handlers(login)) == {"datasets", *NEEDED}
-    assert set(account_handlers(login)) == set(REQUESTS) < documented
+    assert documented - set(account_handlers(served.login)) == {"datasets", *NEEDED}
+    assert set(account_handlers(served.login)) == set(REQUESTS) < documented

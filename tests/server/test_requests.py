@@ -60,25 +60,10 @@ from .in_process_server import server as server
 # Roles
 
 NEEDED: dict[str, Role] = {
-    "dataset": Role.READ,
-    "begin": Role.WRITE,
-    "put": Role.WRITE,
-    "finish": Role.WRITE,
-    "snapshot": Role.READ,
-    "kept": Role.READ,
-    "read": Role.READ,
-    "stat": Role.READ,
-    "list": Role.READ,
-    "reclaimable": Role.READ,
-    "verify": Role.READ,
-    "recover": Role.ADMIN,
-    "archives": Role.READ,
-    "record_archive": Role.WRITE,
-    "purge": Role.ADMIN,
-    "delete_dataset": Role.ADMIN,
-    "lease": Role.READ,
-    "join": Role.READ,
-    "leave": Role.READ,
+    **dict.fromkeys(("dataset", "snapshot", "kept", "read", "stat", "list"), Role.READ),
+    **dict.fromkeys(("reclaimable", "verify", "archives", "lease", "join", "leave"), Role.READ),
+    **dict.fromkeys(("begin", "put", "finish", "record_archive"), Role.WRITE),
+    **dict.fromkeys(("recover", "purge", "delete_dataset"), Role.ADMIN),
 }
 
 

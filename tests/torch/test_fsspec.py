@@ -379,37 +379,28 @@ def test_versions(fs: DieselFileSystem, url: str) -> None:
     assert fs.ls(f"pets@{first}/train/dog", detail=False) == [f"pets@{first}/train/dog/1.jpg"]
 
 
-WRITES: dict[str, Callable[[DieselFileSystem], object]] = {
-    "open": lambda fs: fs.open("pets/new", "wb"),
-    "open text": lambda fs: fs.open("pets/new", "w"),
-    "append": lambda fs: fs.open("pets/lines", "ab"),
-    "exclusive": lambda fs: fs.open("pets/new", "xb"),
-    "pipe": lambda fs: fs.pipe("pets/new", b"x"),
-    "write_text": lambda fs: fs.write_text("pets/new", "x"),
-    "write_bytes": lambda fs: fs.write_bytes("pets/new", b"x"),
-    "put": lambda fs: fs.put(__file__, "pets/new"),
-    "put_file": lambda fs: fs.put_file(__file__, "pets/new"),
-    "mkdir": lambda fs: fs.mkdir("pets/new"),
-    "makedirs": lambda fs: fs.makedirs("pets/new", exist_ok=True),
-    "mkdirs": lambda fs: fs.mkdirs("pets/new"),
-    "rmdir": lambda fs: fs.rmdir("pets/train"),
-    "touch": lambda fs: fs.touch("pets/new"),
-    "copy": lambda fs: fs.copy("pets/lines", "pets/new"),
-    "cp_file": lambda fs: fs.cp_file("pets/lines", "pets/new"),
-    "mv": lambda fs: fs.mv("pets/lines", "pets/new"),
-    "rename": lambda fs: fs.rename("pets/lines", "pets/new"),
-    "rm": lambda fs: fs.rm("pets/lines"),
-    "rm_file": lambda fs: fs.rm_file("pets/lines"),
-    "delete": lambda fs: fs.delete("pets/train", recursive=True),
-    "transaction": lambda fs: fs.start_transaction(),
-}
-
-
-@each_row("way", WRITES)
-def test_writing_is_refused(fs: DieselFileSystem, way: str) -> None:
+@each_row(
+    ("way", "arguments"),
+    [
+        *(("open", ("pets/new", mode)) for mode in ("wb", "w", "xb")),
+        ("open", ("pets/lines", "ab")),
+        ("pipe", ("pets/new", b"x")),
+        ("write_text", ("pets/new", "x")),
+        ("write_bytes", ("pets/new", b"x")),
+        *((way, (__file__, "pets/new")) for way in ("put", "put_file")),
+        *((way, ("pets/new",)) for way in ("mkdir", "mkdirs", "touch")),
+        ("makedirs", ("pets/new", True)),
+        ("rmdir", ("pets/train",)),
+        *((way, ("pets/lines", "pets/new")) for way in ("copy", "cp_file", "mv", "rename")),
+        *((way, ("pets/lines",)) for way in ("rm", "rm_file")),
+        ("delete", ("pets/train", True)),
+        ("start_transaction", ()),
+    ],
+)
+def test_writing_is_refused(fs: DieselFileSystem, way: str, arguments: tuple[object, ...]) -> None:
     before = fs.find("pets")
     with pytest.raises(OSError, match="read-only; write with `dlcmd put`") as error:
-        WRITES[way](fs)
+        getattr(fs, way)(*arguments)
     assert error.value.errno == errno.EROFS
     fs.invalidate_cache()
     assert fs.find("pets") == before

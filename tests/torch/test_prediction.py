@@ -54,13 +54,10 @@ def flat(sampler: object) -> list[int]:
 
 @settings(deadline=None)
 @given(
-    kind=st.sampled_from(KINDS),
-    count=st.integers(1, 100),
-    seed=st.none() | st.integers(0, 1 << 30),
-    batch=st.none() | st.integers(1, 40),
-    drop_last=st.booleans(),
+    kind=st.sampled_from(KINDS), count=st.integers(1, 100), drop_last=st.booleans(),
+    seed=st.none() | st.integers(0, 1 << 30), batch=st.none() | st.integers(1, 40),
     chance=st.integers(0, 1 << 30),
-)
+)  # fmt: skip
 def test_the_order_and_all_generators_are_as_without(
     kind: str, count: int, seed: int | None, batch: int | None, drop_last: bool, chance: int
 ) -> None:

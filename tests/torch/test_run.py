@@ -137,16 +137,6 @@ print(json.dumps(seen))
 """
 
 
-def check_report(text: str) -> None:
-    """The page of `--report` for `PLANNED`."""
-    ET.fromstring(re.sub("<meta[^>]*>|<br>", "", text.partition("\n")[2]))  # noqa: S314 (our own)
-    assert "announced 2 of 2 epochs" in text
-    rows = re.findall(r"<td>epoch (\d+)</td><td>(\d+)</td><td>([\d.]+)</td>", text)
-    assert [(number, batches) for number, batches, _ in rows] == [("1", "20"), ("2", "20")]
-    assert all(float(seconds) > 2 for *_, seconds in rows)
-    assert 'class="computed"' in text
-
-
 @pytest.mark.real_start
 @pytest.mark.fuse
 def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) -> None:
@@ -161,7 +151,13 @@ def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) 
     assert "20 batches" not in joined.stderr
     assert "40 batches: waited" in joined.stderr
     wait_until(lambda: streams_of(mounted) == [])
-    check_report(page.read_text())
+    text = page.read_text()
+    ET.fromstring(re.sub("<meta[^>]*>|<br>", "", text.partition("\n")[2]))  # noqa: S314 (our own)
+    assert "announced 2 of 2 epochs" in text
+    rows = re.findall(r"<td>epoch (\d+)</td><td>(\d+)</td><td>([\d.]+)</td>", text)
+    assert [(number, batches) for number, batches, _ in rows] == [("1", "20"), ("2", "20")]
+    assert all(float(seconds) > 2 for *_, seconds in rows)
+    assert 'class="computed"' in text
 
 
 GENERATOR = ("shuffle=True", "shuffle=True, generator=torch.Generator()")

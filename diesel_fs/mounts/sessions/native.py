@@ -28,7 +28,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import trio
 
@@ -74,6 +74,19 @@ _T = TypeVar("_T")
 def _ignore() -> None: ...
 
 
+def _let_go_of_devices() -> None:
+    """Give the calling thread descriptors of its own, without those of FUSE connections.
+
+    It waits for answers of this process. If that is killed meanwhile, the thread ends only when the
+    connection does, and that ends only when nobody has its device open. Raises OSError.
+    """
+    syscalls.own_descriptors()
+    for name in os.listdir("/proc/thread-self/fd"):
+        with suppress(OSError):  # of the listing itself
+            if os.readlink(f"/proc/thread-self/fd/{name}") == "/dev/fuse":
+                os.close(int(name))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TreeVersion:
     """A version of the dataset, as a tree shows it."""
@@ -99,6 +112,33 @@ class _Tree:
     device: str = ""  # the number of its file system
     is_being_mounted: bool = True
     opens: int = 0  # how often it has the content file open
+
+
+class _OwnThread(Generic[_T]):
+    """A thread for one piece of work, which may change what is the thread's own."""
+
+    def __init__(self, work: Callable[[], _T], on_end: Callable[[], object] = _ignore) -> None:
+        self._work = work
+        self._on_end = on_end
+        self._outcome: list[_T] = []
+        self._failure: list[BaseException] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._outcome.append(self._work())
+        except BaseException as error:
+            self._failure.append(error)
+        finally:
+            self._on_end()
+
+    def result(self) -> _T:
+        """Waits for the end of the work; its result, or raises what it has raised."""
+        self._thread.join()
+        if self._failure:
+            raise self._failure[0]
+        return self._outcome[0]
 
 
 class NativeSession(KernelSession):
@@ -255,7 +295,7 @@ class NativeSession(KernelSession):
         """Puts a tree in the place of the current one. For a thread. Raises as `switch_tree`."""
         self.check_place()
         self._drop_zeros(new)
-        self._mount_tree(new, beneath=True)
+        _OwnThread(lambda: self._mount_tree(new, beneath=True)).result()
         ours = self._current.mount_id, new.mount_id
         top = topmost_at(self._mountpoint, mounts())
         # Where somebody has just unmounted the old tree, the new one goes, too.
@@ -277,11 +317,12 @@ class NativeSession(KernelSession):
                 os.write(self._device, protocol.invalidate_pages(node, offset, size))
 
     def _mount_tree(self, new: _Tree, *, beneath: bool = False) -> None:
-        """Mounts a tree with `.diesel` in it; it is attached when it is complete. For a thread,
-        which gets a working folder of its own. Raises OSError, SwitchUnsupported,
-        SessionUnsupported.
+        """Mounts a tree with `.diesel` in it; it is attached when it is complete. For a thread that
+        ends then: it gets a working folder and descriptors of its own. Raises OSError,
+        SwitchUnsupported, SessionUnsupported.
         """
         syscalls.own_working_folder()
+        _let_go_of_devices()
         syscalls.tune(syscalls.device_of(self.private_mount), CONTENT_READ_AHEAD_KIB)
         self._mounter = threading.get_native_id()
         try:
@@ -302,8 +343,8 @@ class NativeSession(KernelSession):
         """Mounts an image by its file. EROFS cannot use files of some file systems (tmpfs,
         overlayfs); then the kernel reads the image through the FUSE mount, too.
         """
-        private = f"/proc/self/fd/{self.private_mount}"
-        files = [f"/proc/self/fd/{tree.version.file}"]
+        private = f"/proc/thread-self/fd/{self.private_mount}"
+        files = [f"/proc/thread-self/fd/{tree.version.file}"]
         if tree.image_node:
             files.append(f"{private}/{private_name(tree.image_node)}")
         content = f"{private}/{private_name(tree.content_node)}"
@@ -359,31 +400,18 @@ class NativeSession(KernelSession):
 
     def _answer_during(self, work: Callable[[], _T]) -> _T:
         """Runs `work` in a thread, and answers requests until it has ended: before `serve`."""
-        outcome: list[_T] = []
-        failure: list[BaseException] = []
         done = os.eventfd(0, os.EFD_CLOEXEC)
-
-        def run() -> None:
-            try:
-                outcome.append(work())
-            except BaseException as error:
-                failure.append(error)
-            finally:
-                os.eventfd_write(done, 1)
-
-        thread = threading.Thread(target=run)
-        thread.start()
+        working = _OwnThread(work, lambda: os.eventfd_write(done, 1))
         poll = select.poll()
         for descriptor in (done, self._device):
             poll.register(descriptor, select.POLLIN)
         buffer = memoryview(bytearray(protocol.REQUEST_BYTES))
         while not any(descriptor == done for descriptor, _ in poll.poll()):
             self._answer_one(buffer)
-        thread.join()
-        os.close(done)
-        if failure:
-            raise failure[0]
-        return outcome[0]
+        try:
+            return working.result()
+        finally:
+            os.close(done)
 
     def close(self) -> None:
         """See `Session`."""

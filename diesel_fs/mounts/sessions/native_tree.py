@@ -166,7 +166,7 @@ def _mount_from_loops(image: Image, file: str, source: str, content: str) -> Tre
 
 
 def _path_of(descriptor: int) -> str:
-    return f"/proc/self/fd/{descriptor}"
+    return f"/proc/thread-self/fd/{descriptor}"  # a thread may have descriptors of its own
 
 
 def _mount(devices: Sequence[str], source: str, image: Image, root: int) -> Tree:

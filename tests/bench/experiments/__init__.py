@@ -9,7 +9,7 @@ RESULTS.md; README.md shows none of them.
 | accuracy | figure 13 of the paper (DIESEL): what chunk-wise shuffle costs in accuracy |
 | tasks-clients, tasks-deaths | figures 11a and 6 of the paper |
 | importance-* | tables and figures of iCache (HPCA 2023) |
-| order-* | figure 5 of LCache, and order logs through a mount |
+| order-* | figure 5 of LCache |
 | training-* (not -overhead) | epochs from a slow store, beside loaders of other formats |
 | lrfu | the third experiment of DLCache |
 | plan-*, lobster-*, rank-balance | tables of Lobster (ICPP 2022); our forecast beside real tasks |

@@ -55,7 +55,8 @@ class FaultScript(Generic[F]):
                 if fault.operation != operation or fault.where not in name:
                     continue
                 fault.seen += 1
-                if fault.seen > fault.skip and not (fault.times and fault.happened):
+                is_left = fault.times is None or fault.hits < fault.times
+                if fault.seen > fault.skip and is_left:
                     fault.hits += 1
                     return fault
         return None
