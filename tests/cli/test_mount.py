@@ -33,6 +33,11 @@ from .conftest import Dlcmd, program_environment
         (["--memory", "999T"], f"{999 << 40:,} bytes of memory are more than the"),
         (["--session", "none"], "'none' is not one of"),
         (["--offline"], "--offline needs --snapshot"),
+        (["--metrics", "99999"], "a port is at most 65535"),
+        (["--uid", "nobody of ours"], "there is no user 'nobody of ours'"),
+        (["--gid", "4294967295"], "no gid is 4294967295: the greatest is 4294967294"),
+        (["--task", ""], "the task's name is empty"),
+        (["--url", "http://host/x"], "known are file, s3, gs, az, diesel, diesel+tls"),
     ],
 )
 def test_options_are_refused(dlcmd: Dlcmd, tmp_path: Path, words: list[str], said: str) -> None:
@@ -146,6 +151,9 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
     folder.mkdir()
     assert "version 7" in dlcmd("mount", "pets@7", folder, code=10).err
     assert "no dataset 'gone'" in dlcmd("mount", "gone", folder, code=10).err
+    assert "did you mean pets?" in dlcmd("mount", "pet", folder, code=10).err
+    said = dlcmd("mount", "pets/sub", folder, code=2).err
+    assert "it is a path; name the dataset, pets: its folders are in it" in said
     said_so = dlcmd("mount", "--seed", "4", "--group-size", "3", "pets", folder).out
     assert said_so == f"pets is mounted on {folder}\n".encode()
     try:
@@ -158,6 +166,8 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
         numbers = ("--seed", "4", "--epoch", "0", "--group-size", "3")
         assert listed == dlcmd("shuffle", "pets", *numbers).out
         assert sorted(listed.split()) == [b"a", b"sub/b"]
+        said = dlcmd("umount", "pets", code=2).err
+        assert f"the dataset pets is mounted on {folder}" in said
         with (folder / "a").open("rb"):
             assert str(os.getpid()) in dlcmd.program("umount", folder, code=11).err
             assert (folder / "sub/b").read_bytes() == b"2"

@@ -204,6 +204,10 @@ def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
     for dataset, more in (("pets", []), ("named", ["--files-from", str(names / "names")])):
         dlcmd("put", *more, *filters, dataset)
         assert dlcmd("ls", "-R", dataset).out == b"b.jpg\nd\nd/c.jpg\n"
+    for words in (["--exclude", "*"], ["--include", "*.png"], ["-n", "--exclude", "*"]):
+        said = dlcmd("put", *words, tmp_path / "src", "none").err
+        assert f"--include and --exclude leave out all files of {tmp_path / 'src'}" in said
+    assert dlcmd("put", "--exclude", "*", tmp_path / "src/a.txt", "one").err == ""
 
 
 def test_checksum_finds_a_change_that_size_and_mtime_hide(dlcmd: Dlcmd, tmp_path: Path) -> None:

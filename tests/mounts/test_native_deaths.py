@@ -50,6 +50,14 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         wait_until(lambda: not found() - before, otherwise=lambda: f"left: {found() - before}")
 
 
+def has_zombies() -> bool:
+    """Whether a child of this process has ended and was not waited for."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return False
+
+
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize(
     ("moment", "victims"),
@@ -126,6 +134,7 @@ def test_a_mount_that_does_not_answer_is_named(
                 call()
             assert "has not answered yet" in caplog.text
             caplog.clear()
+        wait_until(lambda: not has_zombies(), otherwise=lambda: "a probe was not waited for")
         assert os.listdir(mounted.at) == ["a", "b"]
         umount(mounted.at, force=True)
         assert str(mounted.at) not in Path("/proc/self/mountinfo").read_text()

@@ -204,7 +204,7 @@ def test_a_daemon_that_works_is_waited_for(
     idle here, since time stands still then."""
     released = tmp_path / "released"
     monkeypatch.setenv(WORKS_UNTIL, str(released))
-    patience = launcher.Patience(idle_s=0.5, total_s=math.inf, log_interval_s=2, before_signal_s=0)
+    patience = launcher.Patience(idle_s=3, total_s=math.inf, log_interval_s=6, before_signal_s=0)
     with mounting(source, tmp_path / "mount", session) as mounted, ThreadPoolExecutor(1) as thread:
         monkeypatch.setattr(launcher, "time", WorkClock(mounted.pid))
         with caplog.at_level(logging.WARNING, "diesel.mount"):

@@ -199,6 +199,16 @@ def test_what_was_reported_may_be_changed_and_bad_losses_are_ignored(pets: Diese
     assert sampler.ignored == 3
 
 
+def test_one_bad_index_loses_no_other_report(pets: DieselDataset) -> None:
+    sampler = ImportanceSampler(pets)
+    sampler.update([1, 2], torch.tensor([3.0, 4.0]))
+    sampler.update([FILES, 5, -1], torch.tensor([1.0, 6.0, 1.0]))
+    with pytest.raises(UsageError, match=f"a sample {FILES}; there are {FILES}"):
+        sampler.state_dict()
+    list(sampler)
+    assert sampler.importance[[1, 2, 5]].tolist() == [3, 4, 6]
+
+
 def test_forgotten_set_epoch_is_told(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
     sampler = ImportanceSampler(pets)
     first = list(sampler)
@@ -228,6 +238,18 @@ def test_forgotten_update_is_told(pets: DieselDataset, caplog: pytest.LogCapture
     assert [record.getMessage() for record in caplog.records] == [
         "no loss was reported, so samples are drawn at random: call update"
     ]
+
+
+def test_losses_that_are_no_numbers_are_told(
+    pets: DieselDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = ImportanceSampler(pets, warm_up=1)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        samples = list(sampler)
+        sampler.update(samples, torch.full((len(samples),), torch.nan))
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert f"all {FILES} losses that were reported are infinite, negative or no numbers" in told
 
 
 def run_ranks(
