@@ -81,19 +81,25 @@ def mounted(dlcmd: Dlcmd, folder: Path) -> Iterator[Path]:
                 dlcmd("umount", "--lazy", str(folder))
 
 
+def _listen_to_interrupts() -> None:
+    """In a child: a shell has jobs in the background ignore ^C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @contextmanager
 def dashboard(dlcmd: Dlcmd) -> Iterator[str]:
     """Run the dashboard, which watches from its start on; gives the address of its page, or an
     empty text if it could not start, which is then on stderr."""
     command = [str(DLCMD), "dashboard", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
-        command, env=dlcmd.environment, cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as process:
+        command, env=dlcmd.environment, cwd=ROOT, stdout=subprocess.PIPE, text=True,
+        preexec_fn=_listen_to_interrupts,  # noqa: PLW1509  # this program has no threads
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
             yield process.stdout.readline().strip().rpartition(" ")[2]
         finally:
-            process.terminate()  # in a background job it would ignore ^C
+            process.send_signal(signal.SIGINT)  # as ^C ends it
 
 
 def screenshot(address: str, folder: Path) -> bytes:
