@@ -694,7 +694,7 @@ class _Contested(NamedTuple):
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:
-    """By what is known to be in the archives."""
+    """Compare the paths of the archives that were read."""
     lengths = [len(job.log.paths) for job in jobs]
     paths = np.concatenate(
         [np.zeros(0, np.uint64), *(np.frombuffer(job.log.paths, np.uint64) for job in jobs)]

@@ -2,15 +2,15 @@
 
 Names are taken as the bytes that the zip has: those of Info-ZIP's field for UTF-8 names, or the
 entry's own, if it says that they are UTF-8 or they can be read so, else as code page 437. Programs
-of Windows have written backslashes for slashes; where an entry is said to be made by DOS and has no
-slash, its backslashes count as slashes, as `unzip` has it. A mode is that of a zip made on Unix,
+of Windows have written backslashes for slashes: if an entry says that DOS made it and has no slash,
+its backslashes count as slashes, as in `unzip`. A mode is that of a zip made on Unix,
 else 0644 and 0755. An mtime is UTC where the zip has it in the extra field of Info-ZIP; the older
 field has a local time without its zone, and is taken as UTC; one that is no date (some programs
 write zeros) counts as the first that the format has, 1980-01-01.
 
 An entry that cannot be read is left out, and the report names it: it is encrypted, of an unknown
-method, or damaged. `zipfile` refuses the whole zip where one entry of its table is odd, so the
-table is made plain before it sees it (`_plain_table`).
+method, or damaged. `zipfile` refuses the whole zip if one entry of its table is odd, so
+`_plain_table` repairs the table before `zipfile` reads it.
 """
 
 import calendar
@@ -147,8 +147,7 @@ class _PlainTableFile:
 
 
 def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
-    """A table in which `zipfile` finds nothing odd, and what it says of each entry. It ends where
-    no entry follows another."""
+    """A table that `zipfile` accepts, and its entries. The list ends at the first damaged entry."""
     plain, entries, at = bytearray(table), list[_TableEntry](), 0
     while at + _TABLE_HEADER.size <= len(table):
         magic, needed, flags, packed, size, *lengths, place = _TABLE_HEADER.unpack_from(table, at)
