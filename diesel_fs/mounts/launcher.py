@@ -45,8 +45,10 @@ from .processes import (
     daemon_of,
     descendants_of,
     ends_within,
+    free_killed,
     holders_of,
     holders_of_trees,
+    killed_servants_of,
     openers_of,
     other_mounts_of,
     processor_ticks,
@@ -350,8 +352,11 @@ def _force(found: DatasetMount, daemon: int | None, own: Sequence[int], patience
     except DieselError:
         if is_mounted(path, device):  # else its daemon has unmounted it meanwhile
             raise
+    stuck = killed_servants_of(path)
+    for pid in stuck:
+        free_killed(pid, patience.idle_s)
     try:
-        _wait(own, path, patience)
+        _wait([*own, *stuck], path, patience)
     except DeadlineError as error:  # a process waits in the kernel, where no signal reaches it
         error.advice = f"root can end it: {_abort_command(device)}"
         raise

@@ -371,18 +371,22 @@ def _unmount_both(found: DatasetMount, hidden: MountEntry) -> None:
             raise
 
 
-def end_connection(abort_file: int, mountpoint: str, device: str) -> None:
-    """Ends the connection of a mount with the kernel: calls that wait for the mount fail.
+def end_connection(abort_file: int, mountpoint: str, device: str) -> bool:
+    """Ends the connection of a mount with the kernel: calls that wait for the mount fail. Whether
+    this user could.
 
     `abort_file` is what `syscalls.open_abort` gave: it belongs to this connection, even where the
-    device number has been given to another one since. Where it is -1, root unmounts by force, and
-    another user can do nothing here.
+    device number has been given to another one since. Where it is -1, root unmounts by force; for
+    another user the connection ends with the processes that hold it (`processes.free_killed`).
     """
     with suppress(OSError):
         if abort_file >= 0:
             os.write(abort_file, b"1")
-        elif (found := mounted_at(mountpoint)) and found.fuse and found.device == device:
+            return True
+        if (found := mounted_at(mountpoint)) and found.fuse and found.device == device:
             syscalls.umount2(found.fuse.path, syscalls.MNT_FORCE)
+            return True
+    return False
 
 
 def _unmount_as_user(mountpoint: str, lazy: bool) -> None:

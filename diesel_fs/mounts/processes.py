@@ -5,8 +5,10 @@ their device. No file of the mount is touched, so a dead or hung mount does no h
 the processes of other users. Any thread.
 """
 
+import errno
 import os
 import signal
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -18,6 +20,15 @@ from .mountpoint import DatasetMount, dataset_mounts
 _MARK = "diesel-mount-"
 
 _KILLED_BIT = 1 << (signal.SIGKILL - 1)
+
+_REQUEST_BYTES = 2 << 20
+"""The kernel hands over no request if the buffer would not hold the longest that it can make."""
+
+_FAILED_ALONE = (errno.E2BIG, errno.EIO, errno.ENOENT, errno.EINTR)
+"""Errors of reading a request after which the next one can be read."""
+
+_FREED_S = 0.05
+"""How long a killed process gets to end before more requests are failed."""
 
 
 def mark_as_daemon(device: str) -> int:
@@ -79,6 +90,42 @@ def is_killed_but_waits(pid: int) -> bool:
         threads = map(int, os.listdir(f"/proc/{pid}/task"))
         return any(_status_of(thread) == ("D", True) for thread in threads)
     return False
+
+
+def killed_servants_of(mountpoint: str) -> list[int]:
+    """The processes of a mount at this path that were killed but cannot end. Their supervisor may
+    have ended before them, so they are recognised by its last argument, the mount point."""
+    return [
+        pid
+        for pid in _processes()
+        if _last_argument(pid) == os.fsencode(mountpoint) and is_killed_but_waits(pid)
+    ]
+
+
+def free_killed(pid: int, within_s: float) -> bool:
+    """Ends a killed process that waits in the kernel for a request which no process will answer.
+    Whether it ended in time.
+
+    The prefetch worker waits so if it pushes a page that a READ holds, and the server was killed
+    before it took the READ: the worker keeps the connection open, the connection keeps the READ,
+    and the READ keeps the worker. The kernel fails requests that were taken through a descriptor
+    which is then closed. So this takes all that wait, by a descriptor like the worker's. It needs
+    no rights of root; a process that is served by others loses requests, so call it for none.
+    """
+    end_s = time.monotonic() + within_s
+    while not ends_within(pid, _FREED_S):
+        if time.monotonic() > end_s:
+            return False
+        with suppress(OSError), ExitStack() as stack:
+            stack.callback(os.close, device := syscalls.clone_of_process(pid))
+            os.set_blocking(device, False)
+            while True:
+                try:
+                    os.read(device, _REQUEST_BYTES)
+                except OSError as error:
+                    if error.errno not in _FAILED_ALONE:
+                        break
+    return True
 
 
 def other_mounts_of(mount: DatasetMount, retired: Mapping[int, str]) -> dict[MountEntry, int]:
@@ -167,6 +214,12 @@ def _tables_of(processes: Sequence[int]) -> Iterator[tuple[int, list[MountEntry]
             if namespace not in seen:
                 seen.add(namespace)
                 yield pid, list(mounts(str(pid)))
+
+
+def _last_argument(pid: int) -> bytes:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes().removesuffix(b"\0").rpartition(b"\0")[2]
+    return b""
 
 
 def _has_open(pid: int, mount_ids: set[int]) -> bool:

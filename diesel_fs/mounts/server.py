@@ -39,6 +39,7 @@ from .options import MountRequest
 from .plans.control_socket import ControlSocket
 from .plans.list_plans import ListPlans
 from .prefetch.link import WorkerLink
+from .processes import free_killed, killed_servants_of
 from .reader_groups import ReaderProcesses
 from .sessions.kernel import KernelSession
 from .sessions.native import NativeSession, TreeVersion
@@ -565,6 +566,10 @@ class _Server:
         log.critical("the supervisor was killed: ending the mount")
         if self._abort_file >= 0:
             os.write(self._abort_file, b"1")
+        else:
+            self._session.close()
+            for pid in killed_servants_of(self._request.mountpoint):
+                free_killed(pid, self._grace_s)
         if not self._is_ready:  # who started it may have looked already whether it is mounted
             with suppress(DieselError):
                 self._unmount(lazy=True)

@@ -7,8 +7,10 @@ happens there can stop it.
 
 The supervisor aborts the connection, so that readers get an error, in three cases: when the server
 ends, when the server has not answered for `WATCHDOG_S`, and when one of the two was killed but
-cannot end because it waits for a page lock. When the worker just ends, the mount goes on without
-pushing. A worker that still holds a mount that was unmounted is killed, or the mount could not end.
+cannot end because it waits for a page lock. If its user may not abort connections, it kills the
+server, and fails the requests that the worker waits for (`processes.free_killed`). When the worker
+just ends, the mount goes on without pushing. A worker that still holds a mount that was unmounted
+is killed, or the mount could not end.
 
 SIGTERM and SIGINT are passed on to the server, which unmounts; a second one ends it at once. They
 are passed on as SIGUSR1, because a terminal, or a service manager, sends the first two to the
@@ -39,7 +41,7 @@ from .metrics_port import MetricsPort
 from .mountpoint import MountPresence, end_connection, remove_created_folders
 from .options import MountRequest
 from .prefetch_worker import run_prefetch_worker
-from .processes import is_killed_but_waits, mark_as_daemon
+from .processes import free_killed, is_killed_but_waits, mark_as_daemon
 from .server import (
     CONNECTED,
     GRACE_S,
@@ -72,6 +74,9 @@ the time between two checks."""
 WORKER_RELEASE_S = 0.5
 """How long the worker may hold a mount that was unmounted; it needs a millisecond, unless it waits
 for the store."""
+
+WORKER_FREED_S = 20.0
+"""How long the supervisor fails requests that keep the killed worker in the kernel."""
 
 
 def main(
@@ -309,7 +314,9 @@ class _Supervisor:
 
     def _abort(self) -> None:
         self._aborted = True
-        end_connection(self._abort_file, self._request.mountpoint, self._device)
+        has_ended = end_connection(self._abort_file, self._request.mountpoint, self._device)
+        if self._server and not has_ended:
+            os.kill(self._server, signal.SIGKILL)  # `_end` does without an abort
 
     def _end(self) -> int:
         """Ends everything else after the server. Returns the exit code."""
@@ -317,10 +324,12 @@ class _Supervisor:
         code = os.waitstatus_to_exitcode(status)
         if code < 0 and not self._is_ending:
             log.critical("the server was ended by %s", signal.Signals(-code).name)
+        self._server = 0
         if self._device:
             self._abort()  # no process answers any more, and the worker may wait for a reply
         if self._worker:
             os.kill(self._worker, signal.SIGKILL)
+            free_killed(self._worker, WORKER_FREED_S)
             os.waitpid(self._worker, 0)
         self._remove_created()
         for descriptor in (self._mark_fd, self._abort_file):

@@ -30,6 +30,7 @@ _UMOUNT_NOFOLLOW = 8
 # The same numbers on every architecture: they came after the tables had been unified.
 _SYS_OPEN_TREE, _SYS_MOVE_MOUNT = 428, 429
 _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 430, 431, 432
+_SYS_PIDFD_GETFD = 438
 _AT_FDCWD, _AT_EMPTY_PATH, _OPEN_TREE_CLONE_CLOEXEC = -100, 0x1000, 1 | os.O_CLOEXEC
 _AT_RECURSIVE = 0x8000
 _AT_STATX_DONT_SYNC, _STATX_DEVICE_AT = 0x4000, 34  # in units of 4 bytes
@@ -344,6 +345,24 @@ def clone(descriptor: int) -> int:
         os.close(cloned)
         raise
     return cloned
+
+
+def clone_of_process(pid: int) -> int:
+    """Another descriptor of the connection that a process has open, as `clone` gives one, although
+    the process may wait in the kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if it has
+    none open, EPERM if this user may not debug it."""
+    process = os.pidfd_open(pid)
+    try:
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            if os.readlink(f"/proc/{pid}/fd/{name}") == "/dev/fuse":
+                taken = _syscall(_SYS_PIDFD_GETFD, process, int(name), 0)
+                try:
+                    return clone(taken)
+                finally:
+                    os.close(taken)
+    finally:
+        os.close(process)
+    raise FileNotFoundError(errno.ENOENT, f"process {pid} has no FUSE connection open")
 
 
 # watches, the page cache, processes --------------------------------------------------------------

@@ -221,6 +221,68 @@ def test_an_ordinary_user_mounts_and_others_stay_out(
     assert "hush" not in seen
 
 
+PUSHING_AS_USER = """if True:
+    import os, signal, subprocess, sys
+    from pathlib import Path
+    from pytest import MonkeyPatch, raises
+    from diesel_fs.errors import DeadlineError
+    from diesel_fs.mounts import MountRequest, stats, umount
+    from diesel_fs.mounts.launcher import Patience
+    from diesel_fs.mounts.mountpoint import mounted_at
+    from diesel_fs.mounts.processes import free_killed, killed_servants_of
+    from diesel_fs.system import syscalls
+    from tests.mounts.observed import Processes, figures, is_gone, mounted, noise, put, state_of
+    from tests.waiting import PATIENCE_S, wait_until
+    def forbidden(_):
+        raise PermissionError("as by Yama, for a process of another parent")
+    at, url = Path(sys.argv[1]) / "mount", "file://" + sys.argv[1] + "/repository"
+    out = subprocess.DEVNULL
+    names = [f"{chunk}{number}" for chunk in "ab" for number in range(4)]
+    for chunk in "ab":
+        put(url, {name: noise(1) for name in names if name[0] == chunk})
+    with mounted(MountRequest(url, "ds", str(at), session="kernel", memory_bytes=1 << 30)):
+        (at / "a0").read_bytes()
+        wait_until(lambda: figures(stats(at), "residency").get("pushed_entries", 0) == 3)
+        pids = Processes.of(at)  # it need not look up names any more
+        os.kill(pids.worker, signal.SIGSTOP)
+        (at / "b0").read_bytes()  # the worker will push its neighbours,
+        Processes.of(at)  # of which the server has told it by now
+        os.kill(pids.server, signal.SIGSTOP)
+        reader = subprocess.Popen(["head", "-c1", at / "b1"], stdout=out, stderr=out)
+        wait_until(lambda: state_of(reader.pid) == "D")  # the kernel has the READ, the server not
+        os.kill(pids.worker, signal.SIGCONT)
+        wait_until(lambda: state_of(pids.worker) == "D")
+        for name in sys.argv[2].split(","):
+            os.kill(getattr(pids, name), signal.SIGKILL)
+        if sys.argv[2] == "supervisor":
+            os.kill(pids.server, signal.SIGCONT)
+        elif "supervisor" in sys.argv[2]:
+            with MonkeyPatch.context() as patch:
+                patch.setattr(syscalls, "clone_of_process", forbidden)
+                with raises(DeadlineError, match="root can end it: .*echo 1 > .*/abort"):
+                    umount(at, force=True, patience=Patience(idle_s=0.3))
+            assert killed_servants_of(str(at)) == [pids.worker]
+            assert free_killed(pids.worker, PATIENCE_S)
+        reader.wait()
+        wait_until(lambda: all(map(is_gone, pids[1:])) and state_of(pids.supervisor) in "Z")
+    assert mounted_at(str(at)) is None
+    print("all have ended", flush=True)
+"""
+
+
+@needs_root
+@pytest.mark.only_session("kernel")
+@pytest.mark.parametrize("killed", ["server", "supervisor", "supervisor,server,worker"])
+def test_H24_a_push_that_waits_for_a_lost_read_holds_no_process(
+    by_user: list[str], open_place: Path, session: str, killed: str
+) -> None:
+    """An ordinary user may not abort connections. The worker waits in the kernel for a page of a
+    READ that the server has not taken, and nothing but its end would end the connection. The
+    supervisor ends it, else `umount --force`; if that may not, it says what root can do."""
+    with Program(PUSHING_AS_USER, open_place, killed, by=by_user, python=user_python()) as user:
+        assert user.first_line == "all have ended", user.end()
+
+
 FOLLOWING_AS_USER = """if True:
     import os, sys
     from pathlib import Path
