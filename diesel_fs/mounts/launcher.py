@@ -77,9 +77,10 @@ class Patience:
 
 PATIENCE = Patience()
 
-OWN_PROCESSES_BUSY_S = 2.0
+OWN_PROCESSES_BUSY_S = 10.0
 """How long the mount's own prefetch worker may keep it busy: a worker of an ordinary user opens
-folders of the mount, and closes them after each piece of work."""
+folders of the mount, and closes them after each piece of work. That takes milliseconds, unless the
+machine is overloaded."""
 
 DAEMON = (sys.executable, "-m", "diesel_fs.mounts.supervisor")
 FOREGROUND = "--foreground"

@@ -14,11 +14,11 @@ from diesel_fs.errors import DeadlineError, DieselError
 from diesel_fs.mounts import launcher, mount, mountpoint, stats, umount
 from diesel_fs.mounts.launcher import log_path
 from diesel_fs.mounts.mountpoint import is_alive, mounted_at
-from diesel_fs.mounts.processes import ends_within
+from diesel_fs.mounts.processes import children_of, ends_within
 from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
 from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.dying_daemon import DIES, MOMENT, STARTS
-from tests.mounts.observed import Processes, figures, is_gone
+from tests.mounts.observed import Processes, figures, is_gone, state_of
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.test_repeated_mounts import resources_of
 from tests.tiers import fast_first
@@ -50,12 +50,9 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         wait_until(lambda: not found() - before, otherwise=lambda: f"left: {found() - before}")
 
 
-def has_zombies() -> bool:
-    """Whether a child of this process has ended and was not waited for."""
-    try:
-        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:
-        return False
+def zombies() -> set[int]:
+    """The children of this process that have ended and were not waited for."""
+    return {pid for pid in children_of(os.getpid()) if state_of(pid) == "Z"}
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -123,6 +120,7 @@ def test_a_mount_that_does_not_answer_is_named(
     ends it."""
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
     monkeypatch.setattr(mountpoint, "ANSWER_NOTICE_S", 0.1)
+    before = zombies()  # of other tests
     with mounting(source, tmp_path / "mount", "native") as mounted:
         server = Processes.of(mounted.at).server
         os.kill(server, signal.SIGSTOP)
@@ -134,7 +132,7 @@ def test_a_mount_that_does_not_answer_is_named(
                 call()
             assert "has not answered yet" in caplog.text
             caplog.clear()
-        wait_until(lambda: not has_zombies(), otherwise=lambda: "a probe was not waited for")
+        wait_until(lambda: zombies() <= before, otherwise=lambda: "a probe was not waited for")
         assert os.listdir(mounted.at) == ["a", "b"]
         umount(mounted.at, force=True)
         assert str(mounted.at) not in Path("/proc/self/mountinfo").read_text()
