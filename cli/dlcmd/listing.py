@@ -18,7 +18,13 @@ from diesel_fs.repository.catalog import DatasetInfo
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.versions import KeptVersion
 
-from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
+from .addresses import (
+    Address,
+    current_view,
+    listed_address,
+    open_repository_from_flags,
+    versioned_address,
+)
 from .options import ALL_VERSIONS, global_flags, verb
 from .output import (
     Value,
@@ -200,13 +206,13 @@ def stat(target: Address) -> None:
     """
     with open_repository_from_flags() as repository:
         info = repository.dataset(target.dataset)
-        view = target.view(repository) if target.version else repository.view_of(info)
+        view = target.view(repository) if target.version else current_view(repository, info)
         index = view.index_of(target.path)
         described = _entry_json(view, index, target.path, view.stat(index))
         if not target.path:
             described |= _dataset_json(info)
             described |= {"entries": view.entry_count, "version": view.version}
-            if target.version:
+            if info.head is None or info.head.version != view.version:
                 described |= {"files": view.file_count, "bytes": view.byte_count}
                 described["chunks"] = view.chunk_count
         described["extents"] = _extents(view, index)
