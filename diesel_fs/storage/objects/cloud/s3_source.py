@@ -3,7 +3,7 @@
 Through botocore. `requests.py`, which speaks to the chunks of a repository, takes keys for paths:
 its library removes the slash at the end of a key, and lists nothing of a page that has a key like
 `a//b`. botocore gives keys as they are, and knows all that `~/.aws` may say: profiles, SSO, roles,
-programs that give credentials. No other module sends requests by botocore.
+programs that give credentials. No other module sends requests for objects by botocore.
 
 No request is repeated here; `retry.py` does that. Concurrency: any thread; a fork is allowed.
 """
@@ -240,4 +240,4 @@ def _reason(error: BotoCoreError) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
