@@ -119,7 +119,7 @@ def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
         or environ.get("AWS_ENDPOINT", "")
     )
     region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION", "")
-    keys = {name.lower()[4:]: environ[name] for name in _KEYS if environ.get(name)}
+    keys: Mapping[str, str] = {n.lower()[4:]: environ[n] for n in _KEYS if environ.get(n)}
     has_credentials = bool(keys) or any(map(environ.get, _OTHER_CREDENTIALS))
     is_over: Callable[[], bool] = lambda: False  # noqa: E731
     if not (endpoint and region and has_credentials) and any(map(os.path.isfile, _files(environ))):
