@@ -4,6 +4,7 @@ import json
 import stat as modes
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import click
 import numpy as np
@@ -32,6 +33,7 @@ from .output import (
     json_name,
     name_line,
     print_json,
+    print_note,
     print_table,
     time_text,
     write_stdout,
@@ -116,6 +118,8 @@ def _list_versions(versions: Sequence[KeptVersion]) -> None:
 
 def _list_datasets(repository: Repository, *, long: bool) -> None:
     found_datasets = repository.datasets()
+    if long or global_flags().json:
+        found_datasets = [_without_lost_counts(repository, info) for info in found_datasets]
     if global_flags().json:
         for info in found_datasets:
             print_json(_dataset_json(info))
@@ -126,6 +130,14 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
     columns = ("name", "files", "bytes", "chunks", "version", "created")
     rows = [_dataset_row(info) for info in found_datasets]
     print_table(columns, rows, numbers=columns[1:5])
+
+
+def _without_lost_counts(repository: Repository, info: DatasetInfo) -> DatasetInfo:
+    """A dataset without its counts if the metadata store has lost newer ones, which a note says."""
+    if not (warning := repository.loss_warning(info)):
+        return info
+    print_note(warning)
+    return replace(info, head=None)
 
 
 def _dataset_row(info: DatasetInfo) -> list[str]:

@@ -234,6 +234,11 @@ class Repository(ABC):
         no reason for a warning.
         """
 
+    def loss_warning(self, info: DatasetInfo) -> str:
+        """What the metadata store has lost of a dataset, and the cure; empty where it has lost
+        nothing. A server looks after its own."""
+        return ""
+
     @abstractmethod
     def stat(self, name: str, path: bytes) -> Stat:
         """One entry, as it is now. Raises NoSuchPath, NoSuchDataset."""

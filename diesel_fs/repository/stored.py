@@ -191,17 +191,23 @@ class StoredRepository(Repository):
     def staleness_warning(self, view: Snapshot) -> str:
         problem = self._meta_problem
         if problem is None and view.identity in self._maybe_behind:
-            problem = self._loss(view)
+            problem = self._loss(view.dataset, view.identity, view.version)
         if problem is None or isinstance(problem, PermissionDenied):
             return ""
         return staleness_text(view, problem)
 
-    def _loss(self, view: Snapshot) -> DieselError | None:
-        """The error where the metadata store lacks what `view`, a published version, has."""
-        name = view.dataset
+    def loss_warning(self, info: DatasetInfo) -> str:
+        newest = self.snapshots.newest(info.identity)
+        if self._meta is None or (info.head is not None and newest <= info.head.version):
+            return ""
+        loss = self._loss(info.name, info.identity, newest)
+        return str(loss) if loss else ""
+
+    def _loss(self, name: str, identity: UUID, version: int) -> DieselError | None:
+        """The error where the metadata store lacks a published version of a dataset."""
         try:
             head = self.meta.head(name)
-            if head.identity == view.identity and head.version >= view.version:
+            if head.identity == identity and head.version >= version:
                 return None  # the version was published after the head had been read
             known = f"knows {name!r} in an older state only"
         except NoSuchDataset:

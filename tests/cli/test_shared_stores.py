@@ -116,6 +116,20 @@ def test_C7_a_redis_whose_memory_is_full_gets_room_by_rm_purge_and_delete_datase
     assert dlcmd("ls").out == b""
 
 
+def test_C3_C4_counts_that_an_emptied_redis_has_lost_are_not_shown(
+    dlcmd: Dlcmd, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIESEL_URL", f"{dlcmd.store.as_uri()}?meta={redis_server.url}")
+    with redis_server.client() as client:
+        client.flushall()
+        dlcmd("put", write(tmp_path / "source", {"a": b"1"}), "pets")
+        client.flushall()
+    listed = dlcmd("ls", "-l")
+    assert listed.out.split()[:5] == [b"pets", *[b"?"] * 4]
+    assert "does not know 'pets' any more; run `dlcmd recover pets`" in listed.err
+    assert dlcmd("--json", "stat", "pets").objects[0]["files"] == 1
+
+
 def test_C2_redis_is_killed_in_the_middle_of_a_put(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
