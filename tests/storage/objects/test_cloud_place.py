@@ -158,7 +158,7 @@ def test_all_that_a_profile_may_say_is_honoured(tmp_path: Path) -> None:
     assert (given.host, given.plain_http) == ("here:9", True)
     assert given.options["access_key_id"] == "given"
     assert not given.is_over()
-    for name, why in {"sso": "SSO", "role": "none", "bad": "custom-process"}.items():
+    for name, why in {"sso": "SSO", "role": "none", "bad": "custom-process;"}.items():
         with pytest.raises(ObjectStoreRefused, match=rf"of the profile {name}: .*{why}.*aws s3 ls"):
             resolve_access(S3, {**environ, "AWS_PROFILE": name})
     keys = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "my secret"}

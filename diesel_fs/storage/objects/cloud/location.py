@@ -209,7 +209,7 @@ def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
         what = f" of the profile {name}" if name else ""
         reason = type(error).__name__ if isinstance(error, ValueError | KeyError) else f"{error}"
         raise ObjectStoreRefused(
-            f"no credentials for S3{what}: {reason.splitlines()[0].rstrip('.')}",
+            f"no credentials for S3{what}: {reason.splitlines()[0].rstrip(' .:')}",
             advice=f"check {config}, with `aws s3 ls`",
         ) from None
     keys = {

@@ -240,4 +240,4 @@ def _reason(error: BotoCoreError) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(" .:")
