@@ -99,9 +99,11 @@ def test_C7_a_redis_whose_memory_is_full_gets_room_by_rm_purge_and_delete_datase
         client.flushall()
         dlcmd("put", source, "pets")
         dlcmd("put", source, "more")
+        dlcmd("user", "add", "ann")
         client.config_set("maxmemory", 1)
         try:
             assert b"d0" in dlcmd("ls", "pets").out
+            dlcmd("user", "rm", "ann")
             dlcmd("rm", "-r", "pets/d0")
             dlcmd("purge", "--grace", "0", "pets")
             dlcmd("verify", "pets")
