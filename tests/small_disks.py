@@ -2,7 +2,7 @@
 
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -24,3 +24,10 @@ def small_disk(point: Path, options: str) -> Iterator[Path]:
 def remount(point: Path, options: str) -> None:
     """Mount the same file system with other options: `ro`, or another `size=`."""
     subprocess.run(["mount", "-o", f"remount,{options}", str(point)], check=True)
+
+
+def fill(file: Path) -> None:
+    """Write a file until its disk has no room for a byte more."""
+    with suppress(OSError), file.open("wb", buffering=0) as rest:
+        while rest.write(bytes(4096)):
+            pass

@@ -13,6 +13,7 @@ from diesel_fs.format.entries import check_path
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.names import parse_versioned_name, shown
 from diesel_fs.remote.open import open_configured
+from diesel_fs.repository.catalog import DatasetInfo
 from diesel_fs.repository.interface import Repository
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.urls import parse_url
@@ -40,19 +41,24 @@ class Address:
         return f"{name}/{shown(self.path)}" if self.path else name
 
     def view(self, repository: Repository) -> Snapshot:
-        """The snapshot of this address's version. Raises NotFoundError.
-
-        Where it could not be found out whether the snapshot is the current one, a note says so,
-        once in each command.
-        """
+        """The snapshot of this address's version, as `current_view`. Raises NotFoundError."""
         if self.version:
             return repository.view_at(self.dataset, self.version)
-        view = repository.view(self.dataset)
-        meta = click.get_current_context().meta
-        if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
-            meta[_STALENESS_NOTED] = True
-            print_note(warning)
-        return view
+        return current_view(repository, repository.dataset(self.dataset))
+
+
+def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
+    """The snapshot of a dataset that was found in `repository`.
+
+    If it cannot be found out whether the snapshot is the current one, or if the metadata store has
+    lost what it shows, a note says so, once in each command.
+    """
+    view = repository.view_of(info)
+    meta = click.get_current_context().meta
+    if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
+        meta[_STALENESS_NOTED] = True
+        print_note(warning)
+    return view
 
 
 def address(text: str) -> Address:

@@ -32,7 +32,7 @@ from diesel_fs.storage.objects.cloud.answers import (
 )
 from diesel_fs.storage.objects.cloud.location import BucketLocation, source_location
 from diesel_fs.storage.objects.cloud.requests import CloudRequests, UnlistableKey
-from diesel_fs.storage.objects.retry import RetryClock, RetryLoop, RetryPolicy
+from diesel_fs.storage.objects.retry import LongPauses, RetryClock, RetryLoop, RetryPolicy
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
@@ -65,6 +65,7 @@ class CloudBucket:
         self._url = url
         self._requests = _requests_to(source_location(url))
         self._prefix = f"{url.prefix}/" if url.prefix else ""
+        self._pauses = LongPauses()
 
     @cached_property
     def single_object(self) -> CloudObject | None:
@@ -118,13 +119,16 @@ class CloudBucket:
         listed or is archived, ObjectStoreError.
         """
         key = self._prefix + found.key.decode() if found.key else self._url.prefix
-        content, until_s = bytearray(size), time.monotonic() + _POLICY.deadline_for(size)
-        self._retrying(size).call(
-            lambda: self._read(key, found.tag, start, memoryview(content), until_s)
-        )
+        content = bytearray(size)
+        self._retrying(size).call(lambda: self._read(key, found.tag, start, memoryview(content)))
         return bytes(content)
 
-    def _read(self, key: str, tag: str, start: int, room: memoryview, until_s: float) -> None:
+    def stop(self) -> None:
+        """End the pauses that the store has asked for: nobody reads any more."""
+        self._pauses.stop()
+
+    def _read(self, key: str, tag: str, start: int, room: memoryview) -> None:
+        until_s = time.monotonic() + _POLICY.deadline_for(len(room))
         try:
             with self._requests.open(key, start, start + len(room), tag or None) as body:
                 body.fill(room, until_s)
@@ -141,6 +145,7 @@ class CloudBucket:
             RetryClock(),
             deadline_s=_POLICY.deadline_for(size),
             attempt_s=self._requests.limits.attempt_s(size, put=False),
+            pauses=self._pauses,
         )
 
 
@@ -155,6 +160,9 @@ class BucketArchive:
         self.sha256 = sha256
         self._bucket = bucket
         self._found = found
+
+    def stop(self) -> None:
+        self._bucket.stop()
 
     def look(self) -> ArchiveState:
         """Its state, as the listing had it."""

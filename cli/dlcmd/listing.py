@@ -4,6 +4,7 @@ import json
 import stat as modes
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import click
 import numpy as np
@@ -18,7 +19,13 @@ from diesel_fs.repository.catalog import DatasetInfo
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.versions import KeptVersion
 
-from .addresses import Address, listed_address, open_repository_from_flags, versioned_address
+from .addresses import (
+    Address,
+    current_view,
+    listed_address,
+    open_repository_from_flags,
+    versioned_address,
+)
 from .options import ALL_VERSIONS, global_flags, verb
 from .output import (
     Value,
@@ -26,6 +33,7 @@ from .output import (
     json_name,
     name_line,
     print_json,
+    print_note,
     print_table,
     time_text,
     write_stdout,
@@ -110,6 +118,8 @@ def _list_versions(versions: Sequence[KeptVersion]) -> None:
 
 def _list_datasets(repository: Repository, *, long: bool) -> None:
     found_datasets = repository.datasets()
+    if long or global_flags().json:
+        found_datasets = [_without_lost_counts(repository, info) for info in found_datasets]
     if global_flags().json:
         for info in found_datasets:
             print_json(_dataset_json(info))
@@ -120,6 +130,14 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
     columns = ("name", "files", "bytes", "chunks", "version", "created")
     rows = [_dataset_row(info) for info in found_datasets]
     print_table(columns, rows, numbers=columns[1:5])
+
+
+def _without_lost_counts(repository: Repository, info: DatasetInfo) -> DatasetInfo:
+    """A dataset without its counts if the metadata store has lost newer ones, which a note says."""
+    if not (warning := repository.loss_warning(info)):
+        return info
+    print_note(warning)
+    return replace(info, head=None)
 
 
 def _dataset_row(info: DatasetInfo) -> list[str]:
@@ -200,13 +218,13 @@ def stat(target: Address) -> None:
     """
     with open_repository_from_flags() as repository:
         info = repository.dataset(target.dataset)
-        view = target.view(repository) if target.version else repository.view_of(info)
+        view = target.view(repository) if target.version else current_view(repository, info)
         index = view.index_of(target.path)
         described = _entry_json(view, index, target.path, view.stat(index))
         if not target.path:
             described |= _dataset_json(info)
             described |= {"entries": view.entry_count, "version": view.version}
-            if target.version:
+            if info.head is None or info.head.version != view.version:
                 described |= {"files": view.file_count, "bytes": view.byte_count}
                 described["chunks"] = view.chunk_count
         described["extents"] = _extents(view, index)

@@ -153,7 +153,7 @@ class RemoteRepository(Repository):
     def staleness_warning(self, view: Snapshot) -> str:
         if not self.metadata_error:
             return ""
-        return staleness_text(view, f"the server says: {self.metadata_error}")
+        return staleness_text(view, MetadataError(f"the server says: {self.metadata_error}"))
 
     def stat(self, name: str, path: bytes) -> Stat:
         stat = self.stat_many(name, [check_path(path)], missing_ok=True)[0]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from uuid import UUID
 
-from ..errors import CorruptError, ObjectExists, ObjectMissing, UsageError
+from ..errors import CorruptError, NoSpaceError, ObjectExists, ObjectMissing, UsageError
 from ..format.object_names import DATASETS, dataset_object, deleted_object, identity_of_object
 from ..names import check_dataset_name
 from ..storage.metadata.store import DatasetHead
@@ -82,8 +82,10 @@ class Catalogue:
         """Deleted datasets of this name some of whose objects still exist. A writer that does not
         know of a deletion may even add some."""
         for identity in self._identities():
-            with suppress(ObjectMissing):
-                if self._objects.get(deleted_object(identity)) == name.encode():
+            with suppress(ObjectMissing, CorruptError):
+                marked = bytes(self._objects.get(deleted_object(identity)))
+                described = None if marked else self._described(identity)
+                if (described[0].encode() if described else marked) == name.encode():
                     yield identity
 
     def add(self, name: str, identity: UUID, created_ns: int) -> None:
@@ -95,7 +97,12 @@ class Catalogue:
     def mark_deleted(self, name: str, identity: UUID) -> None:
         """Mark a dataset as deleted, for ever. Idempotent; durable on return."""
         with suppress(ObjectExists):
-            self._objects.put(deleted_object(identity), [name.encode()])
+            try:
+                self._objects.put(deleted_object(identity), [name.encode()])
+            except NoSpaceError:
+                # A full disk still takes a file without bytes. `DATASET`, which goes last, has the
+                # name
+                self._objects.put(deleted_object(identity), [])
 
     def _described(self, identity: UUID) -> tuple[str, UUID, int] | None:
         """The first three fields of `DatasetInfo`; None where the dataset has no such object."""

@@ -17,7 +17,7 @@ from typing import Self
 from uuid import UUID
 
 from ..credentials import Credentials
-from ..errors import DieselError, NotFoundError, UsageError
+from ..errors import DieselError, MetadataBehind, NotFoundError, UsageError
 from ..format.chunk import Header, parse_header, parse_preamble
 from ..format.chunk_id import LOWEST, IdSource
 from ..format.entries import ChunkId, Rows, Stat
@@ -227,11 +227,17 @@ class Repository(ABC):
 
     @abstractmethod
     def staleness_warning(self, view: Snapshot) -> str:
-        """Why `view` may not be the current version, and how old it is; empty where it is current.
+        """Why `view` may not be the current version, or what the metadata store has lost of it, and
+        how old it is; empty where it is current and nothing is lost.
 
         A user who may read the repository but not its metadata store always gets snapshots: that is
         no reason for a warning.
         """
+
+    def loss_warning(self, info: DatasetInfo) -> str:
+        """What the metadata store has lost of a dataset, and the cure; empty where it has lost
+        nothing. A server looks after its own."""
+        return ""
 
     @abstractmethod
     def stat(self, name: str, path: bytes) -> Stat:
@@ -386,10 +392,11 @@ def check_recover_options(since_s: float | None, *, forget_lost: bool) -> None:
         raise UsageError("what is lost is found by looking at all chunks: leave --since out")
 
 
-def staleness_text(view: Snapshot, why: str) -> str:
+def staleness_text(view: Snapshot, why: DieselError) -> str:
     """A warning that `view` may not be the current version, with the reason and the view's age."""
     age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
-    return (
-        f"{why.rstrip('.')}: this is version {view.version} of {view.dataset}, the newest snapshot,"
-        f" which is {timedelta(seconds=age_s)} old"
+    text = (
+        f"{why.message.rstrip('.')}; this is version {view.version} of {view.dataset},"
+        f" the newest snapshot, which is {timedelta(seconds=age_s)} old"
     )
+    return f"{text}; {why.advice}" if isinstance(why, MetadataBehind) and why.advice else text

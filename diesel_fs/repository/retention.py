@@ -344,11 +344,14 @@ class Deletion:
             )
 
 
-def remove_dataset(objects: ObjectStore, versions: VersionStore, identity: UUID) -> Deletion:
+def remove_dataset(
+    objects: ObjectStore, versions: VersionStore, identity: UUID, *, but_name: bool = False
+) -> Deletion:
     """Remove the objects of a dataset that is marked as deleted, except those that leases pin and
     those that somebody is writing.
 
-    Repeatable: the object with the dataset's name goes last, since the others are found by it.
+    Repeatable: the object with the dataset's name goes last, since the others are found by it. With
+    `but_name` it stays.
     """
     leased = leased_versions(objects, identity, time.time())
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)
@@ -372,7 +375,7 @@ def remove_dataset(objects: ObjectStore, versions: VersionStore, identity: UUID)
             objects.discard(leftover)
         else:
             left += 1
-    if not left and not leased:
+    if not (left or leased or but_name):
         objects.delete(dataset_object(identity))
     return Deletion(removed, left)
 

@@ -30,6 +30,7 @@ from ..errors import (
     MetadataBehind,
     MetadataError,
     NewerVersionError,
+    NoSpaceError,
     NoSuchDataset,
     NoSuchPath,
     ObjectMissing,
@@ -81,6 +82,8 @@ class StoredRepository(Repository):
         super().__init__(objects, VersionStore(objects), url, ids)
         self._meta = meta
         self._meta_problem: DieselError | None = None
+        # Datasets of which a newer version was published than their head, when both were read last
+        self._maybe_behind: set[UUID] = set()
         self.catalogue = Catalogue(objects)
         self.clock = StoreClock(lambda: self.meta.now_s())  # noqa: PLW0108 (`meta` may change)
         # By dataset: of the entries of chunks that this process has committed and not yet published
@@ -187,9 +190,31 @@ class StoredRepository(Repository):
 
     def staleness_warning(self, view: Snapshot) -> str:
         problem = self._meta_problem
+        if problem is None and view.identity in self._maybe_behind:
+            problem = self._loss(view.dataset, view.identity, view.version)
         if problem is None or isinstance(problem, PermissionDenied):
             return ""
-        return staleness_text(view, problem.message)
+        return staleness_text(view, problem)
+
+    def loss_warning(self, info: DatasetInfo) -> str:
+        newest = self.snapshots.newest(info.identity)
+        if self._meta is None or (info.head is not None and newest <= info.head.version):
+            return ""
+        loss = self._loss(info.name, info.identity, newest)
+        return str(loss) if loss else ""
+
+    def _loss(self, name: str, identity: UUID, version: int) -> DieselError | None:
+        """The error where the metadata store lacks a published version of a dataset."""
+        try:
+            head = self.meta.head(name)
+            if head.identity == identity and head.version >= version:
+                return None  # the version was published after the head had been read
+            known = f"knows {name!r} in an older state only"
+        except NoSuchDataset:
+            known = f"does not know {name!r} any more"
+        except DieselError as error:
+            return error
+        return MetadataBehind(f"the metadata store {known}", advice=f"run `dlcmd recover {name}`")
 
     def view_of(self, info: DatasetInfo) -> Snapshot:
         try:
@@ -199,6 +224,10 @@ class StoredRepository(Repository):
 
     def _view_of(self, info: DatasetInfo) -> Snapshot:
         newest = self.snapshots.newest(info.identity)
+        if newest > (info.head.version if info.head else 0):
+            self._maybe_behind.add(info.identity)
+        else:
+            self._maybe_behind.discard(info.identity)
         if self._meta is not None and info.head is not None and newest <= info.head.version:
             try:
                 return self.snapshots.load_current(self._meta, info.head)
@@ -277,7 +306,13 @@ class StoredRepository(Repository):
             self.repair_metadata(info.identity)
             unknown = find_unknown_chunks(self, meta, info.head, needs_repair=False)
             for batch in self._batches_of(info.head, unknown):
-                self.commit_batches(info.identity, batch)
+                try:
+                    self.commit_batches(info.identity, batch)
+                except NoSpaceError as error:  # whoever has come to make room must get on
+                    if batch.chunk.id in unknown.acknowledged:
+                        raise
+                    text = chunk_id_text(batch.chunk.id)
+                    log.warning("chunk %s is not folded in yet: %s", text, error.message)
         return LocalWriteSession(self, self.dataset(name))
 
     def rebuild(self, chunks: RebuildSource, info: DatasetInfo) -> None:
@@ -408,7 +443,7 @@ class StoredRepository(Repository):
             identities = list(self.catalogue.deleted_named(name))
             if not identities:
                 raise
-        if not self.meta_is_lost:
+        if not (self.meta_is_lost or isinstance(self._meta_problem, NoSpaceError)):
             _ = self.meta  # raises before anything is deleted
         removed = left = 0
         for identity in identities:
@@ -419,11 +454,20 @@ class StoredRepository(Repository):
 
     def remove_deleted(self, name: str, identity: UUID) -> Deletion:
         """Drop the metadata of a deleted dataset, and remove its objects that no lease pins."""
+        removed_before = 0
         if not self.meta_is_lost:
-            self.meta.drop(identity)  # first: a deleted dataset is found by its last object
+            try:
+                self.meta.drop(identity)  # first: a deleted dataset is found by its last object
+            except NoSpaceError:  # its chunks lie on the same full disk, and make the room
+                removed_before = remove_dataset(
+                    self.objects, self.snapshots, identity, but_name=True
+                ).removed
+                if self._meta is None:
+                    self.open_metadata(create=False)
+                self.meta.drop(identity)
         done = remove_dataset(self.objects, self.snapshots, identity)
         done.tell_left(name)
-        return done
+        return Deletion(removed_before + done.removed, done.left)
 
 
 class LocalWriteSession(WriteSession):

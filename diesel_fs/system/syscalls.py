@@ -248,7 +248,8 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
             raise _mount_error(mountpoint, reason, is_allowed=is_allowed)
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if not descriptors:
-        raise DieselError(f"cannot mount on {mountpoint}: fusermount3 gave no descriptor. {reason}")
+        said = f" ({reason})" if reason else ""
+        raise DieselError(f"cannot mount on {mountpoint}: fusermount3 gave no descriptor{said}")
     os.set_inheritable(descriptors[0], False)
     return descriptors[0]
 

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 from uuid import UUID
 
 import numpy as np
@@ -90,7 +90,8 @@ class ConnectionContext:
     """Whether an account may send so many bytes of payload with a request (its `do`)."""
     redactions: Mapping[str, str] = field(default_factory=dict)
     """Texts that errors may contain and clients must not see (where the store lies, in every way of
-    writing it), the longest first, and the words that replace each."""
+    writing it), the longest first, and the words that replace each. Whatever a connection sends
+    goes through `redacted`."""
     under_way: int = 0
     by_user: Counter[str] = field(default_factory=Counter)
     is_draining: bool = False
@@ -98,6 +99,19 @@ class ConnectionContext:
 
     def __post_init__(self) -> None:
         self.refusals = RefusalLog(self.cells)
+
+    def redacted(self, value: object) -> object:
+        """A message, or a value in one, with the replacements in all its texts."""
+        match value:
+            case str():
+                for place, words in self.redactions.items():
+                    value = value.replace(place, words)
+                return value
+            case dict():
+                return {key: self.redacted(each) for key, each in value.items()}
+            case list() | tuple():
+                return [*map(self.redacted, value)]
+        return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +450,8 @@ class Connection:
 
         async def send(reply: Reply) -> None:
             size = sum(memoryview(part).nbytes for part in reply.payload)
-            head = wire.frame({**reply.message, "id": number}, wire.ANSWER_LIMITS, size)
+            told = cast(Message, self._context.redacted(reply.message))  # it may tell of an error
+            head = wire.frame({**told, "id": number}, wire.ANSWER_LIMITS, size)
             await self._send([head, *reply.payload], size)
 
         try:
@@ -488,13 +503,11 @@ class Connection:
     def _error_message(self, error: DieselError) -> Message:
         """The message of an error, without the addresses of this server's store: only its operator
         may know them."""
-        found = error_message(error)
-        for name in ("message", "advice"):
-            for place, words in self._context.redactions.items():
-                found[name] = str(found[name]).replace(place, words)
-        if found != error_message(error):
+        told = error_message(error)
+        redacted = cast(Message, self._context.redacted(told))
+        if redacted != told:
             log.warning("user=%s from=%s: %s", self._account.name, self._peer, error)
-        return found
+        return redacted
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
         """Send a frame. Where it cannot be sent whole in time, the connection ends."""

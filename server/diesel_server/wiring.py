@@ -5,6 +5,7 @@ all requests, and the work in the background.
 import logging
 import os
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,9 +22,10 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.settings import cache_folder
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
+from diesel_fs.storage.objects.cloud.location import parse_bucket_url, resolve_access
 from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.storage.open_stores import open_accounts, open_objects
-from diesel_fs.urls import RepositoryUrl, parse_url, shown_url
+from diesel_fs.urls import CLOUD_SCHEMES, RepositoryUrl, parse_url, shown_url
 
 from .account_handlers import account_handlers
 from .authentication import TableAuthenticator
@@ -39,6 +41,7 @@ from .worker_config import WorkerConfig
 
 log = logging.getLogger("diesel.server")
 
+_STORE = "the server's store"
 _ACCOUNTS_S = 3.0  # the deadline of the table of accounts
 
 MEMORY_TIER_BYTES = 256 << 20
@@ -104,26 +107,32 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
         cells,
         ConnectionLimits(most_connections()),
         takes_payload=takes_payload,
-        redactions=_redactions(url, config.cache),
+        redactions=redactions(url, config.cache),
     )
     return Wiring(context, background, close)
 
 
-def _redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """The addresses of the store, the metadata store and the cache as errors may contain them, the
+def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
+    """The addresses of the store, the metadata store and the caches as errors may contain them, the
     longest first, and the words that a client sees in place of each."""
-    found = {url.full_url: "the server's store", url.objects_url: "the server's store"}
+    found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
-        found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), "the server's store")
-    elif url.prefix:
-        found[f"{url.host}/{url.prefix}"] = "the server's store"
+        found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)
+    elif url.scheme in CLOUD_SCHEMES:
+        endpoint = resolve_access(parse_bucket_url(url.objects_url), os.environ).host
+        found |= dict.fromkeys((f"{url.scheme}://{url.host}", f"{url.host}/{url.prefix}"), _STORE)
+        found |= {f" at {endpoint}": "", endpoint: _STORE}
     if url.meta:
-        addresses = {url.meta, shown_url(url.meta), str(parse_redis_url(url.meta))}
+        address = parse_redis_url(url.meta)
+        addresses = {url.meta, shown_url(url.meta), str(address), *map(str, address.hosts)}
         sentences = {f"the metadata store {each}" for each in addresses}
         found |= dict.fromkeys(addresses | sentences, "the server's metadata store")
-    if cache:
-        found |= dict.fromkeys((cache, os.path.realpath(cache)), "the server's cache")
-    return {text: found[text] for text in sorted(found, key=len, reverse=True) if text > "/"}
+    caches = [cache] if cache else []
+    with suppress(DieselError):  # the user has no home
+        caches.append(str(cache_folder()))
+    for each in caches:
+        found |= dict.fromkeys((each, os.path.realpath(each)), "the server's cache")
+    return {text: found[text] for text in sorted(found, key=len, reverse=True) if text not in "/"}
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:

@@ -10,11 +10,14 @@ import boto3
 import pytest
 
 from diesel_fs.names import shown
+from diesel_fs.storage.objects.retry import LongPauses
+from diesel_fs.urls import parse_url
 from dlcmd import buckets
 from tests.ingest.test_tar import tar_of
 from tests.rows import each_row
 from tests.storage.conftest import s3 as s3
 from tests.storage.objects.s3_server import Server
+from tests.storage.objects.scripted_s3 import BUCKET, Rule, ScriptedS3, Stored
 
 from .conftest import Dlcmd
 
@@ -166,3 +169,17 @@ def test_a_key_that_another_vendors_library_refuses_is_named(
     other_vendor.client.delete_object(
         Bucket=other_vendor.bucket, Key=f"{other_vendor.prefix}/{key}"
     )
+
+
+def test_O3_a_store_that_asks_for_a_minute_and_more_is_waited_for(
+    keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `Retry-After` says, which is longer than our own deadline."""
+    waited: list[float] = []
+    monkeypatch.setattr(LongPauses, "wait", lambda _, seconds, __: waited.append(seconds))
+    busy = Rule("GET", "", status=503, headers={"Retry-After": "90"}, times=2)
+    with ScriptedS3(busy) as server:
+        server.objects["x/a"] = Stored(b"1", 0)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", server.endpoint)
+        (found,) = buckets.CloudBucket(parse_url(f"s3://{BUCKET}/x")).objects()
+    assert (found.key, found.size, waited) == (b"a", 1, [90, 90])

@@ -468,7 +468,7 @@ def test_redis_faults(
         with redis.client() as client:
             used = int(client.info("memory")["used_memory"])
             client.config_set("maxmemory", used // 2)
-            doctor(url).one("metadata", "fault", "accepts no more data", cure="maxmemory")
+            doctor(url).one("metadata", "fault", "will refuse writes", cure="maxmemory")
             client.config_set("maxmemory", 0)
             client.config_set("requirepass", "canary-of-redis")
             monkeypatch.setenv("DIESEL_REDIS_PASSWORD", "canary-that-is-wrong")

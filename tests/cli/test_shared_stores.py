@@ -77,14 +77,59 @@ def test_C3_an_emptied_redis_is_not_an_empty_repository(
     assert len(listed.splitlines()) == 104
     with redis_server.client() as client:
         client.flushall()
-    shared.program("get", "pets", tmp_path / "by snapshot")
+    noted = shared.program("get", "pets", tmp_path / "by snapshot").err
+    assert "the metadata store does not know 'pets' any more" in noted
+    assert "run `dlcmd recover pets`" in noted
     assert facts(tmp_path / "by snapshot") == facts(source)
     for since in (["--since", "1h"], []):
         shared.program("recover", *since, "pets")
-        assert shared.program("ls", "-R", "pets").out == listed
+        again = shared.program("ls", "-R", "pets")
+        assert (again.out, again.err) == (listed, "")
     (source / "more").write_bytes(b"more")
     shared.program("put", source, "pets")
     shared.program("verify", "pets")
+
+
+def test_C7_a_redis_whose_memory_is_full_gets_room_by_rm_purge_and_delete_dataset(
+    dlcmd: Dlcmd, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIESEL_URL", f"{dlcmd.store.as_uri()}?meta={redis_server.url}")
+    source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(100) for i in range(100)})
+    with redis_server.client() as client:
+        client.flushall()
+        dlcmd("put", source, "pets")
+        dlcmd("put", source, "more")
+        dlcmd("user", "add", "ann")
+        client.config_set("maxmemory", 1)
+        try:
+            assert b"d0" in dlcmd("ls", "pets").out
+            dlcmd("user", "rm", "ann")
+            dlcmd("rm", "-r", "pets/d0")
+            dlcmd("purge", "--grace", "0", "pets")
+            dlcmd("verify", "pets")
+            assert dlcmd("ls", "pets").out == b"d1\nd2\n"
+            assert "maxmemory" in dlcmd("put", source, "pets", code=16).err
+            before = client.dbsize()
+            dlcmd("delete-dataset", "more", "--yes")
+            assert client.dbsize() < before
+            dlcmd("delete-dataset", "pets", "--yes")
+        finally:
+            client.config_set("maxmemory", 0)
+    assert dlcmd("ls").out == b""
+
+
+def test_C3_C4_counts_that_an_emptied_redis_has_lost_are_not_shown(
+    dlcmd: Dlcmd, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DIESEL_URL", f"{dlcmd.store.as_uri()}?meta={redis_server.url}")
+    with redis_server.client() as client:
+        client.flushall()
+        dlcmd("put", write(tmp_path / "source", {"a": b"1"}), "pets")
+        client.flushall()
+    listed = dlcmd("ls", "-l")
+    assert listed.out.split()[:5] == [b"pets", *[b"?"] * 4]
+    assert "does not know 'pets' any more; run `dlcmd recover pets`" in listed.err
+    assert dlcmd("--json", "stat", "pets").objects[0]["files"] == 1
 
 
 def test_C2_redis_is_killed_in_the_middle_of_a_put(

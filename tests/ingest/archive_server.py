@@ -30,6 +30,8 @@ class ArchiveServer:
     """So many bytes behind what was asked for are sent."""
     failures: list[int] = field(default_factory=list)
     """The next answers: each an error status, or -1 for a body that breaks off in the middle."""
+    retry_after: str = "0"
+    """In these answers."""
     served: Counter[str] = field(default_factory=Counter)
     """Bytes of bodies sent, by path."""
     requests: Counter[str] = field(default_factory=Counter)
@@ -56,7 +58,7 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
                 return self._empty(302, Location=state.redirects[path])
             failure = state.failures.pop(0) if state.failures else 0
             if failure > 0:
-                return self._empty(failure, **{"Retry-After": "0"})
+                return self._empty(failure, **{"Retry-After": state.retry_after})
             if path in state.statuses:
                 return self._empty(state.statuses[path])
             if path not in state.files:

@@ -42,7 +42,7 @@ from diesel_fs.repository.interface import PurgeOptions, Repository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.provenance import ArchiveRecord
 from diesel_fs.storage.accounts.account import Role
-from diesel_fs.storage.objects.retry import RetryPolicy
+from diesel_fs.storage.objects.retry import LongPauses, RetryPolicy
 from tests.examples import examples
 from tests.rows import each_row
 
@@ -758,6 +758,35 @@ def test_O9_what_was_checked_is_what_is_put(
     report = put(repository, HttpArchive(address))
     assert "changed while it was being read" in report.failed[0][1]
     assert b"f3" not in contents(repository)
+
+
+def test_O3_a_server_that_asks_for_a_minute_and_more_is_waited_for(
+    repository: LocalRepository, server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Zenodo does: longer than our own deadline."""
+    waited: list[float] = []
+    monkeypatch.setattr(LongPauses, "wait", lambda _, seconds, __: waited.append(seconds))
+    server.files["/x.tar"] = tar_of(("a", b"1"))
+    server.failures, server.retry_after = [429, 429, 503], "77"
+    assert not put(repository, HttpArchive(server.url("/x.tar"))).failed
+    assert contents(repository)[b"a"] == b"1"
+    assert waited == [77, 77, 77]
+
+
+def test_O3_an_interrupted_put_waits_for_no_server(
+    repository: LocalRepository, server: ArchiveServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server.files["/x.tar"] = tar_of(("a", b"1"))
+    server.failures, server.retry_after = [0, 503, 503], "3000"
+
+    def interrupt(_: PutReport) -> None:
+        if caplog.records:
+            raise KeyboardInterrupt
+
+    source = ArchivesSource([HttpArchive(server.url("/x.tar"))])
+    with pytest.raises(KeyboardInterrupt):
+        ingest.put(repository, "pets", source, b"", PutOptions(), interrupt)
+    assert "3000 s" in caplog.text
 
 
 def test_a_part_that_was_not_asked_for_is_not_taken(

@@ -29,6 +29,9 @@ class FakeBucket:
         self.at_once = self.at_once_max = self.held_bytes_max = 0
         self._lock = threading.Lock()
 
+    def stop(self) -> None:
+        pass
+
     def objects(self) -> Iterator[BucketObject]:
         if self.listing_error is not None:
             raise self.listing_error

@@ -94,6 +94,12 @@ def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
         put_folder(repository, source)
     shutil.copy(tmp_path / "backup", database)
     with LocalRepository.open(filled.url) as repository:
+        view = repository.view("ds")
+        assert view.lookup(b"later") > 0
+        warning = repository.staleness_warning(view)
+        assert "the metadata store knows 'ds' in an older state only; this is" in warning
+        assert warning.endswith("; run `dlcmd recover ds`")
+        assert "in an older state only; run" in repository.loss_warning(repository.dataset("ds"))
         problems = repository.verify("ds").problems
         assert any("behind the published version" in problem for problem in problems)
         assert repository.stat("ds", b"later").size == 1
@@ -102,6 +108,8 @@ def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
         assert put_folder(repository, source).files == 0
         assert dataset_state(repository) == facts(source)
         assert sorted(repository.list("ds").names) == [b"a", b"d", b"later"]
+        assert repository.staleness_warning(repository.view("ds")) == ""
+        assert repository.loss_warning(repository.dataset("ds")) == ""
         assert repository.verify("ds").sound
 
 

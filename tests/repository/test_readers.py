@@ -6,6 +6,8 @@ import sqlite3
 import threading
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import Mock
+from uuid import UUID
 
 import pytest
 
@@ -28,11 +30,11 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import batch_of
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
-from diesel_fs.storage.metadata.store import MetadataStore
+from diesel_fs.storage.metadata.store import Batch, MetadataStore
 
 from ..client.test_client import in_child
 from ..datasets import dataset_state
-from ..small_disks import small_disk
+from ..small_disks import fill, small_disk
 from ..trees import facts, write
 from .folder_puts import put_folder
 
@@ -322,3 +324,69 @@ def test_NoSpace_the_store_is_full(tmp_path: Path) -> None:
             put_folder(repository, big, chunk_bytes=1 << 20, jobs=2)
         assert dataset_state(repository)[b"a"][3] == b"1"
         assert repository.verify("ds").sound
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_C8_a_dataset_is_deleted_on_a_full_disk(
+    tmp_path: Path, interrupted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SQLite cannot even be opened there, and no byte can be written."""
+    with small_disk(tmp_path / "small", "size=2m") as small:
+        url, content = (small / "store").as_uri(), os.urandom(200_000)
+        source = write(tmp_path / "source", {"a": content})
+        with LocalRepository.open(url, create=True) as repository:
+            for name in ("ds", "other"):
+                put(repository, name, FolderSource(source), b"", PutOptions(jobs=1))
+        fill(small / "rest")
+        with LocalRepository.open(url) as repository:
+            with pytest.raises(NoSpaceError):
+                put_folder(repository, source)
+            if interrupted:
+                with monkeypatch.context() as patch:
+                    patch.setattr(repository.objects, "delete", Mock(side_effect=KeyboardInterrupt))
+                    with pytest.raises(KeyboardInterrupt):
+                        repository.delete_dataset("ds")
+                with pytest.raises(NoSuchDataset):
+                    repository.view("ds")
+            repository.delete_dataset("ds")
+            assert [head.name for head in repository.meta.heads()] == ["other"]
+            with pytest.raises(NoSuchDataset):
+                repository.delete_dataset("ds")
+            put_folder(repository, write(tmp_path / "small source", {"a": b"1"}))
+            assert dataset_state(repository)[b"a"][3] == b"1"
+            assert repository.verify("ds").sound
+
+
+def test_C7_an_orphan_for_which_there_is_no_room_keeps_nobody_from_making_some(
+    filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(source, {"new": b"new"})
+    commit = filled.meta.commit
+    full = Mock(side_effect=NoSpaceError("its memory is full"))
+    monkeypatch.setattr(filled.meta, "commit", full)
+    with pytest.raises(NoSpaceError):
+        put_folder(filled, source)
+    monkeypatch.setattr("diesel_fs.repository.expected_chunks.PUT_WINDOW_S", -9)
+
+    def commit_tombstones(identity: UUID, *batches: Batch) -> int:
+        return (commit if all(batch.makes_room for batch in batches) else full)(identity, *batches)
+
+    monkeypatch.setattr(filled.meta, "commit", commit_tombstones)
+    session = filled.begin("ds", create=False)
+    session.delete([b"a"])
+    session.finish()
+    assert sorted(dataset_state(filled)) == [b".", b"d", b"d/b", b"d/e", b"d/e/c"]
+    monkeypatch.setattr(filled.meta, "commit", commit)
+    filled.begin("ds")
+    assert b"new" in dataset_state(filled)
+
+
+def test_C3_C4_a_version_that_is_published_while_a_reader_opens_the_dataset_is_no_loss(
+    filled: LocalRepository, source: Path
+) -> None:
+    before = filled.dataset("ds")
+    write(source, {"new": b"new"})
+    put_folder(filled, source)
+    view = filled.view_of(before)
+    assert view.lookup(b"new") > 0
+    assert filled.staleness_warning(view) == ""

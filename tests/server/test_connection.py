@@ -18,14 +18,18 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from diesel_fs import metrics
+from diesel_fs.errors import DieselError
 from diesel_fs.net import frames as wire
-from diesel_fs.net.messages import Message
+from diesel_fs.net.messages import Fields, Message
 from diesel_fs.storage.accounts.account import Account
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.urls import parse_url
 from diesel_server import limits
 from diesel_server.channel import Channel
 from diesel_server.connection import Connection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests import Dispatcher, Handler, Reply, Request
+from diesel_server.wiring import redactions
 from tests.examples import examples
 from tests.rows import each_row
 
@@ -509,3 +513,55 @@ async def test_requests_of_one_connection_are_answered_in_any_order(clock: MockC
         assert sorted(numbers) == list(range(200))
         assert numbers[-1] == 0
         assert client.count("diesel_requests_total", "other", "ok") == 200
+
+
+PLACES = {
+    "folder": ("file:///srv/data?meta=redis://:secret@db.internal:6380", "/srv/data"),
+    "socket": ("file:///srv/data?meta=unix:///run/redis/s", "/run/redis/s"),
+    "bucket": ("s3://acme/models/x?meta=redis+cluster://n1:7000,n2:7001", "s3://acme/models/x/o"),
+    "endpoint": ("s3://acme/x?meta=redis://db.internal", "o at s3.us-east-1.amazonaws.com"),
+    "sentinels": (
+        "s3://acme?meta=redis+sentinel://n1:7000,n2:7001/main",
+        "main by n1:7000,n2:7001",
+    ),
+}
+
+
+def error_classes() -> list[type[DieselError]]:
+    found = [DieselError]
+    for kind in found:  # the list grows while it is read
+        found += kind.__subclasses__()
+    return [kind for kind in found if kind.__module__ == DieselError.__module__]
+
+
+async def test_S11_nothing_that_a_server_sends_says_where_its_stores_are(clock: MockClock) -> None:
+    """Errors of every class, and texts about errors in answers that are none."""
+    kinds = error_classes()
+    for name, (address, told) in PLACES.items():
+        url = parse_url(address)
+        meta = parse_redis_url(url.meta)
+        nodes = [meta.socket] if meta.socket else [*map(str, meta.hosts)]
+        text = (
+            f"cannot reach the metadata store {meta}: {nodes[0]}: refused; {told}: /var/c/x: full"
+        )
+
+        async def fail(request: Request, text: str = text) -> Reply:
+            raise kinds[Fields(request.message, "a request").integer("kind")](text, advice=text)
+
+        async def tell(_: Request, text: str = text) -> Reply:
+            return Reply({"away": text, "result": {"problems": [text, "none"]}})
+
+        async with conversation({"fail": fail, "tell": tell}) as client:
+            client.service.redactions = redactions(url, "/var/c")
+            await client.ask(0, "tell")
+            answers = [await client.answer()]
+            for number in range(len(kinds)):
+                await client.ask(number, "fail", kind=number)
+                answers.append(await client.answer())
+        for answer in answers:
+            said = repr(answer)
+            assert (
+                "cannot reach the server's metadata store: the server's metadata store: r" in said
+            )
+            for hidden in (*nodes, "db.internal", "/srv", "/run", "acme", "amazonaws", "/var/c"):
+                assert hidden not in said, (name, said)

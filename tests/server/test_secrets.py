@@ -270,6 +270,10 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
             assert "the metadata store has something else" in day.server.log
             day.redis.kill()
             do("-v", "user", "ls", code=14)
+            for words in (["ls", "pets"], ["cat", "pets/d0/0"], ["verify", "pets"], ["user", "ls"]):
+                said = do("-v", *words)
+                assert "cannot" in said.err
+                assert str(day.redis.port) not in said.err, words
             day.redis.start()
         search.look("what clients and servers said to each other", bytes(tap.heard))
         assert len(tap.heard) > 100_000

@@ -314,7 +314,8 @@ def redis_finding(facts: "ServerFacts", where: str) -> Finding:
     used = f"{bytes_text(facts.used_bytes)} of {bytes_text(facts.limit_bytes)} maxmemory"
     if facts.limit_bytes and facts.used_bytes > REDIS_FULL * facts.limit_bytes:
         found = f"{text}, and uses {used}: it will refuse writes"
-        cure = "`redis-cli CONFIG SET maxmemory SIZE` with a larger size"
+        cure = "`redis-cli CONFIG SET maxmemory SIZE` with a larger size, or make room with"
+        cure += " `dlcmd purge` and `dlcmd delete-dataset`"
         return Finding("metadata", "fault", found, cure, figures)
     if not facts.keeps_log:
         found = f"{text}, and keeps no log: a crash loses what was committed last"

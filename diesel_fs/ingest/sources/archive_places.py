@@ -28,7 +28,14 @@ from ...errors import (
     UsageError,
 )
 from ...names import shown
-from ...storage.objects.retry import AttemptFailed, RetryClock, RetryLoop, RetryPolicy
+from ...storage.objects.retry import (
+    AttemptFailed,
+    LongPauses,
+    RetryClock,
+    RetryLoop,
+    RetryPolicy,
+    retry_after_s,
+)
 from .archive_file import (
     ArchiveFile,
     FetchedArchiveFile,
@@ -74,6 +81,9 @@ class LocalArchive:
         self.name = path
         self.address = os.path.abspath(path)
         self.file_name = os.path.basename(path)
+
+    def stop(self) -> None:
+        pass
 
     def look(self) -> ArchiveState:
         """Its state. Raises NotFoundError, PermissionDenied."""
@@ -121,6 +131,7 @@ class HttpArchive:
                 advice="every user of this machine could read a password in a command",
             )
         self._pool = _pool(parts.scheme, parts.hostname)
+        self._pauses = LongPauses()
         self._place = self.address  # where redirections led
         self._sends_parts = False
         self._etag = ""  # only if it is a strong one
@@ -141,6 +152,9 @@ class HttpArchive:
             raise OSError("it changed while it was being read")
         read = partial(_read_stream, answer)
         return StreamedArchiveFile(state.size or None, read, answer.close)
+
+    def stop(self) -> None:
+        self._pauses.stop()
 
     def _look(self) -> ArchiveState:
         answer = self._get(self.address, {"Range": "bytes=0-0"})
@@ -221,8 +235,8 @@ class HttpArchive:
             case 412:
                 raise ConflictError(f"{self.name} changed while it was being read")
             case status if status in _BUSY:
-                pause = answer.headers.get("Retry-After", "0")
-                raise AttemptFailed(said, pause_s_min=float(pause) if pause.isdecimal() else 0.0)
+                pause_s = retry_after_s(answer.headers.get("Retry-After", ""))
+                raise AttemptFailed(said, pause_s_min=pause_s)
         raise ObjectStoreRefused(said)
 
     def _target(self, address: str, location: str) -> str:
@@ -240,7 +254,11 @@ class HttpArchive:
 
     def _retrying(self, size: int) -> RetryLoop:
         return RetryLoop(
-            _POLICY, RetryClock(), deadline_s=_POLICY.deadline_for(size), attempt_s=_CONNECT_S
+            _POLICY,
+            RetryClock(),
+            deadline_s=_POLICY.deadline_for(size),
+            attempt_s=_CONNECT_S,
+            pauses=self._pauses,
         )
 
 

@@ -118,6 +118,11 @@ class Archive(Protocol):
         """Its bytes as they were in this state. Raises as `look`; reading raises OSError."""
         ...
 
+    def stop(self) -> None:
+        """End calls that wait since the server has asked for a pause: nobody needs it any more. Any
+        thread may call, repeatedly."""
+        ...
+
 
 class _Log(MemberLog):
     """What one archive has in it."""
@@ -212,7 +217,11 @@ class ArchivesSource(Source):
                 return error
 
         with ThreadPoolExecutor(_LOOKS, "look") as threads:
-            states = list(threads.map(look, self._archives))
+            try:
+                states = list(threads.map(look, self._archives))
+            except BaseException:  # Ctrl-C
+                self._stop()
+                raise
         for archive, state in zip(self._archives, states, strict=True):
             if isinstance(state, DieselError):
                 self._missing.append((archive, state))
@@ -366,6 +375,7 @@ class ArchivesSource(Source):
                     self._put(batch)
             except BaseException as error:
                 self._error = self._error or error
+                self._stop()
             finally:
                 ended.release()
 
@@ -379,6 +389,7 @@ class ArchivesSource(Source):
                 self._report_progress()
         except BaseException as error:  # Ctrl-C
             self._error = self._error or error
+            self._stop()
             raise
         finally:
             for thread in threads:
@@ -386,6 +397,10 @@ class ArchivesSource(Source):
             self._report_progress()
         if self._error is not None:
             raise self._error
+
+    def _stop(self) -> None:
+        for archive in self._archives:
+            archive.stop()
 
     def _report_progress(self) -> None:
         with self._lock:

@@ -70,6 +70,10 @@ class Bucket(Protocol):
         """
         ...
 
+    def stop(self) -> None:
+        """End reads that wait since the store has asked for a pause. May be called repeatedly."""
+        ...
+
 
 class BucketSource(Source):
     """The objects of a bucket. A bucket of one object goes to the target itself, as a file. Where
@@ -215,6 +219,7 @@ class _ObjectFetcher:
 
     def close(self) -> None:
         """Stop fetching."""
+        self._bucket.stop()
         self._threads.shutdown(wait=True, cancel_futures=True)
 
     def _drop(self) -> None:

@@ -90,6 +90,11 @@ class Batch:
         """The stamp of row `i`."""
         return self.stamps.get(i) or stamp(self.chunk.id, int(self.rows.records["place"][i]))
 
+    @property
+    def makes_room(self) -> bool:
+        """Whether the batch only moves or deletes entries: copies by purge, or tombstones."""
+        return self.by_purge or bool((self.rows.records["kind"] == Kind.TOMBSTONE).all())
+
     def check(self) -> Self:
         """Return the batch itself. Raises UsageError where its columns contradict each other."""
         rows = self.rows
@@ -251,7 +256,8 @@ class MetadataStore(ABC):
         that is known already changes nothing; where all are known, the current version is returned.
         The version and the entries change at once for all readers. On return the commit survives
         a crash of this process; after `sync` it survives a power cut. Raises StoreRestarted where
-        the store may have lost something (see `needs_repair`).
+        the store may have lost something (see `needs_repair`); NoSpaceError where it is full. A
+        Redis that has reached its `maxmemory` still takes batches that make room (`makes_room`).
         """
 
     def needs_repair(self, identity: UUID) -> str:

@@ -32,7 +32,7 @@ from ...errors import (
     UsageError,
 )
 from ...format.entries import Bytes
-from ...format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
+from ...format.object_names import DELETED, FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 from ...system.atomic_file import fsync_folder
 from ...system.vectored_io import byte_views, write_all
 from . import store as contract
@@ -119,6 +119,9 @@ class FolderStore(ObjectStore):
             store_id = uuid.uuid4()
             with contextlib.suppress(ObjectExists):  # another process has made it
                 cls(root, store_id)._write(STORE_MARKER, [contract.encode_marker(store_id)], _link)
+            with contextlib.suppress(OSError):
+                # A full disk has no room for it when a dataset has to be deleted
+                _make_folder_durably(os.path.join(root, DELETED.rstrip("/")))
         return cls.open(root)
 
     # Writing

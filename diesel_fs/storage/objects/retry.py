@@ -4,26 +4,36 @@
 up. `RetryingStore` wraps a store and repeats its calls; after a put whose answer was lost it finds
 out whether the object was written.
 
-Every call ends within its deadline: no attempt begins that might end after it. The wrapped store
+Every call ends within its deadline: no attempt begins that might end after it. Only a caller that
+gives `LongPauses` waits for as long as its store asks for (`Retry-After`). The wrapped store
 bounds the time of each attempt and repeats nothing itself, so the attempts counted here are all
 there are. (A bucket's store does resume a read in the middle of a body.)
 
 Concurrency: as the wrapped store; nothing is shared between calls.
 """
 
+import email.utils
+import logging
 import random
+import re
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ...errors import ObjectExists, ObjectMissing, ObjectStoreError
+from ...errors import ObjectExists, ObjectMissing, ObjectStoreError, ObjectStoreRefused
 from ...format.entries import Bytes
 from ...format.object_names import MUTABLE_NAME
 from ...system.vectored_io import byte_views
 from .store import Leftover, ObjectInfo, ObjectStore, ReadWrapper
 
 Item = TypeVar("Item")
+
+ASKED_S_MAX = 3600.0
+"""How long a call waits in all because its store asks for it, beside its own deadline."""
+
+log = logging.getLogger("diesel.store")
 
 _COMPARED_BYTES = 1 << 20  # read at a time, to compare an object with what was put
 
@@ -91,11 +101,54 @@ class RetryClock:
     draw: Callable[[], float] = random.SystemRandom().random  # differs after a fork
 
 
+def retry_after_s(text: str) -> float:
+    """The seconds that a `Retry-After` header, a number or a date, asks for; 0 for other texts."""
+    if re.fullmatch("[0-9]{1,9}", text):
+        return float(text)
+    try:
+        return max(email.utils.parsedate_to_datetime(text).timestamp() - time.time(), 0.0)
+    except (ValueError, TypeError, OverflowError):
+        return 0.0
+
+
+class LongPauses:
+    """The pauses that a store asks the calls of one user for: longer than those of `RetryPolicy`.
+
+    Any thread may call. A log line says who asks for how long, once if several calls wait together.
+    """
+
+    def __init__(self) -> None:
+        self._stopped = threading.Event()
+        self._until_s = 0.0  # by the monotonic clock: the end of the pause that was logged last
+        self._lock = threading.Lock()
+
+    def wait(self, seconds: float, reason: str) -> None:
+        """Wait. Raises ObjectStoreRefused after `stop`."""
+        until_s = time.monotonic() + seconds
+        with self._lock:
+            is_news, self._until_s = until_s > self._until_s + 1, max(until_s, self._until_s)
+        if is_news:
+            log.warning("%s; it asks for a pause: it is asked again in %.0f s", reason, seconds)
+        if self._stopped.wait(seconds):
+            raise ObjectStoreRefused(f"{reason}; nothing waits for it any more")
+
+    def stop(self) -> None:
+        """End all pauses: nobody needs what is waited for."""
+        self._stopped.set()
+
+
 class RetryLoop:
-    """The attempts of one call, up to its deadline."""
+    """The attempts of one call, up to its deadline. With `pauses` it also waits for as long as its
+    store asks for, up to ASKED_S_MAX in all."""
 
     def __init__(
-        self, policy: RetryPolicy, clock: RetryClock, *, deadline_s: float, attempt_s: float
+        self,
+        policy: RetryPolicy,
+        clock: RetryClock,
+        *,
+        deadline_s: float,
+        attempt_s: float,
+        pauses: LongPauses | None = None,
     ) -> None:
         self.may_have_succeeded = False  # whether a failed attempt may have been carried out
         self._policy = policy
@@ -104,6 +157,8 @@ class RetryLoop:
         self._deadline_s = deadline_s
         self._begun = clock.now()
         self._attempt = 0
+        self._pauses = pauses
+        self._asked_s = 0.0  # how long it has waited since the store asked for it
 
     def call(self, act: Callable[[], Item]) -> Item:
         """Call `act` until it succeeds, and return its result. Raises as `wait_or_raise`."""
@@ -124,6 +179,13 @@ class RetryLoop:
         self._attempt += 1
         failed = error if isinstance(error, AttemptFailed) else AttemptFailed(error.message)
         self.may_have_succeeded = self.may_have_succeeded or failed.may_have_succeeded
+        asked_s = failed.pause_s_min
+        is_long = asked_s > self._policy.pause_s_max
+        if is_long and self._pauses and self._asked_s + asked_s <= ASKED_S_MAX:
+            self._asked_s += asked_s
+            self._pauses.wait(asked_s, error.message)
+            self._begun += asked_s
+            return
         spent = self._clock.now() - self._begun
         pause = self._policy.pause_before(
             self._attempt,
@@ -134,7 +196,10 @@ class RetryLoop:
         )
         if pause is None:
             tries = f"{self._attempt} attempt" + "s" * (self._attempt > 1)
-            raise ObjectStoreError(f"{error.message} ({tries} in {spent:.1f} s)") from error
+            raise ObjectStoreError(
+                f"{error.message} ({tries} in {spent + self._asked_s:.1f} s)",
+                advice=f"it asks for a pause of {asked_s:.0f} s: try again then" if is_long else "",
+            ) from error
         self._clock.sleep(pause)
 
 

@@ -214,7 +214,12 @@ def test_the_file_is_not_listed_as_an_object(tmp_path: Path) -> None:
     store = FolderStore.create(tmp_path / "store")
     url = parse_url((tmp_path / "store").as_uri())
     open_accounts(url, store).change(add(ANN))
-    assert sorted(os.listdir(store.root)) == ["DIESEL-STORE", "accounts", "accounts.lock"]
+    assert sorted(os.listdir(store.root)) == [
+        "DIESEL-STORE",
+        "accounts",
+        "accounts.lock",
+        "deleted",
+    ]
     assert [*store.names("")] == ["DIESEL-STORE"]
     assert [*store.foreign(), *store.leftovers()] == []
     with pytest.raises(UsageError):

@@ -12,6 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from hashlib import sha1
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -30,12 +31,20 @@ from diesel_fs.errors import (
     NoSuchDataset,
 )
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.storage.metadata.redis.bucket_scripts import NOTE_SYNC
 from diesel_fs.storage.metadata.redis.errors import RetryLater, safe_cause, translate_error
 from diesel_fs.storage.metadata.redis.link import RedisLink
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from tests.rows import each_row
 from tests.storage.forks import within
-from tests.storage.metadata.batches import Chunk, check, commit_and_repair, files
+from tests.storage.metadata.batches import (
+    Chunk,
+    Entry,
+    check,
+    commit_and_repair,
+    files,
+    tombstones,
+)
 from tests.storage.metadata.metadata_stores import FIRST, IDENTITY, NAME, commit, filled
 from tests.storage.metadata.redis_proxy import RedisProxy
 from tests.storage.metadata.redis_servers import (
@@ -49,6 +58,7 @@ from tests.storage.metadata.watched_redis import commit_without_applying
 
 SECRET = "canary-3f81"  # noqa: S105
 MORE = files(2, b"c")
+PATHS = [entry.path for entry in FIRST.entries if entry is not None]
 
 
 def bulky(number: int) -> Chunk:
@@ -276,6 +286,9 @@ class WaitingNode:
     def __exit__(self, *_: object) -> None:
         pass
 
+    def script_load(self, source: str) -> bytes:
+        return sha1(source.encode(), usedforsecurity=False).hexdigest().encode()
+
     def execute_command(self, *words: object) -> list[int]:
         self.commands.append(words)
         self.waits -= words[0] == "WAITAOF"
@@ -295,7 +308,7 @@ def test_C2_sync_waits_for_the_log_of_each_node(cluster: RedisCluster) -> None:
         RedisMetadata(RedisLink(link.address, fakes, 10)).sync()
         for waits, (key, _) in enumerate(nodes):
             wait = ("WAITAOF", 1, 0, 1000)
-            expected += [("HSET", key, "sync", 1), *([wait] * (waits + 1))]
+            expected += [("EVALSHA", NOTE_SYNC.sha, 1, key), *([wait] * (waits + 1))]
         assert commands == expected
 
 
@@ -387,6 +400,32 @@ def test_C7_a_full_memory_lets_pieces_be_applied(server: RedisServer, own: Redis
     commit_without_applying(server.url, bulky(2).batch())
     server.client().config_set("maxmemory", 1)
     check(own, NAME, [FIRST, bulky(2)])
+
+
+def test_C7_a_full_memory_lets_room_be_made(server: RedisServer, own: RedisMetadata) -> None:
+    """All that leads to deleting and purging, also by a process that opens the store then."""
+    commit(own, MORE)
+    store = uuid.uuid4()
+    RedisMetadata.open(server.url, store=store).close()
+    server.client().config_set("maxmemory", 1)
+    with closing(RedisMetadata.open(server.url, store=store)) as meta:
+        copies = Chunk(3, tuple(Entry(path, first=(1, i)) for i, path in enumerate(PATHS)), True)
+        deleted = tombstones(4, b"c")
+        commit(meta, copies, deleted)
+        check(meta, NAME, [FIRST, MORE, copies, deleted])
+        meta.sync()
+        meta.lock_commits(IDENTITY, 1).release()
+        meta.repair(IDENTITY, str(server.client().info("server")["run_id"]), [])
+        commit(meta, more_deleted := tombstones(5, b"b"))
+        assert meta.forget(IDENTITY, [FIRST.id, MORE.id]) == {FIRST.id, MORE.id}
+        assert meta.forget(IDENTITY, [deleted.id], tombstones=True) == {deleted.id}
+        check(meta, NAME, [copies, more_deleted])
+        for grows in (files(9, b"d"), Chunk(9, (*more_deleted.entries, Entry(b"d")))):
+            with pytest.raises(NoSpaceError, match="maxmemory"):
+                commit(meta, grows)
+        meta.drop(IDENTITY)
+        assert not [key for key in server.client().keys("*") if b"{head}" not in key]
+        assert meta.heads() == []
 
 
 def test_C7_a_redis_that_may_evict_keys_is_refused(server: RedisServer, own: RedisMetadata) -> None:

@@ -1,18 +1,24 @@
 """URLs of buckets, and endpoint and credentials from the environment and the AWS profile."""
 
+import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from diesel_fs.errors import ConfigError
+from diesel_fs.errors import ConfigError, ObjectStoreRefused
 from diesel_fs.storage.objects.cloud.location import (
     BucketLocation,
     parse_bucket_url,
     resolve_access,
 )
+from diesel_fs.storage.objects.cloud.store import open_cloud
 from tests.rows import each_row
+from tests.storage.objects.s3_server import Server
+from tests.storage.objects.scripted_store import LEASE, chunk
 
 S3 = BucketLocation("s3", "bucket", "")
+NAME = chunk("a")
 
 
 @each_row(
@@ -122,7 +128,79 @@ def test_the_users_aws_profile_is_read(tmp_path: Path) -> None:
     access = resolve_access(S3, {**environ, "AWS_PROFILE": "lab"})
     assert access.host == "lab:9000"
     assert "session_token" in access.options
-    assert resolve_access(S3, {**environ, "AWS_PROFILE": "none"}).options == {"region": "us-east-1"}
+    with pytest.raises(
+        ObjectStoreRefused, match=r"profile none: .*\(none\) could not be found; ch"
+    ):
+        resolve_access(S3, {**environ, "AWS_PROFILE": "none"})
+
+
+def giver(folder: Path, **said: object) -> str:
+    """A program that gives credentials, as the AWS tools call it. It says how often it has run."""
+    program = folder / "giver"
+    text = json.dumps({"Version": 1, "SecretAccessKey": "secret", **said})
+    program.write_text(f"#!/bin/sh\necho x >> {folder}/runs\ncat <<'END'\n{text}\nEND\n")
+    program.chmod(0o700)
+    return str(program)
+
+
+def test_all_that_a_profile_may_say_is_honoured(tmp_path: Path) -> None:
+    environ = profiles(tmp_path)
+    with (tmp_path / ".aws" / "config").open("a") as config:
+        config.write(
+            f"[profile given]\ncredential_process = {giver(tmp_path, AccessKeyId='given')}\n"
+            "services = here\n[services here]\ns3 =\n  endpoint_url = http://here:9\n"
+            "[profile sso]\nsso_session = us\nsso_account_id = 1\nsso_role_name = r\n"
+            "[sso-session us]\nsso_region = us-east-1\nsso_start_url = https://x\n"
+            "[profile role]\nrole_arn = arn:aws:iam::123456789012:role/r\nsource_profile = none\n"
+            "[profile bad]\ncredential_process = /bin/false\n"
+        )
+    given = resolve_access(S3, {**environ, "AWS_PROFILE": "given"})
+    assert (given.host, given.plain_http) == ("here:9", True)
+    assert given.options["access_key_id"] == "given"
+    assert not given.is_over()
+    for name, why in {"sso": "SSO", "role": "none", "bad": "custom-process;"}.items():
+        with pytest.raises(ObjectStoreRefused, match=rf"of the profile {name}: .*{why}.*aws s3 ls"):
+            resolve_access(S3, {**environ, "AWS_PROFILE": name})
+    keys = {"AWS_ACCESS_KEY_ID": "mine", "AWS_SECRET_ACCESS_KEY": "my secret"}
+    named = resolve_access(S3, {**environ, **keys, "AWS_PROFILE": "bad"})
+    assert named.options["access_key_id"] == "mine"
+
+
+def test_a_role_is_assumed(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".aws").mkdir()
+    (tmp_path / ".aws" / "config").write_text(
+        "[default]\nregion = us-east-1\nrole_arn = arn:aws:iam::123456789012:role/r\n"
+        "source_profile = own\n[profile own]\naws_access_key_id=a\naws_secret_access_key=b\n"
+    )
+    monkeypatch.setenv("AWS_ENDPOINT_URL", s3.environ["AWS_ENDPOINT_URL"])  # also of the roles
+    access = resolve_access(S3, {"HOME": str(tmp_path)})
+    assert access.options["session_token"]
+    assert not access.is_over()
+
+
+def test_O1_credentials_that_end_are_read_again_before_they_do(s3: Server, tmp_path: Path) -> None:
+    environ = {"HOME": str(tmp_path), "AWS_ENDPOINT_URL": s3.environ["AWS_ENDPOINT_URL"]}
+    (tmp_path / ".aws").mkdir()
+
+    def say(seconds: float) -> None:
+        until = datetime.now(UTC) + timedelta(seconds=seconds)
+        program = giver(tmp_path, AccessKeyId="given", Expiration=until.isoformat())
+        (tmp_path / ".aws/config").write_text(f"[default]\ncredential_process = {program}\n")
+
+    def runs() -> int:
+        return len((tmp_path / "runs").read_text())
+
+    say(30)
+    store = open_cloud(s3.place(), create=True, environ=environ)
+    before = runs()
+    store.put(NAME, [b"1"])
+    assert runs() > before
+    say(7200)
+    store.put(LEASE, [b"1"])
+    before = runs()
+    for name in (NAME, LEASE):
+        assert store.get(name) == b"1"
+    assert runs() == before
 
 
 def test_the_environment_wins_over_the_profile(tmp_path: Path) -> None:

@@ -220,11 +220,11 @@ def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore
 def test_objects_are_readable_as_the_umask_says(store: FolderStore) -> None:
     before = os.umask(0o027)
     try:
-        store.put("deleted/" + "0" * 32, [b"x"])
+        store.put(f"datasets/{'0' * 32}/DATASET", [b"x"])
     finally:
         os.umask(before)
-    assert os.stat(f"{store.root}/deleted").st_mode & 0o777 == 0o750
-    assert os.stat(f"{store.root}/deleted/{'0' * 32}").st_mode & 0o777 == 0o640
+    assert os.stat(f"{store.root}/datasets/{'0' * 32}").st_mode & 0o777 == 0o750
+    assert os.stat(f"{store.root}/datasets/{'0' * 32}/DATASET").st_mode & 0o777 == 0o640
 
 
 def test_B10_garbage_is_ignored_named_and_kept(store: FolderStore) -> None:

@@ -1,14 +1,19 @@
 """Which calls are retried and for how long, with a clock of the test's own and no network."""
 
+import email.utils
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import Queue
+from threading import Thread
+from time import time as now_s
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import (
+    DieselError,
     NoSpaceError,
     ObjectExists,
     ObjectMissing,
@@ -17,11 +22,21 @@ from diesel_fs.errors import (
     TruncatedError,
 )
 from diesel_fs.storage.objects.folder import FolderStore
-from diesel_fs.storage.objects.retry import AttemptFailed, RetryClock, RetryingStore, RetryPolicy
+from diesel_fs.storage.objects.retry import (
+    ASKED_S_MAX,
+    AttemptFailed,
+    LongPauses,
+    RetryClock,
+    RetryingStore,
+    RetryLoop,
+    RetryPolicy,
+    retry_after_s,
+)
 from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
 from tests.rows import each_row
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.scripted_store import CHUNKS, LEASE, chunk
+from tests.waiting import wait_until
 
 POLICY = RetryPolicy(pause_s=1, pause_s_max=8, deadline_s=60, put_deadline_s=60)
 FAILED = AttemptFailed("lost")
@@ -251,3 +266,77 @@ def test_reads_of_parts_are_retried(time: Time, faulty: FaultyStore, store: Retr
     store.read_uncached(NAME, 0, buffer := bytearray(2))
     assert buffer == b"01"
     assert len(time.slept) == 2
+
+
+class NotedPauses(LongPauses):
+    """Pauses that are noted, and take no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.noted: list[float] = []
+
+    def wait(self, seconds: float, reason: str) -> None:
+        self.noted.append(seconds)
+
+
+@each_row("may_wait", [True, False])
+def test_O3_a_store_that_asks_for_a_long_pause_gets_it_from_callers_who_may_wait(
+    may_wait: bool,
+) -> None:
+    time, pauses, answers = Time(), NotedPauses(), [90.0, 70.0, 0.0]
+    loop = RetryLoop(
+        POLICY, time.clock(0), deadline_s=60, attempt_s=1, pauses=pauses if may_wait else None
+    )
+
+    def act() -> str:
+        if asked_s := answers.pop(0):
+            raise AttemptFailed("zenodo: 429", pause_s_min=asked_s)
+        return "content"
+
+    if may_wait:
+        assert loop.call(act) == "content"
+        assert pauses.noted == [90, 70]
+    else:
+        with pytest.raises(ObjectStoreError, match=r"zenodo: 429 \(1 attempt .* pause of 90 s"):
+            loop.call(act)
+
+
+def test_O3_a_store_that_asks_for_pauses_without_end_gets_an_hour() -> None:
+    pauses = NotedPauses()
+    loop = RetryLoop(POLICY, Time().clock(0), deadline_s=60, attempt_s=1, pauses=pauses)
+
+    def act() -> None:
+        raise AttemptFailed("zenodo: 503", pause_s_min=1000)
+
+    with pytest.raises(ObjectStoreError, match="asks for a pause of 1000 s: try again then"):
+        loop.call(act)
+    assert sum(pauses.noted) == 3000 < ASKED_S_MAX
+
+
+def test_O3_a_long_pause_is_logged_once_and_ends_when_nobody_waits_any_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    pauses, ended = LongPauses(), Queue[DieselError]()
+
+    def wait() -> None:
+        try:
+            pauses.wait(3000, "zenodo: 429")
+        except DieselError as error:
+            ended.put(error)
+
+    for _ in range(3):
+        Thread(target=wait, daemon=True).start()
+    wait_until(lambda: len(caplog.records) == 1)
+    pauses.stop()
+    assert {str(ended.get(timeout=20)) for _ in range(3)} == {
+        "zenodo: 429; nothing waits for it any more"
+    }
+    assert caplog.messages == ["zenodo: 429; it asks for a pause: it is asked again in 3000 s"]
+
+
+def test_O3_retry_after_is_a_number_or_a_date() -> None:
+    assert retry_after_s("120") == 120
+    assert 0 < retry_after_s(email.utils.formatdate(now_s() + 1000, usegmt=True)) <= 1000
+    past = "Fri, 13 Feb 2009 23:31:30 GMT"
+    for other in (past, "", "-1", "1.5", "9" * 400, "soon", "Fri, 99 Feb 2009"):
+        assert retry_after_s(other) == 0, other

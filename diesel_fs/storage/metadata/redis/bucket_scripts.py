@@ -289,6 +289,26 @@ return call('HMGET', T, 'pieces', 'files', 'bytes')
 """
 )
 
+# x | field in x, piece
+# HSET of a piece that a full memory does not refuse (`head_scripts.py`)
+STAGE = script(
+    """
+redis.call('HDEL', KEYS[1], ARGV[1])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 1
+"""
+)
+
+# sync |
+# A write that a full memory does not refuse
+NOTE_SYNC = script(
+    """
+redis.call('HDEL', KEYS[1], 'sync')
+redis.call('HSET', KEYS[1], 'sync', 1)
+return 1
+"""
+)
+
 # The keys of APPLY | field in x, field in n
 # The piece: count of folders (u16), so many folders (16), how many fields of `h` the chunk has in
 # this bucket (u32), then the tombstones to remove: position of the folder (u16), length of the name

@@ -88,8 +88,10 @@ class HeadReader:
         """Bind this Redis to the object store of one repository, once and for all. Raises
         ConfigError where it is bound to another: the datasets of two repositories would be mixed.
         """
-        bound = command("SET", STORE_KEY, store.hex, "NX")
-        _, found = self.link.run([bound, command("GET", STORE_KEY)])
+        found = self.link.execute("GET", STORE_KEY)
+        if found is None:  # a Redis whose memory is full refuses even a SET that changes nothing
+            bound = command("SET", STORE_KEY, store.hex, "NX")
+            _, found = self.link.run([bound, command("GET", STORE_KEY)])
         if isinstance(found, bytes) and found != store.hex.encode():
             raise ConfigError(
                 f"the Redis {self.link.address} has the metadata of another object store"

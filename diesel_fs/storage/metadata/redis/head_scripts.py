@@ -3,7 +3,9 @@
 Each script is atomic as long as it does not fail in its middle: Redis does not undo the first
 writes of a script then. So a script checks all values that it relies on before it writes. Redis
 refuses a write for lack of memory or disk only as the first write of a script; so the first write
-of each script is one that may be refused without harm.
+of each script is one that may be refused without harm. A full memory (`maxmemory`) refuses what may
+need memory, and never HDEL. So a script that has to run in a full memory begins with HDEL: what
+frees memory, and small notes without which nothing could be freed.
 
 The comment above a script lists its keys, then its arguments. The first word of a reply is `ok` or
 the reason why nothing was done (`head.py`). Scripts must not compare strings with `<`: Lua would
@@ -94,8 +96,9 @@ return {'ok'}
 """
 )
 
-# schema head chunks begun | schema generation transaction plan, chunk...
-# Returns the version, for each chunk whether it is known, and how many transactions have begun
+# schema head chunks begun | schema generation transaction plan frees, chunk...
+# `frees`: 1 for a transaction that a full memory must not refuse, else 0. Returns the version, for
+# each chunk whether it is known, and how many transactions have begun
 BEGIN = script(
     _CHECK_SCHEMA
     + """
@@ -103,11 +106,12 @@ local head = redis.call('HMGET', KEYS[2], 'generation', 'version')
 if not head[1] then return {'none'} end
 if head[1] ~= ARGV[2] then return {'moved'} end
 local flags, new = {}, false
-for i = 5, #ARGV do
-  flags[i - 4] = redis.call('HEXISTS', KEYS[3], ARGV[i])
-  new = new or flags[i - 4] == 0
+for i = 6, #ARGV do
+  flags[i - 5] = redis.call('HEXISTS', KEYS[3], ARGV[i])
+  new = new or flags[i - 5] == 0
 end
 if new then
+  if ARGV[5] == '1' then redis.call('HDEL', KEYS[4], ARGV[3]) end
   redis.call('HSET', KEYS[4], ARGV[3],
     struct.pack('<c1I8', 'b', redis.call('TIME')[1]) .. ARGV[4])
 end
@@ -116,7 +120,7 @@ return {'ok', head[2], flags, redis.call('HLEN', KEYS[4])}
 )
 
 # schema head chunks pending begun locks counts |
-# schema generation transaction plan, clock in us, run or nothing, longest lock,
+# schema generation transaction plan frees, clock in us, run or nothing, longest lock,
 # count of buckets, (bucket, pieces)..., (chunk, record or nothing, digest)...
 # Adds chunks to a dataset, or removes those without a record (their digest is 2^128 less the
 # chunk's). Returns the new version, and how many plans are pending. After a restart of Redis, only
@@ -136,22 +140,23 @@ for _, text in ipairs({head[2], head[5]}) do
 end
 if not (head[3] and #head[3] == 16 and head[4] and #head[4] == 16) then return {'damaged'} end
 local current = run()
-if current ~= (ARGV[6] ~= '' and ARGV[6] or head[6]) then return {'restarted', current} end
+if current ~= (ARGV[7] ~= '' and ARGV[7] or head[6]) then return {'restarted', current} end
 local begun = redis.call('HGET', KEYS[5], ARGV[3])
 if not begun or begun:byte(1) ~= 98 then return {'moved'} end
-local first = 9 + 2 * ARGV[8]
+local first = 10 + 2 * ARGV[9]
 for i = first, #ARGV, 3 do
   local is_removal, is_known = ARGV[i + 1] == '', redis.call('HEXISTS', KEYS[3], ARGV[i]) == 1
   if is_removal ~= is_known or (is_removal and ARGV[i] == head[4]) then return {'moved'} end
 end
-for i = 9, first - 1, 2 do
+for i = 10, first - 1, 2 do
   local pieces = redis.call('HGET', KEYS[7], 'n' .. ARGV[i])
   if pieces and not pieces:match('^%d+$') then return {'damaged'} end
 end
 redis.call('LLEN', KEYS[4])
-if is_held(KEYS[6], tonumber(ARGV[7])) then return {'held'} end
-local version = string.format('%.0f', math.max(tonumber(head[2]) + 1, tonumber(ARGV[5])))
+if is_held(KEYS[6], tonumber(ARGV[8])) then return {'held'} end
+local version = string.format('%.0f', math.max(tonumber(head[2]) + 1, tonumber(ARGV[6])))
 local digest, newest, chunks = {head[3]:byte(1, 16)}, head[4], 0
+if ARGV[5] == '1' then redis.call('HDEL', KEYS[5], ARGV[3]) end
 redis.call('HSET', KEYS[2], 'version', version)
 for i = first, #ARGV, 3 do
   local carry = 0
@@ -172,7 +177,7 @@ for i = first, #ARGV, 3 do
 end
 redis.call('HINCRBY', KEYS[2], 'chunks', chunks)
 redis.call('HSET', KEYS[2], 'digest', string.char(unpack(digest)), 'newest', newest)
-for i = 9, first - 1, 2 do redis.call('HINCRBY', KEYS[7], 'n' .. ARGV[i], ARGV[i + 1]) end
+for i = 10, first - 1, 2 do redis.call('HINCRBY', KEYS[7], 'n' .. ARGV[i], ARGV[i + 1]) end
 redis.call('RPUSH', KEYS[4], ARGV[4])
 redis.call('HDEL', KEYS[5], ARGV[3])
 return {'ok', version, redis.call('LLEN', KEYS[4])}
@@ -202,6 +207,7 @@ CONFIRM = script(
 if redis.call('EXISTS', KEYS[2]) == 0 then return {'none'} end
 local current = run()
 if current ~= ARGV[2] then return {'restarted', current} end
+redis.call('HDEL', KEYS[2], 'run')  -- a full memory does not refuse it, nor later writes
 redis.call('HSET', KEYS[2], 'run', current)
 return {'ok'}
 """
@@ -246,6 +252,7 @@ LOCK_COMMITS = script(
 if redis.call('EXISTS', KEYS[2]) == 0 then return {'none'} end
 local now, longest = now_s(), tonumber(ARGV[4])
 local held = redis.call('HGETALL', KEYS[3])
+redis.call('HDEL', KEYS[3], ARGV[2])  -- a full memory does not refuse it, nor later writes
 redis.call('HSET', KEYS[3], ARGV[2], string.format('%.6f', now + tonumber(ARGV[3])))
 for i = 1, #held, 2 do
   local left = (tonumber(held[i + 1]) or 0) - now

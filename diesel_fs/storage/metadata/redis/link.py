@@ -36,7 +36,7 @@ from redis.retry import Retry
 from ....errors import DeadlineError, MetadataError
 from ..store import log
 from .address import RedisAddress
-from .bucket_scripts import SCRIPTS, Script
+from .bucket_scripts import NOTE_SYNC, SCRIPTS, Script
 from .errors import CLIENT_ERRORS, LOADING, SILENT, RetryLater, safe_cause, translate_error
 from .keys import sync_key
 
@@ -248,7 +248,8 @@ class RedisLink:
                 continue
             end_s = time.monotonic() + self.deadline_s
             with master.client() as connection:
-                connection.execute_command("HSET", key, "sync", 1)
+                script = connection.script_load(NOTE_SYNC.source.decode())
+                connection.execute_command("EVALSHA", script, 1, key)
                 while not connection.execute_command("WAITAOF", 1, 0, _WAITAOF_MS)[0]:
                     if time.monotonic() > end_s:
                         raise DeadlineError(f"{self.address} has not written its log in time")

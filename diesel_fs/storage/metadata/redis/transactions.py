@@ -14,7 +14,8 @@ entries. So nobody sees the new version without its entries, or entries of a lat
     5  APPLIED  Add the buckets' counts to the head; remove the plan from the pending ones.
 
 Chunks are removed in the same way: step 2 writes what is to be removed, COMMIT removes the chunks,
-and UNAPPLY takes the place of APPLY.
+and UNAPPLY takes the place of APPLY. A Redis whose memory is full refuses steps 1 to 3, except of a
+removal and of a commit that makes room (`Batch.makes_room`): else the memory would stay full.
 
 After a crash before step 3 the pieces are removed later (`remove_abandoned_transactions`); after
 it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. A piece
@@ -45,7 +46,7 @@ from ..store import (
     commits_locked_error,
     no_such_dataset_error,
 )
-from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, UNAPPLY, Script
+from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, STAGE, UNAPPLY, Script
 from .errors import UNWRITABLE, RetryLater
 from .head import HeadReader, RedisHead, ScriptRejected, UnknownDataset, lost_data_error
 from .head_scripts import ABANDON, APPLIED, BEGIN, COMMIT
@@ -63,7 +64,7 @@ from .keys import (
     PieceName,
     unpack_plan,
 )
-from .link import RedisLink, ScriptCommand, Word, command, in_portions
+from .link import Command, RedisLink, ScriptCommand, Word, command, in_portions
 from .pieces import BucketPiece, ChunkPieces, cut_batch, folders_of
 from .replies import as_count, listed, octets
 
@@ -88,27 +89,42 @@ class Transaction:
     identity: UUID
     generation: Generation
     plan: ApplyPlan
+    frees: bool = False  # a Redis whose memory is full must take it: it makes room
 
     @classmethod
     def of(
-        cls, identity: UUID, generation: Generation, name: bytes, chunks: Sequence[ChunkPieces]
+        cls,
+        identity: UUID,
+        generation: Generation,
+        name: bytes,
+        chunks: Sequence[ChunkPieces],
+        *,
+        frees: bool,
     ) -> Self:
         """The transaction `name` that adds or removes chunks."""
         counts = [(each.chunk, each.piece_counts) for each in chunks]
-        return cls(identity, generation, ApplyPlan(generation.name, name, counts))
+        return cls(identity, generation, ApplyPlan(generation.name, name, counts), frees)
 
     @cached_property
     def keys(self) -> DatasetKeys:
         return DatasetKeys(self.identity)
 
     @cached_property
-    def words(self) -> tuple[bytes, bytes, bytes]:
-        """The arguments with which scripts of the head begin: generation, transaction, plan."""
-        return self.generation.name, self.plan.transaction, self.plan.pack()
+    def words(self) -> tuple[bytes, bytes, bytes, int]:
+        """The arguments with which scripts of the head begin: generation, transaction, plan,
+        whether it frees memory."""
+        return self.generation.name, self.plan.transaction, self.plan.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
         """Key and field of a piece that waits to be applied."""
         return self.generation.key(name.bucket, b"x"), self.plan.transaction + name.field
+
+    def stage_command(self, piece: BucketPiece) -> Command:
+        """The command that writes a piece where it waits to be applied."""
+        key, field = self.staged_piece(piece.name)
+        if self.frees:
+            return ScriptCommand(STAGE, (key,), (field, piece.packed)).command()
+        return command("HSET", key, field, piece.packed)
 
     def script_command(
         self, script: Script, name: PieceName, folders: Sequence[FolderId]
@@ -195,7 +211,8 @@ class RedisTransactions(HeadReader):
         generation = self._generations.get(identity) or self.read_head(identity).generation
         for _ in range(_TRIES_MAX):
             chunks = [cut_batch(batch, generation) for batch in batches.values()]
-            transaction = Transaction.of(identity, generation, name, chunks)
+            frees = all(batch.makes_room for batch in batches.values())
+            transaction = Transaction.of(identity, generation, name, chunks, frees=frees)
             earlier_tries[:] = [transaction]
             try:
                 known = self._begin(transaction, batches)
@@ -244,12 +261,7 @@ class RedisTransactions(HeadReader):
             pieces = chain.from_iterable(each.pieces for each in chunks)
             for portion in in_portions(pieces, _PIECES_AT_ONCE):
                 self.link.extend_deadline()
-                self.link.run(
-                    [
-                        command("HSET", *transaction.staged_piece(piece.name), piece.packed)
-                        for piece in portion
-                    ]
-                )
+                self.link.run([*map(transaction.stage_command, portion)])
             return self._commit_head(transaction, chunks, deadline, run_id)
 
     @contextmanager
@@ -317,7 +329,7 @@ class RedisTransactions(HeadReader):
         generation was replaced.
         """
         name = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
-        transaction = Transaction.of(identity, generation, name, chunks)
+        transaction = Transaction.of(identity, generation, name, chunks, frees=True)
         # No chunk has the ID `LOWEST`, so the script does not find all chunks known
         self._begin(transaction, [LOWEST])
         self._write(transaction, chunks, deadline)

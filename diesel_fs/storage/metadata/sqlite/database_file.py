@@ -366,7 +366,10 @@ class SqliteFile:
                 advice=f"process {', '.join(map(str, pids))} is writing" if pids else "",
             )
         if code == sqlite3.SQLITE_FULL or name in ("SQLITE_IOERR_SHMSIZE", "SQLITE_IOERR_SHMMAP"):
-            return NoSpaceError(what, advice="make room on its disk")
+            return NoSpaceError(
+                f"{self.path}: its disk is full",
+                advice="make room on that disk; `dlcmd delete-dataset` works all the same",
+            )
         if name == "SQLITE_READONLY" and not self._readonly and self._may_be_written():
             # SQLite opens a file for reading where it cannot for writing, and does not say why
             return MetadataError(

@@ -16,7 +16,7 @@ from ....errors import (
 from ..retry import AttemptFailed
 
 _SMALL_PUT_BYTES = 4 << 20
-_THROTTLED_PAUSE_S = 1.0  # the library hides Retry-After, which is seconds in most stores
+_THROTTLED_PAUSE_S = 1.0  # obstore hides Retry-After, which is seconds in most stores
 _NO_BUCKET = frozenset({"NoSuchBucket", "InvalidBucketName", "ContainerNotFound"})
 _NO_SPACE = frozenset({"QuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
 _CLOCK = frozenset({"RequestTimeTooSkewed", "RequestInTheFuture"})
@@ -102,9 +102,11 @@ class CloudObject:
     etag: str | None
 
 
-def meaning_of_status(what: str, status: int, code: str, exists: bool) -> DieselError:
+def meaning_of_status(
+    what: str, status: int, code: str, exists: bool, pause_s: float = 0.0
+) -> DieselError:
     """The error for an HTTP status and the store's error code; `exists`: the library says that the
-    object exists."""
+    object exists; `pause_s`: the pause that the store asks for."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"
@@ -138,7 +140,7 @@ def meaning_of_status(what: str, status: int, code: str, exists: bool) -> Diesel
         case _ if status == 501 or code in _UNCONDITIONAL:
             return ConditionsUnsupported(what)
         case _ if status in _TRANSIENT or status > 507:
-            pause_s = _THROTTLED_PAUSE_S if status in _THROTTLED else 0.0
+            pause_s = max(pause_s, _THROTTLED_PAUSE_S if status in _THROTTLED else 0.0)
             return AttemptFailed(what, may_have_succeeded=status >= 500, pause_s_min=pause_s)
     return PermanentStoreError(what)
 

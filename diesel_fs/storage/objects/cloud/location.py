@@ -1,24 +1,24 @@
 """Parses the URL of a bucket, and finds the endpoint and the credentials for it.
 
 Endpoint, region and credentials are those that the vendors' own tools would use: the environment
-first, then the profile in `~/.aws`. Plain http is used only if the endpoint's own URL says so.
-Credentials from the network (instance and container roles) are not read here: the client library
-asks for those itself.
+first, then the profile in `~/.aws`, which botocore reads, with all that may stand there:
+`services`, `source_profile`, `credential_process`, SSO. (It is imported only then, since that takes
+a fifth of a second.) Plain http is used only if the endpoint's own URL says so. Credentials of
+instance and container roles are not read here: the client library asks for those itself.
 
 Everything is computed again whenever credentials are to be read again; nothing is kept. Any thread.
 """
 
+import os
 import re
-from collections.abc import Mapping
-from configparser import ConfigParser
-from configparser import Error as ParseError
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, cast
 from urllib.parse import urlsplit
 
-from ....errors import ConfigError
+from ....errors import ConfigError, ObjectStoreRefused
 from ....urls import CLOUD_SCHEMES, RepositoryUrl, parse_url
+from ..retry import AttemptFailed
 
 Scheme = Literal["s3", "gs", "az"]
 
@@ -26,7 +26,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
 # Characters that every vendor's store and the client library take without encoding them.
 _COMPONENT = re.compile(r"[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
 _PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and names of objects have some 100
-_FILE_BYTES_MAX = 1 << 20
+_RENEWED_S = 60  # credentials that end are read again so long before
 
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # With any of these variables the client library finds credentials by itself.
@@ -56,11 +56,15 @@ class BucketLocation:
 
 @dataclass(frozen=True, slots=True)
 class BucketAccess:
-    """How to reach a bucket. `options` holds secrets, so it is in no repr and no message."""
+    """How to reach a bucket. `options` holds secrets, so it is in no repr and no message.
+
+    `is_over` tells whether the credentials end soon: then all this has to be found again.
+    """
 
     host: str
     plain_http: bool
     options: Mapping[str, str] = field(repr=False)
+    is_over: Callable[[], bool] = field(default=lambda: False, repr=False, compare=False)
 
 
 def parse_bucket_url(url: str) -> BucketLocation:
@@ -90,7 +94,9 @@ def source_location(url: RepositoryUrl) -> BucketLocation:
 
 
 def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
-    """The endpoint and the credentials that now apply. Raises ConfigError."""
+    """The endpoint and the credentials that now apply. Raises ConfigError; ObjectStoreRefused if
+    the profile gives no credentials, AttemptFailed if a server that gives them cannot be reached.
+    """
     match location.scheme:
         case "s3":
             return _access_to_s3(environ)
@@ -107,26 +113,27 @@ def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> Buck
 
 def _access_to_s3(environ: Mapping[str, str]) -> BucketAccess:
     """Endpoint, region and credentials for S3."""
-    profile = _profile(environ)
     endpoint = (
         environ.get("AWS_ENDPOINT_URL_S3")
         or environ.get("AWS_ENDPOINT_URL")
-        or environ.get("AWS_ENDPOINT")
-        or profile.get("endpoint_url", "")
+        or environ.get("AWS_ENDPOINT", "")
     )
-    options = {
-        "region": environ.get("AWS_REGION")
-        or environ.get("AWS_DEFAULT_REGION")
-        or profile.get("region", "us-east-1")
-    }
-    found: Mapping[str, str] = {n.lower(): environ[n] for n in _KEYS if environ.get(n)}
-    if not found and not any(map(environ.get, _OTHER_CREDENTIALS)):
-        found = profile
-    options |= {name[4:]: found[name] for name in map(str.lower, _KEYS) if name in found}
+    region = environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION", "")
+    keys: Mapping[str, str] = {n.lower()[4:]: environ[n] for n in _KEYS if environ.get(n)}
+    has_credentials = bool(keys) or any(map(environ.get, _OTHER_CREDENTIALS))
+    is_over: Callable[[], bool] = lambda: False  # noqa: E731
+    if not (endpoint and region and has_credentials) and any(map(os.path.isfile, _files(environ))):
+        profile = _profile(environ, credentials=not has_credentials)
+        endpoint = endpoint or profile.endpoint
+        region = region or profile.region
+        if not has_credentials:
+            keys, is_over = profile.keys, profile.is_over
+    options = {"region": region or "us-east-1", **keys}
     if not endpoint:
-        return BucketAccess(f"s3.{options['region']}.amazonaws.com", False, options)
+        return BucketAccess(f"s3.{options['region']}.amazonaws.com", False, options, is_over)
     host, plain_http = _parse_endpoint(endpoint)
-    return BucketAccess(host, plain_http, {**options, "endpoint": endpoint.rstrip("/")})
+    options["endpoint"] = endpoint.rstrip("/")
+    return BucketAccess(host, plain_http, options, is_over)
 
 
 def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
@@ -144,26 +151,73 @@ def _parse_endpoint(endpoint: str) -> tuple[str, bool]:
     return host, parts.scheme == "http"
 
 
-def _profile(environ: Mapping[str, str]) -> Mapping[str, str]:
-    """The user's AWS profile, empty if there is none. The file `credentials` wins over `config`."""
-    name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE") or "default"
-    home = environ.get("HOME", "")
-    config = environ.get("AWS_CONFIG_FILE") or f"{home}/.aws/config"
-    credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or f"{home}/.aws/credentials"
-    section = name if name == "default" else f"profile {name}"
-    return {**_section(Path(config), section), **_section(Path(credentials), name)}
+def _files(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The files `config` and `credentials` of the AWS tools."""
+    folder = os.path.join(environ.get("HOME", ""), ".aws")
+    config = environ.get("AWS_CONFIG_FILE") or os.path.join(folder, "config")
+    credentials = environ.get("AWS_SHARED_CREDENTIALS_FILE") or os.path.join(folder, "credentials")
+    return os.path.expanduser(config), os.path.expanduser(credentials)
 
 
-def _section(path: Path, name: str) -> Mapping[str, str]:
-    """A section of an AWS configuration file; empty if it does not exist. Raises ConfigError."""
-    parser = ConfigParser(interpolation=None, default_section="")
+@dataclass(frozen=True, slots=True)
+class _Profile:
+    """What the user's AWS profile says; empty for what it does not say."""
+
+    endpoint: str = ""
+    region: str = ""
+    keys: Mapping[str, str] = field(default_factory=dict, repr=False)
+    is_over: Callable[[], bool] = lambda: False
+
+
+def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
+    """The user's AWS profile, with its credentials if they are wanted. Raises as `resolve_access`,
+    with errors that show no line of a file."""
+    import botocore.session  # noqa: PLC0415  # the module's docstring says why
+    from botocore.exceptions import (  # noqa: PLC0415
+        BotoCoreError,
+        ClientError,
+        ConfigParseError,
+        HTTPClientError,
+    )
+    from botocore.exceptions import ConnectionError as NoConnection  # noqa: PLC0415
+
+    name = environ.get("AWS_PROFILE") or environ.get("AWS_DEFAULT_PROFILE")
+    config, secrets = _files(environ)
+    session = botocore.session.Session(profile=name)
+    session.set_config_variable("config_file", config)
+    session.set_config_variable("credentials_file", secrets)
     try:
-        with path.open(encoding="utf-8") as file:
-            parser.read_string(file.read(_FILE_BYTES_MAX))
-    except (FileNotFoundError, NotADirectoryError, PermissionError):
-        return {}
-    except (OSError, UnicodeDecodeError, ParseError):  # its text may show a line with a secret
+        for role in ("container-role", "iam-role"):
+            session.get_component("credential_provider").remove(role)
+        said = session.get_scoped_config()
+        services = session.full_config.get("services", {}).get(said.get("services", ""), {})
+        endpoint = services.get("s3", {}).get("endpoint_url") or said.get("endpoint_url", "")
+        region = said.get("region", "")
+        found = session.get_credentials() if credentials else None
+        if found is None:
+            return _Profile(endpoint, region)
+        frozen = found.get_frozen_credentials()
+    except ConfigParseError:
         raise ConfigError(
-            f"cannot read {path}", advice="see the AWS command line's manual"
+            f"cannot read {config} or {secrets}", advice="see the AWS command line's manual"
         ) from None
-    return dict(parser[name]) if parser.has_section(name) else {}
+    except (NoConnection, HTTPClientError) as error:
+        raise AttemptFailed(
+            f"no credentials for S3: {type(error).__name__} at {error.kwargs.get('endpoint_url')}"
+        ) from None
+    except (BotoCoreError, ClientError, OSError, ValueError, KeyError) as error:
+        what = f" of the profile {name}" if name else ""
+        reason = type(error).__name__ if isinstance(error, ValueError | KeyError) else f"{error}"
+        raise ObjectStoreRefused(
+            f"no credentials for S3{what}: {reason.splitlines()[0].rstrip(' .:')}",
+            advice=f"check {config}, with `aws s3 ls`",
+        ) from None
+    keys = {
+        "access_key_id": frozen.access_key,
+        "secret_access_key": frozen.secret_key,
+        **({"session_token": frozen.token} if frozen.token else {}),
+    }
+    refresh_needed = getattr(found, "refresh_needed", None)
+    if refresh_needed is None:
+        return _Profile(endpoint, region, keys)
+    return _Profile(endpoint, region, keys, lambda: bool(refresh_needed(_RENEWED_S)))

@@ -53,7 +53,7 @@ from .answers import (
     PermanentStoreError,
     meaning_of_status,
 )
-from .location import BucketLocation, resolve_access
+from .location import BucketAccess, BucketLocation, resolve_access
 
 if TYPE_CHECKING:  # the library has these names for type checkers alone
     from obstore import GetOptions, GetResult, ListStream, ObjectMeta
@@ -158,7 +158,9 @@ class CloudRequests:
         self.location = location
         self.limits = limits or AttemptLimits()
         self._environ = environ
+        self._access: BucketAccess | None = None
         self._clients: dict[float, _Client] = {}  # by the time that a request may take
+        self._opening = threading.Lock()  # held while credentials are read and clients made
         self._host = ""
 
     # The requests
@@ -258,7 +260,7 @@ class CloudRequests:
             except ExpiredCredentials:
                 if renewed:
                     raise
-                self._clients, renewed = {}, True
+                self._access, renewed = None, True
                 keys = self._begin_list(folder, after)
                 continue
             if page is None:
@@ -308,7 +310,7 @@ class CloudRequests:
         try:
             return send()
         except ExpiredCredentials:
-            self._clients = {}  # the next client reads files and environment again
+            self._access = None  # the next client reads files and environment again
             return send()
 
     def _translated(self, doing: str, key: str, act: Callable[[], Item]) -> Item:
@@ -326,12 +328,21 @@ class CloudRequests:
         Only the client that reads bodies has a read time-out, since that also runs while a request
         is being sent.
         """
-        client = self._clients.get(request_s)
-        if client is None:
+        access, clients = self._access, self._clients
+        if access is None or access.is_over() or request_s not in clients:
+            with self._opening:
+                clients = self._open_client(request_s)
+        return clients[request_s]
+
+    def _open_client(self, request_s: float) -> dict[float, _Client]:
+        """The clients, among them one for `request_s`, with credentials that last."""
+        access = self._access
+        if access is None or access.is_over():
             access = resolve_access(
                 self.location, os.environ if self._environ is None else self._environ
             )
-            self._host = access.host
+            self._host, self._clients, self._access = access.host, {}, access
+        if request_s not in self._clients:
             options: ClientConfig = {
                 "allow_http": access.plain_http,
                 "connect_timeout": timedelta(seconds=self.limits.connect_s),
@@ -339,9 +350,8 @@ class CloudRequests:
             }
             if request_s == _WHOLE_READ_S:
                 options["read_timeout"] = timedelta(seconds=self.limits.stall_s)
-            client = _make_client(self.location, access.options, options)
-            self._clients[request_s] = client
-        return client
+            self._clients[request_s] = _make_client(self.location, access.options, options)
+        return self._clients
 
     def _at(self, key: str) -> str:
         return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"

@@ -3,7 +3,7 @@
 Through botocore. `requests.py`, which speaks to the chunks of a repository, takes keys for paths:
 its library removes the slash at the end of a key, and lists nothing of a page that has a key like
 `a//b`. botocore gives keys as they are, and knows all that `~/.aws` may say: profiles, SSO, roles,
-programs that give credentials. No other module sends requests by botocore.
+programs that give credentials. No other module sends requests for objects by botocore.
 
 No request is repeated here; `retry.py` does that. Concurrency: any thread; a fork is allowed.
 """
@@ -29,7 +29,7 @@ from botocore.exceptions import (
 
 from ....errors import DieselError, ObjectStoreRefused
 from ....names import shown
-from ..retry import AttemptFailed
+from ..retry import AttemptFailed, retry_after_s
 from .answers import (
     AttemptLimits,
     BrokenBody,
@@ -158,9 +158,12 @@ class S3Source:
         if isinstance(error, ClientError):
             answer = error.response
             code = str(answer.get("Error", {}).get("Code", ""))
-            status = int(answer.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+            about = answer.get("ResponseMetadata", {})
+            status = int(about.get("HTTPStatusCode", 0))
+            pause_s = retry_after_s(str(about.get("HTTPHeaders", {}).get("retry-after", "")))
             code = "" if code.isdigit() else code
-            return meaning_of_status(f"{what}: {code or 'HTTP'} ({status})", status, code, False)
+            what = f"{what}: {code or 'HTTP'} ({status})"
+            return meaning_of_status(what, status, code, False, pause_s)
         if isinstance(error, SSLError):
             return PermanentStoreError(f"{what}: its certificate is not trusted")
         if isinstance(error, _NO_ANSWER):
@@ -237,4 +240,4 @@ def _reason(error: BotoCoreError) -> str:
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return (str(error).splitlines() or [type(error).__name__])[0].rstrip(" .:")
