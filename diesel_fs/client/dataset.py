@@ -188,7 +188,7 @@ def _creation_advised(*, create: bool) -> Iterator[None]:
         if not create:
             what = "repository and dataset" if isinstance(error, ObjectMissing) else "dataset"
             also = f"{error.advice}; " if error.advice else ""
-            error.advice = f"{also}create=True makes a new {what}"
+            error.advice = f"{also}diesel_fs.connect(..., create=True) makes a new {what}"
         raise
 
 

@@ -245,9 +245,9 @@ def test_an_error_has_the_kind_that_files_have_and_names_the_cure(
 
 def test_what_is_missing_names_create_as_the_cure(url: str, tmp_path: Path) -> None:
     nowhere = (tmp_path / "none").as_uri()
-    with pytest.raises(ObjectMissing, match="create=True makes a new repository and dataset"):
+    with pytest.raises(ObjectMissing, match=r"create=True\) makes a new repository and dataset"):
         connect("pets", nowhere)
-    with pytest.raises(NoSuchDataset, match="create=True makes a new dataset"):
+    with pytest.raises(NoSuchDataset, match=r"create=True\) makes a new dataset"):
         connect("other", url)
     with pytest.raises(ObjectMissing) as error:
         list_datasets(nowhere)
