@@ -240,6 +240,7 @@ class Dataset:
         self._version_fixed = is_version_fixed  # only `refresh` moves on from this version
         self._kept = is_kept  # opened at a named version: nothing can be written
         self._closed = False
+        self._newest = view  # the newest version that was shown; `load_meta` may go back
         self._switch_version(view)
         self._forget_writes()
 
@@ -620,6 +621,7 @@ class Dataset:
         if not self._version_fixed and (warning := self._repository.staleness_warning(view)):
             log.warning("%s", warning)
         self._view = view
+        self._newest = max(self._newest, view, key=_version)
         self._order = None
         limit = self._options.memory_bytes
         memory_bytes = MEMORY_BYTES_DEFAULT if limit is None else limit
@@ -704,7 +706,7 @@ class Dataset:
         Other writers may have put it after the version that is shown.
         """
         assert self._session is not None
-        view = max(self._view, self._session.view, key=lambda view: view.version)
+        view = max(self._newest, self._session.view, key=_version)
         index = view.lookup(path)
         return view.stat(index).kind if index >= 0 else None
 
@@ -802,6 +804,10 @@ def _check_file(view: Snapshot, index: int) -> None:
         raise IsAFolder(f"{shown_path!r} is not a file: it is a folder")
     target = cut(os.fsdecode(view.link(index)))
     raise UsageError(f"{shown_path!r} is not a file: it is a link to {target!r}")
+
+
+def _version(view: Snapshot) -> int:
+    return view.version
 
 
 def _reopen(
