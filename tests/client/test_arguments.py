@@ -267,6 +267,17 @@ def test_memory_of_any_shape_is_put_whole(dataset: Dataset) -> None:
         dataset.delete(path)
 
 
+def test_D1_metadata_by_index_are_those_of_whole_numbers(dataset: Dataset) -> None:
+    view = dataset.snapshot
+    for call in (view.path, view.name, view.stat, view.size, view.children, view.parent):
+        for bad in (None, "a.txt", 1.5, [1], object()):
+            with pytest.raises(TypeError, match="integer"):
+                call(bad)  # type: ignore[arg-type]  # on purpose
+        for outside in (-1, len(view), 1 << 80):
+            with pytest.raises(IndexError, match="no entry"):
+                call(outside)
+
+
 def test_a_closed_stream_is_not_read(dataset: Dataset) -> None:
     stream = dataset.open("a.txt")
     for bad in (stream.seek, stream.read):

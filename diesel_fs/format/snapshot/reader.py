@@ -10,6 +10,7 @@ The buffer (a mapped file) stays in use as long as the snapshot, or an array tha
 lives.
 """
 
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -526,7 +527,7 @@ class Snapshot:
         return self._flags[i] >> layout.KIND_SHIFT & 3
 
     def _check(self, i: int) -> None:
-        if not 0 <= i < self.entry_count:
+        if not 0 <= operator.index(i) < self.entry_count:  # a TypeError for what is no number
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":
