@@ -22,12 +22,15 @@ from .errors import DeadlineError as DeadlineError
 from .errors import DieselError as DieselError
 from .errors import ForeignError as ForeignError
 from .errors import FormatError as FormatError
+from .errors import IsAFolder as IsAFolder
 from .errors import MetadataBehind as MetadataBehind
 from .errors import MetadataError as MetadataError
 from .errors import NewerVersionError as NewerVersionError
 from .errors import NoSpaceError as NoSpaceError
 from .errors import NoSuchDataset as NoSuchDataset
+from .errors import NoSuchFile as NoSuchFile
 from .errors import NoSuchPath as NoSuchPath
+from .errors import NotAFolder as NotAFolder
 from .errors import NotFoundError as NotFoundError
 from .errors import ObjectExists as ObjectExists
 from .errors import ObjectMissing as ObjectMissing

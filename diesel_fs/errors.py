@@ -2,11 +2,14 @@
 
     DieselError                         exit  errno
     ├── UsageError                         2  EINVAL
-    │   └── ConfigError                    2  EINVAL
+    │   ├── ConfigError                    2  EINVAL
+    │   └── IsAFolder                      2  EISDIR
     ├── PartialError                       3  EIO
     ├── NotFoundError                     10  ENOENT
     │   ├── NoSuchDataset                 10  ENOENT
+    │   ├── NoSuchFile                    10  ENOENT
     │   └── NoSuchPath                    10  ENOENT
+    │       └── NotAFolder                10  ENOTDIR
     ├── BusyError                         11  EBUSY
     ├── PermissionDenied                  12  EACCES
     ├── ConflictError                     12  EEXIST
@@ -67,6 +70,16 @@ class ConfigError(UsageError):
     """A configuration file, environment variable or URL is malformed."""
 
 
+class IsAFolder(UsageError, IsADirectoryError):
+    """The path names a folder, and the call is about files. It is an IsADirectoryError, too."""
+
+    errno = errno.EISDIR
+
+    def __init__(self, message: str, *, advice: str = "") -> None:
+        super().__init__(message, advice=advice)
+        self.strerror = os.strerror(self.errno)
+
+
 class PartialError(DieselError):
     """The work was done except for some files, each of which has been named to the user."""
 
@@ -95,6 +108,20 @@ class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # err
 
     It is a FileNotFoundError, too, so that code written for files works unchanged.
     """
+
+    def __init__(self, message: str, *, advice: str = "") -> None:
+        super().__init__(message, advice=advice)
+        self.strerror = os.strerror(self.errno)
+
+
+class NotAFolder(NoSuchPath, NotADirectoryError):
+    """The path goes on below a file or a link. It is a NotADirectoryError, too."""
+
+    errno = errno.ENOTDIR
+
+
+class NoSuchFile(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
+    """A file of this machine that the caller named is not there. It is a FileNotFoundError, too."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message, advice=advice)

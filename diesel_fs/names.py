@@ -10,6 +10,9 @@ from .errors import UsageError
 
 _VERSION = re.compile(r"[1-9]\d{0,18}", re.ASCII)
 
+SHOWN_CHARS = 300
+"""How much of a path or name a message repeats."""
+
 DATASET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 
 
@@ -18,12 +21,12 @@ def check_dataset_name(name: str) -> str:
     dataset, slash, _ = name.partition("/")
     if slash and DATASET_NAME.fullmatch(dataset):
         raise UsageError(
-            f"bad dataset name {name!r}: it is a path",
+            f"bad dataset name {cut(name)!r}: it is a path",
             advice=f"name the dataset, {dataset}: its folders are in it",
         )
     if not DATASET_NAME.fullmatch(name):
         raise UsageError(
-            f"bad dataset name {name!r}",
+            f"bad dataset name {cut(name)!r}",
             advice="a name is a letter or digit, then up to 62 letters, digits, '.', '_' or '-'",
         )
     return name
@@ -33,16 +36,25 @@ def parse_versioned_name(text: str) -> tuple[str, int]:
     """The dataset's name and the version in `DATASET@VERSION`; the version is 0 if none is named,
     which means the current one. Raises UsageError.
     """
+    if not isinstance(text, str):  # from a Python program
+        raise UsageError(
+            f"a dataset is named by text, not by a value of type {type(text).__name__}"
+        )
     name, at, version = text.partition("@")
     check_dataset_name(name)
     if not at:
         return name, 0
     if not _VERSION.fullmatch(version):
         raise UsageError(
-            f"bad version in {text!r}",
+            f"bad version in {cut(text)!r}",
             advice=f"`dlcmd ls {name}@` lists the versions that are kept",
         )
     return name, int(version)
+
+
+def cut(text: str) -> str:
+    """A text for messages, of which the end is left out if it is long."""
+    return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
 def shown(path: bytes) -> str:

@@ -59,7 +59,7 @@ class Settings:
             return Credentials(self.user, parse_key(self.key))
         if not self.key_file:
             raise ConfigError(
-                f"no key for the user {self.user!r}", advice="name the key's file by --key-file"
+                f"no key for the user {self.user!r}", advice="give it by --key-file or DIESEL_KEY"
             )
         return Credentials(self.user, _key_in(Path(self.key_file)))
 

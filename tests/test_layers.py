@@ -15,7 +15,7 @@ from pathlib import Path
 from .rows import each_row
 
 LAYERS = (
-    *"errors names urls credentials settings metrics".split(),
+    *"errors names arguments urls credentials settings metrics".split(),
     *"system format orders net storage cache repository remote peers ingest client".split(),
     *"mounts forecast torch diesel_fs diesel_server dlcmd".split(),
     "diesel_kubernetes",

@@ -10,6 +10,7 @@ Thread-safe. After a fork the child may go on reading.
 """
 
 import io
+import operator
 import threading
 import weakref
 from collections import Counter
@@ -766,6 +767,8 @@ class EntryFile(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._check_not_closed()
+        offset = operator.index(offset)
         starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}
         if whence not in starts or starts[whence] + offset < 0:
             raise ValueError(f"cannot seek to {offset} with whence {whence}")
@@ -773,7 +776,11 @@ class EntryFile(io.RawIOBase):
         return self._at
 
     def read_at(self, offset: int, size: int) -> memoryview:
-        """`size` bytes from `offset` on, fewer only at the file's end."""
+        """`size` bytes from `offset` on, fewer only at the file's end. Raises ValueError for a
+        negative number, and once the stream is closed."""
+        self._check_not_closed()
+        if offset < 0 or size < 0:
+            raise ValueError(f"cannot read {size} bytes from {offset} on")
         return self._reader.read(self._index, offset, size)
 
     def read(self, size: int | None = -1, /) -> bytes:
@@ -784,6 +791,10 @@ class EntryFile(io.RawIOBase):
 
     def readall(self) -> bytes:
         return self.read()
+
+    def _check_not_closed(self) -> None:
+        if self.closed:
+            raise ValueError("I/O operation on a closed file")
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         room = memoryview(buffer).cast("B")

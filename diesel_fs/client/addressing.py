@@ -5,14 +5,18 @@ slashes separate its components; it neither begins nor ends with one. An index i
 entry in the version that is shown, from 0 on. Pure functions, safe from any thread.
 """
 
+import io
 import operator
 import os
-from collections.abc import Iterable, Sequence
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import SupportsIndex
 
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import wrong_type
 from ..errors import NoSuchPath, UsageError
 from ..format.snapshot.reader import Indices, Snapshot
 
@@ -25,6 +29,8 @@ EntryKeys = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
 """What names many entries: all their paths, or all their indices."""
 
 _PATHS = (str, bytes, os.PathLike)
+_NO_LISTS = (bytearray, memoryview, io.IOBase, Mapping)
+_MIXED = "entries are named by paths only, or by whole numbers only"
 
 
 def is_path(key: EntryKey) -> bool:
@@ -35,9 +41,7 @@ def is_path(key: EntryKey) -> bool:
 def encoded(path: object) -> bytes:
     """A path as bytes. Raises UsageError for another type, and for text that cannot be encoded."""
     if not isinstance(path, _PATHS):
-        raise UsageError(
-            f"bad path {path!r}: it is not text", advice="give either paths only or indices only"
-        )
+        raise wrong_type("a path", "str, bytes or os.PathLike", path)
     try:
         return os.fsencode(path)
     except UnicodeEncodeError as error:
@@ -48,10 +52,10 @@ def index_of(view: Snapshot, key: EntryKey) -> int:
     """The index of an entry. Raises NoSuchPath, and UsageError for neither a path nor an index."""
     if isinstance(key, _PATHS):
         return view.index_of(encoded(key))
-    try:
-        return _check_index(view, operator.index(key))
-    except TypeError:
-        raise UsageError(f"{key!r} is neither a path nor an index") from None
+    if not isinstance(key, bool):
+        with suppress(TypeError):
+            return _check_index(view, operator.index(key))
+    raise wrong_type("an entry", "named by its path or its index", key)
 
 
 def names_of(entries: EntryKeys) -> list[bytes] | Indices:
@@ -60,15 +64,22 @@ def names_of(entries: EntryKeys) -> list[bytes] | Indices:
         return entries
     if isinstance(entries, _PATHS):
         raise UsageError(
-            f"this call takes several paths or indices, not the one path {entries!r}",
+            f"this call takes several paths or indices, not the one path {reprlib.repr(entries)}",
             advice="put it in a list",
         )
+    if not isinstance(entries, Iterable) or isinstance(entries, _NO_LISTS):
+        raise wrong_type("the first argument", "a list of paths or a list of indices", entries)
     keys = entries if isinstance(entries, np.ndarray | Sequence) else list(entries)
     if len(keys) and isinstance(keys[0], _PATHS):
+        if not all(isinstance(path, _PATHS) for path in keys):
+            raise UsageError(_MIXED)
         return [encoded(path) for path in keys]
-    indices = np.asarray(keys) if len(keys) else np.empty(0, np.int64)
+    try:
+        indices = np.asarray(keys) if len(keys) else np.empty(0, np.int64)
+    except (ValueError, TypeError):  # lists of several lengths
+        raise UsageError(_MIXED) from None
     if indices.ndim != 1 or indices.dtype.kind not in "iu":
-        raise UsageError("entries are named by paths only, or by whole numbers only")
+        raise UsageError(_MIXED)
     return indices.astype(np.int64, copy=False)
 
 

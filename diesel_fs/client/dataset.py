@@ -12,13 +12,15 @@ that loads a pickle of the dataset, which opens the same version anew (`reopenin
 are not flushed stay with the process that made them.
 """
 
+import inspect
 import io
 import logging
 import os
-import shutil
+import reprlib
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -27,20 +29,32 @@ from typing import BinaryIO, NamedTuple, Self, Unpack
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import flag, keyword_errors, local_path, text, whole_number, words_of, wrong_type
 from ..cache.reader import EntryFile, EntryReader
 from ..credentials import Credentials
-from ..errors import ConflictError, ForeignError, NoSuchPath, UsageError
+from ..errors import (
+    ConflictError,
+    ForeignError,
+    IsAFolder,
+    NoSuchDataset,
+    NoSuchFile,
+    NoSuchPath,
+    ObjectMissing,
+    PermissionDenied,
+    UsageError,
+)
 from ..format.chunk import CHUNK_BYTES_DEFAULT
 from ..format.entries import Kind, Stat, check_path, split, whole_object
+from ..format.snapshot import layout
 from ..format.snapshot.reader import Snapshot, Stats
 from ..ingest.concurrent_writers import finish_put
 from ..ingest.options import COMPRESSIONS, PutReport
-from ..ingest.packer import FileSkipped, Packer, start_packer
+from ..ingest.packer import MTIMES_NS, FileSkipped, Packer, start_packer
 from ..ingest.paths import is_reserved
-from ..names import parse_versioned_name
+from ..names import cut, parse_versioned_name
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, chunk_order
 from ..peers.client import TaskStore, master_request
-from ..peers.options import NO_TASK, TaskKwargs, TaskOptions, non_negative_int
+from ..peers.options import NO_TASK, TaskKwargs, TaskOptions
 from ..remote.open import open_configured
 from ..repository.interface import PurgeOptions, PurgeReport, Repository
 from ..repository.private_copies import open_snapshot_file, save_snapshot
@@ -65,6 +79,8 @@ log = logging.getLogger("diesel.client")
 MEMORY_BYTES_DEFAULT = 256 << 20
 """Memory for chunks in each process; small, since a DataLoader has many processes."""
 
+_READ_BYTES = 1 << 20
+_MODE_MAX = 0o177777  # with the bits of the file's type, as `st_mode` has them
 _SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length is known
 
 
@@ -90,6 +106,7 @@ class _Order(NamedTuple):
     below: EntryKey
 
 
+@keyword_errors()
 def connect(
     dataset: str,
     url: str | None = None,
@@ -127,35 +144,55 @@ def connect(
     MetadataError, UsageError.
     """
     name, version = parse_versioned_name(dataset)
-    if create and version:
+    if flag("create", create) and version:
         raise UsageError(
             f"{dataset} names a version, and `create` makes a new dataset",
             advice="leave out `create`, or the version",
         )
-    if compress not in COMPRESSIONS:
-        raise UsageError(f"bad compression {compress!r}", advice=f"one of {COMPRESSIONS}")
+    if not isinstance(compress, str) or compress not in COMPRESSIONS:
+        known = ", ".join(COMPRESSIONS)
+        raise UsageError(f"bad compression {reprlib.repr(compress)}", advice=f"one of {known}")
     settings = _load(url, user, key)
     if memory_bytes is not None:
-        memory_bytes = non_negative_int("memory_bytes", memory_bytes)
-    task_memory_bytes = non_negative_int("task_memory_bytes", task_memory_bytes or 0)
+        memory_bytes = whole_number("memory_bytes", memory_bytes)
+    if task_memory_bytes is None:
+        task_memory_bytes = 0
+    task_memory_bytes = whole_number("task_memory_bytes", task_memory_bytes)
     task_options = TaskOptions.from_kwargs(
         task,
         f"{settings.repository_url}\0{dataset}",
+        words=words_of(inspect.signature(connect)),
         task_only={"policy": task.get("policy"), "task_memory_bytes": task_memory_bytes},
     )
     options = _OpenOptions(memory_bytes, compress, task_options, task_memory_bytes)
-    repository = open_configured(settings, create=create)
+    with _creation_advised(create=create):
+        repository = open_configured(settings, create=create)
     try:
         if create:
             repository.begin(name)
         is_kept = version != 0
-        view = repository.view_at(name, version) if is_kept else repository.view(name)
+        with _creation_advised(create=create or is_kept):
+            view = repository.view_at(name, version) if is_kept else repository.view(name)
         return Dataset(repository, view, options, is_version_fixed=is_kept, is_kept=is_kept)
     except BaseException:
         repository.close()
         raise
 
 
+@contextmanager
+def _creation_advised(*, create: bool) -> Iterator[None]:
+    """Around what fails without a repository or dataset, if the caller has not asked to make it."""
+    try:
+        yield
+    except (ObjectMissing, NoSuchDataset) as error:
+        if not create:
+            what = "repository and dataset" if isinstance(error, ObjectMissing) else "dataset"
+            also = f"{error.advice}; " if error.advice else ""
+            error.advice = f"{also}diesel_fs.connect(..., create=True) makes a new {what}"
+        raise
+
+
+@keyword_errors()
 def list_datasets(
     url: str | None = None, user: str | None = None, key: str | None = None
 ) -> list[str]:
@@ -170,7 +207,11 @@ def list_datasets(
 
 def _load(url: str | None, user: str | None, key: str | None) -> Settings:
     """The settings with these arguments of a call. Raises UsageError for a key without a server."""
-    settings = load_settings({"url": url, "user": user, "key": key})
+    given = {"url": url, "user": user, "key": key}
+    for word, value in given.items():
+        if value is not None:
+            text(word, value)
+    settings = load_settings(given)
     if key is not None and settings.credentials is None:
         raise UsageError(
             "`key` is given without a user", advice="leave out `key`, or name a user of a server"
@@ -199,6 +240,7 @@ class Dataset:
         self._version_fixed = is_version_fixed  # only `refresh` moves on from this version
         self._kept = is_kept  # opened at a named version: nothing can be written
         self._closed = False
+        self._newest = view  # the newest version that was shown; `load_meta` may go back
         self._switch_version(view)
         self._forget_writes()
 
@@ -257,7 +299,7 @@ class Dataset:
         return self._view.file_count
 
     def get(self, path: EntryKey) -> bytes:
-        """Return the content of a file (DL_get). Raises NoSuchPath, CorruptError."""
+        """Return the content of a file (DL_get). Raises NoSuchPath, IsAFolder, CorruptError."""
         reader = self._reader
         if type(path) is int and 0 <= path < reader.snapshot.entry_count and not self._closed:
             index = path
@@ -266,28 +308,29 @@ class Dataset:
         plain = reader.snapshot.plain_extent(index)
         if plain is not None:
             return bytes(whole_object(memoryview(reader.read_plain(index, plain))))
-        if reader.snapshot.stat(index).kind != Kind.FILE:
-            raise UsageError(f"{path!r} is not a file")
+        _check_file(reader.snapshot, index)
         return bytes(whole_object(reader.read(index)))
 
     def open(self, path: EntryKey) -> EntryFile:
         """Return the content of a file as a binary stream that can seek, for large files and parts.
 
-        The stream stays with the version that is shown now. Raises NoSuchPath; while reading,
-        CorruptError and the errors of the store.
+        The stream stays with the version that is shown now. Raises NoSuchPath, IsAFolder; while
+        reading, CorruptError and the errors of the store.
         """
         index, reader = self._find(path)
-        if reader.snapshot.stat(index).kind != Kind.FILE:
-            raise UsageError(f"{path!r} is not a file")
+        _check_file(reader.snapshot, index)
         return EntryFile(reader, index)
 
     def read_many(self, paths: EntryKeys) -> Iterator[memoryview]:
         """Yield the contents of many files in this order; fetch chunks ahead in the background.
 
-        A content stays valid as long as its view is held. Raises NoSuchPath before anything is
-        read; later as `get`.
+        A content stays valid as long as its view is held. Raises NoSuchPath and IsAFolder
+        before anything is read; later as `get`.
         """
         indices, reader = self._find_many(paths)
+        kinds = layout.kinds(reader.snapshot.columns.flags[indices])
+        for index in indices[kinds != Kind.FILE][:1].tolist():
+            _check_file(reader.snapshot, index)
         return reader.read_many(indices)
 
     def shuffle(
@@ -312,7 +355,8 @@ class Dataset:
         """
         top = self._index(below)
         if self._view.stat(top).kind != Kind.FOLDER:
-            raise UsageError(f"{below!r} is not a folder")
+            raise UsageError(f"{reprlib.repr(below)} is not a folder")
+        flag("drop_last", drop_last)
         order = chunk_order(
             self._view, seed, epoch, group_size=group_size, rank=rank, world=world,
             drop_last=drop_last, below=top,
@@ -325,9 +369,18 @@ class Dataset:
         """Load chunks for `get` and `read_many` in this order of indices, as after `shuffle`.
 
         Its groups end at the positions `ends`. Raises UsageError where the chunks of one group do
-        not fit `memory_bytes`.
+        not fit `memory_bytes`, NoSuchPath.
         """
         self._check_open()
+        view = self._view
+        order, ends = indices_of(view, _indices("order", order)), _indices("ends", ends)
+        positions = np.concatenate(([0], ends))
+        if positions[-1] != len(order) or (np.diff(positions) < 0).any():
+            raise UsageError(
+                f"ends are ascending positions in the order, the last of which is {len(order)}"
+            )
+        if (layout.kinds(view.columns.flags[order]) != Kind.FILE).any():
+            raise UsageError("the order names entries that are no files")
         self._reader.prefetch_order(order, ends, grow=self._options.memory_bytes is None)
         self._order = None
 
@@ -370,7 +423,7 @@ class Dataset:
 
     def put(
         self,
-        source: str | os.PathLike[str] | bytes | BinaryIO,
+        source: str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO,
         path: PathText,
         *,
         mode: int = 0o644,
@@ -381,28 +434,33 @@ class Dataset:
         `source` is the path of a file, bytes, or a file object. The file of a path gives mode and
         mtime; for other sources they are `mode`, and `mtime_ns` or now.
 
-        Raises ConflictError if `path` is a folder or lies below a file. If a chunk cannot be
-        stored, the puts since the last `flush` are lost: `put` and `flush` raise the error until
-        the dataset is opened again.
+        Raises ConflictError if `path` is a folder or lies below a file, NoSuchFile or
+        PermissionDenied if the source cannot be read. If a chunk cannot be stored, the puts since
+        the last `flush` are lost: `put` and `flush` raise the error until the dataset is opened
+        again.
         """
         packer = self._writer()
         target = self._target(path)
-        now = time.time_ns() if mtime_ns is None else mtime_ns
-        self._add_parents(packer, target, now)
+        mode = whole_number("mode", mode, 0, _MODE_MAX)
+        now = time.time_ns()
+        if mtime_ns is not None:
+            now = whole_number("mtime_ns", mtime_ns, MTIMES_NS.start, MTIMES_NS.stop - 1)
         try:
             if isinstance(source, str | os.PathLike):
-                self._put_file(packer, Path(os.path.realpath(source)), target)
+                self._put_file(packer, local_path("source", source), target, now)
             elif isinstance(source, bytes | bytearray | memoryview):
-                size = len(source)
-                packer.add_stream(io.BytesIO(source), size, split(target), mode, now)
+                content = source if isinstance(source, bytes) else bytes(source)
+                self._add_parents(packer, target, now)
+                packer.add_stream(io.BytesIO(content), len(content), split(target), mode, now)
             else:
                 with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
-                    shutil.copyfileobj(source, spool)
+                    _copy(source, spool)
                     size = spool.tell()
                     spool.seek(0)
+                    self._add_parents(packer, target, now)
                     packer.add_stream(spool, size, split(target), mode, now)
         except FileSkipped as reason:
-            raise ConflictError(f"{source!r}: {reason}") from None
+            raise ConflictError(f"{cut(os.fsdecode(target))!r} is not put: {reason}") from None
         self._new_files.add(target)
 
     def flush(self) -> int:
@@ -434,13 +492,15 @@ class Dataset:
         It is durable on return. Raises NoSuchPath, and ConflictError for a folder with entries.
         """
         self._check_writable()
+        flag("recursive", recursive)
         entry = path if is_path(path) else self._view.path(self._index(path))
         self.flush()  # it may move on to a version with other indices
         index = self._index(entry)
         entries = self._view.walk(index).tolist()
         if len(entries) > 1 and not recursive:
             raise ConflictError(
-                f"{path!r} is a folder with entries", advice="recursive=True deletes them too"
+                f"{reprlib.repr(path)} is a folder with entries",
+                advice="recursive=True deletes them too",
             )
         self._writer()
         assert self._session is not None
@@ -455,7 +515,7 @@ class Dataset:
     def save_meta(self, file: str | os.PathLike[str]) -> None:
         """Write the metadata of the version that is shown to a snapshot file (DL_save_meta)."""
         self._check_open()
-        save_snapshot(self._view, Path(file))
+        save_snapshot(self._view, local_path("file", file))
 
     def load_meta(self, file: str | os.PathLike[str]) -> bool:
         """Show the version in a snapshot file (DL_load_meta); return whether it is the current one.
@@ -464,7 +524,7 @@ class Dataset:
         another dataset.
         """
         self._check_open()
-        loaded = open_snapshot_file(Path(file))
+        loaded = open_snapshot_file(local_path("file", file))
         if loaded.identity != self._view.identity:
             raise ForeignError(
                 f"{file} is a snapshot of {loaded.dataset!r} ({loaded.identity}),"
@@ -486,8 +546,12 @@ class Dataset:
 
         It flushes first, and moves on to the current version. Raises BusyError, NoSpaceError.
         """
+        if isinstance(max_unused, bool) or not isinstance(max_unused, int | float | np.number):
+            raise wrong_type("max_unused", "a share between 0 and 1", max_unused)
         if not 0 <= max_unused <= 1:
-            raise UsageError(f"max_unused is a share between 0 and 1, not {max_unused}")
+            raise UsageError(f"max_unused is a share between 0 and 1, not {max_unused:g}")
+        keep, grace_s = whole_number("keep", keep, -1), whole_number("grace_s", grace_s, -1)
+        flag("dry_run", dry_run)
         self._check_writable()
         self.flush()
         options = PurgeOptions(round(max_unused * 1_000_000), keep, grace_s, dry_run)
@@ -551,11 +615,13 @@ class Dataset:
             self._task.close()
         self._repository.close()
 
+    @keyword_errors()
     def _switch_version(self, view: Snapshot) -> None:
         """Show another version, with a reader of its own."""
         if not self._version_fixed and (warning := self._repository.staleness_warning(view)):
             log.warning("%s", warning)
         self._view = view
+        self._newest = max(self._newest, view, key=_version)
         self._order = None
         limit = self._options.memory_bytes
         memory_bytes = MEMORY_BYTES_DEFAULT if limit is None else limit
@@ -602,20 +668,36 @@ class Dataset:
             self._packer = start_packer(session, CHUNK_BYTES_DEFAULT, self._options.compress)
         return self._packer
 
-    def _put_file(self, packer: Packer, source: Path, target: bytes) -> None:
-        folder = os.open(source.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def _put_file(self, packer: Packer, source: Path, target: bytes, now: int) -> None:
+        """Put a file of this machine. Raises FileSkipped, NoSuchFile, PermissionDenied."""
         try:
-            packer.add_file(folder, os.fsencode(source.name), split(target))
-        finally:
-            close_folder(folder)
+            real = Path(os.path.realpath(source, strict=True))
+            folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._add_parents(packer, target, now)
+                packer.add_file(folder, os.fsencode(real.name), split(target))
+            finally:
+                close_folder(folder)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NoSuchFile(
+                f"there is no file {cut(str(source))!r} to put",
+                advice="`source` is the path of a file of this machine, or bytes: text is put by"
+                " text.encode(), and `path` comes second",
+            ) from error
+        except OSError as error:
+            raise PermissionDenied(f"cannot read {cut(str(source))!r}: {error.strerror}") from error
 
     def _target(self, path: PathText) -> bytes:
         """The path of a file to be put. Raises UsageError, and ConflictError for a folder."""
         target = check_path(encoded(path))
         if not target or is_reserved(target):
-            raise UsageError(f"{path!r} cannot be the path of a file: it is the root or reserved")
+            raise UsageError(
+                f"{reprlib.repr(path)} cannot be the path of a file: it is the root or reserved"
+            )
         if target in self._new_folders or self._kind_at(target) == Kind.FOLDER:
-            raise ConflictError(f"{path!r} is a folder", advice="delete it first")
+            raise ConflictError(
+                f"{cut(os.fsdecode(target))!r} is a folder", advice="delete it first"
+            )
         return target
 
     def _kind_at(self, path: bytes) -> Kind | None:
@@ -624,7 +706,7 @@ class Dataset:
         Other writers may have put it after the version that is shown.
         """
         assert self._session is not None
-        view = max(self._view, self._session.view, key=lambda view: view.version)
+        view = max(self._newest, self._session.view, key=_version)
         index = view.lookup(path)
         return view.stat(index).kind if index >= 0 else None
 
@@ -686,6 +768,46 @@ class Dataset:
             return False
         self.refresh()
         return True
+
+
+def _indices(word: str, value: object) -> npt.NDArray[np.int64]:
+    """Numbers of an array or sequence. Raises UsageError for anything else."""
+    try:
+        found = np.asarray(value)
+    except (ValueError, TypeError):  # lists of several lengths
+        found = np.empty((0, 0))
+    if found.ndim != 1 or (found.dtype.kind not in "iu" and len(found)):
+        raise wrong_type(word, "an array of whole numbers", value)
+    return found.astype(np.int64, copy=False)
+
+
+def _copy(source: object, spool: "tempfile.SpooledTemporaryFile[bytes]") -> None:
+    """Copy a file object to its end. Raises UsageError for what is none, and for text."""
+    read = getattr(source, "read", None)
+    if not callable(read):
+        raise wrong_type("source", "the path of a file, bytes, or a binary file object", source)
+    while data := read(_READ_BYTES):
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise UsageError(
+                f"source reads {type(data).__name__}, not bytes", advice="open it in binary mode"
+            )
+        spool.write(data)
+
+
+def _check_file(view: Snapshot, index: int) -> None:
+    """Raises IsAFolder for a folder, and UsageError for a link."""
+    kind = view.stat(index).kind
+    if kind == Kind.FILE:
+        return
+    shown_path = cut(os.fsdecode(view.path(index)))
+    if kind == Kind.FOLDER:
+        raise IsAFolder(f"{shown_path!r} is not a file: it is a folder")
+    target = cut(os.fsdecode(view.link(index)))
+    raise UsageError(f"{shown_path!r} is not a file: it is a link to {target!r}")
+
+
+def _version(view: Snapshot) -> int:
+    return view.version
 
 
 def _reopen(

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import UsageError
-from ..names import shown
+from ..names import cut, shown
 
 Bytes = bytes | bytearray | memoryview
 """Types of buffers that are written or sent."""
@@ -296,5 +296,12 @@ def path_fault(path: bytes) -> str:
 def check_path(path: bytes) -> bytes:
     """`path` itself. Raises UsageError if it cannot be a path in a dataset."""
     if fault := path_fault(path):
-        raise UsageError(f"bad path {shown(path)}: it has {fault}")
+        named = b"/".join(name for name in path.split(b"/") if name not in (b"", b"."))
+        is_meant = named and not path_fault(named)
+        if path.startswith(b"/") and is_meant:
+            fault = "a slash at its start"
+        raise UsageError(
+            f"bad path {cut(shown(path))}: it has {fault}",
+            advice=f"write it from the dataset's root on: {cut(shown(named))}" if is_meant else "",
+        )
     return path

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
+from ..arguments import flag, local_path, whole_number
 from ..errors import BusyError, DeadlineError, DieselError, PermissionDenied, UsageError
 from ..settings import runtime_folder, state_folder
 from ..system import daemons, syscalls
@@ -169,7 +170,8 @@ def umount(
     Raises DeadlineError for a daemon that neither ends nor works, PermissionDenied for another
     user's mount.
     """
-    found = our_mount(directory)
+    lazy, force = flag("lazy", lazy), flag("force", force)
+    found = our_mount(local_path("directory", directory))
     daemon = daemon_of(found.device)
     own = [] if daemon is None else [daemon, *descendants_of(daemon)]
     if force:
@@ -223,12 +225,14 @@ def filelist(directory: str | os.PathLike[str], epoch: int | None = None) -> lis
     Reading the list tells the mount that its files will be read in this order. Raises DieselError;
     UsageError for a bad epoch.
     """
-    found = our_mount(directory)
+    found = our_mount(local_path("directory", directory))
+    if epoch is not None:
+        epoch = whole_number("epoch", epoch)
     name = "filelist0"
     if epoch is not None:
         lists = stats(found.path).get("lists")
-        if not isinstance(lists, dict) or not isinstance(epoch, int) or epoch < 0:
-            raise UsageError(f"bad epoch {epoch!r} of a list")
+        if not isinstance(lists, dict):
+            raise UsageError(f"{found.path} has no list of epoch {epoch}")
         name = f"shuffle0/seed={lists['seed']},epoch={epoch},group={lists['group_size']}"
     text = read_through(f"{found.hidden_folder}/{name}")
     return [os.fsdecode(path) for path in text.split(b"\0")[:-1]]
@@ -275,7 +279,9 @@ def _busy(path: str, pids: Sequence[int]) -> BusyError:
     holders = (
         f"processes {shown}" if pids else "a process that this user cannot see, or another mount"
     )
-    return BusyError(f"{path} is held by {holders}", advice="end them, or use --lazy")
+    return BusyError(
+        f"{path} is held by {holders}", advice="end them, or use --lazy (in Python lazy=True)"
+    )
 
 
 def _unmount(found: DatasetMount, own: Sequence[int], lazy: bool) -> None:

@@ -3,14 +3,16 @@
 It is apart from `launcher.py` because it imports `Dataset`, and so numpy.
 """
 
+import inspect
 import os
 from pathlib import Path
 from types import TracebackType
 from typing import Self, Unpack
 
+from ..arguments import flag, keyword_errors, local_path, text, whole_number, words_of
 from ..client.dataset import Dataset
 from ..names import parse_versioned_name
-from ..peers.options import TaskKwargs, TaskOptions, non_negative_int
+from ..peers.options import TaskKwargs, TaskOptions
 from ..settings import load_settings
 from . import launcher
 from .options import MountRequest
@@ -39,6 +41,7 @@ class Mounted:
         return os.fspath(self.path)
 
 
+@keyword_errors()
 def mount(
     dataset: Dataset | str,
     folder: str | os.PathLike[str],
@@ -65,10 +68,12 @@ def mount(
         address, credentials = dataset.url, dataset.credentials
     else:
         name, version = parse_versioned_name(dataset)
-        settings = load_settings({"url": url})
+        settings = load_settings({"url": None if url is None else text("url", url)})
         address, credentials = settings.repository_url, settings.credentials
-    path = Path(os.path.realpath(folder))
-    task_options = TaskOptions.from_kwargs(task, str(path))
+    path = Path(os.path.realpath(local_path("folder", folder)))
+    task_options = TaskOptions.from_kwargs(
+        task, str(path), words=words_of(inspect.signature(mount))
+    )
     if isinstance(dataset, Dataset) and not any(value is not None for value in task.values()):
         task_options = dataset.task_options
     request = MountRequest(
@@ -76,11 +81,11 @@ def mount(
         name,
         str(path),
         version=version,
-        memory_bytes=non_negative_int("memory_bytes", memory_bytes or 0),
+        memory_bytes=0 if memory_bytes is None else whole_number("memory_bytes", memory_bytes),
         policy=task_options.policy,
-        allow_other=allow_other,
+        allow_other=flag("allow_other", allow_other),
         task_options=task_options,
-        metrics=metrics or "",
+        metrics="" if metrics is None else text("metrics", metrics),
     )
     launcher.mount(request.with_credentials(credentials))
     return Mounted(path, str(launcher.stats(path)["metrics"]) if metrics else "")

@@ -139,7 +139,8 @@ class MountSource:
             warning = repository.staleness_warning(view)
             if warning and request.stale == "refuse":
                 raise ConflictError(
-                    warning, advice="mount with --stale warn, or when the metadata store is back"
+                    warning,
+                    advice="mount by `dlcmd mount --stale warn`, or when the metadata is back",
                 )
             return OpenedSnapshot(view, "" if request.stale == "allow" else warning)
 
@@ -362,7 +363,9 @@ def _staleness_warning(repository: Repository, request: MountRequest, snapshot: 
     if current > snapshot.version:
         warning = f"{request.snapshot_file} is of version {snapshot.version}, current is {current}"
         if request.stale == "refuse":
-            raise ConflictError(warning, advice="save it again, or mount with --stale warn")
+            raise ConflictError(
+                warning, advice="save it again, or mount by `dlcmd mount --stale warn`"
+            )
     elif head_version < snapshot.version:
         warning = (
             f"the metadata store is behind {request.snapshot_file} (version {snapshot.version})"
@@ -383,5 +386,5 @@ def _dataset_info(repository: Repository, request: MountRequest) -> DatasetInfo 
             return None
         raise MetadataError(
             f"cannot find out whether {request.snapshot_file} is current: {error.message}",
-            advice="mount it with --offline, which does not ask",
+            advice="mount it by `dlcmd mount --offline`, which does not ask",
         ) from error

@@ -170,7 +170,7 @@ def chunk_order(
 def check_number(what: str, value: int, lowest: int = 0, highest: int = SEED_MAX) -> None:
     """Raises UsageError for a number that is not whole, or out of range."""
     if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise UsageError(f"bad {what} {value!r}: it is a whole number")
+        raise UsageError(f"bad {what} of type {type(value).__name__}: it is a whole number")
     if not lowest <= value <= highest:
         upper = "2^63 - 1" if highest == SEED_MAX else f"{highest}"
         raise UsageError(f"bad {what} {value}: it is {lowest} to {upper}")

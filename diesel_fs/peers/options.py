@@ -10,20 +10,20 @@ needs besides; it travels to the master over a pipe, as arguments of programs ar
 All values are immutable. The module imports no numpy, so that a mount starts fast.
 """
 
-import difflib
 import hashlib
 import os
 import re
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
-from operator import index
 from pathlib import Path
 from typing import ClassVar, Literal, SupportsIndex, TypedDict, TypeVar, get_args
 from uuid import UUID
 
+from ..arguments import check_words, flag, text, whole_number, wrong_type
 from ..credentials import Credentials, parse_key
 from ..errors import ConfigError, UsageError
+from ..names import cut
 from ..settings import KEY_FILE_BYTES_MAX, private_text
 from ..system.daemons import DaemonRequest
 from .membership import TaskName
@@ -88,7 +88,6 @@ _Kind = TypeVar("_Kind")
 _POLICIES: tuple[FillPolicy, ...] = get_args(FillPolicy)
 _EVICTIONS: tuple[Eviction, ...] = get_args(Eviction)
 _LAYOUTS: tuple[CacheLayout, ...] = get_args(CacheLayout)
-_KNOWN_KWARGS = sorted(TaskKwargs.__optional_keys__)
 _CLI_NAMES = {"memory_bytes": "--memory", "cache_bytes": "--cache-size"}
 _MAKE_A_KEY = "make one: head -c 32 /dev/urandom | base64"
 
@@ -241,17 +240,20 @@ class TaskOptions(DaemonRequest):
         kwargs: TaskKwargs,
         shared_name: str,
         *,
+        words: Sequence[str] = (),
         task_only: Mapping[str, object] | None = None,
         spelled: Callable[[str], str] = str,
     ) -> "TaskOptions":
         """The options that keyword arguments of a call give; `shared_name`: see `or_single_node`.
 
-        `task_only` has more arguments of that call that need a task. Raises UsageError, which names
+        `words` are the other arguments of that call; `task_only` has those of them that need a
+        task. Raises UsageError, which names
         the argument, for one that is unknown or has a bad value, and as `check`.
         """
         given: dict[str, object] = {**kwargs}
-        _check_names(given)
-        if given.get("task") == "":  # a variable of a script that is not set, perhaps
+        check_words(given, [*words, *sorted(TaskKwargs.__optional_keys__)])
+        task = given.get("task")
+        if isinstance(task, str) and not task:  # a variable of a script that is not set, perhaps
             raise UsageError("the task's name is empty", advice="leave it out to use no task")
         values = {each.name: _checked_value(each, given.get(each.name)) for each in fields(cls)}
         options = TaskOptions.from_values(values).or_single_node(shared_name, spelled)
@@ -267,15 +269,6 @@ def option_specs() -> dict[str, OptionSpec]:
     return {each.name: each.metadata["option"] for each in fields(TaskOptions)}
 
 
-def _check_names(given: Iterable[str]) -> None:
-    """Raises UsageError for a keyword argument that is unknown."""
-    for word in given:
-        if word not in _KNOWN_KWARGS:
-            near = difflib.get_close_matches(word, _KNOWN_KWARGS, 1)
-            meant = f"is {near[0]} meant?" if near else f"known: {', '.join(_KNOWN_KWARGS)}"
-            raise UsageError(f"unknown word {word!r}", advice=meant)
-
-
 def _checked_value(option: "Field[object]", value: object) -> object:
     """The value for a field of `TaskOptions`; its default for None. Raises UsageError, which names
     the argument and does not quote a value that should be text, as that may be a secret."""
@@ -284,31 +277,27 @@ def _checked_value(option: "Field[object]", value: object) -> object:
         case "text":
             if value is None:
                 return os.environ.get("DIESEL_TASK_KEY", "") if word == "task_key" else ""
-            if isinstance(value, str):
-                return value
-            raise _bad(word, "text", value)
+            return text(word, value)
         case "count" if isinstance(value, str):
             if not re.fullmatch("[0-9]{1,9}", value.strip(), re.ASCII):
                 raise UsageError(f"{word} is a number, not {value!r}")
             return int(value)
         case "count" | "size":
-            return option.default if value is None else non_negative_int(word, value)
+            return option.default if value is None else whole_number(word, value)
         case "addresses":
             return _addresses(word, value)
         case "folder":
             path = os.fspath(value) if isinstance(value, os.PathLike) else value
             if path is None or isinstance(path, str):
                 return os.path.abspath(path) if path else ""
-            raise _bad(word, "a path", path)
+            raise wrong_type(word, "a path", path)
         case "choice":
             for each in spec.choices:
-                if value is None or each == value:  # the first is the default
-                    return each
-            known = ", ".join(spec.choices)
-            raise UsageError(f"bad {word} {value!r}", advice=f"one of {known}")
-    if value is not None and not isinstance(value, bool):
-        raise _bad(word, "True or False", value)
-    return bool(value)
+                if value is None or (isinstance(value, str) and each == value):
+                    return each  # the first is the default
+            bad = repr(cut(value)) if isinstance(value, str) else f"of type {type(value).__name__}"
+            raise UsageError(f"bad {word} {bad}", advice=f"one of {', '.join(spec.choices)}")
+    return value is not None and flag(word, value)
 
 
 def _addresses(word: str, value: object) -> tuple[str, ...]:
@@ -318,29 +307,11 @@ def _addresses(word: str, value: object) -> tuple[str, ...]:
     if value is None:
         return ()
     if not isinstance(value, Sequence) or isinstance(value, bytes | bytearray):
-        raise _bad(word, "a list of HOST:PORT", value)
+        raise wrong_type(word, "a list of HOST:PORT", value)
     for each in value:
         if not isinstance(each, str):
-            raise _bad(word, "a list of HOST:PORT", each)
+            raise wrong_type(word, "a list of HOST:PORT", each)
     return tuple(value)
-
-
-def non_negative_int(word: str, value: object) -> int:
-    """The value of a keyword argument that must be a number from 0 on. Raises UsageError, which
-    names the argument."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        raise _bad(word, "a whole number", value)
-    try:
-        number = index(value)
-    except TypeError:  # an array, for one
-        raise _bad(word, "a whole number", value) from None
-    if number < 0:
-        raise UsageError(f"{word} is a number from 0 on, not {number}")
-    return number
-
-
-def _bad(word: str, meant: str, value: object) -> UsageError:
-    return UsageError(f"{word} is {meant}, not of type {type(value).__name__}")
 
 
 def _needs_task_error(name: str, spelled: Callable[[str], str]) -> UsageError:

@@ -389,7 +389,7 @@ _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header: one request instea
 def check_recover_options(since_s: float | None, *, forget_lost: bool) -> None:
     """Raise UsageError for options of `recover` that contradict each other."""
     if forget_lost and since_s is not None:
-        raise UsageError("what is lost is found by looking at all chunks: leave --since out")
+        raise UsageError("what is lost is found by looking at all chunks: leave out `--since`")
 
 
 def staleness_text(view: Snapshot, why: DieselError) -> str:

@@ -21,7 +21,7 @@ from ..errors import (
     ConfigError,
     DieselError,
     FormatError,
-    NotFoundError,
+    NoSuchFile,
     PermissionDenied,
     UsageError,
 )
@@ -55,7 +55,7 @@ def save_snapshot(view: Snapshot, file: Path) -> None:
 def open_snapshot_file(file: Path) -> Snapshot:
     """The snapshot in a file that a user names, checked whole; then only a private copy is used.
 
-    Raises FormatError, NotFoundError, PermissionDenied, UsageError.
+    Raises FormatError, NoSuchFile, PermissionDenied, UsageError.
     """
     try:
         with file.open("rb") as handle:
@@ -65,7 +65,7 @@ def open_snapshot_file(file: Path) -> Snapshot:
             handle.seek(0)
             data = memoryview(handle.read())
     except FileNotFoundError as error:
-        raise NotFoundError(f"there is no file {file}") from error
+        raise NoSuchFile(f"there is no file {file}") from error
     except OSError as error:
         raise PermissionDenied(f"cannot read {file}: {error.strerror}") from error
     checked = Snapshot(data, verify=True)

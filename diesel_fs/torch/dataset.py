@@ -4,6 +4,7 @@ It stays at the version at which it was opened. Several threads may read. A fork
 reading, and so may a process that loads a pickle of it, which opens the same version anew.
 """
 
+import inspect
 import io
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,11 +15,13 @@ from typing import TYPE_CHECKING, Never, Self, Unpack
 import numpy as np
 from torch.utils.data import Dataset as TorchDataset
 
+from ..arguments import check_words, text, words_of
 from ..client.dataset import connect
 from ..errors import NoSuchPath, UsageError
 from ..format.entries import join, split, whole_object
 from ..format.manifest import MANIFEST_NAME, parse_manifest
 from ..format.snapshot.reader import Indices, Snapshot
+from ..names import cut
 from ..peers.options import TaskKwargs
 from .folder import (
     IMG_EXTENSIONS,
@@ -93,6 +96,13 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         unless `allow_empty`, or where a file of the manifest is missing; UsageError, and as
         `connect`.
         """
+        own = words_of(inspect.signature(type(self)))
+        check_words(options, [*own, *sorted(ConnectKwargs.__optional_keys__)])
+        if text("root", root).startswith("/"):
+            raise UsageError(
+                f"bad root {cut(root)!r}: it has a slash at its start",
+                advice="write DATASET or DATASET/FOLDER",
+            )
         name, _, folder = root.partition("/")
         if target_loader is not None and not manifest:
             raise UsageError("target_loader needs a manifest")

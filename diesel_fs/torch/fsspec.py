@@ -13,6 +13,7 @@ fsspec ships no types; it is an optional dependency, and torch is not imported.
 """
 
 import errno
+import logging
 import os
 import stat
 import threading
@@ -22,12 +23,13 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from typing import NamedTuple, NoReturn
 
+from ..arguments import near_word
 from ..cache.reader import EntryFile
 from ..client.dataset import Dataset, connect, list_datasets
-from ..errors import DieselError, NotFoundError, UsageError
+from ..errors import DieselError, NotAFolder, NotFoundError, PermissionDenied, UsageError
 from ..format.entries import Kind
 from ..format.snapshot.reader import Snapshot
-from ..names import parse_versioned_name
+from ..names import cut, parse_versioned_name
 from ..peers.options import TaskKwargs
 from ..urls import HostPort
 
@@ -40,6 +42,8 @@ except ImportError as error:
         "diesel:// needs fsspec, which is not installed; pip install 'diesel-fs[fsspec]'"
     ) from error
 
+log = logging.getLogger("diesel.fsspec")
+
 BLOCK_BYTES = 256 << 10
 """How much of a file is read at once. fsspec's own default of 5 MiB would load and copy a second
 chunk for most reads; whole chunks stay in the dataset's memory anyway."""
@@ -49,6 +53,7 @@ WHOLE_BYTES_MAX = 4 << 20
 part of it, since its checksum is that of the whole."""
 
 _LINE_BYTES = 4096
+_BELOW_A_FILE = -2
 _LINKS_MAX = 40  # that Linux follows in one path
 _OF_FSSPEC = {
     *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
@@ -56,6 +61,8 @@ _OF_FSSPEC = {
 }
 """Options that any file system of fsspec may be given. Those that could matter here have no
 effect: a listing comes from memory."""
+
+_OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
 _SECRETS = {"key": "DIESEL_KEY", "task_key": "DIESEL_TASK_KEY"}
 
@@ -113,18 +120,18 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         those of any fsspec file system. Nothing is opened before the first use. (`repository` is
         `url` there, which is the name of an argument of fsspec's own `url_to_fs`.)
 
-        Raises UsageError for an unknown option.
+        Other options are passed over, as in any fsspec file system: libraries give the options of
+        one protocol to all. One that is nearly ours is warned of. Raises UsageError for `url`.
         """
         if "fo" in options:
             raise UsageError("diesel:// cannot be opened on top of another file system")
-        unknown = options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__
-        if unknown:
-            known = sorted(
-                {"repository", "user", "key", "memory_bytes", *TaskKwargs.__optional_keys__}
-            )
-            raise UsageError(
-                f"diesel:// has no option {min(unknown)!r}", advice=f"known: {', '.join(known)}"
-            )
+        for name in sorted(options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__):
+            if name == "url":  # of `connect`: another repository would be read without it
+                raise UsageError(
+                    "diesel:// has no option 'url'", advice=f"known: {', '.join(_OPTIONS)}"
+                )
+            if near := near_word(name, _OPTIONS):
+                log.warning("diesel:// has no option %r; is %s meant?", name, near)
         super().__init__(**{name: options[name] for name in options.keys() & _OF_FSSPEC})
         self._repository, self._user, self._key = repository, user, key
         self._memory_bytes = memory_bytes
@@ -136,7 +143,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def __reduce__(self) -> tuple[object, ...]:
         """For a pickle, which holds no secret. Raises UsageError where the other process would not
         find a secret in its environment, as far as ours shows."""
-        options = dict(self.storage_options)
+        known = _OF_FSSPEC.union(_OPTIONS)  # what others mean by theirs may be a secret
+        options = {name: each for name, each in self.storage_options.items() if name in known}
         secrets = dict(_SECRETS)
         if "@" in (
             options.get("repository") or ""
@@ -208,13 +216,16 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                     )  # fmt: skip
                 except NotFoundError as error:
                     raise FileNotFoundError(errno.ENOENT, str(error), address.dataset) from error
+                except PermissionDenied as error:
+                    raise PermissionError(errno.EACCES, str(error), address.dataset) from error
                 _open[key] = found
         return found
 
     def _find(self, path: str) -> _Entry:
         """The entry that a path in a dataset names, with links followed.
 
-        Raises FileNotFoundError; moves on to a newer version before it does.
+        Raises FileNotFoundError, which for a path below a file is a NotADirectoryError, too; moves
+        on to a newer version before it does.
         """
         address = self._address(path)
         if not address.dataset:
@@ -231,6 +242,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 dataset.stat(encoded)
             view = dataset.snapshot
             index = _follow(view, encoded)
+        if index == _BELOW_A_FILE:
+            raise NotAFolder(f"no {cut(path)!r}: it goes on below a file")
         if index < 0:
             raise _absent(path)
         return _Entry(dataset, view, index)
@@ -511,13 +524,16 @@ def _absent(path: str) -> FileNotFoundError:
 
 def _follow(view: Snapshot, path: bytes) -> int:
     """The index of the entry at a path, with links followed as the kernel follows them; -1 if there
-    is none. A link that leads out of the dataset leads nowhere."""
+    is none, _BELOW_A_FILE if the path goes on below a file. A link that leads out of the dataset
+    leads nowhere."""
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind != Kind.LINK:
         return index
     at, links, names = 0, 0, deque(path.split(b"/"))
     while names:
         name = names.popleft()
+        if name and view.stat(at).kind != Kind.FOLDER:
+            return _BELOW_A_FILE
         if name == b"..":
             if at == 0:
                 return -1

@@ -373,6 +373,26 @@ def test_put_refuses_a_path_below_a_file(new: Dataset, tmp_path: Path) -> None:
     assert new.ls("a") == ["b"]
 
 
+def test_put_knows_its_own_entries_in_an_older_version(new: Dataset, tmp_path: Path) -> None:
+    """A version that `load_meta` shows may lack what the same object has put and flushed."""
+    new.save_meta(tmp_path / "before")
+    new.put(b"data", "file")
+    new.put(b"data", "folder/in")
+    new.put(b"data", "gone/in")
+    new.flush()
+    new.delete("gone", recursive=True)
+    new.load_meta(tmp_path / "before")
+    for path in ("file/b", "folder"):
+        with pytest.raises(ConflictError):
+            new.put(b"x", path)
+    new.put(b"x", "gone")
+    new.put(b"x", "folder/also")
+    new.flush()
+    new.refresh()
+    assert new.get("file") == new.get("folder/in") == b"data"
+    assert new.get("gone") == new.get("folder/also") == b"x"
+
+
 def test_put_refuses_a_path_that_conflicts_with_another_writers_entry(
     url: str, new: Dataset
 ) -> None:

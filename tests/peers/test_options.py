@@ -51,7 +51,7 @@ UNKNOWN = [
     ({"tassk": "night"}, "unknown word 'tassk'; is task meant"),
     ({"cachedir": "/ssd"}, "is cache_dir meant"),
     ({"ranks": 3}, "is rank meant"),
-    ({"quite_another": 3}, "known: advertise, cache_bytes"),
+    ({"quite_another": 3}, "cache_bytes, cache_dir"),
     ({"task": "a", "tassk": None}, "'tassk'"),
 ]
 BAD = [

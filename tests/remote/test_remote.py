@@ -273,7 +273,7 @@ def test_a_python_program_logs_in_as_its_user(servers: ServerWithRedis) -> None:
         assert dataset.get("a/b") == b"content"
         assert who.key_text not in repr(dataset.credentials)
         assert dataset.purge().deleted == 0
-    with pytest.raises(PermissionDenied, match="--key-file"):
+    with pytest.raises(PermissionDenied, match="check `user` and `key`"):
         connect("ds", servers.url, "somebody", who.key_text)
 
 

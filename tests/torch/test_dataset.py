@@ -302,3 +302,21 @@ def test_without_pil_the_error_says_what_to_do(url: str, monkeypatch: pytest.Mon
         DieselDataset("pets", url=url)
     with DieselDataset("pets", loader=bytes, url=url) as dataset:
         assert isinstance(dataset[0][0], bytes)
+
+
+@each_row(
+    ("root", "options", "said"),
+    [
+        ("pets", {"transfrom": str}, "is transform meant"),
+        ("pets", {"memory": 1 << 20}, "is memory_bytes meant"),
+        ("pets", {"create": True}, "unknown word 'create'"),
+        ("/pets/train", {}, "write DATASET or DATASET/FOLDER"),
+        (None, {}, "root is text, not of type NoneType"),
+        (b"pets", {}, "root is text, not of type bytes"),
+    ],
+)
+def test_D1_a_bad_argument_is_named(
+    url: str, root: object, options: dict[str, object], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        DieselDataset(root, url=url, **options)  # type: ignore[arg-type]  # on purpose

@@ -423,6 +423,42 @@ def test_it_opens_as_connect_does(
     assert fsspec.filesystem("diesel", repository=url, use_listings_cache=False).exists("pets")
 
 
+def test_options_of_other_file_systems_are_passed_over(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Libraries give what one protocol needs to all; a pickle does not carry it on."""
+    others = {"client_kwargs": {"trust_env": True}, "token": "of the hub", "anon": False}
+    fs = fsspec.filesystem("diesel", repository=url, **others)
+    assert fs.cat_file("pets/lines") == FILES["lines"]
+    assert caplog.messages == []
+    pickled = bytes(ForkingPickler.dumps(fs))
+    assert b"of the hub" not in pickled
+    assert ForkingPickler.loads(pickled).exists("pets/lines")
+    with fsspec.open("diesel://pets/lines", repository=url, memory=1 << 20, **others) as file:
+        assert file.read() == FILES["lines"]
+    assert caplog.messages == ["diesel:// has no option 'memory'; is memory_bytes meant?"]
+
+
+def test_a_path_below_a_file_is_no_folders(fs: DieselFileSystem) -> None:
+    """As on a disk; for programs that know no more, it is a FileNotFoundError, too."""
+    for path in ("pets/lines/x", "pets/lines/..", "pets/to_file/x/y"):
+        for read in (fs.info, fs.open, fs.cat_file, fs.ls):
+            with pytest.raises(NotADirectoryError) as error:
+                read(path)
+            assert error.value.errno == errno.ENOTDIR
+            assert isinstance(error.value, FileNotFoundError)
+        assert (fs.find(path), fs.isdir(path)) == ([], False)
+
+
+def test_what_the_server_denies_is_a_permission_error(tmp_path: Path, source: Path) -> None:
+    with served(tmp_path, source) as (server, options):
+        other = {**options, "key": new_repository((tmp_path / "other").as_uri())["root"].key_text}
+        fs = fsspec.filesystem("diesel", repository=server.url, **other)
+        for read in (fs.info, fs.exists):
+            with pytest.raises(PermissionError, match="no such user, or another key"):
+                read("pets/lines")
+
+
 @contextmanager
 def served(
     tmp_path: Path, source: Path, *arguments: str | Path

@@ -10,6 +10,7 @@ The buffer (a mapped file) stays in use as long as the snapshot, or an array tha
 lives.
 """
 
+import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,8 +22,8 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from ...errors import CorruptError, NoSuchPath
-from ...names import shown
+from ...errors import CorruptError, NoSuchPath, NotAFolder
+from ...names import cut, shown
 from ..entries import ROOT, AnySlice, ChunkId, Kind, Stat, check_path
 from . import layout as layout
 
@@ -193,13 +194,26 @@ class Snapshot:
         return self._find(found[0], xxh3_64_intdigest(name, found[1]), name)
 
     def index_of(self, path: bytes) -> int:
-        """The index of the entry at `path`. Raises NoSuchPath, and UsageError for a path that no
-        dataset can have."""
+        """The index of the entry at `path`. Raises NoSuchPath, NotAFolder for a path below a file
+        or link, and UsageError for a path that no dataset can have."""
         index = self.lookup(check_path(path))
         if index < 0:
-            text = path.decode("utf-8", "surrogateescape")
-            raise NoSuchPath(f"no {text!r} in dataset {self.dataset!r}")
+            raise self._missing(path)
         return index
+
+    def _missing(self, path: bytes) -> NoSuchPath:
+        """The error for a path that leads to no entry."""
+        text = cut(path.decode("utf-8", "surrogateescape"))
+        at = 0
+        for name in path.split(b"/"):
+            if self._kind(at) != Kind.FOLDER:
+                what = "file" if self._kind(at) == Kind.FILE else "link, which is not followed here"
+                above = cut(self.path(at).decode("utf-8", "surrogateescape"))
+                return NotAFolder(f"no {text!r} in dataset {self.dataset!r}: {above!r} is a {what}")
+            at = self.child(at, name)
+            if at < 0:
+                break
+        return NoSuchPath(f"no {text!r} in dataset {self.dataset!r}")
 
     def child(self, folder: int, name: bytes) -> int:
         """The index of the entry `name` in the folder with this index, or -1."""
@@ -513,7 +527,7 @@ class Snapshot:
         return self._flags[i] >> layout.KIND_SHIFT & 3
 
     def _check(self, i: int) -> None:
-        if not 0 <= i < self.entry_count:
+        if not 0 <= operator.index(i) < self.entry_count:  # a TypeError for what is no number
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":

@@ -246,7 +246,7 @@ class ControlSocket:
             )
         raise UsageError(
             "this mount pushes nothing ahead, so plans have no effect",
-            advice="mount with --session kernel",
+            advice="mount by `dlcmd mount --session kernel`",
         )
 
 

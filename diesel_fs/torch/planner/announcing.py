@@ -101,7 +101,7 @@ class Controls:
                 found.close()
                 raise UsageError(
                     f"the mount on {mount} takes no plans",
-                    advice="mount it with --session native or kernel",
+                    advice="mount it by `dlcmd mount --session native` or `kernel`",
                 )
             self._controls[shown] = found
         return found

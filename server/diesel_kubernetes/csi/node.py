@@ -26,6 +26,7 @@ from .targets import (
     Place,
     Usage,
     bind,
+    check_place,
     checked_target,
     detach,
     lives,
@@ -75,6 +76,7 @@ class NodeVolumes:
         self._starting: dict[str, Future[str]] = {}  # by key
         self._checked_s: dict[str, float] = {}  # when it was last known to be current
         self._target_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
+        self._target_calls: Counter[str] = Counter()  # that hold or wait for one of these locks
         self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
         self._enders = ThreadPoolExecutor(starts_max, "diesel-csi-end")
         self._idle_since_s: dict[str, float] = {}  # only of the reaper
@@ -104,17 +106,22 @@ class NodeVolumes:
         """Show a volume at a target. Returns the volume when it can be read there.
 
         `is_wanted` says whether the caller still waits; nothing is bound if not. Raises UsageError,
-        ConflictError where something else is at the target, DeadlineError, and the errors of
+        ConflictError where another volume or file system is at the target, BusyError where anything
+        else is there or the folder above is missing, DeadlineError, and the errors of
         `dlcmd mount`; no message has a secret.
         """
         check_mount_flags(mount_flags)
         volume = parse_volume(attributes, secrets, self._limits)
-        target = checked_target(target)
+        target = checked_target(target, self._state)
         key = volume.key(self._state.node_key)
         until_s = time.monotonic() + timeout_s
         try:
             with self._claimed(key):
-                if not self._is_published(target, key):
+                with self._target_lock(target):
+                    is_published = self._is_published(target, key)
+                    if not is_published:
+                        check_place(target)  # before a mount is started in vain
+                if not is_published:
                     name = self._joined(volume, key, until_s)
                     with self._target_lock(target):
                         if not is_wanted():
@@ -128,7 +135,7 @@ class NodeVolumes:
 
     def unpublish(self, target: str) -> None:
         """Take a volume away from a target; nothing there is fine. Raises DieselError."""
-        target = checked_target(target)
+        target = checked_target(target, self._state)
         with self._target_lock(target):
             detach(target)
             remove_target(target)
@@ -136,7 +143,7 @@ class NodeVolumes:
 
     def condition(self, target: str) -> Condition:
         """How the volume at a target is. Raises NotFoundError where there is none."""
-        target = checked_target(target)
+        target = checked_target(target, self._state)
         place, name = MountTable.read(self._state).at(target)
         if place in (Place.FREE, Place.FOREIGN):
             raise NotFoundError(f"no volume of this driver is published at {target}")
@@ -166,11 +173,15 @@ class NodeVolumes:
     def _target_lock(self, target: str) -> Iterator[None]:
         with self._lock:
             lock = self._target_locks[target]
-        with lock:
-            yield
-        with self._lock:
-            if not lock.locked():
-                self._target_locks.pop(target, None)
+            self._target_calls[target] += 1
+        try:
+            with lock:
+                yield
+        finally:
+            with self._lock:
+                self._target_calls[target] -= 1
+                if not self._target_calls[target]:
+                    del self._target_calls[target], self._target_locks[target]
 
     def _is_published(self, target: str, key: str) -> bool:
         """Whether this volume is at the target, and can be read. A dead bind is taken away. Raises

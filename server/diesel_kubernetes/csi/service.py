@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import NoReturn, Protocol, TypeVar
 
@@ -32,7 +32,7 @@ from diesel_fs.errors import (
     UsageError,
 )
 
-from ..names import DRIVER, POD_NAME, POD_NAMESPACE
+from ..names import DRIVER, POD_INFO, POD_NAME, POD_NAMESPACE
 from . import csi_pb2 as csi
 from .node import NodeVolumes
 from .state import StateFolder
@@ -49,6 +49,9 @@ DEFAULT_TIMEOUT_S = 110.0
 END_GRACE_S = 5.0
 """How long calls under way may take after SIGTERM."""
 
+FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
+"""What the specification of CSI allows for a text, and for a map, in a request (Size Limits)."""
+
 DETAILS_CHARS_MAX = 3000
 """gRPC carries a status in headers, of which 8 KiB are sure to arrive."""
 
@@ -64,6 +67,8 @@ _CODES: tuple[tuple[type[DieselError], grpc.StatusCode], ...] = (
     (FormatError, grpc.StatusCode.DATA_LOSS),
     (NoSpaceError, grpc.StatusCode.RESOURCE_EXHAUSTED),
 )
+
+_MODES = frozenset(csi.VolumeCapability.AccessMode.Mode.values())
 
 _Request = TypeVar("_Request", bound=Message, contravariant=True)
 _Response = TypeVar("_Response", bound=Message, covariant=True)
@@ -126,6 +131,7 @@ class Services:
         try:
             _check_id(request.volume_id)
             _check_capability(request.volume_capability)
+            _check_map("volume attributes", attributes)
             remaining_s = context.time_remaining()
             volume = self._volumes.publish(
                 request.target_path,
@@ -285,14 +291,42 @@ def _remove_dead_socket(path: str) -> None:
 
 
 def _check_id(volume_id: str) -> None:
+    """Raises UsageError for an ID that is missing, or longer than the specification allows."""
     if not volume_id:
         raise UsageError("the request names no volume")
+    if len(volume_id.encode()) > FIELD_BYTES_MAX:
+        raise UsageError(
+            f"the volume's ID has {len(volume_id.encode())} bytes",
+            advice=f"the specification of CSI allows {FIELD_BYTES_MAX}: shorten volumeHandle",
+        )
 
 
 def _check_capability(capability: csi.VolumeCapability) -> None:
-    """Raises UsageError for a volume that is no folder. Every access mode is fine: VOLUMES.md."""
+    """Raises UsageError for a volume that is no folder, and for a mode that there is not. Each
+    that there is will do: VOLUMES.md."""
     if capability.WhichOneof("access_type") != "mount":
         raise UsageError("a volume of this driver is a folder", advice="use volumeMode: Filesystem")
+    mode = capability.access_mode.mode
+    if mode not in _MODES or not mode:
+        raise UsageError(f"the request names no access mode that there is ({mode})")
+    mount = capability.mount
+    if max(len(mount.fs_type.encode()), len(mount.volume_mount_group.encode())) > FIELD_BYTES_MAX:
+        raise UsageError(f"a field of the volume capability is longer than {FIELD_BYTES_MAX} bytes")
+
+
+def _check_map(what: str, given: Mapping[str, str]) -> None:
+    """Raises UsageError for a map that the specification does not allow, or that holds NUL, which
+    no environment and no argument of a program can hold."""
+    own = {name: value for name, value in given.items() if not name.startswith(POD_INFO)}
+    total_bytes = sum(len(part.encode()) for item in own.items() for part in item)
+    if total_bytes > MAP_BYTES_MAX:
+        raise UsageError(
+            f"{what} have {total_bytes} bytes",
+            advice=f"the specification of CSI allows {MAP_BYTES_MAX}",
+        )
+    for name, value in given.items():
+        if "\0" in name + value:
+            raise UsageError(f"{what}: {name[:80]!r} holds a NUL byte")
 
 
 def _text(text: str) -> str:

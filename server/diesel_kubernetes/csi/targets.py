@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from diesel_fs.errors import BusyError, ConflictError, DieselError, UsageError
+from diesel_fs.errors import BusyError, DieselError, UsageError
 from diesel_fs.mounts.mountpoint import HIDDEN_FOLDER, DatasetMount, dataset_mounts, is_alive
 from diesel_fs.mounts.plans.socket_folder import control_sockets
 from diesel_fs.system import syscalls
@@ -28,6 +28,9 @@ from .state import StateFolder
 log = logging.getLogger("diesel.csi")
 
 TARGET_MODE = 0o750
+
+NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
+"""The kernel's limits of a name, and of a path."""
 
 CONTROL_DEADLINE_S = 5.0
 """How long a mount may take to answer where its control socket is to be shown."""
@@ -83,12 +86,25 @@ class MountTable:
         return (Place.STALE if is_dataset else Place.FOREIGN), ""
 
 
-def checked_target(path: str) -> str:
-    """A target path, which must be absolute and without `..`. Raises UsageError."""
-    if not path.startswith("/") or os.path.normpath(path) != path or path == "/":
-        raise UsageError(f"bad target path {path[:200]!r}", advice="it is an absolute path")
+def checked_target(path: str, state: StateFolder) -> str:
+    """A target path, with the links on the way to it followed. Raises UsageError for one that is
+    not absolute, has `..`, is too long for the kernel, or would hide the plugin's own folder."""
+    encoded = os.fsencode(path)
+    names = encoded.split(b"/")
+    if names[0] or not encoded.strip(b"/") or b"\0" in encoded or {b"", b".", b".."} & {*names[1:]}:
+        raise UsageError(
+            f"bad target path {path[:200]!r}", advice="it is an absolute path without `..`"
+        )
+    if len(encoded) > PATH_BYTES_MAX or max(map(len, names)) > NAME_BYTES_MAX:
+        raise UsageError(
+            f"bad target path {path[:200]!r}: it is too long",
+            advice=f"the kernel takes {PATH_BYTES_MAX} bytes, and {NAME_BYTES_MAX} for each name",
+        )
     folder, name = os.path.split(path)
-    return os.path.join(os.path.realpath(folder), name)
+    target = Path(os.path.realpath(folder), name)
+    if target.is_relative_to(state.path) or state.path.is_relative_to(target):
+        raise UsageError(f"bad target path {path[:200]!r}: it is the plugin's own folder (--state)")
+    return str(target)
 
 
 def lives(root: str) -> bool:
@@ -99,14 +115,38 @@ def lives(root: str) -> bool:
         return False
 
 
+def check_place(target: str) -> None:
+    """Check that nothing lies at a target but an empty folder, and that it can be made if it is
+    missing. Raises BusyError."""
+    if not os.path.isdir(os.path.dirname(target)):
+        raise BusyError(
+            f"the folder above {target} is missing",
+            advice="kubelet makes it: make it, or ask it to",
+        )
+    try:
+        is_folder = stat.S_ISDIR(os.lstat(target).st_mode)
+        if is_folder and not os.listdir(target):
+            return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise BusyError(f"cannot mount at {target}: {error.strerror}") from error
+    what = "is a folder that is not empty" if is_folder else "is not a folder"
+    raise BusyError(
+        f"{target} {what}", advice="a mount would hide what lies there: move it by hand"
+    )
+
+
 def bind(root: str, target: str) -> None:
-    """Show a mount at a target too, with `.diesel`; the folder is made. Raises ConflictError and
-    DieselError."""
+    """Show a mount at a target too, with `.diesel`; the folder is made. Raises BusyError if
+    something else is there, and DieselError."""
+    check_place(target)
     try:
         with suppress(FileExistsError):
             os.mkdir(target, TARGET_MODE)
-        if not stat.S_ISDIR(os.lstat(target).st_mode):
-            raise ConflictError(f"{target} is not a folder")
+    except OSError as error:
+        raise BusyError(f"cannot make the folder {target}: {error.strerror}") from error
+    try:
         tree = syscalls.clone_mount(root, recursive=True)
         try:
             syscalls.attach_mount(tree, target)
@@ -171,13 +211,18 @@ def detach(target: str) -> None:
 
 
 def remove_target(target: str) -> None:
-    """Remove the folder of a target, if it is there. Raises DieselError."""
+    """Remove the empty folder of a target, if it is there. Raises BusyError for anything else: this
+    plugin has not put it there."""
     try:
-        os.rmdir(target)
+        if os.path.lexists(target):
+            os.rmdir(target)
     except FileNotFoundError:
         return
     except OSError as error:
-        raise DieselError(f"cannot remove {target}: {error.strerror}") from error
+        raise BusyError(
+            f"cannot remove {target}: {error.strerror}",
+            advice="this driver removes only empty folders: move what lies there by hand",
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,7 @@ from diesel_fs.settings import parse_size
 from diesel_fs.urls import parse_url
 
 from ..names import ATTRIBUTES, POD_INFO, POD_NAME, POD_NAMESPACE, SECRETS
+from ..reports import is_namespace
 
 MOUNT_FLAGS = frozenset({"ro", "noatime", "nosuid", "nodev"})
 """Mount options that hold for every volume anyway."""
@@ -141,6 +142,8 @@ def parse_volume(
     if "dataset" not in given:
         raise UsageError("the volume names no dataset", advice="add the attribute dataset")
     namespace = attributes.get(POD_NAMESPACE, "")
+    if namespace and not is_namespace(namespace):  # it becomes a part of paths
+        raise UsageError(f"bad namespace {namespace[:80]!r}")
     follow = _flag(given, "follow")
     if follow and "version" in given:
         raise UsageError(

@@ -76,6 +76,15 @@ def test_H10_a_name_of_256_bytes_is_too_long(tree: LiveMount) -> None:
     assert raised.value.errno == errno.ENAMETOOLONG
 
 
+def test_a_path_below_a_file_is_no_folder(tree: LiveMount) -> None:
+    """Also below the files of `.diesel`."""
+    name = os.path.join(os.fsencode(tree.at), b"odd", ODD_NAMES[0])
+    for file in (name, os.fsencode(tree.at / ".diesel/stats")):
+        for path in (file + b"/x", file + b"/", file + b"/x/y"):
+            with pytest.raises(NotADirectoryError):
+                os.stat(path)
+
+
 def test_a_missing_name_is_looked_up_once(tree: LiveMount, session: str) -> None:
     """The kernel keeps the reply that a name does not exist. In a native mount it needs none."""
     own = requests_of_statistics(tree)

@@ -93,6 +93,11 @@ def test_hugging_face_datasets(
         storage_options=options, cache_dir=str(tmp_path),
     )  # fmt: skip
     assert [row["value"] for row in found] == [*range(5000)]
+    packed = datasets.load_dataset(
+        "csv", data_files="diesel://pets/rows.csv.gz", split="train", streaming=streaming,
+        storage_options=options, cache_dir=str(tmp_path),
+    )  # fmt: skip
+    assert [row["value"] for row in packed] == [*range(5000)]
     tables = datasets.load_dataset(
         "parquet", data_files={"test": "diesel://pets/tables/*.parquet"}, split="test",
         streaming=streaming, storage_options=options, cache_dir=str(tmp_path),

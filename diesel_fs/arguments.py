@@ -1,0 +1,147 @@
+"""Checks the arguments of the Python API, and puts its errors into the words of that API.
+
+Each check returns the value, or raises UsageError, which names the argument and says what it is;
+it never repeats a value of a wrong type, which may be a secret or very long. Messages of the
+library name options as `dlcmd` has them (`--listen`); `keyword_errors` gives them the names of the
+keyword arguments. Pure but for `local_path`, which asks objects for their paths.
+"""
+
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from operator import index
+from pathlib import Path
+from typing import SupportsIndex
+
+from .errors import DieselError, UsageError
+
+_KEYWORDS = {
+    "--key-file": "key",
+    "--task-key-file": "task_key",
+    "--cache-size": "cache_bytes",
+    "--memory": "memory_bytes",
+    **{
+        f"--{name.replace('_', '-')}": name
+        for name in (
+            *("user", "task", "rank", "world", "peers", "listen", "advertise", "policy", "evict"),
+            *("cache_dir", "cache_layout", "peer_tls", "peers_through_master"),
+            *("allow_other", "metrics"),
+        )
+    },
+}
+"""The keyword argument for each option of `dlcmd` that a Python call has, too."""
+
+_FLAGS = frozenset({"peer_tls", "peers_through_master", "allow_other"})
+
+_OPTION = re.compile(r"(--[a-z]+(?:-[a-z]+)*)(?: ([A-Z][A-Z:]*[0-9]?))?")
+"""An option, and the word for its value if one follows: `--listen ADDRESS:0`."""
+
+
+def in_keywords(text: str) -> str:
+    """A message with the names of keyword arguments in place of the options of `dlcmd`; the
+    options in a command line of `dlcmd` stay."""
+    parts = re.split("(`[^`]*`)", text)  # every second one is in backticks
+    parts[::2] = [_OPTION.sub(_keyword, part) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _keyword(option: "re.Match[str]") -> str:
+    name = _KEYWORDS.get(option[1])
+    if name is None:
+        return option[0]
+    if name in _FLAGS:
+        return f"`{name}=True`" + (f" {option[2]}" if option[2] else "")
+    return f'`{name}="{option[2]}"`' if option[2] else f"`{name}`"
+
+
+@contextmanager
+def keyword_errors() -> Iterator[None]:
+    """Around a call from Python, or as its decorator: its errors name keyword arguments."""
+    try:
+        yield
+    except DieselError as error:
+        error.message, error.advice = in_keywords(error.message), in_keywords(error.advice)
+        raise
+
+
+def words_of(signature: inspect.Signature) -> list[str]:
+    """The names of the arguments of a call, but of those that it passes on."""
+    parameters = signature.parameters.values()
+    return [each.name for each in parameters if each.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
+def near_word(word: str, known: Sequence[str]) -> str:
+    """The known word that is probably meant by another one; empty if none is near."""
+    option = _KEYWORDS.get(f"--{word.replace('_', '-')}")  # as `dlcmd` calls it
+    if option is not None and option in known:
+        return option
+    near = difflib.get_close_matches(word, known, 1)
+    longer = [each for each in known if each.startswith(f"{word}_")]
+    return next(iter([*longer, *near]), "")
+
+
+def check_words(given: Iterable[str], known: Sequence[str]) -> None:
+    """Raises UsageError for a keyword that a call does not take."""
+    for word in given:
+        if word not in known:
+            near = near_word(word, known)
+            raise UsageError(
+                f"unknown word {word!r}",
+                advice=f"is {near} meant?" if near else f"known: {', '.join(known)}",
+            )
+
+
+def text(word: str, value: object) -> str:
+    """A value that must be text."""
+    if not isinstance(value, str):
+        raise wrong_type(word, "text", value)
+    return value
+
+
+def flag(word: str, value: object) -> bool:
+    """A value that must be True or False."""
+    if not isinstance(value, bool):
+        raise wrong_type(word, "True or False", value)
+    return value
+
+
+def whole_number(word: str, value: object, low: int = 0, high: int | None = None) -> int:
+    """A value that must be a whole number from `low` to `high` (None: without end)."""
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+        raise wrong_type(word, "a whole number", value)
+    try:
+        number = index(value)
+    except TypeError:  # an array, for one
+        raise wrong_type(word, "a whole number", value) from None
+    if number < low or (high is not None and number > high):
+        end = "on" if high is None else f"to {high}"
+        raise UsageError(f"{word} is a number from {low} {end}, not {_short(number)}")
+    return number
+
+
+def local_path(word: str, value: object) -> Path:
+    """A value that must be the path of a file or folder of this machine."""
+    if isinstance(value, bytes) or not isinstance(value, str | os.PathLike):
+        raise wrong_type(word, "a path of this machine (str or os.PathLike)", value)
+    path = os.fspath(value)
+    if not isinstance(path, str):
+        raise wrong_type(word, "a path of this machine (str or os.PathLike)", path)
+    try:
+        is_path = bool(path) and b"\0" not in os.fsencode(path)
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise UsageError(f"{word} is a path of this machine, not {path[:80]!r}")
+    return Path(path)
+
+
+def wrong_type(word: str, meant: str, value: object) -> UsageError:
+    """The error for a value of another type than is meant."""
+    return UsageError(f"{word} is {meant}, not of type {type(value).__name__}")
+
+
+def _short(number: int) -> str:
+    return str(number) if number.bit_length() < 200 else "a greater one"  # digits in a message
