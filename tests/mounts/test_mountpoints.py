@@ -273,7 +273,7 @@ PUSHING_AS_USER = """if True:
 @needs_root
 @pytest.mark.only_session("kernel")
 @pytest.mark.parametrize("killed", ["server", "supervisor", "supervisor,server,worker"])
-def test_H24_a_push_that_waits_for_a_lost_read_holds_no_process(
+def test_H26_a_push_that_waits_for_a_lost_read_holds_no_process(
     by_user: list[str], open_place: Path, session: str, killed: str
 ) -> None:
     """An ordinary user may not abort connections. The worker waits in the kernel for a page of a
