@@ -95,7 +95,7 @@ def test_without_pyfuse3_only_its_session_is_missing(
     (tmp_path / "pyfuse3.py").write_text("raise ModuleNotFoundError('No module named pyfuse3')")
     monkeypatch.syspath_prepend(tmp_path)
     at = tmp_path / "mnt"
-    result = dlcmd("mount", "--session", "pyfuse3", "pets", at, code=1).err
+    result = dlcmd("mount", "--session", "pyfuse3", "pets", at, code=12).err
     assert "the pyfuse3 session cannot be used: it needs the package pyfuse3 (No module" in result
     assert "libfuse3-dev" in result
     assert "pip install 'diesel-fs[pyfuse3]'" in result
@@ -114,32 +114,52 @@ def put_private(dlcmd: Dlcmd, tmp_path: Path) -> Path:
     return source
 
 
-NODEV = """
+OTHER_DEVICE = """
 set -e
-mount -t tmpfs -o nodev none "$1"
-mknod "$1/fuse" c 10 229
-mount --bind "$1/fuse" /dev/fuse
-shift
+mount -t tmpfs -o "$1" none "$2"
+mknod "$2/fuse" c 10 "$3"
+mount --bind "$2/fuse" /dev/fuse
+shift 3
 exec "$@"
 """
+IN_A_CONTAINER = "; a container needs --device /dev/fuse --cap-add SYS_ADMIN"
 
 
 @pytest.mark.fuse
 @needs_root
-@each_row("way", ["the device is denied", "the capability is missing"])
-def test_a_machine_may_forbid_mounting(dlcmd: Dlcmd, tmp_path: Path, way: str) -> None:
-    """As in a container without the device, or without the capability."""
+@each_row(
+    ("way", "session", "said"),
+    [
+        ("nodev 229", "auto", f"cannot open /dev/fuse: Permission denied{IN_A_CONTAINER}"),
+        ("dev 254", "kernel", "; `modprobe fuse` as root loads FUSE; a container needs"),
+        ("no capability", "auto", IN_A_CONTAINER),
+        (
+            "no capability",
+            "native",
+            "the native session cannot be used: it needs root with CAP",
+        ),
+        ("no capability", "pyfuse3", IN_A_CONTAINER),
+    ],
+)
+def test_H24_a_machine_may_forbid_mounting(
+    dlcmd: Dlcmd, tmp_path: Path, way: str, session: str, said: str
+) -> None:
+    """As in a container without the device, or without the capability; or without the driver."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "dev").mkdir()
     around = ["setpriv", "--bounding-set=-sys_admin", "--"]
-    if way == "the device is denied":
-        around = [*own_mounts(), "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
+    if way != "no capability":
+        option, number = way.split()
+        device = [option, str(tmp_path / "dev"), number]
+        around = [*own_mounts(), "sh", "-c", OTHER_DEVICE, "sh", *device]
+    words = ["mount", "--session", session, "pets", str(tmp_path / "mnt")]
     done = subprocess.run(
-        [*around, sys.executable, "-m", "dlcmd", "mount", "pets", tmp_path / "mnt"],
+        [*around, sys.executable, "-m", "dlcmd", *words],
         env=program_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 12, done.stderr
-    assert "; a container needs --device /dev/fuse --cap-add SYS_ADMIN" in done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "mnt").exists()
 
 
