@@ -36,7 +36,7 @@ from .conftest import Dlcmd, program_environment
         (["--metrics", "99999"], "a port is at most 65535"),
         (["--uid", "nobody of ours"], "there is no user 'nobody of ours'"),
         (["--gid", "4294967295"], "no gid is 4294967295: the greatest is 4294967294"),
-        (["--task", ""], "the task's name is empty"),
+        (["--task", ""], "--task: its value is empty"),
         (["--url", "http://host/x"], "known are file, s3, gs, az, diesel, diesel+tls"),
     ],
 )
