@@ -15,7 +15,7 @@ from diesel_fs.repository.interface import Repository
 from diesel_fs.system.atomic_file import atomic_file, is_stdout, named_file, write_error
 
 from .addresses import Address, entry_reader, open_repository_from_flags, versioned_address
-from .options import argument, file_or_dash, global_flags, option, verb
+from .options import argument, global_flags, option, verb
 from .output import (
     STDOUT,
     bytes_text,
@@ -32,9 +32,7 @@ from .progress import shown_progress
 @verb("get")
 @argument("source", type=versioned_address, metavar="DATASET[@VERSION][/path]")
 @argument("dest", required=False, metavar="[DEST]")
-@option(
-    "--tar", type=file_or_dash, metavar="FILE|-", help="Write a tar to this file, in place of DEST."
-)
+@option("--tar", metavar="FILE|-", help="Write a tar to this file, in place of DEST.")
 @option("--force", is_flag=True, help="Replace files that exist and differ.")
 def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None:
     """Write a dataset back to a folder, a file or a tar, with mode, mtime and links.

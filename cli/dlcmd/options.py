@@ -79,14 +79,15 @@ class _Checked(click.Parameter):
         kind, name = self.type, self._shown_name
         if not text and isinstance(self, click.Option):
             raise UsageError(f"{name}: its value is empty", advice="give a value, or leave it out")
-        if not text and not isinstance(kind, click.types.FuncParamType):
-            raise UsageError(f"{name} is empty", advice="name it, or leave it out")
+        if not text and self.nargs == 1 and not isinstance(kind, click.types.FuncParamType):
+            raise UsageError(f"{name} is empty", advice="give a path: . is the current folder")
         is_whole = isinstance(kind, click.types.IntParamType)
         if not is_whole and not isinstance(kind, click.types.FloatParamType):
             return
         if not (_WHOLE if is_whole else _NUMBER).fullmatch(text):
             what = "whole number of at most 19 digits" if is_whole else "number"
-            example = self.default or _EXAMPLE
+            default = self.default if isinstance(self.default, int | float) else 0
+            example = default or _EXAMPLE
             raise UsageError(f"{name}: {text!r} is no {what}", advice=f"write it as {example:g}")
 
 

@@ -140,7 +140,8 @@ def _pyfuse3_session() -> type[Session]:
     except ImportError as error:
         raise SessionUnsupported(
             f"it needs the package pyfuse3 ({error}), which pip compiles: `apt-get install gcc"
-            " libfuse3-dev pkg-config python3-dev`, then `pip install 'diesel-fs[pyfuse3]'`"
+            " libfuse3-dev pkg-config python3-dev`, then `pip install"
+            " 'diesel_fs-VERSION-py3-none-any.whl[pyfuse3]'`"
         ) from error
     return Pyfuse3Session
 

@@ -37,7 +37,7 @@ try:
     from fsspec.utils import stringify_path, tokenize
 except ImportError as error:
     raise ImportError(
-        "diesel:// needs fsspec, which is not installed; pip install 'diesel-fs[fsspec]'"
+        "diesel:// needs fsspec, which is not installed; `pip install fsspec`"
     ) from error
 
 BLOCK_BYTES = 256 << 10
