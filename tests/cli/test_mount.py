@@ -345,3 +345,34 @@ def test_a_mount_of_a_version_that_may_be_old_says_so(dlcmd: Dlcmd, tmp_path: Pa
         assert "warning" in dlcmd("stats", folder).out.decode()
     finally:
         dlcmd("umount", folder)
+
+
+def budget_of_master(dlcmd: Dlcmd, at: Path) -> int:
+    """The memory of the master of a mount's task; 0 until the mount knows."""
+    match dlcmd("--json", "stats", at).objects[0]["task"]:
+        case {"node_cache": {"memory_budget_bytes": int(budget)}}:
+            return budget
+    return 0
+
+
+@pytest.mark.fuse
+def test_H25_a_mount_right_after_another_has_its_own_options(
+    dlcmd: Dlcmd, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The master of the former one, which stays for some seconds, makes way; also if the new one
+    leaves an option at its default. A master that is in use keeps its options, which is said."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1" * 5000}), "pets")
+    at, other = tmp_path / "mnt", tmp_path / "other"
+    seen = list[int]()
+    for words in (["--evict", "lru", "--memory", "200M"], ["--memory", "300M"]):
+        dlcmd("mount", "--task", "night", "--rank", "0", "--world", "1", *words, "pets", at)
+        assert "ignored" not in caplog.text
+        wait_until(lambda: budget_of_master(dlcmd, at))
+        seen.append(budget_of_master(dlcmd, at))
+        if len(seen) < 2:
+            dlcmd("umount", at)
+    assert seen[0] < seen[1]
+    dlcmd("mount", "--task", "night", "--evict", "lfu", "pets", other)
+    assert "--evict: ignored, because this node's master" in caplog.text
+    dlcmd("umount", other)
+    dlcmd("umount", at)
