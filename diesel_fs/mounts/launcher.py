@@ -100,9 +100,17 @@ def mount(
     leaves nothing mounted. The daemon's warnings are also warnings of the logger `diesel.mount`
     here.
     """
-    request = _checked(request)
+    asked, request = request, _checked(request)
+    deadline_s = START_DEADLINE_S if deadline_s is None else deadline_s
     try:
-        _start(request, program, START_DEADLINE_S if deadline_s is None else deadline_s)
+        try:
+            _start(request, program, deadline_s)
+        except DieselError:
+            if request.made_folders or os.path.lexists(request.mountpoint):
+                raise
+            # A mount that had made the folder was unmounted there a moment ago, and has removed it.
+            request = _checked(asked)
+            _start(request, program, deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
             with suppress(DieselError):  # nothing may be mounted

@@ -187,7 +187,8 @@ def test_a_dataset_is_mounted_and_unmounted(dlcmd: Dlcmd, tmp_path: Path) -> Non
         assert listed == dlcmd("shuffle", "pets", *numbers).out
         assert sorted(listed.split()) == [b"a", b"sub/b"]
         said = dlcmd("umount", "pets", code=2).err
-        assert f"the dataset pets is mounted on {folder}" in said
+        assert "the dataset pets is mounted on" in said  # other tests may have mounts of theirs
+        assert str(folder) in said
         with (folder / "a").open("rb"):
             assert str(os.getpid()) in dlcmd.program("umount", folder, code=11).err
             assert (folder / "sub/b").read_bytes() == b"2"
