@@ -7,6 +7,7 @@ import ast
 import inspect
 import re
 import signal
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from itertools import takewhile
@@ -262,6 +263,46 @@ def test_targets_of_make_exist() -> None:
     assert {"demo", "test", "install", "lint", "bench", "fuzz"} <= named
     for target in named:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+EXTRA = re.compile(r"\.whl\)?\[(\w+)\]|extra `(\w+)`")
+
+
+def test_what_is_installed_comes_from_the_wheel() -> None:
+    """No index has a release, so no page and no message tells to install DIESEL-FS by its name; and
+    each extra that one names is there."""
+    extras = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]
+    named = set[str]()
+    for path in [*PAGES, *(each for each in SOURCES if each in PRODUCT)]:
+        text = path.read_text(encoding="utf-8")
+        for words in re.findall(r"pip install ([^`\n]*)", text):
+            by_name = re.search(r"\bdiesel[-_]fs(?!-\S*\.whl)", words)
+            assert by_name is None, (path, words)
+        named |= {first or second for first, second in EXTRA.findall(text)}
+    assert {"fsspec", "pyfuse3", "kubernetes"} <= named <= extras.keys()
+
+
+COMMAND = re.compile(r"(?:^ *|`|\| )(dlcmd [a-z][^`\n#|<>&;)]*)", re.MULTILINE)
+
+
+def test_commands_in_pages_name_verbs_and_options_that_there_are() -> None:
+    """Also where no test runs them: in the text, and in blocks that are indented."""
+    known, tried = commands(), 0
+    for path in PAGES:
+        for line in COMMAND.findall(path.read_text(encoding="utf-8")):
+            words = line.replace("\\|", " ").split()[1:]
+            verb = " ".join(words[:2]) if " ".join(words[:2]) in known else words[0]
+            assert verb in known or verb in main.VERBS or verb in main.SYNONYMS, (path, line)
+            if verb not in known or verb == "run":
+                continue
+            options = {
+                word.partition("=")[0].strip("[]'\"(),.:")
+                for word in words
+                if word.startswith("--")
+            }
+            assert options - {"", "--"} <= options_of(known[verb]).keys(), (path, line)
+            tried += 1
+    assert tried > 100
 
 
 def defined(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:

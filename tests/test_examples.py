@@ -22,6 +22,8 @@ ELSEWHERE = {
     "README.md sh 1": "tests/test_first_minutes.py",
     "diesel_fs/client/README.md python 1": "tests/test_first_minutes.py",
     "diesel_fs/torch/README.md python 5": "tests/torch/clients/fsspec_reads.py",
+    "CONTRIBUTING.md python 1": "tests/cli/test_program.py",
+    "CONTRIBUTING.md python 2": "tests/cli/test_program.py",
     "CONTRIBUTING.md sh 1": "targets of make: tests/test_documents.py",
     "CONTRIBUTING.md sh 2": "targets of make: tests/test_documents.py",
     "tests/kubernetes/README.md sh 1": "targets of make: tests/test_documents.py",
@@ -169,7 +171,9 @@ def blocks() -> dict[str, str]:
     for path in sorted(FILES):
         if path.suffix == ".md":
             for language, body in re.findall(
-                r"^```(sh|python|yaml)\n(.*?)^```", path.read_text(encoding="utf-8"), re.M | re.S
+                r"^ *```(sh|python|yaml)\n(.*?)^ *```",
+                path.read_text(encoding="utf-8"),
+                re.M | re.S,
             ):
                 name = f"{path.relative_to(TREE)} {language}"
                 number = 1 + sum(each.startswith(f"{name} ") for each in found)

@@ -28,7 +28,16 @@ from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.system.atomic_file import atomic_file, is_stdout, write_error
 from diesel_fs.urls import SERVER_SCHEMES, parse_url
 
-from .options import HELP_NAMES, dataset, global_flags, global_options, verb
+from .options import (
+    HELP_NAMES,
+    argument,
+    dataset,
+    file_path,
+    global_flags,
+    global_options,
+    option,
+    verb,
+)
 from .output import count_text, print_json, print_note, print_result, write_stdout
 
 
@@ -58,15 +67,13 @@ def user() -> None:
 
 
 @user.command("add", context_settings=HELP_NAMES)
-@click.argument("name", type=check_user_name, metavar="NAME")
-@click.option("--admin", is_flag=True, help="Let the user administer all datasets and accounts.")
-@click.option("--renew", is_flag=True, help="Give an existing user another key; the roles stay.")
-@click.option(
-    "--public-key", metavar="TEXT", help="Use a key made elsewhere: this is its public half."
-)
-@click.option(
+@argument("name", type=check_user_name, metavar="NAME")
+@option("--admin", is_flag=True, help="Let the user administer all datasets and accounts.")
+@option("--renew", is_flag=True, help="Give an existing user another key; the roles stay.")
+@option("--public-key", metavar="TEXT", help="Use a key made elsewhere: this is its public half.")
+@option(
     "--key-out",
-    type=click.Path(path_type=Path),
+    type=file_path,
     metavar="FILE",
     help="Write the key to a new file, readable by you alone, and do not print it.",
 )
@@ -130,7 +137,7 @@ def _write_key(path: Path, seed: bytes) -> None:
 
 
 @user.command("rm", context_settings=HELP_NAMES)
-@click.argument("name", type=check_user_name, metavar="NAME")
+@argument("name", type=check_user_name, metavar="NAME")
 def user_rm(name: str) -> None:
     """Remove a user, and close the connections of that user within seconds.
 
@@ -184,7 +191,7 @@ def _roles(account: Account) -> str:
 
 
 @user.command("export", context_settings=HELP_NAMES)
-@click.argument("file", default="-", metavar="[FILE]")
+@argument("file", default="-", metavar="[FILE]")
 def user_export(file: str) -> None:
     """Write all accounts as text: names, public keys and roles, but no secret.
 
@@ -209,8 +216,8 @@ def user_export(file: str) -> None:
 
 
 @user.command("import", context_settings=HELP_NAMES)
-@click.argument("file", metavar="FILE|-")
-@click.option("--replace", is_flag=True, help="Remove all users that are not in the file.")
+@argument("file", metavar="FILE|-")
+@option("--replace", is_flag=True, help="Remove all users that are not in the file.")
 def user_import(file: str, replace: bool) -> None:
     """Add the accounts of an export: all of them, or none if one is not valid.
 
@@ -245,9 +252,9 @@ for _command in user.commands.values():
 
 
 @verb("grant")
-@click.argument("name", type=dataset, metavar="DATASET")
-@click.argument("user_name", type=check_user_name, metavar="USER")
-@click.argument("role", type=parse_role, metavar="ROLE")
+@argument("name", type=dataset, metavar="DATASET")
+@argument("user_name", type=check_user_name, metavar="USER")
+@argument("role", type=parse_role, metavar="ROLE")
 def grant(name: str, user_name: str, role: Role) -> None:
     """Give a user a role on a dataset, in place of the former one.
 

@@ -29,7 +29,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.settings import Settings
 
 from .addresses import open_repository_from_flags
-from .options import global_flags, size, verb
+from .options import folder_path, global_flags, option, size, verb
 from .output import bytes_text, print_json, print_line, print_table
 from .progress import ShowProgress, shown_progress
 
@@ -83,15 +83,15 @@ class Row:
 
 
 @verb("bench")
-@click.option(
+@option(
     "--files", type=click.IntRange(1, 10_000_000), metavar="N", default=10_000, show_default=True,
     help="How many files to make up.",
 )  # fmt: skip
-@click.option(
+@option(
     "--size", "file_bytes", type=size, default="4K", show_default=True, help="How large each is."
 )
-@click.option(
-    "--folder", type=click.Path(path_type=Path, file_okay=False), metavar="DIR",
+@option(
+    "--folder", type=folder_path, metavar="DIR",
     help="Where to make a temporary folder.  [env: TMPDIR; default: /tmp]",
 )  # fmt: skip
 def bench(files: int, file_bytes: int, folder: Path | None) -> None:

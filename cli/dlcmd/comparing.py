@@ -4,15 +4,13 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
-
 from diesel_fs.client.differences import Differences, compare_folder, compare_versions
 from diesel_fs.errors import NoSuchDataset, UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.interface import Repository
 
 from .addresses import Address, open_repository_from_flags, versioned_address
-from .options import global_flags, verb
+from .options import argument, global_flags, option, verb
 from .output import json_name, name_line, print_result, raise_if_partial, write_stdout
 from .progress import shown_progress
 
@@ -38,11 +36,9 @@ def second_side(text: str) -> Address | Path:
 
 
 @verb("diff")
-@click.argument("first", type=first_side, metavar="DATASET[@VERSION][/path]")
-@click.argument("second", type=second_side, metavar="DATASET[@VERSION]|FOLDER")
-@click.option(
-    "--checksum", is_flag=True, help="Compare a folder's contents, not only size and mtime."
-)
+@argument("first", type=first_side, metavar="DATASET[@VERSION][/path]")
+@argument("second", type=second_side, metavar="DATASET[@VERSION]|FOLDER")
+@option("--checksum", is_flag=True, help="Compare a folder's contents, not only size and mtime.")
 def diff(first: Address, second: Address | Path, checksum: bool) -> None:
     """Show what differs between two versions, two datasets, or a dataset and a folder.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
 
-from .options import Flags, verb
+from .options import Flags, argument, verb
 from .output import time_text, write_stdout
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 
 @verb("completion")
-@click.argument("shell", type=click.Choice(list(SCRIPTS)))
+@argument("shell", type=click.Choice(list(SCRIPTS)))
 def completion(shell: str) -> None:
     """Print the code with which a shell completes verbs, options, datasets, versions and paths.
 

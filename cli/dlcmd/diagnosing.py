@@ -21,18 +21,18 @@ from .doctor.places import Trial, all_mounts, mount_probes, place_probe
 from .doctor.probes import Probe, failed, run_probes
 from .doctor.stores import StoreQuestion, open_for_reading, store_probe
 from .doctor.trial import LIMIT_S as TRIAL_LIMIT_S
-from .options import global_flags, verb
+from .options import argument, global_flags, option, verb
 from .output import is_terminal, print_json, print_line, write_stdout
 
 _COLOURS = {"fault": "red", "warning": "yellow", "ok": "green"}
 
 
 @verb("doctor")
-@click.argument("target", metavar="[URL|DIR]", required=False)
-@click.option(
+@argument("target", metavar="[URL|DIR]", required=False)
+@option(
     "--quick", is_flag=True, help="Leave out the mount that is tried, and the measured bandwidth."
 )
-@click.option(
+@option(
     "--write", "writes", is_flag=True,
     help="Try also whether this user may write to the repository. What is written is removed.",
 )  # fmt: skip
@@ -45,8 +45,8 @@ def doctor(target: str | None, quick: bool, writes: bool) -> None:
     folder.
 
     The worst comes first. The exit code is 0 only if there is no fault, so that a job would run
-    well; with warnings it is 0, too. It takes about 15 seconds at most, even where a store or a
-    mount hangs, and leaves nothing behind.
+    well; with warnings it is 0, too. A fault of a mount is a warning, unless you ask about it. It
+    takes about 15 seconds at most, even where a store or a mount hangs, and leaves nothing behind.
 
     \b
     Examples:
@@ -134,16 +134,16 @@ def _place_probes(
     with suppress(OSError):
         found = all_mounts()
     if target is None:
-        return mount_probes(found, None)
+        return mount_probes(found)
     path = os.path.abspath(target)
     named = _holding(path, found)
     if not named and os.path.islink(path):
         path = os.path.normpath(os.path.join(os.path.dirname(path), os.readlink(path)))
         named = _holding(path, found)
     others = [each for each in found if each not in named]
-    probes = mount_probes(others, None)
+    probes = mount_probes(others)
     if named:
-        return mount_probes(named, open_repository) + probes
+        return mount_probes(named, open_repository, is_asked=True) + probes
     return [place_probe(Path(path)), *probes]
 
 

@@ -7,8 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
-import click
-
 from diesel_fs.client import extract
 from diesel_fs.client.extract import GetReport
 from diesel_fs.errors import ConflictError, DieselError, UsageError
@@ -17,7 +15,7 @@ from diesel_fs.repository.interface import Repository
 from diesel_fs.system.atomic_file import atomic_file, is_stdout, named_file, write_error
 
 from .addresses import Address, entry_reader, open_repository_from_flags, versioned_address
-from .options import global_flags, verb
+from .options import argument, global_flags, option, verb
 from .output import (
     STDOUT,
     bytes_text,
@@ -32,10 +30,10 @@ from .progress import shown_progress
 
 
 @verb("get")
-@click.argument("source", type=versioned_address, metavar="DATASET[@VERSION][/path]")
-@click.argument("dest", required=False, metavar="[DEST]")
-@click.option("--tar", metavar="FILE|-", help="Write a tar to this file, in place of DEST.")
-@click.option("--force", is_flag=True, help="Replace files that exist and differ.")
+@argument("source", type=versioned_address, metavar="DATASET[@VERSION][/path]")
+@argument("dest", required=False, metavar="[DEST]")
+@option("--tar", metavar="FILE|-", help="Write a tar to this file, in place of DEST.")
+@option("--force", is_flag=True, help="Replace files that exist and differ.")
 def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None:
     """Write a dataset back to a folder, a file or a tar, with mode, mtime and links.
 
@@ -130,7 +128,7 @@ def _print_report(report: GetReport, source: Address, *, quiet: bool) -> None:
 
 
 @verb("cat")
-@click.argument(
+@argument(
     "sources", nargs=-1, required=True, type=versioned_address, metavar="DATASET[@VERSION]/path..."
 )
 def cat(sources: tuple[Address, ...]) -> None:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-import click
 import numpy as np
 
 from diesel_fs.errors import DieselError, UsageError
@@ -26,7 +25,7 @@ from .addresses import (
     open_repository_from_flags,
     versioned_address,
 )
-from .options import ALL_VERSIONS, global_flags, verb
+from .options import ALL_VERSIONS, argument, global_flags, option, verb
 from .output import (
     Value,
     bytes_text,
@@ -45,12 +44,10 @@ _KIND_BITS = {Kind.FILE: modes.S_IFREG, Kind.LINK: modes.S_IFLNK, Kind.FOLDER: m
 
 
 @verb("ls")
-@click.argument("target", required=False, type=listed_address, metavar="[DATASET[@VERSION][/path]]")
-@click.option("-l", "--long", is_flag=True, help="Show mode, size and mtime, too.")
-@click.option(
-    "-R", "--recursive", is_flag=True, help="List everything below the folder, by its paths."
-)
-@click.option(
+@argument("target", required=False, type=listed_address, metavar="[DATASET[@VERSION][/path]]")
+@option("-l", "--long", is_flag=True, help="Show mode, size and mtime, too.")
+@option("-R", "--recursive", is_flag=True, help="List everything below the folder, by its paths.")
+@option(
     "-0", "nul", is_flag=True, help="End names with NUL instead of a newline, and escape nothing."
 )
 def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
@@ -204,7 +201,7 @@ def _entry_json(view: Snapshot, index: int, path: bytes, entry: Stat) -> dict[st
 
 
 @verb("stat")
-@click.argument("target", type=versioned_address, metavar="DATASET[@VERSION][/path]")
+@argument("target", type=versioned_address, metavar="DATASET[@VERSION][/path]")
 def stat(target: Address) -> None:
     """Show the metadata of a dataset or an entry; of a file also where its bytes are stored.
 
@@ -270,9 +267,7 @@ def _described(described: dict[str, Value], entry: Stat) -> Iterator[bytes]:
 
 
 @verb("du")
-@click.argument(
-    "targets", nargs=-1, type=versioned_address, metavar="[DATASET[@VERSION][/path]...]"
-)
+@argument("targets", nargs=-1, type=versioned_address, metavar="[DATASET[@VERSION][/path]...]")
 def du(targets: tuple[Address, ...]) -> None:
     """Count files, their bytes, and the bytes that they take in the repository.
 

@@ -11,7 +11,16 @@ from diesel_fs.repository.private_copies import open_snapshot_file, save_snapsho
 from diesel_fs.system.atomic_file import is_stdout
 
 from .addresses import Address, open_repository_from_flags
-from .options import dataset, global_flags, moment_text, time, verb, versioned_dataset
+from .options import (
+    argument,
+    dataset,
+    global_flags,
+    moment_text,
+    option,
+    time,
+    verb,
+    versioned_dataset,
+)
 from .output import (
     Value,
     bytes_text,
@@ -26,8 +35,8 @@ from .progress import shown_progress
 
 
 @verb("save-meta")
-@click.argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
+@argument("file", type=click.Path(path_type=Path), metavar="FILE")
 def save_meta(target: tuple[str, int], file: Path) -> None:
     """Write all metadata of a dataset, at its current or a kept version, to a snapshot file.
 
@@ -52,7 +61,7 @@ def save_meta(target: tuple[str, int], file: Path) -> None:
 
 
 @verb("load-meta")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE")
+@argument("file", type=click.Path(path_type=Path), metavar="FILE")
 def load_meta(file: Path) -> None:
     """Check a snapshot file; show what it holds, and whether its version is the current one.
 
@@ -103,8 +112,8 @@ def _state(view: Snapshot) -> str:
 
 
 @verb("verify")
-@click.argument("name", type=dataset, metavar="DATASET")
-@click.option(
+@argument("name", type=dataset, metavar="DATASET")
+@option(
     "--headers-only", is_flag=True, help="Check the headers of chunks only, not the files' bytes."
 )
 def verify(name: str, headers_only: bool) -> None:
@@ -126,11 +135,9 @@ def verify(name: str, headers_only: bool) -> None:
 
 
 @verb("recover")
-@click.argument("name", type=dataset, metavar="DATASET")
-@click.option(
-    "--since", type=time, metavar="TIME", help="Read only the chunks that are as new as this."
-)
-@click.option(
+@argument("name", type=dataset, metavar="DATASET")
+@option("--since", type=time, metavar="TIME", help="Read only the chunks that are as new as this.")
+@option(
     "--forget-lost",
     is_flag=True,
     help="Rebuild without chunks that are lost or damaged, and list their files.",

@@ -20,14 +20,29 @@ from diesel_fs.mounts import umount as unmount
 from diesel_fs.peers.options import TaskKwargs, TaskOptions, cli_name, option_specs, read_key_file
 
 from .mount_stats import stats_lines
-from .options import global_flags, size, verb, versioned_dataset
+from .options import (
+    argument,
+    file_path,
+    folder_path,
+    global_flags,
+    option,
+    size,
+    verb,
+    versioned_dataset,
+)
 from .output import print_json, print_note, print_result, write_stdout
 from .progress import is_bar_shown, shown_progress
+
+NUMBER_MAX = 2**63 - 1
+"""The limit of seeds and of the sizes of groups (`orders/shuffle.py`)."""
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
 """Seconds between two questions to a mount how much it has loaded, and how many of them it may
 leave without an answer. A mount of the pyfuse3 session never answers, since it loads nothing
 ahead."""
+
+
+_ID = re.compile("[0-9]{1,10}")  # of a user or group
 
 
 def octal(text: str) -> int:
@@ -40,16 +55,16 @@ def octal(text: str) -> int:
 def user_id(text: str) -> int:
     """The number of a user, who is given by it or by name. Raises UsageError."""
     try:
-        return int(text) if text.isdecimal() else pwd.getpwnam(text).pw_uid
-    except KeyError:
+        return int(text) if _ID.fullmatch(text) else pwd.getpwnam(text).pw_uid
+    except (KeyError, ValueError):
         raise UsageError(f"there is no user {text!r}", advice="give a name or a number") from None
 
 
 def group_id(text: str) -> int:
     """The number of a group, which is given by it or by name. Raises UsageError."""
     try:
-        return int(text) if text.isdecimal() else grp.getgrnam(text).gr_gid
-    except KeyError:
+        return int(text) if _ID.fullmatch(text) else grp.getgrnam(text).gr_gid
+    except (KeyError, ValueError):
         raise UsageError(f"there is no group {text!r}", advice="give a name or a number") from None
 
 
@@ -61,17 +76,17 @@ _P = ParamSpec("_P")
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     """Give a command the options of a training task (`TaskOptions`), and `--task-key-file`."""
-    kinds: dict[str, object] = {"folder": click.Path(path_type=Path), "size": size}
+    kinds: dict[str, object] = {"folder": folder_path, "size": size}
     for name, spec in reversed(option_specs().items()):
         if name == "task_key":
-            command = click.option(
-                "--task-key-file", type=click.Path(path_type=Path), metavar="FILE",
+            command = option(
+                "--task-key-file", type=file_path, metavar="FILE",
                 help="A file with the secret of the task's nodes.  [or env: DIESEL_TASK_KEY]",
             )(command)  # fmt: skip
         if not spec.help:
             continue
         kinds |= {"count": click.IntRange(spec.low), "choice": click.Choice(spec.choices)}
-        command = click.option(
+        command = option(
             cli_name(name), name, type=kinds.get(spec.kind), metavar=spec.metavar, help=spec.help,
             is_flag=spec.kind == "flag", default=spec.choices[0] if spec.choices else None,
             show_default=bool(spec.choices),
@@ -80,13 +95,13 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
 
 
 @verb("mount")
-@click.argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
-@click.argument("folder", type=mount_folder, metavar="DIR")
-@click.option(
-    "--snapshot", type=click.Path(path_type=Path), metavar="FILE",
+@argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
+@argument("folder", type=mount_folder, metavar="DIR")
+@option(
+    "--snapshot", type=file_path, metavar="FILE",
     help="Mount the version in this file, which `dlcmd save-meta` has written.",
 )  # fmt: skip
-@click.option(
+@option(
     "--stale",
     type=click.Choice(["refuse", "warn", "allow"]),
     default="warn",
@@ -94,12 +109,12 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     help="If the version is not, or may not be, the current one: refuse to mount it, mount it and"
     " warn, or mount it silently.",
 )
-@click.option(
+@option(
     "--offline", is_flag=True,
     help="With --snapshot: do not ask the repository whether its version is the current one.",
 )  # fmt: skip
-@click.option("--follow", is_flag=True, help="Show newer versions as soon as they are published.")
-@click.option(
+@option("--follow", is_flag=True, help="Show newer versions as soon as they are published.")
+@option(
     "--session",
     type=click.Choice(["auto", "native", "kernel", "pyfuse3"]),
     default="auto",
@@ -109,47 +124,47 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     " load contents into the kernel's page cache before they are read; `pyfuse3`, for kernels that"
     " are too old for these, does not. `auto` takes the best that works here.",
 )
-@click.option(
+@option(
     "--memory", type=size,
     help="Memory for contents, with the kernel's page cache. An eighth of it, 256M at most, is for"
     " the mount's own chunks. With --task, three quarters of the rest are for the chunks of the"
     " node's master.  [default: half of the free memory]",
 )  # fmt: skip
-@click.option(
-    "--seed", type=click.IntRange(0), metavar="N", default=0, show_default=True,
+@option(
+    "--seed", type=click.IntRange(0, NUMBER_MAX), metavar="N", default=0, show_default=True,
     help="Seed of the random orders in .diesel/filelist.",
 )  # fmt: skip
-@click.option(
-    "--group-size", type=click.IntRange(1), metavar="N",
+@option(
+    "--group-size", type=click.IntRange(1, NUMBER_MAX), metavar="N",
     help="Number of chunks in a group of these orders: their files are shuffled together."
     "  [default: 100]",
 )  # fmt: skip
-@click.option("--allow-other", is_flag=True, help="Let other users read the mount.")
-@click.option(
+@option("--allow-other", is_flag=True, help="Let other users read the mount.")
+@option(
     "--uid", type=user_id, metavar="USER",
     help="User, by name or number, that all entries belong to.  [default: you]",
 )  # fmt: skip
-@click.option(
+@option(
     "--gid", type=group_id, metavar="GROUP",
     help="Group, by name or number, that all entries belong to.  [default: yours]",
 )  # fmt: skip
-@click.option(
+@option(
     "--umask", type=octal, default="0", show_default=True,
     help="Permission bits to remove from the modes of all entries.",
 )  # fmt: skip
 @task_options
-@click.option(
-    "--log-file", type=click.Path(path_type=Path), metavar="FILE",
+@option(
+    "--log-file", type=file_path, metavar="FILE",
     help="File for the mount's log. The master of a task logs to a file in the default folder."
     "  [default: a file in $XDG_STATE_HOME/diesel, else in ~/.local/state/diesel; with"
     " --foreground stderr]",
 )  # fmt: skip
-@click.option(
+@option(
     "--metrics", metavar="[HOST:]PORT",
     help="Address at which Prometheus gets the metrics of the mount; without HOST, only from this"
     " machine. Port 0 is any free one; the mount says which.",
 )  # fmt: skip
-@click.option(
+@option(
     "-f",
     "--foreground",
     is_flag=True,
@@ -194,6 +209,10 @@ def mount(
         raise UsageError(
             "--memory 0 leaves no room for contents",
             advice="without --memory a mount takes half of the free memory",
+        )
+    if task.get("cache_bytes") == 0:
+        raise UsageError(
+            "--cache-size 0 leaves no room for a cache", advice="leave out --cache-dir"
         )
     name, version = target
     mountpoint = os.path.abspath(folder)
@@ -264,12 +283,12 @@ def _show_loading(name: str, mountpoint: str) -> None:
 
 
 @verb("umount")
-@click.argument("folder", type=mount_folder, metavar="DIR")
-@click.option(
+@argument("folder", type=mount_folder, metavar="DIR")
+@option(
     "--lazy", is_flag=True,
     help="Remove the mount from the folder now; files that are open stay readable.",
 )  # fmt: skip
-@click.option("--force", is_flag=True, help="End the mount now; reads that are under way fail.")
+@option("--force", is_flag=True, help="End the mount now; reads that are under way fail.")
 def umount(folder: Path, lazy: bool, force: bool) -> None:
     """Unmount a dataset. A mount that is in use stays, and its users are named (exit code 11).
 
@@ -283,7 +302,7 @@ def umount(folder: Path, lazy: bool, force: bool) -> None:
 
 
 @verb("stats")
-@click.argument("folder", type=mount_folder, metavar="DIR")
+@argument("folder", type=mount_folder, metavar="DIR")
 def stats(folder: Path) -> None:
     """Show the counters of a mount, what it has in memory, and how far its readers are.
 

@@ -9,6 +9,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import click
@@ -22,6 +24,10 @@ HELP_NAMES = {"help_option_names": ["-h", "--help"]}
 
 _P = ParamSpec("_P")
 _Command = TypeVar("_Command", bound=click.Command)
+
+_WHOLE = re.compile(r"-?\d{1,19}", re.ASCII)
+_NUMBER = re.compile(r"-?(\d{1,19}(\.\d{0,19})?|\.\d{1,19})(e-?\d)?", re.ASCII | re.IGNORECASE)
+_EXAMPLE = 8
 
 _AGO = re.compile(r"(\d{1,6})([smhdw])", re.ASCII)
 _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
@@ -43,6 +49,67 @@ class Flags:
 
         Raises ConfigError."""
         return load_settings({"url": self.url, "user": self.user, "key_file": self.key_file})
+
+
+class _Checked(click.Parameter):
+    """A parameter that refuses values which other programs would take for something else: an empty
+    one (as of a variable of a script that is not set), and numbers that are not plain digits. Its
+    errors name the option."""
+
+    def type_cast_value(self, ctx: click.Context, value: object) -> object:
+        """As click's. Raises UsageError."""
+        if ctx.resilient_parsing or isinstance(self.type, click.types.UnprocessedParamType):
+            return super().type_cast_value(ctx, value)
+        for each in value if isinstance(value, tuple | list) else (value,):
+            if isinstance(each, str):
+                self._check(each)
+        try:
+            return super().type_cast_value(ctx, value)
+        except UsageError as error:
+            if isinstance(self, click.Option):
+                error.message = f"{self._shown_name}: {error.message}"
+            raise
+
+    @property
+    def _shown_name(self) -> str:
+        is_option = isinstance(self, click.Option)
+        return max(self.opts, key=len) if is_option else (self.metavar or self.human_readable_name)
+
+    def _check(self, text: str) -> None:
+        kind, name = self.type, self._shown_name
+        if not text and isinstance(self, click.Option):
+            raise UsageError(f"{name}: its value is empty", advice="give a value, or leave it out")
+        if not text and self.nargs == 1 and not isinstance(kind, click.types.FuncParamType):
+            raise UsageError(f"{name} is empty", advice="give a path: . is the current folder")
+        is_whole = isinstance(kind, click.types.IntParamType)
+        if not is_whole and not isinstance(kind, click.types.FloatParamType):
+            return
+        if not (_WHOLE if is_whole else _NUMBER).fullmatch(text):
+            what = "whole number of at most 19 digits" if is_whole else "number"
+            default = self.default if isinstance(self.default, int | float) else 0
+            example = default or _EXAMPLE
+            raise UsageError(f"{name}: {text!r} is no {what}", advice=f"write it as {example:g}")
+
+
+class _Option(_Checked, click.Option): ...
+
+
+class _Argument(_Checked, click.Argument): ...
+
+
+option = partial(click.option, cls=_Option)
+"""As `click.option`, for options whose values are checked."""
+
+argument = partial(click.argument, cls=_Argument)
+"""As `click.argument`, likewise."""
+
+file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
+folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
+"""Paths of a file and of a folder, each of which need not be there. Whether they can be read is
+seen when they are: click would call that wrong usage."""
+
+file_or_dash = click.Path(dir_okay=False, readable=False, allow_dash=True)
+"""The path of a file, `-`, or an address."""
 
 
 def global_flags() -> Flags:
@@ -72,7 +139,7 @@ _GLOBAL = (
 def global_options(command: _Command) -> _Command:
     """Add the global options to a command, so that they may stand behind the verb too."""
     command.params += [
-        click.Option(
+        _Option(
             names,
             is_flag=metavar is None,
             metavar=metavar,

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import signal
 from collections.abc import Callable, MutableSequence, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -16,10 +17,17 @@ import numpy as np
 from click.core import ParameterSource
 
 from diesel_fs.errors import DieselError, NoSuchPath, UsageError
-from diesel_fs.forecast.kept import NAMES, ORDER_LOG, OnProgress
+from diesel_fs.forecast.kept import DISK, NAMES, ORDER_LOG, STORE, OnProgress
 from diesel_fs.forecast.nodes import Job, Node, Shuffle, Store
 from diesel_fs.forecast.reads import Files
-from diesel_fs.forecast.report import UNITS, Options, commands, described, recommended
+from diesel_fs.forecast.report import (
+    UNITS,
+    Options,
+    commands,
+    described,
+    needs_no_cache,
+    recommended,
+)
 from diesel_fs.forecast.simulate import Forecast, forecast
 from diesel_fs.forecast.smallest import smallest_disk
 from diesel_fs.format.entries import Kind
@@ -33,7 +41,7 @@ from diesel_fs.system.atomic_file import atomic_file, write_error
 from diesel_fs.system.available_memory import default_memory_bytes
 
 from .addresses import Address, open_repository_from_flags, versioned_address
-from .options import global_flags, size, verb
+from .options import argument, file_path, global_flags, option, size, verb
 from .output import bytes_text, print_json, print_line, print_note, print_table
 from .plan_page import plan_page
 from .progress import ShowProgress, shown_progress
@@ -71,88 +79,97 @@ class Comparison:
         )
 
 
+_BITS = re.compile(r"(\d{1,9})([KMGT]?)bit(?:/s)?", re.IGNORECASE | re.ASCII)
+
+
 def rate(text: str) -> int:
-    """A number of bytes a second: 125M, 1G. Raises UsageError."""
-    return size(text)
+    """A number of bytes a second: 125M, 1G, or of bits a second: 10Gbit. Raises UsageError."""
+    if (bits := _BITS.fullmatch(text)) is not None:
+        power = " KMGT".index(bits[2].upper() or " ")
+        return int(int(bits[1]) * 1000**power) // 8
+    try:
+        return size(text.removesuffix("/s"))
+    except UsageError:
+        raise UsageError(
+            f"bad rate {text!r}", advice="write bytes a second as 125M or 1G, or bits as 10Gbit"
+        ) from None
 
 
 @verb("plan")
-@click.argument("target", type=versioned_address, metavar="DATASET[@VERSION]")
-@click.option(
-    "--nodes", type=int, metavar="N", default=1, show_default=True, help="Machines of the job."
-)
-@click.option(
+@argument("target", type=versioned_address, metavar="DATASET[@VERSION]")
+@option("--nodes", type=int, metavar="N", default=1, show_default=True, help="Machines of the job.")
+@option(
     "--ranks", type=int, metavar="N", default=8, show_default=True,
     help="Training processes (GPUs) on each machine.",
 )  # fmt: skip
-@click.option(
+@option(
     "--batch", type=int, metavar="N", default=64, show_default=True,
     help="Files that each of these reads in one iteration.",
 )  # fmt: skip
-@click.option(
+@option(
     "--workers", type=int, metavar="N", default=4, show_default=True,
     help="Workers of each DataLoader; each has two batches under way.",
 )  # fmt: skip
-@click.option(
+@option(
     "--memory", type=size,
     help="Memory of each machine for contents, as in `mount --memory`.  [default: half of this"
     " machine's free memory]",
 )  # fmt: skip
-@click.option(
+@option(
     "--cache-size", type=size, default="0", show_default=True,
     help="SSD of each machine for the cache, as in `mount --cache-size`; 0: none.",
 )  # fmt: skip
-@click.option(
+@option(
     "--network", type=rate, metavar="RATE", default="1250M", show_default=True,
-    help="Bytes a second that a machine gets from the others.",
+    help="Bytes a second that a machine gets from the others; 10Gbit is 1250 million.",
 )  # fmt: skip
-@click.option(
+@option(
     "--store-latency", type=float, metavar="MS", default=20.0, show_default=True,
     help="Milliseconds until the first byte of a request to the store.",
 )  # fmt: skip
-@click.option(
+@option(
     "--store-bandwidth", type=rate, metavar="RATE", default="1G", show_default=True,
     help="Bytes a second that a machine gets from the store.",
 )  # fmt: skip
-@click.option(
+@option(
     "--request-price", type=float, metavar="X", default=0.0004, show_default=True,
     help="Price of 1,000 requests to the store, in any currency.",
 )  # fmt: skip
-@click.option(
+@option(
     "--images-per-s", type=float, metavar="N", default=1000.0, show_default=True,
     help="Files a second that each rank would train on, if it never waited for one.",
 )  # fmt: skip
-@click.option(
+@option(
     "--epochs", type=int, metavar="N", default=3, show_default=True,
     help="Epochs to simulate; the last one stands for all later ones.",
 )  # fmt: skip
-@click.option(
+@option(
     "--seed", type=int, metavar="N", default=0, show_default=True,
     help="Seed of the random orders.",
 )  # fmt: skip
-@click.option(
+@option(
     "--shuffle", type=click.Choice(["full", "chunk", "both"]), default="both", show_default=True,
     help="Which orders to compare: fully random, chunk-wise random, or both.",
 )  # fmt: skip
-@click.option(
+@option(
     "--group-size", type=int, metavar="N", default=GROUP_SIZE_DEFAULT, show_default=True,
     help="Chunks in a group of chunk-wise orders: their files are shuffled together.",
 )  # fmt: skip
-@click.option(
+@option(
     "--evict", type=click.Choice(NAMES), multiple=True, default=NAMES,
     help="Which policies to compare: of the cache of chunks, or `order`, the order log on the SSD."
     " May be given several times.  [default: all; `order` only with --cache-size]",
 )  # fmt: skip
-@click.option(
-    "--order", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+@option(
+    "--order", type=file_path, metavar="FILE",
     help="Read in this order in each epoch: one path a line, as `dlcmd shuffle` prints them.",
 )  # fmt: skip
-@click.option(
+@option(
     "--smallest", is_flag=True,
     help="Find the smallest --cache-size without stalls, too; six simulations for each row.",
 )  # fmt: skip
-@click.option(
-    "--html", type=click.Path(path_type=Path, dir_okay=False), metavar="FILE",
+@option(
+    "--html", type=file_path, metavar="FILE",
     help="Draw all that into this file, a page that needs no other.",
 )  # fmt: skip
 def plan(
@@ -167,8 +184,9 @@ def plan(
     The epochs are simulated read by read, with the eviction policies that a mount uses, for each
     policy and order. The columns `memory` to `store` say where the files of a later epoch come
     from; then come the bytes and requests that it takes from the store, what it writes to the SSDs,
-    the times of the first and of later epochs, and how much of that is waiting. The last lines are
-    the commands for the best of them: the fastest, and among equally fast ones the cheapest.
+    the times of the first and of later epochs, and how much of that is waiting. The first line says
+    what to type, and why; the last lines are the commands for the best of the rows: the fastest,
+    and among equally fast ones the cheapest.
 
     What you do not say is assumed, and named in a note. Nothing is read but the snapshot.
 
@@ -206,9 +224,10 @@ def plan(
     best = recommended(found)
     options = Options(
         str(target), _size_text(memory or default_memory_bytes()), _size_text(cache_size),
-        given is not None,
+        given is not None, split(ORDER_LOG).window_bytes >= files.bytes,
     )  # fmt: skip
     told, assumed = commands(best, options), _assumed()
+    sentence = _sentence(best, options, told[0], files)
     if html is not None:
         _write(html, plan_page(str(target), found, best, told, assumed, sizes))
     if global_flags().json:
@@ -221,10 +240,13 @@ def plan(
                 "event": "done", "dataset": str(target), "files": len(files), "bytes": files.bytes,
                 "chunks": len(files.chunk_bytes), "job": asdict(best.job), "assumed": assumed,
                 "forecasts": rows,
-                "recommended": {"policy": best.policy, "shuffle": taken, "commands": told},
+                "recommended": {
+                    "policy": best.policy, "shuffle": taken, "commands": told, "text": sentence,
+                },
             }
         )  # fmt: skip
         return
+    print_line(sentence)
     _print_rows(found, sizes, is_given=given is not None)
     for layout in dict.fromkeys(each.layout for each in found):
         with_layout = dict.fromkeys(each.policy for each in found if each.layout == layout)
@@ -240,6 +262,28 @@ def plan(
         print_note(f"assumed, as you did not say: {', '.join(assumed)}")
     for line in told:
         print_line(line)
+
+
+def _sentence(best: Forecast, options: Options, mount: str, files: Files) -> str:
+    """What to type, and why. `mount` is the command for it."""
+    later, node, machines = best.later, best.job.node, best.job.nodes
+    name = f"{options.dataset} ({bytes_text(files.bytes)})"
+    where = "the machine" if machines == 1 else f"the {machines} machines together"
+    typed = f"type `{mount}`" if machines == 1 else f"type on each machine `{mount}`"
+    if needs_no_cache(best, options):
+        return f"{name} fits in the memory of one machine, which needs no task's cache: {typed}"
+    if not later.files[STORE]:
+        what = "memory and SSD" if later.files[DISK] else "memory"
+        return (
+            f"{name} fits in {what} of {where}, so later epochs read nothing from the store:"
+            f" {typed}"
+        )
+    kept = "memory and SSD" if node.disk_bytes else "memory"
+    return (
+        f"{name} does not fit in {kept} of {where}: a later epoch reads"
+        f" {bytes_text(later.store_bytes)} from the store and waits {100 * later.stalled:.0f} % of"
+        f" its time; best {typed}"
+    )
 
 
 def _policies(evict: Sequence[str], cache_size: int) -> list[str]:
@@ -265,14 +309,14 @@ def _assumed() -> list[str]:
     names = ("nodes", "ranks", "batch", "workers", "memory", "cache_size", "network",
              "store_latency", "store_bandwidth", "request_price", "images_per_s")  # fmt: skip
     texts = []
-    for option in context.command.params:
-        if option.name in names and not _is_given(option.name):
-            value = context.params[option.name]
-            if option.name == "memory":
+    for each in context.command.params:
+        if each.name in names and not _is_given(each.name):
+            value = context.params[each.name]
+            if each.name == "memory":
                 value = f"{_size_text(default_memory_bytes())} (measured here)"
-            elif option.name in ("cache_size", "network", "store_bandwidth"):
+            elif each.name in ("cache_size", "network", "store_bandwidth"):
                 value = _size_text(value)
-            texts.append(f"{option.opts[0]} {value}")
+            texts.append(f"{each.opts[0]} {value}")
     return texts
 
 

@@ -10,7 +10,7 @@ from diesel_fs.repository.interface import AS_POLICY, PurgeOptions, PurgeReport
 from diesel_fs.repository.retention import GRACE_S
 
 from .addresses import open_repository_from_flags
-from .options import dataset, duration, global_flags, verb
+from .options import argument, dataset, duration, global_flags, option, verb
 from .output import bytes_text, count_text, print_json, print_line
 from .progress import shown_progress
 
@@ -28,8 +28,8 @@ def share(text: str) -> int:
 
 
 @verb("purge")
-@click.argument("name", type=dataset, metavar="DATASET")
-@click.option(
+@argument("name", type=dataset, metavar="DATASET")
+@option(
     "--max-unused",
     type=share,
     metavar="PERCENT",
@@ -37,20 +37,20 @@ def share(text: str) -> int:
     show_default=True,
     help="Rewrite chunks of which more than this share is unused.",
 )
-@click.option(
+@option(
     "--keep",
     type=click.IntRange(0),
     metavar="N",
     help="Keep the last N versions readable, from now on.  [default: as before; at first 0]",
 )
-@click.option(
+@option(
     "--grace",
     type=duration,
     metavar="TIME",
     help="How long replaced chunks stay for readers that may still need them: 0, 90m, 7d."
     f"  [default: {GRACE_S // 3600}h]",
 )
-@click.option("-n", "--dry-run", is_flag=True, help="Change nothing; show what would be done.")
+@option("-n", "--dry-run", is_flag=True, help="Change nothing; show what would be done.")
 def purge(name: str, max_unused: int, keep: int | None, grace: int | None, dry_run: bool) -> None:
     """Free the space of replaced and deleted files. (`compact` is the same verb.)
 

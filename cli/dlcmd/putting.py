@@ -27,7 +27,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.urls import parse_url
 
 from .addresses import Address, address, open_repository_from_flags
-from .options import global_flags, size, verb
+from .options import argument, file_or_dash, global_flags, option, size, verb
 from .output import (
     bytes_text,
     count_text,
@@ -48,61 +48,61 @@ _DELETIONS_SHOWN = 10
 
 
 @verb("put")
-@click.argument("arguments", nargs=-1, metavar="[SRC...] DATASET[/path]")
-@click.option("--tar", metavar="FILE|-", help="Put the entries of this tar, in place of SRC.")
-@click.option(
+@argument("arguments", nargs=-1, metavar="[SRC...] DATASET[/path]")
+@option(
+    "--tar",
+    type=file_or_dash,
+    metavar="FILE|-",
+    help="Put the entries of this tar, in place of SRC.",
+)
+@option(
     "--unpack", is_flag=True,
     help="Put what is in the archives SRC, of which there may be several: paths, globs, s3:// and"
     " https:// addresses of tar, zip, gzip, bzip2, xz and Zstandard files.",
 )  # fmt: skip
-@click.option(
-    "--manifest", default="", metavar="FILE",
+@option(
+    "--manifest", type=file_or_dash, metavar="FILE",
     help="Table of samples and their targets, to be stored as .manifest.csv: CSV or TSV with the"
     " columns path and target. FILE may be an s3:// or https:// address.",
 )  # fmt: skip
-@click.option(
-    "--delete", is_flag=True, help="Delete entries of the dataset that SRC does not have."
-)
-@click.option(
+@option("--delete", is_flag=True, help="Delete entries of the dataset that SRC does not have.")
+@option(
     "-n",
     "--dry-run",
     is_flag=True,
     help="Change nothing; show how much would be put, and what --delete would delete.",
 )
-@click.option(
-    "--allow-empty", is_flag=True, help="Let --delete delete everything when SRC is empty."
-)
-@click.option("--checksum", is_flag=True, help="Compare contents, not only size, mode and mtime.")
-@click.option(
+@option("--allow-empty", is_flag=True, help="Let --delete delete everything when SRC is empty.")
+@option("--checksum", is_flag=True, help="Compare contents, not only size, mode and mtime.")
+@option(
     "--jobs", type=click.IntRange(1, JOBS_MAX), metavar="N",
     help="Number of processes that pack.  [default: cores + 1]",
 )  # fmt: skip
-@click.option(
+@option(
     "--chunk-size", type=size,
     help="Bytes of contents in one chunk, 64K to 1G.  [default: 4M]",
 )  # fmt: skip
-@click.option(
+@option(
     "--compress", type=click.Choice(COMPRESSIONS), default="auto", show_default=True,
     help="Compression of contents: lz4 compresses each file that gets smaller by it, auto each file"
     " of which a sample gets smaller, none compresses nothing.",
 )  # fmt: skip
-@click.option(
+@option(
     "--include", multiple=True, metavar="GLOB", help="Put only files that match one of these globs."
 )
-@click.option(
-    "--exclude", multiple=True, metavar="GLOB", help="Leave out files and folders that match."
+@option("--exclude", multiple=True, metavar="GLOB", help="Leave out files and folders that match.")
+@option(
+    "--files-from",
+    type=file_or_dash,
+    metavar="FILE|-",
+    help="Put only the paths that this file lists.",
 )
-@click.option(
-    "--files-from", default="", metavar="FILE|-", help="Put only the paths that this file lists."
-)
-@click.option(
-    "-0", "nul", is_flag=True, help="Each path in --files-from ends in NUL, not in a newline."
-)
+@option("-0", "nul", is_flag=True, help="Each path in --files-from ends in NUL, not in a newline.")
 def put(
     arguments: tuple[str, ...],
     tar: str | None,
     unpack: bool,
-    manifest: str,
+    manifest: str | None,
     delete: bool,
     dry_run: bool,
     allow_empty: bool,
@@ -112,7 +112,7 @@ def put(
     compress: str,
     include: tuple[str, ...],
     exclude: tuple[str, ...],
-    files_from: str,
+    files_from: str | None,
     nul: bool,
 ) -> None:
     """Pack the contents of a folder, a file, archives or the objects in a bucket into a dataset.
@@ -146,11 +146,11 @@ def put(
       dlcmd put --unpack cats.zip dogs.zip --manifest labels.csv pets
     """
     if unpack:
-        names, target = _parse_unpack(arguments, tar, files_from, nul)
+        names, target = _parse_unpack(arguments, tar, files_from or "", nul)
         opened = archives_source(names)
     else:
-        name, target = _parse_arguments(arguments, tar, files_from, nul)
-        opened = named_source(name, tar is not None, files_from, nul)
+        name, target = _parse_arguments(arguments, tar, files_from or "", nul)
+        opened = named_source(name, tar is not None, files_from or "", nul)
     options = PutOptions(
         chunk_bytes=CHUNK_BYTES_DEFAULT if chunk_size is None else chunk_size,
         compress=compress,

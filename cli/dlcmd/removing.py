@@ -1,19 +1,17 @@
 """The verbs `rm` (deletes entries) and `delete-dataset`."""
 
-import click
-
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot
 
 from .addresses import Address, address, open_repository_from_flags
-from .options import dataset, verb
+from .options import argument, dataset, option, verb
 from .output import count_text, print_result
 
 
 @verb("rm")
-@click.argument("targets", nargs=-1, required=True, type=address, metavar="DATASET/path...")
-@click.option("-r", "--recursive", is_flag=True, help="Delete folders, too, with everything below.")
+@argument("targets", nargs=-1, required=True, type=address, metavar="DATASET/path...")
+@option("-r", "--recursive", is_flag=True, help="Delete folders, too, with everything below.")
 def rm(targets: tuple[Address, ...], recursive: bool) -> None:
     """Delete files, links or folders. If one of them does not exist, nothing is deleted.
 
@@ -59,8 +57,8 @@ def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[b
 
 
 @verb("delete-dataset")
-@click.argument("name", type=dataset, metavar="DATASET")
-@click.option("--yes", is_flag=True, help="Confirm: the dataset cannot be brought back.")
+@argument("name", type=dataset, metavar="DATASET")
+@option("--yes", is_flag=True, help="Confirm: the dataset cannot be brought back.")
 def delete_dataset(name: str, yes: bool) -> None:
     """Delete a dataset for good, with its chunks.
 

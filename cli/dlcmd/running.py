@@ -19,7 +19,7 @@ from diesel_fs.torch.hook.diesel_hook import VARIABLE
 from diesel_fs.torch.join import SHUFFLES
 from diesel_fs.torch.planner import TrainingPlanner
 
-from .options import global_flags, verb
+from .options import argument, file_path, global_flags, option, verb
 from .run_report import report_page
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
@@ -37,28 +37,28 @@ _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as wel
 
 
 @verb("run")
-@click.option(
+@option(
     "--ahead", type=click.IntRange(0, 7), metavar="EPOCHS", default=1, show_default=True,
     help="Announce so many further epochs, where they can be foreseen.",
 )  # fmt: skip
-@click.option(
+@option(
     "--shuffle", type=click.Choice(SHUFFLES), default="full", show_default=True,
     help="With `chunk`, replace random orders by chunk-wise ones, which read each chunk once.",
 )  # fmt: skip
-@click.option(
+@option(
     "--group-size", type=click.IntRange(1), metavar="CHUNKS", default=GROUP_SIZE_DEFAULT,
     show_default=True, help="Chunks in a group, for `--shuffle chunk`.",
 )  # fmt: skip
-@click.option(
+@option(
     "--own-seed", is_flag=True,
     help="Give samplers that draw from PyTorch's global generator one of their own, so that their"
     " further epochs can be foreseen. Their orders are others then.",
 )  # fmt: skip
-@click.option(
-    "--report", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE.html",
+@option(
+    "--report", type=file_path, metavar="FILE.html",
     help="Write a page that shows how long the loops waited for data, and when.",
 )  # fmt: skip
-@click.argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND")
+@argument("command", nargs=-1, type=click.UNPROCESSED, required=True, metavar="-- COMMAND")
 def run(
     ahead: int,
     shuffle: str,

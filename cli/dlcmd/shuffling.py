@@ -5,8 +5,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-import click
-
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
@@ -15,7 +13,7 @@ from diesel_fs.orders.shuffle import GROUP_SIZE_DEFAULT, chunk_shuffle, full_shu
 from diesel_fs.system.atomic_file import atomic_file, write_error
 
 from .addresses import Address, address, open_repository_from_flags
-from .options import global_flags, verb
+from .options import argument, file_path, global_flags, option, verb
 from .output import (
     bytes_text,
     count_text,
@@ -34,39 +32,42 @@ _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective 
 
 
 @verb("shuffle")
-@click.argument("target", type=address, metavar="DATASET[/path]")
-@click.option(
+@argument("target", type=address, metavar="DATASET[/path]")
+@option(
     "--seed", type=int, metavar="N", required=True,
     help="Seed of the random orders; use the same one for all ranks and epochs.",
 )  # fmt: skip
-@click.option(
+@option(
     "--epoch", type=int, metavar="N", required=True,
     help="Number of the epoch, from 0 on; each epoch has an order of its own.",
 )  # fmt: skip
-@click.option(
+@option(
     "--group-size", type=int, metavar="N", default=GROUP_SIZE_DEFAULT, show_default=True,
     help="Number of chunks in a group: their files are shuffled together.",
 )  # fmt: skip
-@click.option("--full", is_flag=True, help="Shuffle all files together: one group of all chunks.")
-@click.option(
+@option("--full", is_flag=True, help="Shuffle all files together: one group of all chunks.")
+@option(
     "--rank", type=int, metavar="N", default=0, show_default=True,
     help="Print the part of this reader (rank), from 0 on.",
 )  # fmt: skip
-@click.option(
+@option(
     "--world", type=int, metavar="N", default=1, show_default=True,
     help="Number of ranks, each of which gets an equal part of the order.",
 )  # fmt: skip
-@click.option(
+@option(
     "--drop-last", is_flag=True,
     help="Drop the files that do not divide evenly among ranks; else the order's start fills up.",
 )  # fmt: skip
-@click.option("-0", "nul", is_flag=True, help="End paths with NUL instead of a newline.")
-@click.option(
+@option("-0", "nul", is_flag=True, help="End paths with NUL instead of a newline.")
+@option(
     "--quality", is_flag=True,
     help="Print how well orders of several group sizes mix classes, instead of an order.",
 )  # fmt: skip
-@click.option(
-    "--plot", metavar="FILE.svg", type=Path, help="With --quality: draw that into this file, too."
+@option(
+    "--plot",
+    metavar="FILE.svg",
+    type=file_path,
+    help="With --quality: draw that into this file, too.",
 )
 def shuffle(
     target: Address, seed: int, epoch: int, group_size: int, full: bool,

@@ -17,7 +17,7 @@ from .doctor.archive import Member, members, packed
 from .doctor.checks import MountFacts
 from .doctor.places import all_mounts, mount_facts
 from .doctor.redaction import Redactor, known_secrets
-from .options import global_flags, verb
+from .options import argument, file_path, global_flags, option, verb
 from .output import bytes_text, print_json, print_line, print_note
 
 MOUNTS_ASKED = 16
@@ -27,11 +27,11 @@ ENDINGS = (".tar.gz", ".tgz")
 
 
 @verb("support")
-@click.argument("file", type=click.Path(path_type=Path), metavar="FILE.tar.gz")
-@click.option("--yes", is_flag=True, help="Write the archive without a question.")
-@click.option("-n", "--dry-run", is_flag=True, help="Only list what the archive would contain.")
-@click.option(
-    "--log", "logs", type=click.Path(path_type=Path), multiple=True, metavar="FILE",
+@argument("file", type=file_path, metavar="FILE.tar.gz")
+@option("--yes", is_flag=True, help="Write the archive without a question.")
+@option("-n", "--dry-run", is_flag=True, help="Only list what the archive would contain.")
+@option(
+    "--log", "logs", type=file_path, multiple=True, metavar="FILE",
     help="Pack the end of this log, too: of a server, or of a mount with --log-file. Repeatable.",
 )  # fmt: skip
 def support(file: Path, yes: bool, dry_run: bool, logs: tuple[Path, ...]) -> None:

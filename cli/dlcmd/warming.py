@@ -1,11 +1,9 @@
 """The verb `warmup`: loads what lies at a path of a mount before it is read."""
 
-import click
-
 from diesel_fs.errors import PartialError
 from diesel_fs.mounts.warmup import Amount, Warmup, WarmupReport
 
-from .options import verb
+from .options import argument, verb
 from .output import (
     bytes_text,
     count_text,
@@ -19,7 +17,7 @@ from .progress import shown_progress
 
 
 @verb("warmup")
-@click.argument("place", metavar="DIR[/path]")
+@argument("place", metavar="DIR[/path]")
 def warmup(place: str) -> None:
     """Load what lies at a path of a mount, so that reading it does not wait for the object store.
 

@@ -1,6 +1,5 @@
 """The verb `top`: it takes samples of a mount's statistics, and shows what happened between two."""
 
-import math
 import os
 import shutil
 import time
@@ -11,13 +10,12 @@ from pathlib import Path
 
 import click
 
-from diesel_fs.errors import UsageError
 from diesel_fs.mounts.reader_groups import reader_group
 
 from .mount_figures import MountSamples, Stats, interval
 from .mount_top import screen, short_line
 from .mounting import mount_folder
-from .options import global_flags, verb
+from .options import argument, global_flags, option, verb
 from .output import is_terminal, print_json, write_stdout
 
 INTERVAL_S = 0.1, 3600.0
@@ -27,12 +25,12 @@ _HOME, _END_OF_LINE, _END_OF_SCREEN = b"\x1b[H", b"\x1b[K\r\n", b"\x1b[J"
 
 
 @verb("top")
-@click.argument("folder", type=mount_folder, metavar="DIR")
-@click.option(
+@argument("folder", type=mount_folder, metavar="DIR")
+@option(
     "--interval", "every_s", type=click.FloatRange(*INTERVAL_S), metavar="SECONDS", default=1.0,
     show_default=True, help="Time between two updates.",
 )  # fmt: skip
-@click.option(
+@option(
     "--count", type=click.IntRange(1), metavar="N",
     help="End after N updates.  [default: Ctrl-C ends it]",
 )  # fmt: skip
@@ -52,8 +50,6 @@ def top(folder: Path, every_s: float, count: int | None) -> None:
       dlcmd top /mnt/pets
       dlcmd top --json --count 60 /mnt/pets > waits.jsonl
     """
-    if math.isnan(every_s):
-        raise UsageError("--interval nan is no time", advice="write it in seconds: 0.5")
     samples = MountSamples(folder)
     own_pid = reader_group(os.getpid()).pid
     is_live = not global_flags().json and is_terminal()

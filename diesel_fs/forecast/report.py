@@ -25,6 +25,8 @@ class Options:
     memory: str
     cache_size: str
     is_given_order: bool = False
+    fits_alone: bool = False
+    """Whether one machine that shares with no other has memory for the whole dataset."""
 
 
 def recommended(forecasts: Sequence[Forecast]) -> Forecast:
@@ -37,12 +39,22 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast:
     )
 
 
+def needs_no_cache(forecast: Forecast, options: Options) -> bool:
+    """Whether a mount of its own suffices: one machine has memory for all, and the user has named
+    no SSD that would keep it for later jobs."""
+    job = forecast.job
+    return options.fits_alone and job.nodes == 1 and not job.node.disk_bytes
+
+
 def commands(forecast: Forecast, options: Options) -> list[str]:
     """The commands that a user pastes: the mount on each node, then the training."""
     job = forecast.job
+    is_plain = needs_no_cache(forecast, options)
     mount = ["dlcmd", "mount", options.dataset, f"/mnt/{options.dataset}"]
     mount += ["--memory", options.memory]
-    if forecast.policy == ORDER_LOG:
+    if is_plain:
+        pass
+    elif forecast.policy == ORDER_LOG:
         mount += ["--cache-layout", "order"]
     else:
         mount += ["--evict", forecast.policy]
@@ -51,7 +63,7 @@ def commands(forecast: Forecast, options: Options) -> list[str]:
     text = shlex.join(mount)
     if job.nodes > 1:
         text += f' --task "$JOB" --rank "$NODE" --world {job.nodes}'
-    elif forecast.policy != ORDER_LOG and not job.node.disk_bytes:
+    elif not is_plain and forecast.policy != ORDER_LOG and not job.node.disk_bytes:
         text += ' --task "$JOB" --rank 0 --world 1'
     train = ["dlcmd", "run", "--ahead", "1"]
     if options.is_given_order:

@@ -48,8 +48,9 @@ IMAGES_KEPT = 2
 UNUSED_S_MAX = 7 * 86_400
 """After this time without use an image of another dataset, or of before a boot, is removed."""
 
-BUILD_DEADLINE_S = 120.0
-"""How long to wait for another process that builds an image. 14 million entries take 20 s."""
+BUILD_DEADLINE_S = 30.0
+"""How long to wait for another process that builds an image. 14 million entries take 20 s, and a
+mount may have to build its own image after that, within the time for one step of its start."""
 
 UNNAMED_IN: Sequence[str | None] = ("/var/tmp", None)  # noqa: S108  # they have no names there
 """Folders for images that cannot be kept; None is the usual one for temporary files. The last

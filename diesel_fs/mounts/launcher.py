@@ -58,7 +58,8 @@ from .processes import (
 logger = logging.getLogger("diesel.mount")
 
 START_DEADLINE_S = 60.0
-"""How long a mount may take to become ready: it may have to fetch a snapshot first."""
+"""How long a mount may take for each step until it is ready: to fetch the snapshot, and to try each
+session, of which one may have to make a tree of millions of entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,17 +96,25 @@ def mount(
     program: Sequence[str] = DAEMON,
     deadline_s: float | None = None,
 ) -> None:
-    """Mounts in the background and returns when reads work, which must be within `deadline_s`
-    (None: `START_DEADLINE_S`).
+    """Mounts in the background and returns when reads work. Each step to that must end within
+    `deadline_s` (None: `START_DEADLINE_S`).
 
     A missing folder is created, and removed when the mount ends. Raises DieselError with the
     reason, and with the end of the daemon's log if it has any. A call that fails or is interrupted
     leaves nothing mounted. The daemon's warnings are also warnings of the logger `diesel.mount`
     here.
     """
-    request = _checked(request)
+    asked, request = request, _checked(request)
+    deadline_s = START_DEADLINE_S if deadline_s is None else deadline_s
     try:
-        _start(request, program, START_DEADLINE_S if deadline_s is None else deadline_s)
+        try:
+            _start(request, program, deadline_s)
+        except DieselError:
+            if request.made_folders or os.path.lexists(request.mountpoint):
+                raise
+            # A mount that had made the folder was unmounted there a moment ago, and has removed it.
+            request = _checked(asked)
+            _start(request, program, deadline_s)
     except BaseException as error:
         if isinstance(error, DeadlineError) or not isinstance(error, Exception):
             with suppress(DieselError):  # nothing may be mounted

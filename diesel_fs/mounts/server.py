@@ -21,7 +21,7 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import trio
 
-from ..errors import DieselError, FormatError
+from ..errors import DieselError, FormatError, PermissionDenied, UsageError
 from ..format.image import ImageTooLarge, Shown
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, error_message
@@ -141,7 +141,8 @@ def _pyfuse3_session() -> type[Session]:
     except ImportError as error:
         raise SessionUnsupported(
             f"it needs the package pyfuse3 ({error}), which pip compiles: `apt-get install gcc"
-            " libfuse3-dev pkg-config python3-dev`, then `pip install 'diesel-fs[pyfuse3]'`"
+            " libfuse3-dev pkg-config python3-dev`, then `pip install"
+            " 'diesel_fs-VERSION-py3-none-any.whl[pyfuse3]'`"
         ) from error
     return Pyfuse3Session
 
@@ -187,6 +188,7 @@ class _Server:
         self._started = trio.Event()
         self._worker_begun = trio.Event()  # or there will be none
         os.set_blocking(supervisor_pipe, False)
+        report({"step": f"opening the dataset {request.dataset}"})
         opened = source.open(request)
         if opened.warning:
             log.warning("%s", opened.warning)
@@ -269,11 +271,12 @@ class _Server:
         """Mounts by the first session that works here. Raises DieselError."""
         wanted = self._request.session
         if wanted != "auto" and wanted not in SESSIONS:
-            raise DieselError(
+            raise UsageError(
                 f"there is no session {wanted!r}", advice=f"known: auto, {', '.join(SESSIONS)}"
             )
         reasons: list[str] = []
         for name in SESSIONS if wanted == "auto" else [wanted]:
+            self._report({"step": f"trying the {name} session"})
             with ExitStack() as stack:
                 try:
                     if name == NativeSession.name:
@@ -294,7 +297,7 @@ class _Server:
             self._note_session(session, reasons)
             return session
         advice = "" if wanted == "auto" else "--session auto takes the best session that works here"
-        raise DieselError("; ".join(reasons), advice=advice)
+        raise PermissionDenied("; ".join(reasons), advice=advice)
 
     def _note_session(self, session: Session, reasons: Sequence[str]) -> None:
         """Keeps for the statistics why there is not a better session, if there is none."""
@@ -314,10 +317,12 @@ class _Server:
             follows=request.follow,
         )
         if name == NativeSession.name:
+            self._report({"step": "making the tree of the native session"})
             try:
                 image, self._image_file = open_image(snapshot, self._shown)
             except (ImageTooLarge, FormatError) as error:
                 raise SessionUnsupported(str(error)) from error
+            self._report({"step": "mounting the tree of the native session"})
             vfs = self._vfs
             if isinstance(vfs, VersionedVfs):
                 shown = tree_version(vfs, vfs.current, image, self._image_file)
@@ -463,6 +468,7 @@ class _Server:
 
     async def _become_ready(self) -> None:
         """Reports that the mount is ready, starts the worker, and runs the link to it."""
+        self._report({"step": f"waiting for the kernel's first request ({self._session.name})"})
         await self._started.wait()
         with trio.move_on_after(LEASE_DEADLINE_S):
             await self._leased.wait()

@@ -89,9 +89,9 @@ def main(
     """Runs a mount: arguments `[--foreground] MOUNTPOINT`, a `MountRequest` on stdin. Returns the
     exit code.
 
-    In the background it reports on stdout, one JSON object a line: its process ID first, then
-    warnings, and at last that it is ready or what went wrong. The mount point is an argument only
-    so that `ps` shows it. Tests give another `source` of contents, and other times.
+    In the background it reports on stdout, one JSON object a line: its process ID first, then its
+    steps and warnings, and at last that it is ready or what went wrong. The mount point is an
+    argument only so that `ps` shows it. Tests give another `source` of contents, and other times.
     """
     open_buckets_directly()
     syscalls.map_large_allocations(LARGE_BYTES)

@@ -13,6 +13,7 @@ process.
 """
 
 import fcntl
+import json
 import logging
 import os
 import resource
@@ -25,6 +26,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TypeVar
+from uuid import UUID
 
 from ..errors import (
     BusyError,
@@ -39,6 +41,7 @@ from ..system import daemons
 from ..system.available_memory import default_memory_bytes
 from ..system.unix_sockets import connect_unix
 from ..urls import SERVER_SCHEMES, parse_url
+from . import wire
 from .addresses import listen_address
 from .membership import resolve_node
 from .options import TaskRequest
@@ -73,6 +76,8 @@ _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 _UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"  # of a node that needs no others
 _OPTIONS, _LOCK = "options", "lock"
 _POLL_S = 0.02
+_ANSWER_S = 1.0  # how long a master without readers may take to answer, and to end
+_ENDED_READER_S = 0.1
 _CONNECT_S = 5.0  # a master that accepts no connection for so long hangs
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")  # a process's number on its node
 _NODE_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
@@ -88,12 +93,15 @@ def join(
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Path:
     """The socket of this node's master, which is started by `program` where none is alive. A
-    running master keeps its options; where the request asks for others, a warning names them.
+    running master that has readers keeps its options; if the request asks for others, a warning
+    names them. One that nobody reads any more (of a mount that has just ended, say) makes way.
 
     Raises the error that kept the master from starting, with the end of its log; UsageError for a
     rank or an address that makes no sense.
     """
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
+    if _has_other_options(request, socket_path) and _ends_unless_it_is_read(request, socket_path):
+        socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
     if ignored := _differing_options(request, socket_path):
         log.warning(
             "%s: ignored, because this node's master of task %r runs with other options; it ends"
@@ -135,15 +143,60 @@ def _find_or_start(
     return path
 
 
-def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
-    """The options that ask for something else than the running master was started with."""
+def _running_request(socket_path: Path) -> TaskRequest | None:
+    """The request that the master at a socket was started with; None if that is not known."""
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
-            return []  # they are those of an earlier master that was killed
-        return request.differing_options(TaskRequest.from_json(options.read_bytes()))
+            return None  # they are those of an earlier master that was killed
+        return TaskRequest.from_json(options.read_bytes())
     except (OSError, UsageError):
-        return []  # the master is starting or ending, or has another version of this program
+        return None  # the master is starting or ending, or has another version of this program
+
+
+def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
+    """The options that ask for something else than the running master was started with."""
+    running = _running_request(socket_path)
+    return [] if running is None else request.differing_options(running)
+
+
+def _has_other_options(request: TaskRequest, socket_path: Path) -> bool:
+    running = _running_request(socket_path)
+    return running is not None and not request.asks_for_the_same(running)
+
+
+def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
+    """Have the master at a socket end if it has no readers; whether it has ended.
+
+    It ends when a client comes for another version of the dataset; no version is 0.
+    """
+    with socket.socket(socket.AF_UNIX) as client, suppress(OSError, DieselError):
+        client.settimeout(_ANSWER_S)
+        connect_unix(client, socket_path)
+        # A reader that has just ended may still count for a moment.
+        if not _poll(lambda: _readers(client) == 0 or None, _ENDED_READER_S):
+            return False
+        hello = wire.local_hello(UUID(hex=request.identity), 0)
+        client.sendall(wire.local_request(wire.LOCAL_HELLO, body=hello))
+        return _poll(lambda: None if is_alive(socket_path) else True, _ANSWER_S) is not None
+    return False
+
+
+def _readers(client: socket.socket) -> int:
+    """How many readers a master has, which is asked on this connection; -1 if it does not say.
+    Raises OSError, CorruptError."""
+    client.sendall(wire.local_request(wire.LOCAL_STATS))
+    with client.makefile("rb", buffering=0) as answers:
+        head = answers.read(wire.HEAD_BYTES) or b""
+        size = wire.parse_local_answer(head, wire.LOCAL_STATS, 0).body_bytes
+        body = b""
+        while len(body) < size and (more := answers.read(size - len(body))):
+            body += more
+    try:
+        found = json.loads(body).get("readers", -1)
+    except (ValueError, AttributeError):
+        return -1
+    return found if isinstance(found, int) else -1
 
 
 def restart_killed(

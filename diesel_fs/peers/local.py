@@ -126,6 +126,11 @@ class LocalServer:
                 self._readers -= 1
                 self._clients_changed.set()
 
+    @property
+    def readers(self) -> int:
+        """How many connections read this master's version."""
+        return self._readers
+
     def reader_joined(self) -> None:
         """A client of this master's version has connected."""
         self._readers += 1
@@ -203,7 +208,7 @@ class _Client:
             await self._switch_version(body)
             return
         if head.kind == wire.LOCAL_STATS:
-            text = json.dumps(self._master.stats()).encode()
+            text = json.dumps({**self._master.stats(), "readers": self._server.readers}).encode()
             await self._send(wire.local_answer(head.kind, body=text))
             return
         if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of any version

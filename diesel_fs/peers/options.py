@@ -358,6 +358,17 @@ class TaskRequest(TaskOptions):
             and getattr(self, name) not in (getattr(default, name), getattr(running, name))
         ]
 
+    def asks_for_the_same(self, running: "TaskRequest") -> bool:
+        """Whether a master that was started with `running` has all options of this request, also
+        those that it leaves at their default."""
+        computed = self.memory_is_default and running.memory_is_default
+        return all(
+            getattr(self, name) == getattr(running, name)
+            or (name == "memory_bytes" and computed)
+            or (name == "world" and self.world is None)
+            for name in _MASTER_OPTIONS
+        )
+
     @property
     def credentials(self) -> Credentials | None:
         """The account at a server, and its key. Raises ConfigError."""

@@ -2,8 +2,8 @@
 
 A daemon is detached from its starter, the process that starts it. It gets one request (JSON) on
 stdin and the starter's environment without secrets; it reports in JSON lines on stdout (`pid`,
-`warning`, then `ready` or `error`), and logs to a file. Each program defines its own request (a
-subclass of `DaemonRequest`). Any thread.
+`step`, `warning`, then `ready` or `error`), and logs to a file. Each program defines its own
+request (a subclass of `DaemonRequest`). Any thread.
 """
 
 import json
@@ -109,9 +109,9 @@ def start(
     `request` is its request as JSON, `log` its log. Its warnings also go to `logger`, in this
     process. `daemon_name` names it in messages. It inherits the descriptors `pass_fds` under the
     same numbers. Raises the error that the daemon reports, DieselError if it ends without a report,
-    and DeadlineError if it is not ready in time. It is told to end then, and also if this call is
-    interrupted; it is killed if it does not. After an error or an interruption the daemon has
-    ended.
+    and DeadlineError if it is not ready within `deadline_s`, or within that time after the last
+    step that it has reported. It is told to end then, and also if this call is interrupted; it is
+    killed if it does not. After an error or an interruption the daemon has ended.
     """
     receiver, sender = os.pipe()
     with open(receiver, "rb", buffering=0) as file:
@@ -229,8 +229,9 @@ class _Report:
                     return
 
     def _lines(self, deadline_s: float) -> Iterator[dict[str, str]]:
-        """The lines of the report. Raises DeadlineError if the next does not come in time."""
-        until_s = time.monotonic() + deadline_s
+        """The lines of the report. Raises DeadlineError if they do not go on in time; each step has
+        the time anew."""
+        until_s, since = time.monotonic() + deadline_s, f"within {deadline_s:g} s"
         while select.select([self._file], [], [], max(0.0, until_s - time.monotonic()))[0]:
             read = self._file.read(4096)
             if not read:
@@ -238,8 +239,11 @@ class _Report:
             *lines, self._unfinished_line = (self._unfinished_line + read).split(b"\n")
             for line in map(json.loads, lines):
                 self._pid = line.get("pid", self._pid)
+                if "step" in line:
+                    until_s = time.monotonic() + deadline_s
+                    since = f"and has been {line['step']} for {deadline_s:g} s"
                 yield line
-        raise DeadlineError(f"{self._daemon_name} did not come up within {deadline_s:g} s")
+        raise DeadlineError(f"{self._daemon_name} did not come up {since}")
 
 
 @contextmanager

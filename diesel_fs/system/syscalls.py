@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from ..errors import DieselError, PermissionDenied
+from ..errors import DeadlineError, PermissionDenied
 from .daemons import minimal_environment
 
 MNT_FORCE = 1
@@ -162,14 +162,28 @@ _FUSE_DEV_IOC_CLONE = 0x8004E500
 def mount_fuse(mountpoint: str, options: Sequence[str]) -> int:
     """Mount a FUSE file system with these options, by mount(2) as root, else by fusermount3.
 
-    Returns the descriptor of its connection. Raises DieselError.
+    Returns the descriptor of its connection. Raises PermissionDenied with the reason and what to
+    do, and DeadlineError where fusermount3 hangs.
     """
     mount = _mount_as_user if os.geteuid() else _mount_as_root
     return mount(mountpoint, options)
 
 
-_NOT_ALLOWED = (errno.EACCES, errno.EPERM)
 _IN_A_CONTAINER = "a container needs --device /dev/fuse --cap-add SYS_ADMIN"
+_LOAD_FUSE = f"`modprobe fuse` as root loads FUSE; {_IN_A_CONTAINER}"
+_ADVICE = {
+    errno.EACCES: _IN_A_CONTAINER,
+    errno.EPERM: _IN_A_CONTAINER,
+    errno.ENODEV: _LOAD_FUSE,
+    errno.ENXIO: _LOAD_FUSE,
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "raise fs.file-max",
+    errno.ENOSPC: "unmount something, or raise fs.mount-max",
+}
+"""What to do about an error of opening /dev/fuse, or of mounting."""
+
+_HELPER_DEADLINE_S = 30.0
+"""How long fusermount3 may take; it needs milliseconds."""
 
 
 def _open_fuse() -> int:
@@ -177,7 +191,7 @@ def _open_fuse() -> int:
         return os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise PermissionDenied(
-            f"cannot open /dev/fuse: {error.strerror}", advice=_IN_A_CONTAINER
+            f"cannot open /dev/fuse: {error.strerror}", advice=_ADVICE.get(error.errno or 0, "")
         ) from error
 
 
@@ -201,10 +215,13 @@ def new_fuse(options: Sequence[str]) -> tuple[int, int]:
 
 
 def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
-    device = _open_fuse()
     named = dict(part.partition("=")[::2] for part in options)
     flags = sum(_MS_FLAGS[name] for name in named if name in _MS_FLAGS)
-    root_mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
+    try:
+        root_mode = stat.S_IFMT(os.stat(mountpoint).st_mode)
+    except OSError as error:
+        raise mount_error(mountpoint, error.strerror or str(error)) from error
+    device = _open_fuse()
     data = [
         f"fd={device}",
         f"rootmode={root_mode:o}",
@@ -222,34 +239,47 @@ def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
     if result < 0:
         number = ctypes.get_errno()
         os.close(device)
-        raise _mount_error(mountpoint, os.strerror(number), is_allowed=number not in _NOT_ALLOWED)
+        raise mount_error(mountpoint, os.strerror(number))
     return device
 
 
-def _mount_error(mountpoint: str, reason: str, *, is_allowed: bool) -> DieselError:
-    text = f"cannot mount on {mountpoint}: {reason}"
-    return DieselError(text) if is_allowed else PermissionDenied(text, advice=_IN_A_CONTAINER)
+def mount_error(mountpoint: str, reason: str) -> PermissionDenied:
+    """The error for a mount that the kernel or fusermount3 has refused. If `reason` has the text of
+    an errno in it, the error says what to do."""
+    advice = next((said for number, said in _ADVICE.items() if os.strerror(number) in reason), "")
+    return PermissionDenied(f"cannot mount on {mountpoint}: {reason}", advice=advice)
 
 
 def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        done = subprocess.run(
-            ["fusermount3", "-o", ",".join(options), "--", mountpoint],
-            env={**minimal_environment(), "_FUSE_COMMFD": str(theirs.fileno())},
-            pass_fds=(theirs.fileno(),),
-            stderr=subprocess.PIPE,
-            timeout=10,
-            check=False,
-        )
+        try:
+            done = subprocess.run(
+                ["fusermount3", "-o", ",".join(options), "--", mountpoint],
+                env={**minimal_environment(), "_FUSE_COMMFD": str(theirs.fileno())},
+                pass_fds=(theirs.fileno(),),
+                stderr=subprocess.PIPE,
+                timeout=_HELPER_DEADLINE_S,
+                check=False,
+            )
+        except OSError as error:
+            raise PermissionDenied(
+                f"cannot start fusermount3: {error.strerror}", advice="install the package fuse3"
+            ) from error
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineError(
+                f"cannot mount on {mountpoint}: fusermount3 has not ended within"
+                f" {_HELPER_DEADLINE_S:g} s",
+                advice="check what is mounted there, and above it (`findmnt`)",
+            ) from error
         reason = done.stderr.decode(errors="replace").strip()
         if done.returncode:
-            is_allowed = not any(os.strerror(number) in reason for number in _NOT_ALLOWED)
-            raise _mount_error(mountpoint, reason, is_allowed=is_allowed)
+            raise mount_error(mountpoint, reason)
+        theirs.close()  # so that this does not wait where nothing was sent
         _, descriptors, _, _ = socket.recv_fds(ours, 1, 1)
     if not descriptors:
-        said = f" ({reason})" if reason else ""
-        raise DieselError(f"cannot mount on {mountpoint}: fusermount3 gave no descriptor{said}")
+        said = f": {reason}" if reason else ""
+        raise mount_error(mountpoint, f"fusermount3 gave no descriptor{said}")
     os.set_inheritable(descriptors[0], False)
     return descriptors[0]
 

@@ -39,7 +39,7 @@ try:
     from fsspec.utils import stringify_path, tokenize
 except ImportError as error:
     raise ImportError(
-        "diesel:// needs fsspec, which is not installed; pip install 'diesel-fs[fsspec]'"
+        "diesel:// needs fsspec, which is not installed; `pip install fsspec`"
     ) from error
 
 log = logging.getLogger("diesel.fsspec")

@@ -29,12 +29,15 @@ from diesel_fs.cache.disk import prepare_cache_folder
 from diesel_fs.credentials import Credentials
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.mounts import launcher, stats
+from diesel_fs.mounts.mountpoint import DatasetMount
 from diesel_fs.mounts.processes import children_of
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.storage.metadata.redis.link import ServerFacts
 from diesel_fs.storage.objects.store import encode_marker
+from diesel_fs.system.mountinfo import MountEntry
 from dlcmd.doctor import checks
 from dlcmd.doctor.findings import Finding, finding_lines, summary
+from dlcmd.doctor.places import mount_probes
 from dlcmd.doctor.probes import Emit, Probe, run_probes
 from dlcmd.main import run
 from tests.bench.control_group import control_group
@@ -352,6 +355,17 @@ def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
         launcher.umount(at, force=True)
 
 
+@each_row("is_asked", [True, False])
+def test_a_fault_of_a_mount_that_nobody_asked_about_is_a_warning(is_asked: bool) -> None:
+    """Also if it hangs: the mounts of others say nothing of a job here."""
+    tree = MountEntry(9, 1, "0:9", "/mnt/theirs", "fuse.diesel", "pets@7", frozenset())
+    [probe] = mount_probes([DatasetMount(tree, tree)], is_asked=is_asked)
+    bad, good = Finding("mount", "fault", "it is dead", "end it"), Finding("mount", "ok", "alive")
+    states = [each.state for each in probe.findings([bad, good], is_late=True)]
+    worst = "fault" if is_asked else "warning"
+    assert states == [worst, "ok", worst]
+
+
 @pytest.mark.deep
 @needs_root
 @pytest.mark.fuse
@@ -374,7 +388,7 @@ def test_a_mount_that_serves_nobody(
         said = doctor(at / "deeper")
         said.one("mount", "fault", f"on {at}", found, cure=cure.format(at))
         if number == signal.SIGKILL:  # not only where it is named
-            doctor().one("mount", "fault", f"on {at}", found)
+            doctor().one("mount", "warning", f"on {at}", found)
         code, says = (10, "has ended") if number == signal.SIGKILL else (14, "does not answer")
         assert says in pets.program("top", "--count", "1", at, code=code).err
 

@@ -27,7 +27,7 @@ from .conftest import Dlcmd, program_environment
 @each_row(
     ("words", "said"),
     [
-        *((["--umask", bad], f"bad umask {bad!r}") for bad in ("99", "-1", "0o22", "07777777", "")),
+        *((["--umask", bad], f"bad umask {bad!r}") for bad in ("99", "-1", "0o22", "07777777")),
         (["--memory", "much"], "bad size 'much'"),
         (["--memory", "0"], "--memory 0 leaves no room"),
         (["--memory", "999T"], f"{999 << 40:,} bytes of memory are more than the"),
@@ -36,7 +36,7 @@ from .conftest import Dlcmd, program_environment
         (["--metrics", "99999"], "a port is at most 65535"),
         (["--uid", "nobody of ours"], "there is no user 'nobody of ours'"),
         (["--gid", "4294967295"], "no gid is 4294967295: the greatest is 4294967294"),
-        (["--task", ""], "the task's name is empty"),
+        (["--task", ""], "--task: its value is empty"),
         (["--url", "http://host/x"], "known are file, s3, gs, az, diesel, diesel+tls"),
     ],
 )
@@ -90,15 +90,15 @@ def test_a_terminal_shows_how_loading_goes_on(dlcmd: Dlcmd, tmp_path: Path) -> N
 def test_without_pyfuse3_only_its_session_is_missing(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As after `pip install diesel-fs` on a machine that cannot compile pyfuse3."""
+    """As after `pip install` of the wheel on a machine that cannot compile pyfuse3."""
     source = put_private(dlcmd, tmp_path)
     (tmp_path / "pyfuse3.py").write_text("raise ModuleNotFoundError('No module named pyfuse3')")
     monkeypatch.syspath_prepend(tmp_path)
     at = tmp_path / "mnt"
-    result = dlcmd("mount", "--session", "pyfuse3", "pets", at, code=1).err
+    result = dlcmd("mount", "--session", "pyfuse3", "pets", at, code=12).err
     assert "the pyfuse3 session cannot be used: it needs the package pyfuse3 (No module" in result
     assert "libfuse3-dev" in result
-    assert "pip install 'diesel-fs[pyfuse3]'" in result
+    assert "pip install 'diesel_fs-VERSION-py3-none-any.whl[pyfuse3]'" in result
     assert not at.exists()
     for session in ("auto", "kernel"):
         dlcmd("mount", "--session", session, "pets", at)
@@ -114,32 +114,52 @@ def put_private(dlcmd: Dlcmd, tmp_path: Path) -> Path:
     return source
 
 
-NODEV = """
+OTHER_DEVICE = """
 set -e
-mount -t tmpfs -o nodev none "$1"
-mknod "$1/fuse" c 10 229
-mount --bind "$1/fuse" /dev/fuse
-shift
+mount -t tmpfs -o "$1" none "$2"
+mknod "$2/fuse" c 10 "$3"
+mount --bind "$2/fuse" /dev/fuse
+shift 3
 exec "$@"
 """
+IN_A_CONTAINER = "; a container needs --device /dev/fuse --cap-add SYS_ADMIN"
 
 
 @pytest.mark.fuse
 @needs_root
-@each_row("way", ["the device is denied", "the capability is missing"])
-def test_a_machine_may_forbid_mounting(dlcmd: Dlcmd, tmp_path: Path, way: str) -> None:
-    """As in a container without the device, or without the capability."""
+@each_row(
+    ("way", "session", "said"),
+    [
+        ("nodev 229", "auto", f"cannot open /dev/fuse: Permission denied{IN_A_CONTAINER}"),
+        ("dev 254", "kernel", "; `modprobe fuse` as root loads FUSE; a container needs"),
+        ("no capability", "auto", IN_A_CONTAINER),
+        (
+            "no capability",
+            "native",
+            "the native session cannot be used: it needs root with CAP",
+        ),
+        ("no capability", "pyfuse3", IN_A_CONTAINER),
+    ],
+)
+def test_H24_a_machine_may_forbid_mounting(
+    dlcmd: Dlcmd, tmp_path: Path, way: str, session: str, said: str
+) -> None:
+    """As in a container without the device, or without the capability; or without the driver."""
     dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")
     (tmp_path / "dev").mkdir()
     around = ["setpriv", "--bounding-set=-sys_admin", "--"]
-    if way == "the device is denied":
-        around = [*own_mounts(), "sh", "-c", NODEV, "sh", str(tmp_path / "dev")]
+    if way != "no capability":
+        option, number = way.split()
+        device = [option, str(tmp_path / "dev"), number]
+        around = [*own_mounts(), "sh", "-c", OTHER_DEVICE, "sh", *device]
+    words = ["mount", "--session", session, "pets", str(tmp_path / "mnt")]
     done = subprocess.run(
-        [*around, sys.executable, "-m", "dlcmd", "mount", "pets", tmp_path / "mnt"],
+        [*around, sys.executable, "-m", "dlcmd", *words],
         env=program_environment(), capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 12, done.stderr
-    assert "; a container needs --device /dev/fuse --cap-add SYS_ADMIN" in done.stderr
+    assert said in done.stderr
+    assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "mnt").exists()
 
 
@@ -326,3 +346,34 @@ def test_a_mount_of_a_version_that_may_be_old_says_so(dlcmd: Dlcmd, tmp_path: Pa
         assert "warning" in dlcmd("stats", folder).out.decode()
     finally:
         dlcmd("umount", folder)
+
+
+def budget_of_master(dlcmd: Dlcmd, at: Path) -> int:
+    """The memory of the master of a mount's task; 0 until the mount knows."""
+    match dlcmd("--json", "stats", at).objects[0]["task"]:
+        case {"node_cache": {"memory_budget_bytes": int(budget)}}:
+            return budget
+    return 0
+
+
+@pytest.mark.fuse
+def test_H25_a_mount_right_after_another_has_its_own_options(
+    dlcmd: Dlcmd, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The master of the former one, which stays for some seconds, makes way; also if the new one
+    leaves an option at its default. A master that is in use keeps its options, which is said."""
+    dlcmd("put", write(tmp_path / "src", {"a": b"1" * 5000}), "pets")
+    at, other = tmp_path / "mnt", tmp_path / "other"
+    seen = list[int]()
+    for words in (["--evict", "lru", "--memory", "200M"], ["--memory", "300M"]):
+        dlcmd("mount", "--task", "night", "--rank", "0", "--world", "1", *words, "pets", at)
+        assert "ignored" not in caplog.text
+        wait_until(lambda: budget_of_master(dlcmd, at))
+        seen.append(budget_of_master(dlcmd, at))
+        if len(seen) < 2:
+            dlcmd("umount", at)
+    assert seen[0] < seen[1]
+    dlcmd("mount", "--task", "night", "--evict", "lfu", "pets", other)
+    assert "--evict: ignored, because this node's master" in caplog.text
+    dlcmd("umount", other)
+    dlcmd("umount", at)

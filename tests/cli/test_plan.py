@@ -81,7 +81,8 @@ def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot)
     assert "--batch 64" in told["assumed"]
     assert not [each for each in told["assumed"] if each.startswith(("--ranks", "--memory"))]
     printed = dlcmd("plan", "pets", *SIZES, "--ranks", "2")
-    lines = printed.out.decode().splitlines()
+    sentence, *lines = printed.out.decode().splitlines()
+    assert sentence == told["recommended"]["text"]
     assert [tuple(line.split("\t")[:2]) for line in lines[:10]] == names
     assert lines[10:] == told["recommended"]["commands"]
     assert lines[10].startswith("dlcmd mount pets /mnt/pets --memory 2M ")
@@ -96,7 +97,7 @@ def test_another_process_plans_the_same(dlcmd: Dlcmd) -> None:
     arguments = ("plan", "pets", *SIZES, "--evict", "plan", "--evict", "lfu", "--nodes", "3")
     printed = dlcmd(*arguments)
     assert dlcmd.program(*arguments).out == printed.out
-    assert len(printed.out.splitlines()) == 6
+    assert len(printed.out.splitlines()) == 7
     assert '--task "$JOB" --rank "$NODE" --world 3' in printed.out.decode()
 
 
@@ -120,7 +121,7 @@ def test_the_smallest_cache_is_one_with_which_nothing_waits(dlcmd: Dlcmd) -> Non
     waited = [max(row["epochs"][-1]["stall_s"]) for row in told["forecasts"] + again["forecasts"]]
     assert waited[0] > 0.1 > waited[1]
     printed = dlcmd(*arguments[:-1], "--cache-size", "1K", "--smallest").out.decode()
-    assert printed.splitlines()[0].split("\t")[-1] != "none"
+    assert printed.splitlines()[1].split("\t")[-1] != "none"
 
 
 def test_a_page_has_a_plot_of_each_kind(dlcmd: Dlcmd, tmp_path: Path) -> None:
@@ -140,6 +141,38 @@ def test_a_page_has_a_plot_of_each_kind(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert str(there) in dlcmd(*arguments, "--html", there, code=12).err
 
 
+@each_row(
+    ("words", "begins", "mount"),
+    [
+        (["--memory", "20M"], "fits in the memory of one machine, which needs no", "--memory 20M"),
+        (
+            ["--memory", "20M", "--nodes", "2"],
+            "fits in memory of the 2 machines together, so later epochs read nothing",
+            '--memory 20M --evict plan --task "$JOB" --rank "$NODE" --world 2',
+        ),
+        (
+            ["--memory", "1M", "--cache-size", "20M", "--evict", "plan"],
+            "fits in memory and SSD of the machine",
+            "--memory 1M --evict plan --cache-dir /var/cache/diesel --cache-size 20M",
+        ),
+        (
+            ["--memory", "1M", "--evict", "plan"],
+            "does not fit in memory of the machine: a later epoch reads",
+            '--memory 1M --evict plan --task "$JOB" --rank 0 --world 1',
+        ),
+    ],
+)
+def test_the_first_line_says_what_to_type(
+    dlcmd: Dlcmd, words: list[str], begins: str, mount: str
+) -> None:
+    """For each outcome: it fits in one machine, in all together, with an SSD, or not at all."""
+    printed = dlcmd("plan", "pets", "--shuffle", "full", *words).out.decode().splitlines()
+    command = f"dlcmd mount pets /mnt/pets {mount}"
+    assert printed[0].startswith(f"pets (900.0 kB) {begins}")
+    assert printed[0].endswith(f"`{command}`")
+    assert printed[-2] == command
+
+
 def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> None:
     order = tmp_path / "order"
     some = view.paths(view.files()[:100][::-1])
@@ -148,7 +181,7 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
     told: Told = json.loads(dlcmd(*arguments, "--json").out)
     assert [sum(row["epochs"][0]["files"].values()) for row in told["forecasts"]] == [100]
     printed = dlcmd(*arguments).out.decode().splitlines()
-    assert printed[0].startswith("given\tlru\t")
+    assert printed[1].startswith("given\tlru\t")
     assert printed[-1] == "dlcmd run -- python train.py"
     for content, code, problem in (
         (b"", 2, "is empty"), (b"c0/000.jpg\nno such\n", 10, "line 2 of"), (b"c0\n", 2, "no file"),
@@ -172,7 +205,7 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
         (("--network", "0"), "the network's rate is 0"),
         (("--store-bandwidth", "0"), "the store's rate is 0"),
         (("--store-latency", "-1"), "the store's latency is -0.001"),
-        (("--store-latency", "nan"), "the store's latency is nan"),
+        (("--store-latency", "nan"), "--store-latency: 'nan' is no number; write it as 20"),
         (("--request-price", "-1"), "the price of requests is -1"),
         (("--images-per-s", "0"), "the rate of images is 0"),
         (("--evict", "fifo"), "'fifo' is not one of"),

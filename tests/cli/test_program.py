@@ -1,5 +1,6 @@
 """Tests of the program as a whole: global options, help, errors, start-up."""
 
+import ast
 import json
 import os
 import re
@@ -7,11 +8,13 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from textwrap import dedent
 
 import click
 import pytest
 
 import diesel_fs
+import dlcmd as dlcmd_package
 from diesel_fs.errors import BusyError
 from dlcmd import main
 from tests.rows import each_row
@@ -187,6 +190,25 @@ def test_the_table_of_verbs_names_each_command() -> None:
     assert [command.name for command in found.values()] == [name.split()[-1] for name in found]
     assert not main.SYNONYMS.keys() & main.VERBS.keys()
     assert {*main.SYNONYMS.values()} <= main.VERBS.keys()
+
+
+def test_the_recipe_for_a_verb_makes_one(
+    dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The blocks of code of CONTRIBUTING.md as they stand: the module, and its line in VERBS."""
+    page = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
+    recipe = page.partition("### a verb of `dlcmd`")[2].partition("\n### ")[0]
+    module, line = map(dedent, re.findall(r"^ +```python\n(.*?)^ +```", recipe, re.M | re.S))
+    [(name, (file, _))] = ast.literal_eval(f"{{{line}}}").items()
+    monkeypatch.setitem(main.VERBS, name, ast.literal_eval(f"{{{line}}}")[name])
+    (tmp_path / f"{file}.py").write_text(module)
+    monkeypatch.setattr(dlcmd_package, "__path__", [*dlcmd_package.__path__, str(tmp_path)])
+    dlcmd("put", write(tmp_path / "src", {"a": b"1", "b/c": b"2"}), "pets")
+    assert dlcmd(name, "pets").out == b"pets has 2 files\n"
+    assert dlcmd(name, "pets", "--json").objects == [{"dataset": "pets", "files": 2}]
+    assert f"dlcmd {name} " in dlcmd(name, "--help").out.decode()
+    assert f"`cli/dlcmd/` (a new one for a new noun, here `{file}`)" in recipe
+    monkeypatch.delitem(sys.modules, f"dlcmd.{file}")
 
 
 def test_every_option_is_explained_by_a_sentence() -> None:

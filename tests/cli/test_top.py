@@ -107,7 +107,7 @@ def test_the_view_shows_causes_readers_and_plans() -> None:
     [
         ([], "is no mount of a dataset: nothing is mounted there"),
         (["--interval", "0"], "0.1<=x<=3600"),
-        (["--interval", "nan"], "no time"),
+        (["--interval", "nan"], "is no number"),
         (["--count", "0"], "x>=1"),
     ],
 )

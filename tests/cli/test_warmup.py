@@ -198,8 +198,8 @@ def test_files_that_the_kernel_has_freed_are_loaded_again(dlcmd: Dlcmd, mounted:
 def test_places_where_nothing_can_be_loaded(dlcmd: Dlcmd, mounted: Mount, tmp_path: Path) -> None:
     at = mounted("--memory", "256M")
     assert "is in no mount of a dataset" in dlcmd("warmup", tmp_path, code=2).err
-    for missing in (at / "no such", ""):
-        assert "no file or folder" in dlcmd("warmup", missing, code=10).err
+    assert "no file or folder" in dlcmd("warmup", at / "no such", code=10).err
+    assert "DIR[/path] is empty" in dlcmd("warmup", "", code=2).err
     for own in (".diesel", ".diesel/stats"):
         assert "belongs to the mount on" in dlcmd("warmup", at / own, code=2).err
     assert f"leads to {tmp_path}" in dlcmd("warmup", at / "outside", code=2).err

@@ -135,6 +135,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Liv
     (source / "deep" / "er" / "still" / "file").write_bytes(b"found")
     (source / "page").write_bytes(os.urandom(4096))
     (source / "large").write_bytes(os.urandom(5_000_001))
+    with (source / "sparse").open("wb") as file:
+        file.write(b"a")
+        file.truncate(1 << 20)
     (source / "program").write_text("#!/bin/sh\necho ran\n")
     (source / "program").chmod(0o755)
     (source / "secret").write_bytes(b"s")

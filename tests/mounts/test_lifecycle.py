@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -95,6 +96,32 @@ def test_a_mount_that_does_not_come_up_says_why(
     assert bool(raised.value.details) == (dataset == "broken")
     assert mounted_at(str(at)) is None
     assert log_path(request).stat().st_mode & 0o777 == 0o600
+
+
+REMOVED = """if True:
+    import os, runpy, sys
+    if not os.path.exists(sys.argv[1]):
+        os.rmdir(sys.argv[2])
+        open(sys.argv[1], "x").close()
+    del sys.argv[1]
+    runpy.run_module("tests.mounts.folder_daemon", run_name="__main__")
+"""
+
+
+def test_a_folder_that_the_mount_before_removes_meanwhile_is_made_again(
+    source: Path, tmp_path: Path, session: str
+) -> None:
+    """After `umount --lazy` the former mount removes the folder that it has made, perhaps when the
+    next one has found it already."""
+    at = tmp_path / "mount"
+    at.mkdir()
+    program = (sys.executable, "-c", REMOVED, str(tmp_path / "removed"))
+    mount(request_for(source, at, session), program=program)
+    try:
+        assert (at / "b").read_bytes() == b"beta"
+    finally:
+        umount(at)
+    assert not at.exists()  # it is the later mount's
 
 
 @pytest.mark.real_start

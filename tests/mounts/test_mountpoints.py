@@ -17,6 +17,7 @@ from diesel_fs.mounts.mountpoint import is_alive, mounted_at
 from diesel_fs.mounts.sessions.session import mount_options
 from diesel_fs.peers.options import TaskOptions
 from diesel_fs.settings import state_folder
+from diesel_fs.system import syscalls
 from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.observed import Program, log_of, mounts_below, with_our_modules
 from tests.rows import each_row
@@ -31,6 +32,33 @@ def refused(request: MountRequest) -> DieselError:
         mount(request, program=PROGRAM)
     assert mounted_at(request.mountpoint) is None
     return raised.value
+
+
+@each_row(
+    ("script", "said"),
+    [
+        (
+            "#!/bin/sh\necho fusermount3: mount failed: Operation not permitted >&2; exit 1",
+            "fusermount3: mount failed: Operation not permitted; a container needs --device",
+        ),
+        (
+            "#!/bin/sh\necho fusermount3: too many FUSE filesystems mounted >&2; exit 1",
+            "cannot mount on /mnt: fusermount3: too many FUSE filesystems mounted",
+        ),
+        ("#!/bin/sh\nexit 0", "fusermount3 gave no descriptor"),
+        ("", "cannot start fusermount3"),
+    ],
+)
+def test_H24_what_fusermount3_refuses_is_an_error_with_its_reason(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "fusermount3").write_text(script)
+    (tmp_path / "fusermount3").chmod(0o755 if script else 0o644)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    with pytest.raises(PermissionDenied) as raised:
+        syscalls.mount_fuse("/mnt", ["ro"])
+    assert said in str(raised.value)
 
 
 def test_H20_folders_that_cannot_be_mount_points(source: Path, tmp_path: Path) -> None:

@@ -1,7 +1,12 @@
 """The error for a daemon that does not come up: its own, or one with the last lines of its log."""
 
+import json
 import logging
+import os
+import select
 import sys
+import time
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 
@@ -55,3 +60,57 @@ def test_a_program_that_ends_without_a_report_is_an_error_with_its_log(tmp_path:
             )
         add_log_tail(ended.value, file, 0)
     assert str(ended.value) == "it did not come up\n  | a word for the log alone"
+
+
+class Reporting:
+    """A daemon that reports these lines, each some seconds after the one before, by a clock of its
+    own."""
+
+    def __init__(self, *lines: tuple[float, dict[str, object]]) -> None:
+        self.lines = [*lines]
+        self.now_s = 0.0
+        self.reader, self._writer = os.pipe()
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def select(
+        self, read: list[object], _: object, __: object, wait_s: float
+    ) -> tuple[list[object], list[object], list[object]]:
+        after_s, line = self.lines[0]
+        if after_s > wait_s:
+            self.now_s += wait_s
+            return [], [], []
+        self.now_s += after_s
+        del self.lines[0]
+        os.write(self._writer, json.dumps(line).encode() + b"\n")
+        return read, [], []
+
+
+@each_row(
+    ("lines", "said"),
+    [
+        ([(50, {"step": "trying a"}), (50, {"step": "trying b"}), (50, {"ready": True})], ""),
+        ([(70, {"ready": True})], "it did not come up within 60 s"),
+        (
+            [(50, {"step": "trying a"}), (70, {"ready": True})],
+            "it did not come up and has been trying a for 60 s",
+        ),
+        (
+            [(50, {"warning": "slow"}), (50, {"warning": "slow"}), (0, {"ready": True})],
+            "it did not come up within 60 s",
+        ),
+    ],
+)
+def test_each_step_of_a_daemon_has_its_time(
+    lines: list[tuple[float, dict[str, object]]], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning is no step: a daemon that only says that it tries again does not come up."""
+    daemon = Reporting(*lines)
+    monkeypatch.setattr(time, "monotonic", daemon.monotonic)
+    monkeypatch.setattr(select, "select", daemon.select)
+    with open(daemon.reader, "rb", buffering=0) as file:
+        report = daemons._Report(file, "it")
+        late = pytest.raises(DeadlineError, match=f"^{said}$") if said else nullcontext()
+        with late:
+            report.wait_until_ready(logging.getLogger("x"), 60.0)

@@ -582,4 +582,4 @@ def test_torch_is_not_imported_and_a_missing_fsspec_is_named(url: str) -> None:
     """
     command = [sys.executable, "-c", code]
     failed = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert "pip install 'diesel-fs[fsspec]'" in failed.stderr
+    assert "`pip install fsspec`" in failed.stderr

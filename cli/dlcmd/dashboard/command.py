@@ -9,14 +9,12 @@ from http import HTTPStatus
 from importlib.resources import files
 from pathlib import Path
 
-import click
-
 from diesel_fs.errors import ConfigError
 from diesel_fs.net.endpoints import is_local, listen, parse_endpoint
 from diesel_fs.settings import private_bytes
 from diesel_fs.urls import HostPort
 
-from ..options import global_flags, verb
+from ..options import file_path, global_flags, option, verb
 from ..output import print_result
 from .access import TOKEN_CHARS_MIN, Access
 from .datasets import DatasetsSource
@@ -52,17 +50,17 @@ SECURITY_HEADERS = {
 
 
 @verb("dashboard")
-@click.option(
+@option(
     "--listen", "place", metavar="[HOST:]PORT", default=DEFAULT_LISTEN, show_default=True,
     help="Address at which the page is served. One that other machines can reach needs a token."
     " Port 0 is any free one.",
 )  # fmt: skip
-@click.option(
+@option(
     "--server-metrics", "servers", metavar="[HOST:]PORT|URL", multiple=True,
     help="Show this server, too: give what its option --metrics says. Repeatable.",
 )  # fmt: skip
-@click.option(
-    "--token-file", type=click.Path(path_type=Path), metavar="FILE",
+@option(
+    "--token-file", type=file_path, metavar="FILE",
     help=f"A file with the token that pages must know.  [or env: {TOKEN_VARIABLE}]",
 )  # fmt: skip
 def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> None:

@@ -39,7 +39,7 @@ from .checks import (
     place_findings,
     session_finding,
 )
-from .findings import Finding
+from .findings import Finding, State
 from .machine import ownership_error, write_error
 from .probes import Emit, Probe
 from .trial import MOUNTPOINT
@@ -74,9 +74,12 @@ def mount_facts(found: DatasetMount) -> MountFacts:
     return MountFacts(found.path, found.source, "alive", figures)
 
 
-def mount_probe(found: DatasetMount, open_repository: Callable[[], Repository] | None) -> Probe:
+def mount_probe(
+    found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_asked: bool
+) -> Probe:
     """Whether a mount serves its readers; and whether it shows the current version, for which
-    `open_repository` opens the repository."""
+    `open_repository` opens the repository. Unless the user asks about this mount (`is_asked`), its
+    faults are warnings."""
 
     def work(emit: Emit) -> None:
         facts = mount_facts(found)
@@ -95,7 +98,8 @@ def mount_probe(found: DatasetMount, open_repository: Callable[[], Repository] |
             if behind := behind_finding(facts, current):
                 emit(behind)
 
-    return Probe("mount", f"the mount on {found.path}", work, _CURE_OF_MOUNT)
+    worst: State = "fault" if is_asked else "warning"
+    return Probe("mount", f"the mount on {found.path}", work, _CURE_OF_MOUNT, worst=worst)
 
 
 def place_probe(path: Path) -> Probe:
@@ -219,7 +223,10 @@ def _trial_finding(out: bytes, err: bytes) -> Finding:
 
 
 def mount_probes(
-    found: Iterable[DatasetMount], open_repository: Callable[[], Repository] | None
+    found: Iterable[DatasetMount],
+    open_repository: Callable[[], Repository] | None = None,
+    *,
+    is_asked: bool = False,
 ) -> list[Probe]:
-    """A probe for each of these mounts."""
-    return [mount_probe(each, open_repository) for each in found]
+    """A probe for each of these mounts, as `mount_probe`."""
+    return [mount_probe(each, open_repository, is_asked=is_asked) for each in found]

@@ -9,12 +9,12 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diesel_fs.errors import DieselError
 
 from ..main import as_diesel_error
-from .findings import Finding
+from .findings import Finding, State
 
 Emit = Callable[[Finding], None]
 """Takes a finding as soon as it is found."""
@@ -37,6 +37,19 @@ class Probe:
     """What to do where it does not answer."""
     limit_s: float = LIMIT_S
     """How long it may take."""
+    worst: State = "fault"
+    """What a fault counts as: `warning` for something that was not asked about, which a job need
+    not use."""
+
+    def findings(self, found: Sequence[Finding], *, is_late: bool) -> list[Finding]:
+        """What it has found, of which nothing is worse than `worst`."""
+        findings = [*found]
+        if is_late:
+            text = f"{self.what} has not answered within {self.limit_s:.0f} s"
+            findings.append(Finding(self.check, "fault", text, self.late_cure))
+        return [
+            replace(each, state=self.worst) if each.state == "fault" else each for each in findings
+        ]
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
@@ -59,10 +72,7 @@ def run_probes(probes: Sequence[Probe]) -> list[Finding]:
                 thread.join(max(0.0, begun_s + probe.limit_s - time.monotonic()))
     findings: list[Finding] = []
     for probe, thread, each in zip(probes, threads, found, strict=True):
-        findings += list(each)
-        if thread.is_alive():
-            text = f"{probe.what} has not answered within {probe.limit_s:.0f} s"
-            findings.append(Finding(probe.check, "fault", text, probe.late_cure))
+        findings += probe.findings(each, is_late=thread.is_alive())
     return findings + [Finding("log", "warning", text) for text in warnings.texts]
 
 

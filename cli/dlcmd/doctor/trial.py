@@ -20,7 +20,7 @@ MOUNTPOINT = "mnt"
 """The name of the mount point in FOLDER."""
 
 START_S = 15.0
-"""How long the mount may take to become ready; it takes half a second on an idle machine."""
+"""How long each step of the mount may take; all take half a second on an idle machine."""
 
 LIMIT_S = 20.0
 """How long the whole program may take, on a machine that is busy."""

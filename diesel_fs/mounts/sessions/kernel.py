@@ -23,7 +23,6 @@ from typing import ClassVar, NamedTuple, NoReturn
 import trio
 
 from ...cache.waiting import WaitCause, observer_set, waiting_for
-from ...errors import DieselError
 from ...format.entries import NAME_BYTES_MAX, Bytes
 from ...system import syscalls
 from ..attributes import FOREVER_S, HIDDEN_ROOT, Attributes, FuseErrno
@@ -140,8 +139,8 @@ class KernelSession:
     def mount(self) -> None:
         """Mounts, and negotiates with the kernel what both can do.
 
-        Raises DieselError; SessionUnsupported, with nothing mounted, where the kernel lacks
-        something.
+        Raises PermissionDenied, DeadlineError; SessionUnsupported, with nothing mounted, if the
+        kernel lacks something.
         """
         self._device = syscalls.mount_fuse(self._mountpoint, self._options)
         try:
@@ -152,14 +151,14 @@ class KernelSession:
             raise
 
     def _negotiate(self) -> None:
-        """Answers INIT. Raises SessionUnsupported, or DieselError where INIT does not come."""
+        """Answers INIT. Raises SessionUnsupported, also if INIT does not come."""
         os.set_blocking(self._device, False)
         if not syscalls.wait_readable(self._device, INIT_DEADLINE_S):
-            raise DieselError(f"the kernel sent no INIT to the mount on {self._mountpoint}")
+            raise SessionUnsupported(f"the kernel sent no INIT within {INIT_DEADLINE_S:g} s")
         message = memoryview(os.read(self._device, protocol.REQUEST_BYTES))
         request = protocol.parse_header(message)
         if request.op != Op.INIT:
-            raise DieselError(f"the kernel's first request is {request.op}, not INIT")
+            raise SessionUnsupported(f"the kernel's first request is {request.op}, not INIT")
         offer = protocol.parse_init(message)
         missing = protocol.NEEDED & ~offer.flags
         if offer.major != protocol.KERNEL_MAJOR or offer.minor < protocol.KERNEL_MINOR_MIN:

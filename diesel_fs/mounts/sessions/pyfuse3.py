@@ -32,7 +32,6 @@ import pyfuse3
 import trio
 
 from ...cache.waiting import WaitCause, observer_set
-from ...errors import DieselError
 from ...format.entries import NAME_BYTES_MAX
 from ...system import syscalls
 from ...system.daemons import minimal_environment_set
@@ -323,6 +322,21 @@ def _listing(position: int, found: ChildColumns) -> Listing:
 
 
 @contextmanager
+def _stderr_kept(lines: list[str]) -> Iterator[None]:
+    """Adds the lines that are written to stderr meanwhile: libfuse says there why it failed."""
+    before = os.dup(2)
+    with os.fdopen(os.memfd_create("stderr", os.MFD_CLOEXEC), "r+b") as kept:
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(before, 2)
+            os.close(before)
+            kept.seek(0)
+            lines += kept.read().decode(errors="replace").splitlines()
+
+
+@contextmanager
 def _nudged(vfs: Vfs) -> Iterator[None]:
     """Interrupts the loop's read(2) every `NUDGE_S` while any READ waits."""
     signal.setitimer(signal.ITIMER_REAL, NUDGE_S, NUDGE_S)
@@ -392,12 +406,14 @@ class Pyfuse3Session:
         self._options = options
 
     def mount(self) -> None:
-        """Mounts. libfuse writes the reason of a failure to stderr. Raises DieselError."""
+        """Mounts. Raises PermissionDenied."""
+        reason: list[str] = []
         try:
-            with minimal_environment_set():  # libfuse starts fusermount3 with what this process has
+            # libfuse starts fusermount3 with the environment of this process.
+            with minimal_environment_set(), _stderr_kept(reason):
                 pyfuse3.init(self._operations, self._mountpoint, set(self._options))
         except RuntimeError as error:
-            raise DieselError(f"cannot mount on {self._mountpoint}: {error}") from error
+            raise syscalls.mount_error(self._mountpoint, "; ".join(reason) or str(error)) from error
 
     async def serve(self, started: Callable[[], None]) -> None:
         """See `Session`."""

@@ -21,7 +21,7 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"diesel-csi: the Python package {error.name} is missing; run"
-        " `pip install 'diesel-fs[kubernetes]'`"
+        " `pip install 'diesel_fs-VERSION-py3-none-any.whl[kubernetes]'`"
     ) from None
 from .state import StateFolder
 from .volumes import Limits

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.errors import DieselError
+from diesel_fs.errors import PermissionDenied
 from diesel_fs.mounts import mount, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
@@ -110,7 +110,7 @@ def test_a_kernel_that_cannot_have_native_mounts_is_told_of(
     """The mount fails with the reason, and leaves nothing behind."""
     monkeypatch.setenv(KERNEL, kernel)
     at = tmp_path / "mount"
-    with pytest.raises(DieselError, match=words) as caught:
+    with pytest.raises(PermissionDenied, match=words) as caught:
         mount(request_for(source, at, "native"), program=PROGRAM)
     assert "--session auto" in caught.value.advice
     assert mounted_at(str(at)) is None

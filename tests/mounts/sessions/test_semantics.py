@@ -5,12 +5,14 @@ import errno
 import fcntl
 import os
 import stat
+import struct
 import subprocess
 import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import ParamSpec
 
 import pytest
 
@@ -21,6 +23,8 @@ from tests.rows import each_row
 pytestmark = pytest.mark.fuse
 
 libc = ctypes.CDLL(None, use_errno=True)
+
+P = ParamSpec("P")
 
 
 def everything_below(root: Path) -> Iterator[str]:
@@ -196,6 +200,48 @@ def test_H13_the_usual_calls_do_the_usual_things(tree: LiveMount, session: str) 
     assert os.pread(descriptor, 10, 5000) == b""
     os.close(descriptor)
     os.close(os.open(tree.at / "link", os.O_PATH | os.O_NOFOLLOW))
+
+
+_FS_IOC_GETVERSION, _FS_IOC_FIEMAP, _FIBMAP = 0x80087601, 0xC020660B, 1
+_FIEMAP = struct.Struct("=QQLLLL")  # start, length, flags, extents found, room for extents
+
+
+def answer(call: Callable[P, object], *args: P.args, **named: P.kwargs) -> object:
+    """What a call returns, or the name of its errno."""
+    try:
+        return call(*args, **named)
+    except OSError as error:
+        return errno.errorcode[error.errno or 0]
+
+
+@each_row("name", ["sparse", "page"])
+def test_H13_rare_calls_are_refused_or_give_what_is_true(
+    tree: LiveMount, session: str, name: str
+) -> None:
+    """RWF_NOWAIT is refused, whether the kernel has the pages or not; holes are data (zeros) and
+    count as blocks; and nobody is told where bytes lie, except within a native mount."""
+    with (tree.at / name).open("rb", buffering=0) as file:
+        opened, room = file.fileno(), [bytearray(4096)]
+        assert answer(os.preadv, opened, room, 0, os.RWF_NOWAIT) == "ENOTSUP"
+        assert file.read() == (tree.source / name).read_bytes()
+        assert answer(os.preadv, opened, room, 0, os.RWF_NOWAIT) == "ENOTSUP"
+        size = os.fstat(opened).st_size
+        assert size == os.fstat(opened).st_blocks * 512  # it is dense, whatever the source had
+        for offset in (0, 1, size - 1):
+            assert os.lseek(opened, offset, os.SEEK_DATA) == offset
+            assert os.lseek(opened, offset, os.SEEK_HOLE) == size
+        for whence in (os.SEEK_DATA, os.SEEK_HOLE):
+            assert answer(os.lseek, opened, size, whence) == "ENXIO"
+        assert answer(fcntl.ioctl, opened, _FS_IOC_GETVERSION, bytes(8)) == "ENOTTY"
+        mapped = answer(fcntl.ioctl, opened, _FS_IOC_FIEMAP, _FIEMAP.pack(0, 2**64 - 1, 0, 0, 0, 0))
+        if session == "native":
+            assert isinstance(mapped, bytes)
+            assert _FIEMAP.unpack(mapped)[3] == 1  # one extent
+        else:
+            assert mapped == "ENOTSUP"
+        if os.geteuid() == 0:
+            block = answer(fcntl.ioctl, opened, _FIBMAP, bytes(4))
+            assert block == ("EINVAL" if session == "native" else bytes(4))
 
 
 def test_H13_statfs_is_plausible(tree: LiveMount, session: str) -> None:
