@@ -1,9 +1,9 @@
 """Keeps whole chunks nearer than the object store: the interface, and the tier in memory.
 
 A server, and a node of a task, keep chunks in a *tier*: in memory (`MemoryTier`) or in a folder of
-a local disk (`DiskTier`, `disk.py`). A tier is bounded, and everything in it has been checked
-whole. `read_through.py` decides which chunks are fetched into a server's tier. A failure of a tier
-is never an error for a reader: the tier then says that it does not have the chunk.
+a local disk (`DiskTier`, `disk/chunks.py`). A tier is bounded, and everything in it has been
+checked whole. `read_through.py` decides which chunks are fetched into a server's tier. A failure of
+a tier is never an error for a reader: the tier then says that it does not have the chunk.
 
 Everything may be called from many threads at once.
 """

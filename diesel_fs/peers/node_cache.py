@@ -34,7 +34,7 @@ import numpy.typing as npt
 import trio
 
 from ..cache.admission import SkiRentalAdmission
-from ..cache.disk import DiskTier
+from ..cache.disk.chunks import DiskTier
 from ..cache.policy import EvictionPolicy, NoEviction, UnitValues
 from ..cache.read_through import ReadCostModel
 from ..cache.tiers import ChunkKey, verify_chunk

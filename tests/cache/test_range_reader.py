@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
 from diesel_fs.cache.tiers import CacheTier, MemoryTier

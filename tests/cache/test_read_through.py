@@ -88,7 +88,7 @@ def test_a_too_large_dataset_does_not_thrash(store: Counting, place: Path, chunk
     kept = [key for key in chunks if tier.holds(key)]
     assert 3 <= len(kept) < len(chunks)
     assert len(ranges.fetched()) <= len(kept) + 1, "thrashing"
-    assert tier.evictions == 0
+    assert tier.folder.evictions == 0
 
 
 def test_no_fetch_begins_while_a_reader_waits(

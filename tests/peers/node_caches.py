@@ -17,7 +17,7 @@ import numpy.typing as npt
 import pytest
 import trio
 
-from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.policy import POLICIES, EvictionPolicy
 from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.errors import ObjectStoreError
