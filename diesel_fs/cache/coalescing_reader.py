@@ -44,18 +44,13 @@ from ..storage.objects.store import (
     batched_parts,
 )
 from .coalesce import ChunkSource, ReadLimits, merge_spans
+from .costs import ReadCosts
 
 log = logging.getLogger("diesel.mount")
-
-_SLOW_READ_S = 0.003
-"""A store whose reads take longer than this is asked for several spans at once. A faster one is
-not: reading 4 MiB from the page cache takes 1 ms, and threads that take turns with ours more."""
 
 FETCH_THREADS = 64
 """Reads of a slow store that are under way at once. With 30 ms each, reads of 110 KiB bring 230
 MB/s."""
-
-_READS_AVERAGED = 8
 
 ARRIVED_S_MIN = 0.0002
 """Contents that were asked for ahead and come in less than this have been here for an unknown time;
@@ -118,67 +113,6 @@ class _Arrived(NamedTuple):
     contents: _Contents
     is_checked: bool
     """Whether those of each extent have been checked against its checksum."""
-
-
-class ReadSpeed:
-    """Whether reads of a store take long, by the mean of the last ones. Several threads may call;
-    they may lose a read."""
-
-    def __init__(self) -> None:
-        self._mean_s = 0.0
-
-    def note(self, read_s: float) -> None:
-        """A read took so long."""
-        self._mean_s += (read_s - self._mean_s) / (_READS_AVERAGED if self._mean_s else 1)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether several reads at once are faster than one after the other. False before the first
-        one."""
-        return self._mean_s > _SLOW_READ_S
-
-
-class ReadRates:
-    """What reads from one place take: a latency, and a time for each byte.
-
-    This is the model of Lobster (section 4.3, equation 1), with the throughput of one read times
-    the number of reads that are under way at once. Both times are fitted to the last reads by least
-    squares. Several threads may call `observe`; they may lose a sample.
-    """
-
-    _WEIGHT_MIN, _DECAY, _SPREAD_MIN = 3.5, 1 - 1 / 32, 0.01
-
-    def __init__(self) -> None:
-        self.latency_s, self.s_per_byte, self._at_once = 0.005, 1e-8, 1.0  # a usual object store
-        # Sums over the reads, old ones with less weight; sizes in megabytes: of bytes the squares
-        # would lose digits
-        self._weight = self._sizes = self._times = self._squares = self._products = 0.0
-
-    def observe(self, size: int, seconds: float, at_once: int = 1) -> None:
-        """A read of `size` bytes took so long, while `at_once` reads were under way with it."""
-        megabytes, keep = size / 1e6, self._DECAY
-        self._weight = weight = keep * self._weight + 1
-        self._sizes = sizes = keep * self._sizes + megabytes
-        self._times = times = keep * self._times + seconds
-        self._squares = squares = keep * self._squares + megabytes * megabytes
-        self._products = products = keep * self._products + megabytes * seconds
-        self._at_once += (at_once - self._at_once) / _READS_AVERAGED
-        if weight < self._WEIGHT_MIN:
-            return
-        spread = weight * squares - sizes * sizes
-        slope = times / sizes  # where all reads are alike, the latency is unknown
-        if spread > self._SPREAD_MIN * weight * squares:
-            slope = min(max((weight * products - sizes * times) / spread, 0.0), slope)
-        self.latency_s, self.s_per_byte = max((times - slope * sizes) / weight, 0.0), slope / 1e6
-
-    def cost(self, size: int, span_bytes: int) -> tuple[float, float]:
-        """The latency and the transfer of so many bytes that are read at once in spans of at most
-        `span_bytes`, in seconds."""
-        if not size:
-            return 0.0, 0.0
-        alone_s = self.latency_s + self.s_per_byte * min(size, span_bytes)
-        transfer_s = self.s_per_byte * size / self._at_once
-        return max(alone_s - transfer_s, 0.0), transfer_s
 
 
 class _Asked:
@@ -309,8 +243,7 @@ class CoalescingReader:
         )
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
-        self._speed = ReadSpeed()
-        self._rates: dict[int, ReadRates] = {}  # by place
+        self._costs: dict[int, ReadCosts] = {}  # by place
         self._begun, self._ends = count(), count()  # of reads; `next` is atomic
         self._ended = 0  # reads
         self._arrived_s = 0.0  # when contents that were waited for arrived last
@@ -388,25 +321,25 @@ class CoalescingReader:
         limits, batches = self._limits, self._objects.batches_reads
         span_bytes = limits.batch_bytes if batches else limits.slow_span_bytes
         if self._chunks is None:
-            return self._rates_of(IN_STORE).cost(int(sizes.sum(dtype=np.int64)), span_bytes)
+            return self._costs_of(IN_STORE).cost(int(sizes.sum(dtype=np.int64)), span_bytes)
         chunks = self._snapshot.chunk_of(np.asarray(entries, np.int64))
         places = np.where(chunks < 0, IN_MEMORY, self._chunks.places(np.maximum(chunks, 0)))
         latency_s = transfer_s = 0.0
         for place in np.unique(places).tolist():
             if place != IN_MEMORY:
                 size = int(sizes[places == place].sum(dtype=np.int64))
-                latency, transfer = self._rates_of(place).cost(size, span_bytes)
+                latency, transfer = self._costs_of(place).cost(size, span_bytes)
                 latency_s, transfer_s = max(latency_s, latency), transfer_s + transfer
         return latency_s, transfer_s
 
-    def _rates_of(self, place: int) -> ReadRates:
-        return self._rates.setdefault(place, ReadRates())
+    def _costs_of(self, place: int) -> ReadCosts:
+        return self._costs.setdefault(place, ReadCosts())
 
     def _note_asked(self, place: int, size: int, asked_s: float) -> None:
         """Contents that were asked for at a time have just arrived from a node. Those of several
         requests come one after the other."""
         now_s = time.monotonic()
-        self._rates_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
+        self._costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
         self._arrived_s = now_s
 
     def _announced(self, entries: _SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
@@ -421,7 +354,7 @@ class CoalescingReader:
     @property
     def is_slow(self) -> bool:
         """Whether reads of the store take long, as far as is known."""
-        return self._speed.is_slow
+        return not self._objects.batches_reads and self._costs_of(IN_STORE).is_slow
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
         """Begin to read these units, the first before the others, as far as there is room."""
@@ -641,9 +574,7 @@ class CoalescingReader:
             self._note_time(start_s, span[2], at_once)
 
     def _note_time(self, start_s: float, size: int, at_once: int = 1) -> None:
-        read_s = time.monotonic() - start_s
-        self._rates_of(IN_STORE).observe(size, read_s, at_once)
-        self._speed.note(read_s)
+        self._costs_of(IN_STORE).observe(size, time.monotonic() - start_s, at_once)
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
@@ -712,7 +643,7 @@ class CoalescingReader:
         start_s = time.monotonic()
         found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))
         size = sum(map(len, found.values()))
-        self._rates_of(IN_STORE).observe(size, time.monotonic() - start_s)
+        self._costs_of(IN_STORE).observe(size, time.monotonic() - start_s)
         self._count_fetch(size)
         return found
 

@@ -30,8 +30,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.admission import SkiRentalAdmission
+from ..cache.costs import ReadCosts
 from ..cache.policy import POLICIES, EvictionPolicy
-from ..cache.read_through import ReadCostModel
 from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
 from ..peers.chunk_future import ChunkFuture
@@ -130,7 +130,7 @@ class UnitCache:
         memory_bytes: int,
         disk_bytes: int = 0,
         *,
-        costs: ReadCostModel | None = None,
+        costs: ReadCosts | None = None,
         chunks: tuple[Sizes, Sizes] | None = None,
     ) -> None:
         self._policy = policy
@@ -268,9 +268,8 @@ def _replay_chunks(
 ) -> list[EpochSources]:
     node, sizes = job.node, files.chunk_bytes
     owner = Ownership(files.chunk_ids, sizes, job.nodes).owners(np.ones(job.nodes, np.bool_))
-    costs = ReadCostModel()
-    costs.request_s = job.store.request_s
-    costs.bytes_per_s = min(job.store.connection_bytes_per_s, job.store.bytes_per_s)
+    rate = min(job.store.connection_bytes_per_s, job.store.bytes_per_s)
+    costs = ReadCosts(job.store.request_s, 1 / rate)
     size_list = sizes.tolist()
     live = np.bincount(files.chunk, files.stored, len(sizes)).astype(np.float64)
     each_read = live / np.maximum(np.bincount(files.chunk, minlength=len(sizes)), 1)

@@ -22,7 +22,8 @@ from uuid import UUID
 
 import numpy as np
 
-from ..cache.coalescing_reader import FETCH_THREADS, ReadSpeed
+from ..cache.coalescing_reader import FETCH_THREADS
+from ..cache.costs import ReadCosts
 from ..format.object_names import chunk_object, chunk_of_object, identity_of_object
 from ..format.snapshot.reader import Snapshot
 from ..repository.interface import Repository
@@ -342,12 +343,12 @@ class _StoredParts:
     def __init__(self, inner: ObjectStore, snapshot: Snapshot) -> None:
         self._inner = inner
         self._identity, self._ids = snapshot.identity, snapshot.chunk_ids
-        self._speed = ReadSpeed()
+        self._costs = ReadCosts()
         self._threads: tuple[int, ThreadPoolExecutor] | None = None  # with the process of them
 
     def __call__(self, parts: Sequence[tuple[int, int, int]]) -> Iterator[memoryview]:
         for number, part in enumerate(parts):
-            if len(parts) > number + 1 and self._speed.is_slow:
+            if len(parts) > number + 1 and self._costs.is_slow:
                 yield from self._at_once().map(self._read, parts[number:])
                 return
             yield self._read(part)
@@ -357,7 +358,7 @@ class _StoredParts:
         begun_s = time.monotonic()
         name = chunk_object(self._identity, self._ids[chunk])
         [content] = self._inner.read_parts([(name, start, size)])
-        self._speed.note(time.monotonic() - begun_s)
+        self._costs.observe(size, time.monotonic() - begun_s)
         return content
 
     def _at_once(self) -> ThreadPoolExecutor:

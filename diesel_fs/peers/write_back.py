@@ -31,6 +31,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
+from ..cache.costs import ReadCosts
 from ..cache.disk.chunks import DiskTier
 from ..cache.policy import EvictionPolicy, UnitValues
 from ..cache.tiers import CacheHandle, ChunkKey
@@ -57,9 +58,8 @@ NOTE_USE_S = 60.0
 """How often a dataset is marked as used while its job lives, also where memory serves all reads:
 its chunks cool down from the job's end on (`cache/disk`)."""
 
-REQUEST_S, BYTES_PER_S = 0.0002, 1e9
-"""Rough cost of a read from any SSD. It is only used to compare reads of parts with reads of whole
-chunks."""
+SSD_COSTS = ReadCosts(0.0002, 1e-9)
+"""Rough costs of any SSD. They only serve to compare reads of parts with reads of whole chunks."""
 
 OTHER_WRITER_WAIT_S = 0.2
 """At the end, the wait for a chunk that another process, or an abandoned thread of this one, is
@@ -73,11 +73,6 @@ Spans = Sequence[tuple[int, int]]
 
 Made = TypeVar("Made")
 Mask = npt.NDArray[np.bool_]
-
-
-def disk_cost(size: int) -> float:
-    """Seconds for one read of `size` bytes."""
-    return REQUEST_S + size / BYTES_PER_S
 
 
 class _DiskRead:
