@@ -23,7 +23,7 @@ a single file when it has been read. Pure.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
@@ -32,6 +32,7 @@ import numpy.typing as npt
 from ..cache.admission import SkiRentalAdmission
 from ..cache.costs import ReadCosts
 from ..cache.policy import POLICIES, EvictionPolicy
+from ..cache.replacement import Shortage
 from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
 from ..peers.chunk_future import ChunkFuture
@@ -231,16 +232,14 @@ class UnitCache:
         policy, room = self._policy, self._free[0] + self._free[1]
         if size > self._bytes_max or not policy.admits(unit, size, room):
             return None
-        victims: list[int] = []
-        for victim in policy.eviction_order():
-            if not victims and self._is_read_too_seldom(unit, victim):
-                return None
-            victims.append(victim)
-            room += self._sizes[victim]
-            if room >= size:
-                break
-        if room < size or not victims:
+        order = policy.eviction_order()
+        first = next(order, None)
+        if first is None or self._is_read_too_seldom(unit, first):
             return None
+        shortage = Shortage[int](max(size - room, 1))  # the room of both tiers does for no unit
+        if not shortage.choose(chain((first,), order), self._sizes.__getitem__):
+            return None
+        victims = shortage.victims
         uses_min = 1
         if self._chunk_future is not None and self._costs is not None:
             replaced = [self._sizes[each] for each in victims]

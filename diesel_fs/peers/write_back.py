@@ -34,6 +34,7 @@ import trio
 from ..cache.costs import ReadCosts
 from ..cache.disk.chunks import DiskTier
 from ..cache.policy import EvictionPolicy, UnitValues
+from ..cache.replacement import Shortage
 from ..cache.tiers import CacheHandle, ChunkKey
 from ..errors import NoSpaceError
 from ..format.entries import ChunkId
@@ -482,27 +483,20 @@ class WriteBackQueue:
 
     def _choose_victims(self, size: int, evictable: Mask) -> list[int]:
         """Chunks among `evictable` to free `size` bytes, even where they do not suffice."""
-        victims: list[int] = []
-        missing = size - self._room_bytes
-        if missing > 0:
-            for chunk in np.flatnonzero(self._on_disk & evictable).tolist():
-                if missing <= 0:
-                    break
-                victims.append(chunk)
-                missing -= self._sizes[chunk]
-        return victims
+        return self._shortage(size, evictable).victims
+
+    def _shortage(self, size: int, evictable: Mask) -> Shortage[int]:
+        """The room that `size` bytes lack, with victims among `evictable`."""
+        shortage = Shortage[int](size - self._room_bytes)
+        candidates = np.flatnonzero(self._on_disk & evictable).tolist()
+        shortage.choose(candidates, self._sizes.__getitem__)
+        return shortage
 
     def _victims(self, size: int) -> list[int] | None:
         """The chunks to free `size` bytes; None where they do not suffice."""
-        victims = self._choose_victims(size, self._evict_first())
-        missing = size - self._room_bytes - sum(self._sizes[each] for each in victims)
-        for chunk in self._policy.eviction_order():
-            if missing <= 0:
-                break
-            if chunk not in victims:
-                victims.append(chunk)
-                missing -= self._sizes[chunk]
-        return victims if missing <= 0 else None
+        shortage = self._shortage(size, self._evict_first())
+        order = self._policy.eviction_order()
+        return shortage.victims if shortage.choose(order, self._sizes.__getitem__) else None
 
     # What is known about the disk
 

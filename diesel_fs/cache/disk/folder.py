@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import logging
+import math
 import os
 import re
 import stat
@@ -29,6 +30,7 @@ from ...format.object_names import IDENTITY_TEXT
 from ...net.breaker import CircuitBreaker
 from ...settings import private_folder
 from ..lrfu import Attenuation, eviction_order, hour_of
+from ..replacement import Shortage
 from .locks import FILE_FLAGS, is_unlocked, try_lock
 from .marker import HEAD, MAGIC, MARKER, TAKES_NOTHING, check_marker, lock_marker
 from .references import USED, References, read_references
@@ -104,7 +106,7 @@ class CachedDataset:
     references: References
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class _CachedFile:
     """A chunk or an order log, as a scan finds it. The time is of the last use, since 1970."""
 
@@ -308,13 +310,12 @@ class Ledger:
             may_go = [
                 each for each in files if _may_evict(each, folder, now_s, takes_chunks=takes_chunks)
             ]
+            shortage = Shortage[_CachedFile](math.ceil(beyond_bytes))
+            shortage.choose(self._in_eviction_order(may_go, now_s), lambda each: each.bytes)
             evicted: Counter[str] = Counter()
-            for each in self._in_eviction_order(may_go, now_s):
-                if beyond_bytes <= 0:
-                    break
+            for each in shortage.victims:
                 unlink(each.path)
                 used_bytes -= each.bytes
-                beyond_bytes -= each.bytes
                 evicted[each.dataset.folder] += each.bytes
                 own.evictions += 1
                 own.room_evictions += 1
