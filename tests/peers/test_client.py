@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 
 from diesel_fs.cache import reader as store_module
-from diesel_fs.cache.coalescing_reader import FETCH_THREADS, CoalescingReader
+from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.stored_parts import FETCH_THREADS
 from diesel_fs.errors import DieselError, MetadataError, ObjectMissing, ObjectStoreError
 from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.format.snapshot.reader import Snapshot
