@@ -22,9 +22,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, count, groupby
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -45,7 +44,7 @@ from ..storage.objects.store import (
 )
 from .coalesce import ChunkSource, ReadLimits, merge_spans
 from .costs import ReadCosts
-from .stored_parts import FETCH_THREADS, StoredParts
+from .stored_parts import StoredParts
 
 log = logging.getLogger("diesel.mount")
 
@@ -113,7 +112,7 @@ class _Arrived(NamedTuple):
 
 
 class _Asked:
-    """Spans that a `ChunkReader` was asked for in one request; as a `Future` of their contents, but
+    """Spans that a `ChunkReader` was asked for in one request, and their contents, which are taken
     in the thread that wants them."""
 
     def __init__(
@@ -157,16 +156,18 @@ class _Asked:
         """Wait for all of the contents. Raises what reading raises."""
         return {span: each for some in self.arriving() for span, each in some.contents.items()}
 
-    def cancel(self) -> bool:
-        """False: it cannot be taken back."""
-        return False
+    def give_up(self) -> None:
+        """Nobody wants the contents any more. What has not been asked for is not."""
+        close = getattr(self._reading, "close", None)
+        if close is not None:
+            close()
 
 
 @dataclass(slots=True)
 class _InFlight:
     """Spans that are being read in one request, and how many of them are still wanted."""
 
-    contents: Future[_Contents] | _Asked
+    contents: _Asked
     wanted: int
 
 
@@ -240,19 +241,16 @@ class CoalescingReader:
         )
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._stored = StoredParts(snapshot, objects)
-        self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
-        if self._chunks is None and objects.batches_reads:
-            self._chunks = self._stored
-        self._costs: dict[int, ReadCosts] = {}  # by place
-        self._begun, self._ends = count(), count()  # of reads; `next` is atomic
-        self._ended = 0  # reads
+        self._chunks: ChunkReader = (
+            objects.chunk_reader(snapshot.identity, snapshot.version) or self._stored
+        )
+        self._costs = {IN_STORE: self._stored.costs}  # by place
         self._arrived_s = 0.0  # when contents that were waited for arrived last
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(self._limits.span_bytes, np.uint8).data
         self._in_flight: dict[_Span, _InFlight] = {}
         self._in_flight_bytes = 0
         self._units: dict[bytes, _AnnouncedUnit] = {}  # by the bytes of their entries
-        self._threads: ThreadPoolExecutor | None = None
 
     def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
         """The contents of these files; within a batch they are sorted by chunk and place in it.
@@ -305,7 +303,7 @@ class CoalescingReader:
             for span in unit.plan.spans:
                 flight = None if span in still_wanted else self._take(span)
                 if flight is not None and not flight.wanted:
-                    flight.contents.cancel()
+                    flight.contents.give_up()
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
     def read_costs(self, units: Sequence[_SomeEntries]) -> list[tuple[float, float]]:
@@ -320,8 +318,6 @@ class CoalescingReader:
         sizes = np.where(has_many, columns.size[entries], columns.stored[entries])
         limits, batches = self._limits, self._objects.batches_reads
         span_bytes = limits.batch_bytes if batches else limits.slow_span_bytes
-        if self._chunks is None:
-            return self._costs_of(IN_STORE).cost(int(sizes.sum(dtype=np.int64)), span_bytes)
         chunks = self._snapshot.chunk_of(np.asarray(entries, np.int64))
         places = np.where(chunks < 0, IN_MEMORY, self._chunks.places(np.maximum(chunks, 0)))
         latency_s = transfer_s = 0.0
@@ -339,7 +335,8 @@ class CoalescingReader:
         """Contents that were asked for at a time have just arrived from a node. Those of several
         requests come one after the other."""
         now_s = time.monotonic()
-        self._costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
+        if self._chunks is not self._stored:  # which observes by itself
+            self._costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
         self._arrived_s = now_s
 
     def _announced(self, entries: _SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
@@ -354,7 +351,7 @@ class CoalescingReader:
     @property
     def is_slow(self) -> bool:
         """Whether reads of the store take long, as far as is known."""
-        return not self._objects.batches_reads and self._costs_of(IN_STORE).is_slow
+        return not self._objects.batches_reads and self._stored.costs.is_slow
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
         """Begin to read these units, the first before the others, as far as there is room."""
@@ -381,15 +378,12 @@ class CoalescingReader:
             self._in_flight.update(dict.fromkeys(group, _InFlight(self._start(group), len(group))))
         return begun
 
-    def _start(self, spans: Sequence[_Span]) -> Future[_Contents] | _Asked:
+    def _start(self, spans: Sequence[_Span]) -> _Asked:
         """Begin to read the spans of one request."""
-        if self._chunks is not None:
-            asked = _Asked(spans, self._chunks, self._note_asked)
-            self._count_fetch(asked.bytes)
-            return asked
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        return self._threads.submit(self._fetch_all, spans)
+        asked = _Asked(spans, self._chunks, self._note_asked)
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += asked.bytes
+        return asked
 
     def _requests(self, spans: Sequence[_Span]) -> Iterator[Sequence[_Span]]:
         """The spans in their order, as many together as one request to the store may have."""
@@ -439,14 +433,19 @@ class CoalescingReader:
     def _read_within(self, span: _Span, larger: _Span) -> memoryview:
         """The stored bytes of a span out of a larger one in flight, which goes on for its unit."""
         start = span[1] - larger[1]
-        return self._in_flight[larger].contents.result()[larger][start : start + span[2]]
+        return self._result(self._in_flight[larger], larger)[start : start + span[2]]
 
     def _read_one(self, span: _Span) -> memoryview:
         """The stored bytes of a span, which may be in flight, in memory of their own."""
         flight = self._take(span)
-        if flight is None or flight.contents.cancel():
-            return self._read(span)
-        return flight.contents.result()[span]
+        return self._read(span) if flight is None else self._result(flight, span)
+
+    def _result(self, flight: _InFlight, span: _Span) -> memoryview:
+        """The stored bytes of a span in flight. Raises as `ChunkSource.read`."""
+        try:
+            return flight.contents.result()[span]
+        except ObjectMissing as error:
+            raise self._source.lost_chunk_error(span[0], error) from error
 
     def _read_batched(self, plan: _ReadPlan) -> Iterator[Batch]:
         """As `batches`, from a store that takes many reads in one request; a batch may have extents
@@ -501,11 +500,8 @@ class CoalescingReader:
         begun = {id(each.contents): each.contents for each in flights.values() if each is not None}
         missing = [span for span, flight in flights.items() if flight is None]
         begun |= {id(asked): asked for asked in map(self._start, self._requests(missing))}
-        for contents in begun.values():
-            if isinstance(contents, _Asked):
-                yield from contents.arriving()
-            else:
-                yield _Arrived(contents.result(), is_checked=False)
+        for asked in begun.values():
+            yield from asked.arriving()
 
     def _take(self, span: _Span) -> _InFlight | None:
         """The read that brings a span, where one is in flight; the span is no longer counted."""
@@ -551,7 +547,7 @@ class CoalescingReader:
                     read = next(found)
                 except ObjectMissing as error:
                     raise self._source.lost_chunk_error(chunk, error) from error
-                self._note_time(start_s, size)
+                self._stored.costs.observe(size, time.monotonic() - start_s)
                 self._counts["fetches"] += 1
                 self._counts["fetched_bytes"] += size
                 yield read
@@ -559,22 +555,15 @@ class CoalescingReader:
         yield from map(self._read_one, spans)
 
     def _read(self, span: _Span) -> memoryview:
-        """The stored bytes of a span, in memory of their own. Any thread."""
+        """The stored bytes of a span, in memory of their own."""
         start_s = time.monotonic()
-        at_once = next(self._begun) - self._ended + 1
         try:
             return self._source.read(*span)
         finally:
-            self._ended = next(self._ends) + 1
-            self._note_time(start_s, span[2], at_once)
-
-    def _note_time(self, start_s: float, size: int, at_once: int = 1) -> None:
-        self._costs_of(IN_STORE).observe(size, time.monotonic() - start_s, at_once)
+            self._stored.costs.observe(span[2], time.monotonic() - start_s)
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
         self._stored.close()
 
     def stats(self) -> dict[str, int]:
@@ -630,12 +619,3 @@ class CoalescingReader:
                 log.error("%s", error.message)
         kept = [content for content, is_good in zip(contents, good, strict=True) if is_good]
         return Batch(rows["entry"][good], rows["start"][good], kept)
-
-    def _fetch_all(self, spans: Sequence[_Span]) -> _Contents:
-        """The stored bytes of the spans of one request. Any thread."""
-        return {span: self._read(span) for span in spans}
-
-    def _count_fetch(self, size: int) -> None:
-        """Count a request for so many bytes."""
-        self._counts["fetches"] += 1
-        self._counts["fetched_bytes"] += size

@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import count
 
 import numpy as np
 import numpy.typing as npt
@@ -41,7 +42,10 @@ class StoredParts:
     def __init__(self, snapshot: Snapshot, objects: ObjectStore) -> None:
         self._objects = objects
         self._names = ChunkNames(snapshot)
-        self._costs = ReadCosts()
+        self.costs = ReadCosts()
+        """Of the reads so far."""
+        self._begun, self._ends = count(), count()  # of reads; `next` is atomic
+        self._ended = 0  # reads
         self._threads: tuple[int, ThreadPoolExecutor] | None = None  # with the process of them
 
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
@@ -51,18 +55,18 @@ class StoredParts:
         ]
         if self._objects.batches_reads:
             requests = batched_parts(wanted, BATCH_PARTS_MAX, BATCH_BYTES_MAX)
-            return _arriving([self._pool().submit(self._together, some) for some in requests])
-        if len(wanted) > 1 and self._costs.is_slow:
+            return _Arriving([self._pool().submit(self._together, some) for some in requests])
+        if self.costs.is_slow:
             return self._at_once(wanted)
         return self._one_by_one(wanted)
 
     def _at_once(self, wanted: Sequence[Part], first: int = 0) -> Iterator[ReadGroup]:
         """Each part by a request of its own; `first` is the place of the first one."""
-        return _arriving([self._pool().submit(self._together, [each]) for each in wanted], first)
+        return _Arriving([self._pool().submit(self._together, [each]) for each in wanted], first)
 
     def _one_by_one(self, wanted: Sequence[Part]) -> Iterator[ReadGroup]:
         for place, each in enumerate(wanted):
-            if place and self._costs.is_slow:  # as the reads before have shown
+            if place and self.costs.is_slow:  # as the reads before have shown
                 yield from self._at_once(wanted[place:], place)
                 return
             yield ReadGroup((place,), self._together([each]), False)
@@ -83,8 +87,13 @@ class StoredParts:
 
     def _together(self, parts: Sequence[Part]) -> list[memoryview]:
         begun_s = time.monotonic()
-        contents = list(self._objects.read_parts(parts))
-        self._costs.observe(sum(map(len, contents)), time.monotonic() - begun_s)
+        at_once = next(self._begun) - self._ended + 1
+        try:
+            contents = list(self._objects.read_parts(parts))
+        finally:
+            self._ended = next(self._ends) + 1
+            size = sum(size for _, _, size in parts)
+            self.costs.observe(size, time.monotonic() - begun_s, at_once)
         return contents
 
     def _pool(self) -> ThreadPoolExecutor:
@@ -94,14 +103,20 @@ class StoredParts:
         return threads[1]
 
 
-def _arriving(begun: Sequence["Future[list[memoryview]]"], first: int = 0) -> Iterator[ReadGroup]:
-    """The contents of requests in their order, from the place `first` on. Requests that nobody
-    waits for are given up."""
-    try:
-        for each in begun:
-            contents = each.result()
-            yield ReadGroup(range(first, first + len(contents)), contents, False)
-            first += len(contents)
-    finally:
-        for each in begun:
+class _Arriving(Iterator[ReadGroup]):
+    """The contents of requests in their order, from the place `first` on."""
+
+    def __init__(self, begun: Sequence["Future[list[memoryview]]"], first: int = 0) -> None:
+        self._begun = begun
+        self._left = iter(begun)
+        self._first = first
+
+    def __next__(self) -> ReadGroup:
+        contents = next(self._left).result()
+        first, self._first = self._first, self._first + len(contents)
+        return ReadGroup(range(first, self._first), contents, False)
+
+    def close(self) -> None:
+        """Give up the requests that have not begun."""
+        for each in self._begun:
             each.cancel()

@@ -14,7 +14,7 @@ from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.storage.objects.store import IN_STORE, ObjectStore
+from diesel_fs.storage.objects.store import ObjectStore
 from tests.rows import each_row
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 
@@ -165,7 +165,7 @@ def test_a_slow_store_is_asked_for_several_spans_at_once(data: Dataset) -> None:
 def slow_reader(slow: Slow, data: Dataset, limits: ReadLimits | None = None) -> CoalescingReader:
     """A reader that knows that its store is slow."""
     reader = data.reader(slow, limits)
-    reader._costs_of(IN_STORE).observe(100_000, 1.0)
+    reader._stored.costs.observe(100_000, 1.0)
     return reader
 
 
@@ -237,7 +237,7 @@ def test_nothing_is_read_ahead_from_a_fast_store(data: Dataset) -> None:
     reader.prefetch([data.files])
     data.check(reader, data.files)
     reader.prefetch([data.files])
-    assert reader._threads is None
+    assert reader._stored._threads is None
 
 
 # A store that takes many parts in one request
@@ -250,7 +250,6 @@ def test_a_batching_store_gets_one_request_for_each_unit(data: Dataset) -> None:
     for number, unit in enumerate([*np.array_split(order, 4), data.files], 1):
         data.check(reader, unit)
         assert len(batching.requests) == number
-    assert reader._threads is None
 
 
 def test_requests_keep_their_limits_and_several_are_in_flight(data: Dataset) -> None:
