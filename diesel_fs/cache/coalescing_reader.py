@@ -8,9 +8,9 @@ entries at a time, and may announce the lists that will come next. What it annou
 
 Stores differ in what a read costs, so there are three ways to read. From a fast store (a folder in
 the page cache) spans are read one after the other into one buffer. From a slow store several spans
-are read at once in threads, and announced units are read ahead. A store that takes many reads in
-one request (`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead:
-where it has a `ChunkReader`, without threads, as requests to many nodes can be under way at once.
+are read at once, and announced units are read ahead. A store that takes many reads in one request
+(`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead. In both
+cases a `ChunkReader` has the requests under way: that of the task's cache, else `StoredParts`.
 `coalesce.py` decides which extents are merged to one span.
 
 Every byte is checked against the checksum of its entry, unless the store has done so; after a
