@@ -1,10 +1,19 @@
 """Keeps chunks near the reader: in a process's memory, in a server's memory, on a local disk.
 
 The package promises that every byte a reader gets has been checked against its checksum, and that a
-cache which fails or is full costs time and never an error. Read first `reader.py` (files out of
-chunks in memory, for the Python API), with `chunk_cache.py` and `order_prefetch.py` (which chunks
-stay there). `coalescing_reader.py` reads for the prefetch worker of a mount, `range_reader.py` for
-the clients of a server; `coalesce.py` has what the three readers share. `tiers.py`, `disk.py` and
-`read_through.py` keep whole chunks near a server or a node. `policy.py`, `lrfu.py` and
-`admission.py` decide what a full cache evicts and takes in; they are pure.
+cache which fails or is full costs time and never an error.
+
+Three classes read, each for one kind of caller. `reader.py` has files for the Python API and the
+server of a mount, out of chunks in memory (`chunk_cache.py`, `order_prefetch.py`).
+`coalescing_reader.py` has many files at once for the prefetch worker of a mount, in front of it
+`order_log.py`. `range_reader.py` has parts of chunks for the clients of a server. They share
+`coalesce.py` (which bytes are read together, and what is done about damage), `stored_parts.py` (how
+a store is asked for parts) and `costs.py` (what reads cost).
+
+Three places keep whole chunks near a server or a node: `tiers.py` (memory), `disk/`, and
+`read_through.py`, which fills one of them. `policy.py`, `lrfu.py`, `admission.py` and
+`replacement.py` decide what a full cache takes in and what leaves it. These four and `costs.py` are
+pure: they do no I/O and know no clock.
+
+Start with `reader.py`.
 """

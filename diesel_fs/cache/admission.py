@@ -15,7 +15,7 @@ A unit that replaces others must meet three conditions:
   limited to what renewing the whole cache costs, which is enough where the reads move to other data
   altogether.
 
-Costs are in seconds, and come from a function (`ReadCostModel.read_s`). For use in one thread.
+Costs are in seconds, and come from a function (`ReadCosts.read_s`). For use in one thread.
 Pure.
 """
 

@@ -76,6 +76,18 @@ class ReadLimits:
         return cls(ahead_bytes=min(ahead_bytes, AHEAD_BYTES_MAX))
 
 
+class ChunkNames(dict[int, str]):
+    """The names of the objects that hold a snapshot's chunks, by the chunks' numbers. They are made
+    when they are first asked for, which takes 10 us each."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._identity, self._ids = snapshot.identity, snapshot.chunk_ids
+
+    def __missing__(self, chunk: int) -> str:
+        name = self[chunk] = chunk_object(self._identity, self._ids[chunk])
+        return name
+
+
 class ChunkSource:
     """The chunks of one snapshot as objects of a store. Safe from any thread."""
 
@@ -84,15 +96,11 @@ class ChunkSource:
         self._snapshot = snapshot
         self._objects = objects
         self._counts = counts
-        self._names: dict[int, str] = {}  # making a name takes 10 us
+        self._names = ChunkNames(snapshot)
 
     def name(self, chunk: int) -> str:
         """The name of the object that holds a chunk."""
-        name = self._names.get(chunk)
-        if name is None:
-            name = chunk_object(self._snapshot.identity, self._snapshot.chunk_ids[chunk])
-            self._names[chunk] = name
-        return name
+        return self._names[chunk]
 
     def read(self, chunk: int, offset: int, size: int, *, fresh: bool = False) -> memoryview:
         """Stored bytes of a chunk, in memory of their own. `fresh`: bypasses every cached copy.

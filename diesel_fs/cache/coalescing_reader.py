@@ -8,9 +8,9 @@ entries at a time, and may announce the lists that will come next. What it annou
 
 Stores differ in what a read costs, so there are three ways to read. From a fast store (a folder in
 the page cache) spans are read one after the other into one buffer. From a slow store several spans
-are read at once in threads, and announced units are read ahead. A store that takes many reads in
-one request (`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead:
-where it has a `ChunkReader`, without threads, as requests to many nodes can be under way at once.
+are read at once, and announced units are read ahead. A store that takes many reads in one request
+(`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead. In both
+cases a `ChunkReader` has the requests under way: that of the task's cache, else `StoredParts`.
 `coalesce.py` decides which extents are merged to one span.
 
 Every byte is checked against the checksum of its entry, unless the store has done so; after a
@@ -22,9 +22,8 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import chain, count, groupby
+from itertools import chain, groupby
 from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -44,18 +43,10 @@ from ..storage.objects.store import (
     batched_parts,
 )
 from .coalesce import ChunkSource, ReadLimits, merge_spans
+from .costs import ReadCosts
+from .stored_parts import StoredParts
 
 log = logging.getLogger("diesel.mount")
-
-_SLOW_READ_S = 0.003
-"""A store whose reads take longer than this is asked for several spans at once. A faster one is
-not: reading 4 MiB from the page cache takes 1 ms, and threads that take turns with ours more."""
-
-FETCH_THREADS = 64
-"""Reads of a slow store that are under way at once. With 30 ms each, reads of 110 KiB bring 230
-MB/s."""
-
-_READS_AVERAGED = 8
 
 ARRIVED_S_MIN = 0.0002
 """Contents that were asked for ahead and come in less than this have been here for an unknown time;
@@ -120,69 +111,8 @@ class _Arrived(NamedTuple):
     """Whether those of each extent have been checked against its checksum."""
 
 
-class ReadSpeed:
-    """Whether reads of a store take long, by the mean of the last ones. Several threads may call;
-    they may lose a read."""
-
-    def __init__(self) -> None:
-        self._mean_s = 0.0
-
-    def note(self, read_s: float) -> None:
-        """A read took so long."""
-        self._mean_s += (read_s - self._mean_s) / (_READS_AVERAGED if self._mean_s else 1)
-
-    @property
-    def is_slow(self) -> bool:
-        """Whether several reads at once are faster than one after the other. False before the first
-        one."""
-        return self._mean_s > _SLOW_READ_S
-
-
-class ReadRates:
-    """What reads from one place take: a latency, and a time for each byte.
-
-    This is the model of Lobster (section 4.3, equation 1), with the throughput of one read times
-    the number of reads that are under way at once. Both times are fitted to the last reads by least
-    squares. Several threads may call `observe`; they may lose a sample.
-    """
-
-    _WEIGHT_MIN, _DECAY, _SPREAD_MIN = 3.5, 1 - 1 / 32, 0.01
-
-    def __init__(self) -> None:
-        self.latency_s, self.s_per_byte, self._at_once = 0.005, 1e-8, 1.0  # a usual object store
-        # Sums over the reads, old ones with less weight; sizes in megabytes: of bytes the squares
-        # would lose digits
-        self._weight = self._sizes = self._times = self._squares = self._products = 0.0
-
-    def observe(self, size: int, seconds: float, at_once: int = 1) -> None:
-        """A read of `size` bytes took so long, while `at_once` reads were under way with it."""
-        megabytes, keep = size / 1e6, self._DECAY
-        self._weight = weight = keep * self._weight + 1
-        self._sizes = sizes = keep * self._sizes + megabytes
-        self._times = times = keep * self._times + seconds
-        self._squares = squares = keep * self._squares + megabytes * megabytes
-        self._products = products = keep * self._products + megabytes * seconds
-        self._at_once += (at_once - self._at_once) / _READS_AVERAGED
-        if weight < self._WEIGHT_MIN:
-            return
-        spread = weight * squares - sizes * sizes
-        slope = times / sizes  # where all reads are alike, the latency is unknown
-        if spread > self._SPREAD_MIN * weight * squares:
-            slope = min(max((weight * products - sizes * times) / spread, 0.0), slope)
-        self.latency_s, self.s_per_byte = max((times - slope * sizes) / weight, 0.0), slope / 1e6
-
-    def cost(self, size: int, span_bytes: int) -> tuple[float, float]:
-        """The latency and the transfer of so many bytes that are read at once in spans of at most
-        `span_bytes`, in seconds."""
-        if not size:
-            return 0.0, 0.0
-        alone_s = self.latency_s + self.s_per_byte * min(size, span_bytes)
-        transfer_s = self.s_per_byte * size / self._at_once
-        return max(alone_s - transfer_s, 0.0), transfer_s
-
-
 class _Asked:
-    """Spans that a `ChunkReader` was asked for in one request; as a `Future` of their contents, but
+    """Spans that a `ChunkReader` was asked for in one request, and their contents, which are taken
     in the thread that wants them."""
 
     def __init__(
@@ -226,16 +156,18 @@ class _Asked:
         """Wait for all of the contents. Raises what reading raises."""
         return {span: each for some in self.arriving() for span, each in some.contents.items()}
 
-    def cancel(self) -> bool:
-        """False: it cannot be taken back."""
-        return False
+    def give_up(self) -> None:
+        """Nobody wants the contents any more. What has not been asked for is not."""
+        close = getattr(self._reading, "close", None)
+        if close is not None:
+            close()
 
 
 @dataclass(slots=True)
 class _InFlight:
     """Spans that are being read in one request, and how many of them are still wanted."""
 
-    contents: Future[_Contents] | _Asked
+    contents: _Asked
     wanted: int
 
 
@@ -308,18 +240,17 @@ class CoalescingReader:
             dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged", "lost"), 0)
         )
         self._source = ChunkSource(snapshot, objects, self._counts)
-        self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
-        self._speed = ReadSpeed()
-        self._rates: dict[int, ReadRates] = {}  # by place
-        self._begun, self._ends = count(), count()  # of reads; `next` is atomic
-        self._ended = 0  # reads
+        self._stored = StoredParts(snapshot, objects)
+        self._chunks: ChunkReader = (
+            objects.chunk_reader(snapshot.identity, snapshot.version) or self._stored
+        )
+        self._costs = {IN_STORE: self._stored.costs}  # by place
         self._arrived_s = 0.0  # when contents that were waited for arrived last
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(self._limits.span_bytes, np.uint8).data
         self._in_flight: dict[_Span, _InFlight] = {}
         self._in_flight_bytes = 0
         self._units: dict[bytes, _AnnouncedUnit] = {}  # by the bytes of their entries
-        self._threads: ThreadPoolExecutor | None = None
 
     def batches(self, entries: _SomeEntries) -> Iterator[Batch]:
         """The contents of these files; within a batch they are sorted by chunk and place in it.
@@ -372,7 +303,7 @@ class CoalescingReader:
             for span in unit.plan.spans:
                 flight = None if span in still_wanted else self._take(span)
                 if flight is not None and not flight.wanted:
-                    flight.contents.cancel()
+                    flight.contents.give_up()
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
     def read_costs(self, units: Sequence[_SomeEntries]) -> list[tuple[float, float]]:
@@ -387,26 +318,25 @@ class CoalescingReader:
         sizes = np.where(has_many, columns.size[entries], columns.stored[entries])
         limits, batches = self._limits, self._objects.batches_reads
         span_bytes = limits.batch_bytes if batches else limits.slow_span_bytes
-        if self._chunks is None:
-            return self._rates_of(IN_STORE).cost(int(sizes.sum(dtype=np.int64)), span_bytes)
         chunks = self._snapshot.chunk_of(np.asarray(entries, np.int64))
         places = np.where(chunks < 0, IN_MEMORY, self._chunks.places(np.maximum(chunks, 0)))
         latency_s = transfer_s = 0.0
         for place in np.unique(places).tolist():
             if place != IN_MEMORY:
                 size = int(sizes[places == place].sum(dtype=np.int64))
-                latency, transfer = self._rates_of(place).cost(size, span_bytes)
+                latency, transfer = self._costs_of(place).cost(size, span_bytes)
                 latency_s, transfer_s = max(latency_s, latency), transfer_s + transfer
         return latency_s, transfer_s
 
-    def _rates_of(self, place: int) -> ReadRates:
-        return self._rates.setdefault(place, ReadRates())
+    def _costs_of(self, place: int) -> ReadCosts:
+        return self._costs.setdefault(place, ReadCosts())
 
     def _note_asked(self, place: int, size: int, asked_s: float) -> None:
         """Contents that were asked for at a time have just arrived from a node. Those of several
         requests come one after the other."""
         now_s = time.monotonic()
-        self._rates_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
+        if self._chunks is not self._stored:  # which observes by itself
+            self._costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
         self._arrived_s = now_s
 
     def _announced(self, entries: _SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
@@ -421,7 +351,7 @@ class CoalescingReader:
     @property
     def is_slow(self) -> bool:
         """Whether reads of the store take long, as far as is known."""
-        return self._speed.is_slow
+        return not self._objects.batches_reads and self._stored.costs.is_slow
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
         """Begin to read these units, the first before the others, as far as there is room."""
@@ -448,15 +378,12 @@ class CoalescingReader:
             self._in_flight.update(dict.fromkeys(group, _InFlight(self._start(group), len(group))))
         return begun
 
-    def _start(self, spans: Sequence[_Span]) -> Future[_Contents] | _Asked:
+    def _start(self, spans: Sequence[_Span]) -> _Asked:
         """Begin to read the spans of one request."""
-        if self._chunks is not None:
-            asked = _Asked(spans, self._chunks, self._note_asked)
-            self._count_fetch(asked.bytes)
-            return asked
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        return self._threads.submit(self._fetch_all, spans)
+        asked = _Asked(spans, self._chunks, self._note_asked)
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += asked.bytes
+        return asked
 
     def _requests(self, spans: Sequence[_Span]) -> Iterator[Sequence[_Span]]:
         """The spans in their order, as many together as one request to the store may have."""
@@ -506,14 +433,19 @@ class CoalescingReader:
     def _read_within(self, span: _Span, larger: _Span) -> memoryview:
         """The stored bytes of a span out of a larger one in flight, which goes on for its unit."""
         start = span[1] - larger[1]
-        return self._in_flight[larger].contents.result()[larger][start : start + span[2]]
+        return self._result(self._in_flight[larger], larger)[start : start + span[2]]
 
     def _read_one(self, span: _Span) -> memoryview:
         """The stored bytes of a span, which may be in flight, in memory of their own."""
         flight = self._take(span)
-        if flight is None or flight.contents.cancel():
-            return self._read(span)
-        return flight.contents.result()[span]
+        return self._read(span) if flight is None else self._result(flight, span)
+
+    def _result(self, flight: _InFlight, span: _Span) -> memoryview:
+        """The stored bytes of a span in flight. Raises as `ChunkSource.read`."""
+        try:
+            return flight.contents.result()[span]
+        except ObjectMissing as error:
+            raise self._source.lost_chunk_error(span[0], error) from error
 
     def _read_batched(self, plan: _ReadPlan) -> Iterator[Batch]:
         """As `batches`, from a store that takes many reads in one request; a batch may have extents
@@ -567,17 +499,9 @@ class CoalescingReader:
         flights = {span: self._take(span) for span in spans}  # all, also where the first fails
         begun = {id(each.contents): each.contents for each in flights.values() if each is not None}
         missing = [span for span, flight in flights.items() if flight is None]
-        requests = self._requests(missing)
-        if self._chunks is not None:
-            begun |= {id(asked): asked for asked in map(self._start, requests)}
-        for contents in begun.values():
-            if isinstance(contents, _Asked):
-                yield from contents.arriving()
-            else:
-                yield _Arrived(contents.result(), is_checked=False)
-        if self._chunks is None:
-            for each in requests:
-                yield _Arrived(self._fetch_all(each), is_checked=False)
+        begun |= {id(asked): asked for asked in map(self._start, self._requests(missing))}
+        for asked in begun.values():
+            yield from asked.arriving()
 
     def _take(self, span: _Span) -> _InFlight | None:
         """The read that brings a span, where one is in flight; the span is no longer counted."""
@@ -623,7 +547,7 @@ class CoalescingReader:
                     read = next(found)
                 except ObjectMissing as error:
                     raise self._source.lost_chunk_error(chunk, error) from error
-                self._note_time(start_s, size)
+                self._stored.costs.observe(size, time.monotonic() - start_s)
                 self._counts["fetches"] += 1
                 self._counts["fetched_bytes"] += size
                 yield read
@@ -631,24 +555,16 @@ class CoalescingReader:
         yield from map(self._read_one, spans)
 
     def _read(self, span: _Span) -> memoryview:
-        """The stored bytes of a span, in memory of their own. Any thread."""
+        """The stored bytes of a span, in memory of their own."""
         start_s = time.monotonic()
-        at_once = next(self._begun) - self._ended + 1
         try:
             return self._source.read(*span)
         finally:
-            self._ended = next(self._ends) + 1
-            self._note_time(start_s, span[2], at_once)
-
-    def _note_time(self, start_s: float, size: int, at_once: int = 1) -> None:
-        read_s = time.monotonic() - start_s
-        self._rates_of(IN_STORE).observe(size, read_s, at_once)
-        self._speed.note(read_s)
+            self._stored.costs.observe(span[2], time.monotonic() - start_s)
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+        self._stored.close()
 
     def stats(self) -> dict[str, int]:
         """Counts since the reader was made."""
@@ -703,20 +619,3 @@ class CoalescingReader:
                 log.error("%s", error.message)
         kept = [content for content, is_good in zip(contents, good, strict=True) if is_good]
         return Batch(rows["entry"][good], rows["start"][good], kept)
-
-    def _fetch_all(self, spans: Sequence[_Span]) -> _Contents:
-        """The stored bytes of the spans of one request. Any thread."""
-        if not self._objects.batches_reads:
-            return {span: self._read(span) for span in spans}
-        wanted = [(self._source.name(chunk), begin, size) for chunk, begin, size in spans]
-        start_s = time.monotonic()
-        found = dict(zip(spans, self._objects.read_parts(wanted), strict=True))
-        size = sum(map(len, found.values()))
-        self._rates_of(IN_STORE).observe(size, time.monotonic() - start_s)
-        self._count_fetch(size)
-        return found
-
-    def _count_fetch(self, size: int) -> None:
-        """Count a request for so many bytes."""
-        self._counts["fetches"] += 1
-        self._counts["fetched_bytes"] += size

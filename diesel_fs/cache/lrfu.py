@@ -15,7 +15,7 @@ and the time of that. A reference adds 1 to what is left of the value by then. A
 least 1, and comparisons are made between logarithms, which do not become 0 however long the last
 reference is ago.
 
-The unit of times is the caller's. A cache folder (`disk.py`) counts whole hours: jobs that start
+The unit of times is the caller's. A cache folder (`disk/`) counts whole hours: jobs that start
 within the same hour tie, and the cost decides between their datasets. A node runs a few jobs in a
 day, so finer times would tell of chance. With `step` 0 nothing is forgotten, and the number of
 references decides (LFU). With `step` 1 and a `p` of 2 or more, one reference outweighs all that

@@ -36,7 +36,8 @@ from ..format.snapshot.reader import Snapshot
 from ..orders.plan import NO_ENTRIES, Entries
 from ..system.syscalls import punch_hole
 from .coalescing_reader import Batch, BatchSource
-from .disk import DISK_PAUSE_S, DiskTier
+from .disk.folder import DISK_PAUSE_S
+from .disk.logs import OrderLogFiles
 from .log_addresses import LogAddresses
 from .log_layout import (
     BLOCK_BYTES,
@@ -142,16 +143,15 @@ class OrderLogs:
     def __init__(
         self,
         snapshot: Snapshot,
-        disk: DiskTier,
+        files: OrderLogFiles,
         *,
         staged_bytes: int = STAGED_BYTES,
         segment_bytes: int = SEGMENT_BYTES,
         addresses: LogAddresses | None = None,
     ) -> None:
-        """`disk` is the cache folder, for these logs alone; `addresses` tells another process where
-        entries lie. Raises BusyError, OSError where the folder cannot be written."""
+        """`close` closes `files`. `addresses` tells another process where entries lie."""
         self._addresses = addresses
-        self._snapshot, self._disk = snapshot, disk
+        self._snapshot, self._files = snapshot, files
         self._staged_bytes, self._segment_bytes = staged_bytes, segment_bytes
         columns = snapshot.columns
         self._is_logged: Mask = (columns.size > 0) & (columns.flags & MANY_EXTENTS == 0)
@@ -181,7 +181,6 @@ class OrderLogs:
         self._said: set[str] = set()
         self._can_punch = True
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
-        self._lock_file = disk.lock_logs(snapshot.identity)
         self._thread = ThreadPoolExecutor(1, "order-log")
         self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
 
@@ -614,7 +613,7 @@ class OrderLogs:
             for each in [*gone, *late]:
                 if self._addresses is not None:
                     self._addresses.remove_log(each.identity.order, each.layout.entries)
-                self._disk.remove_log(self._snapshot.identity, each.identity.file_name, each.file)
+                self._files.remove(each.identity.file_name, each.file)
             total = sum(len(wanted[digest]) for digest in following)
             for digest in sorted(wanted, key=following.__contains__):  # current ones first
                 share = len(wanted[digest]) / max(total, 1)
@@ -629,7 +628,7 @@ class OrderLogs:
 
     def _limit_bytes(self) -> int:
         """The bytes that the logs of one epoch may take together."""
-        limit_bytes = self._disk.limit_bytes - 2 * self._staged_bytes - 2 * self._segment_bytes
+        limit_bytes = self._files.limit_bytes - 2 * self._staged_bytes - 2 * self._segment_bytes
         return max(limit_bytes if self._can_punch else limit_bytes // 2, 0)
 
     def _make(
@@ -639,13 +638,13 @@ class OrderLogs:
         epoch. One that would be only read is not made. Raises OSError."""
         identity = LogIdentity(self._snapshot.identity, self._snapshot.version, digest)
         try:
-            file = self._disk.open_log(self._snapshot.identity, identity.file_name)
+            file = self._files.open(identity.file_name)
         except BusyError as error:
             self._say(f"busy {digest}", "this mount has no order log: %s", error.message)
             return
         size = os.fstat(file).st_size
         if not size and not is_new:
-            self._disk.remove_log(self._snapshot.identity, identity.file_name, file)
+            self._files.remove(identity.file_name, file)
             return
         try:
             self._check_punching(file)
@@ -728,7 +727,7 @@ class OrderLogs:
         with_header = np.unique(segments[~found.has_header[segments]]).tolist()
         headers = {segment: layout.header(segment, found.identity) for segment in with_header}
         total = int((sizes + padding).sum()) + sum(map(len, headers.values()))
-        if not self._disk.take_room(self._snapshot.identity, total):
+        if not self._files.take_room(total):
             found.is_sure[places] = False
             self._say("full", "the order log is full: what does not fit is read from the store")
             self._counts["log_refused"] += len(rows)
@@ -768,7 +767,7 @@ class OrderLogs:
             before = os.fstat(found.file).st_blocks
             punch_hole(found.file, start, end - start)
             freed = (before - os.fstat(found.file).st_blocks) * 512
-            self._disk.give_room(freed)
+            self._files.give_room(freed)
             self._counts["log_released_bytes"] += freed
         except OSError as error:
             self._pause("write", error)
@@ -799,9 +798,9 @@ class OrderLogs:
             if each.is_present.any():
                 os.close(each.file)
             else:
-                self._disk.remove_log(self._snapshot.identity, each.identity.file_name, each.file)
+                self._files.remove(each.identity.file_name, each.file)
         self._logs.clear()
-        os.close(self._lock_file)
+        self._files.close()
 
     def _pause(self, doing: str, error: OSError) -> None:
         self._paused_until_s = time.monotonic() + DISK_PAUSE_S

@@ -36,6 +36,7 @@ from ..format.chunk import CHUNK_BYTES_DEFAULT, parse_preamble
 from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix, identity_of_object
 from ..net.budget import MemoryBudget
 from ..storage.objects.store import ObjectInfo, ObjectStore, StoreWrapper
+from .costs import ReadCosts
 from .tiers import CacheHandle, CacheTier, ChunkKey, verify_chunk
 
 log = logging.getLogger("diesel.cache")
@@ -71,39 +72,6 @@ Counted = Callable[[str, int, int], None]
 """Called with reads: who served them (`memory`, `disk`, `store`), how many, and their bytes."""
 
 
-class ReadCostModel:
-    """What a read of the store costs: a time for each request, and a rate of bytes.
-
-    Both are moving averages of the reads so far; they only serve to choose between two ways of
-    reading. Concurrent threads may overwrite each other's samples.
-    """
-
-    def __init__(self) -> None:
-        self.request_s = 0.005
-        self.bytes_per_s = 100e6
-
-    def observe(self, size: int, seconds: float) -> None:
-        """Take in a read of `size` bytes that took so long."""
-        if size <= _SMALL_BYTES:
-            self.request_s += (min(seconds, 1.0) - self.request_s) / 8
-        elif size >= _LARGE_BYTES:
-            rate = size / max(seconds - self.request_s, seconds / 4, 1e-6)
-            self.bytes_per_s += (rate - self.bytes_per_s) / 8
-
-    @property
-    def gap_bytes(self) -> int:
-        """How many unwanted bytes cost as much to read as another request."""
-        return int(min(max(self.request_s * self.bytes_per_s, _GAP_MIN), _GAP_MAX))
-
-    def read_s(self, size: int) -> float:
-        """Seconds for one read of `size` bytes."""
-        return self.request_s + size / self.bytes_per_s
-
-
-_SMALL_BYTES, _LARGE_BYTES = 64 << 10, 1 << 20
-_GAP_MIN, _GAP_MAX = 4 << 10, 4 << 20
-
-
 @dataclass(slots=True)
 class _Missed:
     """A chunk to fetch; `content` where a reader has read all of it already."""
@@ -123,7 +91,7 @@ class ReadThroughCache(StoreWrapper):
         counted: Counted = lambda *_: None,
     ) -> None:
         super().__init__(inner)
-        self.costs = ReadCostModel()
+        self.costs = ReadCosts()
         self._tier = tier
         self._counted = counted
         self._counts: Counter[str] = Counter()
@@ -236,7 +204,7 @@ class ReadThroughCache(StoreWrapper):
 
     def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
         """Whether the misses of a chunk, with this one, have cost as much as fetching it would."""
-        if self.costs.request_s < SLOW_REQUEST_S:
+        if self.costs.latency_s < SLOW_REQUEST_S:
             return False
         credit_s = self._credit_s.pop(key, 0.0) + self.costs.read_s(size)
         if credit_s >= self.costs.read_s(max(CHUNK_BYTES_DEFAULT, start + size)):

@@ -29,10 +29,11 @@ from ..format.chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ..format.entries import Bytes, Codec, Kind
 from ..format.snapshot import layout
 from ..format.snapshot.reader import Extent, PlainExtent, Snapshot
-from ..storage.objects.store import ObjectStore, Part, ReadGroup, new_buffer
+from ..storage.objects.store import ObjectStore, ReadGroup, new_buffer
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
 from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkSource
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
+from .stored_parts import StoredParts
 from .waiting import WaitCause, current_observer
 
 if TYPE_CHECKING:
@@ -79,14 +80,6 @@ class _Window:
     closing: dict[int, _Column] = field(default_factory=dict)
 
 
-class _Batch(NamedTuple):
-    """Files that are read in one request: `parts` gives the stored bytes of those at `places`."""
-
-    rows: _Column
-    places: _Column
-    parts: Iterator[memoryview]
-
-
 class _ColumnBatch(NamedTuple):
     """Files that are read in one request: `reading` gives the stored bytes of those at `places`
     (None: of all, which are plain files)."""
@@ -123,6 +116,8 @@ class EntryReader:
         self._counts: Counter[str] = Counter()
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
+        self._stored = StoredParts(snapshot, objects)
+        self._parts = self._stored if self._chunks is None else self._chunks
         self._single_bytes_max = 0
         """Files of fewer bytes may be read alone, without a look at the cache of chunks."""
 
@@ -279,6 +274,7 @@ class EntryReader:
     def close(self) -> None:
         """Free the memory. Views that were returned stay valid."""
         self._cache.close()
+        self._stored.close()
         self._single = (-1, -1, _EMPTY)
 
     def _next_window(self, wanted: _Column) -> _Window:
@@ -340,7 +336,10 @@ class EntryReader:
             for index, number in zip(window.wanted.tolist(), window.chunks.tolist(), strict=True)
             if number not in whole
         )
-        singles = self._read_together(list(single)) if joins else iter(())
+        singles: Iterator[memoryview] = iter(())
+        if joins:
+            rows = np.array(list(single), np.int64)
+            singles = chain.from_iterable(self._column_contents(rows))
         # A followed order loads ahead by itself, and pinned chunks need no load.
         ahead = (each for each in (whole if followed is None else ()) if not self._is_pinned(each))
         for number in islice(ahead, _PREFETCH_CHUNKS):
@@ -396,21 +395,9 @@ class EntryReader:
             return content
         return self._check(index, extent, content, None)
 
-    def _read_together(self, wanted: list[int]) -> Iterator[memoryview]:
-        """The contents of files whose chunks are not worth reading whole, many in one request.
-
-        One request is ahead of the reader where the store can do that. As in `_read_window`, little
-        is done for each file.
-        """
-        groups = self._groups_begun(np.array(wanted, np.int64))
-        following = next(groups, None)
-        while following is not None:
-            group, following = following, next(groups, None)
-            yield from self._contents(group)
-
     def _column_contents(self, wanted: _Column) -> Iterator[list[memoryview]]:
-        """The contents of files, many in one request to the store's chunk reader, with one request
-        ahead. No work is done for each file except its check."""
+        """The contents of files, many in one request, with one request ahead. No work is done for
+        each file except its check."""
         batches = self._column_batches(wanted)
         following = next(batches, None)
         while following is not None:
@@ -419,7 +406,6 @@ class EntryReader:
 
     def _column_batches(self, wanted: _Column) -> Iterator["_ColumnBatch"]:
         """Files in batches of one request each, which is begun when the batch is returned."""
-        assert self._chunks is not None
         columns = self.snapshot.columns
         bytes_max = min(BATCH_BYTES_MAX, max(self._cache.budget_bytes // 4, 1))
         start = 0
@@ -441,7 +427,7 @@ class EntryReader:
             parts[:, 0] = columns.chunk.take(at)
             parts[:, 1] = columns.offset.take(at)
             parts[:, 2] = sizes
-            yield _ColumnBatch(rows, places, self._chunks.begin(parts) if len(at) else None)
+            yield _ColumnBatch(rows, places, self._parts.begin(parts) if len(at) else None)
 
     def _checked_batch(self, batch: "_ColumnBatch") -> list[memoryview]:
         """The contents of the files of a batch."""
@@ -497,66 +483,6 @@ class EntryReader:
             found[place] if place in found else self.read(index)
             for place, index in enumerate(rows.tolist())
         ]
-
-    def _groups_begun(self, rows: _Column) -> Iterator["_Batch"]:
-        """Files in groups of one request each, which is begun when the group is returned."""
-        columns = self.snapshot.columns
-        flags, stored = columns.flags[rows], columns.stored[rows].astype(np.int64)
-        bytes_max = min(BATCH_BYTES_MAX, self._cache.budget_bytes // 4)
-        alone = (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY_EXTENTS == 0)
-        alone &= (stored > 0) & (stored <= bytes_max)
-        ends = np.cumsum(np.where(alone, stored, 0))
-        chunks, offsets = (each[rows].astype(np.int64) for each in (columns.chunk, columns.offset))
-        start = 0
-        while start < len(rows):
-            before = int(ends[start - 1]) if start else 0
-            end = int(np.searchsorted(ends, before + bytes_max, "right"))
-            some = slice(start, max(min(end, start + BATCH_PARTS_MAX), start + 1))
-            here = [self._cache.peek(number) is not None for number in chunks[some].tolist()]
-            places = np.flatnonzero(alone[some] & ~np.array(here))
-            at = places + start
-            names = map(self._source.name, chunks[at].tolist())
-            parts = list(zip(names, offsets[at].tolist(), stored[at].tolist(), strict=True))
-            yield _Batch(rows[some], places, self._start_read(parts))
-            start = some.stop
-
-    def _start_read(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The stored bytes of parts; nothing where the store fails at once."""
-        try:
-            return self._objects.read_parts(parts)
-        except DieselError:
-            return iter(())
-
-    def _contents(self, group: "_Batch") -> Iterator[memoryview]:
-        """The contents of the files of a group."""
-        places, rows = group.places, group.rows
-        try:
-            stored = list(group.parts)
-        except DieselError:
-            stored = []
-        self._counts["misses"] += len(stored)
-        self._counts["fetches"] += bool(stored)
-        self._counts["fetched_bytes"] += sum(map(len, stored))
-        if len(stored) != len(places):  # one cannot be read: `read` raises the error for it
-            yield from map(self.read, rows.tolist())
-            return
-        columns, at = self.snapshot.columns, rows[places]
-        digests = np.fromiter(map(xxh3_64_intdigest, stored), np.uint64, len(stored))
-        is_right = (columns.flags[at] >> layout.CODEC_SHIFT & 0xFF) == Codec.RAW
-        is_right &= digests == columns.checksum[at]
-        if len(places) == len(rows) and is_right.all():
-            yield from stored
-            return
-        found = dict(zip(places.tolist(), zip(stored, is_right.tolist(), strict=True), strict=True))
-        for place, index in enumerate(rows.tolist()):
-            content, right = found.get(place, (None, False))
-            if content is None:
-                yield self.read(index)
-            elif right:
-                yield content
-            else:  # it is compressed, or damaged
-                [extent] = self.snapshot.extents(index)
-                yield self._check(index, extent, content, None)
 
     def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, int]:
         """The chunks that are worth reading whole for a window, in order of first use."""

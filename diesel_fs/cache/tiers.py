@@ -1,9 +1,9 @@
 """Keeps whole chunks nearer than the object store: the interface, and the tier in memory.
 
 A server, and a node of a task, keep chunks in a *tier*: in memory (`MemoryTier`) or in a folder of
-a local disk (`DiskTier`, `disk.py`). A tier is bounded, and everything in it has been checked
-whole. `read_through.py` decides which chunks are fetched into a server's tier. A failure of a tier
-is never an error for a reader: the tier then says that it does not have the chunk.
+a local disk (`DiskTier`, `disk/chunks.py`). A tier is bounded, and everything in it has been
+checked whole. `read_through.py` decides which chunks are fetched into a server's tier. A failure of
+a tier is never an error for a reader: the tier then says that it does not have the chunk.
 
 Everything may be called from many threads at once.
 """
@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import takewhile
 from typing import NamedTuple
 from uuid import UUID
 
@@ -21,6 +22,7 @@ from ..errors import CorruptError, NoSpaceError
 from ..format.chunk import PREAMBLE_BYTES, damaged_places, parse_header, parse_preamble
 from ..format.chunk_id import chunk_id_text
 from ..format.entries import ChunkId
+from .replacement import Shortage
 
 
 class ChunkKey(NamedTuple):
@@ -177,11 +179,12 @@ class MemoryTier(CacheTier):
             if self.holds(key):
                 return None
             since_s = self._clock() - self._idle_s
-            while self._used_bytes + size > self._limit_bytes:
-                oldest = next(iter(self._chunks), None)
-                if oldest is None or self._chunks[oldest].used_s > since_s:
-                    raise NoSpaceError(f"all {self._limit_bytes:,} bytes are in use")
-                self._used_bytes -= self._chunks.pop(oldest).bytes
+            idle = takewhile(lambda each: self._chunks[each].used_s <= since_s, self._chunks)
+            shortage = Shortage[ChunkKey](self._used_bytes + size - self._limit_bytes)
+            if not shortage.choose(idle, lambda each: self._chunks[each].bytes):
+                raise NoSpaceError(f"all {self._limit_bytes:,} bytes are in use")
+            for each in shortage.victims:
+                self._used_bytes -= self._chunks.pop(each).bytes
             self._used_bytes += size
             self._reserved.add(key)
         return _MemoryReservation(self, key, size)

@@ -23,15 +23,16 @@ a single file when it has been read. Pure.
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from ..cache.admission import SkiRentalAdmission
+from ..cache.costs import ReadCosts
 from ..cache.policy import POLICIES, EvictionPolicy
-from ..cache.read_through import ReadCostModel
+from ..cache.replacement import Shortage
 from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
 from ..peers.chunk_future import ChunkFuture
@@ -130,7 +131,7 @@ class UnitCache:
         memory_bytes: int,
         disk_bytes: int = 0,
         *,
-        costs: ReadCostModel | None = None,
+        costs: ReadCosts | None = None,
         chunks: tuple[Sizes, Sizes] | None = None,
     ) -> None:
         self._policy = policy
@@ -231,16 +232,14 @@ class UnitCache:
         policy, room = self._policy, self._free[0] + self._free[1]
         if size > self._bytes_max or not policy.admits(unit, size, room):
             return None
-        victims: list[int] = []
-        for victim in policy.eviction_order():
-            if not victims and self._is_read_too_seldom(unit, victim):
-                return None
-            victims.append(victim)
-            room += self._sizes[victim]
-            if room >= size:
-                break
-        if room < size or not victims:
+        order = policy.eviction_order()
+        first = next(order, None)
+        if first is None or self._is_read_too_seldom(unit, first):
             return None
+        shortage = Shortage[int](max(size - room, 1))  # the room of both tiers does for no unit
+        if not shortage.choose(chain((first,), order), self._sizes.__getitem__):
+            return None
+        victims = shortage.victims
         uses_min = 1
         if self._chunk_future is not None and self._costs is not None:
             replaced = [self._sizes[each] for each in victims]
@@ -268,9 +267,8 @@ def _replay_chunks(
 ) -> list[EpochSources]:
     node, sizes = job.node, files.chunk_bytes
     owner = Ownership(files.chunk_ids, sizes, job.nodes).owners(np.ones(job.nodes, np.bool_))
-    costs = ReadCostModel()
-    costs.request_s = job.store.request_s
-    costs.bytes_per_s = min(job.store.connection_bytes_per_s, job.store.bytes_per_s)
+    rate = min(job.store.connection_bytes_per_s, job.store.bytes_per_s)
+    costs = ReadCosts(job.store.request_s, 1 / rate)
     size_list = sizes.tolist()
     live = np.bincount(files.chunk, files.stored, len(sizes)).astype(np.float64)
     each_read = live / np.maximum(np.bincount(files.chunk, minlength=len(sizes)), 1)

@@ -23,7 +23,10 @@ import numpy.typing as npt
 
 from ..cache.coalesce import ReadLimits
 from ..cache.coalescing_reader import BatchSource, CoalescingReader
-from ..cache.disk import DiskTier, prepare_cache_folder
+from ..cache.disk.folder import CacheFolder
+from ..cache.disk.jobs import Jobs
+from ..cache.disk.logs import OrderLogFiles
+from ..cache.disk.marker import prepare_cache_folder
 from ..cache.log_addresses import LogAddresses, LogEntryReader
 from ..cache.log_layout import SEGMENT_BYTES
 from ..cache.order_log import STAGED_BYTES, OrderLogs
@@ -203,20 +206,20 @@ class MountSource:
         piece_bytes = push_bytes // LOGS_DIVISOR // 4
         try:
             with _open_repository(request) as repository:
-                folder = prepare_cache_folder(Path(request.log_folder), repository.objects)
-                cache_bytes = request.task_options.cache_bytes or None
-                by_references = request.task_options.evict == "lrfu"
-                disk = DiskTier(
-                    folder, repository.objects.store_id, cache_bytes, by_references=by_references
+                folder = CacheFolder(
+                    prepare_cache_folder(Path(request.log_folder), repository.objects),
+                    repository.objects.store_id,
+                    request.task_options.cache_bytes or None,
+                    by_references=request.task_options.evict == "lrfu",
                 )
                 if request.task_options.cache_layout == "order" and not self._is_registered:
                     # Else the task's master does. The pin is held until this process ends, also
-                    # when the mount switches to another version.
-                    disk.register_job(snapshot.identity, time.time())
+                    # when the mount switches to another version: nobody closes it.
+                    Jobs(folder).register(snapshot.identity, time.time())
                     self._is_registered = True
                 return OrderLogs(
                     snapshot,
-                    disk,
+                    OrderLogFiles(folder, snapshot.identity),
                     staged_bytes=min(max(piece_bytes, STAGED_BYTES_MIN), STAGED_BYTES),
                     segment_bytes=min(max(piece_bytes, SEGMENT_BYTES_MIN), SEGMENT_BYTES),
                     addresses=addresses,

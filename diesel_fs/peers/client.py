@@ -11,9 +11,7 @@ parent's object.
 
 import json
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,8 +20,8 @@ from uuid import UUID
 
 import numpy as np
 
-from ..cache.coalescing_reader import FETCH_THREADS, ReadSpeed
-from ..format.object_names import chunk_object, chunk_of_object, identity_of_object
+from ..cache.stored_parts import StoredParts
+from ..format.object_names import chunk_of_object, identity_of_object
 from ..format.snapshot.reader import Snapshot
 from ..repository.interface import Repository
 from ..repository.private_copies import snapshot_descriptor
@@ -107,7 +105,7 @@ class TaskStore(StoreWrapper):
             deadline_s=deadline_s, pause_s=pause_s,
             restart=None if request is None else partial(_restart_master, request, Path(path)),
         )  # fmt: skip
-        self._stored = _StoredParts(inner, snapshot)
+        self._stored = StoredParts(snapshot, inner)
         self._chunks = TaskChunks(
             link, self._mapped, snapshot, self._stored,
             through_master=request is not None and request.peers_through_master,
@@ -333,41 +331,3 @@ def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -
     if has_served:
         return restart_killed(request, socket_path)
     return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)
-
-
-class _StoredParts:
-    """Reads parts of chunks past the cache (`ReadStored`). From a slow store several are read at
-    once, as each takes the store's latency. Thread-safe; a forked child may go on with it."""
-
-    def __init__(self, inner: ObjectStore, snapshot: Snapshot) -> None:
-        self._inner = inner
-        self._identity, self._ids = snapshot.identity, snapshot.chunk_ids
-        self._speed = ReadSpeed()
-        self._threads: tuple[int, ThreadPoolExecutor] | None = None  # with the process of them
-
-    def __call__(self, parts: Sequence[tuple[int, int, int]]) -> Iterator[memoryview]:
-        for number, part in enumerate(parts):
-            if len(parts) > number + 1 and self._speed.is_slow:
-                yield from self._at_once().map(self._read, parts[number:])
-                return
-            yield self._read(part)
-
-    def _read(self, part: tuple[int, int, int]) -> memoryview:
-        chunk, start, size = part
-        begun_s = time.monotonic()
-        name = chunk_object(self._identity, self._ids[chunk])
-        [content] = self._inner.read_parts([(name, start, size)])
-        self._speed.note(time.monotonic() - begun_s)
-        return content
-
-    def _at_once(self) -> ThreadPoolExecutor:
-        threads, process = self._threads, os.getpid()
-        if threads is None or threads[0] != process:  # a forked child has none of those threads
-            threads = self._threads = process, ThreadPoolExecutor(FETCH_THREADS, "stored")
-        return threads[1]
-
-    def close(self) -> None:
-        """End the threads. The next read may start others."""
-        threads, self._threads = self._threads, None
-        if threads is not None and threads[0] == os.getpid():
-            threads[1].shutdown(wait=False, cancel_futures=True)

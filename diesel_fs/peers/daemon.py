@@ -28,7 +28,8 @@ from pathlib import Path
 
 import trio
 
-from ..cache.disk import DiskTier, prepare_cache_folder
+from ..cache.disk.chunks import DiskTier
+from ..cache.disk.marker import prepare_cache_folder
 from ..cache.policy import POLICIES
 from ..errors import DieselError, NoSpaceError, UsageError
 from ..net.messages import error_message
@@ -128,7 +129,7 @@ class _Daemon:
             has_key_file=key is not None,
         )
         if self._disk is not None:
-            self._disk.register_job(self._snapshot.identity, time.time())
+            self._disk.jobs.register(self._snapshot.identity, time.time())
 
     def _open_disk(self) -> DiskTier | None:
         """The disk tier in `--cache-dir`; None without it, where the disk is full, or where the
@@ -146,10 +147,10 @@ class _Daemon:
             self._request.cache_bytes or None,
             by_references=self._request.evict == "lrfu",
         )
-        if disk.read_only_reason:
-            daemons.report({"warning": disk.read_only_reason})  # the tier has logged it
+        if disk.folder.read_only_reason:  # which was logged
+            daemons.report({"warning": disk.folder.read_only_reason})
         else:
-            self._warn_if_small(disk.limit_bytes, "--cache-size", "on the disk")
+            self._warn_if_small(disk.folder.limit_bytes, "--cache-size", "on the disk")
         return disk
 
     def _warn_if_small(self, budget_bytes: int, option: str, where: str) -> None:

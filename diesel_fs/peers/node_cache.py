@@ -34,9 +34,9 @@ import numpy.typing as npt
 import trio
 
 from ..cache.admission import SkiRentalAdmission
-from ..cache.disk import DiskTier
+from ..cache.costs import ReadCosts
+from ..cache.disk.chunks import DiskTier
 from ..cache.policy import EvictionPolicy, NoEviction, UnitValues
-from ..cache.read_through import ReadCostModel
 from ..cache.tiers import ChunkKey, verify_chunk
 from ..errors import DieselError, FormatError
 from ..format.entries import ChunkId
@@ -44,7 +44,7 @@ from ..orders.future import FutureUses
 from .chunk_future import ChunkFuture
 from .node_memory import NodeMemory
 from .sealed_memory import SealedMemory, WritableMemory
-from .write_back import Mask, Spans, WriteBackQueue, disk_cost
+from .write_back import SSD_COSTS, Mask, Spans, WriteBackQueue
 
 log = logging.getLogger("diesel.task")
 
@@ -134,7 +134,7 @@ class NodeCache:
         fetch: Fetch,
         disk: DiskTier | None = None,
         disk_policy: EvictionPolicy | None = None,
-        costs: ReadCostModel | None = None,
+        costs: ReadCosts | None = None,
     ) -> None:
         """`costs` is measured by the caller; without it, the fetches are measured. `disk_policy`
         chooses the chunks that are replaced on the disk; without it none is."""
@@ -144,10 +144,10 @@ class NodeCache:
         self._ids, self._sizes = list(ids), [int(size) for size in sizes]
         self._size_column = sizes.astype(np.int64)
         self._fetch = fetch
-        self._costs = costs or ReadCostModel()
+        self._costs = costs or ReadCosts()
         self._measures = costs is None
         self._admission = SkiRentalAdmission(self._sizes, self._costs.read_s, budget)
-        self._disk_admission = SkiRentalAdmission(self._sizes, disk_cost, budget)
+        self._disk_admission = SkiRentalAdmission(self._sizes, SSD_COSTS.read_s, budget)
         self._write_back = WriteBackQueue(
             disk,
             identity,
@@ -523,7 +523,7 @@ class NodeCache:
         if future is None or not self.memory.owned[chunk]:
             return None
         size = self._sizes[chunk]
-        cost = disk_cost if from_disk else self._costs.read_s
+        cost = SSD_COSTS.read_s if from_disk else self._costs.read_s
 
         def uses_min(replaced: Sequence[int]) -> int:
             sizes = [self._sizes[each] for each in replaced]

@@ -17,12 +17,14 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 import trio
 
 from ..cache.policy import EvictionPolicy, UnitValues
+from ..cache.replacement import Shortage
 from ..orders.future import Units
 from .chunk_future import ChunkFuture
 from .chunk_table import ChunkTable
@@ -219,45 +221,39 @@ class NodeMemory:
         free_bytes = self._budget_bytes - self.used_bytes
         if not is_mine:
             free_bytes -= self._absent_bytes()
-        missing_bytes = size - free_bytes
-        # Chunks beyond those that the process's limits of descriptors and mappings allow
-        excess = len(self._memories) + self._reserved_count + 1 - self._chunks_max
-        victims: list[int] = []
+        shortage = self._shortage(size - free_bytes)
         room_bytes = free_bytes
-        if (missing_bytes > 0 or excess > 0) and (is_mine or has_credit):
-            others = self._unneeded_copies()
-            missing_bytes, excess = self._choose_victims(victims, others, missing_bytes, excess)
-            room_bytes = size - missing_bytes
-        if (missing_bytes > 0 or excess > 0) and is_mine and has_credit:
+        if not shortage.is_met and (is_mine or has_credit):
+            shortage.choose(self._unneeded_copies(), self._bytes_of, self._revokes_pinned)
+            room_bytes = size - shortage.bytes
+        if not shortage.is_met and is_mine and has_credit:
             order = self._policy.eviction_order()
-            missing_bytes, excess = self._choose_victims(victims, order, missing_bytes, excess)
+            shortage.choose(order, self._bytes_of, self._revokes_pinned)
             room_bytes = max(free_bytes, 0)
-        if missing_bytes > 0 or excess > 0 or not self._policy.admits(chunk, size, room_bytes):
+        if not shortage.is_met or not self._policy.admits(chunk, size, room_bytes):
             return None
-        return victims
+        return shortage.victims
 
     def find_planned_victims(self, chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
         """Whether the policy has an absent chunk of this node replace others, by what will be read,
         and the others; None where it cannot tell. What is pinned is passed over, and revoked only
         where the chunk may replace it."""
         self.flush_hits()
-        missing_bytes = self._sizes[chunk] - (self._budget_bytes - self.used_bytes)
-        excess = len(self._memories) + self._reserved_count + 1 - self._chunks_max
         if self._sizes[chunk] > self._budget_bytes:
             return None, []
-        victims: list[int] = []
         pinned: list[int] = []
-        for each in self._policy.eviction_order():
-            if (missing_bytes <= 0 and excess <= 0) or len(pinned) > PINNED_PASSED_MAX:
-                break
-            memory = self._memories[each]
-            if self._pins.is_pinned(memory):
-                pinned.append(each)
-            else:
-                victims.append(each)
-                missing_bytes -= memory.bytes
-                excess -= 1
-        has_room = missing_bytes <= 0 and excess <= 0
+
+        def is_pinned(other: int) -> bool:
+            if self._pins.is_pinned(self._memories[other]):
+                pinned.append(other)
+                return True
+            return False
+
+        shortage = self._shortage(self._sizes[chunk] - (self._budget_bytes - self.used_bytes))
+        order = self._policy.eviction_order()
+        may_pass = takewhile(lambda _: len(pinned) <= PINNED_PASSED_MAX, order)
+        has_room = shortage.choose(may_pass, self._bytes_of, is_pinned)
+        victims = shortage.victims
         wanted = victims if has_room else [*victims, *pinned]
         replaces = self._policy.replaces(chunk, wanted, uses_min(wanted))
         if replaces:
@@ -365,23 +361,19 @@ class NodeMemory:
         absent = self.owned & ~self.present
         return int(np.asarray(self._sizes, np.int64)[absent].sum())
 
-    def _choose_victims(
-        self, victims: list[int], candidates: Iterable[int], missing_bytes: int, excess: int
-    ) -> tuple[int, int]:
-        """Add candidates to `victims` until neither bytes are missing nor chunks are in excess;
-        returns what is left of both. A pinned candidate is revoked and passed over, since dropping
-        it would free nothing now."""
-        chosen = {*victims}
-        for chunk in candidates:
-            if missing_bytes <= 0 and excess <= 0:
-                break
-            memory = self._memories[chunk]
-            self._pins.revoke(memory)
-            if chunk not in chosen and not self._pins.is_pinned(memory):
-                victims.append(chunk)
-                missing_bytes -= memory.bytes
-                excess -= 1
-        return missing_bytes, excess
+    def _shortage(self, missing_bytes: int) -> Shortage[int]:
+        """The room that one chunk more lacks. The process's limits of descriptors and mappings
+        bound the number of chunks."""
+        count = len(self._memories) + self._reserved_count + 1
+        return Shortage(missing_bytes, count - self._chunks_max)
+
+    def _bytes_of(self, chunk: int) -> int:
+        return self._memories[chunk].bytes
+
+    def _revokes_pinned(self, chunk: int) -> bool:
+        """Whether a chunk is pinned, so dropping it would free nothing now; it is revoked then."""
+        self._pins.revoke(self._memories[chunk])
+        return self._pins.is_pinned(self._memories[chunk])
 
     def set_owned(self, owned: Mask) -> None:
         """Set which chunks are this node's."""

@@ -19,7 +19,7 @@ import time
 import weakref
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import compress
 from operator import not_
@@ -33,7 +33,7 @@ from ..format.chunk import parse_preamble
 from ..format.entries import Bytes
 from ..format.snapshot.reader import Snapshot
 from ..net.tls import TlsSocket
-from ..storage.objects.store import ReadGroup
+from ..storage.objects.store import ChunkReader, ReadGroup
 from . import wire
 from .handshake import Connector, connect_blocking
 from .link import MasterLink
@@ -85,9 +85,6 @@ store), late answers, chunks that were pinned, and parts that did not match thei
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
 """Parts and the ranks of the nodes that were asked for them; or one part, and the rank."""
 
-ReadStored = Callable[[Sequence[tuple[int, int, int]]], Iterator[memoryview]]
-"""Reads parts (chunk, start, bytes) from the object store."""
-
 
 class TaskChunks:
     """The chunks of one version, as one process of the task reads them (`ChunkReader`)."""
@@ -97,18 +94,19 @@ class TaskChunks:
         master: MasterLink,
         mapped: MappedChunks,
         snapshot: Snapshot,
-        read_stored: ReadStored,
+        stored: ChunkReader,
         *,
         through_master: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """With `through_master`, other nodes are asked by this node's master."""
+        """`stored` reads past the cache. With `through_master`, other nodes are asked by this
+        node's master."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
         self._ids = snapshot.chunk_ids
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
-        self.read_stored = read_stored
+        self.stored = stored
         self._through_master = through_master
         self._heartbeat_s = heartbeat_s
         self._heartbeat_pid = 0  # the process that has started the heartbeat thread
@@ -219,8 +217,9 @@ class TaskChunks:
             yield ReadGroup(group_places, _cut(payload, group_sizes), False)
         if not_here:
             counts["store_reads"] += len(not_here)
-            stored = self.read_stored([*map(tuple, parts[not_here].tolist())])
-            yield ReadGroup([places[each] for each in not_here], list(stored), False)
+            for found in self.stored.begin(parts[not_here]):
+                here = [places[not_here[each]] for each in found.places]
+                yield ReadGroup(here, found.contents, False)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """See `ChunkReader`; the numbers of `mapped_chunks.py` mean the same."""
@@ -249,7 +248,7 @@ class TaskChunks:
                 self._recent.append((chunk, start, size, rank))
                 return content, False
         self.counts["store_reads"] += 1
-        return next(self.read_stored([(chunk, start, size)])), False
+        return self.stored.read_part(chunk, start, size)
 
     def try_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
         """As `read_part`, but None where the task does not have the part."""

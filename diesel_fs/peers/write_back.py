@@ -6,15 +6,16 @@ of it without the threads, as far as the kernel has them in its page cache.
 Chunks that are to be written wait in a queue of limited bytes, where readers find them meanwhile;
 when the queue is full, a chunk is not written. When the disk tier is full, chunks of other nodes
 are replaced first, then chunks that are in memory too, then those that the policy chooses. Before
-that, the tier is asked for the room of datasets that no job uses (`DiskTier.make_room`), as long as
-chunks of this one are not here. At the end of a node, `flush` writes what it has in memory. Other
-tasks of the user may use the same folder and dataset, so chunks may come and go without this
-process: it scans the folder again when it notices.
+that, the tier evicts for this dataset (`CacheFolder.make_room`), as long as chunks of it are not
+here. At the end of a node, `flush` writes what it has in memory. Other tasks of the user may use
+the same folder and dataset, so chunks may come and go without this process: it scans the folder
+again when it notices.
 
 Everything runs in one trio loop. Disk accesses run in threads. A read from a disk that hangs is
 given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk is left alone for a
 while, and callers read from the store. Writes and scans may take as long as the disk does, as no
-reader waits for them. `cache/disk.py` has the files, `node_cache.py` decides what is worth keeping.
+reader waits for them. `cache/disk/chunks.py` has the files, `node_cache.py` decides what is worth
+keeping.
 """
 
 import contextlib
@@ -30,8 +31,10 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.disk import DiskTier
+from ..cache.costs import ReadCosts
+from ..cache.disk.chunks import DiskTier
 from ..cache.policy import EvictionPolicy, UnitValues
+from ..cache.replacement import Shortage
 from ..cache.tiers import CacheHandle, ChunkKey
 from ..errors import NoSpaceError
 from ..format.entries import ChunkId
@@ -54,11 +57,10 @@ back. Also how soon the tier is asked for room again after it had too little."""
 
 NOTE_USE_S = 60.0
 """How often a dataset is marked as used while its job lives, also where memory serves all reads:
-its chunks cool down from the job's end on (`cache/disk.py`)."""
+its chunks cool down from the job's end on (`cache/disk`)."""
 
-REQUEST_S, BYTES_PER_S = 0.0002, 1e9
-"""Rough cost of a read from any SSD. It is only used to compare reads of parts with reads of whole
-chunks."""
+SSD_COSTS = ReadCosts(0.0002, 1e-9)
+"""Rough costs of any SSD. They only serve to compare reads of parts with reads of whole chunks."""
 
 OTHER_WRITER_WAIT_S = 0.2
 """At the end, the wait for a chunk that another process, or an abandoned thread of this one, is
@@ -72,11 +74,6 @@ Spans = Sequence[tuple[int, int]]
 
 Made = TypeVar("Made")
 Mask = npt.NDArray[np.bool_]
-
-
-def disk_cost(size: int) -> float:
-    """Seconds for one read of `size` bytes."""
-    return REQUEST_S + size / BYTES_PER_S
 
 
 class _DiskRead:
@@ -326,10 +323,11 @@ class WriteBackQueue:
 
     def stats(self) -> dict[str, int]:
         """What is here, as far as is known, and counters since the start."""
+        folder = None if self._disk is None else self._disk.folder
         return {
             **{name: self._counts[name] for name in _COUNTS},
-            "disk_room_evictions": 0 if self._disk is None else self._disk.room_evictions,
-            "disk_room_evicted_bytes": 0 if self._disk is None else self._disk.room_evicted_bytes,
+            "disk_room_evictions": 0 if folder is None else folder.room_evictions,
+            "disk_room_evicted_bytes": 0 if folder is None else folder.room_evicted_bytes,
             "disk_used_bytes": self._policy.bytes,
             "disk_chunks": len(self._policy.sizes),
             "disk_queued_bytes": self._queued_bytes,
@@ -472,8 +470,8 @@ class WriteBackQueue:
                 if reservation is not None:
                     reservation.commit(content)
             if cost_s:
-                disk.note_cost(key.identity, cost_s / mean_bytes)
-            return disk.holds(key), other_writes, disk.free_bytes()
+                disk.jobs.note_cost(key.identity, cost_s / mean_bytes)
+            return disk.holds(key), other_writes, disk.folder.free_bytes()
 
         answer = await self._in_thread(work, math.inf)
         is_there, other_writes, self._room_bytes = answer or (False, False, 0)
@@ -485,27 +483,20 @@ class WriteBackQueue:
 
     def _choose_victims(self, size: int, evictable: Mask) -> list[int]:
         """Chunks among `evictable` to free `size` bytes, even where they do not suffice."""
-        victims: list[int] = []
-        missing = size - self._room_bytes
-        if missing > 0:
-            for chunk in np.flatnonzero(self._on_disk & evictable).tolist():
-                if missing <= 0:
-                    break
-                victims.append(chunk)
-                missing -= self._sizes[chunk]
-        return victims
+        return self._shortage(size, evictable).victims
+
+    def _shortage(self, size: int, evictable: Mask) -> Shortage[int]:
+        """The room that `size` bytes lack, with victims among `evictable`."""
+        shortage = Shortage[int](size - self._room_bytes)
+        candidates = np.flatnonzero(self._on_disk & evictable).tolist()
+        shortage.choose(candidates, self._sizes.__getitem__)
+        return shortage
 
     def _victims(self, size: int) -> list[int] | None:
         """The chunks to free `size` bytes; None where they do not suffice."""
-        victims = self._choose_victims(size, self._evict_first())
-        missing = size - self._room_bytes - sum(self._sizes[each] for each in victims)
-        for chunk in self._policy.eviction_order():
-            if missing <= 0:
-                break
-            if chunk not in victims:
-                victims.append(chunk)
-                missing -= self._sizes[chunk]
-        return victims if missing <= 0 else None
+        shortage = self._shortage(size, self._evict_first())
+        order = self._policy.eviction_order()
+        return shortage.victims if shortage.choose(order, self._sizes.__getitem__) else None
 
     # What is known about the disk
 
@@ -526,7 +517,7 @@ class WriteBackQueue:
                 size for name, size in zip(ids, sizes, strict=True) if name not in here
             )
             wanted_bytes = min(queue_bytes, absent_bytes)
-            room_bytes = disk.make_room(identity, wanted_bytes)
+            room_bytes = disk.folder.make_room(identity, wanted_bytes)
             return disk.list_chunks(identity), room_bytes, wanted_bytes
 
         answer = await self._in_thread(work, math.inf)

@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from uuid import UUID
 
-from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+from diesel_fs.cache.disk.chunks import DiskTier
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
 from diesel_fs.cache.tiers import CacheTier, MemoryTier

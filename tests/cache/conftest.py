@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.disk import prepare_cache_folder
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import ObjectMissing
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN

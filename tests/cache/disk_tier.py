@@ -11,8 +11,7 @@ from uuid import UUID
 
 import pytest
 
-from diesel_fs.cache import disk
-from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.tiers import CacheTier, ChunkKey
 from diesel_fs.errors import NoSpaceError
 
@@ -54,8 +53,8 @@ def files(place: Path) -> list[Path]:
 
 
 def counted(tier: DiskTier) -> int:
-    with tier._locked() as marker:
-        return disk._used_bytes(marker)
+    with tier.folder.locked() as ledger:
+        return ledger.used_bytes
 
 
 def idle(place: Path) -> None:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import pytest
 
 from diesel_fs.cache.coalesce import ReadLimits
-from diesel_fs.cache.coalescing_reader import CoalescingReader, ReadRates
+from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot
@@ -165,7 +165,7 @@ def test_a_slow_store_is_asked_for_several_spans_at_once(data: Dataset) -> None:
 def slow_reader(slow: Slow, data: Dataset, limits: ReadLimits | None = None) -> CoalescingReader:
     """A reader that knows that its store is slow."""
     reader = data.reader(slow, limits)
-    reader._speed.note(1.0)
+    reader._stored.costs.observe(100_000, 1.0)
     return reader
 
 
@@ -237,7 +237,7 @@ def test_nothing_is_read_ahead_from_a_fast_store(data: Dataset) -> None:
     reader.prefetch([data.files])
     data.check(reader, data.files)
     reader.prefetch([data.files])
-    assert reader._threads is None
+    assert reader._stored._threads is None
 
 
 # A store that takes many parts in one request
@@ -250,7 +250,6 @@ def test_a_batching_store_gets_one_request_for_each_unit(data: Dataset) -> None:
     for number, unit in enumerate([*np.array_split(order, 4), data.files], 1):
         data.check(reader, unit)
         assert len(batching.requests) == number
-    assert reader._threads is None
 
 
 def test_requests_keep_their_limits_and_several_are_in_flight(data: Dataset) -> None:
@@ -359,21 +358,6 @@ def test_damage_in_a_request_is_read_again_past_caches(data: Dataset) -> None:
 
 
 # What reads cost
-
-
-def test_costs_of_a_place_are_fitted_to_its_reads() -> None:
-    """Latency 20 ms and 50 MB/s for each of four reads that are under way at once."""
-    rates = ReadRates()
-    for size in (100_000, 4_000_000, 800_000, 2_000_000) * 16:
-        rates.observe(size, 0.02 + size / 50e6, 4)
-    latency_s, transfer_s = rates.cost(8_000_000, 4_000_000)
-    assert transfer_s == pytest.approx(8_000_000 / 200e6, rel=0.01)
-    assert latency_s + transfer_s == pytest.approx(0.02 + 4_000_000 / 50e6, rel=0.01)
-    assert rates.cost(0, 4_000_000) == (0.0, 0.0)
-    alike = ReadRates()
-    for _ in range(50):
-        alike.observe(100_000, 0.03)
-    assert sum(alike.cost(100_000, 1 << 20)) == pytest.approx(0.03)
 
 
 def test_costs_follow_a_store_that_becomes_slow(data: Dataset) -> None:

@@ -16,8 +16,10 @@ from uuid import UUID
 import numpy as np
 import pytest
 
-from diesel_fs.cache import disk
-from diesel_fs.cache.disk import CHUNK_IDLE_S, IDLE_S, DiskTier, prepare_cache_folder
+from diesel_fs.cache.disk import chunks as disk
+from diesel_fs.cache.disk.chunks import DiskTier
+from diesel_fs.cache.disk.folder import CHUNK_IDLE_S, IDLE_S
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.lrfu import HOUR_S
 from diesel_fs.cache.tiers import ChunkKey, verify_chunk
 from diesel_fs.errors import NoSpaceError
@@ -109,7 +111,7 @@ class SharedFolder:
 
     def begin_job(self, dataset: UUID) -> None:
         known, job = self.known[dataset], self.new_tier()
-        job.register_job(dataset, self.first_hour_s + self.hour * HOUR_S + 1)
+        job.jobs.register(dataset, self.first_hour_s + self.hour * HOUR_S + 1)
         known.jobs.append(job)
         known.hours.append(self.hour)
         known.is_cool = False
@@ -135,7 +137,7 @@ class SharedFolder:
         known = self.known[dataset]
         if known.jobs:
             tier = self.new_tier()
-            tier.note_cost(dataset, cost)
+            tier.jobs.note_cost(dataset, cost)
             tier.close()
             known.cost, known.is_cool = cost, False
 
@@ -206,7 +208,7 @@ def test_what_jobs_that_come_and_go_leave_in_the_folder(place: Path, seed: int) 
             case _:
                 shared.pass_time()
         shared.check()
-    assert shared.tier.room_evictions > 10, "else this test shows nothing"
+    assert shared.tier.folder.room_evictions > 10, "else this test shows nothing"
     assert shared.refused > 10
 
 
@@ -214,10 +216,11 @@ JOB = """if True:
     import sys, time
     from pathlib import Path
     from uuid import UUID
-    from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+    from diesel_fs.cache.disk.chunks import DiskTier
+    from diesel_fs.cache.disk.marker import prepare_cache_folder
     place, store, dataset = sys.argv[1:]
     tier = DiskTier(prepare_cache_folder(Path(place)), UUID(hex=store), None)
-    tier.register_job(UUID(hex=dataset), time.time())
+    tier.jobs.register(UUID(hex=dataset), time.time())
     print("ready", flush=True)
     sys.stdin.read()
 """
@@ -246,12 +249,12 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
         for each in (tier, other):
             with pytest.raises(NoSpaceError):
                 each.reserve(key_of(newcomer, 0), CHUNK_BYTES)
-            assert each.make_room(newcomer, CHUNK_BYTES) == 0
+            assert each.folder.make_room(newcomer, CHUNK_BYTES) == 0
         assert chunks_of(place, used) == {0, 1, 2, 3}
         end_job(job)
     put(tier, key_of(newcomer, 0), bytes(CHUNK_BYTES))
     assert len(chunks_of(place, used)) == 2
-    assert (tier.room_evictions, tier.room_evicted_bytes) == (2, 2 * CHUNK_BYTES)
+    assert (tier.folder.room_evictions, tier.folder.room_evicted_bytes) == (2, 2 * CHUNK_BYTES)
 
 
 def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
@@ -260,16 +263,16 @@ def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
     fill(tier, used, 3)
     fill(tier, unused, 3)
     for _ in range(3):
-        tier.register_job(unused, time.time())
+        tier.jobs.register(unused, time.time())
     tier.close()
-    tier.register_job(used, time.time() - 1000 * HOUR_S)
+    tier.jobs.register(used, time.time() - 1000 * HOUR_S)
     DiskTier(place, STORE, 4 * CHUNK_BYTES).close()
     assert (chunks_of(place, used), len(chunks_of(place, unused))) == ({0, 1, 2}, 1)
     lower = DiskTier(place, STORE, 1 * CHUNK_BYTES)
     assert (chunks_of(place, used), chunks_of(place, unused)) == ({0, 1, 2}, set())
     with pytest.raises(NoSpaceError):
         lower.reserve(key_of(unused, 0), CHUNK_BYTES)
-    assert lower.free_bytes() == 0
+    assert lower.folder.free_bytes() == 0
     tier.close()
     DiskTier(place, STORE, 1 * CHUNK_BYTES).close()
     assert len(chunks_of(place, used)) == 1
@@ -287,25 +290,25 @@ def test_a_dataset_without_references_counts_one(place: Path, content: bytes) ->
     for dataset, references in ((plain, 0), (twice, 2), (once, 1)):
         put(tier, key_of(dataset, 0), bytes(CHUNK_BYTES))
         for _ in range(references):
-            tier.register_job(dataset, now_s - 48 * HOUR_S)
+            tier.jobs.register(dataset, now_s - 48 * HOUR_S)
     tier.close()
     used_file(place, plain).write_bytes(content)
     for dataset in (plain, twice, once):
         cool(place, dataset)
     order = []
     for turn in range(2):  # a twentieth more than is needed is evicted: two at once
-        tier.make_room(newcomer, (1 + 2 * turn) * CHUNK_BYTES // 2)
+        tier.folder.make_room(newcomer, (1 + 2 * turn) * CHUNK_BYTES // 2)
         order.append({each for each in (plain, twice, once) if not chunks_of(place, each)})
     assert order == [{once}, {once, twice}]
-    tier.register_job(plain, now_s)
+    tier.jobs.register(plain, now_s)
     assert len(used_file(place, plain).read_bytes()) == 36
 
 
 def test_jobs_in_a_folder_that_cannot_be_written_are_no_error(place: Path) -> None:
     tier = DiskTier(place, STORE, 3 * CHUNK_BYTES)
     shutil.rmtree(place)
-    tier.register_job(DATASETS[0], time.time())
-    tier.note_cost(DATASETS[0], 1e-9)
+    tier.jobs.register(DATASETS[0], time.time())
+    tier.jobs.note_cost(DATASETS[0], 1e-9)
     tier.close()
 
 
@@ -318,7 +321,7 @@ def test_a_full_disk_takes_a_pin_all_the_same(tmp_path: Path) -> None:
         cool(place, used)
         with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
             file.write(bytes(1 << 20))
-        tier.register_job(used, time.time())
+        tier.jobs.register(used, time.time())
         assert used_file(place, used).stat().st_size == 0, "there was no room for the reference"
         (point / "lost+found").unlink()
         cool(place, used)
@@ -333,7 +336,8 @@ WRITER = """if True:
     import os, sys, random
     from pathlib import Path
     from uuid import UUID
-    from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+    from diesel_fs.cache.disk.chunks import DiskTier
+    from diesel_fs.cache.disk.marker import prepare_cache_folder
     from diesel_fs.cache.tiers import ChunkKey
     from diesel_fs.errors import NoSpaceError
     place, source, limit, seed = sys.argv[1:]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache import disk
-from diesel_fs.cache.disk import prepare_cache_folder
+from diesel_fs.cache.disk import folder as cache_folder
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.errors import ConflictError, NoSpaceError
 
 from ..small_disks import remount
@@ -98,7 +98,7 @@ def test_paths_that_are_not_regular_files_are_removed_when_counting_or_writing(
         assert content_of(tier, key) == content
         tier.evict([key])
     assert counted(tier) == len(more)
-    assert not tier._writes.is_open
+    assert not tier.folder.writes.is_open
 
 
 def use_up(point: Path, what: str) -> None:
@@ -151,13 +151,13 @@ def test_J1_J4_a_cache_on_a_full_disk_is_still_read(
     what: str, small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tier that starts on a full disk reads its chunks, and writes again once there is room."""
-    monkeypatch.setattr(disk, "FREE_FRACTION_MIN", -1.0)
+    monkeypatch.setattr(cache_folder, "FREE_FRACTION_MIN", -1.0)
     kept = Kept(prepare_cache_folder(small), chunks)
     kept.tier.close()
     (small / ".reading").unlink()
     use_up(small, what)
     kept.tier = tier_at(prepare_cache_folder(small))
-    assert ("is only read" in kept.tier.read_only_reason) == (what != "bytes")
+    assert ("is only read" in kept.tier.folder.read_only_reason) == (what != "bytes")
     assert kept.is_served()
     with contextlib.suppress(NoSpaceError):
         if (reserved := kept.tier.reserve(kept.other, len(kept.more))) is not None:

@@ -16,7 +16,9 @@ import pytest
 
 from diesel_fs.cache import order_log
 from diesel_fs.cache.coalescing_reader import CoalescingReader
-from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+from diesel_fs.cache.disk.folder import CacheFolder
+from diesel_fs.cache.disk.logs import OrderLogFiles
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.order_log import LoggedReader, LogPlan, OrderLogs
 from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import NoSpaceError
@@ -29,7 +31,7 @@ from diesel_fs.system.syscalls import punch_hole
 from ..server.program import until
 from ..small_disks import remount, small_disk
 from .conftest import Counting, put_files
-from .disk_tier import put, tier_at
+from .disk_tier import STORE, put, tier_at
 
 Words = Callable[[str], int]
 Given = ParamSpec("Given")
@@ -70,8 +72,9 @@ class Job:
         staged: int = STAGED,
     ) -> None:
         self.view, self.store, self.place = view, store, place
-        self.disk = tier_at(prepare_cache_folder(place), limit)
-        self.logs = OrderLogs(view, self.disk, staged_bytes=staged, segment_bytes=SEGMENT)
+        folder = CacheFolder(prepare_cache_folder(place), STORE, limit)
+        log_files = OrderLogFiles(folder, view.identity)
+        self.logs = OrderLogs(view, log_files, staged_bytes=staged, segment_bytes=SEGMENT)
         self.reader = LoggedReader(CoalescingReader(view, store), self.logs)
         self.content = {view.lookup(name.encode()): content for name, content in FILES.items()}
         files = view.files()
@@ -132,14 +135,12 @@ class Job:
         self.logs._thread.shutdown(wait=True, cancel_futures=True)
         for each in self.logs._logs.values():
             os.close(each.file)
-        os.close(self.logs._lock_file)
-        self.disk.close()
+        self.logs._files.close()
 
     def close(self) -> None:
         if not self.has_ended:
             self.has_ended = True
             self.reader.close()
-            self.disk.close()
 
 
 class Jobs:
@@ -488,7 +489,7 @@ def _die_at(point: str) -> None:
     patch.setattr(os, "pwrite", pwrite)
     patch.setattr(order_log, "punch_hole", punch)
     patch.setattr(os, "fdatasync", before("sync", os.fdatasync))
-    patch.setattr(DiskTier, "remove_log", before("remove", DiskTier.remove_log))
+    patch.setattr(OrderLogFiles, "remove", before("remove", OrderLogFiles.remove))
     change = OrderLogs._change_logs
 
     def switched(self: OrderLogs, gone: Sequence[object], *rest: object) -> None:

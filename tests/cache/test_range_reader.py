@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
 from diesel_fs.cache.tiers import CacheTier, MemoryTier
@@ -83,7 +83,7 @@ def test_gaps_are_not_read_from_a_near_store(ranges: Ranges) -> None:
         costs.observe(100, 20e-6)
         costs.observe(4 << 20, 1e-3)
     assert 4 << 10 <= costs.gap_bytes <= 200 << 10
-    costs.request_s = 1e-6
+    costs.latency_s = 1e-6
     ranges.check((name, 0, 10), (name, len(content) - 10, 10))
     assert len(ranges.store.reads) == 2
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.cache import read_through
-from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.cache.tiers import MemoryTier
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
@@ -88,7 +87,7 @@ def test_a_too_large_dataset_does_not_thrash(store: Counting, place: Path, chunk
     kept = [key for key in chunks if tier.holds(key)]
     assert 3 <= len(kept) < len(chunks)
     assert len(ranges.fetched()) <= len(kept) + 1, "thrashing"
-    assert tier.evictions == 0
+    assert tier.folder.evictions == 0
 
 
 def test_no_fetch_begins_while_a_reader_waits(
@@ -196,7 +195,7 @@ def test_close_does_not_wait_for_the_rest_of_a_dataset(ranges: Ranges) -> None:
 
 def fix_costs(monkeypatch: pytest.MonkeyPatch, ranges: Ranges, request_s: float) -> None:
     """Make the cache believe that a request to its store takes so long."""
-    ranges.cache.costs.request_s = request_s
+    ranges.cache.costs.latency_s = request_s
     monkeypatch.setattr(ranges.cache.costs, "observe", lambda size, seconds: None)
 
 
@@ -212,7 +211,7 @@ def test_a_chunk_is_fetched_into_memory_once_its_misses_have_cost_as_much(
 ) -> None:
     cache, reads = in_memory.cache, in_memory.store.reads
     fix_costs(monkeypatch, in_memory, request_s=0.010)
-    cache.costs.bytes_per_s = CHUNK_BYTES_DEFAULT / 0.035  # so that a chunk costs 4.5 requests
+    cache.costs.s_per_byte = 0.035 / CHUNK_BYTES_DEFAULT  # so that a chunk costs 4.5 requests
     in_memory.check_part(1)
     in_memory.check_part(0, times=4)
     assert len(reads) == 5
@@ -267,19 +266,3 @@ def test_memory_in_use_is_not_evicted(chunks: Chunks) -> None:
     assert bytes(view) == bytes(20), "a view stays valid"
     tier.close()
     assert tier.used_bytes == 0
-
-
-def test_the_gap_follows_the_costs_of_reads() -> None:
-    costs = ReadCostModel()
-    for _ in range(200):
-        costs.observe(4096, 0.020)
-        costs.observe(4 << 20, 0.020 + (4 << 20) / 50e6)
-    assert 0.8e6 < costs.gap_bytes < 1.2e6
-    for _ in range(200):
-        costs.observe(4096, 60.0)
-    assert costs.gap_bytes == 4 << 20
-    assert costs.read_s(0) <= 1.0
-    for _ in range(200):
-        costs.observe(1 << 30, 0.0)
-        costs.observe(1, 0.0)
-    assert costs.gap_bytes >= 4 << 10

@@ -25,7 +25,7 @@ from typing import Protocol
 
 import pytest
 
-from diesel_fs.cache.disk import prepare_cache_folder
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.credentials import Credentials
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.mounts import launcher, stats

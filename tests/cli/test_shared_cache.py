@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diesel_fs.cache.disk import IDLE_S
+from diesel_fs.cache.disk.folder import IDLE_S
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoint import mounted_at

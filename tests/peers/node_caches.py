@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pytest
 import trio
 
-from diesel_fs.cache.disk import DiskTier
+from diesel_fs.cache.costs import ReadCosts
+from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.policy import POLICIES, EvictionPolicy
-from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId
@@ -98,7 +98,7 @@ def make_cache(
     *,
     policy: str | type[EvictionPolicy] = "lru",
     disk: DiskTier | None = None,
-    costs: ReadCostModel | None = None,
+    costs: ReadCosts | None = None,
     mine: bool = True,
 ) -> NodeCache:
     """A cache of this node's own chunks; by default with memory for all of them."""
@@ -112,7 +112,7 @@ def make_cache(
         fetch=source.fetch,
         disk=disk,
         disk_policy=make_policy(),
-        costs=costs or ReadCostModel(),
+        costs=costs or ReadCosts(),
     )
     cache.set_owned(np.full(len(source.numbers), mine))
     return cache

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from diesel_fs.cache.read_through import ReadCostModel
+from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.chunk_future import ChunkFuture
 
@@ -33,10 +33,8 @@ READ_S = 0.05
 CHUNK_BYTES, REQUEST_S, CHUNK_S = 2000, 0.005, 0.042  # of a store at 100 MB/s, 4 MiB
 
 
-def costs() -> ReadCostModel:
-    found = ReadCostModel()
-    found.request_s, found.bytes_per_s = REQUEST_S, CHUNK_BYTES / CHUNK_S
-    return found
+def costs() -> ReadCosts:
+    return ReadCosts(REQUEST_S, CHUNK_S / CHUNK_BYTES)
 
 
 # Orders of files; file i is in chunk i // FILES

@@ -12,8 +12,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.cache.policy import POLICIES, EvictionPolicy, LeastRecentlyUsed
-from diesel_fs.cache.read_through import ReadCostModel
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.peers import node_cache, node_memory, sealed_memory
 from diesel_fs.peers.node_cache import NodeCache
@@ -170,10 +170,8 @@ async def test_callers_that_wait_at_the_end_get_nothing() -> None:
 # Room
 
 
-def one_second_a_request() -> ReadCostModel:
-    costs = ReadCostModel()
-    costs.request_s, costs.bytes_per_s = 1.0, 1000.0
-    return costs
+def one_second_a_request() -> ReadCosts:
+    return ReadCosts(1.0, 0.001)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])

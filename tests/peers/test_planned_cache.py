@@ -51,7 +51,7 @@ async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
     """By time alone, a fetch would pay after two reads."""
     task = PlannedTask(full)
     for cache in task.caches:
-        cache._costs.request_s = 1.0
+        cache._costs.latency_s = 1.0
     assert (await task.run(2))[1].total <= 1.02 * CHUNKS / 2
 
 
@@ -97,7 +97,7 @@ async def test_without_a_plan_every_decision_is_that_of_lru(simulated_time: Mock
 async def cache() -> AsyncIterator[NodeCache]:
     """It has six chunks, and room for two of them."""
     source, cost = ChunkSource(range(6), 2000), costs()
-    cost.request_s = 0.05  # four reads cost as much as to fetch two chunks
+    cost.latency_s = 0.05  # four reads cost as much as to fetch two chunks
     made = make_cache(source, 2 * len(source.contents[5]), policy="plan", costs=cost)
     async with running(made):
         yield made

@@ -17,9 +17,10 @@ import numpy as np
 import pytest
 import trio
 
-from diesel_fs.cache import disk as disk_shelf
-from diesel_fs.cache import disk as disk_tier
-from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+from diesel_fs.cache.disk import chunks as disk_tier
+from diesel_fs.cache.disk import folder as disk_shelf
+from diesel_fs.cache.disk.chunks import DiskTier
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.policy import POLICIES
 from diesel_fs.cache.tiers import ChunkKey, Reservation
 from diesel_fs.errors import NoSpaceError
@@ -658,7 +659,7 @@ async def test_where_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(shelf: 
     limit_bytes = total_bytes(shelf.source)
     tier = fill_for_others(shelf, limit_bytes)
     job = tier_at(shelf.place, limit_bytes)
-    job.register_job(OTHER, time.time())
+    job.jobs.register(OTHER, time.time())
     idle(shelf.place)
     before = shelf.files()
     async with shelf.cache(None, tier) as cache:

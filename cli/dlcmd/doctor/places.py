@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from diesel_fs.cache.disk import cached_datasets, foreign_in, is_cache_folder
+from diesel_fs.cache.disk.listing import cached_datasets
+from diesel_fs.cache.disk.marker import foreign_in, is_cache_folder
 from diesel_fs.errors import BusyError, DeadlineError, DieselError, NoSuchDataset, PermissionDenied
 from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.mounts import stats, umount

@@ -282,9 +282,7 @@ class ObjectStore(ABC):
         A store that can has begun to fetch them when this returns. Raises as `read_into`, at once
         or when the bytes are asked for."""
         for name, start, size in parts:
-            room = memoryview(bytearray(size))
-            self.read_into(name, start, room)
-            yield room.toreadonly()
+            yield memoryview(self.read(name, start, size)).toreadonly()
 
     def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
         """A reader of the chunks of this version of a dataset, where this store has a faster way

@@ -21,7 +21,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.disk import dataset_folders, list_files
+from diesel_fs.cache.disk.listing import dataset_folders, list_files
 from diesel_fs.errors import DieselError, FormatError
 from diesel_fs.mounts.launcher import stats
 from diesel_fs.repository.private_copies import list_copies, open_listed_copy

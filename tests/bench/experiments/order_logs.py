@@ -25,7 +25,9 @@ import pytest
 
 from diesel_fs.cache import order_log
 from diesel_fs.cache.coalescing_reader import CoalescingReader
-from diesel_fs.cache.disk import DiskTier, prepare_cache_folder
+from diesel_fs.cache.disk.folder import CacheFolder
+from diesel_fs.cache.disk.logs import OrderLogFiles
+from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.order_log import LoggedReader, LogPlan, OrderLogs
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
@@ -196,10 +198,10 @@ def _sides(data: Stored, part: float, disk: LimitedDisk | None) -> dict[str, Sid
             store = _SlowStore(repository.objects, data.dlcmd.store)
             room = int(shape.bytes * part) + 2 * order_log.STAGED_BYTES + (32 << 20)
             room += shape.bytes // 2 if part == 1 else 0
-            tier = DiskTier(
+            folder = CacheFolder(
                 prepare_cache_folder(place / "cache"), repository.objects.store_id, room
             )
-            made = OrderLogs(view, tier)
+            made = OrderLogs(view, OrderLogFiles(folder, view.identity))
             reader = LoggedReader(CoalescingReader(view, store), made)
             index, rates = _index(data, view), []
             # One array for each epoch, as a plan has

@@ -1,0 +1,38 @@
+"""Keeps whole chunks, or order logs, in a folder of a local disk that all processes of the machine
+share.
+
+    <folder>/.diesel-cache                          marks a cache; has the lock and the bytes used
+    <folder>/.reading                               locked (shared) while a reader waits for a store
+    <folder>/<store UUID>/<identity>/<chunk ID>     a chunk; its mtime is its last use
+    <folder>/<store UUID>/<identity>/.<chunk ID>    a chunk being written, locked by its writer
+    <folder>/<store UUID>/<identity>/.used          its mtime is the dataset's last use; has the
+                                                    dataset's references; locked (shared) by jobs
+    <folder>/<store UUID>/<identity>/.logs          locked (shared) while order logs are in use
+    <folder>/<store UUID>/<identity>/order-<name>   an order log, locked by the mount that uses it
+
+`<identity>` is the dataset's UUID in hexadecimal. Start with `folder.py`: `CacheFolder` owns the
+room in the folder, for all its stores, and evicts. `jobs.py` records who uses which dataset.
+`chunks.py` has the tier of a server and of the nodes of a task, `logs.py` the files of order logs
+(`order_log.py` reads and writes them). `listing.py` serves programs that only look. While order
+logs of a dataset are in use, no chunks of that dataset are written, and those that are here are
+evicted for the logs.
+
+Eviction: a process that needs room evicts for all datasets. Two things keep a chunk from being
+evicted for another dataset. A job that uses the chunk's dataset *pins* it: a mount or a node of a
+task holds a shared lock on `.used` as long as it lives, so a kill ends the pin, too. Otherwise the
+dataset must *cool down*: nobody may have used it for `IDLE_S` (DLCache, section III-C.2). If
+nothing may be evicted, a new chunk is not admitted. That also holds if a process starts with a
+lower limit than that of the jobs that fill the folder. The order among the others is that of the
+process that needs the room: the longest unread first, or with `by_references` cost-aware LRFU
+(`lrfu.py`).
+
+Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
+reads it, so damage that a crash leaves is noticed, and the chunk dropped. A process may die at any
+point: the next process that needs room removes the files that it was writing. After three failures
+of the disk in a row, the cache pauses for `DISK_PAUSE_S` and serves nothing.
+
+Concurrency: a process that makes or removes files holds an exclusive lock on `.diesel-cache`;
+readers never wait for a lock. A directory entry with a chunk's name that is not a regular file is
+removed, unless it is a folder with something in it. Safe from any thread and any process of the
+machine; not usable in forked children.
+"""

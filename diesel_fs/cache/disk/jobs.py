@@ -1,0 +1,90 @@
+"""Who uses which dataset of a cache's folder: the times of last use, the jobs, the costs.
+
+A *job* (a mount, a node of a task) is a reference of its dataset for cost-aware LRFU, and pins it
+(see the package). All of it is kept in the dataset's file `.used` (`references.py`).
+"""
+
+import contextlib
+import fcntl
+import math
+import os
+from dataclasses import replace
+from uuid import UUID
+
+import numpy as np
+
+from ...errors import BusyError
+from ..lrfu import hour_of
+from .folder import CacheFolder
+from .locks import FILE_FLAGS, try_lock
+from .references import USED, References, read_references, write_references
+
+TOUCH_S = 60.0
+"""How exact times of last use are. Exact ones would cost a system call for each read."""
+
+_COST_CHANGE = 1.25  # a cost that differs by less than this factor is not written again
+
+
+class Jobs:
+    """The jobs of this process. Any thread."""
+
+    def __init__(self, folder: CacheFolder) -> None:
+        self._folder = folder
+        self._touched_s: dict[UUID, float] = {}
+        self._pins: dict[UUID, int] = {}  # descriptors that are locked
+        self._byte_costs_s: dict[UUID, float] = {}  # as this process has written them
+
+    def note_use(self, identity: UUID) -> None:
+        """Note that a dataset is being read now."""
+        now_s = self._folder.clock()
+        if now_s - self._touched_s.get(identity, -TOUCH_S) >= TOUCH_S:
+            self._touched_s[identity] = now_s
+            with contextlib.suppress(OSError):
+                os.utime(f"{self._folder.dataset(identity)}/{USED}")
+
+    def register(self, identity: UUID, now_s: float) -> None:
+        """A job that reads a dataset has begun now (seconds since 1970): a reference of the
+        dataset, and a pin until `close` or the end of the process. If the folder cannot be written,
+        nothing is noted."""
+        with contextlib.suppress(OSError, BusyError), self._folder.locked():
+            folder = self._folder.dataset(identity)
+            self._folder.clear(f"{folder}/{USED}")
+            self._folder.make_dataset(folder)
+            # Opened for reading, as `.reading`, and locked first: a full disk may take no record
+            pin = os.open(f"{folder}/{USED}", os.O_RDONLY | FILE_FLAGS)
+            if identity in self._pins:
+                os.close(self._pins[identity])
+            self._pins[identity] = pin
+            try_lock(pin, fcntl.LOCK_SH)
+            is_first = not os.fstat(pin).st_size
+            before = References(crf=0.0) if is_first else read_references(pin)
+            write_references(f"{folder}/{USED}", self._add_reference(before, now_s))
+
+    def note_cost(self, identity: UUID, byte_cost_s: float) -> None:
+        """Bringing back a byte of a dataset costs this, in seconds: as measured, or as expected. Of
+        equally worthy datasets, cheap ones are evicted first."""
+        known = self._byte_costs_s.get(identity, 0.0)
+        if known / _COST_CHANGE < byte_cost_s < known * _COST_CHANGE or not (
+            0 < byte_cost_s < math.inf
+        ):
+            return
+        with contextlib.suppress(OSError, BusyError), self._folder.locked():
+            path = f"{self._folder.dataset(identity)}/{USED}"
+            file = os.open(path, os.O_RDONLY | FILE_FLAGS)
+            try:
+                before = read_references(file)
+            finally:
+                os.close(file)
+            write_references(path, replace(before, byte_cost_s=byte_cost_s))
+            self._byte_costs_s[identity] = byte_cost_s
+
+    def _add_reference(self, before: References, now_s: float) -> References:
+        crf, hour = np.array([before.crf]), np.array([before.hour])
+        now_hour = hour_of(now_s)
+        (after,) = self._folder.attenuation.add_reference(crf, hour, now_hour).tolist()
+        return replace(before, crf=after, hour=now_hour)
+
+    def close(self) -> None:
+        """End the pins. Repeatable."""
+        while self._pins:
+            os.close(self._pins.popitem()[1])

@@ -1,0 +1,70 @@
+"""The file `.used` of a dataset in a cache's folder: how often jobs have used it, and its cost.
+
+It has 36 bytes, or none before the first job: `DIESLRF1`, three little-endian doubles and the
+CRC-32 of all this. The doubles are the dataset's CRF (`lrfu.py`) at its last reference, the hour of
+that since 1970, and the seconds that a fetched byte costs (0: unknown). Other content counts as one
+reference at the mtime. The file is written in place; programs of another version that do not know
+the content keep it.
+"""
+
+import math
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+
+from ..lrfu import hour_of
+from .locks import FILE_FLAGS
+
+USED = ".used"
+_MAGIC = b"DIESLRF1"
+_RECORD = struct.Struct("<8sdddI")
+_HOUR_MAX = 1e9  # a greater one is damage
+
+
+@dataclass(frozen=True, slots=True)
+class References:
+    """The CRF of a dataset at its last reference, the hour of that, and the seconds that a fetched
+    byte costs."""
+
+    crf: float = 1.0
+    hour: float = 0.0
+    byte_cost_s: float = 0.0
+
+    @classmethod
+    def parse(cls, content: bytes) -> "References | None":
+        """The content of a file; None for other content."""
+        if len(content) != _RECORD.size:
+            return None
+        magic, crf, hour, byte_cost_s, checksum = _RECORD.unpack(content)
+        is_sound = magic == _MAGIC and checksum == zlib.crc32(content[:-4])
+        if (
+            is_sound
+            and 1 <= crf < math.inf
+            and abs(hour) < _HOUR_MAX
+            and 0 <= byte_cost_s < math.inf
+        ):
+            return cls(crf, hour, byte_cost_s)
+        return None
+
+    def packed(self) -> bytes:
+        """The content of the file."""
+        content = _RECORD.pack(_MAGIC, self.crf, self.hour, self.byte_cost_s, 0)[:-4]
+        return content + zlib.crc32(content).to_bytes(4, "little")
+
+
+def read_references(file: int) -> References:
+    """The references in an open file `.used`. If it has none, as before the first job of a version
+    that writes them, the last use counts as one. Raises OSError."""
+    found = References.parse(os.pread(file, _RECORD.size + 1, 0))
+    return References(hour=hour_of(os.fstat(file).st_mtime)) if found is None else found
+
+
+def write_references(path: str, references: References) -> None:
+    """Replace the content of a file `.used`. Raises OSError."""
+    file = os.open(path, os.O_WRONLY | FILE_FLAGS)
+    try:
+        os.pwrite(file, references.packed(), 0)
+        os.ftruncate(file, _RECORD.size)  # the old content may have been longer
+    finally:
+        os.close(file)
