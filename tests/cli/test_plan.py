@@ -60,7 +60,9 @@ def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
 
 
 def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot) -> None:
-    told: Told = json.loads(dlcmd("plan", "pets", *SIZES, "--ranks", "2", "--json").out)
+    told: Told = json.loads(
+        dlcmd("plan", "pets", *SIZES, "--ranks", "2", "--json").out.splitlines()[-1]
+    )
     assert (told["files"], told["bytes"]) == (view.file_count, view.byte_count)
     rows = told["forecasts"]
     names = [(row["shuffle"], row["policy"]) for row in rows]
@@ -102,7 +104,9 @@ def test_another_process_plans_the_same(dlcmd: Dlcmd) -> None:
 
 
 def test_without_a_disk_there_is_no_order_log(dlcmd: Dlcmd) -> None:
-    told: Told = json.loads(dlcmd("plan", "pets", "--shuffle", "full", "--json").out)
+    told: Told = json.loads(
+        dlcmd("plan", "pets", "--shuffle", "full", "--json").out.splitlines()[-1]
+    )
     assert [row["policy"] for row in told["forecasts"]] == [*NAMES[:-1]]
     assert any("measured here" in each for each in told["assumed"])
     refused = dlcmd("plan", "pets", "--evict", "order", code=2)
@@ -114,10 +118,12 @@ def test_the_smallest_cache_is_one_with_which_nothing_waits(dlcmd: Dlcmd) -> Non
     arguments = ("plan", "pets", "--memory", "2M", "--evict", "order", "--shuffle", "full",
                  "--store-bandwidth", "200K", "--images-per-s", "100", "--batch", "4",
                  "--json")  # fmt: skip
-    told: Told = json.loads(dlcmd(*arguments, "--cache-size", "1K", "--smallest").out)
+    told: Told = json.loads(
+        dlcmd(*arguments, "--cache-size", "1K", "--smallest").out.splitlines()[-1]
+    )
     least = told["forecasts"][0]["smallest_cache_bytes"]
     assert least
-    again: Told = json.loads(dlcmd(*arguments, "--cache-size", str(least)).out)
+    again: Told = json.loads(dlcmd(*arguments, "--cache-size", str(least)).out.splitlines()[-1])
     waited = [max(row["epochs"][-1]["stall_s"]) for row in told["forecasts"] + again["forecasts"]]
     assert waited[0] > 0.1 > waited[1]
     printed = dlcmd(*arguments[:-1], "--cache-size", "1K", "--smallest").out.decode()
@@ -178,7 +184,7 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
     some = view.paths(view.files()[:100][::-1])
     order.write_bytes(b"".join(path + b"\n" for path in some))
     arguments = ("plan", "pets", *SIZES, "--evict", "lru", "--ranks", "1", "--order", order)
-    told: Told = json.loads(dlcmd(*arguments, "--json").out)
+    told: Told = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
     assert [sum(row["epochs"][0]["files"].values()) for row in told["forecasts"]] == [100]
     printed = dlcmd(*arguments).out.decode().splitlines()
     assert printed[1].startswith("given\tlru\t")

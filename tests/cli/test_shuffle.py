@@ -71,7 +71,7 @@ def test_quality_compares_group_sizes(dlcmd: Dlcmd, view: Snapshot, tmp_path: Pa
     arguments = ("shuffle", "pets/train", *NUMBERS, "--group-size", "2", "--quality")
     top = view.lookup(b"train")
     report = compare_group_sizes(view, 7, 3, 2, below=top)
-    told: Told = json.loads(dlcmd(*arguments, "--json").out)
+    told: Told = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
     assert (told["files"], told["classes"], told["batch_files"]) == (300, 5, 37)
     sizes = [1, 2, 3] if report.chunks <= 10 else [1, 2, 3, 10]
     assert [each["group_size"] for each in told["by_group_size"]] == sizes
