@@ -37,6 +37,9 @@ _LOADERS = {
 }
 """By module, the classes of loaders that have an `__init__` and an `__iter__` of their own."""
 
+_READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
+"""Packages that take a batch from a loader before the user's loop wants it."""
+
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages about what a sampler has given that could not be foreseen
 
@@ -113,9 +116,13 @@ class Watch:
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # else torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
+        is_counted = getattr(loader, "in_order", True)
         for each in _nested(sampler):
             with suppress(TypeError):  # of a class without references
-                _current[each] = epoch
+                _current.pop(each, None)
+                if is_counted:
+                    _current[each] = epoch
+            is_counted = is_counted and _passes_all_on(each)
             if self._has_own_seed:
                 self._seed(each, stream.number)
         if self.group_size and told is not None:
@@ -201,6 +208,12 @@ class Epoch:
         self.sampler_kind = type(sampler)
         self._sampler = _weak(sampler)
         self.is_over = False
+        self.has_begun = False
+        """Whether the loop has got a batch."""
+        self.has_failed = False
+        """Whether the loop has got an error instead of a batch."""
+        self.is_counted = True
+        """Whether the user's loop has got the batches that were received, and none is missing."""
         self.loaders_generator: object = None
         """A generator from which the loader draws when an epoch begins."""
         self.between: BetweenEpochs | None = None
@@ -275,6 +288,8 @@ class Epoch:
     def received(self, before_s: float, after_s: float) -> None:
         """The loop has got a batch, for which it asked at `before_s`."""
         self._received += 1
+        if self.has_failed:
+            self.is_counted = False
         if self.told is not None and self.told.wanted:
             self.told.saw(self._drawn.between(self.position(-1), self.position()))
         self._waited_s += after_s - before_s
@@ -410,14 +425,27 @@ def _nested(sampler: object) -> Iterator[object]:
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
 
 
+def _passes_all_on(sampler: object) -> bool:
+    """Whether a sampler gives all that it draws from the one inside, in the same order. A class of
+    the user's may sort it, skip some or deal it to several processes."""
+    kinds = [
+        getattr(sys.modules.get(module), "BatchSampler", None)
+        for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
+    ]
+    own = inspect.unwrap(getattr(type(sampler), "__iter__", _passes_all_on))
+    return any(kind is not None and own is inspect.unwrap(kind.__iter__) for kind in kinds)
+
+
 def received(sampler: object) -> int | None:
     """How many indices of a sampler were in the batches that the loop has received in the current
-    epoch. None for a sampler that no loop iterates by a `DataLoader`."""
+    epoch. None if these were not the first ones, or nobody knows: for a sampler that no loop
+    iterates by a `DataLoader`, or only through one that does not pass all on; if a library takes
+    batches ahead of the loop; and if the loop has gone on behind a batch that failed."""
     try:
         epoch = _current.get(sampler)
     except TypeError:
         return None
-    return None if epoch is None else epoch.position()
+    return None if epoch is None or not epoch.is_counted else epoch.position()
 
 
 def watch(link: Link, settings: Settings) -> None:
@@ -558,6 +586,13 @@ def _wrap_iterator(kind: type) -> None:
         except StopIteration:
             epoch.tell(time.monotonic(), is_over=True)
             raise
+        except Exception:
+            epoch.has_failed = True
+            raise
+        if not epoch.has_begun:
+            epoch.has_begun = True
+            taker = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+            epoch.is_counted = taker not in _READ_AHEAD
         epoch.received(before_s, time.monotonic())
         return batch
 
