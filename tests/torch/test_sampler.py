@@ -204,9 +204,7 @@ class Skips(BatchSampler):  # type: ignore[misc] # mypy skips torch
 
 
 @each_row("around", [list, BatchSampler, Sorted, Skips])
-def test_T2_a_state_that_would_lose_samples_is_not_saved(
-    pets: DieselDataset, around: type
-) -> None:
+def test_T2_a_state_that_would_lose_samples_is_not_saved(pets: DieselDataset, around: type) -> None:
     """Whatever iterates the sampler: it alone cannot know what its loop has received."""
     sampler = ChunkShuffleSampler(pets)
     assert sampler.state_dict()["position"] == 0

@@ -79,6 +79,8 @@ class Watch:
         self._between: weakref.WeakKeyDictionary[object, BetweenEpochs] = (
             weakref.WeakKeyDictionary()
         )
+        self._kept: weakref.WeakKeyDictionary[object, Told] = weakref.WeakKeyDictionary()
+        """The datasets of loaders whose workers stay: these read them as they were at first."""
         self._count = 0
         self._groupings: dict[int, chunk_wise.Grouping] = {}  # by number of the dataset
         os.register_at_fork(after_in_child=self._after_fork)
@@ -88,9 +90,13 @@ class Watch:
         self.datasets = Datasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
+        self._kept.clear()
 
     def tell_files(self, loader: _Loader) -> Told | None:
         """What the launcher knows of the loader's dataset; None where it has no files by index."""
+        kept = self._kept.get(loader)
+        if kept is not None:
+            return kept
         if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
             return None  # that of datasets that choose for themselves
         return self.datasets.told(loader.dataset)
@@ -109,6 +115,8 @@ class Watch:
         dataset, told = loader.dataset, self.tell_files(loader)
         if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
+        if told is not None and loader.num_workers and loader.persistent_workers:
+            self._kept[loader] = told
         stream = self.stream(loader)
         stream.epochs += 1
         batches = loader.num_workers * (loader.prefetch_factor or 0)
@@ -151,22 +159,22 @@ class Watch:
             if not (chunks >= 0).any():
                 return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
-            if not told.wanted:  # what is being learned will be known better
+            if told.is_whole or told.is_learned:  # else it will be known better
                 self._groupings[told.number] = grouping
         note = chunk_wise.mark(sampler, grouping, is_whole=told.is_whole)
         if note is not None:
             self.link.note(note)
 
-    def learn(self, loader: _Loader, told: Told) -> LearningWorkers | None:
-        """An epoch begins: have what is not known of its dataset learned. Returns what the workers
-        of the loader have to run when they start, if it has any."""
-        goes_on = told.goes_on()
-        if loader.num_workers and goes_on:
-            return LearningWorkers(self.link.path, told.wanted, loader.worker_init_fn)
+    def look(self, loader: _Loader, told: Told) -> LearningWorkers | None:
+        """An epoch begins: have it seen what its dataset opens. Returns what the workers of the
+        loader have to run when they start, if it has any."""
+        told.begin()
+        may_learn = not told.is_learned
         self._learner.stop()
-        if goes_on:
-            for steps, table in told.wanted:
-                self._learner.learn(inside(loader.dataset, steps), table)
+        if loader.num_workers:
+            return LearningWorkers(self.link.path, told.parts, loader.worker_init_fn, may_learn)
+        for part in told.parts:
+            self._learner.learn(inside(loader.dataset, part.steps), part, may_learn=may_learn)
         return None
 
     def end(self) -> None:
@@ -290,7 +298,7 @@ class Epoch:
         self._received += 1
         if self.has_failed:
             self.is_counted = False
-        if self.told is not None and self.told.wanted:
+        if self.told is not None and not self.told.is_learned:
             self.told.saw(self._drawn.between(self.position(-1), self.position()))
         self._waited_s += after_s - before_s
         if self._left_s:
@@ -511,7 +519,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         try:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
-            workers = None if epoch.told is None else state.learn(self, epoch.told)
+            workers = None if epoch.told is None else state.look(self, epoch.told)
         except Exception as error:  # the loop goes on as it would without us
             state.link.note(f"cannot follow a DataLoader: {error!r}")
         _expected.pair = None if epoch is None else (_index_sampler(self), epoch)
