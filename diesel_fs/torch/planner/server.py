@@ -7,6 +7,7 @@ import socket
 import struct
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -35,6 +36,7 @@ _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
 _BACKLOG = 4096  # as many processes as may join at once: a kernel allows no more
+_LEFT_EARLY = 2  # epochs of a loader that make a habit: one may be a trial
 _END_S = 20.0  # for what is left to announce at the end; a mount may be slow
 
 Said = dict[str, object]
@@ -180,6 +182,7 @@ class _Process:
         self._tables: dict[int, SampleTable] = {}
         self._filling: dict[int, tuple[FileTable, int]] = {}  # and how many paths have come
         self._streams: dict[str, LoaderStreams] = {}
+        self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
     def handle(self, said: Said, payload: bytes) -> bytes | None:
         """A message; returns the answer to one that asks. What cannot be done is noted for the
@@ -206,6 +209,21 @@ class _Process:
         """The process has ended."""
         for name in [*self._streams]:
             self._leave(name)
+
+    def _look_back(self, said: Said) -> None:
+        """A loop has left an epoch: say once if it does so again and again."""
+        name = str(said["stream"])
+        streams = self._streams.get(name)
+        if streams is None or not streams.announced or "of" not in said:
+            return
+        position, of = _whole(said["position"]), _whole(said["of"])
+        self._left_early[name] += 2 * position < of
+        if self._left_early[name] == _LEFT_EARLY:
+            self._note(
+                f"a loop leaves its epochs early, this one after {position:,} of {of:,} samples"
+                " that were announced: the mount loads more than is read. Let the sampler give"
+                " fewer samples"
+            )
 
     def _leave(self, name: str, epoch: object = None) -> None:
         """A loader reads no more; or this epoch is left, unless the next has begun."""
@@ -261,6 +279,7 @@ class _Process:
             case "progress":
                 self._progress(said)
             case "left":
+                self._look_back(said)
                 self._leave(str(said["stream"]), said.get("epoch"))
 
     def _paths(self, number: int, payload: bytes, cwd: str) -> None:

@@ -135,6 +135,7 @@ class Learner:
         self._seen_modules: set[str] = set()
         self._wraps = threading.RLock()  # for classes and functions that are wrapped
         self._is_watching = False
+        self._timers: list[threading.Timer] = []
 
     def learn(self, dataset: object, part: Part, *, may_learn: bool) -> None:
         """Note from now on what this dataset opens; unless it `may_learn`, of a few samples."""
@@ -156,6 +157,18 @@ class Learner:
         with self._wraps:
             self._unwrap()
             self._known.clear()
+        # None of our threads is left when the program forks: Python warns of threads then.
+        timers, self._timers = self._timers, []
+        for each in timers:
+            each.cancel()
+            each.join()
+        self._close_opens()
+
+    def _later(self, wait_s: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(wait_s, act)
+        timer.daemon = True
+        self._timers = [each for each in self._timers if each.is_alive()] + [timer]
+        timer.start()
 
     def _wrap_all(self) -> None:
         """Wrap the classes of all datasets."""
@@ -175,13 +188,11 @@ class Learner:
         with self._wraps:
             if self._undo and all(each.is_idle() for each in self._known.values()):
                 self._unwrap()
-                timer = threading.Timer(_CHECK_S, self._wake)
-                timer.daemon = True
-                timer.start()
+                self._later(_CHECK_S, self._wake)
 
     def _wake(self) -> None:
         with self._wraps, suppress(Exception):
-            if not self._undo:
+            if self._known and not self._undo:
                 self._wrap_all()
 
     def flush(self) -> None:
@@ -200,6 +211,9 @@ class Learner:
 
     def _flush_and_close(self) -> None:
         self.flush()
+        self._close_opens()
+
+    def _close_opens(self) -> None:
         with self._opens_lock:
             opens, self._opens = self._opens, None
         if opens is not None:
@@ -210,6 +224,7 @@ class Learner:
         self._wraps = threading.RLock()
         self._found = {}  # the parent sends it
         self._opens = None
+        self._timers = []
 
     def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:
         """Python's audit hook. It cannot be removed, so it must cost nothing later; and what it
@@ -354,9 +369,7 @@ class Learner:
             is_first = not self._found
             self._found.setdefault(table, []).extend(rows)
         if is_first:
-            timer = threading.Timer(_SEND_S, self._flush_and_close)
-            timer.daemon = True
-            timer.start()
+            self._later(_SEND_S, self._flush_and_close)
 
     def _wrap_readers(self, kind: type) -> None:
         """Wrap the native readers that are imported by now."""

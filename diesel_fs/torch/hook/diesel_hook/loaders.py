@@ -29,7 +29,7 @@ from . import chunk_wise
 from .files import NEEDS_NO_MOUNT, Datasets, Told
 from .learning import Learner, LearningWorkers, inside
 from .link import Link, Settings
-from .prediction import DRAWS, BetweenEpochs, Drawn, Order, predict
+from .prediction import DRAWS, BetweenEpochs, Drawn, Order, is_known, predict
 
 _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
@@ -260,6 +260,17 @@ class Epoch:
             self.link.send(
                 {"do": "order", "dataset": self._dataset, "lag": lag, "ahead": 0, **self._names}
             )
+            self._note_unforeseen()
+
+    def _note_unforeseen(self) -> None:
+        """The order is announced as it is drawn: too late, if no workers take it ahead."""
+        if not self._lag:
+            unknown = (each for each in _nested(self._sampler()) if not is_known(each))
+            name = type(next(unknown, self._sampler())).__name__
+            self.link.note(
+                f"the order of {name} is not known before it is read, so nothing is loaded ahead:"
+                " give its DataLoader workers"
+            )
 
     def _batch_size(self) -> int:
         """How many indices a batch has: as the first that is foreseen, or as the sampler says."""
@@ -281,6 +292,7 @@ class Epoch:
             is_behind = not self._order.is_whole and position == len(self._order.indices)
             self._order = None
             self._drawn_sent = position
+            self._note_unforeseen()
             if not is_behind:  # else all that was foreseen has come
                 self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
@@ -334,7 +346,13 @@ class Epoch:
         ends."""
         if not self.is_over:
             self.is_over = True
-            self.link.send_soon({"do": "left", **self._names})
+            foreseen = 0 if self._order is None else len(self._order.indices)
+            self.link.send_soon(
+                {
+                    "do": "left", **self._names, "position": self.position(),
+                    "of": max(foreseen, self._drawn.count),
+                }
+            )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
         """How many indices of the order were in the batches that the loop has received."""
