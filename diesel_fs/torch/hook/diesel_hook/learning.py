@@ -29,7 +29,6 @@ from typing import TYPE_CHECKING, Protocol
 
 from .files import Listing, Part
 from .link import Link
-from .opens import Opens
 
 _SEND_S = 0.02
 _CHECKED_FIRST = 16  # samples of an epoch, in each process
@@ -50,6 +49,7 @@ _WITH_INDICES = 2  # arguments of `__getitems__`: the dataset and a list
 
 if TYPE_CHECKING:
     from .files import Steps
+    from .opens import Opens
 
     Path = str | bytes
     Row = tuple[int, bool, Sequence[Path]]
@@ -294,9 +294,11 @@ class Learner:
         with self._opens_lock:
             opens = None
             with suppress(Exception):  # then nobody knows: they are taken for opened
-                opens = self._opens or Opens()
-                self._opens = opens
-                opens.watch(known.listed(wanted))
+                from .opens import Opens  # noqa: PLC0415  (few processes need ctypes)
+
+                self._opens = self._opens or Opens()
+                self._opens.watch(known.listed(wanted))
+                opens = self._opens
             return self._noted(known, wanted, read, opens, is_due=True)
 
     def _noted(
