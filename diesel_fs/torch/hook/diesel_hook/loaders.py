@@ -82,7 +82,9 @@ class Watch:
         self._kept: weakref.WeakKeyDictionary[object, Told] = weakref.WeakKeyDictionary()
         """The datasets of loaders whose workers stay: these read them as they were at first."""
         self._count = 0
-        self._groupings: dict[int, chunk_wise.Grouping] = {}  # by number of the dataset
+        self._groupings: weakref.WeakKeyDictionary[Told, chunk_wise.Grouping] = (
+            weakref.WeakKeyDictionary()
+        )
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
@@ -148,7 +150,7 @@ class Watch:
 
     def _make_chunk_wise(self, sampler: object, told: Told) -> None:
         """Replace the order of a sampler by a chunk-wise one, where it is a random one."""
-        grouping = self._groupings.get(told.number)
+        grouping = self._groupings.get(told)
         if grouping is None:
             content = self.link.ask({"do": "chunks", "dataset": told.number})
             if content is None or len(content) != 8 * told.size:
@@ -160,7 +162,7 @@ class Watch:
                 return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
             if told.is_whole or told.is_learned:  # else it will be known better
-                self._groupings[told.number] = grouping
+                self._groupings[told] = grouping
         note = chunk_wise.mark(sampler, grouping, is_whole=told.is_whole)
         if note is not None:
             self.link.note(note)
