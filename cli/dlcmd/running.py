@@ -85,7 +85,7 @@ def run(
     """
     if report is not None:
         _check_writable(report)
-    with TrainingPlanner() as planner:
+    with TrainingPlanner(None if global_flags().quiet else _say) as planner:
         settings = planner.settings(
             ahead=ahead, group_size=group_size if shuffle == "chunk" else 0, own_seed=own_seed
         )

@@ -11,7 +11,6 @@ begins; then the ranks exchange it (`torch.distributed`), so all of them draw fr
 and an epoch can be drawn again in its middle. Not safe for concurrent use.
 """
 
-import logging
 import os
 import time
 from abc import ABC, abstractmethod
@@ -45,8 +44,6 @@ from ..orders.parts import Deal, part_length
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .hook.diesel_hook import has_joined
 from .sampler import ChunkShuffleSampler, Place, _Iteration
-
-log = logging.getLogger("diesel.torch")
 
 WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
@@ -332,7 +329,6 @@ class ImportanceSampler(ChunkShuffleSampler):
         # One list for all copies: the hook of `dlcmd run` draws with a copy before we do.
         self._draws: list[_Draw] = []
         self._sharing = _Sharing()
-        self._said: list[str] = []
 
     @property
     def importance(self) -> Values:
@@ -409,10 +405,13 @@ class ImportanceSampler(ChunkShuffleSampler):
         batch_size = self._sharing.batch_size = int(loader.batch_size)
         times = [time.monotonic()]
         samples = np.empty(0, np.int64)
+        last: _Iteration | None = None
         for number, batch in enumerate(loader):
-            if not number:
-                assert self._last is not None
-                samples = self._last.samples
+            if last is None:
+                last = self._last
+                assert last is not None
+                samples = last.samples
+            last.delivered = min((number + 1) * batch_size, len(samples))
             if number < 2 * BENEFIT_BATCHES:
                 times.append(time.monotonic())
                 self._sharing.note(times, self._draws[0].timed, batch_size)
@@ -641,12 +640,6 @@ class ImportanceSampler(ChunkShuffleSampler):
                 what(control)
         except DieselError as error:
             self._say(f"the mount on {mount} does not know what is important: {error}")
-
-    def _say(self, warning: str) -> None:
-        """Log a warning, once."""
-        if warning not in self._said:
-            self._said.append(warning)
-            log.warning("%s", warning)
 
 
 class _LoadedImportance:

@@ -14,6 +14,7 @@ torch's iterator; of these, only `_get_iterator` and `_reset` are used here, as 
 `workers.py` has the decision. Not safe for concurrent use.
 """
 
+import inspect
 import os
 import statistics
 import time
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Never, TypeVar, cast
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from ..errors import UsageError
 from ..system.available_memory import default_memory_bytes
@@ -108,7 +109,8 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
     def state_dict(self) -> dict[str, object]:
         """The state of the `ChunkShuffleSampler` after the batches that the loop has received.
 
-        Raises UsageError where the loader has another sampler.
+        Raises UsageError where the loader has another sampler, or a batch sampler that may not
+        give the samples in its order.
         """
         sampler = self._chunk_sampler()
         return sampler.state_dict(self._progress.received if sampler.has_begun else None)
@@ -120,9 +122,18 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         self._progress = _Progress()
 
     def _chunk_sampler(self) -> ChunkShuffleSampler:
-        found = self.sampler
-        if self.batch_sampler is not None:
-            found = getattr(self.batch_sampler, "sampler", found)
+        found, batches = self.sampler, self.batch_sampler
+        if batches is not None:
+            found = getattr(batches, "sampler", found)
+            # The hook of `dlcmd run` wraps the method.
+            own = inspect.unwrap(getattr(type(batches), "__iter__", BatchSampler))
+            if own is not inspect.unwrap(BatchSampler.__iter__):
+                raise UsageError(
+                    f"the batches come from a {type(batches).__name__}, which may sort or skip"
+                    " samples, so the loader does not know which of them were received",
+                    advice="give the loader batch_size and a ChunkShuffleSampler, or have the"
+                    " batch sampler keep its own place",
+                )
         if not isinstance(found, ChunkShuffleSampler):
             raise UsageError(
                 f"the sampler is a {type(found).__name__}, which has no state",

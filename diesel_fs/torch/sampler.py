@@ -7,11 +7,15 @@ dataset. Ranks get parts as torch's `DistributedSampler` gives them, but contigu
 A state names the version of the dataset and how many samples each rank has received. Workers of a
 `DataLoader` are given batches ahead of the loop, so the sampler cannot count what the loop has
 received: the caller of `state_dict` says it, or torchdata's `StatefulDataLoader` does, which keeps
-the state of the iterator (`_Iteration`) for each batch. Not safe for concurrent use.
+the state of the iterator (`_Iteration`) for each batch. A state that could not be resumed exactly
+is refused when it is saved: later, it would be too late. Not safe for concurrent use.
 """
 
+import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import FrameType
 
 import numpy as np
 import torch.distributed
@@ -24,6 +28,8 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_
 from .dataset import DieselDataset
 from .join import received as counted_by_hook
 from .sources import SampleFiles, sample_files
+
+log = logging.getLogger("diesel.torch")
 
 _STATE_FORMAT = 1
 _BLOCK = 4096  # indices that become Python numbers at a time
@@ -80,6 +86,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._reader = dataset if isinstance(dataset, DieselDataset) else None
         self._next: Place | None = None  # where the next iteration starts: else at the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
+        self._has_set_epoch = True  # since a state was loaded, if one was
+        self._said: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:
         """The number of the epoch that is read next: each has an order of its own. The epoch of a
@@ -89,7 +97,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             self._next = None
         if epoch != self.epoch:
             self._last = None
-        self.epoch = int(epoch)
+        self.epoch, self._has_set_epoch = int(epoch), True
 
     def __len__(self) -> int:
         """How many samples the next iteration gives; while one goes on, that one."""
@@ -112,10 +120,12 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         `received` is how many samples the loop has received since its iteration began: batches
         times the batch size, a shorter last batch counted as a full one. It is the same on all
         ranks, and so is the state. It need not be given after `diesel_fs.torch.join()` and under
-        `dlcmd run`, which count for torch's `DataLoader`, nor with `AutoDataLoader.state_dict`.
-        Else, without it, a state from the middle of an epoch can only be used with torchdata's
-        `StatefulDataLoader`, which keeps the number itself. Raises UsageError for a number that is
-        greater than what was handed out.
+        `dlcmd run`, which count for torch's `DataLoader`, nor with `AutoDataLoader.state_dict`,
+        `ImportanceSampler.enumerate` and torchdata's `StatefulDataLoader`. Raises UsageError where
+        nobody has counted, and for a number that is greater than what was handed out.
+
+        The number means the first samples of the iteration. So none fits a batch sampler of your
+        own that takes samples in another order than it gives them, or leaves some out.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -125,11 +135,19 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                     f" {self.epoch}"
                 )
             return self._state(self._next or Place(self.epoch))
-        if received is None:
-            counted = counted_by_hook(self)
-            if counted is None or counted > last.given:  # or of a loader that is not read now
-                return self._state(last.place if last.given else last.start)
-            received = counted
+        if received is None and last.given:
+            received = last.received()
+            if received is None:
+                if _is_torchdata(sys._getframe(1)):  # it has the number in the iterator's state
+                    return self._state(last.place)
+                raise UsageError(
+                    f"nobody has counted how many of the {last.given} samples that were handed out"
+                    f" in epoch {self.epoch} the loop has received, so a state would lose some",
+                    advice="save with state_dict(received=batches * batch_size), or call"
+                    " diesel_fs.torch.join() before the loop; a batch sampler of your own has to"
+                    " keep its own place. Between epochs, call set_epoch with the next one first",
+                )
+        received = received or 0
         check_number("received", received)
         if received > last.given and not last.is_over:
             raise UsageError(
@@ -149,7 +167,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         place = self._load(state)
         if place.position is not None:  # else torchdata loads an iterator's state next
             self.epoch = place.epoch
-        self._next, self._last = place, None
+        self._next, self._last, self._has_set_epoch = place, None, False
 
     def _load(self, state: Mapping[str, object]) -> Place:
         """The place that a state names, in parts of our world. Seed and group size become those of
@@ -238,6 +256,11 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 ' {**state, "position": NUMBER}',
             )
         samples, ends = self._part(place)
+        if own is None and place.position and not len(samples) and not self._has_set_epoch:
+            self._say(
+                f"the state that was loaded is of the end of epoch {place.epoch}, so this iteration"
+                f" gives nothing: call set_epoch({place.epoch + 1}) to begin the next epoch"
+            )
         if self._reader is not None:
             self._reader.announce(samples, ends)
         self._next, self._last = None, iteration
@@ -253,6 +276,12 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         chosen = order[part[place.position :]]
         return sequence[chosen], group_ends(group[chosen])
 
+    def _say(self, warning: str) -> None:
+        """Log a warning, once."""
+        if warning not in self._said:
+            self._said.append(warning)
+            log.warning("%s", warning)
+
 
 class _Iteration(Iterator[int]):
     """One iteration over a sampler. It begins with its first sample: torch makes iterators that it
@@ -266,6 +295,18 @@ class _Iteration(Iterator[int]):
         self.samples: Indices = np.empty(0, np.int64)
         """What the iteration gives, from its beginning on."""
         self.given = 0
+        self.delivered: int | None = None
+        """How many of the samples its loop has got, if `ImportanceSampler.enumerate` delivers them:
+        it counts."""
+        self._is_counted = False  # by the hook, from the beginning on
+
+    def received(self) -> int | None:
+        """How many of the samples the loop has got, if anybody counts."""
+        if self.delivered is not None:
+            return self.delivered
+        counted = counted_by_hook(self._sampler) if self._is_counted else None
+        # More than that was counted in another iteration.
+        return None if counted is None or counted > self.given else counted
 
     @property
     def length(self) -> int:
@@ -285,6 +326,7 @@ class _Iteration(Iterator[int]):
     def __next__(self) -> int:
         if self._left is None:
             self.start, self.samples = self._sampler._begin(self, self._own)
+            self._is_counted = counted_by_hook(self._sampler) == 0  # else it counts another loop
             self._left = _numbers(self.samples)
         sample = next(self._left)
         self.given += 1
@@ -292,14 +334,26 @@ class _Iteration(Iterator[int]):
 
     def state_dict(self) -> dict[str, object]:
         """The state after what this iterator has given."""
+        sampler = self._sampler
         if self._left is None:
-            return self._sampler.state_dict()
-        return self._sampler._state(self.start, self.given)
+            return sampler._state(self._own or sampler._next or Place(sampler.epoch))
+        return sampler._state(self.start, self.given)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Give the rest of the epoch of a state. Raises as the sampler's."""
         self._own = self._sampler._load(state)
         self._sampler._next = None
+
+
+def _is_torchdata(frame: FrameType | None) -> bool:
+    """Whether torchdata has called what runs in this frame, through functions of ours alone."""
+    package = __name__.partition(".")[0]
+    while frame is not None:
+        caller = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if caller != package:
+            return caller == "torchdata"
+        frame = frame.f_back
+    return False
 
 
 def _numbers(samples: Indices) -> Iterator[int]:

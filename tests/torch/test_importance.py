@@ -337,6 +337,25 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
     assert np.array_equal(other.importance, whole.importance)
 
 
+@each_row("workers", [0, 2])
+def test_T2_enumerate_says_what_it_has_delivered(pets: DieselDataset, workers: int) -> None:
+    """Also after the last batch, and if the loop has left."""
+    options: dict[str, object] = {"num_workers": workers}
+    if workers:
+        options["multiprocessing_context"] = "fork"
+    for stop in (1, 3, FILES):
+        sampler, resumed = ImportanceSampler(pets, seed=5), ImportanceSampler(pets)
+        seen: list[int] = []
+        loader = DataLoader(range(FILES), batch_size=8, sampler=sampler, **options)
+        for number, (indices, _) in enumerate(sampler.enumerate(loader), 1):
+            seen += indices.tolist()
+            resumed.load_state_dict(sampler.state_dict())
+            if number == stop:
+                break
+        resumed.load_state_dict(sampler.state_dict())
+        assert seen + list(resumed) == list(ImportanceSampler(pets, seed=5))
+
+
 def test_a_state_between_epochs(pets: DieselDataset) -> None:
     sampler, other = ImportanceSampler(pets, seed=1), ImportanceSampler(pets)
     train(sampler, 0)
@@ -366,9 +385,9 @@ def test_bad_states_are_refused(pets: DieselDataset, change: dict[str, object], 
     sampler.set_epoch(1)
     before = list(sampler)
     with pytest.raises(UsageError, match=match):
-        sampler.load_state_dict({**sampler.state_dict(), **change})
+        sampler.load_state_dict({**sampler.state_dict(received=0), **change})
     with pytest.raises(ConflictError, match="another dataset"):
-        sampler.load_state_dict({**sampler.state_dict(), "identity": "x"})
+        sampler.load_state_dict({**sampler.state_dict(received=0), "identity": "x"})
     assert list(sampler) == before
 
 

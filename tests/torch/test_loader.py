@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     IterableDataset,
     Sampler,
@@ -231,6 +232,25 @@ def test_what_cannot_be_is_refused() -> None:
     for call in (loader.state_dict, lambda: loader.load_state_dict({})):
         with pytest.raises(UsageError, match="ChunkShuffleSampler"):
             call()
+
+
+class Reversed(BatchSampler):  # type: ignore[misc] # mypy skips torch
+    """Gives its last batch first."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from reversed(list(super().__iter__()))
+
+
+def test_T2_no_state_with_batches_in_an_order_of_their_own(pets: DieselDataset) -> None:
+    for kind in (BatchSampler, Reversed):
+        sampler = ChunkShuffleSampler(pets)
+        loader = auto(pets, batch_sampler=kind(sampler, 4, False), num_workers=0)
+        next(iter(loader))
+        if kind is BatchSampler:
+            assert loader.state_dict()["position"] == 4
+        else:
+            with pytest.raises(UsageError, match="come from a Reversed, which may sort or skip"):
+                loader.state_dict()
 
 
 @pytest.fixture(scope="module")

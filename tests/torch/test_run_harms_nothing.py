@@ -12,7 +12,7 @@ from diesel_fs.torch.planner import TrainingPlanner
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.waiting import wait_until
 
-from .test_run import FILES_OF_THE_MOUNT, mounted, python, run
+from .test_run import FILES_OF_THE_MOUNT, mounted, python, run, streams_of
 
 __all__ = ["dlcmd", "mounted"]
 
@@ -44,17 +44,23 @@ while streams and time.monotonic() < end_s:
 print(streams)
 loader = DataLoader(Files(), batch_size=10, shuffle=True)
 assert len(list(loader)) == 20
+class Own(torch.utils.data.SequentialSampler): pass
+for _ in range(2): list(DataLoader(Files(), batch_size=10, sampler=Own(range(30))))
+for _ in range(4): next(iter(loader))
 """
 
 
 @pytest.mark.fuse
 def test_H23_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
-    """Also where the script has closed all descriptors, and its own has the number of ours."""
+    """Also where the script has closed all descriptors, and its own has the number of ours. What is
+    planned for nothing, or too late, is told once."""
     done = run(*python(LEFT_LOOPS), mounted, tmp_path / "mine")
     assert done.stdout == "[]\n"
     assert (tmp_path / "mine").read_text() == "mine"
-    assert "announced 81 of 81 epochs" in done.stderr
-    assert len(done.stderr.splitlines()) == 2, done.stderr
+    assert "announced 87 of 87 epochs" in done.stderr
+    assert "the order of Own is not known before it is read" in done.stderr
+    assert "leaves its epochs early, this one after 10 of 200 samples" in done.stderr
+    assert len(done.stderr.splitlines()) == 4, done.stderr
 
 
 FORKED = f"""{FILES_OF_THE_MOUNT}
@@ -106,6 +112,73 @@ def test_H23_workers_that_cannot_join_do_what_the_script_says(
     script.write_text(SPAWNED)
     done = run(*python("")[:1], script, mounted)
     assert done.stdout == "0\n4\n"
+
+
+UNLIKE_ITS_LIST = f"""{FILES_OF_THE_MOUNT}
+import random, zipfile
+with zipfile.ZipFile(sys.argv[2], "w") as made: made.writestr("a", b"a")
+class Cached(Files):
+    kept = {{}}
+    def __getitem__(self, index):
+        if index not in self.kept: self.kept[index] = super().__getitem__(index)
+        return self.kept[index]
+class Zipped(Files):
+    zip = zipfile.ZipFile(sys.argv[2])
+    def __getitem__(self, index): return len(self.zip.read("a"))
+class Pairs(Files):
+    paths = Files.paths[:100]
+    def __getitem__(self, index):
+        with open(Files.paths[100 + index]) as mask: mask.seekable()
+        return super().__getitem__(index)
+class Redrawn(Files):
+    def __init__(self): self.paths = Files.paths[:100]
+    def begin(self): self.paths = random.sample(Files.paths, 100)
+class Turned(Files):
+    def __getitem__(self, index): return super().__getitem__(199 - index)
+class Hidden(Files):
+    def begin(self): self.drawn = random.sample(Files.paths, 200)
+    def __getitem__(self, index):
+        with open(self.drawn[index]) as file: file.seekable()
+        return index
+def length():
+    with open(sys.argv[1] + "/.diesel/stats") as file:
+        return sum(each["length"] for each in json.load(file)["residency"]["streams"])
+# How long the plan of each is in the end; in the first epoch it is as long as the list.
+for kind, workers, wanted in (
+    (Cached, 0, 0), (Zipped, 0, 0), (Pairs, 2, 200), (Redrawn, 0, 100), (Turned, 0, 200),
+    (Hidden, 0, 0),
+):
+    data = kind()
+    loader = DataLoader(data, batch_size=10, shuffle=True, num_workers=workers)
+    for epoch in range(500):
+        getattr(data, "begin", str)()
+        left = iter(loader)
+        next(left)
+        while epoch == 0 and length() != len(data): time.sleep(0.02)
+        is_wanted = epoch > 2 and length() == wanted
+        assert len(list(left)) == len(data) // 10 - 1
+        if is_wanted: break
+        time.sleep(0.02)
+    else:
+        raise AssertionError((kind, wanted, length()))
+    del loader, left
+"""
+
+
+@pytest.mark.fuse
+def test_T1_a_dataset_that_does_not_read_what_it_lists(mounted: Path, tmp_path: Path) -> None:
+    """It is planned by what it opens, or not at all, and the user is told once."""
+    said = run(*python(UNLIKE_ITS_LIST), mounted, tmp_path / "zip").stderr
+    for kind, expected in (
+        ("Cached", "does not open most of its files"),
+        ("Zipped", "does not open most of its files"),
+        ("Turned", "opens other files than those that it lists: they are learned"),
+        ("Hidden", "opens other files in each epoch: nothing is planned for it"),
+    ):
+        assert said.count(f"dlcmd run: {kind} {expected}") == 1, said
+    assert "learned which files Pairs reads: those of 100 of 100 samples, 2 files each" in said
+    assert "Redrawn" not in said
+    wait_until(lambda: streams_of(mounted) == [])
 
 
 def test_a_lost_path_is_told_while_the_command_runs(tmp_path: Path) -> None:

@@ -172,31 +172,85 @@ def test_a_stock_loader_resumes(pets: DieselDataset, workers: int) -> None:
 
 
 def test_after_join_states_are_whole(pets: DieselDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the hook has counted: `test_run.py` looks at how. More than was handed out is of another
-    iteration."""
-    whole, sampler = list(ChunkShuffleSampler(pets)), ChunkShuffleSampler(pets)
-    list(islice(sampler, 9))
-    for counted, expected in ((0, whole), (5, whole[5:]), (9, whole[9:]), (10, None)):
-        monkeypatch.setattr("diesel_fs.torch.sampler.counted_by_hook", lambda _: counted)  # noqa: B023
-        resumed = ChunkShuffleSampler(pets)
-        resumed.load_state_dict(sampler.state_dict())
+    """That the hook has counted: `test_run.py` looks at how. What it counted before the iteration,
+    or beyond what was handed out, is of another one."""
+    whole, counted = list(ChunkShuffleSampler(pets)), [0]
+    monkeypatch.setattr("diesel_fs.torch.sampler.counted_by_hook", lambda _: counted[0])
+    for before, after, expected in ((0, 0, 0), (0, 5, 5), (0, 9, 9), (0, 10, None), (4, 4, None)):
+        sampler, resumed = ChunkShuffleSampler(pets), ChunkShuffleSampler(pets)
+        counted[0] = before
+        list(islice(sampler, 9))
+        counted[0] = after
         if expected is None:
-            with pytest.raises(UsageError, match="how many samples had been received"):
-                next(iter(resumed))
+            with pytest.raises(UsageError, match="nobody has counted"):
+                sampler.state_dict()
         else:
-            assert list(resumed) == expected
+            resumed.load_state_dict(sampler.state_dict())
+            assert list(resumed) == whole[expected:]
 
 
-def test_a_state_without_the_number_is_refused_when_it_is_used(pets: DieselDataset) -> None:
-    sampler, resumed = ChunkShuffleSampler(pets), ChunkShuffleSampler(pets)
+class Sorted(BatchSampler):  # type: ignore[misc] # mypy skips torch
+    """Takes samples from another sampler, and gives them in batches of another order."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from sorted(super().__iter__(), key=sum)
+
+
+class Skips(BatchSampler):  # type: ignore[misc] # mypy skips torch
+    """Leaves out two batches, as accelerate's `SkipBatchSampler`."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from islice(super().__iter__(), 2, None)
+
+
+@each_row("around", [list, BatchSampler, Sorted, Skips])
+def test_T2_a_state_that_would_lose_samples_is_not_saved(pets: DieselDataset, around: type) -> None:
+    """Whatever iterates the sampler: it alone cannot know what its loop has received."""
+    sampler = ChunkShuffleSampler(pets)
     assert sampler.state_dict()["position"] == 0
-    next(iter(sampler))
-    state = sampler.state_dict()
+    next(iter(sampler if around is list else around(sampler, 4, False)))
+    with pytest.raises(UsageError, match="nobody has counted how many") as told:
+        sampler.state_dict()
+    assert "state_dict(received=batches * batch_size)" in str(told.value.advice)
+    assert sampler.state_dict(received=4 if around is BatchSampler else 0)["epoch"] == 0
+    sampler.set_epoch(1)
+    assert sampler.state_dict()["position"] == 0
+
+
+def test_T2_torchdata_alone_gets_a_state_without_the_number(pets: DieselDataset) -> None:
+    """It has the number in the state of the iterator, which is always whole."""
+    sampler, resumed = ChunkShuffleSampler(pets), ChunkShuffleSampler(pets)
+    iterator = iter(sampler)
+    for position in range(3):
+        assert iterator.state_dict()["position"] == position  # type: ignore[attr-defined]
+        next(iterator)
+    scope = {"__name__": "torchdata.stateful_dataloader.sampler", "sampler": sampler}
+    state = eval("sampler.state_dict()", scope)  # noqa: S307  (of ours)
     resumed.load_state_dict(state)
     with pytest.raises(UsageError, match="how many samples had been received"):
         next(iter(resumed))
     resumed.load_state_dict({**state, "position": 1})
     assert len(list(resumed)) == FILES - 1
+    list(sampler)
+    assert iter(sampler).state_dict()["position"] == 0  # type: ignore[attr-defined]
+
+
+def test_T2_an_epoch_of_which_nothing_is_left_is_told(
+    pets: DieselDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless the loop has said that it wants this epoch."""
+    sampler, resumed = ChunkShuffleSampler(pets), ChunkShuffleSampler(pets)
+    whole = list(sampler)
+    state = sampler.state_dict(received=FILES)
+    for sets_epoch in (True, False, False):
+        resumed.load_state_dict(state)
+        if sets_epoch:
+            resumed.set_epoch(0)
+        assert list(resumed) == []
+        assert list(resumed) == whole
+        assert bool(caplog.records) != sets_epoch
+    [told] = [record.getMessage() for record in caplog.records]
+    assert "gives nothing: call set_epoch(1)" in told
 
 
 def test_numbers_that_cannot_be_are_refused(pets: DieselDataset) -> None:

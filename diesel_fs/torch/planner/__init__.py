@@ -3,8 +3,9 @@
 `TrainingPlanner` listens on a socket for the hooks in the processes of a training command
 (`../hook/`). They say which files a dataset has, in which order a sampler will give them, and how
 far the loop is. `file_tables.py` finds the entries of these files in the snapshots of mounts,
-`announcing.py` announces the orders to the mounts, and `summary.py` keeps what the user is told at
-the end. All work that takes time is done here, beside the training processes.
+`observing.py` compares them with what the samples open, `announcing.py` announces the orders to the
+mounts, and `summary.py` keeps what the user is told. All work that takes time is done here, beside
+the training processes.
 """
 
 from .server import TrainingPlanner

@@ -12,13 +12,18 @@ from .server import TrainingPlanner
 
 def main() -> None:
     """Serve until the standard input ends; then say what could not be planned."""
-    with TrainingPlanner() as planner:
+    with TrainingPlanner(_say) as planner:
         planner.start()
         sys.stdout.write(json.dumps(planner.settings()) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
     for line in planner.summary.lines():
-        sys.stderr.write(f"diesel_fs.torch: {line}\n")
+        _say(line)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"diesel_fs.torch: {text}\n")
+    sys.stderr.flush()
 
 
 if __name__ == "__main__":

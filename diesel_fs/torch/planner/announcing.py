@@ -2,7 +2,7 @@
 
 from contextlib import suppress
 
-from ...errors import UsageError
+from ...errors import DieselError, UsageError
 from ...mounts.plans.control import Control, explicit
 from .file_tables import Entries, FileTable, SampleFiles, SampleTable, ShownVersion
 
@@ -24,18 +24,26 @@ class LoaderStreams:
         self._orders: dict[ShownVersion, SampleFiles] = {}  # of the current epoch, as far as known
         self._announced_to: set[ShownVersion] = set()  # where the current epoch is announced
         self._is_planned = False
+        self._failures = 0  # of the table, when the epoch began
         self.announced = 0  # entries, of epochs that have begun
         self.planned_epochs = 0  # of which any entry was announced
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
         """A new epoch begins, in this order (as far as it is known)."""
         self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
-        self._orders, self._is_planned = {}, False
-        self._announced_to.clear()
-        self.more(indices)
+        self._orders, self._is_planned, self._failures = {}, False, table.failures
+        before, self._announced_to = self._announced_to, set()
+        try:
+            self.more(indices)
+        finally:
+            for shown in before - self._announced_to:  # it reads nothing of this one any more
+                with suppress(DieselError):  # the mount is gone, or knows the stream no more
+                    self._controls.of(shown).withdraw(self._name)
 
     def foresee(self, table: SampleTable, epoch: int, indices: Entries) -> None:
         """A further epoch that will probably come in this order."""
+        if self._has_failed():
+            return
         for shown, files in table.take(indices).items():
             if shown in self._announced_to and len(files.entries):
                 order = explicit(epoch=epoch, entries=files.entries, exact=False)
@@ -43,6 +51,8 @@ class LoaderStreams:
 
     def more(self, indices: Entries) -> None:
         """The current epoch goes on with these."""
+        if self._has_failed():
+            return
         for shown, files in self._table.take(indices).items():
             known = self._orders.get(shown)
             self._orders[shown] = files if known is None else known.then(files)
@@ -50,6 +60,8 @@ class LoaderStreams:
 
     def cut(self, position: int) -> None:
         """From this position on the order was foretold wrong."""
+        if self._has_failed():
+            return
         for shown, known in self._orders.items():
             self._orders[shown] = left = known.first(position)
             self._announced_to.discard(shown)
@@ -57,6 +69,8 @@ class LoaderStreams:
 
     def progress(self, position: int) -> None:
         """The loop has received so many indices of the current epoch."""
+        if self._has_failed():
+            self.withdraw()
         for shown in self._announced_to:
             files = len(self._orders[shown].first(position).entries)
             with suppress(UsageError):  # the mount has seen the end of the epoch already
@@ -67,6 +81,11 @@ class LoaderStreams:
         for shown in self._announced_to:
             self._controls.of(shown).withdraw(self._name)
         self._announced_to.clear()
+
+    def _has_failed(self) -> bool:
+        """Whether the samples turned out not to open what is planned for this epoch. There is no
+        more of it: the next one may be planned by other files."""
+        return self._table.failures > self._failures
 
     def _announce(self, shown: ShownVersion, files: SampleFiles) -> None:
         """Announce these files of the current epoch, or more of them."""

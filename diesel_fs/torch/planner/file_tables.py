@@ -58,6 +58,16 @@ class SampleTable(Protocol):
         negative indices count from the end; indices beyond the size have no files."""
         ...
 
+    def as_told(self) -> "SampleTable":
+        """The table that each rank has, whatever its samples have opened: what datasets list. Of
+        one without a list it is what was learned."""
+        ...
+
+    @property
+    def failures(self) -> int:
+        """How often it turned out that the samples do not open what `take` had given."""
+        ...
+
 
 class FileTable:
     """The table of a dataset whose files are added as they become known."""
@@ -97,6 +107,15 @@ class FileTable:
         """See `SampleTable`."""
         return {shown: _gathered(self._sort(shown), indices, self.size) for shown in self._added}
 
+    def as_told(self) -> SampleTable:
+        """See `SampleTable`."""
+        return self
+
+    @property
+    def failures(self) -> int:
+        """See `SampleTable`."""
+        return 0
+
     def _sort(self, shown: ShownVersion) -> SampleFiles:
         """All files of a mount, in the order of their samples."""
         found = self._sorted.get(shown)
@@ -125,10 +144,19 @@ class SubsetTable:
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
         """See `SampleTable`."""
-        at, is_inside = _resolved(indices, self.size)
+        at, is_inside = resolved(indices, self.size)
         inner = np.full(len(indices), self.of.size)  # beyond its end: no files
         inner[is_inside] = self.indices[at[is_inside]]
         return self.of.take(inner)
+
+    def as_told(self) -> SampleTable:
+        """See `SampleTable`."""
+        return SubsetTable(self.of.as_told(), self.indices)
+
+    @property
+    def failures(self) -> int:
+        """See `SampleTable`."""
+        return self.of.failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +172,7 @@ class ConcatTable:
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
         """See `SampleTable`."""
-        at, is_inside = _resolved(indices, self.size)
+        at, is_inside = resolved(indices, self.size)
         taken: dict[ShownVersion, list[tuple[Entries, SampleFiles]]] = {}
         start = 0
         for part in self.parts:
@@ -152,10 +180,19 @@ class ConcatTable:
             for shown, files in part.take(at[places] - start).items():
                 taken.setdefault(shown, []).append((places, files))
             start += part.size
-        return {shown: _scattered(parts, len(indices)) for shown, parts in taken.items()}
+        return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
+
+    def as_told(self) -> SampleTable:
+        """See `SampleTable`."""
+        return ConcatTable([each.as_told() for each in self.parts])
+
+    @property
+    def failures(self) -> int:
+        """See `SampleTable`."""
+        return sum(each.failures for each in self.parts)
 
 
-def _resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool_]]:
+def resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool_]]:
     """Indices that count from the start, and which of them exist."""
     at = np.where(indices < 0, indices + size, indices)
     return at, (at >= 0) & (at < size)
@@ -163,7 +200,7 @@ def _resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool
 
 def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
     """The files of the samples at `indices`."""
-    at, is_inside = _resolved(indices, size)
+    at, is_inside = resolved(indices, size)
     at, starts = np.where(is_inside, at, 0), np.concatenate(([0], files.ends))
     if not size:
         return SampleFiles(files.entries[:0], np.zeros(len(indices), np.int64))
@@ -172,7 +209,7 @@ def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
     return SampleFiles(files.entries[_ranges(starts[at], counts)], ends)
 
 
-def _scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> SampleFiles:
+def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> SampleFiles:
     """The files of `size` samples, given in parts with the places of their samples."""
     counts = np.zeros(size, np.int64)
     for places, files in parts:

@@ -7,7 +7,8 @@ import socket
 import struct
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from time import monotonic
@@ -26,6 +27,7 @@ from .file_tables import (
     SampleTable,
     SubsetTable,
 )
+from .observing import ObservedTable
 from .summary import Interval, Summary
 
 _LENGTHS = struct.Struct("<IQ")  # as in the hook's `link.py`
@@ -34,10 +36,10 @@ _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
 _BACKLOG = 4096  # as many processes as may join at once: a kernel allows no more
+_LEFT_EARLY = 2  # epochs of a loader that make a habit: one may be a trial
 _END_S = 20.0  # for what is left to announce at the end; a mount may be slow
 
 Said = dict[str, object]
-Paths = Sequence[bytes]
 
 
 class _Served(NamedTuple):
@@ -50,17 +52,18 @@ class _Served(NamedTuple):
 class TrainingPlanner:
     """Announces what training processes will read, while it is open. A context manager."""
 
-    def __init__(self) -> None:
-        """The socket lies in a new folder that is private to this user. Raises OSError."""
+    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+        """The socket lies in a new folder that is private to this user. `tell` gets what the user
+        should know while the command runs, from any thread. Raises OSError."""
         is_long = len(tempfile.gettempdir()) > _TEMPORARY_CHARACTERS_MAX
         place = "/tmp" if is_long else None  # noqa: S108 (the new folder in it is private)
         self._folder = tempfile.TemporaryDirectory(prefix="diesel-run-", dir=place)
         self.socket_path = Path(self._folder.name) / "join"
-        self.summary = Summary()
+        self.summary = Summary(tell=tell)
         self._started_s = monotonic()
         self._files = MountedFiles()
         self._controls = Controls()
-        self._learned: dict[str, _Learned] = {}
+        self._learned: dict[str, ObservedTable] = {}
         self._lock = threading.Lock()  # for all of the above
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self.socket_path))
@@ -95,7 +98,8 @@ class TrainingPlanner:
         for served in self._served:
             served.thread.join(_END_S)
         for learned in self._learned.values():
-            self.summary.notes[learned.describe()] += 1
+            if text := learned.describe():
+                self.summary.notes[text] += 1
         self._files.refresh()
         for mount in sorted(self._controls.mounts - self._files.mount_points):
             self.summary.notes[f"the mount on {mount} has gone: its files cannot be read"] += 1
@@ -159,39 +163,6 @@ class TrainingPlanner:
                 received.put((json.loads(body), payload))
 
 
-class _Learned:
-    """The files of a dataset that does not say them, as far as they were seen."""
-
-    def __init__(self, name: str, size: int) -> None:
-        self.table = FileTable(size)
-        self._name = name
-        self._is_seen = np.zeros(size, np.bool_)
-
-    def add(
-        self, files: MountedFiles, samples: Entries, counts: Entries, paths: Paths, cwd: str
-    ) -> None:
-        """These samples opened so many files each. Raises ValueError for what has no meaning."""
-        if int(counts.sum()) != len(paths) or len(counts) != len(samples):
-            raise ValueError("the numbers of files and of paths differ")
-        if np.any((samples < 0) | (samples >= self.table.size)):
-            raise ValueError("a sample is beyond the end of its dataset")
-        is_new = np.repeat(~self._is_seen[samples], counts)
-        self._is_seen[samples] = True
-        new = np.flatnonzero(is_new).tolist()
-        of = np.repeat(samples, counts)[is_new].tolist()
-        files.find(self.table, of, [paths[each] for each in new], cwd)
-
-    def describe(self) -> str:
-        """What the user should know of it."""
-        found, size = self.table.found, self.table.size
-        if not found:
-            return f"{self._name} opened no file of a mount that could be seen: no plan for it"
-        each = self.table.files / found
-        return f"learned which files {self._name} reads: those of {found:,} of {size:,} samples" + (
-            f", {each:.3g} files each" if each > 1 else ""
-        )
-
-
 class _Process:
     """What one training process has said."""
 
@@ -199,7 +170,7 @@ class _Process:
         self,
         files: MountedFiles,
         controls: Controls,
-        learned: dict[str, _Learned],
+        learned: dict[str, ObservedTable],
         summary: Summary,
         started_s: float,
     ) -> None:
@@ -211,6 +182,7 @@ class _Process:
         self._tables: dict[int, SampleTable] = {}
         self._filling: dict[int, tuple[FileTable, int]] = {}  # and how many paths have come
         self._streams: dict[str, LoaderStreams] = {}
+        self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
     def handle(self, said: Said, payload: bytes) -> bytes | None:
         """A message; returns the answer to one that asks. What cannot be done is noted for the
@@ -238,6 +210,21 @@ class _Process:
         for name in [*self._streams]:
             self._leave(name)
 
+    def _look_back(self, said: Said) -> None:
+        """A loop has left an epoch: say once if it does so again and again."""
+        name = str(said["stream"])
+        streams = self._streams.get(name)
+        if streams is None or not streams.announced or "of" not in said:
+            return
+        position, of = _whole(said["position"]), _whole(said["of"])
+        self._left_early[name] += 2 * position < of
+        if self._left_early[name] == _LEFT_EARLY:
+            self._note(
+                f"a loop leaves its epochs early, this one after {position:,} of {of:,} samples"
+                " that were announced: the mount loads more than is read. Let the sampler give"
+                " fewer samples"
+            )
+
     def _leave(self, name: str, epoch: object = None) -> None:
         """A loader reads no more; or this epoch is left, unless the next has begun."""
         streams = self._streams.get(name)
@@ -249,7 +236,7 @@ class _Process:
                 streams.withdraw()
 
     def _note(self, text: str) -> None:
-        self._summary.notes[text] += 1
+        self._summary.note(text)
 
     def _handle(self, said: Said, payload: bytes) -> None:
         match said["do"]:
@@ -259,15 +246,13 @@ class _Process:
             case "note":
                 self._note(str(said["text"]))
             case "files":
-                table = FileTable(_whole(said["size"]))
-                self._tables[_whole(said["dataset"])] = table
-                self._filling[_whole(said["dataset"])] = table, 0
+                listed = FileTable(_whole(said["size"]))
+                self._observe(said, ObservedTable(str(said["name"]), listed.size, listed))
+                self._filling[_whole(said["dataset"])] = listed, 0
             case "paths":
                 self._paths(_whole(said["dataset"]), payload, str(said["cwd"]))
             case "learn":
-                learned = _Learned(str(said["name"]), _whole(said["size"]))
-                self._learned[f"{self._pid}.{_whole(said['dataset'])}"] = learned
-                self._tables[_whole(said["dataset"])] = learned.table
+                self._observe(said, ObservedTable(str(said["name"]), _whole(said["size"])))
             case "learned":
                 self._add_learned(said, payload)
             case "subset":
@@ -279,8 +264,12 @@ class _Process:
                 tables = [self._tables[_whole(each)] for each in parts]
                 self._tables[_whole(said["dataset"])] = ConcatTable(tables)
             case "forget":
-                self._tables.pop(_whole(said["dataset"]), None)
-                self._filling.pop(_whole(said["dataset"]), None)
+                gone = _whole(said["dataset"])
+                self._tables.pop(gone, None)
+                if self._filling.pop(gone, None) is not None:
+                    learned = self._learned.pop(f"{self._pid}.{gone}")
+                    if text := learned.describe():
+                        self._summary.notes[text] += 1
             case "order":
                 self._order(said, _indices(payload))
             case "more":
@@ -290,6 +279,7 @@ class _Process:
             case "progress":
                 self._progress(said)
             case "left":
+                self._look_back(said)
                 self._leave(str(said["stream"]), said.get("epoch"))
 
     def _paths(self, number: int, payload: bytes, cwd: str) -> None:
@@ -306,16 +296,25 @@ class _Process:
         for shown in table.mounts:  # connected before the first epoch begins
             self._controls.of(shown)
 
+    def _observe(self, said: Said, table: ObservedTable) -> None:
+        """A dataset whose samples are looked at, in whichever process they are read."""
+        number = _whole(said["dataset"])
+        self._learned[f"{self._pid}.{number}"] = self._tables[number] = table
+
     def _add_learned(self, said: Said, payload: bytes) -> None:
-        numbers = np.frombuffer(payload, np.int64, 2 * _whole(said["samples"]))
+        numbers = np.frombuffer(payload, np.int64, 3 * _whole(said["samples"]))
         rest = payload[numbers.nbytes :]
         paths = rest.split(b"\0") if rest else []
-        learned = self._learned[str(said["table"])]
-        learned.add(self._files, numbers[::2], numbers[1::2], paths, str(said["cwd"]))
+        table = self._learned.get(str(said["table"]))
+        if table is not None:  # else it has been told anew
+            samples, is_checked, counts = numbers[::3], numbers[1::3] != 0, numbers[2::3]
+            note = table.add(self._files, samples, is_checked, counts, paths, str(said["cwd"]))
+            if note:
+                self._note(note)
 
     def _chunks(self, number: int) -> bytes:
         """For each sample of a dataset the number of its first file's chunk, or -1."""
-        table = self._tables[number]
+        table = self._tables[number].as_told()
         chunks, base = np.full(table.size, -1), 0
         for shown, files in table.take(np.arange(table.size)).items():
             snapshot = self._files.snapshot(shown.mount)

@@ -1,7 +1,7 @@
 """What a training command has done, as far as the hooks in its processes said."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 _NOTES_MAX = 5
@@ -92,6 +92,17 @@ class Summary:
     """The loops over loaders, by the names of their streams."""
     notes: Counter[str] = field(default_factory=Counter)
     """What the user should know; how often it was said."""
+    tell: Callable[[str], None] | None = None
+    """Gets a note when it comes up."""
+    told: set[str] = field(default_factory=set)
+    """The notes that it got."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know: told at once, the first time."""
+        self.notes[text] += 1
+        if self.tell is not None and text not in self.told and len(self.told) < _NOTES_MAX:
+            self.told.add(text)
+            self.tell(text)
 
     def add(self, stream: str, interval: Interval) -> None:
         """A loop has told its times."""
@@ -109,8 +120,8 @@ class Summary:
                 total = _joined(total, each)
         return total
 
-    def lines(self) -> Sequence[str]:
-        """What a user should know at the end."""
+    def lines(self, *, again: bool = False) -> Sequence[str]:
+        """What a user should know at the end; `again` with what was told before."""
         lines = []
         if not self.processes:
             lines.append(
@@ -131,8 +142,11 @@ class Summary:
                 f"{total.batches:,} batches: waited {total.waited_s:.1f} s for data"
                 f" ({total.waited_s / total.total_s:.1%} of {total.total_s:.1f} s)"
             )
-        shown = self.notes.most_common(_NOTES_MAX)
+        notes = Counter(
+            {text: count for text, count in self.notes.items() if again or text not in self.told}
+        )
+        shown = notes.most_common(_NOTES_MAX)
         lines += [text + (f" ({count} times)" if count > 1 else "") for text, count in shown]
-        if len(self.notes) > len(shown):
-            lines.append(f"and {len(self.notes) - len(shown)} more notes")
+        if len(notes) > len(shown):
+            lines.append(f"and {len(notes) - len(shown)} more notes")
         return lines

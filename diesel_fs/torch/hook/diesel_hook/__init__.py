@@ -3,8 +3,9 @@
 `install` has each `DataLoader` of the process announce the order of its sampler when an epoch
 begins (`loaders.py`). `prediction.py` learns the order without drawing from the user's generators,
 `files.py` tells which files a dataset reads (`arrow_tables.py` for Hugging Face's `datasets`), and
-`link.py` sends both to the launcher. `learning.py` finds out which files a dataset opens that does
-not say it, and `chunk_wise.py` has the orders of `--shuffle chunk`.
+`link.py` sends both to the launcher. `learning.py` finds out which files a dataset opens, whether
+it lists them or not (`opens.py` sees those that Python does not open), and `chunk_wise.py` has the
+orders of `--shuffle chunk`.
 """
 
 from __future__ import annotations

@@ -38,12 +38,27 @@ class _Dataset(Protocol):
 
     def select_columns(self, name: str) -> _Dataset: ...
     def with_format(self, kind: str) -> _Dataset: ...
-    def __getitem__(self, rows: slice[None, int | None, None]) -> _Rows: ...
+    def __getitem__(self, rows: slice[int | None, int | None, None]) -> _Rows: ...
 
 
 def paths(dataset: object) -> Iterable[str] | None:
     """The path of each row's file, "" for a row without one; None for any other dataset, and where
     the table has the contents themselves. Of several columns with files, the first counts."""
+    found = _column(dataset)
+    return None if found is None else _paths(found[0][:].column(found[1]))
+
+
+def path_at(dataset: object, index: int) -> str | None:
+    """The path of one row's file; None where `paths` gives none."""
+    found = _column(dataset)
+    if found is None:
+        return None
+    rows, name = found
+    return next(_paths(rows[index : index + 1].column(name)), None)
+
+
+def _column(dataset: object) -> tuple[_Dataset, str] | None:
+    """The column of a dataset that names files, alone and as Arrow's, and its name."""
     if type(dataset).__module__ != "datasets.arrow_dataset":
         return None
     table: _Dataset = dataset  # type: ignore[assignment] # by its module
@@ -51,7 +66,7 @@ def paths(dataset: object) -> Iterable[str] | None:
         if type(feature).__name__ in _OF_FILES and name in table.format["columns"]:
             rows = table.select_columns(name).with_format("arrow")
             if _has_files(rows[:1].column(name)):  # else `[:]` might bring all contents
-                return _paths(rows[:].column(name))
+                return rows, name
     return None
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import weakref
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from . import arrow_tables
 from .link import Link
 
 if TYPE_CHECKING:
-    from .learning import Steps
+    Steps = Sequence[str | int]
+    """How one comes from a loader's dataset to one inside: attributes, and indices of lists."""
+
+_Row = TypeVar("_Row")
 
 _PART = 1 << 16  # paths of one message
 
@@ -27,32 +30,56 @@ _FOLDERS = ("samples", "imgs", "paths")
 """Attributes of datasets of files: a list of paths, or of tuples that begin with a path."""
 
 
+_SAMPLED = 256  # rows of a list that are looked at again: lists change as a whole
+
+
+class Part(NamedTuple):
+    """A dataset in a loader's dataset, or that itself, which reads files."""
+
+    steps: Steps
+    """How one comes to it from the loader's dataset."""
+    table: str
+    """The launcher's name for what is known of its files."""
+    is_listed: bool
+    """Whether it has a list of its files."""
+
+
+def _never_changes(_: object) -> bool:
+    return True
+
+
 class Told:
     """A dataset that the launcher has been told of."""
 
-    def __init__(self, number: int, wanted: Sequence[tuple[Steps, str]], size: int) -> None:
-        """`wanted` are the datasets in it whose files are to be learned, and their tables."""
+    def __init__(
+        self,
+        number: int,
+        parts: Sequence[Part],
+        size: int,
+        is_unchanged: Callable[[object], bool] = _never_changes,
+    ) -> None:
+        """`is_unchanged` says of the dataset whether it is still as it was told."""
         self.number = number
-        self.is_whole = not wanted
+        self.is_whole = all(each.is_listed for each in parts)
         """Whether it said all of its files itself."""
-        self.wanted = wanted
+        self.parts = parts
         self.size = size
-        self._seen = bytearray(size if wanted else 0)
-        self._news = 0  # indices that were new since the last call of `goes_on`
+        self.is_unchanged = is_unchanged
+        self.is_learned = not parts
+        """Whether nothing is left to learn of what its samples open."""
+        self._seen = bytearray(size if parts else 0)
+        self._news = 0  # indices that were new since the last call of `begin`
         self._has_begun = False
 
-    def goes_on(self) -> bool:
-        """An epoch begins: whether anything is left to learn. It ends with the first epoch that
-        gave nothing new."""
-        if not self.wanted:
-            return False
+    def begin(self) -> None:
+        """An epoch begins. Learning ends with the first one that gave nothing new."""
+        if self.is_learned:
+            return
         news, self._news = self._news, 0
         if self._has_begun and not news:
-            self.wanted = ()
+            self.is_learned = True
             self._seen = bytearray()
-            return False
         self._has_begun = True
-        return True
 
     def saw(self, indices: Sequence[int]) -> None:
         """These samples were read while their dataset was learned."""
@@ -74,12 +101,16 @@ class Datasets:
         self._count = 0
 
     def told(self, dataset: object) -> Told | None:
-        """What the launcher knows of a dataset; None where it has no files by index."""
+        """What the launcher knows of a dataset; None where it has no files by index. One that has
+        changed since is told anew."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
-        if known is not None and known[0]() is dataset and known[1].size == size:
-            return known[1]
+        if known is not None and known[0]() is dataset:
+            if known[1].size == size and known[1].is_unchanged(dataset):
+                return known[1]
+            del self._known[id(dataset)]
+            self._link.send({"do": "forget", "dataset": known[1].number})
         told = self._tell(dataset, size)
         if told is not None:
             with suppress(TypeError):  # of a class without references: it is told each time
@@ -101,22 +132,25 @@ class Datasets:
         parts = getattr(dataset, "datasets", None)
         if name == "ConcatDataset" and parts is not None:
             return self._concat(parts, size)
-        for holder in (dataset, getattr(dataset, "reader", None)):  # timm has a reader
-            for attribute in _FOLDERS:
-                found = getattr(holder, attribute, None)
-                if isinstance(found, (list, tuple)) and len(found) == size and size:
-                    paths = _paths(found)
-                    if paths is not None:
-                        return self._files(paths, size)
+        rows = _rows(dataset, size)
+        if rows is not None:
+            seen = _sampled(rows, _path)
+
+            def is_unchanged(dataset: object) -> bool:
+                now = _rows(dataset, size)
+                return now is not None and _sampled(now, _path) == seen
+
+            return self._files(name, map(_path, rows), size, is_unchanged)
         in_table = arrow_tables.paths(dataset)
         if in_table is not None:
-            return self._files(in_table, size)
+            return self._files(name, in_table, size)
         kind = type(dataset)
         if kind.__module__ == NEEDS_NO_MOUNT:
             return None
         if size > 0 and hasattr(kind, "__getitem__") and kind.__flags__ & _DEFINED_IN_PYTHON:
             number = self._next({"do": "learn", "size": size, "name": name})
-            return Told(number, [((), f"{os.getpid()}.{number}")], size)
+            part = Part((), f"{os.getpid()}.{number}", is_listed=False)
+            return Told(number, [part], size)
         return None
 
     def _subset(self, inner: object, indices: Sequence[int]) -> Told | None:
@@ -124,35 +158,68 @@ class Datasets:
         if of is None:
             return None
         column = array("q", map(int, indices))
+        seen = _sampled(indices, int)
+
+        def is_unchanged(dataset: object) -> bool:
+            now = dataset.dataset, dataset.indices  # type: ignore[attr-defined] # see `_tell`
+            return self.told(now[0]) is of and _sampled(now[1], int) == seen
+
         number = self._next({"do": "subset", "of": of.number}, memoryview(column))
-        wanted = [(("dataset", *steps), table) for steps, table in of.wanted]
-        return Told(number, wanted, len(column))
+        parts = [each._replace(steps=("dataset", *each.steps)) for each in of.parts]
+        return Told(number, parts, len(column), is_unchanged)
 
     def _concat(self, parts: Sequence[object], size: int) -> Told | None:
         told = [self.told(each) for each in parts]
         known = [each for each in told if each is not None]
         if len(known) < len(told):
             return None
-        number = self._next({"do": "concat", "of": [each.number for each in known]})
-        wanted = [
-            (("datasets", at, *steps), table)
-            for at, each in enumerate(known)
-            for steps, table in each.wanted
-        ]
-        return Told(number, wanted, size)
 
-    def _files(self, paths: Iterable[str], size: int) -> Told:
-        number = self._next({"do": "files", "size": size})
+        def is_unchanged(dataset: object) -> bool:
+            return [self.told(each) for each in dataset.datasets] == known  # type: ignore[attr-defined] # see `_tell`
+
+        number = self._next({"do": "concat", "of": [each.number for each in known]})
+        inner = [
+            part._replace(steps=("datasets", at, *part.steps))
+            for at, each in enumerate(known)
+            for part in each.parts
+        ]
+        return Told(number, inner, size, is_unchanged)
+
+    def _files(
+        self,
+        name: str,
+        paths: Iterable[str],
+        size: int,
+        is_unchanged: Callable[[object], bool] = _never_changes,
+    ) -> Told:
+        number = self._next({"do": "files", "size": size, "name": name})
         left = iter(paths)
         while part := list(islice(left, _PART)):
             message = {"do": "paths", "dataset": number, "cwd": os.getcwd()}
             self._link.send(message, os.fsencode("\0".join(part)))
-        return Told(number, (), size)
+        known = Part((), f"{os.getpid()}.{number}", is_listed=True)
+        return Told(number, [known], size, is_unchanged)
 
     def _next(self, message: dict[str, object], payload: bytes | memoryview = b"") -> int:
         self._count += 1
         self._link.send({**message, "dataset": self._count}, payload)
         return self._count
+
+
+class Listing:
+    """Looks up which file a dataset lists for an index. It does not keep the dataset."""
+
+    def __init__(self, dataset: object) -> None:
+        self._place = _place(dataset, _size(dataset))
+        self.is_slow = self._place is None
+        """Whether it takes milliseconds: the list is an Arrow table."""
+
+    def path(self, dataset: object, index: int) -> str:
+        """The path, as `dataset` lists it now; empty if it lists none. May raise what a dataset
+        raises."""
+        if self._place is None:
+            return arrow_tables.path_at(dataset, index) or ""
+        return _path(_rows_at(dataset, self._place)[index])
 
 
 def _size(dataset: object) -> int:
@@ -162,12 +229,40 @@ def _size(dataset: object) -> int:
         return -1
 
 
-def _paths(rows: Sequence[object]) -> Iterable[str] | None:
-    """The paths of the rows of a dataset; None where these are not paths of files."""
-    first = rows[0]
-    path = first[0] if isinstance(first, (tuple, list)) and first else first
-    if not isinstance(path, (str, os.PathLike)) or not os.path.lexists(path):
-        return None  # or a path below a folder that only the dataset knows
-    if isinstance(first, (str, os.PathLike)):
-        return map(os.fspath, rows)  # type: ignore[arg-type] # as the first one is
-    return (os.fspath(row[0]) for row in rows)  # type: ignore[index] # as the first
+def _rows(dataset: object, size: int) -> Sequence[object] | None:
+    """The list of a dataset's files: paths, or tuples that begin with one; None if it has none."""
+    place = _place(dataset, size)
+    return None if place is None else _rows_at(dataset, place)
+
+
+def _place(dataset: object, size: int) -> Sequence[str] | None:
+    """The attributes that lead from a dataset to the list of its files."""
+    for place in [(each,) for each in _FOLDERS] + [("reader", each) for each in _FOLDERS]:  # timm
+        try:
+            found = _rows_at(dataset, place)
+        except AttributeError:
+            continue
+        if isinstance(found, (list, tuple)) and len(found) == size and size:
+            first = found[0]
+            path = first[0] if isinstance(first, (tuple, list)) and first else first
+            # Or it is a path below a folder that only the dataset knows.
+            if isinstance(path, (str, os.PathLike)) and os.path.lexists(path):
+                return place
+    return None
+
+
+def _rows_at(dataset: object, place: Sequence[str]) -> Sequence[object]:
+    for name in place:
+        dataset = getattr(dataset, name)
+    return dataset  # type: ignore[return-value] # see `_place`
+
+
+def _path(row: object) -> str:
+    path = row if isinstance(row, (str, os.PathLike)) else row[0]  # type: ignore[index] # as the first
+    return os.fspath(path)
+
+
+def _sampled(rows: Sequence[_Row], what: Callable[[_Row], object]) -> list[object]:
+    """Something of rows that are spread over a list."""
+    size = len(rows)
+    return [what(rows[at]) for at in range(0, size, max(size // _SAMPLED, 1))]

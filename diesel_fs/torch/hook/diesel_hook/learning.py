@@ -1,10 +1,16 @@
-"""Learns which files a dataset opens for each index, where the dataset does not say it.
+"""Finds out which files a dataset opens for each index: whether those of its list, if it has one.
 
-While a dataset is learned, the `__getitem__` of its class notes which index is read, and an audit
-hook notes which files Python opens meanwhile. Native readers open files that Python does not see:
-some are wrapped by name. This happens where samples are read: in the workers of a `DataLoader`, or
-in the process itself if it has none. What was found goes to the launcher, which keeps the files
-that lie in mounts.
+While the samples of a dataset are read, the `__getitem__` of its class notes which index is read,
+and an audit hook notes which files Python opens meanwhile. Native readers open files that Python
+does not see: some are wrapped by name. This happens where samples are read: in the workers of a
+`DataLoader`, or in the process itself if it has none. What was found goes to the launcher, which
+keeps the files that lie in mounts.
+
+A few samples are *checked*: the first ones of an epoch, and one in a second. For these, what was
+opened is sent in any case, so that the launcher finds out if it plans what nobody reads. Where a
+listed file was not seen, the next checks look with inotify (`opens.py`): a native library may have
+read it. All other samples are *learned* in the first epochs, unless the dataset opens its list and
+nothing else. In between the class is left as it was, so a loop pays for the checks alone.
 """
 
 from __future__ import annotations
@@ -14,14 +20,20 @@ import operator
 import os
 import sys
 import threading
+import time
+import weakref
 from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
+from .files import Listing, Part
 from .link import Link
 
 _SEND_S = 0.02
+_CHECKED_FIRST = 16  # samples of an epoch, in each process
+_CHECK_S = 1.0  # between two checks after these
+_CHECKED_ROWS_MAX = 256  # of a batch that is read at once
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 _READERS = (
@@ -36,9 +48,12 @@ _READERS = (
 _WITH_INDICES = 2  # arguments of `__getitems__`: the dataset and a list
 
 if TYPE_CHECKING:
+    from .files import Steps
+    from .opens import Opens
+
     Path = str | bytes
-    Steps = Sequence[str | int]
-    """How one comes from a loader's dataset to one inside: attributes, and indices of lists."""
+    Row = tuple[int, bool, Sequence[Path]]
+    """A sample, whether it was checked, and what it opened."""
 
 
 class _Function(Protocol):
@@ -47,12 +62,61 @@ class _Function(Protocol):
     def __call__(self, *arguments: object, **named: object) -> object: ...
 
 
-class _Known(NamedTuple):
-    """A dataset that is learned."""
+class _Known:
+    """A dataset whose samples are looked at."""
 
-    dataset: object
-    table: str  # the launcher's name for what is known
-    indices: set[int]  # those that are known
+    def __init__(self, dataset: object, part: Part, *, may_learn: bool) -> None:
+        try:
+            self.dataset: Callable[[], object] = weakref.ref(dataset)
+        except TypeError:  # of a class without references
+            self.dataset = lambda: dataset
+        self.kind = type(dataset)
+        self.table = part.table
+        self._listing = Listing(dataset) if part.is_listed else None
+        self.may_learn = may_learn
+        self.learns = may_learn and not part.is_listed
+        """Whether every sample is looked at."""
+        self.indices: set[int] = set()
+        """Those that are known."""
+        self.is_suspected = False
+        """Whether a file of its list was not seen when it should have been opened."""
+        self._checked = 0  # samples
+        self._checked_s = 0.0
+
+    def is_due(self) -> bool:
+        """Whether the next sample is to be checked."""
+        return self._checked < _CHECKED_FIRST or time.monotonic() - self._checked_s >= _CHECK_S
+
+    def is_idle(self) -> bool:
+        """Whether no sample is looked at until the next check."""
+        return not self.learns and not self.is_due()
+
+    def checks(self, samples: int) -> None:
+        """So many are checked now."""
+        self._checked += samples
+        self._checked_s = time.monotonic()
+
+    def suspect(self) -> None:
+        """A listed file was not seen. Check as many samples as when an epoch begins."""
+        self.is_suspected, self._checked = True, 0
+
+    def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
+        """What the dataset lists for these samples; empty if it has no list, or one that is slow
+        to look up, unless `always`."""
+        if self._listing is None or (self._listing.is_slow and not always):
+            return []
+        dataset = self.dataset()
+        return [each for each in (self._listing.path(dataset, at) for at in indices) if each]
+
+
+class _Reading:
+    """What is opened while samples are read."""
+
+    def __init__(self) -> None:
+        self.paths: list[Path] = []
+        self.thread = threading.get_ident()
+        self.is_mixed = False
+        """Whether another thread has read samples at the same time."""
 
 
 class Learner:
@@ -61,63 +125,116 @@ class Learner:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, _Known] = {}  # by id of the dataset
-        self._opened: list[Path] | None = None  # while a sample is read
-        self._found: dict[str, list[tuple[int, list[Path]]]] = {}  # not sent yet, by table
+        self._reading: _Reading | None = None  # while a sample is read
+        self._found: dict[str, list[Row]] = {}  # not sent yet, by table
         self._lock = threading.Lock()  # for what was found
+        self._opens: Opens | None = None  # until what was found is sent
+        self._opens_lock = threading.RLock()
         os.register_at_fork(after_in_child=self._after_fork)
         self._undo: list[Callable[[], None]] = []
         self._seen_modules: set[str] = set()
+        self._wraps = threading.RLock()  # for classes and functions that are wrapped
         self._is_watching = False
+        self._timers: list[threading.Timer] = []
 
-    def learn(self, dataset: object, table: str) -> None:
-        """Note from now on what this dataset opens."""
-        if id(dataset) in self._known:
+    def learn(self, dataset: object, part: Part, *, may_learn: bool) -> None:
+        """Note from now on what this dataset opens; unless it `may_learn`, of a few samples."""
+        if id(dataset) in self._known or not hasattr(type(dataset), "__getitem__"):
             return
         if not self._is_watching:
             sys.addaudithook(self._on_event)
             self._is_watching = True
-        self._known[id(dataset)] = _Known(dataset, table, set())
-        kind = type(dataset)
-        self._wrap(kind, "__getitem__", self._item_reader)
-        if hasattr(kind, "__getitems__"):
-            self._wrap(kind, "__getitems__", self._batch_reader)
+        with self._wraps:
+            self._unwrap()
+            self._known[id(dataset)] = _Known(dataset, part, may_learn=may_learn)
+            self._wrap_all()
 
     def stop(self) -> None:
         """Send what was found, and note nothing any more."""
         if not self._known:
             return
         self.flush()
+        with self._wraps:
+            self._unwrap()
+            self._known.clear()
+        # None of our threads is left when the program forks: Python warns of threads then.
+        timers, self._timers = self._timers, []
+        for each in timers:
+            each.cancel()
+            each.join()
+        self._close_opens()
+
+    def _later(self, wait_s: float, act: Callable[[], None]) -> None:
+        timer = threading.Timer(wait_s, act)
+        timer.daemon = True
+        self._timers = [each for each in self._timers if each.is_alive()] + [timer]
+        timer.start()
+
+    def _wrap_all(self) -> None:
+        """Wrap the classes of all datasets."""
+        for kind in dict.fromkeys(each.kind for each in self._known.values()):
+            self._wrap(kind, "__getitem__", self._item_reader)
+            if hasattr(kind, "__getitems__"):
+                self._wrap(kind, "__getitems__", self._batch_reader)
+
+    def _unwrap(self) -> None:
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
         self._seen_modules.clear()
-        self._known.clear()
+
+    def _rest(self) -> None:
+        """Leave the classes alone until the next check."""
+        with self._wraps:
+            if self._undo and all(each.is_idle() for each in self._known.values()):
+                self._unwrap()
+                self._later(_CHECK_S, self._wake)
+
+    def _wake(self) -> None:
+        with self._wraps, suppress(Exception):
+            if self._known and not self._undo:
+                self._wrap_all()
 
     def flush(self) -> None:
         """Send what was found. Any thread."""
         with self._lock:
             found, self._found = self._found, {}
-        for table, samples in found.items():
-            counts = array("q")
-            for index, paths in samples:
-                counts.extend((index, len(paths)))
-            opened = b"\0".join(os.fsencode(path) for _, paths in samples for path in paths)
+        for table, rows in found.items():
+            numbers = array("q")
+            for index, is_checked, paths in rows:
+                numbers.extend((index, is_checked, len(paths)))
+            opened = b"\0".join(os.fsencode(path) for *_, paths in rows for path in paths)
             self._link.send(
-                {"do": "learned", "table": table, "samples": len(samples), "cwd": os.getcwd()},
-                counts.tobytes() + opened,
+                {"do": "learned", "table": table, "samples": len(rows), "cwd": os.getcwd()},
+                numbers.tobytes() + opened,
             )
 
+    def _flush_and_close(self) -> None:
+        self.flush()
+        self._close_opens()
+
+    def _close_opens(self) -> None:
+        with self._opens_lock:
+            opens, self._opens = self._opens, None
+        if opens is not None:
+            opens.close()
+
     def _after_fork(self) -> None:
-        self._lock = threading.Lock()
+        self._lock, self._opens_lock = threading.Lock(), threading.RLock()
+        self._wraps = threading.RLock()
         self._found = {}  # the parent sends it
+        self._opens = None
+        self._timers = []
 
     def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:
-        """Python's audit hook. It cannot be removed, so it must cost nothing later."""
-        opened = self._opened
-        if opened is not None and event == "open":
-            path, _, flags = arguments
-            if not (isinstance(flags, int) and flags & _WRITES):
-                _add(opened, path)
+        """Python's audit hook. It cannot be removed, so it must cost nothing later; and what it
+        raised would be raised in the program."""
+        reading = self._reading
+        if reading is not None and event == "open":
+            with suppress(Exception):  # anybody may raise such an event, with any arguments
+                path, _, flags = arguments
+                if not (isinstance(flags, int) and flags & _WRITES):
+                    _add(reading.paths, path)
 
     def _item_reader(self, original: _Function) -> _Function:
         @functools.wraps(original)
@@ -140,47 +257,126 @@ class Learner:
         return __getitems__
 
     def _being_learned(self, arguments: Sequence[object]) -> _Known | None:
-        """What is known of the dataset that a method is called of; None where it is not learned,
-        or is read by another that is."""
+        """What is known of the dataset that a method is called of, if its next samples are to be
+        looked at; None where they are read by another that is."""
         known = self._known.get(id(arguments[0]))
-        return None if known is None or self._opened is not None else known
+        if known is None:
+            return None
+        if known.is_idle():
+            return None
+        reading = self._reading
+        if reading is not None:
+            reading.is_mixed |= reading.thread != threading.get_ident()
+            return None
+        return known if known.dataset() is arguments[0] else None
 
     def _read(self, known: _Known, indices: object, read: Callable[[], object]) -> object:
-        """Read samples, and note what is opened, shared out equally in the order of opening."""
+        """Read samples, and note what is opened."""
         try:
             wanted = [operator.index(each) for each in indices]  # type: ignore[attr-defined] # or it raises
         except (TypeError, ValueError):  # a slice, or a key of the user's
             return read()
-        if not wanted or known.indices.issuperset(wanted):
+        is_due = known.is_due()
+        if not wanted or (not is_due and known.indices.issuperset(wanted)):
             return read()
-        self._wrap_readers(type(known.dataset))
-        opened: list[Path] = []
-        self._opened = opened
+        with suppress(Exception):
+            self._wrap_readers(known.kind)
+        if is_due:
+            known.checks(len(wanted))
+            if known.is_suspected:
+                return self._read_suspected(known, wanted, read)
+        return self._noted(known, wanted, read, None, is_due=is_due)
+
+    def _read_suspected(
+        self, known: _Known, wanted: Sequence[int], read: Callable[[], object]
+    ) -> object:
+        """Read samples, and see whether the files of their list are opened at all."""
+        with self._opens_lock:
+            opens = None
+            with suppress(Exception):  # then nobody knows: they are taken for opened
+                from .opens import Opens  # noqa: PLC0415  (few processes need ctypes)
+
+                self._opens = self._opens or Opens()
+                self._opens.watch(known.listed(wanted))
+                opens = self._opens
+            return self._noted(known, wanted, read, opens, is_due=True)
+
+    def _noted(
+        self,
+        known: _Known,
+        wanted: Sequence[int],
+        read: Callable[[], object],
+        opens: Opens | None,
+        *,
+        is_due: bool,
+    ) -> object:
+        reading = self._reading = _Reading()
         try:
             result = read()
         finally:
-            self._opened = None
+            self._reading = None
+        with suppress(Exception):  # the loop goes on as it would without us
+            if not reading.is_mixed:
+                self._note(known, wanted, reading.paths, opens, is_due=is_due)
+            if known.is_idle():
+                self._rest()
+        return result
+
+    def _note(
+        self,
+        known: _Known,
+        wanted: Sequence[int],
+        opened: list[Path],
+        opens: Opens | None,
+        *,
+        is_due: bool,
+    ) -> None:
+        """Keep what was opened for samples, unless it is what the dataset lists."""
         if len(wanted) == 1:
             opened = list(dict.fromkeys(opened))
-        share, rest = divmod(len(opened), len(wanted))
-        if not rest:  # otherwise nobody knows which sample opened which
-            new = [
-                (index, opened[at * share : (at + 1) * share])
-                for at, index in enumerate(wanted)
-                if index not in known.indices
+        listed = known.listed(wanted, always=is_due)
+        missing = _absent(listed, opened)
+        if missing and is_due:
+            if not known.is_suspected:
+                known.suspect()  # the next ones are looked at by inotify
+                is_due = False
+            else:
+                seen = set(missing) if opens is None else opens.opened()
+                opened = opened + [each for each in missing if each in seen]
+        if listed and len(listed) == len(wanted) and not _absent(opened, listed):
+            if not is_due:
+                known.indices.update(wanted)
+                return  # no other file, so the list says it all
+            unseen = set(_absent(listed, opened))
+            new: list[Row] = [
+                (index, True, [] if path in unseen else [path])
+                for index, path in zip(wanted, listed)  # noqa: B905 (Python 3.9 has no `strict`)
             ]
-            known.indices.update(wanted)
-            with self._lock:
-                is_first = not self._found
-                self._found.setdefault(known.table, []).extend(new)
-            if is_first:
-                timer = threading.Timer(_SEND_S, self.flush)
-                timer.daemon = True
-                timer.start()
-        return result
+        else:
+            known.learns = known.may_learn
+            # Shared out equally, in the order of opening.
+            share, rest = divmod(len(opened), len(wanted))
+            if rest:
+                return  # nobody knows which sample opened which
+            new = [
+                (index, is_due, opened[at * share : (at + 1) * share])
+                for at, index in enumerate(wanted)
+                if is_due or index not in known.indices
+            ]
+        known.indices.update(wanted)
+        self._keep(known.table, new if known.learns else new[:_CHECKED_ROWS_MAX])
+
+    def _keep(self, table: str, rows: Sequence[Row]) -> None:
+        with self._lock:
+            is_first = not self._found
+            self._found.setdefault(table, []).extend(rows)
+        if is_first:
+            self._later(_SEND_S, self._flush_and_close)
 
     def _wrap_readers(self, kind: type) -> None:
         """Wrap the native readers that are imported by now."""
+        if not self._undo:
+            return
         for module_name, name in _READERS:
             module = sys.modules.get(module_name)
             if module is None or f"{module_name}.{name}" in self._seen_modules:
@@ -202,8 +398,9 @@ class Learner:
     def _native_reader(self, at: int, original: _Function) -> _Function:
         @functools.wraps(original)
         def reader(*arguments: object, **named: object) -> object:
-            if self._opened is not None and len(arguments) > at:
-                _add(self._opened, arguments[at])
+            reading = self._reading
+            if reading is not None and len(arguments) > at:
+                _add(reading.paths, arguments[at])
             return original(*arguments, **named)
 
         return reader
@@ -216,13 +413,16 @@ class Learner:
         own = vars(owner).get(name, _ABSENT)
         with suppress(TypeError, AttributeError):  # a class of C: what it opens is not learned
             setattr(owner, name, value)
-            self._undo.append(functools.partial(_restore, owner, name, own))
+            self._undo.append(functools.partial(_restore, owner, name, own, value))
 
 
 _ABSENT = object()
 
 
-def _restore(owner: object, name: str, value: object) -> None:
+def _restore(owner: object, name: str, value: object, ours: object) -> None:
+    """Undo a replacement, unless the program has replaced it, too."""
+    if vars(owner).get(name) is not ours:
+        return
     if value is _ABSENT:
         delattr(owner, name)
     else:
@@ -235,6 +435,15 @@ def _add(opened: list[Path], path: object) -> None:
         opened.append(path)
     elif isinstance(path, os.PathLike):
         opened.append(os.fspath(path))
+
+
+def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
+    """Those of some paths that are not among others."""
+    left = set(map(os.fsdecode, paths)) - set(map(os.fsdecode, among))
+    if not left:
+        return []
+    absolute = {os.path.abspath(os.fsdecode(each)) for each in among}
+    return [each for each in map(os.fsdecode, paths) if os.path.abspath(each) not in absolute]
 
 
 def inside(dataset: object, steps: Steps) -> object:
@@ -261,15 +470,19 @@ class LearningWorkers:
     def __init__(
         self,
         socket_path: str,
-        wanted: Sequence[tuple[Steps, str]],
+        wanted: Sequence[Part],
         users: Callable[[int], object] | None,
+        may_learn: bool,
     ) -> None:
         self._socket_path = socket_path
         self._wanted = wanted
         self._users = users
+        self._may_learn = may_learn
 
     def __reduce__(self) -> tuple[object, ...]:
-        parts = self._socket_path, self._wanted, self._users
+        # Only plain values: a worker that has not joined cannot import a class of ours.
+        wanted = [tuple(each) for each in self._wanted]
+        parts = self._socket_path, wanted, self._users, self._may_learn
         return eval, (_REMAKE, {"parts": parts})
 
     def __call__(self, worker: int) -> None:
@@ -281,7 +494,7 @@ class LearningWorkers:
     def _learn(self) -> None:
         info = sys.modules["torch.utils.data"].get_worker_info()
         learner = Learner(Link(self._socket_path))
-        for steps, table in self._wanted:
-            learner.learn(inside(info.dataset, steps), table)
+        for part in map(Part._make, self._wanted):
+            learner.learn(inside(info.dataset, part.steps), part, may_learn=self._may_learn)
         ends = sys.modules["multiprocessing.util"].Finalize  # this is a process of multiprocessing
         ends(learner, learner.flush, exitpriority=0)

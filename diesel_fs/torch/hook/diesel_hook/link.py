@@ -98,7 +98,7 @@ class Link:
         return connected
 
     def note(self, text: str) -> None:
-        """Have the launcher tell the user something at the end. The same text is told once."""
+        """Have the launcher tell the user something. The same text is told once."""
         self.send({"do": "note", "text": text})
 
     @staticmethod

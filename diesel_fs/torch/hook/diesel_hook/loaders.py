@@ -29,13 +29,16 @@ from . import chunk_wise
 from .files import NEEDS_NO_MOUNT, Datasets, Told
 from .learning import Learner, LearningWorkers, inside
 from .link import Link, Settings
-from .prediction import DRAWS, BetweenEpochs, Drawn, Order, predict
+from .prediction import DRAWS, BetweenEpochs, Drawn, Order, is_known, predict
 
 _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
 }
 """By module, the classes of loaders that have an `__init__` and an `__iter__` of their own."""
+
+_READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
+"""Packages that take a batch from a loader before the user's loop wants it."""
 
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages about what a sampler has given that could not be foreseen
@@ -76,8 +79,12 @@ class Watch:
         self._between: weakref.WeakKeyDictionary[object, BetweenEpochs] = (
             weakref.WeakKeyDictionary()
         )
+        self._kept: weakref.WeakKeyDictionary[object, Told] = weakref.WeakKeyDictionary()
+        """The datasets of loaders whose workers stay: these read them as they were at first."""
         self._count = 0
-        self._groupings: dict[int, chunk_wise.Grouping] = {}  # by number of the dataset
+        self._groupings: weakref.WeakKeyDictionary[Told, chunk_wise.Grouping] = (
+            weakref.WeakKeyDictionary()
+        )
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
@@ -85,9 +92,13 @@ class Watch:
         self.datasets = Datasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
+        self._kept.clear()
 
     def tell_files(self, loader: _Loader) -> Told | None:
         """What the launcher knows of the loader's dataset; None where it has no files by index."""
+        kept = self._kept.get(loader)
+        if kept is not None:
+            return kept
         if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
             return None  # that of datasets that choose for themselves
         return self.datasets.told(loader.dataset)
@@ -106,6 +117,8 @@ class Watch:
         dataset, told = loader.dataset, self.tell_files(loader)
         if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
+        if told is not None and loader.num_workers and loader.persistent_workers:
+            self._kept[loader] = told
         stream = self.stream(loader)
         stream.epochs += 1
         batches = loader.num_workers * (loader.prefetch_factor or 0)
@@ -113,9 +126,13 @@ class Watch:
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # else torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
+        is_counted = getattr(loader, "in_order", True)
         for each in _nested(sampler):
             with suppress(TypeError):  # of a class without references
-                _current[each] = epoch
+                _current.pop(each, None)
+                if is_counted:
+                    _current[each] = epoch
+            is_counted = is_counted and _passes_all_on(each)
             if self._has_own_seed:
                 self._seed(each, stream.number)
         if self.group_size and told is not None:
@@ -133,7 +150,7 @@ class Watch:
 
     def _make_chunk_wise(self, sampler: object, told: Told) -> None:
         """Replace the order of a sampler by a chunk-wise one, where it is a random one."""
-        grouping = self._groupings.get(told.number)
+        grouping = self._groupings.get(told)
         if grouping is None:
             content = self.link.ask({"do": "chunks", "dataset": told.number})
             if content is None or len(content) != 8 * told.size:
@@ -144,22 +161,22 @@ class Watch:
             if not (chunks >= 0).any():
                 return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
-            if not told.wanted:  # what is being learned will be known better
-                self._groupings[told.number] = grouping
+            if told.is_whole or told.is_learned:  # else it will be known better
+                self._groupings[told] = grouping
         note = chunk_wise.mark(sampler, grouping, is_whole=told.is_whole)
         if note is not None:
             self.link.note(note)
 
-    def learn(self, loader: _Loader, told: Told) -> LearningWorkers | None:
-        """An epoch begins: have what is not known of its dataset learned. Returns what the workers
-        of the loader have to run when they start, if it has any."""
-        goes_on = told.goes_on()
-        if loader.num_workers and goes_on:
-            return LearningWorkers(self.link.path, told.wanted, loader.worker_init_fn)
+    def look(self, loader: _Loader, told: Told) -> LearningWorkers | None:
+        """An epoch begins: have it seen what its dataset opens. Returns what the workers of the
+        loader have to run when they start, if it has any."""
+        told.begin()
+        may_learn = not told.is_learned
         self._learner.stop()
-        if goes_on:
-            for steps, table in told.wanted:
-                self._learner.learn(inside(loader.dataset, steps), table)
+        if loader.num_workers:
+            return LearningWorkers(self.link.path, told.parts, loader.worker_init_fn, may_learn)
+        for part in told.parts:
+            self._learner.learn(inside(loader.dataset, part.steps), part, may_learn=may_learn)
         return None
 
     def end(self) -> None:
@@ -201,6 +218,12 @@ class Epoch:
         self.sampler_kind = type(sampler)
         self._sampler = _weak(sampler)
         self.is_over = False
+        self.has_begun = False
+        """Whether the loop has got a batch."""
+        self.has_failed = False
+        """Whether the loop has got an error instead of a batch."""
+        self.is_counted = True
+        """Whether the user's loop has got the batches that were received, and none is missing."""
         self.loaders_generator: object = None
         """A generator from which the loader draws when an epoch begins."""
         self.between: BetweenEpochs | None = None
@@ -239,6 +262,17 @@ class Epoch:
             self.link.send(
                 {"do": "order", "dataset": self._dataset, "lag": lag, "ahead": 0, **self._names}
             )
+            self._note_unforeseen()
+
+    def _note_unforeseen(self) -> None:
+        """The order is announced as it is drawn: too late, if no workers take it ahead."""
+        if not self._lag:
+            unknown = (each for each in _nested(self._sampler()) if not is_known(each))
+            name = type(next(unknown, self._sampler())).__name__
+            self.link.note(
+                f"the order of {name} is not known before it is read, so nothing is loaded ahead:"
+                " give its DataLoader workers"
+            )
 
     def _batch_size(self) -> int:
         """How many indices a batch has: as the first that is foreseen, or as the sampler says."""
@@ -260,6 +294,7 @@ class Epoch:
             is_behind = not self._order.is_whole and position == len(self._order.indices)
             self._order = None
             self._drawn_sent = position
+            self._note_unforeseen()
             if not is_behind:  # else all that was foreseen has come
                 self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
@@ -275,7 +310,9 @@ class Epoch:
     def received(self, before_s: float, after_s: float) -> None:
         """The loop has got a batch, for which it asked at `before_s`."""
         self._received += 1
-        if self.told is not None and self.told.wanted:
+        if self.has_failed:
+            self.is_counted = False
+        if self.told is not None and not self.told.is_learned:
             self.told.saw(self._drawn.between(self.position(-1), self.position()))
         self._waited_s += after_s - before_s
         if self._left_s:
@@ -311,7 +348,13 @@ class Epoch:
         ends."""
         if not self.is_over:
             self.is_over = True
-            self.link.send_soon({"do": "left", **self._names})
+            foreseen = 0 if self._order is None else len(self._order.indices)
+            self.link.send_soon(
+                {
+                    "do": "left", **self._names, "position": self.position(),
+                    "of": max(foreseen, self._drawn.count),
+                }
+            )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
         """How many indices of the order were in the batches that the loop has received."""
@@ -410,14 +453,27 @@ def _nested(sampler: object) -> Iterator[object]:
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
 
 
+def _passes_all_on(sampler: object) -> bool:
+    """Whether a sampler gives all that it draws from the one inside, in the same order. A class of
+    the user's may sort it, skip some or deal it to several processes."""
+    kinds = [
+        getattr(sys.modules.get(module), "BatchSampler", None)
+        for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
+    ]
+    own = inspect.unwrap(getattr(type(sampler), "__iter__", _passes_all_on))
+    return any(kind is not None and own is inspect.unwrap(kind.__iter__) for kind in kinds)
+
+
 def received(sampler: object) -> int | None:
     """How many indices of a sampler were in the batches that the loop has received in the current
-    epoch. None for a sampler that no loop iterates by a `DataLoader`."""
+    epoch. None if these were not the first ones, or nobody knows: for a sampler that no loop
+    iterates by a `DataLoader`, or only through one that does not pass all on; if a library takes
+    batches ahead of the loop; and if the loop has gone on behind a batch that failed."""
     try:
         epoch = _current.get(sampler)
     except TypeError:
         return None
-    return None if epoch is None else epoch.position()
+    return None if epoch is None or not epoch.is_counted else epoch.position()
 
 
 def watch(link: Link, settings: Settings) -> None:
@@ -483,7 +539,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         try:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
-            workers = None if epoch.told is None else state.learn(self, epoch.told)
+            workers = None if epoch.told is None else state.look(self, epoch.told)
         except Exception as error:  # the loop goes on as it would without us
             state.link.note(f"cannot follow a DataLoader: {error!r}")
         _expected.pair = None if epoch is None else (_index_sampler(self), epoch)
@@ -558,6 +614,13 @@ def _wrap_iterator(kind: type) -> None:
         except StopIteration:
             epoch.tell(time.monotonic(), is_over=True)
             raise
+        except Exception:
+            epoch.has_failed = True
+            raise
+        if not epoch.has_begun:
+            epoch.has_begun = True
+            taker = str(sys._getframe(1).f_globals.get("__name__")).partition(".")[0]
+            epoch.is_counted = taker not in _READ_AHEAD
         epoch.received(before_s, time.monotonic())
         return batch
 

@@ -233,13 +233,18 @@ def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[ob
     return begun
 
 
+def is_known(sampler: object) -> bool:
+    """Whether a sampler is of a class whose order can be learned without a trace."""
+    kind = type(sampler)
+    return (kind.__module__, kind.__qualname__) in _KNOWN
+
+
 def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
     """A copy that can be iterated without a change to the sampler; None where that is not known.
     The copies of its generators are added to `copies`, by the ids of their originals."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
-    kind = type(sampler)
-    if (kind.__module__, kind.__qualname__) not in _KNOWN:
+    if not is_known(sampler):
         return None
     twin = copy.copy(sampler)
     fields = vars(twin)

@@ -1,0 +1,76 @@
+"""Sees which files are opened while a sample is read, by whatever library: with inotify(7).
+
+Python's audit hooks see only what Python opens. This sees all, but only of files that are named
+beforehand, and it costs more: some 0.2 ms, and 8 ms in a thread to close it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+from collections.abc import Iterable
+
+_OPEN, _ACCESS = 0x20, 0x1
+_FLAGS = os.O_CLOEXEC | os.O_NONBLOCK
+_EVENT = struct.Struct("iIII")  # the watch, what happened, a cookie, the length of a name behind it
+_EVENTS_BYTES = 1 << 16
+_LINK = "anon_inode:inotify"
+
+
+class Opens:
+    """An inotify descriptor. Not safe for concurrent use."""
+
+    def __init__(self) -> None:
+        """Raises OSError where the kernel gives none."""
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._descriptor = self._checked(self._libc.inotify_init1(_FLAGS))
+        self._paths: dict[int, str] = {}  # by number of the watch
+
+    def watch(self, paths: Iterable[str]) -> None:
+        """Watch these files instead of others. Raises OSError for one that there is not, and if the
+        program has closed the descriptor."""
+        self.opened()
+        for each in self._paths:
+            self._libc.inotify_rm_watch(self._descriptor, each)
+        self._paths.clear()
+        for path in paths:
+            name = os.fsencode(path)
+            watch = self._libc.inotify_add_watch(self._descriptor, name, _OPEN | _ACCESS)
+            self._paths[self._checked(watch)] = path
+
+    def opened(self) -> set[str]:
+        """Those that were opened or read since they are watched. Raises OSError as `watch`."""
+        found = set()
+        self._check_ours()
+        try:
+            while events := os.read(self._descriptor, _EVENTS_BYTES):
+                at = 0
+                while at < len(events):
+                    watch, what, _, name_bytes = _EVENT.unpack_from(events, at)
+                    at += _EVENT.size + name_bytes
+                    if what & (_OPEN | _ACCESS) and watch in self._paths:
+                        found.add(self._paths[watch])
+        except BlockingIOError:
+            return found
+        return found
+
+    def close(self) -> None:
+        """Takes some 8 ms, in which other threads go on."""
+        try:
+            self._check_ours()
+        except OSError:
+            return
+        os.close(self._descriptor)
+
+    def _check_ours(self) -> None:
+        """Raise OSError if the descriptor is another one by now: a program may close all, and open
+        others, which get these numbers."""
+        if os.readlink(f"/proc/self/fd/{self._descriptor}") != _LINK:
+            raise OSError("the descriptor is not ours")
+
+    @staticmethod
+    def _checked(result: int) -> int:
+        if result < 0:
+            raise OSError(ctypes.get_errno(), "inotify")
+        return result

@@ -1,0 +1,215 @@
+"""Learns which files the samples of a dataset open, and compares that with what is planned.
+
+A dataset may list its files and yet keep them in memory after the first epoch, read them from one
+archive, open others with them, or list others in each epoch. A plan of what nobody reads costs the
+store's bandwidth and the mount's memory, so it is worse than none. The hooks of the training
+processes say for samples what these have opened (`../hook/diesel_hook/learning.py`), and for some
+of them, those that were *checked*, that they have opened nothing else.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .file_tables import (
+    Entries,
+    FileTable,
+    MountedFiles,
+    SampleFiles,
+    SampleTable,
+    ShownVersion,
+    resolved,
+    scattered,
+)
+
+Paths = Sequence[bytes]
+Places = dict[ShownVersion, tuple[Entries, Entries]]
+"""For each mount: files, and the places of their samples."""
+
+CHECKS_MIN, CHECKS_MAX = 12, 24
+"""How many of the latest checked samples decide. A process checks 16 when an epoch begins, so one
+epoch is enough for it, whatever the epochs before have shown."""
+
+
+class _Check(NamedTuple):
+    """A sample that was checked."""
+
+    planned: int
+    """How many files were planned for it."""
+    opened: int
+    """How many of these it has opened."""
+    others: int
+    """How many other files of mounts it has opened."""
+
+
+class ObservedTable:
+    """The table of a dataset, as it lists its files and as its samples open them.
+
+    A sample that was not seen yet has the files that are listed; one that was seen has those, and
+    behind them what else it has opened. Once the samples that were checked have opened less than
+    half of what was planned for them, the plan has failed: a list is given up for what is learned,
+    and if that has failed, or the samples open nothing, there are no files any more.
+    """
+
+    def __init__(self, name: str, size: int, listed: FileTable | None = None) -> None:
+        self.size = size
+        self.name = name
+        self.listed = listed
+        self.learned = FileTable(size)
+        self.failures = 0
+        self._told = listed
+        self._is_seen = np.zeros(size, np.bool_)
+        self._checks: deque[_Check] = deque(maxlen=CHECKS_MAX)
+        self._is_given_up = False
+
+    def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
+        """See `SampleTable`."""
+        if self._is_given_up:
+            return {}
+        if self.listed is None:
+            return self.learned.take(indices)
+        at, is_inside = resolved(indices, self.size)
+        is_seen = np.zeros(len(indices), np.bool_)
+        is_seen[is_inside] = self._is_seen[at[is_inside]]
+        if not is_seen.any():
+            return self.listed.take(indices)
+        taken: dict[ShownVersion, list[tuple[Entries, SampleFiles]]] = {}
+        for table, mask in ((self.learned, is_seen), (self.listed, ~is_seen)):
+            [places] = np.nonzero(mask)
+            for shown, files in table.take(indices[places]).items():
+                taken.setdefault(shown, []).append((places, files))
+        return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
+
+    def as_told(self) -> SampleTable:
+        """See `SampleTable`."""
+        return self.learned if self._told is None else self._told
+
+    def add(
+        self,
+        files: MountedFiles,
+        samples: Entries,
+        is_checked: npt.NDArray[np.bool_],
+        counts: Entries,
+        paths: Paths,
+        cwd: str,
+    ) -> str:
+        """These samples opened so many files each. Returns what the user should know if a plan has
+        failed, else "". Raises ValueError for what has no meaning."""
+        if (counts < 0).any() or int(counts.sum()) != len(paths):
+            raise ValueError("the numbers of files and of paths differ")
+        if np.any((samples < 0) | (samples >= self.size)):
+            raise ValueError("a sample is beyond the end of its dataset")
+        if self._is_given_up:
+            return ""
+        found = FileTable(len(samples))
+        files.find(found, np.repeat(np.arange(len(samples)), counts).tolist(), paths, cwd)
+        opened = _placed(found.take(np.arange(len(samples))))
+        for check in self._compared(samples, is_checked, opened):
+            self._checks.append(check)
+        self._learn(samples, opened)
+        return self._judged()
+
+    def _compared(
+        self, samples: Entries, is_checked: npt.NDArray[np.bool_], opened: Places
+    ) -> list[_Check]:
+        """What was planned for the samples that were checked, and what they have opened."""
+        if not is_checked.any():
+            return []
+        count = len(samples)
+        [rows] = np.nonzero(is_checked)
+        planned, kept, others = (np.zeros(count, np.int64) for _ in range(3))
+        taken = self.take(samples[rows])
+        for shown, (entries, places) in _placed(taken).items():
+            planned += np.bincount(rows[places], minlength=count)
+            is_opened = _is_in((entries, rows[places]), opened.get(shown, _NOTHING))
+            kept += np.bincount(rows[places[is_opened]], minlength=count)
+        for _, places in opened.values():
+            others += np.bincount(places, minlength=count)
+        columns = (planned[rows], kept[rows], others[rows] - kept[rows])
+        checks = [_Check(*row) for row in zip(*(each.tolist() for each in columns), strict=True)]
+        return [each for each in checks if each.planned]
+
+    def _learn(self, samples: Entries, opened: Places) -> None:
+        """Keep what samples have opened that were not seen before."""
+        is_new = np.zeros(len(samples), np.bool_)
+        is_new[np.unique(samples, return_index=True)[1]] = True
+        is_new &= ~self._is_seen[samples]
+        more, listed = opened, {}
+        if self.listed is not None:
+            listed = _placed(self.listed.take(samples))
+            more = {
+                shown: (entries[is_more], places[is_more])
+                for shown, (entries, places) in opened.items()
+                for is_more in [~_is_in((entries, places), listed.get(shown, _NOTHING))]
+            }
+            is_new &= _has_any(more, len(samples))  # else its list says it all
+        for found in (listed, more):
+            for shown, (entries, places) in found.items():
+                mine = is_new[places]
+                self.learned.add(shown, samples[places[mine]], entries[mine])
+        self._is_seen[samples[is_new]] = True
+
+    def _judged(self) -> str:
+        """Give up what has failed; what the user should know of it."""
+        planned = sum(each.planned for each in self._checks)
+        if len(self._checks) < CHECKS_MIN or 2 * sum(e.opened for e in self._checks) >= planned:
+            return ""
+        failed = [each for each in self._checks if each.opened < each.planned]
+        opens_others = 2 * sum(each.others > 0 for each in failed) >= len(failed)
+        self._checks.clear()
+        self.failures += 1
+        if self.listed is not None and opens_others:
+            self.listed, self.learned = None, FileTable(self.size)
+            self._is_seen[:] = False
+            return f"{self.name} opens other files than those that it lists: they are learned"
+        self._is_given_up = True
+        if opens_others:
+            return f"{self.name} opens other files in each epoch: nothing is planned for it"
+        return (
+            f"{self.name} does not open most of its files, as if it kept them in memory or read"
+            " them from elsewhere: nothing is planned for it"
+        )
+
+    def describe(self) -> str:
+        """What the user should know of it at the end; "" for a list that says all."""
+        found = self.learned.found
+        if self._is_given_up or (self.listed is not None and not found):
+            return ""
+        if not found:
+            return f"{self.name} opened no file of a mount that could be seen: no plan for it"
+        each = self.learned.files / found
+        samples = f"{found:,} of {self.size:,} samples"
+        return f"learned which files {self.name} reads: those of {samples}" + (
+            f", {each:.3g} files each" if each > 1 else ""
+        )
+
+
+_NOTHING = np.empty(0, np.int64), np.empty(0, np.int64)
+
+
+def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
+    """The files of samples, with the place of the sample of each."""
+    return {
+        shown: (
+            files.entries.astype(np.int64),
+            np.repeat(np.arange(len(files.ends)), np.diff(files.ends, prepend=0)),
+        )
+        for shown, files in taken.items()
+    }
+
+
+def _is_in(some: tuple[Entries, Entries], others: tuple[Entries, Entries]) -> npt.NDArray[np.bool_]:
+    """Which pairs of a file and a place are among others."""
+    one, other = (places << 32 | entries for entries, places in (some, others))
+    return np.isin(one, other)
+
+
+def _has_any(opened: Places, count: int) -> npt.NDArray[np.bool_]:
+    """Which of so many samples have opened any file."""
+    found = np.zeros(count, np.bool_)
+    for _, places in opened.values():
+        found[places] = True
+    return found
