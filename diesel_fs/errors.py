@@ -7,9 +7,9 @@
     ├── PartialError                       3  EIO
     ├── NotFoundError                     10  ENOENT
     │   ├── NoSuchDataset                 10  ENOENT
-    │   ├── NoSuchFile                    10  ENOENT
-    │   └── NoSuchPath                    10  ENOENT
-    │       └── NotAFolder                10  ENOTDIR
+    │   ├── NoSuchPath                    10  ENOENT
+    │   │   └── NotAFolder                10  ENOTDIR
+    │   └── NoSuchFile                    10  ENOENT
     ├── BusyError                         11  EBUSY
     ├── PermissionDenied                  12  EACCES
     ├── ConflictError                     12  EEXIST

@@ -73,7 +73,7 @@ def test_the_drawing_is_the_tree() -> None:
     [
         ("PartialError                       3", "PartialError                       4"),
         ("11  EBUSY", "11  EAGAIN"),
-        ("│   └── ConfigError", "├── ConfigErro"),
+        ("│   ├── ConfigError", "├── ConfigErro"),
         ("    ├── BusyError                         11  EBUSY\n", ""),
     ],
 )

@@ -208,7 +208,7 @@ def test_what_the_command_refuses(dlcmd: Dlcmd, tmp_path: Path) -> None:
     result = dlcmd("put", source / "cats/1", "pets/x", "--manifest", labels, code=2)
     assert "--manifest needs more than one file as SRC" in result.err
     result = dlcmd("put", source, "pets", "--manifest", source, code=2)
-    assert "names 2" in result.err
+    assert "is a directory" in result.err
     result = dlcmd("put", source, "pets", "--manifest", "ftp://host/labels.csv", code=2)
     assert "ftp://" in result.err
     assert dlcmd("put", source, "pets", "-n", "--manifest", labels).out.startswith(b"would put")

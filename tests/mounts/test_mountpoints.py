@@ -261,6 +261,9 @@ PUSHING_AS_USER = """if True:
     from diesel_fs.system import syscalls
     from tests.mounts.observed import Processes, figures, is_gone, mounted, noise, put, state_of
     from tests.waiting import PATIENCE_S, wait_until
+    def stop(pid):
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: state_of(pid) == "T")
     def forbidden(_):
         raise PermissionError("as by Yama, for a process of another parent")
     at, url = Path(sys.argv[1]) / "mount", "file://" + sys.argv[1] + "/repository"
@@ -272,10 +275,10 @@ PUSHING_AS_USER = """if True:
         (at / "a0").read_bytes()
         wait_until(lambda: figures(stats(at), "residency").get("pushed_entries", 0) == 3)
         pids = Processes.of(at)  # it need not look up names any more
-        os.kill(pids.worker, signal.SIGSTOP)
+        stop(pids.worker)
         (at / "b0").read_bytes()  # the worker will push its neighbours,
         Processes.of(at)  # of which the server has told it by now
-        os.kill(pids.server, signal.SIGSTOP)
+        stop(pids.server)
         reader = subprocess.Popen(["head", "-c1", at / "b1"], stdout=out, stderr=out)
         wait_until(lambda: state_of(reader.pid) == "D")  # the kernel has the READ, the server not
         os.kill(pids.worker, signal.SIGCONT)

@@ -171,7 +171,7 @@ def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_pa
             assert os.listdir(place) == []
         followed.wait_for(version)
         assert (at / "0new").read_bytes() == os.fsencode(place)
-        assert followed.follow()["trouble"] == ""
+        wait_until(lambda: followed.follow()["trouble"] == "")
 
 
 def test_a_bind_mount_keeps_its_version(followed: FollowedMount, tmp_path: Path) -> None:
