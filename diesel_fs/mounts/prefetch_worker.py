@@ -503,9 +503,11 @@ class PrefetchWorker:
 
     def _are_whole(self, entries: Sequence[int]) -> list[bool]:
         found = []
+        cache, reads_failed = self._page_cache, self._push_status.reads_failed
         for entry in entries:
             try:
-                found.append(self._page_cache.is_whole(entry))
+                has_failed = reads_failed and cache.drop_failed(entry)
+                found.append(not has_failed and cache.is_whole(entry))
             except OSError:
                 found.append(False)
         return found

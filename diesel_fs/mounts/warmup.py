@@ -233,7 +233,14 @@ class Warmup:
             unread = self._read_files(large, lambda *_: None)
             pushed = replace(pushed, reached=np.concatenate([pushed.reached, self._files[large]]))
         else:
-            pushed = self._push_once(control, self._files[self._fitting()], ENDLESS_BYTES, show)
+            fitting = self._files[self._fitting()]
+            pushed = self._push_once(control, fitting, ENDLESS_BYTES, show)
+            self._forget_freed(control)
+            # A mount believes that the READ of a missed file has brought it; it may have failed.
+            absent = np.setdiff1d(fitting[~control.resident(fitting)], pushed.failed)
+            if len(absent) and len(pushed.reached) == len(fitting):
+                again = self._push_once(control, absent, ENDLESS_BYTES, lambda *_: None)
+                pushed = replace(pushed, failed=np.union1d(pushed.failed, again.failed))
             served_part = 0.0
         self._forget_freed(control)
         resident = control.resident(self._files)

@@ -438,7 +438,8 @@ def cached_bytes(file: int, start: int, size: int) -> int:
     """How many of `size` bytes of an open file are in the page cache, in whole pages. `start`, the
     first of them, is a multiple of the page size. Raises OSError.
 
-    It uses cachestat(2) where the kernel has it, else mincore(2) of a mapping.
+    It uses cachestat(2) where the kernel has it, else mincore(2) of a mapping. The first counts
+    pages of reads that have failed, too; see `read_bytes`.
     """
     if not size:
         return 0
@@ -448,11 +449,15 @@ def cached_bytes(file: int, start: int, size: int) -> int:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.EPERM):
             raise
-        return _mincore_bytes(file, start, size)
+        return read_bytes(file, start, size)
     return int(counts.cache) * mmap.PAGESIZE
 
 
-def _mincore_bytes(file: int, start: int, size: int) -> int:
+def read_bytes(file: int, start: int, size: int) -> int:
+    """As `cached_bytes`, but a page counts only if its read has succeeded. It takes some 15 us
+    longer (mincore(2) of a mapping)."""
+    if not size:
+        return 0
     writable = mmap.PROT_READ | mmap.PROT_WRITE  # else ctypes does not tell the address
     with mmap.mmap(file, size, mmap.MAP_PRIVATE, writable, offset=start) as mapping:
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapping))

@@ -134,6 +134,25 @@ def test_loaded_files_need_no_store(dlcmd: Dlcmd, pets: Path, mounted: Mount, se
     assert facts(at / "a") == facts(pets / "a")
 
 
+@pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
+def test_H22_pages_of_failed_reads_are_not_taken_for_contents(
+    dlcmd: Dlcmd, mounted: Mount, session: str
+) -> None:
+    """The kernel keeps the page of a READ that has failed, without contents."""
+    at = mounted("--session", session, "--memory", "256M")
+    dlcmd("warmup", at)
+
+    def fails() -> bool:
+        with (at / "a/7").open("rb") as file, suppress(OSError):
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return not file.read()
+        return True
+
+    with without_contents(dlcmd.store):
+        wait_until(fails)  # a native mount keeps a copy in its content file for a moment
+    assert_loads(dlcmd, at, at, FILES)
+
+
 def test_too_small_a_memory_is_filled_and_the_right_one_named(
     dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:

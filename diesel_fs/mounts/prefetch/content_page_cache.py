@@ -42,6 +42,7 @@ from .page_cache import (
     PageCache,
     advise_in_steps,
     advise_on_files,
+    drop_failed,
     some_contents,
 )
 
@@ -411,6 +412,13 @@ class ContentPageCache(PageCache):
             self._resident_bytes_of_file(entry) >= size
             or cached_bytes(self._content.descriptor, start, size) >= size
         )
+
+    def drop_failed(self, entry: int) -> bool:
+        """Of the file, and of its range in the content file."""
+        size = self._snapshot.stat(entry).size
+        start = int(self._image.first_block[entry]) * BLOCK_BYTES
+        in_content = drop_failed(self._content.descriptor, start, size)
+        return super().drop_failed(entry) or in_content
 
     def watch(self, entries: Iterable[int]) -> None:
         """Also opens the files, before they are watched: they are settled by these descriptors, as

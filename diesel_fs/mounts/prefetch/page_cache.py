@@ -209,6 +209,15 @@ class PageCache(ABC):
         """Whether all pages of a file are in the page cache. Raises OSError."""
         return self.resident_bytes(entry) >= self._snapshot.stat(entry).size
 
+    def drop_failed(self, entry: int) -> bool:
+        """Drop pages of a file whose READ has failed: they are in the page cache without contents,
+        and the kernel's read-ahead passes over them. Whether there were any. Raises OSError."""
+        file = self._open(entry)
+        try:
+            return drop_failed(file, 0, self._snapshot.stat(entry).size)
+        finally:
+            os.close(file)
+
     def note_reads(self) -> None:  # noqa: B027  # not all need it
         """Note that READs of file contents have reached the server."""
 
@@ -384,6 +393,15 @@ class FusePageCache(PageCache):
         """Make one name known to the kernel, by stat(2) through the mount. Raises OSError."""
         inside = self._folders.descriptor(self._snapshot.parent(entry))
         os.stat(self._snapshot.name(entry), dir_fd=inside, follow_symlinks=False)
+
+
+def drop_failed(file: int, start: int, size: int) -> bool:
+    """Drop the pages of a part of an open file if the READs of some have failed; whether they have.
+    `start` is a multiple of the page size. Raises OSError."""
+    has_failed = syscalls.read_bytes(file, start, size) < syscalls.cached_bytes(file, start, size)
+    if has_failed:
+        os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
+    return has_failed
 
 
 def some_contents(batch: Batch, places: list[int]) -> Batch:

@@ -112,6 +112,7 @@ class KernelSession:
         self._on_miss: Callable[[int], None] = _ignore
         self._on_forget: Callable[[Sequence[int]], None] = _ignore
         self._push_status: PushStatusMap | None = None
+        self._reads_failed = False
         self.negotiated = ""
 
     def _make_handlers(self) -> Mapping[int, tuple[str, Handler]]:
@@ -234,6 +235,8 @@ class KernelSession:
         holds READs of entries that `push_status` says are pushed soon.
         """
         self._on_miss, self._on_forget, self._push_status = on_miss, on_forget, push_status
+        if self._reads_failed:
+            push_status.note_failed_read()
 
     def detach_worker(self) -> None:
         """Disconnects the worker, which has ended: nothing is reported or held any more."""
@@ -289,8 +292,7 @@ class KernelSession:
             try:
                 found = vfs.read_nowait(node, offset, size)
             except BaseException as fault:
-                self._send(unique, (), vfs.errno_of(fault, "read", node))
-                self._waits.answered(thread, WaitCause.MOUNT, self._begun_s)
+                self._fail_read(read, fault)
                 return
             if found is not None:
                 self._send(unique, (found,))
@@ -299,6 +301,17 @@ class KernelSession:
                 self._later(read, "read", vfs.read(node, offset, size))
         if push_status is not None and node < HIDDEN_ROOT and push_status.takes_miss():
             self._on_miss(node - 1)
+
+    def _fail_read(self, read: ReadRequest, fault: BaseException) -> None:
+        """Answers a READ by an error, at once."""
+        self._note_failed_read()
+        self._send(read.unique, (), self._vfs.errno_of(fault, "read", read.node))
+        self._waits.answered(read.thread, WaitCause.MOUNT, self._begun_s)
+
+    def _note_failed_read(self) -> None:
+        self._reads_failed = True
+        if self._push_status is not None:
+            self._push_status.note_failed_read()
 
     async def _read_held(
         self, push_status: PushStatusMap, node: int, offset: int, size: int
@@ -349,6 +362,8 @@ class KernelSession:
                 else:
                     number = self._vfs.errno_of(fault, request, node)
         self._waiting.pop(unique, None)
+        if number and request == "read":
+            self._note_failed_read()
         self._send(unique, answer, number)
         self._waits.end(waiting.wait)
 

@@ -510,8 +510,7 @@ class NativeSession(KernelSession):
         try:
             found = content.read_nowait(offset, size)
         except BaseException as fault:
-            self._send(unique, (), self._vfs.errno_of(fault, "read", node))
-            self._waits.answered(thread, WaitCause.MOUNT, self._begun_s)
+            self._fail_read(read, fault)
             return
         if found is not None:
             self._send(unique, found)

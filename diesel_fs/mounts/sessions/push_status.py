@@ -11,11 +11,11 @@ the other, each writes its mark before it reads the other's.
 Where no memory is left and nothing is planned, the server's reports of misses (READs that came)
 change nothing. The worker then asks for few of them, which leaves the processors to the readers.
 
-The memory has a count of the worker's progress, a byte that says whether it wants few misses, and
-two bytes for each entry (a file by its index in the snapshot): the worker writes the first, the
-server the second. A torn or late value costs a moment, nothing else. Behind these come the
-addresses of entries in order logs (`cache/log_addresses.py`), which take memory only where there
-are logs.
+The memory has a count of the worker's progress, a byte that says whether it wants few misses, one
+by which the server says that a READ has failed, and two bytes for each entry (a file by its index
+in the snapshot): the worker writes the first, the server the second. A torn or late value costs a
+moment, nothing else. Behind these come the addresses of entries in order logs
+(`cache/log_addresses.py`), which take memory only where there are logs.
 """
 
 import math
@@ -47,9 +47,9 @@ MISS_INTERVAL_S = 0.01
 _SOON, _NOW = 1, 2  # what the worker writes for an entry; 0: not pushed soon
 
 _COUNT_BYTES = 64
-"""8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted; at 16 the number of
-entries, in 8 bytes."""
-_FEW_AT, _ENTRIES_AT = 8, 16
+"""8 bytes of progress; at 8 a byte that is not 0 where few misses are wanted; at 9 one that is not
+0 if a READ has failed; at 16 the number of entries, in 8 bytes."""
+_FEW_AT, _FAILED_AT, _ENTRIES_AT = 8, 9, 16
 
 
 def push_status_file(entry_count: int) -> int:
@@ -76,6 +76,7 @@ class PushStatusMap:
         self._being_read = np.frombuffer(shared, np.uint8, entries, _COUNT_BYTES + entries)
         self._soon_seen = memoryview(shared)[_COUNT_BYTES : _COUNT_BYTES + entries]
         self._few = memoryview(shared)[_FEW_AT : _FEW_AT + 1]
+        self._failed = memoryview(shared)[_FAILED_AT : _FAILED_AT + 1]
         self._miss_sent_s = -math.inf
         self._marked = NO_ENTRIES
 
@@ -105,7 +106,16 @@ class PushStatusMap:
         self._soon[entries] = _NOW
         return self._being_read[entries].astype(np.bool_)
 
+    @property
+    def reads_failed(self) -> bool:
+        """Whether a READ has failed: its pages may be in the page cache without contents."""
+        return bool(self._failed[0])
+
     # for the server
+
+    def note_failed_read(self) -> None:
+        """A READ has failed."""
+        self._failed[0] = 1
 
     def takes_miss(self) -> bool:
         """Whether the server reports this miss to the worker."""
