@@ -10,6 +10,7 @@ import signal
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import takewhile
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from .test_layers import LAYERS, modules
 TREE = Path(__file__).resolve().parents[1]
 PAGES = [path for path in FILES if path.suffix == ".md"]
 PRODUCT = [path for path in FILES if path.relative_to(TREE).parts[0] != "tests"]
+TESTS = sorted({*SOURCES} - {*PRODUCT})
 
 
 def page(name: str) -> str:
@@ -305,18 +307,27 @@ def test_commands_in_pages_name_verbs_and_options_that_there_are() -> None:
     assert tried > 100
 
 
-def defined(paths: Iterable[Path]) -> Iterator[tuple[Path, str]]:
-    """The functions in some sources."""
-    for path in paths:
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield path, node.name
+@cache
+def syntax(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
 
 
-def fast_tests(path: Path) -> Iterator[str]:
+def functions_in(path: Path) -> list[str]:
+    """The names of the functions in a source."""
+    nodes = ast.walk(syntax(path))
+    return [e.name for e in nodes if isinstance(e, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def fast_tests(path: Path) -> Iterable[str]:
     """The tests of a module that are not marked `deep`; a mark on some of its parameters, or of a
     fixture's, leaves the others fast."""
-    tree = ast.parse(path.read_bytes())
+    if "pytest.mark.deep" in path.read_text(encoding="utf-8"):
+        return unmarked_tests(syntax(path))
+    return functions_in(path)
+
+
+def unmarked_tests(tree: ast.Module) -> Iterator[str]:
+    """As `fast_tests`, of a module in which something is marked."""
     whole = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     if any(
         "pytest.mark.deep" in ast.unparse(value) and "param" not in ast.unparse(value)
@@ -353,7 +364,7 @@ def test_every_fault_that_a_test_names_is_described() -> None:
     listed = re.findall(r"^\| ([A-Z]\d+) \| (.*) \|$", page("tests/FAULTS.md"), re.MULTILINE)
     described = dict(listed)
     assert len(described) == len(listed) > 150
-    names = [name for path, name in defined(SOURCES) if path not in PRODUCT]
+    names = [name for path in TESTS for name in functions_in(path)]
     assert [name for name in names if re.match(r"test_[a-z]\d+_", name)] == []
     assert {code for name in names for span in spans_in(name) for code in span} <= described.keys()
     carried = codes_in(names)
@@ -366,10 +377,9 @@ def test_every_fault_that_a_test_names_is_described() -> None:
 
 def test_every_fault_has_a_test_in_the_fast_tier() -> None:
     """Unless it is shown elsewhere, or `FAULTS.md` says why only the deep tier can show it."""
-    tests = [path for path in SOURCES if path not in PRODUCT and path.name.startswith("test_")]
-    deep = codes_in(name for _, name in defined(tests)) - codes_in(
-        name for path in tests for name in fast_tests(path)
-    )
+    tests = [path for path in TESTS if path.name.startswith("test_")]
+    fast = codes_in(name for path in tests for name in fast_tests(path))
+    deep = codes_in(name for path in tests for name in functions_in(path)) - fast
     texts = dict(re.findall(r"^\| ([A-Z]\d+) \| (.*) \|$", page("tests/FAULTS.md"), re.MULTILINE))
     assert {code for code in deep if "Deep tier: " not in texts[code]} == set()
 

@@ -117,8 +117,7 @@ FORKED = {"num_workers": 1, "multiprocessing_context": "fork"}
 KINDS = ["random", "own generator", "weighted", "in place", "batches", "no batches"]
 
 
-@each_row("persistent", [False, True])
-@each_row("kind", KINDS)
+@each_row(("kind", "persistent"), [*((kind, False) for kind in KINDS), ("random", True)])
 def test_it_is_a_stock_loader_while_the_number_stays(kind: str, persistent: bool) -> None:
     """To the random numbers of the workers."""
     workers = {**FORKED, "num_workers": 2, "persistent_workers": persistent}

@@ -174,7 +174,7 @@ GENERATOR = ("shuffle=True", "shuffle=True, generator=torch.Generator()")
             ("0", GENERATOR, [False]),
             ("1", ("range(2):", "range(2):\n    torch.rand(1)"), [False, False]),
         ],
-        2,
+        1,
     ),
     ids=["generator", "global generator", "not ahead", "another draw"],
 )
@@ -267,6 +267,7 @@ assert received(late.sampler) is None
 """
 
 
+@pytest.mark.deep
 def test_T2_what_a_loop_has_received_is_counted() -> None:
     """With `join`, under `dlcmd run`, and with both: then `join` does nothing. What is not the
     beginning of the order is not counted."""

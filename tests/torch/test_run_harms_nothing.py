@@ -165,6 +165,7 @@ for kind, workers, wanted in (
 """
 
 
+@pytest.mark.deep
 @pytest.mark.fuse
 def test_T1_a_dataset_that_does_not_read_what_it_lists(mounted: Path, tmp_path: Path) -> None:
     """It is planned by what it opens, or not at all, and the user is told once."""
