@@ -78,7 +78,7 @@ demo: $(MADE)/demo
 	@$(VENV)/bin/python -m deploy.demo
 
 test: $(MADE)/tools $(MADE)/demo | system-test
-	@$(PYTEST) $(or $(JOBS),3) $(if $(AFFECTED),--affected $(SINCE)) $(ARGS)
+	@$(PYTEST) $(or $(JOBS),4) $(if $(AFFECTED),--affected $(SINCE)) $(ARGS)
 
 test-deep: $(MADE)/tools $(MADE)/demo | system-test
 	@$(PYTEST) $(or $(JOBS),2) -m "not bench and (deep or hypothesis)" --hypothesis-profile deep $(ARGS)
