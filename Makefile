@@ -40,7 +40,7 @@ DOCS_PIP := $(VENV)/docs/bin/python -m pip --disable-pip-version-check --quiet
 MADE := $(VENV)/made
 ARGS ?=
 JOBS ?=
-# Three tests at a time on two processors, since a test often waits for a process or a clock; of the
+# Four tests at a time on two processors, since a test often waits for a process or a clock; of the
 # deep ones two, which have many processes of their own
 PYTEST = $(VENV)/bin/python -m pytest --dist worksteal --numprocesses
 AFFECTED ?=
