@@ -294,6 +294,7 @@ def test_F6_another_secret_and_another_task_are_refused(task: RunningTask, tmp_p
     task.options = {"peers": peers, "listen": ""}
     keys = ["the same key of two of the nodes", "the same key of two of the nodes", "another key "]
     readers = [task.reader(rank, task_key=keys[rank] * 2).ready() for rank in range(3)]
+    task.gathered([0, 1])  # who is not connected yet reads the store
     assert all_right(epochs(readers))
     assert task.figure(0, "peers", "1", "parts") > 0
     assert task.figure(0, "peers", "2", "parts") == 0
