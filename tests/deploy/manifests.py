@@ -18,7 +18,7 @@ BASES = sorted(path.parent for path in (KUBERNETES / "base").glob("*/kustomizati
 OVERLAYS = sorted(path.parent for path in (KUBERNETES / "overlays").glob("*/kustomization.yaml"))
 
 GIVEN = {"diesel-store", "diesel-tls", "diesel-redis"}
-"""The Secrets that an administrator makes; `deploy/KUBERNETES.md` says how."""
+"""The Secrets that an administrator makes; `deploy/KUBERNETES.md` describes how."""
 
 
 def read(path: Path) -> list[Json]:
@@ -28,7 +28,7 @@ def read(path: Path) -> list[Json]:
 
 @cache
 def render(folder: Path) -> list[Json]:
-    """The objects of an overlay or a base. The test is skipped where there is no kubectl."""
+    """The objects of an overlay or a base. The test is skipped if there is no kubectl."""
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("kubectl is missing, and this system has no package of it")
