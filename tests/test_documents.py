@@ -40,7 +40,6 @@ TESTS = sorted({*SOURCES} - {*PRODUCT})
 
 
 def page(name: str) -> str:
-    """The text of a page."""
     return (TREE / name).read_text(encoding="utf-8")
 
 
@@ -315,7 +314,6 @@ def syntax(path: Path) -> ast.Module:
 
 
 def functions_in(path: Path) -> list[str]:
-    """The names of the functions in a source."""
     nodes = ast.walk(syntax(path))
     return [e.name for e in nodes if isinstance(e, ast.FunctionDef | ast.AsyncFunctionDef)]
 

@@ -157,7 +157,6 @@ def test_a_users_process_gets_no_foreign_runtime() -> None:
 
 
 def server(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `diesel-server`."""
     command = [sys.executable, "-m", "diesel_server", *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 

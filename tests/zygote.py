@@ -131,8 +131,6 @@ class Command:
 
 
 class _State:
-    """The state of `Popen` in this process."""
-
     def __init__(self) -> None:
         self.is_on = False  # whether commands are forked
         self.must_exec = self.must_fork = False

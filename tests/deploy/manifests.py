@@ -22,7 +22,6 @@ GIVEN = {"diesel-store", "diesel-tls", "diesel-redis"}
 
 
 def read(path: Path) -> list[Json]:
-    """The objects in a file."""
     return [cast("Json", each) for each in yaml.safe_load_all(path.read_text()) if each]
 
 
@@ -53,7 +52,6 @@ def pod_templates(objects: list[Json]) -> Iterator[tuple[str, Json]]:
 
 
 def containers(template: Json) -> list[Json]:
-    """The containers of a template."""
     spec = fields(template, "spec")
     assert not items(spec, "initContainers")
     return [cast("Json", each) for each in items(spec, "containers")]

@@ -30,7 +30,6 @@ URL = "diesel+tls://diesel-server.diesel.svc:9300"
 
 
 def blocks(language: str) -> list[str]:
-    """The blocks of a language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 

@@ -52,7 +52,6 @@ class Network:
     """A file for `/etc/hosts` with the names of Services, at the address of loopback."""
 
     def command(self, *words: str) -> list[str]:
-        """A command in this network."""
         return ["nsenter", f"--net=/proc/{self.holder}/ns/net", *words]
 
     @contextmanager

@@ -31,8 +31,6 @@ class Order(TypedDict):
 
 
 class Line(TypedDict, total=False):
-    """One event."""
-
     collected: list[str]
     started: str
     ended: str

@@ -170,7 +170,6 @@ class Tools:
                 raise Unsuitable(f"linux.uml does not run here: {error}") from error
 
     def new_disk(self, path: Path) -> Path:
-        """A new disk with an empty file system."""
         subprocess.run(["cp", "--sparse=always", self._empty, path], check=True)
         return path
 

@@ -51,7 +51,6 @@ def has_joined() -> bool:
 
 
 def install(settings: Settings) -> None:
-    """Let this process announce its reads."""
     if _links:
         return
     from . import link, loaders  # noqa: PLC0415  (processes without settings need none)
