@@ -5,7 +5,8 @@ version until it is told to move on, may be read by several threads and forked c
 puts a secret into a pickle.
 
 Read in this order: `dataset.py` (`connect` and the class `Dataset`), `pending_puts.py` (its
-writes), `addressing.py` (paths and indices), `reopening.py` (the content of a pickle). `extract.py` writes entries back to files and
-`differences.py` compares versions; `dlcmd get` and `dlcmd diff` call them. The package stands above
-`repository`, `ingest` and `peers`, and does not import `mounts`.
+writes), `addressing.py` (paths and indices), `reopening.py` (the content of a pickle). `extract.py`
+writes entries back to files and `differences.py` compares versions; `dlcmd get` and `dlcmd diff`
+call them. The package stands above `repository`, `ingest` and `peers`, and does not import
+`mounts`.
 """
