@@ -43,8 +43,8 @@ from ..format.snapshot.reader import Snapshot, Stats
 from ..ingest.options import COMPRESSIONS
 from ..names import cut, parse_versioned_name
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, chunk_order
-from ..peers.client import TaskStore, master_request
-from ..peers.options import NO_TASK, TaskKwargs, TaskOptions
+from ..peers.members.options import NO_TASK, TaskKwargs, TaskOptions
+from ..peers.reader.store import TaskStore, master_request
 from ..remote.open import open_configured
 from ..repository.interface import PurgeOptions, PurgeReport, Repository
 from ..repository.private_copies import open_snapshot_file, save_snapshot

@@ -18,9 +18,9 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
-from diesel_fs.peers.client import TaskStore
-from diesel_fs.peers.node_cache import NodeCache
-from diesel_fs.peers.peer import Peer
+from diesel_fs.peers.master.peer import Peer
+from diesel_fs.peers.node.node_cache import NodeCache
+from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
@@ -87,7 +87,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `NodeCache` has no threads, and does not check contents."""
     monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
-    monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
+    monkeypatch.setattr("diesel_fs.peers.node.node_cache.verify_chunk", lambda key, content: None)
 
 
 @pytest.fixture

@@ -22,11 +22,12 @@ from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.net import breaker
 from diesel_fs.net.breaker import TIMEOUT_MAX_S, BreakerState
-from diesel_fs.peers import client as client_module
-from diesel_fs.peers import task_chunks, wire
-from diesel_fs.peers.client import TaskStore
-from diesel_fs.peers.link import MasterLink
-from diesel_fs.peers.mapped_chunks import MappedChunks
+from diesel_fs.peers import wire
+from diesel_fs.peers.reader import store as client_module
+from diesel_fs.peers.reader import task_chunks
+from diesel_fs.peers.reader.mapped_chunks import MappedChunks
+from diesel_fs.peers.reader.master_link import MasterLink
+from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
 

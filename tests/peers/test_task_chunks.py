@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from diesel_fs.peers import task_chunks, wire
+from diesel_fs.peers import wire
+from diesel_fs.peers.reader import task_chunks
 
 from ..server.program import until
 from .conftest import Client

@@ -20,14 +20,14 @@ from typing import NamedTuple, NoReturn, Protocol
 import numpy as np
 import trio
 
-from ..errors import DieselError
-from ..net.channel import Channel, ConnectionClosed, TlsChannel
-from ..urls import HostPort
-from . import wire
-from .chunk_table import ChunkTable
+from ...errors import DieselError
+from ...net.channel import Channel, ConnectionClosed, TlsChannel
+from ...urls import HostPort
+from .. import wire
+from ..handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
+from ..node.chunk_table import ChunkTable
+from ..wire import FAILED, GIVEN, LOAD, NOT_MINE, PLAN, READ, THROUGH, WORKING, Hello, Parts
 from .data_plane import Connection, DataPlane
-from .handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
-from .wire import FAILED, GIVEN, LOAD, NOT_MINE, PLAN, READ, THROUGH, WORKING, Hello, Parts
 
 log = logging.getLogger("diesel.task")
 

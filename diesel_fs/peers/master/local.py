@@ -24,10 +24,10 @@ from pathlib import Path
 
 import trio
 
-from ..errors import CorruptError, DieselError, UsageError
-from ..format.snapshot.reader import Snapshot
-from ..system.unix_sockets import bind_unix, received_descriptors
-from . import wire
+from ...errors import CorruptError, DieselError, UsageError
+from ...format.snapshot.reader import Snapshot
+from ...system.unix_sockets import bind_unix, received_descriptors
+from .. import wire
 from .master import Master
 
 log = logging.getLogger("diesel.task")

@@ -2,9 +2,9 @@
 master is asked at all.
 
 The reader is the master's client. A `Connection` is one blocking socket. A `MasterLink` keeps
-connections, limits the time of an answer, and has a circuit breaker (`../net/breaker.py`), which
+connections, limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`), which
 the first failure opens. A failure is never raised: the caller gets None and reads from the store.
-`client.py` decides what to ask for; `launch.py` starts masters. What is read goes over other
+`store.py` decides what to ask for; `launch.py` starts masters. What is read goes over other
 connections (`owner_link.py`).
 
 Concurrency: many threads; each exchange (a request and its answer) uses a connection of its own. A
@@ -22,12 +22,12 @@ import weakref
 from collections.abc import Callable
 from uuid import UUID
 
-from ..errors import DieselError, MetadataError
-from ..net.breaker import BreakerState, CircuitBreaker
-from ..system.unix_sockets import connect_unix, received_descriptors
-from . import wire
+from ...errors import DieselError, MetadataError
+from ...net.breaker import BreakerState, CircuitBreaker
+from ...system.unix_sockets import connect_unix, received_descriptors
+from .. import wire
+from ..members.owner_table import OwnerTableView
 from .mapped_chunks import MappedChunks
-from .owner_table import OwnerTableView
 
 log = logging.getLogger("diesel.task")
 
@@ -299,7 +299,7 @@ class MasterLink:
         return connection.detach()
 
     def tell_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan_wire.py`). The status of the answer; None where the
+        """Send a message about plans (`plan/messages.py`). The status of the answer; None where the
         master does not answer."""
         answer = self._request(wire.LOCAL_PLAN, len(body), body)
         try:

@@ -2,11 +2,11 @@
 readers of all nodes and to other masters.
 
 This is its control plane. For each chunk it knows which node owns it, and tells that its clients
-(`owner_table.py`), which ask the owner themselves; its `NodeCache` learns which chunks are this
-node's. It follows the task's members as they come and go. Reads of chunks that are in memory never
-come here: the data plane answers them (`data_plane.py`). Bytes in memory and on disk are in
-`node_cache.py`, connections to and from other masters in `peer.py` and `acceptor.py`, this node's
-readers (its clients) in `local.py`, the registry of members in `registry.py`.
+(`members/owner_table.py`), which ask the owner themselves; its `NodeCache` learns which chunks are
+this node's. It follows the task's members as they come and go. Reads of chunks that are in memory
+never come here: the data plane answers them (`data_plane.py`). Bytes in memory and on disk are in
+`node/node_cache.py`, connections to and from other masters in `peer.py` and `acceptor.py`, this
+node's readers (its clients) in `local.py`, the registry of members in `members/registry.py`.
 
 What the master cannot give it reports at once, and the reader reads from the store: nothing that
 happens to members is an error of a reader. One thread (trio); calls that block run in threads.
@@ -24,24 +24,22 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.tiers import ChunkKey, verify_chunk
-from ..errors import ConflictError, DieselError, FormatError, PermissionDenied
-from ..format.object_names import chunk_object
-from ..format.snapshot.reader import Snapshot
-from ..storage.objects.store import ObjectStore
-from .acceptor import Acceptor
-from .chunk_table import ChunkTable
-from .handshake import LocalIdentity
-from .membership import ANY_INSTANCE, TTL_S, Member, Membership
-from .node_cache import FETCHES, FILL_FETCHES, Fetch, NodeCache
-from .owner_table import OwnerTable
-from .ownership import Ownership
-from .peer import Peer
-from .plan_teller import PlanTeller
-from .plan_wire import TAKEN, UNKNOWN, PlanMessage, held_pieces, plan_body, value_pieces
-from .registry import Registry
-from .task_plan import EXCHANGE_S, TaskPlan
-from .wire import (
+from ...cache.tiers import ChunkKey, verify_chunk
+from ...errors import ConflictError, DieselError, FormatError, PermissionDenied
+from ...format.object_names import chunk_object
+from ...format.snapshot.reader import Snapshot
+from ...storage.objects.store import ObjectStore
+from ..handshake import LocalIdentity
+from ..members.membership import ANY_INSTANCE, TTL_S, Member, Membership
+from ..members.owner_table import OwnerTable
+from ..members.ownership import Ownership
+from ..members.registry import Registry
+from ..node.chunk_table import ChunkTable
+from ..node.node_cache import FETCHES, FILL_FETCHES, Fetch, NodeCache
+from ..plan.messages import TAKEN, UNKNOWN, PlanMessage, held_pieces, plan_body, value_pieces
+from ..plan.publisher import PlanTeller
+from ..plan.task_plan import EXCHANGE_S, TaskPlan
+from ..wire import (
     ABSENT,
     FAILED,
     GIVEN,
@@ -52,6 +50,8 @@ from .wire import (
     TaskView,
     working_s,
 )
+from .acceptor import Acceptor
+from .peer import Peer
 
 log = logging.getLogger("diesel.task")
 

@@ -13,7 +13,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptError
+from ...errors import CorruptError
 
 _HEAD = struct.Struct("<QII")  # generation, chunks, 0
 _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's `fcntl`

@@ -1,8 +1,8 @@
 """The address at which a master listens for other masters, and the address that it gives them.
 
 This module interprets `--listen` and `--advertise`. Without them it chooses an address that other
-nodes reach: never all interfaces. It does not bind (`daemon.py`). Calls block where a name has to
-be looked up.
+nodes reach: never all interfaces. It does not bind (`master/daemon.py`). Calls block when a name
+has to be looked up.
 
 With several nodes, a name that leads back to this machine alone is refused: Debian gives a
 machine's own name such an address. An explicit loopback address is accepted, as all nodes may be on
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-from ..errors import UsageError
-from ..net.client_connection import parse_addresses as servers_of
-from ..storage.metadata.redis.address import parse_redis_url
-from ..urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
+from ...errors import UsageError
+from ...net.client_connection import parse_addresses as servers_of
+from ...storage.metadata.redis.address import parse_redis_url
+from ...urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
 from .options import TaskRequest
 
 log = logging.getLogger("diesel.task")

@@ -24,16 +24,15 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..errors import CorruptError, DieselError
-from ..format.snapshot.layout import MANY_EXTENTS
-from ..format.snapshot.reader import Snapshot
-from ..orders.computed import ComputedOrder
-from ..orders.future import FutureUses, UnitOrder
-from ..orders.plan import EPOCH_NUMBER_MAX, NO_ENTRIES, PLAN_ENTRIES_MAX, Entries
-from .chunk_future import ChunkFuture
-from .node_cache import NodeCache
-from .plan_teller import keyed
-from .plan_wire import (
+from ...errors import CorruptError, DieselError
+from ...format.snapshot.layout import MANY_EXTENTS
+from ...format.snapshot.reader import Snapshot
+from ...orders.computed import ComputedOrder
+from ...orders.future import FutureUses, UnitOrder
+from ...orders.plan import EPOCH_NUMBER_MAX, NO_ENTRIES, PLAN_ENTRIES_MAX, Entries
+from ..node.chunk_future import ChunkFuture
+from ..node.node_cache import NodeCache
+from .messages import (
     DAMAGED,
     KNOWN_STREAMS_MAX,
     NO_ROOM,
@@ -50,6 +49,7 @@ from .plan_wire import (
     order_digest,
     parse_plan,
 )
+from .publisher import keyed
 
 log = logging.getLogger("diesel.task")
 
@@ -534,7 +534,8 @@ class _Build:
         if whole is None:
             whole = epoch.computed.compute_whole(self._snapshot).astype(np.uint32)
         self.computed[key] = whole
-        entries: Entries = epoch.computed.part_of(whole)  # type: ignore[arg-type, assignment]  # of the same type
+        # The part is of the same type as the whole
+        entries: Entries = epoch.computed.part_of(whole)  # type: ignore[arg-type, assignment]
         if len(entries) != epoch.length:
             raise CorruptError(f"it has {len(entries):,} files, and {epoch.length:,} announced")
         return entries

@@ -15,13 +15,13 @@ import secrets
 from typing import Self
 from uuid import UUID
 
-from ..errors import BusyError, ConflictError, CorruptError, UsageError
-from ..storage.metadata.redis.bucket_scripts import script
-from ..storage.metadata.redis.head import open_link
-from ..storage.metadata.redis.keys import task_keys
-from ..storage.metadata.redis.link import RedisLink, ScriptCommand, Word
-from ..storage.metadata.redis.replies import as_count, listed, octets
-from ..storage.metadata.store import corrupt_store_error, log
+from ...errors import BusyError, ConflictError, CorruptError, UsageError
+from ...storage.metadata.redis.bucket_scripts import script
+from ...storage.metadata.redis.head import open_link
+from ...storage.metadata.redis.keys import task_keys
+from ...storage.metadata.redis.link import RedisLink, ScriptCommand, Word
+from ...storage.metadata.redis.replies import as_count, listed, octets
+from ...storage.metadata.store import corrupt_store_error, log
 from .membership import (
     MEMBERS_MAX,
     SECRET_BYTES,

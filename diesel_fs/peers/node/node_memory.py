@@ -23,13 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.policy import EvictionPolicy, UnitValues
-from ..cache.replacement import Shortage
-from ..orders.future import Units
+from ...cache.policy import EvictionPolicy, UnitValues
+from ...cache.replacement import Shortage
+from ...orders.future import Units
+from ..wire import Sizes
 from .chunk_future import ChunkFuture
 from .chunk_table import ChunkTable
 from .sealed_memory import SealedMemory, sealed_memories_max
-from .wire import Sizes
 
 log = logging.getLogger("diesel.task")
 

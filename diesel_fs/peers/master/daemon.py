@@ -28,26 +28,33 @@ from pathlib import Path
 
 import trio
 
-from ..cache.disk.chunks import DiskTier
-from ..cache.disk.marker import prepare_cache_folder
-from ..cache.policy import POLICIES
-from ..errors import DieselError, NoSpaceError, UsageError
-from ..net.messages import error_message
-from ..net.tls import make_certificate
-from ..remote.open import open_repository, same_view
-from ..storage.objects.cloud.direct import open_buckets_directly
-from ..system import daemons
-from ..urls import HostPort
+from ...cache.disk.chunks import DiskTier
+from ...cache.disk.marker import prepare_cache_folder
+from ...cache.policy import POLICIES
+from ...errors import DieselError, NoSpaceError, UsageError
+from ...net.messages import error_message
+from ...net.tls import make_certificate
+from ...remote.open import open_repository, same_view
+from ...storage.objects.cloud.direct import open_buckets_directly
+from ...system import daemons
+from ...urls import HostPort
+from ..handshake import LocalIdentity
+from ..launch import (
+    ALIVE_MARK_S,
+    has_successor,
+    mark_alive,
+    mark_ended,
+    remove_folders,
+    socket_path,
+)
+from ..members.addresses import advertised_address, listen_address
+from ..members.membership import INSTANCE_BYTES, Member, Membership, resolve_node, split_address
+from ..members.options import TaskRequest, chunk_policy
+from ..members.registry import open_registry
+from ..node.node_cache import Fetch, NodeCache, chunk_budget_bytes
+from ..node.sealed_memory import raise_descriptor_limit
 from . import local
-from .addresses import advertised_address, listen_address
-from .handshake import LocalIdentity
-from .launch import ALIVE_MARK_S, has_successor, mark_alive, mark_ended, remove_folders, socket_path
 from .master import Master
-from .membership import INSTANCE_BYTES, Member, Membership, resolve_node, split_address
-from .node_cache import Fetch, NodeCache, chunk_budget_bytes
-from .options import TaskRequest, chunk_policy
-from .registry import open_registry
-from .sealed_memory import raise_descriptor_limit
 
 log = logging.getLogger("diesel.task")
 

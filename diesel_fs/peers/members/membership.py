@@ -1,5 +1,5 @@
 """Who is in a task: its name, its masters, which node this is, and registrations as bytes and
-messages (`PEERS.md`, section 1; `../net/WIRE.md`, section 5).
+messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5).
 
 A task is a training job, a node one of its machines, and a master the process on a node that the
 others reach. A master registers in a member store (Redis, or a server in front of it) and learns
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Protocol, Self
 from uuid import UUID
 
-from ..errors import UsageError
-from ..names import DATASET_NAME
-from ..net.messages import Fields, Message
-from ..urls import HostPort
+from ...errors import UsageError
+from ...names import DATASET_NAME
+from ...net.messages import Fields, Message
+from ...urls import HostPort
 
 TTL_S = 6.0
 """How long a registration lasts without being renewed: two renewals may be lost."""

@@ -2,9 +2,9 @@
 connection for each node, made when it is first needed.
 
 An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
-flight. It limits the time of an answer, and has a circuit breaker (`../net/breaker.py`). No failure
-is ever raised: the caller gets None, and reads from the store. `client.py` decides which node is
-asked for what.
+flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
+never raises an error: when a request fails, the caller gets None and reads from the store.
+`task_chunks.py` decides which node is asked for what.
 
 Concurrency: many threads. The sockets block, as a wake-up by an event loop would cost more than a
 request. Of the threads that wait for answers on one connection, one (the *leader*) receives them
@@ -25,12 +25,12 @@ from functools import partial
 
 import numpy as np
 
-from ..errors import CorruptError, DieselError, MetadataError
-from ..format.entries import Bytes
-from ..net.breaker import PeerBreaker
-from ..net.tls import TlsSocket
-from . import wire
-from .wire import HEAD_BYTES, PART_BYTES, READ, Parts
+from ...errors import CorruptError, DieselError, MetadataError
+from ...format.entries import Bytes
+from ...net.breaker import PeerBreaker
+from ...net.tls import TlsSocket
+from .. import wire
+from ..wire import HEAD_BYTES, PART_BYTES, READ, Parts
 
 log = logging.getLogger("diesel.task")
 

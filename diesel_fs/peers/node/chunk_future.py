@@ -1,10 +1,11 @@
 """What the readers of a task will read of each chunk, and when fetching a whole chunk pays.
 
-A node's cache gets a `ChunkFuture` where the orders of the task's readers are known (`task_plan.py`
-makes it). The eviction policy `plan` decides by it what is replaced. How often a chunk must be read
-to be worth a fetch depends on costs, so that is computed here, for memory and for the disk.
+A node's cache gets a `ChunkFuture` when the orders of the task's readers are known
+(`plan/task_plan.py` makes it). The eviction policy `plan` decides by it what is replaced. How often
+a chunk must be read to be worth a fetch depends on costs, so that is computed here, for memory and
+for the disk.
 
-Used by the trio loop of a master; `task_plan.py` makes it in a thread. Pure.
+Used by the trio loop of a master; `plan/task_plan.py` makes it in a thread. Pure.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +15,7 @@ from math import ceil
 import numpy as np
 import numpy.typing as npt
 
-from ..orders.future import NEVER, FutureUses, Units
+from ...orders.future import NEVER, FutureUses, Units
 
 READ_FRACTION_MIN = 0.75
 """A chunk is fetched whole, where it would replace another, only if so much of its live bytes will

@@ -13,8 +13,8 @@ a chunk replaces others that are needed later, if enough of it is read before th
 (`chunk_future.py`). Then `prefetch_planned` also fetches what is read next, the nearest first, and
 replaces nothing that is needed earlier.
 
-`node_memory.py` and `write_back.py` choose the chunks that are replaced, `ownership.py` the owners
-of chunks, and the caller's `fetch` knows where a chunk is read from.
+`node_memory.py` and `write_back.py` choose the chunks that are replaced, `members/ownership.py` the
+owners of chunks, and the caller's `fetch` knows where a chunk is read from.
 
 All calls come from one trio loop, beside `run`, which runs the fetches: a caller that is cancelled
 does not end the fetch for others. The version may change at any wait, and with it the numbers of
@@ -33,14 +33,14 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.admission import SkiRentalAdmission
-from ..cache.costs import ReadCosts
-from ..cache.disk.chunks import DiskTier
-from ..cache.policy import EvictionPolicy, NoEviction, UnitValues
-from ..cache.tiers import ChunkKey, verify_chunk
-from ..errors import DieselError, FormatError
-from ..format.entries import ChunkId
-from ..orders.future import FutureUses
+from ...cache.admission import SkiRentalAdmission
+from ...cache.costs import ReadCosts
+from ...cache.disk.chunks import DiskTier
+from ...cache.policy import EvictionPolicy, NoEviction, UnitValues
+from ...cache.tiers import ChunkKey, verify_chunk
+from ...errors import DieselError, FormatError
+from ...format.entries import ChunkId
+from ...orders.future import FutureUses
 from .chunk_future import ChunkFuture
 from .node_memory import NodeMemory
 from .sealed_memory import SealedMemory, WritableMemory

@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import ClassVar, Literal, SupportsIndex, TypedDict, TypeVar, get_args
 from uuid import UUID
 
-from ..arguments import check_words, flag, text, whole_number, wrong_type
-from ..credentials import Credentials, parse_key
-from ..errors import ConfigError, UsageError
-from ..names import cut
-from ..settings import KEY_FILE_BYTES_MAX, private_text
-from ..system.daemons import DaemonRequest
+from ...arguments import check_words, flag, text, whole_number, wrong_type
+from ...credentials import Credentials, parse_key
+from ...errors import ConfigError, UsageError
+from ...names import cut
+from ...settings import KEY_FILE_BYTES_MAX, private_text
+from ...system.daemons import DaemonRequest
 from .membership import TaskName
 
 IDLE_TIMEOUT_S = 10.0

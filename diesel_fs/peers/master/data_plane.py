@@ -3,7 +3,7 @@ clients of other nodes over TCP and for clients of its own node over Unix socket
 section 3).
 
 It knows authenticated connections and, of each version of the dataset, a table from chunks to
-memory and open files (`chunk_table.py`). Everything else is the control plane's: trio's thread
+memory and open files (`node/chunk_table.py`). Everything else is the control plane's: trio's thread
 hands connections over after their handshake (`acceptor.py`, `local.py`), and answers the other
 requests.
 
@@ -26,13 +26,13 @@ from functools import partial
 from select import EPOLLIN
 from time import monotonic
 
-from ..errors import CorruptError
-from ..format.entries import Bytes
-from ..net.channel import GRACE_S, RATE_BYTES_PER_S, Channel, ConnectionClosed, join_small
-from ..system.vectored_io import byte_views, drop_written
-from . import wire
-from .chunk_table import ChunkTable
-from .wire import (
+from ...errors import CorruptError
+from ...format.entries import Bytes
+from ...net.channel import GRACE_S, RATE_BYTES_PER_S, Channel, ConnectionClosed, join_small
+from ...system.vectored_io import byte_views, drop_written
+from .. import wire
+from ..node.chunk_table import ChunkTable
+from ..wire import (
     ALL_GIVEN,
     GIVEN,
     HEAD_BYTES,

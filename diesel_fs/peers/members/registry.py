@@ -3,7 +3,8 @@ registration, and learns which other masters are in its task.
 
 A registry works with Redis, either directly or through a DIESEL server, or it is a fixed list of
 addresses (`--peers`). It remembers what a master must send again at its next renewal.
-`redis_registry.py` stores registrations; `master.py` decides when to renew and acts on the answers.
+`redis_registry.py` stores registrations; `master/master.py` decides when to renew and acts on the
+answers.
 
 All calls block, for some seconds at most. They may come from any thread; one runs at a time.
 """
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from ..errors import (
+from ...errors import (
     BusyError,
     CorruptError,
     DeadlineError,
@@ -23,11 +24,11 @@ from ..errors import (
     ObjectStoreError,
     UsageError,
 )
-from ..net.client_connection import parse_addresses
-from ..remote.repository import RemoteRepository
-from ..repository.interface import Repository
-from ..storage.objects.store import ObjectStore
-from ..urls import RepositoryUrl
+from ...net.client_connection import parse_addresses
+from ...remote.repository import RemoteRepository
+from ...repository.interface import Repository
+from ...storage.objects.store import ObjectStore
+from ...urls import RepositoryUrl
 from .membership import (
     ANY_INSTANCE,
     MEMBERS_MAX,
@@ -91,7 +92,8 @@ def open_registrations(
             f"the nodes of a task find each other through Redis, and {url} has none",
             advice="name all nodes by --peers host:port,..., with a --task-key-file",
         )
-    from .redis_registry import DEADLINE_S, RedisMemberStore  # noqa: PLC0415  # takes a tenth of a second
+    # Imported here, as it takes a tenth of a second
+    from .redis_registry import DEADLINE_S, RedisMemberStore  # noqa: PLC0415
 
     return RedisMemberStore.open(
         url.meta, store=objects.store_id, deadline_s=deadline_s or DEADLINE_S

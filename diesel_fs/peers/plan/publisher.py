@@ -9,8 +9,8 @@ messages for the rest; the caller sends them, in threads or by trio. Pure.
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import replace
 
-from ..orders.plan import Entries
-from .plan_wire import (
+from ...orders.plan import Entries
+from .messages import (
     DAMAGED,
     NO_ROOM,
     REFUSED,

@@ -20,13 +20,13 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_128_digest
 
-from ..errors import CorruptError, UsageError
-from ..format.entries import Bytes
-from ..net.messages import Fields, Message, Value, unpack
-from ..orders.computed import ComputedOrder
-from ..orders.plan import EPOCH_ENTRIES_MAX, EPOCHS_MAX, STREAMS_MAX, Entries
-from ..orders.shuffle import SEED_MAX, WORLD_MAX
-from .wire import ABSENT, BUSY, FAILED, GIVEN, NOT_MINE, PLAN_BYTES_MAX
+from ...errors import CorruptError, UsageError
+from ...format.entries import Bytes
+from ...net.messages import Fields, Message, Value, unpack
+from ...orders.computed import ComputedOrder
+from ...orders.plan import EPOCH_ENTRIES_MAX, EPOCHS_MAX, STREAMS_MAX, Entries
+from ...orders.shuffle import SEED_MAX, WORLD_MAX
+from ..wire import ABSENT, BUSY, FAILED, GIVEN, NOT_MINE, PLAN_BYTES_MAX
 
 TAKEN, UNKNOWN, REFUSED, NO_ROOM, DAMAGED = GIVEN, ABSENT, NOT_MINE, BUSY, FAILED
 """The status in the answer to a message: it was taken over; it is about a stream or an order that

@@ -1,7 +1,7 @@
 """One other master of the task, and the connection on which this master sends it requests.
 
 A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
-to where the caller wants them, and enforces deadlines. Its circuit breaker (`../net/breaker.py`)
+to where the caller wants them, and enforces deadlines. Its circuit breaker (`../../net/breaker.py`)
 decides whether the peer is asked now; `master.py` decides which peer is asked for which chunk.
 
 Concurrency: trio's. Any number of tasks read. Each sends its request itself, and one task receives
@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..errors import CorruptError, DieselError
-from ..net.breaker import PeerBreaker
-from ..net.channel import Channel, ConnectionClosed, FrameReader
-from . import wire
-from .handshake import LocalIdentity, connect
-from .membership import Member
-from .wire import ALL_GIVEN, BUSY, FAILED, GIVEN, HEAD_BYTES, LOAD, Parts
+from ...errors import CorruptError, DieselError
+from ...net.breaker import PeerBreaker
+from ...net.channel import Channel, ConnectionClosed, FrameReader
+from .. import wire
+from ..handshake import LocalIdentity, connect
+from ..members.membership import Member
+from ..wire import ALL_GIVEN, BUSY, FAILED, GIVEN, HEAD_BYTES, LOAD, Parts
 
 log = logging.getLogger("diesel.task")
 
@@ -108,7 +108,7 @@ class Peer:
         return statuses
 
     async def tell_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan_wire.py`). The status of the answer; None where the
+        """Send a message about plans (`plan/messages.py`). The status of the answer; None where the
         peer is not asked now or does not answer in time, which does not count as its failure: it
         may have other work, and reads do not wait for this."""
         pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)

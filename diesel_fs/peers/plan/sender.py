@@ -4,7 +4,7 @@ are worth to them.
 A `PlanSender` has a thread of its own, so that the caller never waits: for a master that does not
 answer, or while an order of millions of files is sent. The thread sends the newest state, at most
 every `SEND_S`. A master that has ended is told everything again when there is one; meanwhile the
-readers read without a plan. `plan_teller.py` decides what to send.
+readers read without a plan. `publisher.py` decides what to send.
 
 Thread-safe. A forked child makes one of its own.
 """
@@ -14,10 +14,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from ..format.snapshot.reader import Snapshot
-from ..orders.plan import Entries, Epoch
-from .plan_teller import PlanTeller
-from .plan_wire import (
+from ...format.snapshot.reader import Snapshot
+from ...orders.plan import Entries, Epoch
+from .messages import (
     TAKEN,
     UNKNOWN,
     PlannedEpoch,
@@ -27,6 +26,7 @@ from .plan_wire import (
     plan_body,
     value_pieces,
 )
+from .publisher import PlanTeller
 
 SEND_S = 0.5
 """How often positions are sent at most: masters tell each other every second."""

@@ -20,12 +20,12 @@ from uuid import UUID
 
 import numpy as np
 
-from ..cache.stored_parts import StoredParts
-from ..format.object_names import chunk_of_object, identity_of_object
-from ..format.snapshot.reader import Snapshot
-from ..repository.interface import Repository
-from ..repository.private_copies import snapshot_descriptor
-from ..storage.objects.store import (
+from ...cache.stored_parts import StoredParts
+from ...format.object_names import chunk_of_object, identity_of_object
+from ...format.snapshot.reader import Snapshot
+from ...repository.interface import Repository
+from ...repository.private_copies import snapshot_descriptor
+from ...storage.objects.store import (
     ChunkReader,
     FastReads,
     ObjectStore,
@@ -35,11 +35,11 @@ from ..storage.objects.store import (
     batched_parts,
     check_range,
 )
-from . import wire
-from .launch import is_alive, join, restart_killed, wait_until_gone
-from .link import DEADLINE_S, PAUSE_S, MasterLink
+from .. import wire
+from ..launch import is_alive, join, restart_killed, wait_until_gone
+from ..members.options import TaskOptions, TaskRequest
 from .mapped_chunks import MappedChunks
-from .options import TaskOptions, TaskRequest
+from .master_link import DEADLINE_S, PAUSE_S, MasterLink
 from .task_chunks import HEARTBEAT_S, TaskChunks
 
 READ_BYTES = 8 << 20
@@ -176,7 +176,7 @@ class TaskStore(StoreWrapper):
         return store
 
     def tell_plan(self, body: bytes) -> int | None:
-        """Tell the master about plans (`plan_wire.py`). The status of its answer; None where it
+        """Tell the master about plans (`plan/messages.py`). The status of its answer; None where it
         does not answer."""
         return self._link.tell_plan(body)
 

@@ -18,8 +18,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..cache.tiers import CacheHandle
-from .wire import PART, PARTS_BYTES_MAX, Sizes
+from ...cache.tiers import CacheHandle
+from ..wire import PART, PARTS_BYTES_MAX, Sizes
 
 LOAN_REQUESTS = 16
 """After so many requests the control plane decides whether the chunk should come to memory."""

@@ -31,14 +31,14 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ..cache.costs import ReadCosts
-from ..cache.disk.chunks import DiskTier
-from ..cache.policy import EvictionPolicy, UnitValues
-from ..cache.replacement import Shortage
-from ..cache.tiers import CacheHandle, ChunkKey
-from ..errors import NoSpaceError
-from ..format.entries import ChunkId
-from ..orders.future import Units
+from ...cache.costs import ReadCosts
+from ...cache.disk.chunks import DiskTier
+from ...cache.policy import EvictionPolicy, UnitValues
+from ...cache.replacement import Shortage
+from ...cache.tiers import CacheHandle, ChunkKey
+from ...errors import NoSpaceError
+from ...format.entries import ChunkId
+from ...orders.future import Units
 from .chunk_future import ChunkFuture
 from .chunk_table import LOAN_S, ChunkTable
 from .sealed_memory import SealedMemory, WritableMemory

@@ -7,7 +7,7 @@ pinned (the master keeps them until they are unpinned) and mapped: from then on 
 look-up and a slice. The master has checked them whole, so nobody checks them again; what comes over
 a connection is unchecked.
 
-`link.py` has the connections to this node's master, `owner_link.py` those to the owners,
+`master_link.py` has the connections to this node's master, `owner_link.py` those to the owners,
 `mapped_chunks.py` the mappings. Thread-safe; a forked child may go on with its parent's object.
 """
 
@@ -28,19 +28,19 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DieselError
-from ..format.chunk import parse_preamble
-from ..format.entries import Bytes
-from ..format.snapshot.reader import Snapshot
-from ..net.tls import TlsSocket
-from ..storage.objects.store import ChunkReader, ReadGroup
-from . import wire
-from .handshake import Connector, connect_blocking
-from .link import MasterLink
+from ...errors import DieselError
+from ...format.chunk import parse_preamble
+from ...format.entries import Bytes
+from ...format.snapshot.reader import Snapshot
+from ...net.tls import TlsSocket
+from ...storage.objects.store import ChunkReader, ReadGroup
+from .. import wire
+from ..handshake import Connector, connect_blocking
+from ..members.membership import INSTANCE_BYTES, Member
+from ..members.owner_table import OwnerTableView
 from .mapped_chunks import MAPPED, NOBODY, MappedChunks
-from .membership import INSTANCE_BYTES, Member
+from .master_link import MasterLink
 from .owner_link import OwnerLink, PendingRead
-from .owner_table import OwnerTableView
 
 log = logging.getLogger("diesel.task")
 

@@ -1,8 +1,8 @@
 """The chunks in the master's memory that this process has mapped.
 
 A mapping lives as long as any view of it, and as long as this table keeps it: within the table's
-limits, and until the master revokes the chunk. `link.py` asks the master for chunks and tells it
-which are unmapped.
+limits, and until the master revokes the chunk. `master_link.py` asks the master for chunks and
+tells it which are unmapped.
 
 Thread-safe. A forked child goes on with its parent's mappings, which the parent unpins.
 """
