@@ -1,11 +1,9 @@
-"""Reads fields of objects as the API gives them: nested dictionaries and lists. Pure.
+"""Reads fields of manifests and of objects of the API: nested dictionaries and lists.
 
-A field that is missing, or has another type, counts as empty. The schemas of the resources say what
-types there are; whoever writes an object without them gets the defaults.
+A field that is missing, or has another type, counts as empty.
 """
 
 from collections.abc import Mapping
-from datetime import UTC, datetime
 
 Json = dict[str, object]
 """An object of the API, or a part of one."""
@@ -59,11 +57,7 @@ def items(value: object, *path: str | int) -> list[object]:
     return list(found) if isinstance(found, list) else []
 
 
-def seconds_of(time: str) -> float:
-    """A time of the API (2026-01-31T12:00:00Z) in seconds since 1970; 0.0 for an empty one."""
-    return datetime.fromisoformat(time).timestamp() if time else 0.0
-
-
-def time_of(seconds: float) -> str:
-    """A time as the API writes it."""
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def condition_of(status: Json, kind: str) -> Json:
+    """A condition of a status; empty if it is not there."""
+    found = [fields(each) for each in items(status, "conditions") if at(each, "type") == kind]
+    return found[0] if found else {}
