@@ -41,7 +41,7 @@ def test_bytes_on_the_disk_are_not_waited_for(store: FolderStore) -> None:
         pytest.skip("the temporary folder is in memory")
 
     def is_gone() -> bool:
-        """The kernel keeps a page while it is in use, so eviction is asked for again and again."""
+        """The kernel keeps a page while it is in use, so eviction is requested again and again."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

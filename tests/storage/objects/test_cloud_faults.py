@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[[RetryingStore], object]] = {
 
 
 def call(bucket: Bucket, rule: Rule) -> None:
-    """Make the call that the rule is about; the server has the objects that it needs."""
+    """Make the call that the rule concerns; the server has the objects that it needs."""
     bucket.server.objects.pop(key(NAME), None)
     if rule.operation != "PUT":
         bucket.server.put(key(NAME), CONTENT)
@@ -439,7 +439,7 @@ NOT_IMPLEMENTED = Rule("PUT", STORE_MARKER, code="NotImplemented")
     ],
     ids=["ignored", "501", "400"],
 )
-def test_O11_without_conditional_puts_the_store_is_asked_first(
+def test_O11_without_conditional_puts_a_put_first_checks_the_store(
     server: ScriptedS3, sleeps: VirtualSleep, rules: list[Rule]
 ) -> None:
     server.plan(*rules)

@@ -165,7 +165,7 @@ def test_O12_a_repeated_page_is_merged_or_an_error(bucket: Bucket) -> None:
     ],
     ids=["encoded names", "without the marker", "nothing", "no XML", "half"],
 )
-def test_O12_an_answer_that_is_no_whole_listing_is_an_error(
+def test_O12_an_incomplete_or_malformed_listing_is_an_error(
     bucket: Bucket, edit: Callable[[str], str], prefix: str, complaint: str
 ) -> None:
     bucket.server.plan(always(edit))

@@ -38,7 +38,7 @@ print("acknowledged", flush=True)
 
 
 def strace(log: Path, root: Path, method: str, name: str, *inject: str) -> tuple[int, list[str]]:
-    """Run the child under strace; its exit status and what it printed."""
+    """Run the child under strace. Returns its exit status and its output."""
     traced = "trace=" + ",".join(f"/^{call}(at2?)?$" for call in CALLS)
     command = ["strace", "-f", "-qq", "-o", str(log), "-e", traced]
     for injection in inject:

@@ -251,7 +251,7 @@ def test_a_listing_is_in_byte_order_from_a_name_on(store: ObjectStore) -> None:
             assert [info.name for info in store.list(prefix, after)] == wanted, (prefix, after)
 
 
-def test_listing_what_was_never_written_is_empty(store: ObjectStore) -> None:
+def test_the_listing_of_an_unused_prefix_is_empty(store: ObjectStore) -> None:
     assert [*store.list(f"{DATASET}/chunks/")] == []
     assert [*store.housekeeping.names("deleted/")] == []
     assert [*store.housekeeping.foreign()] == []

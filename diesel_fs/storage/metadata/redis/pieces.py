@@ -125,7 +125,6 @@ class _Packer:
     size: int = 0  # of the entries, in bytes, about
 
     def add_step(self, letter: bytes, folder: FolderId, *arguments: bytes) -> None:
-        """Add a step for the script (see `APPLY`)."""
         position = self.folders.setdefault(folder, len(self.folders))
         self.steps.append(_STEP.pack(letter, position))
         self.steps += arguments

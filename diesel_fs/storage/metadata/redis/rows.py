@@ -230,7 +230,6 @@ class GenerationReader:
         return alive
 
     def _subfolders(self, folders: Sequence[FolderId]) -> list[list[bytes]]:
-        """For each folder, the names of the folders in it."""
         names_of: dict[bytes, dict[bytes, bytes]] = {
             self._generation.below(folder): {} for folder in folders
         }

@@ -560,7 +560,6 @@ def _check_counts(head: DatasetHead, rows: Rows) -> None:
 
 
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
-    """The packed entry at each path, or None."""
     folders: dict[bytes, FolderId] = {}
     asked: dict[FolderId, list[bytes]] = {}
     keys = []

@@ -49,7 +49,6 @@ class _Row(NamedTuple):
 
     @property
     def key(self) -> tuple[int, bytes, bytes]:
-        """Folder, name and stamp."""
         return self.folder, self.name, self.stamp
 
     @property

@@ -303,5 +303,4 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
 
 
 def _steps(path: bytes) -> list[bytes]:
-    """The names of the folders from the root to the folder at a path."""
     return [ROOT, *path.split(b"/")] if path else [ROOT]

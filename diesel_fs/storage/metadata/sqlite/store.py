@@ -179,7 +179,7 @@ class SqliteMetadata(RebuildingStore):
     def _try_forget(
         self, identity: UUID, chunks: Sequence[ChunkId], *, tombstones: bool
     ) -> int | None:
-        """How many chunks were removed; None while commits are locked."""
+        """The number of removed chunks; None while commits are locked."""
         with self._file.writing() as db:
             number, head = dataset_by_identity(db, identity)
             others = (chunk for chunk in chunks if chunk != head.newest)
@@ -307,7 +307,6 @@ def _missing(db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId]) ->
 def _row_in_run(
     db: sqlite3.Connection, folder: int | None, name: bytes
 ) -> tuple[bytes, int, bytes, None, Stamp] | None:
-    """`COLUMNS` and the stamp of an entry that is in a run."""
     found = find(db, folder, name)
     if found is None:
         return None
