@@ -22,7 +22,7 @@ from ..format.entries import join, split, whole_object
 from ..format.manifest import MANIFEST_NAME, parse_manifest
 from ..format.snapshot.reader import Indices, Snapshot
 from ..names import cut
-from ..peers.options import TaskKwargs
+from ..peers.members.options import TaskKwargs
 from .folder import (
     IMG_EXTENSIONS,
     FolderSamples,

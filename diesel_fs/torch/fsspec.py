@@ -30,7 +30,7 @@ from ..errors import DieselError, NotAFolder, NotFoundError, PermissionDenied, U
 from ..format.entries import Kind
 from ..format.snapshot.reader import Snapshot
 from ..names import cut, parse_versioned_name
-from ..peers.options import TaskKwargs
+from ..peers.members.options import TaskKwargs
 from ..urls import HostPort
 
 try:

@@ -16,7 +16,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.torch import ImportanceSampler
 from tests.mounts.keeping_daemon import PROGRAM
 from tests.tiers import fast_first

@@ -294,7 +294,7 @@ def check_entry(entry: bytes) -> bytes:
 
 
 def task_keys(digest: bytes) -> tuple[bytes, bytes]:
-    """The keys `m` and `u` of a task, by the digest of its name (`peers/redis_registry.py`)."""
+    """The keys `m` and `u` of a task, by its name (`peers/members/redis_registry.py`)."""
     prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
     return prefix + b"m", prefix + b"u"
 
