@@ -63,8 +63,8 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     Samples, classes and their order are those of torchvision's `ImageFolder` on the same files. So
     are the arguments, with two exceptions: `loader` is called with the content of a file (`bytes`
-    returns the content itself) and not with its path, and `extensions` chooses files of other names
-    than images.
+    returns the content itself) and not with its path, and `extensions` chooses files other than
+    images.
     """
 
     def __init__(

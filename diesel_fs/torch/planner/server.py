@@ -5,9 +5,9 @@ every message off the socket at once and puts it into a queue, so that a trainin
 waits for a mount. The second one takes the messages from the queue in their order: it finds files,
 announces orders, and sends the answers. It holds the planner's one lock while it handles a message,
 because all processes share the mounts' connections, the snapshots, the learned files and the
-summary. So messages of two processes never interleave within one message, and may come in any
-order. When the planner closes, it shuts the sockets for reading. Messages that were sent before are
-still handled; the planner waits up to 20 s for each process.
+summary. So each message is handled whole before the next one, and messages of two processes may
+come in any order. When the planner closes, it shuts the sockets for reading. Messages that were
+sent before are still handled; the planner waits up to 20 s for each process.
 """
 
 import json
