@@ -69,7 +69,7 @@ def test_where_nothing_can_be_mounted_the_rows_say_why(
     def refuse(_: object) -> None:
         raise PermissionDenied("there is no /dev/fuse", advice="run `modprobe fuse`")
 
-    monkeypatch.setattr("dlcmd.benching.mount_in_background", refuse)
+    monkeypatch.setattr("dlcmd.verbs.bench.mount_in_background", refuse)
     lines = dlcmd("bench", *SMALL).out.decode().splitlines()
     assert [line for line in lines if "cannot mount here: there is no /dev/fuse" in line] == (
         lines[-3:]

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
-from dlcmd.options import duration, size
-from dlcmd.planning import rate
+from dlcmd.args.options import duration, size
+from dlcmd.verbs.plan import rate
 from tests.rows import each_row
 
 from .conftest import Dlcmd

@@ -7,5 +7,5 @@ and folders that the user names) and `stores.py` (the repository), which change 
 tries a mount. `archive.py` makes the archive of `dlcmd support`, and `redaction.py` takes the
 secrets out of it.
 
-The verbs are in `../diagnosing.py`.
+The verbs are in `../verbs/`.
 """

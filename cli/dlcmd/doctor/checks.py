@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diesel_fs.names import shown
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S
 
-from ..output import bytes_text, count_text
+from ..show.output import bytes_text, count_text
 from .findings import Figure, Finding, State
 
 MOUNT_BYTES_MIN = 256 << 20
