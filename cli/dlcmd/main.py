@@ -53,10 +53,8 @@ VERBS = {
     "warmup": "Load what lies at a path of a mount before it is read.",
     "run": "Run a training command whose reads the mounts know ahead.",
     "shuffle": "Print the files in chunk-wise random order.",
-    "plan": "Say beforehand what a training job will read, hit, cost and wait for.",
-    "bench": "Measure how fast this machine puts, lists and reads a dataset.",
+    "forecast": "Say beforehand what a training job will read, hit, cost and wait for.",
     "doctor": "Check what a job needs here, and say what to do.",
-    "support": "Pack versions, settings and logs, without secrets, for help.",
     "user": "Add, remove, list, export or import the users of a server.",
     "grant": "Give a user a role on a dataset.",
     "completion": "Print the code with which a shell completes dlcmd.",
@@ -70,7 +68,8 @@ SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
     "info": "stat", "delete": "rm", "remove": "rm", "del": "rm", "unmount": "umount",
     "check": "verify", "fsck": "verify", "repair": "recover", "gc": "purge", "compact": "purge",
-    "status": "stats", "diagnose": "doctor", "debug": "support",
+    "status": "stats", "diagnose": "doctor", "debug": "doctor", "bench": "doctor",
+    "support": "doctor", "plan": "forecast",
 }  # fmt: skip
 """Words of other programs, and the verb of ours that does the same."""
 

@@ -1,4 +1,4 @@
-"""The page of `dlcmd plan --html`: what each policy and order would read and wait for, as bars.
+"""The page of `dlcmd forecast --html`: what each policy and order would read and wait for, as bars.
 
 Pure: forecasts in, the text of a page out, which needs no other file.
 """
@@ -30,7 +30,7 @@ _Bars = Sequence[tuple[str, Sequence[float], str]]
 """Of each bar: its name, the lengths of its pieces, and what stands behind it."""
 
 
-def plan_page(
+def forecast_page(
     dataset: str,
     forecasts: Sequence[Forecast],
     best: Forecast,
@@ -71,7 +71,7 @@ def plan_page(
     told = f"<p>Assumed: {escape(', '.join(assumed))}.</p>" if assumed else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>dlcmd plan {escape(dataset)}</title><style>{_STYLE}</style></head><body>\n"
+        f"<title>dlcmd forecast {escape(dataset)}</title><style>{_STYLE}</style></head><body>\n"
         f"<h1>What training on {escape(dataset)} will read and wait for</h1>\n"
         f"<p>Recommended: {escape(best.policy)} in {best.job.shuffle} order.</p>{code}\n"
         f"{''.join(plots)}\n{_table(forecasts, smallest)}\n{told}\n</body></html>\n"

@@ -1,4 +1,4 @@
-"""Tests of `dlcmd plan`: it prints the library's forecasts, and refuses what makes no sense."""
+"""Tests of `dlcmd forecast`: it prints the library's forecasts, and refuses what makes no sense."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from diesel_fs.forecast.nodes import Job, Node
 from diesel_fs.forecast.reads import Files
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.repository.local import LocalRepository
-from dlcmd.verbs.plan import Comparison, compare
+from dlcmd.verbs.forecast import Comparison, compare
 from tests.rows import each_row
 from tests.trees import write
 
@@ -61,7 +61,7 @@ def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
 
 def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot) -> None:
     told: Told = json.loads(
-        dlcmd("plan", "pets", *SIZES, "--ranks", "2", "--json").out.splitlines()[-1]
+        dlcmd("forecast", "pets", *SIZES, "--ranks", "2", "--json").out.splitlines()[-1]
     )
     assert (told["files"], told["bytes"]) == (view.file_count, view.byte_count)
     rows = told["forecasts"]
@@ -82,7 +82,7 @@ def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot)
     assert best["seconds"] <= 1.02 * min(row["seconds"] for row in rows)
     assert "--batch 64" in told["assumed"]
     assert not [each for each in told["assumed"] if each.startswith(("--ranks", "--memory"))]
-    printed = dlcmd("plan", "pets", *SIZES, "--ranks", "2")
+    printed = dlcmd("forecast", "pets", *SIZES, "--ranks", "2")
     sentence, *lines = printed.out.decode().splitlines()
     assert sentence == told["recommended"]["text"]
     assert [tuple(line.split("\t")[:2]) for line in lines[:10]] == names
@@ -92,11 +92,11 @@ def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot)
     assert "assumed, as you did not say: --nodes 1, --batch 64" in printed.err
     assert "the cache keeps whole chunks" in printed.err
     assert "the memory to load ahead is 401.4 kB" in printed.err
-    assert "load ahead" not in dlcmd("plan", "pets", "--memory", "20M").err
+    assert "load ahead" not in dlcmd("forecast", "pets", "--memory", "20M").err
 
 
 def test_another_process_plans_the_same(dlcmd: Dlcmd) -> None:
-    arguments = ("plan", "pets", *SIZES, "--evict", "plan", "--evict", "lfu", "--nodes", "3")
+    arguments = ("forecast", "pets", *SIZES, "--evict", "plan", "--evict", "lfu", "--nodes", "3")
     printed = dlcmd(*arguments)
     assert dlcmd.program(*arguments).out == printed.out
     assert len(printed.out.splitlines()) == 7
@@ -105,17 +105,17 @@ def test_another_process_plans_the_same(dlcmd: Dlcmd) -> None:
 
 def test_without_a_disk_there_is_no_order_log(dlcmd: Dlcmd) -> None:
     told: Told = json.loads(
-        dlcmd("plan", "pets", "--shuffle", "full", "--json").out.splitlines()[-1]
+        dlcmd("forecast", "pets", "--shuffle", "full", "--json").out.splitlines()[-1]
     )
     assert [row["policy"] for row in told["forecasts"]] == [*NAMES[:-1]]
     assert any("measured here" in each for each in told["assumed"])
-    refused = dlcmd("plan", "pets", "--evict", "order", code=2)
+    refused = dlcmd("forecast", "pets", "--evict", "order", code=2)
     assert "--evict order needs an SSD" in refused.err
 
 
 def test_the_smallest_cache_is_one_with_which_nothing_waits(dlcmd: Dlcmd) -> None:
     """The store alone is too slow for the model, and an SSD is not."""
-    arguments = ("plan", "pets", "--memory", "2M", "--evict", "order", "--shuffle", "full",
+    arguments = ("forecast", "pets", "--memory", "2M", "--evict", "order", "--shuffle", "full",
                  "--store-bandwidth", "200K", "--images-per-s", "100", "--batch", "4",
                  "--json")  # fmt: skip
     told: Told = json.loads(
@@ -132,7 +132,7 @@ def test_the_smallest_cache_is_one_with_which_nothing_waits(dlcmd: Dlcmd) -> Non
 
 def test_a_page_has_a_plot_of_each_kind(dlcmd: Dlcmd, tmp_path: Path) -> None:
     page = tmp_path / "pets.html"
-    arguments = ("plan", "pets", *SIZES, "--evict", "lru", "--evict", "order", "--ranks", "3")
+    arguments = ("forecast", "pets", *SIZES, "--evict", "lru", "--evict", "order", "--ranks", "3")
     printed = dlcmd(*arguments, "--html", page)
     text = page.read_text()
     assert text.startswith("<!DOCTYPE html>")
@@ -172,7 +172,7 @@ def test_the_first_line_says_what_to_type(
     dlcmd: Dlcmd, words: list[str], begins: str, mount: str
 ) -> None:
     """For each outcome: it fits in one machine, in all together, with an SSD, or not at all."""
-    printed = dlcmd("plan", "pets", "--shuffle", "full", *words).out.decode().splitlines()
+    printed = dlcmd("forecast", "pets", "--shuffle", "full", *words).out.decode().splitlines()
     command = f"dlcmd mount pets /mnt/pets {mount}"
     assert printed[0].startswith(f"pets (900.0 kB) {begins}")
     assert printed[0].endswith(f"`{command}`")
@@ -183,7 +183,7 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
     order = tmp_path / "order"
     some = view.paths(view.files()[:100][::-1])
     order.write_bytes(b"".join(path + b"\n" for path in some))
-    arguments = ("plan", "pets", *SIZES, "--evict", "lru", "--ranks", "1", "--order", order)
+    arguments = ("forecast", "pets", *SIZES, "--evict", "lru", "--ranks", "1", "--order", order)
     told: Told = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
     assert [sum(row["epochs"][0]["files"].values()) for row in told["forecasts"]] == [100]
     printed = dlcmd(*arguments).out.decode().splitlines()
@@ -219,15 +219,15 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
     ],
 )
 def test_bad_options_are_refused(dlcmd: Dlcmd, words: tuple[str, str], problem: str) -> None:
-    assert problem in dlcmd("plan", "pets", *words, code=2).err
+    assert problem in dlcmd("forecast", "pets", *words, code=2).err
 
 
 def test_what_is_no_dataset_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    dlcmd("plan", "dogs", code=10)
-    assert "names a folder" in dlcmd("plan", "pets/c0", code=2).err
+    dlcmd("forecast", "dogs", code=10)
+    assert "names a folder" in dlcmd("forecast", "pets/c0", code=2).err
     (tmp_path / "empty").mkdir()
     dlcmd("put", tmp_path / "empty", "nothing", "--allow-empty")
-    assert "has no files" in dlcmd("plan", "nothing", code=2).err
+    assert "has no files" in dlcmd("forecast", "nothing", code=2).err
 
 
 def fail(_: Comparison, __: Files, ___: Indices | None, progress: OnProgress) -> int:

@@ -1,4 +1,4 @@
-"""The verb `plan`: says beforehand what a training job will read, hit, cost and wait for."""
+"""The verb `forecast`: says beforehand what a training job will read, hit, cost and wait for."""
 
 import multiprocessing
 import os
@@ -28,7 +28,8 @@ from diesel_fs.forecast.report import (
     needs_no_cache,
     recommended,
 )
-from diesel_fs.forecast.simulate import Forecast, forecast
+from diesel_fs.forecast.simulate import Forecast
+from diesel_fs.forecast.simulate import forecast as simulate
 from diesel_fs.forecast.smallest import smallest_disk
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
@@ -42,8 +43,8 @@ from diesel_fs.system.available_memory import default_memory_bytes
 
 from ..args.addresses import Address, open_repository_from_flags, versioned_address
 from ..args.options import argument, file_path, global_flags, option, size, verb
+from ..show.forecast_page import forecast_page
 from ..show.output import bytes_text, print_json, print_line, print_note, print_table
-from ..show.plan_page import plan_page
 from ..show.progress import ShowProgress, shown_progress
 
 PARALLEL_READS_MIN = 400_000
@@ -70,7 +71,7 @@ class Comparison:
 
     def run(self, files: Files, given: Indices | None, progress: OnProgress) -> Forecast:
         """Simulate it."""
-        return forecast(self.job, files, self.policy, given=given, progress=progress)
+        return simulate(self.job, files, self.policy, given=given, progress=progress)
 
     def size(self, files: Files, given: Indices | None, progress: OnProgress) -> int | None:
         """The smallest SSD without stalls (`smallest.py`)."""
@@ -95,7 +96,7 @@ def rate(text: str) -> int:
         ) from None
 
 
-@verb("plan")
+@verb("forecast")
 @argument("target", type=versioned_address, metavar="DATASET[@VERSION]")
 @option("--nodes", type=int, metavar="N", default=1, show_default=True, help="Machines of the job.")
 @option(
@@ -172,7 +173,7 @@ def rate(text: str) -> int:
     "--html", type=file_path, metavar="FILE",
     help="Draw all that into this file, a page that needs no other.",
 )  # fmt: skip
-def plan(
+def forecast(
     target: Address, nodes: int, ranks: int, batch: int, workers: int, memory: int | None,
     cache_size: int, network: int, store_latency: float, store_bandwidth: int,
     request_price: float, images_per_s: float, epochs: int, seed: int,
@@ -192,14 +193,14 @@ def plan(
 
     \b
     Examples:
-      dlcmd plan pets --memory 16G --cache-size 200G
-      dlcmd plan pets --nodes 4 --images-per-s 2500 --evict plan --evict lru
-      dlcmd plan pets --shuffle full --cache-size 1T --smallest --html pets.html
+      dlcmd forecast pets --memory 16G --cache-size 200G
+      dlcmd forecast pets --nodes 4 --images-per-s 2500 --evict plan --evict lru
+      dlcmd forecast pets --shuffle full --cache-size 1T --smallest --html pets.html
     """
     if memory == 0:
         raise UsageError("--memory 0 leaves no room for contents", advice="name 1M or more")
     if target.path:
-        raise UsageError(f"{target} names a folder", advice="plan a whole dataset")
+        raise UsageError(f"{target} names a folder", advice="forecast a whole dataset")
     names = _policies(evict, cache_size)
     with open_repository_from_flags() as repository:
         view = target.view(repository)
@@ -218,7 +219,7 @@ def plan(
         for each in (orders if given is None else orders[:1])
         for name in names
     ]
-    with shown_progress(f"plan {target}", "steps") as show:
+    with shown_progress(f"forecast {target}", "steps") as show:
         found = compare(Comparison.run, comparisons, files, given, show)
         sizes = compare(Comparison.size, comparisons, files, given, show) if smallest else []
     best = recommended(found)
@@ -229,7 +230,7 @@ def plan(
     told, assumed = commands(best, options), _assumed()
     sentence = _sentence(best, options, told[0], files)
     if html is not None:
-        _write(html, plan_page(str(target), found, best, told, assumed, sizes))
+        _write(html, forecast_page(str(target), found, best, told, assumed, sizes))
     if global_flags().json:
         rows = [described(each) | ({"shuffle": GIVEN} if order else {}) for each in found]
         for row, least in zip(rows, sizes, strict=False):

@@ -1,4 +1,4 @@
-"""`dlcmd support` lists what it packs, asks, and packs it for its user's eyes alone.
+"""`dlcmd doctor --bundle` lists files, asks, and packs them for the eyes of the user alone.
 
 `tests/server/test_secrets.py` looks for secrets in the archive.
 """
@@ -27,7 +27,7 @@ def contents(archive: Path) -> dict[str, bytes]:
             file = packed.extractfile(member)
             assert file is not None
             assert (member.uid, member.uname, member.mode) == (0, "", 0o600)
-            found[member.name.removeprefix("diesel-support/")] = file.read()
+            found[member.name.removeprefix("diesel-bundle/")] = file.read()
     return found
 
 
@@ -82,12 +82,12 @@ def log(dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path: Path) -> None:
     archive, server_log = tmp_path / "help.tar.gz", tmp_path / "server.log"
     server_log.write_text("of the server\n")
-    dlcmd("support", "-n", archive)
-    result = dlcmd("support", archive, code=2)
+    dlcmd("doctor", "-n", "--bundle", archive)
+    result = dlcmd("doctor", "--bundle", archive, code=2)
     assert "this would write" in result.err
     assert "--yes" in result.err
     assert not archive.exists()
-    result = dlcmd("support", "--yes", "--log", server_log, archive)
+    result = dlcmd("doctor", "--yes", "--log", server_log, "--bundle", archive)
     assert archive.stat().st_mode & 0o777 == 0o600
     members = contents(archive)
     listed = [line.split()[-1] for line in result.out.decode().splitlines()[:-1]]
@@ -108,10 +108,11 @@ def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path
 
 
 def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """As `dlcmd support --yes help.tgz | head -1`, whose reader may end at any time."""
+    """As `dlcmd doctor --yes --bundle help.tgz | head -1`, whose reader may end at any time."""
     receiver, sender = os.pipe()
     os.close(receiver)
-    with dlcmd.start("support", "--yes", tmp_path / "help.tgz", stdout=sender) as process:
+    words = ("doctor", "--yes", "--bundle", tmp_path / "help.tgz")
+    with dlcmd.start(*words, stdout=sender) as process:
         process.communicate(timeout=60)
     os.close(sender)
     assert process.returncode == 141
@@ -123,15 +124,18 @@ def test_a_file_that_exists_is_not_replaced(dlcmd: Dlcmd, tmp_path: Path) -> Non
     archive = write(tmp_path, {"help.tgz": b"of somebody"}) / "help.tgz"
     (tmp_path / "link.tgz").symlink_to(tmp_path / "elsewhere")
     for there in (archive, tmp_path / "link.tgz"):
-        assert "exists already" in dlcmd("support", "--yes", there, code=12).err
+        assert "exists already" in dlcmd("doctor", "--yes", "--bundle", there, code=12).err
     assert archive.read_bytes() == b"of somebody"
     assert not (tmp_path / "elsewhere").exists()
-    assert "does not end in .tar.gz" in dlcmd("support", tmp_path / "help.zip", code=2).err
+    refused = dlcmd("doctor", "--bundle", tmp_path / "help.zip", code=2).err
+    assert "does not end in .tar.gz" in refused
+    assert "say --bundle" in dlcmd("doctor", "--yes", code=2).err
     for name, code in (("nothing", 10), (".", 2)):
-        result = dlcmd("support", "-n", "--log", tmp_path / name, tmp_path / "a.tgz", code=code)
+        words = ("doctor", "--bundle", tmp_path / "a.tgz", "-n", "--log", tmp_path / name)
+        result = dlcmd(*words, code=code)
         assert str(tmp_path) in result.err
     missing = tmp_path / "missing" / "help.tar.gz"
-    assert str(missing) in dlcmd("support", "--yes", missing, code=12).err
+    assert str(missing) in dlcmd("doctor", "--yes", "--bundle", missing, code=12).err
 
 
 @each_row("answer", ["y", "n"])
@@ -139,7 +143,7 @@ def test_on_a_terminal_it_asks(answer: str, dlcmd: Dlcmd, tmp_path: Path) -> Non
     archive = tmp_path / "help.tar.gz"
     ours, theirs = pty.openpty()
     os.write(ours, f"{answer}\n".encode())
-    with dlcmd.start("support", archive, stdin=theirs) as process:
+    with dlcmd.start("doctor", "--bundle", archive, stdin=theirs) as process:
         said = process.communicate(timeout=60)[1].decode()
     os.close(ours)
     os.close(theirs)
