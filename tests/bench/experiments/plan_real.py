@@ -1,7 +1,7 @@
 """Benchmark of the forecast against what then happens: four nodes in network namespaces mount a
 dataset as a task and train on it, with memory for all of it, half, or a tenth.
 
-The forecast is what `dlcmd plan` prints. It gets the rates of this run: the store's latency and
+The forecast is what `dlcmd forecast` prints. It gets the rates of this run: the store's latency and
 bandwidth, as a node measures them, and the pace of the readers. Each row is by how much that
 differs from what happened, in parts of what was said: requests to the store and their bytes,
 as the store counts them, and hits, the part of the bytes that readers read which the store did not
@@ -120,7 +120,7 @@ class _Ground:
         return left * SERVER_DIVISOR // (SERVER_DIVISOR - 1)
 
     def foretold(self, order: Order, memory_bytes: int, rates: Rates) -> list[Figures]:
-        """What `dlcmd plan` says of each epoch."""
+        """What `dlcmd forecast` says of each epoch."""
         options = {
             "nodes": NODES, "ranks": 1, "batch": BATCH, "workers": 0, "memory": memory_bytes,
             "store-latency": rates.request_s * 1e3, "store-bandwidth": int(rates.bytes_per_s),
@@ -128,7 +128,7 @@ class _Ground:
             "shuffle": order.shuffle, "group-size": min(order.group, 1000), "evict": "plan",
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        printed = self.task.nodes.shared.dlcmd("--json", "plan", *words, DATASET)
+        printed = self.task.nodes.shared.dlcmd("--json", "forecast", *words, DATASET)
         [said] = json.loads(printed.stdout.splitlines()[-1])["forecasts"]
         return [
             Figures(each["store_requests"], each["store_bytes"], each["seconds"])
