@@ -396,7 +396,7 @@ def left_out(tree: ast.AST) -> Iterator[str]:
 def test_fields_that_a_request_may_leave_out_are_documented() -> None:
     """`WIRE.md`, section 5, names the fields for which the readers of requests have a default."""
     readers: list[ast.AST] = [
-        ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
+        ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").rglob("*.py")
     ]
     for name, parts in (
         ("diesel_fs/peers/members/membership.py", {"parse_join", "parse_member"}),
