@@ -70,7 +70,7 @@ def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
         link.send({"no": "verb"})
         link.note("a word")
         wait_until(lambda: planner.summary.notes["a word"])
-    assert sum("has no meaning" in note for note in planner.summary.notes) == 4
+    assert sum("a malformed message" in note for note in planner.summary.notes) == 4
     assert len(planner.summary.lines()) == 6
 
 
@@ -91,7 +91,6 @@ def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[in
 
 
 def taken(table: SampleTable, indices: list[int], shown: ShownVersion = A) -> list[list[int]]:
-    """The files of samples, as lists."""
     found = table.take(np.array(indices, np.int64)).get(shown)
     if found is None:
         return [[] for _ in indices]

@@ -120,7 +120,6 @@ class _Ground:
         return left * SERVER_DIVISOR // (SERVER_DIVISOR - 1)
 
     def foretold(self, order: Order, memory_bytes: int, rates: Rates) -> list[Figures]:
-        """The output of `dlcmd forecast` for each epoch."""
         options = {
             "nodes": NODES, "ranks": 1, "batch": BATCH, "workers": 0, "memory": memory_bytes,
             "store-latency": rates.request_s * 1e3, "store-bandwidth": int(rates.bytes_per_s),

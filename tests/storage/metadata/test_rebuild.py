@@ -60,7 +60,6 @@ def with_chunks(meta: MetadataStore, *chunks: Chunk) -> Chunks:
 
 
 def commits_are_locked(opened: Opener) -> bool:
-    """Whether commits are locked now."""
     with closing(opened(deadline_s=0.05)) as hasty:
         try:
             hasty.commit(IDENTITY, files(999, b"hasty").batch())

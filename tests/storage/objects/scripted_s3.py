@@ -71,8 +71,6 @@ class Rule(PlannedFault):
 
 @dataclass(frozen=True)
 class Stored:
-    """An object on the server."""
-
     content: bytes
     modified_s: float
 
@@ -83,8 +81,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request that the server got."""
-
     method: str
     key: str
     query: Mapping[str, str]
@@ -94,8 +90,6 @@ class RecordedRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer of the server."""
-
     status: int
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
@@ -170,7 +164,6 @@ class ScriptedS3(FaultScript[Rule]):
             self.stopped.wait(max(end_s - time.monotonic(), 0))
 
     def answer(self, asked: RecordedRequest) -> Answer:
-        """The answer that S3 gives."""
         if asked.key == "" and asked.method in ("GET", "HEAD"):
             if "uploads" in asked.query:
                 return Answer(200, self._list_uploads(asked.query).encode())

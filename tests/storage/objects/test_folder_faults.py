@@ -68,7 +68,6 @@ class Syncs:
 
 @pytest.fixture
 def syncs(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Syncs:
-    """Replaces os.fsync."""
     made = Syncs(store.root)
     monkeypatch.setattr(os, "fsync", made)
     return made
