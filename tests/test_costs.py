@@ -106,7 +106,7 @@ def test_processor_time_is_that_of_all_processes() -> None:
 
 def test_a_change_reaches_the_packages_that_import_its_modules() -> None:
     folders = affected.folders
-    assert folders(["cli/dlcmd/putting.py"]) == {"tests/cli"}
+    assert folders(["cli/dlcmd/verbs/put.py"]) == {"tests/cli"}
     reached = folders(["diesel_fs/peers/wire.py"])
     assert {"tests/peers", "tests/mounts", "tests/cli"} <= reached
     assert not {"tests/format", "tests/orders", "tests/storage"} & reached

@@ -34,6 +34,7 @@ PURE = (
     *"cache.admission cache.importance cache.lrfu storage.accounts.account".split(),
     *"peers.members.ownership peers.members.membership".split(),
     *"peers.wire peers.plan.messages peers.plan.publisher peers.node.chunk_future".split(),
+    *"peers.node.ledger peers.node.replacement peers.node.lookahead".split(),
     *"mounts.plans.control_wire".split(),
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),

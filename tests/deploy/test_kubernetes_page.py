@@ -14,7 +14,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from diesel_kubernetes.csi.volumes import Limits, parse_volume
+from diesel_kubernetes.csi.volumes import VolumeLimits, parse_volume
 from diesel_kubernetes.names import SECRETS
 from diesel_kubernetes.operator.resources import decode_dataset, decode_training
 from diesel_kubernetes.operator.specs import parse_dataset, parse_training
@@ -149,7 +149,7 @@ def test_the_manifests_are_taken_by_the_operator_and_the_driver() -> None:
     keys = [re.split("[= ]", word)[1] for word in account if word.startswith("--from-literal=")]
     assert keys[:2] == ["user", "key"]
     secret = dict.fromkeys(keys, "x") | {"key": f"diesel-key-1:{'A' * 43}="}
-    assert parse_volume(attributes, secret, Limits()).named.startswith(name)
+    assert parse_volume(attributes, secret, VolumeLimits()).named.startswith(name)
     pod: Json = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
     pod["spec"] = fields(job, "spec", "template", "spec")
     kubernetes_validate.validate(pod, "1.27", strict=True)

@@ -18,8 +18,8 @@ import pytest
 from deploy.packages.debian import HOME, LINKS
 from deploy.packages.man_pages import man_pages
 from deploy.packages.share import COMPLETIONS, PROGRAMS, write_share
-from dlcmd.completing import SCRIPTS
 from dlcmd.main import program as dlcmd
+from dlcmd.verbs.completion import SCRIPTS
 from tests.test_documents import options_of
 from tests.test_house import FILES, TREE
 from tests.test_layers import SOURCES, modules

@@ -1,7 +1,7 @@
 """Benchmark of the forecast against real runs: four nodes in network namespaces mount a dataset as
 a task and train on it, with memory for all of it, half, or a tenth.
 
-The forecast is the output of `dlcmd plan`. It gets the rates of this run: the store's latency and
+The forecast is that of `dlcmd forecast`. It gets the rates of this run: the store's latency and
 bandwidth, as a node measures them, and the pace of the readers. Each row is the difference of the
 run from the forecast, relative to the forecast: requests to the store and their bytes, as the store
 counts them, and hits, the part of the bytes that readers read which the store did not give (in
@@ -127,7 +127,7 @@ class _Ground:
             "shuffle": order.shuffle, "group-size": min(order.group, 1000), "evict": "plan",
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        printed = self.task.nodes.shared.dlcmd("--json", "plan", *words, DATASET)
+        printed = self.task.nodes.shared.dlcmd("--json", "forecast", *words, DATASET)
         [said] = json.loads(printed.stdout.splitlines()[-1])["forecasts"]
         return [
             Figures(each["store_requests"], each["store_bytes"], each["seconds"])
