@@ -37,8 +37,8 @@ from ..members.registry import Registry
 from ..node.chunk_table import ChunkTable
 from ..node.fetches import FETCHES, FILL_FETCHES, Fetch
 from ..node.node_cache import NodeCache
-from ..plan.messages import TAKEN, UNKNOWN, PlanMessage, held_pieces, plan_body, value_pieces
-from ..plan.publisher import PlanTeller
+from ..plan.messages import UNKNOWN
+from ..plan.publisher import PlanPublisher
 from ..plan.task_plan import EXCHANGE_S, TaskPlan
 from ..wire import (
     ABSENT,
@@ -67,10 +67,6 @@ network twice."""
 LOAD_S = 3.0
 """How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
 s. For several parts it is longer by as much as the asker waits longer (`wire.working_s`)."""
-
-HELD_S = 30.0
-"""How often another master is told which chunks this node has although nothing has changed: it may
-have forgotten this node meanwhile."""
 
 _LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up to an eighth
 _PREVIOUS_OWNERS_MAX = 8  # earlier assignments that are remembered: those owners may hold chunks
@@ -352,42 +348,22 @@ class Master:
         with entry.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(entry.peer.run)
-                nursery.start_soon(self._tell_plan, entry.peer)
+                nursery.start_soon(self._publish_plan, entry.peer)
                 if entry.member.instance == ANY_INSTANCE:
                     nursery.start_soon(self._probe, entry)
 
-    async def _tell_plan(self, peer: Peer) -> None:
-        """Where any stream is known, tell another master every `EXCHANGE_S` what this node's
-        readers will read, where they are, which chunks this node has, and what chunks are worth."""
-        entry_count = len(self.snapshot)
-        teller = PlanTeller(entry_count)
-        held_told: npt.NDArray[np.bool_] | None = None
-        values_told: npt.NDArray[np.float32] | None = None
-        retell_s = 0.0
-
-        async def is_taken(messages: Iterable[PlanMessage]) -> bool:
-            bodies = [plan_body(each, entry_count) for each in messages]
-            return {await peer.tell_plan(each) for each in bodies} <= {TAKEN}
-
+    async def _publish_plan(self, peer: Peer) -> None:
+        """While any stream is known, send another master every `EXCHANGE_S` what is new of this
+        node's readers, of the chunks that this node has, and of what chunks are worth."""
+        publisher = PlanPublisher(len(self.snapshot))
         while True:
-            if not teller.has_told:
+            if not publisher.has_published:
                 await self.plan.known.wait()
-            news = teller.news(self.plan.own_streams, self.plan.order_of)
+            news = publisher.news(self.plan.announcement())
             with suppress(StopIteration):
                 body = next(news)
                 while True:
-                    body = news.send(await peer.tell_plan(body))
-            held, values = self.cache.held, self.plan.own_values
-            is_told = held_told is not None and trio.current_time() < retell_s
-            if self.plan.known.is_set() and not (is_told and (held == held_told).all()):
-                held_told = held if await is_taken(held_pieces(held)) else None
-                retell_s = trio.current_time() + HELD_S
-                values_told = None  # the other master may have been started anew
-            if values is not None:
-                is_told = values_told is not None and np.array_equal(values, values_told)
-                if not is_told and not await is_taken(value_pieces(values)):
-                    values = None
-            values_told = values
+                    body = news.send(await peer.send_plan(body))
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:

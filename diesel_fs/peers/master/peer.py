@@ -107,7 +107,7 @@ class Peer:
                 break
         return statuses
 
-    async def tell_plan(self, body: bytes) -> int | None:
+    async def send_plan(self, body: bytes) -> int | None:
         """Send a message about plans (`plan/messages.py`). The status of the answer; None where the
         peer is not asked now or does not answer in time, which does not count as its failure: it
         may have other work, and reads do not wait for this."""

@@ -49,7 +49,7 @@ from .messages import (
     order_digest,
     parse_plan,
 )
-from .publisher import keyed
+from .publisher import Announcement
 
 log = logging.getLogger("diesel.task")
 
@@ -231,7 +231,8 @@ class TaskPlan:
             case OrderPiece():
                 return self._take_piece(rank, str(client), message)
             case PlannedStream():
-                return self._take_stream(rank, keyed(message, _key_of(client, message.key)))
+                key = _key_of(client, message.key)
+                return self._take_stream(rank, replace(message, key=key))
             case StreamEnd(key):
                 ended = (rank, _key_of(client, key))
                 self._forget_streams([ended] if ended in self._streams else [])
@@ -383,18 +384,15 @@ class TaskPlan:
             elif now_s > self._orders[digest].since_s + UNUSED_ORDER_S:
                 del self._orders[digest]
 
-    # What this node tells others
+    # What this node publishes
 
-    @property
-    def own_streams(self) -> dict[str, PlannedStream]:
-        """The streams of this node's readers, by their keys, with their positions."""
-        return {key: each.stream for (rank, key), each in self._streams.items()
+    def announcement(self) -> Announcement:
+        """What the masters of other nodes should know of this node."""
+        mine = {key: each.stream for (rank, key), each in self._streams.items()
                 if rank == self._rank}  # fmt: skip
-
-    @property
-    def own_values(self) -> Values | None:
-        """What this node's clients find chunks worth; None where none has said it."""
-        return self._sum_of_values([key for key in self._values if key[0] == self._rank])
+        values = self._sum_of_values([key for key in self._values if key[0] == self._rank])
+        held = self._cache.held if self.known.is_set() else None
+        return Announcement(mine, self._order_of, values, held)
 
     def _sum_of_values(self, keys: Collection[tuple[int, int]]) -> Values | None:
         if not keys:
@@ -402,8 +400,7 @@ class TaskPlan:
         total: Values = np.sum([self._values[key] for key in keys], axis=0, dtype=np.float32)
         return total
 
-    def order_of(self, epoch: PlannedEpoch) -> Entries | None:
-        """The entries of an epoch that is not computed; None where they are not known any more."""
+    def _order_of(self, epoch: PlannedEpoch) -> Entries | None:
         order = self._orders.get(epoch.digest)
         return None if order is None else order.entries
 

@@ -298,7 +298,7 @@ class MasterLink:
         self._note_answer()
         return connection.detach()
 
-    def tell_plan(self, body: bytes) -> int | None:
+    def send_plan(self, body: bytes) -> int | None:
         """Send a message about plans (`plan/messages.py`). The status of the answer; None where the
         master does not answer."""
         answer = self._request(wire.LOCAL_PLAN, len(body), body)

@@ -236,10 +236,10 @@ class TaskStore(StoreWrapper):
             store.connect()  # else the master would count as idle until the first read
         return store
 
-    def tell_plan(self, body: bytes) -> int | None:
+    def send_plan(self, body: bytes) -> int | None:
         """Tell the master about plans (`plan/messages.py`). The status of its answer; None where it
         does not answer."""
-        return self._link.tell_plan(body)
+        return self._link.send_plan(body)
 
     def stats(self) -> dict[str, object]:
         """What the master reports, and where this reader's bytes came from."""
