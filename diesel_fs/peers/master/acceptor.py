@@ -27,7 +27,7 @@ from .. import wire
 from ..handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
 from ..node.chunk_table import ChunkTable
 from ..wire import FAILED, GIVEN, LOAD, NOT_MINE, PLAN, READ, THROUGH, WORKING, Hello, Parts
-from .data_plane import Connection, DataPlane
+from .data_plane import DataPlane, ServedConnection
 
 log = logging.getLogger("diesel.task")
 
@@ -127,7 +127,9 @@ class Acceptor:
             return
         channel = Channel(accepted, options=())
         self._plane.adopt(
-            Connection(channel, self._source.table, self._me.rank, is_client=True, is_local=True)
+            ServedConnection(
+                channel, self._source.table, self._me.rank, is_client=True, is_local=True
+            )
         )
 
     def set_identity(self, me: LocalIdentity) -> None:
@@ -177,7 +179,9 @@ class Acceptor:
                 self._counts["accepted"] += 1
                 table, is_client = self._source.table, theirs.is_client
                 self._plane.adopt(
-                    Connection(channel, table, theirs.rank, is_client=is_client, is_local=False)
+                    ServedConnection(
+                        channel, table, theirs.rank, is_client=is_client, is_local=False
+                    )
                 )
                 channel = None
         except HandshakeRejected as rejected:
@@ -234,7 +238,7 @@ class Acceptor:
     # Requests for what is not in memory
 
     def _forward(
-        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+        self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
         """See `Forward`. Called in the data plane's thread."""
         assert self._token is not None
@@ -243,18 +247,18 @@ class Acceptor:
             self._token.run_sync_soon(start)
 
     def _start_answer(
-        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+        self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
         if self._nursery is not None:
             self._nursery.start_soon(self._answer, connection, number, flags, parts, size)
 
-    def _forward_plan(self, connection: Connection, number: int, body: bytes) -> None:
+    def _forward_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
         """See `ForwardPlan`. Called in the data plane's thread."""
         assert self._token is not None
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._take_plan, connection, number, body)
 
-    def _take_plan(self, connection: Connection, number: int, body: bytes) -> None:
+    def _take_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
         """Answer a message about plans: `NOT_MINE` where the connection is of another version."""
         plane = self._plane
         if plane is None or not connection.is_open:
@@ -270,7 +274,7 @@ class Acceptor:
         plane.answer(connection, len(body), [answer], len(answer))
 
     async def _answer(
-        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+        self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
         """Answer a request whose parts are not all in memory."""
         plane = self._plane
@@ -287,7 +291,7 @@ class Acceptor:
         plane.answer(connection, size, [head, *views], len(head) + given)
 
     async def _find_answer(
-        self, connection: Connection, parts: Parts, *, load: bool, through: bool
+        self, connection: ServedConnection, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
         """The answer of the source; status `FAILED` for all parts where it has an error, and
         `NOT_MINE` where the connection is of another version by now."""

@@ -56,7 +56,7 @@ from ..node.ledger import chunk_budget_bytes
 from ..node.node_cache import CacheOptions, NodeCache
 from ..node.sealed_memory import raise_descriptor_limit
 from . import local
-from .master import Master
+from .master import Master, MasterOptions
 
 log = logging.getLogger("diesel.task")
 
@@ -245,8 +245,7 @@ class _Daemon:
             self._objects,
             self._registry,
             self._make_cache,
-            world=self._world,
-            oneshot=self._request.policy == "oneshot",
+            MasterOptions(self._world, oneshot=self._request.policy == "oneshot"),
         )
         clients = local.LocalServer(master)
         is_member = True

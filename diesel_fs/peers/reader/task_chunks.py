@@ -41,6 +41,7 @@ from ..members.owner_table import OwnerTableView
 from .mapped_chunks import MAPPED, NOBODY, MappedChunks
 from .master_link import MasterLink
 from .owner_link import OwnerLink, PendingRead
+from .request_socket import start_anew_in_forks
 
 log = logging.getLogger("diesel.task")
 
@@ -121,10 +122,11 @@ class TaskChunks:
         self._generation = -1  # and its generation
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self._reset_after_fork()
-        _ALL.add(self)
+        self.start_anew()
+        start_anew_in_forks(self)
 
-    def _reset_after_fork(self) -> None:
+    def start_anew(self) -> None:
+        """See `Inherited`."""
         self._lock = threading.Lock()
 
     @property
@@ -505,14 +507,3 @@ def _run_heartbeat(
         if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= every_s):
             link.return_unmapped()
     link.close()
-
-
-_ALL: "weakref.WeakSet[TaskChunks]" = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for each in list(_ALL):
-        each._reset_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
