@@ -18,8 +18,8 @@ thread without a lock, since each access is one operation of a dictionary or a q
 was found stays valid after its chunk has been dropped.
 
 What may interleave: while the control plane answers a forwarded request (`in_flight`), further
-requests on the same connection are answered, and answers come in any order. A connection whose
-other end does not take its answers, or that has too much in flight, is read no further
+requests on the same connection are answered, and answers come in any order. A connection with an
+other end that does not take its answers, or with too much in flight, is read no further
 (`is_blocked`), and is closed when it is slower than `net/channel.py` allows; its answers are
 dropped. A connection that sends many requests at once is served `_TURN_REQUESTS` of them a turn, so
 that others are not kept waiting.
@@ -59,7 +59,7 @@ from ..wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-"""A connection from another node without requests for so long is closed."""
+"""A connection from another node without requests for this time is closed."""
 
 _BUFFER_BYTES = 64 << 10
 """More than the longest request."""
@@ -162,11 +162,11 @@ class DataPlane:
         self._command(partial(self._answer, connection, asked, parts, size))
 
     def drop(self, connection: ServedConnection) -> None:
-        """Close a connection, and drop what is unsent on it."""
+        """Close a connection, and drop the bytes that are unsent on it."""
         self._command(partial(self._close, connection))
 
     def drop_all(self) -> None:
-        """Close all connections that have been adopted so far."""
+        """Close all connections that have been adopted by now."""
         self._command(self._close_all)
 
     @property
@@ -175,7 +175,7 @@ class DataPlane:
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
-        """Counters, and what is open now."""
+        """Counters, and the connections that are open now."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -317,7 +317,7 @@ class DataPlane:
             raise ConnectionClosed("the other end closed the connection")
 
     def _go_on(self, connection: ServedConnection) -> None:
-        """Handle what was received before; then wait for more."""
+        """Handle the bytes that were received before; then wait for more."""
         if not connection.is_open or connection.is_blocked or connection in self._ready:
             self._watch(connection)
             return
@@ -359,10 +359,10 @@ class DataPlane:
                 return
 
     def _answer_at_once(self, connection: ServedConnection, length: int) -> bool:
-        """Answer the only request in the buffer, of `length` bytes, where all that it asks for is
+        """Answer the only request in the buffer, of `length` bytes, if all that it asks for is
         in memory, as it is with most requests; whether it was. Raises OSError.
 
-        This is what a master does all the time, so it has few operations.
+        A master does this all the time, so it has few operations.
         """
         buffer, table = self._buffer, connection.table
         number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
@@ -403,8 +403,8 @@ class DataPlane:
         return True
 
     def _serve(self, connection: ServedConnection, content: memoryview, end: int) -> None:
-        """Answer the requests in the first `end` bytes; what is left of them is held. Raises
-        ConnectionClosed, OSError, CorruptError."""
+        """Answer the requests in the first `end` bytes; an incomplete one at their end is held.
+        Raises ConnectionClosed, OSError, CorruptError."""
         connection.used_s = self._now_s
         at = turn = 0
         while end - at >= HEAD_BYTES and not connection.is_blocked:
@@ -512,7 +512,7 @@ class DataPlane:
         connection.unsent += views
 
     def _send_rest(self, connection: ServedConnection) -> None:
-        """Send what is unsent, as far as the socket takes it. Raises OSError."""
+        """Send unsent bytes, as far as the socket takes them. Raises OSError."""
         try:
             while connection.unsent:
                 sent = connection.channel.send_some(connection.unsent)
@@ -523,7 +523,7 @@ class DataPlane:
         self._watch(connection)
 
     def _watch(self, connection: ServedConnection) -> None:
-        """Have epoll report what the connection waits for."""
+        """Have epoll report the event that the connection waits for."""
         if not connection.is_open:
             return
         if connection.unsent:

@@ -6,8 +6,8 @@ keeps the chunks that this node owns. It answers the reads that the data plane c
 (`AnswerSource`), asks other masters (`peer.py`) and the store for chunks, and exchanges the plans
 of readers with other masters. Reads of chunks in memory never come here (`data_plane.py`).
 
-What the master cannot give, it reports at once, and the reader reads from the store: nothing that
-happens to members is an error of a reader.
+The master reports at once which parts it cannot give, and the reader reads them from the store:
+nothing that happens to members is an error of a reader.
 
 Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
 owners, checking chunks) run in threads. `run` holds these tasks: the node's cache, the plan, the
@@ -16,7 +16,7 @@ connection with its publisher of plans and, without a registry, its pings. Reque
 the acceptor, and clients as tasks of `local.py`.
 
 Three things change under the feet of a task that waits. Members: `_peers` is replaced entry by
-entry by the task that renews, and cancelling an entry's scope ends all that was asked of that
+entry by the task that renews, and cancelling an entry's scope ends all requests to that
 master; so a request looks its peer up and does not keep it. Owners: `_owners_lock` lets one
 assignment be computed at a time, and `_assign_owners` gives the result up if the version has
 changed meanwhile. The version: `switch_version` computes the new owners first, and then changes
@@ -71,12 +71,12 @@ from .peer import Peer
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""Seconds between renewals of the registration: a third of what it lasts."""
+"""Seconds between renewals of the registration: a third of its lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
-"""For so long after its start, until all nodes are there, a master renews at this shorter interval
-to learn of new members: a chunk that it fetches and another node owns a moment later crosses the
-network twice."""
+"""For this time after its start, until all nodes are there, a master renews at this shorter
+interval to learn of new members: a chunk that it fetches and another node owns a moment later
+crosses the network twice."""
 
 LOAD_S = 3.0
 """How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
@@ -137,7 +137,7 @@ class Master:
         self._owners = ChunkOwners(snapshot)
         self.plan = TaskPlan(snapshot, self.rank, self.cache)  # what all readers will read
         self.owner_table = OwnerTable(snapshot.chunk_count)  # for this node's clients
-        self._view: TaskView | None = None  # what they last could learn
+        self._view: TaskView | None = None  # as they could learn it last
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
         # Members from before an outage of the registry that have not renewed since, and how long
@@ -163,7 +163,7 @@ class Master:
 
     @property
     def task_view(self) -> TaskView:
-        """What this node's clients have to know to ask the owners of chunks."""
+        """All that this node's clients need to ask the owners of chunks."""
         return TaskView(
             rank=self.rank,
             task=self._me.task.digest,
@@ -252,7 +252,7 @@ class Master:
             self._all_present.set()
 
     def _note_view(self) -> None:
-        """Have clients ask again where what they know is not true any more."""
+        """Have clients ask again if their view of the task is out of date."""
         view = self.task_view
         if view != self._view:
             self._view = view
@@ -261,7 +261,7 @@ class Master:
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
         """Members that may still have to register again. All may have been forgotten while the
         registry could not be reached, and each renews in its own time. If they did not count until
-        then, connections would end and other nodes would fetch what they hold."""
+        then, connections would end and other nodes would fetch the chunks that they hold."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in membership.members:
@@ -270,7 +270,7 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """Take over the task's new secret: where the registry has lost the old one, the master that
+        """Take over the task's new secret: when the registry has lost the old one, the master that
         registers first makes another."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
@@ -280,7 +280,7 @@ class Master:
         self._peers.clear()
 
     async def _update_owners(self) -> None:
-        """Compute who owns what from the members that answer."""
+        """Compute the owners of chunks among the members that answer."""
         async with self._owners_lock:  # the last caller knows the members best
             owners = self._owners
             if await self._assign_owners(owners, self._peers.keys() - self._silent):
@@ -296,7 +296,7 @@ class Master:
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
         previous = None
-        if not owners.ranks and others:  # other nodes hold what this one will own
+        if not owners.ranks and others:  # other nodes hold the chunks that this one will own
             previous = await trio.to_thread.run_sync(owners.compute, others, world)
         owners.set_owners(ranks, owner, previous)
         if owners is not self._owners:
@@ -314,7 +314,7 @@ class Master:
                     nursery.start_soon(self._probe, entry)
 
     async def _publish_plan(self, peer: Peer) -> None:
-        """While any stream is known, send another master every `EXCHANGE_S` what is new of this
+        """While any stream is known, send another master every `EXCHANGE_S` the news of this
         node's readers, of the chunks that this node has, and of what chunks are worth."""
         publisher = PlanPublisher(len(self.snapshot))
         while True:
@@ -367,7 +367,7 @@ class Master:
         await self._apply_membership(self._membership)
         self._renew_now.set()
 
-    # What this node's readers call
+    # Calls of this node's readers
 
     def adopt_local(self, accepted: socket.socket) -> None:
         """Serve READs of a client of this node on a socket, which is the data plane's from now
@@ -375,7 +375,7 @@ class Master:
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None where
+        """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None if
         it is not in memory. With `load`, it is fetched first."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
@@ -397,7 +397,7 @@ class Master:
             log.error("%s sent damaged data: %s", entry.peer, what)
             entry.peer.record_damage()
 
-    # What is requested and not in memory (`AnswerSource`)
+    # Requests for chunks that are not in memory (`AnswerSource`)
 
     @property
     def table(self) -> ChunkTable:
@@ -446,7 +446,7 @@ class Master:
         rows: npt.NDArray[np.int64],
         found: dict[int, memoryview],
     ) -> None:
-        """Ask another node for these rows of `parts`, and add what it gives to `found`."""
+        """Ask another node for these rows of `parts`, and add its answers to `found`."""
         wanted = parts[rows]
         ends = np.cumsum(wanted[:, 2], dtype=np.int64)
         room = np.empty(int(ends[-1]), np.uint8).data
@@ -464,9 +464,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Contents of parts, by their row in `parts`: those whose chunk is here, and with `load`
-        those in `mine` (a flag for each row) whose chunk can be loaded in time (`LOAD_S`). Chunks
-        that could not be fetched are added to `failed`."""
+        """Contents of parts, by their row in `parts`: those of chunks that are here, and with
+        `load` those in `mine` (a flag for each row), if the chunk can be loaded in time (`LOAD_S`).
+        Chunks that could not be fetched are added to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):

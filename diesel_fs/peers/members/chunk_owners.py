@@ -1,6 +1,6 @@
 """The owner of each chunk of a version, under the members of now and of before.
 
-A chunk whose owner has changed may still be with its previous owners, so those are remembered and
+A chunk with a new owner may still be with its previous owners, so those are remembered and
 asked before the store. `ownership.py` computes the owners. Used by the trio loop of a master, which
 runs `compute` and `compute_live_fraction` in threads, as they take long. Pure.
 """

@@ -1,5 +1,5 @@
 """Keeps one receiver up to date with the plan that a process knows: which files its readers will
-read, where they are, which chunks its node has, and what chunks are worth.
+read, how far they are, which chunks its node has, and what chunks are worth.
 
 A mount's prefetch worker publishes to its node's master, and each master to all others, what its
 own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers what the receiver
@@ -39,11 +39,11 @@ _Step = Generator[bytes, int | None, int | None]
 """As `News`; returns the status of its last message, or None if no answer came."""
 
 _RETRY_NEWS = 60
-"""A stream that the receiver rejected is sent again after so many rounds of news."""
+"""A stream that the receiver rejected is sent again after this number of rounds."""
 
 _REPEAT_NEWS = 30
-"""One in so many rounds repeats positions and held chunks that have not changed: the receiver may
-have forgotten this process. Between masters that is every 30 s."""
+"""Every this many rounds, `news` repeats positions and held chunks that have not changed: the
+receiver may have forgotten this process. Between masters that is every 30 s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,7 +52,7 @@ class Announcement:
 
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """The entries of an epoch whose order is not computed; None if they are not known any more."""
+    """The entries of an epoch that is not computed; None if they are not known any more."""
     values: Values | None = None
     """What chunks are worth; None if nobody has said."""
     held: Mask | None = None
@@ -60,7 +60,7 @@ class Announcement:
 
 
 class PlanPublisher:
-    """What one receiver knows."""
+    """The state of one receiver."""
 
     def __init__(self, entry_count: int) -> None:
         """`entry_count`: of the dataset's version that the streams are for."""
@@ -121,7 +121,7 @@ class PlanPublisher:
         return status
 
     def _send_streams(self, announced: Announcement) -> _Step:
-        """Send what is new of streams and positions. The status of the last message; None as soon
+        """Send new streams and positions. The status of the last message; None as soon
         as no answer comes."""
         streams = announced.streams
         status: int | None = TAKEN

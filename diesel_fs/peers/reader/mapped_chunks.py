@@ -23,7 +23,7 @@ import numpy.typing as npt
 from .request_socket import start_anew_in_forks
 
 MAPPED_BYTES_MAX = 8 << 30
-"""Address space, not memory: the memory is the master's. The page tables of what is touched take a
+"""Address space, not memory: the memory is the master's. The page tables of touched pages take a
 512th of it in each process."""
 
 MAPPED_CHUNKS_MAX = 16_384
@@ -96,8 +96,8 @@ class MappedChunks:
     ) -> None:
         """`chunks` is how many the version has."""
         self.sources: Sources = np.full(chunks, NOBODY, np.int32)
-        """Where a reader finds each chunk: `MAPPED` while the table keeps it, else the rank of its
-        owner. It may be out of date at once: see `find_many`."""
+        """The place of each chunk for a reader: `MAPPED` while the table keeps it, else the rank of
+        its owner. It may be out of date at once: see `find_many`."""
 
         self.source_of = self.sources.data
         """The same, for single look-ups."""

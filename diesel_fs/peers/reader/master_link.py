@@ -1,10 +1,10 @@
 """A reader's control connections to its node's master (`PEERS.md`, section 4), and whether the
-master is asked at all.
+reader asks the master at all.
 
 The reader is the master's client. A `MasterConnection` is one blocking socket. A `MasterLink` keeps
 connections, limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`), which
 the first failure opens. A failure is never raised: the caller gets None and reads from the store.
-`store.py` decides what to ask for; `launch.py` starts masters. What is read goes over other
+`store.py` decides what to ask for; `launch.py` starts masters. Reads of chunks go over other
 connections (`owner_link.py`).
 
 Concurrency: many threads; each exchange (a request and its answer) uses a connection of its own. A
@@ -103,7 +103,7 @@ class MasterConnection(RequestSocket):
     ) -> tuple[memoryview, int]:
         """The body of the answer to a request of this kind and count, valid until the next is sent;
         and with `expects_descriptor` the descriptor that came with it, else -1. Raises
-        ExchangeFailed; RequestRejected where the master rejects the request."""
+        ExchangeFailed; RequestRejected if the master rejects the request."""
         descriptor = -1
         try:
             room = memoryview(self._buffer)
@@ -242,8 +242,8 @@ class MasterLink:
         self._last_warning = ""
 
     def pin(self, chunk: int, *, fetch: bool) -> int | None:
-        """Pin a whole chunk; `fetch`: also where the master has to fetch it. A descriptor, which
-        the caller closes; None where the chunk is not in memory or the master does not answer."""
+        """Pin a whole chunk; `fetch`: even if the master has to fetch it. A descriptor, which
+        the caller closes; None if the chunk is not in memory or the master does not answer."""
         answer = self._request(
             wire.LOCAL_PIN, 1, wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
@@ -261,7 +261,7 @@ class MasterLink:
         return None
 
     def task_view(self) -> wire.TaskView | None:
-        """What is needed to ask the masters of other nodes; None where the master does not
+        """All that is needed to ask the masters of other nodes; None if the master does not
         answer."""
         answer = self._request(wire.LOCAL_MEMBERS, 0, b"", is_read=True)
         try:
@@ -293,7 +293,7 @@ class MasterLink:
         return connection.detach()
 
     def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). The status of the answer; None where the
+        """Send a message about plans (`plan/messages.py`). The status of the answer; None if the
         master does not answer."""
         answer = self._request(wire.LOCAL_PLAN, len(body), body)
         try:
@@ -303,17 +303,17 @@ class MasterLink:
             return None
 
     def notify(self, kind: int, count: int, body: bytes) -> bool:
-        """Send a request whose answer has no content; returns whether the answer came."""
+        """Send a request that is answered without content; returns whether the answer came."""
         return self._request(kind, count, body) is not None
 
     def switch_version(self, body: bytes, snapshot: int) -> bool:
-        """Announce another version, whose snapshot is in the file `snapshot`; returns whether the
+        """Announce another version, with its snapshot in the file `snapshot`; returns whether the
         master accepted it. The connection then belongs to that version, and is closed."""
         kind = wire.LOCAL_SWITCH_VERSION
         return self._request(kind, 0, body, descriptor=snapshot, closes=True) is not None
 
     def stats(self) -> bytes:
-        """What the master reports of itself, as JSON; empty where it does not answer."""
+        """The master's statistics, as JSON; empty if it does not answer."""
         answer = self._request(wire.LOCAL_STATS, 0, b"")
         return b"" if answer is None else answer[0]
 
@@ -353,7 +353,7 @@ class MasterLink:
         closes: bool = False,
     ) -> tuple[bytes, int] | None:
         """Send a request, and a descriptor with it unless that is -1. Returns the body of the
-        answer, and a descriptor as `MasterConnection.receive_answer` does; None where the master
+        answer, and a descriptor as `MasterConnection.receive_answer` does; None if the master
         does not answer. `is_read`: see `_acquire`; `closes`: the connection cannot be used
         again."""
         connection = self._acquire(is_read=is_read)
@@ -401,7 +401,7 @@ class MasterLink:
         *,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
-        """Receive the answer to a request; None where that failed."""
+        """Receive the answer to a request; None if that failed."""
         try:
             answer = connection.receive_answer(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
@@ -427,7 +427,7 @@ class MasterLink:
             self.retry()
 
     def _acquire(self, *, is_read: bool = True) -> MasterConnection | None:
-        """A connection for the caller alone; None where the master is not to be asked now. During a
+        """A connection for the caller alone; None if the master is not to be asked now. During a
         pause, reads get none, and other requests (`is_read` is False) any idle one."""
         with self._lock:
             if self._closed and not self._idle:
@@ -447,7 +447,7 @@ class MasterLink:
         return ticket
 
     def _open_connection(self, ticket: int) -> MasterConnection | None:
-        """Connect; None where that failed."""
+        """Connect; None if that failed."""
         try:
             connection = MasterConnection(
                 self._path, self._identity, self._version, self._deadline_s

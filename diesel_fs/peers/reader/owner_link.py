@@ -1,10 +1,10 @@
-"""A reader's connections to the masters that own what it reads (`PEERS.md`, section 3): one
+"""A reader's connections to the masters that own the chunks it reads (`PEERS.md`, section 3): one
 connection for each node, made when it is first needed.
 
 An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
 flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
 never raises an error: when a request fails, the caller gets None and reads from the store.
-`task_chunks.py` decides which node is asked for what.
+`task_chunks.py` decides which node to ask for which parts.
 
 Concurrency: many threads. The sockets block, as a wake-up by an event loop would cost more than a
 request. Of the threads that wait for answers on one connection, one (the *leader*) receives them
@@ -35,14 +35,14 @@ CONNECT_WAIT_S = 2.5
 """How long a reader waits for a connection that is being made; making it goes on."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""Requests that are not answered yet: so many fit the sockets' buffers, so sending never waits for
+"""Requests that are not answered yet: these fit the sockets' buffers, so sending never waits for
 a master that waits for this reader to receive."""
 
 _TICK_S = 0.05  # how often a waiting thread looks at its deadline
 _SEND_LIMIT_S = 1.0
 _SCRATCH_BYTES = 64 << 10  # longer answers have memory of their own
 _SINGLE_HEAD = wire.SINGLE_ANSWER.size
-_SAMPLED = 8  # of so many single reads, the time of one is noted
+_SAMPLED = 8  # the time of one in this number of single reads is noted
 _SEND_WAIT_S = 1.0  # for another thread; or, in a signal handler, for the thread itself
 _IDS = 1 << 32
 
@@ -55,7 +55,7 @@ _SomeParts = Parts | tuple[int, int, int]
 
 
 class PendingRead:
-    """A READ whose answer has not been taken; it may be dropped."""
+    """A READ that waits for its answer; it may be dropped."""
 
     __slots__ = (
         "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
@@ -85,7 +85,7 @@ class PendingRead:
 
 Answer = tuple[memoryview, bytes]
 """The bytes of the parts that were given, one behind the other; and the status of each part, empty
-where all were given."""
+if all were given."""
 
 
 class _OwnerConnection(RequestSocket):
@@ -100,7 +100,7 @@ class _OwnerConnection(RequestSocket):
         self.has_leader = self.is_lost = False
         self.unanswered_bytes = self.payload_bytes = 0  # of all in `pending`
         self.room: memoryview | None = None  # of the answer that has begun to come
-        self.got = 0  # bytes of it so far
+        self.got = 0  # bytes of it that have come
         self.carried = b""  # bytes behind it
 
     def take_carried(self, room: memoryview) -> int:
@@ -161,13 +161,13 @@ class OwnerLink:
         self._sending = threading.Lock()  # taken before `_lock` where both are
         self._connection: _OwnerConnection | None = None
         self._attempt: threading.Event | None = None  # set when an attempt to connect has ended
-        self._wait_until_s = 0.0  # so long readers wait for it
+        self._wait_until_s = 0.0  # until then readers wait for it
         self._last_number = 0
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # used under `_sending`
 
     def begin(self, parts: _SomeParts, size: int) -> PendingRead | None:
         """Send a READ of parts, or of one part (chunk, start, bytes). They have `size` bytes in
-        all, within the limits of one request, and at least one each. None where the master is not
+        all, within the limits of one request, and at least one each. None if the master is not
         to be asked now."""
         ticket = self._breaker.ticket
         connection = self._connection
@@ -204,10 +204,10 @@ class OwnerLink:
         return pending
 
     def read_one(self, chunk: int, start: int, size: int) -> Bytes | None:
-        """One part of at least one byte; None where the master does not give it.
+        """One part of at least one byte; None if the master does not give it.
 
         A small part on a connection that nobody uses goes this short way: the request and its
-        answer are one exchange, for which nothing is set up. Where it turns out otherwise, the
+        answer are one exchange, for which nothing is set up. If it turns out otherwise, the
         request goes on as any other.
         """
         connection = self._connection
@@ -267,7 +267,7 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _make_room(self, connection: _OwnerConnection, parts: _SomeParts) -> bool:
-        """Wait until another request may be sent; False where earlier ones are not answered."""
+        """Wait until another request may be sent; False if earlier ones are not answered."""
         count = 1 if isinstance(parts, tuple) else len(parts)
         most = max(UNANSWERED_BYTES_MAX - HEAD_BYTES - count * PART_BYTES, 0)
         while connection.pending and (
@@ -280,7 +280,7 @@ class OwnerLink:
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
-        """Wait for the answer, within the time limit; None where there is none. A request whose
+        """Wait for the answer, within the time limit; None if there is none. A request whose
         connection was closed is sent once more, over another one."""
         begun_s = time.monotonic()
         is_here = pending.is_done or self._receive_alone(pending, begun_s)
@@ -397,7 +397,7 @@ class OwnerLink:
     # Answers
 
     def _answer(self, pending: PendingRead) -> Answer | None:
-        """What a whole answer holds; None where nothing was given."""
+        """The content of a whole answer; None if nothing was given."""
         room, count = pending.room, pending.count
         payload = room[HEAD_BYTES + count :]
         if len(payload) == pending.size:
@@ -406,9 +406,9 @@ class OwnerLink:
         return payload.toreadonly(), statuses
 
     def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
-        """Receive the answer to the only request on a connection, where it is as most answers are:
-        it comes in time and gives all parts. Otherwise False, and `_wait` goes on from what has
-        come. Few operations, as with `read_one`."""
+        """Receive the answer to the only request on a connection, if it is as most answers are: it
+        comes in time and gives all parts. Otherwise False, and `_wait` goes on from the bytes that
+        have come. Few operations, as with `read_one`."""
         connection, room = pending.connection, pending.room
         with self._lock:
             if (
@@ -451,7 +451,7 @@ class OwnerLink:
         return pending.is_done
 
     def _wait(self, pending: PendingRead, begun_s: float) -> bool:
-        """Wait until a request is answered; False where it is late, or the connection is lost. The
+        """Wait until a request is answered; False if it is late, or the connection is lost. The
         wait began at `begun_s`."""
         connection = pending.connection
         is_over = False
@@ -500,7 +500,7 @@ class OwnerLink:
 
     def _lead(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
         """Be the leader until a request is answered; then one of the threads that wait takes over.
-        False where the request is late. Any error ends the connection."""
+        False if the request is late. Any error ends the connection."""
         try:
             return self._receive_until(connection, pending, begun_s)
         except (OSError, _ConnectionLost) as error:
@@ -530,7 +530,7 @@ class OwnerLink:
     def _receive_until(
         self, connection: _OwnerConnection, pending: PendingRead, begun_s: float
     ) -> bool:
-        """Receive answers until that of `pending` is there; False where it is late. Raises OSError,
+        """Receive answers until that of `pending` is there; False if it is late. Raises OSError,
         _ConnectionLost, CorruptError."""
         receive = connection.receive
         while not pending.is_done:
@@ -584,7 +584,7 @@ class OwnerLink:
         return answered, HEAD_BYTES + head.counted + head.payload_bytes
 
     def _complete(self, connection: _OwnerConnection, answered: PendingRead, total: int) -> None:
-        """An answer of `total` bytes is whole; keep what came behind it."""
+        """An answer of `total` bytes is whole; keep the bytes behind it."""
         room, got = answered.room, connection.got
         if got > total:
             connection.carried = bytes(room[total:got]) + connection.carried
@@ -611,7 +611,7 @@ class OwnerLink:
 
 
 def _move(connection: _OwnerConnection, room: memoryview, size: int) -> None:
-    """The first `size` received bytes belong to another answer, whose room this is."""
+    """The first `size` received bytes belong to another answer: `room` is its room."""
     before, got = connection.room, connection.got
     assert before is not None
     room[:size] = before[:size]

@@ -1,4 +1,4 @@
-"""The blocking sockets of a reader, and what a fork does to the objects that hold them.
+"""The blocking sockets of a reader, and how the objects that hold them survive a fork.
 
 A reader sends requests on such a socket to its node's master (`master_link.py`) and to the masters
 that own chunks (`owner_link.py`). The sockets block: a wake-up by an event loop would cost more
