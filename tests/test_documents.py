@@ -18,7 +18,7 @@ import click
 
 import diesel_fs
 from diesel_fs import errors
-from diesel_fs.peers.options import TaskKwargs
+from diesel_fs.peers.members.options import TaskKwargs
 from diesel_kubernetes import names as kubernetes_names
 from diesel_kubernetes.csi import main as csi
 from diesel_kubernetes.operator import main as operator
@@ -399,7 +399,7 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
     ]
     for name, parts in (
-        ("diesel_fs/peers/membership.py", {"parse_join", "parse_member"}),
+        ("diesel_fs/peers/members/membership.py", {"parse_join", "parse_member"}),
         ("diesel_fs/repository/interface.py", {"PurgeOptions"}),
     ):
         body = ast.parse(page(name)).body

@@ -31,8 +31,8 @@ PROGRAMS = frozenset({"diesel_server", "dlcmd", "diesel_kubernetes"})
 PURE = (
     *"format orders net.messages net.frames net.breaker cache.policy".split(),
     *"cache.admission cache.importance cache.lrfu storage.accounts.account".split(),
-    *"peers.ownership peers.membership".split(),
-    *"peers.wire peers.plan_wire peers.plan_teller peers.chunk_future".split(),
+    *"peers.members.ownership peers.members.membership".split(),
+    *"peers.wire peers.plan.messages peers.plan.publisher peers.node.chunk_future".split(),
     *"mounts.plans.control_wire".split(),
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
@@ -58,7 +58,7 @@ OBSTORE_MODULES = ("storage.objects.cloud.store", "storage.objects.cloud.request
 OBSTORE = (
     *OBSTORE_MODULES,
     *("storage.objects.cloud.proxy_process", "storage.objects.cloud.direct"),
-    *("peers.daemon", "mounts", "dlcmd", "diesel_server"),
+    *("peers.master.daemon", "mounts", "dlcmd", "diesel_server"),
 )
 
 TREE = Path(__file__).resolve().parents[1]
@@ -197,18 +197,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
 
 
-def test_folders_of_mounts_import_each_other_in_one_direction() -> None:
+@each_row("package", ["mounts", "peers"])
+def test_folders_of_a_package_import_each_other_in_one_direction(package: str) -> None:
     """Its `__init__` names the order. A module beside the folders counts as one of its own."""
+    inside = f"diesel_fs.{package}."
 
     def part(module: str) -> str:
         return ".".join(module.split(".")[:3])
 
     graph: dict[str, set[str]] = {}
     for module, imported in import_graph().items():
-        if module.startswith("diesel_fs.mounts."):
-            parts = {part(each) for each in imported if each.startswith("diesel_fs.mounts.")}
+        if module.startswith(inside):
+            parts = {part(each) for each in imported if each.startswith(inside)}
             graph.setdefault(part(module), set()).update(parts - {part(module)})
-    assert "diesel_fs.mounts.sessions" in graph
+    assert {"diesel_fs.mounts.sessions", "diesel_fs.peers.members"} & set(graph)
     assert circle(graph) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, PermissionDenied
-from diesel_fs.peers.options import read_key_file
+from diesel_fs.peers.members.options import read_key_file
 from diesel_fs.settings import KEY_FILE_BYTES_MAX, Settings, load_settings
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 

@@ -123,7 +123,8 @@ def tar_stream(shape: Shape) -> Iterator[bytes]:
 
 
 def pipe(pieces: Iterable[bytes], command: Sequence[str], **environment: str) -> int:
-    """Give a program its stdin; returns its exit code, which tells the error if it closes early."""
+    """Write `pieces` to a program's stdin; returns its exit code, which shows the error if it
+    closes early."""
     with subprocess.Popen(
         command, env=environment or None, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as process:

@@ -228,8 +228,8 @@ class JsonRow(TypedDict):
 
 
 def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
-    """Run some benchmarks with tiny inputs, and with the peers that are installed. Each must
-    measure our side, say which peers are missing, and clean up. Returns the rows."""
+    """Run some benchmarks with tiny inputs, and with the installed peers. Each must measure our
+    side, name the missing peers, and clean up. Returns the rows."""
     file = folder / "rows.json"
     words = ["--quick", "--divisor", "100", "--keep", str(folder / "work"), "--json", str(file)]
     command = [sys.executable, "-m", "tests.bench", *words, *options, names]
@@ -294,7 +294,7 @@ def test_the_group_native_measures_every_row_of_a_session(
     ],
 )
 def test_each_benchmark_measures_every_row(tmp_path: Path, name: str, count: int) -> None:
-    """Some have more rows where links can be limited, or where clients connect to all masters."""
+    """Some have more rows if links can be limited, or if clients connect to all masters."""
     rows = rows_of(tmp_path, name)
     assert len(rows) >= count
     assert not [row for row in rows if row["against"] == OBJECTS and row["other"] is None]
@@ -328,7 +328,7 @@ def test_the_store_answers_as_s3_does_later_and_at_its_rate(tmp_path: Path) -> N
         start_s = time.monotonic()
         assert ask("GET", "folder/object") == (200, content)
         assert time.monotonic() - start_s > delay_s + size / rate / 2
-        wait_until(lambda: store.counts().bytes == size)  # it counts what it has written
+        wait_until(lambda: store.counts().bytes == size)  # it counts the bytes that it has written
         counted = store.counts()
         assert counted.requests == 1
         assert ask("GET", "folder/object", Range="bytes=5-9") == (206, content[5:10])

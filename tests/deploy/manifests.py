@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import yaml
 
-from diesel_kubernetes.operator.fields import Json, fields, items, text
+from tests.kubernetes.fields import Json, fields, items, text
 from tests.test_house import TREE
 
 KUBERNETES = TREE / "deploy" / "kubernetes"

@@ -16,9 +16,9 @@ from diesel_fs.settings import parse_size
 from diesel_kubernetes.csi import main as csi
 from diesel_kubernetes.operator import cluster, controller, handlers
 from diesel_kubernetes.operator import main as operator
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from diesel_server.main import program as server
 from diesel_server.options import checked
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 from tests.rows import each_row
 
 from .manifests import (

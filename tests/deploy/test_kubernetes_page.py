@@ -14,9 +14,10 @@ import yaml
 
 from diesel_kubernetes.csi.volumes import Limits, parse_volume
 from diesel_kubernetes.names import SECRETS
-from diesel_kubernetes.operator.fields import Json, fields, items, text, texts
-from diesel_kubernetes.operator.resources import parse_dataset, parse_object, parse_training
+from diesel_kubernetes.operator.resources import decode_dataset, decode_training
+from diesel_kubernetes.operator.specs import parse_dataset, parse_training
 from tests.cli.test_program import commands as verbs
+from tests.kubernetes.fields import Json, fields, items, text, texts
 from tests.kubernetes.operator.made import DEFAULTS
 from tests.test_house import TREE
 
@@ -134,8 +135,8 @@ def test_the_secrets_are_those_that_pods_read(
 
 def test_the_manifests_are_taken_by_the_operator_and_the_driver() -> None:
     data, job = (cast("Json", yaml.safe_load(each)) for each in blocks("yaml"))
-    spec = parse_dataset(parse_object(data), DEFAULTS)
-    training = parse_training(parse_object(job))
+    spec = parse_dataset(decode_dataset(data), DEFAULTS)
+    training = parse_training(decode_training(job))
     assert training.replicas == 4
     name = text(job, "spec", "datasets", 0, "name")
     assert name == text(data, "metadata", "name")

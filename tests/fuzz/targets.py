@@ -36,7 +36,7 @@ from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import frame as control_frame
 from diesel_fs.net.messages import parse_error, unpack
 from diesel_fs.peers import wire as peers_wire
-from diesel_fs.peers.membership import Member
+from diesel_fs.peers.members.membership import Member
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.versions import empty_snapshot
 from diesel_fs.storage.accounts.account import (

@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from diesel_kubernetes.operator.fields import Json, items, text
 from tests.deploy.manifests import KUBERNETES, container, environment, render
 from tests.deploy.test_kubernetes_page import blocks
 from tests.image.dockerfile import ImageError, Stage, build, parse
+from tests.kubernetes.fields import Json, items, text
 from tests.storage.objects.s3_server import credentials, without_proxies
 from tests.test_house import TREE
 from tests.waiting import wait_until

@@ -23,7 +23,7 @@ from diesel_fs.cache.policy import POLICIES, EvictionPolicy
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.node.node_cache import NodeCache
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")

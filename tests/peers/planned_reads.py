@@ -17,7 +17,7 @@ import trio
 
 from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.orders.future import FutureUses, UnitOrder
-from diesel_fs.peers.chunk_future import ChunkFuture
+from diesel_fs.peers.node.chunk_future import ChunkFuture
 
 from .node_caches import ChunkSource, make_cache
 

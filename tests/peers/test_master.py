@@ -22,12 +22,12 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import ConflictError, MetadataError
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.peers import master as module
 from diesel_fs.peers.handshake import LocalIdentity
-from diesel_fs.peers.master import LOAD_S, Master
-from diesel_fs.peers.membership import ANY_INSTANCE, Member, Membership, TaskName
-from diesel_fs.peers.node_cache import Fetch, NodeCache
-from diesel_fs.peers.registry import Registry
+from diesel_fs.peers.master import master as module
+from diesel_fs.peers.master.master import LOAD_S, Master
+from diesel_fs.peers.members.membership import ANY_INSTANCE, Member, Membership, TaskName
+from diesel_fs.peers.members.registry import Registry
+from diesel_fs.peers.node.node_cache import Fetch, NodeCache
 from diesel_fs.peers.wire import ABSENT, GIVEN, DamagedPart
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 

@@ -12,12 +12,13 @@ import trio
 
 from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.orders.plan import Epoch
-from diesel_fs.peers import master as module
-from diesel_fs.peers import task_plan, wire
-from diesel_fs.peers.master import Master
-from diesel_fs.peers.peer import Peer
-from diesel_fs.peers.plan_sender import PlanSender, StreamProgress
-from diesel_fs.peers.plan_wire import TAKEN, UNKNOWN, Positions, plan_body
+from diesel_fs.peers import wire
+from diesel_fs.peers.master import master as module
+from diesel_fs.peers.master.master import Master
+from diesel_fs.peers.master.peer import Peer
+from diesel_fs.peers.plan import task_plan
+from diesel_fs.peers.plan.messages import TAKEN, UNKNOWN, Positions, plan_body
+from diesel_fs.peers.plan.sender import PlanSender, StreamProgress
 from tests.rows import each_row
 
 from ..waiting import soon, wait_until

@@ -15,9 +15,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.cache.policy import POLICIES, EvictionPolicy, LeastRecentlyUsed
 from diesel_fs.errors import ObjectStoreError
-from diesel_fs.peers import node_cache, node_memory, sealed_memory
-from diesel_fs.peers.node_cache import NodeCache
-from diesel_fs.peers.sealed_memory import (
+from diesel_fs.peers.node import node_cache, node_memory, sealed_memory
+from diesel_fs.peers.node.node_cache import NodeCache
+from diesel_fs.peers.node.sealed_memory import (
     WritableMemory,
     raise_descriptor_limit,
     sealed_memories_max,

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import DieselError
 from diesel_fs.orders.future import FutureUses, UnitOrder
-from diesel_fs.peers.chunk_future import ChunkFuture
-from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.node.chunk_future import ChunkFuture
+from diesel_fs.peers.node.node_cache import NodeCache
 from tests.examples import examples
 
 from .node_caches import ChunkSource, chunk, descriptors, kept_numbers, make_cache, running

@@ -10,8 +10,8 @@ import trio
 from trio.testing import MockClock
 
 from diesel_fs.orders.future import FutureUses, UnitOrder
-from diesel_fs.peers.chunk_future import ChunkFuture
-from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.node.chunk_future import ChunkFuture
+from diesel_fs.peers.node.node_cache import NodeCache
 
 from .node_caches import (
     ChunkSource,

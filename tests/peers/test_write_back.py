@@ -25,9 +25,9 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.cache.tiers import ChunkKey, Reservation
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.peers import chunk_table, write_back
-from diesel_fs.peers.chunk_table import LOAN_REQUESTS
-from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.node import chunk_table, write_back
+from diesel_fs.peers.node.chunk_table import LOAN_REQUESTS
+from diesel_fs.peers.node.node_cache import NodeCache
 
 from ..cache.disk_tier import file_of, files, idle, put, tier_at
 from ..small_disks import remount, small_disk

@@ -256,7 +256,7 @@ def test_A4_objects(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
     found: dict[str, bytes] = {}
     with after_reboot(disks[what, skip], tmp_path / "after") as root, suppress(DieselError):
         store = FolderStore.open(root)
-        found = {name: bytes(store.get(name)) for name in store.names("datasets/")}
+        found = {name: bytes(store.get(name)) for name in store.housekeeping.names("datasets/")}
     assert (found == wanted) == (not skip)
 
 

@@ -91,7 +91,8 @@ def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
 
 
 def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str) -> float:
-    """What `Workload.prepared_s` says, block by block, with the literal sum of DLCache."""
+    """The result of `Workload.prepared_s`, computed block by block, with the literal sum of
+    DLCache."""
     here, total_s = set[int](), 0.0
     references: dict[int, list[float]] = {}
     for number, start in enumerate(workload.starts):

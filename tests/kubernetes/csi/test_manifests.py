@@ -9,8 +9,8 @@ import pytest
 from diesel_kubernetes.csi.main import program
 from diesel_kubernetes.csi.volumes import Limits, Volume, check_mount_flags, parse_volume
 from diesel_kubernetes.names import DRIVER, POD_NAME, POD_NAMESPACE, SECRETS
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from tests.deploy.manifests import KUBERNETES
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 from tests.kubernetes.manifests import check_schemas, objects
 
 BASE, EXAMPLES = KUBERNETES / "base/csi", KUBERNETES / "examples"

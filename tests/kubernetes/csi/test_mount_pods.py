@@ -21,8 +21,8 @@ from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.volumes import Limits
 from diesel_kubernetes.names import LABEL_NODE
-from diesel_kubernetes.operator.fields import Json, at, fields
 from diesel_kubernetes.reports import parse_config_map
+from tests.kubernetes.fields import Json, at, fields
 from tests.waiting import wait_until
 
 from .cluster import Cluster, rights

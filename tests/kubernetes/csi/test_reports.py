@@ -24,7 +24,6 @@ from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.targets import MountTable
 from diesel_kubernetes.csi.volumes import Limits
 from diesel_kubernetes.names import POD_NAMESPACE
-from diesel_kubernetes.operator.fields import Json, at
 from diesel_kubernetes.reports import (
     REFRESH_S,
     HeldDataset,
@@ -32,6 +31,7 @@ from diesel_kubernetes.reports import (
     parse_config_map,
     report_name,
 )
+from tests.kubernetes.fields import Json, at
 from tests.waiting import wait_until
 
 from .cluster import Cluster

@@ -118,7 +118,7 @@ class ScriptedS3(FaultScript[Rule]):
         self.bytes_per_s = 0.0  # of all bodies to one address together; 0: no limit
         self.stopped = threading.Event()
         self._busy = 0
-        self._sent_s: dict[str, float] = {}  # by address: when all so far is sent, at that rate
+        self._sent_s: dict[str, float] = {}  # by address: the end of sending all bytes until now
         self._lock = threading.Lock()
         self._server = _Listener(address, _Handler)
         self._server.owner = self
@@ -148,7 +148,7 @@ class ScriptedS3(FaultScript[Rule]):
         self.objects[key] = Stored(content, time.time())
 
     def count(self, method: str, where: str = "") -> int:
-        """How many such requests the server got."""
+        """The number of such requests that the server got."""
         return sum(each.method == method and where in each.key for each in self.asked)
 
     def enter(self, asked: RecordedRequest) -> None:

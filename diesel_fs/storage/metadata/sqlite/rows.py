@@ -38,7 +38,7 @@ def kind_of(record: bytes) -> int:
 
 
 def implied(name: bytes) -> Row:
-    """A row for an implied folder, which has none in the table."""
+    """A row for an implied folder, which the table does not have."""
     return name, IMPLIED_CHUNK, implied_record(), None
 
 
@@ -52,10 +52,12 @@ class FolderNumbers:
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Numbers of folders that `make` has made; code that inserts an entry removes them here."""
+        """Numbers of new folders that `make` has made; code that inserts an entry removes them
+        here.
+        """
 
     def number(self, path: bytes) -> int | None:
-        """The number of the folder at a path; None where it never had an entry below it."""
+        """The number of the folder at a path; None if it never had an entry in it or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -161,7 +163,7 @@ def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkTable:
 
 
 def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
-    """The chunks with these numbers, of which one may be `IMPLIED_CHUNK`."""
+    """The chunks with these numbers, one of which may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
     for number in wanted:
@@ -175,8 +177,8 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """The numbers of those of `chunks` of which all places are holes or, with `tombstones`,
-    tombstones.
+    """The numbers of those of `chunks` that are empty: all their places are holes or, with
+    `tombstones`, tombstones.
     """
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
@@ -209,11 +211,11 @@ class RowCollector:
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
-        self._folder: list[int] = []  # position in `_folders`, once for ...
-        self._counts: list[int] = []  # ... so many rows
+        self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
+        self._counts: list[int] = []  # numbers of these rows
         self._names: list[Names] = []
-        self._chunk: list[int] = []  # number of a chunk, once for ...
-        self._chunk_counts: list[int] = []  # ... so many rows
+        self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
+        self._chunk_counts: list[int] = []  # numbers of these rows
         self._records = bytearray()
         self._tails: dict[int, bytes] = {}
 
@@ -283,7 +285,7 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
     rows = db.execute(
         f"SELECT entry.folder, {COLUMNS}"
         f" FROM chunk CROSS JOIN entry ON entry.chunk = chunk.number {new_chunks}"
-        # Files of several extents, of which the first is in an older chunk
+        # Files of several extents whose first extent is in an older chunk
         f" UNION ALL SELECT DISTINCT entry.folder, {COLUMNS}"
         " FROM chunk CROSS JOIN span ON span.chunk = chunk.number"
         " CROSS JOIN entry ON entry.folder = span.folder AND entry.name = span.name"
@@ -301,5 +303,4 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
 
 
 def _steps(path: bytes) -> list[bytes]:
-    """The names of the folders from the root to the folder at a path."""
     return [ROOT, *path.split(b"/")] if path else [ROOT]
