@@ -69,7 +69,7 @@ def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 3600.0)
 
 
-# Masters whose clients end ------------------------------------------------------------------------
+# Masters of clients that end ----------------------------------------------------------------------
 
 
 def connected(port: int) -> RawTls:
@@ -170,7 +170,7 @@ def _is_alone(master: acceptor.Acceptor) -> bool:
     return (stats["connections"], stats["pending_handshakes"]) == (1, 0)
 
 
-# Readers whose master ends ------------------------------------------------------------------------
+# Readers of a master that ends --------------------------------------------------------------------
 
 ANSWER_BYTES = HEAD.size + 1 + SOME[2]
 SENT = {  # bytes of the answer before the end
@@ -184,8 +184,8 @@ SENT = {  # bytes of the answer before the end
 
 @contextmanager
 def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) -> Iterator[int]:
-    """A master with TLS, at a port. It ends the first connections in these ways, each after so many
-    bytes of the first answer, and all others not at all."""
+    """A master with TLS, at a port. It ends the first connections in these ways, each after a
+    number of bytes of the first answer, and all others not at all."""
     left = list(ways)
 
     def serve(plain: socket.socket) -> None:

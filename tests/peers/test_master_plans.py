@@ -112,7 +112,7 @@ async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next
             await soon(knows(first, 1))
         async with task.node(1, policy="plan") as again:
             await soon(knows(again, 1))  # the others', although nobody has moved
-            # Its client goes on as if nothing had happened, and is told that it has
+            # Its client goes on as if nothing had happened, and learns that something has
             body = plan_body(Positions({"train": (0, 3)}), len(task.snapshot))
             assert again.plan.take(1, body, client=5) == UNKNOWN
             Reader(task, again, 5).tell(Epoch(0, order_of(task, 2)), 3)

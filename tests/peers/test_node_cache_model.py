@@ -1,8 +1,8 @@
 """Random operations on a `NodeCache` against a model: right bytes, one fetch for each chunk, within
 the budget.
 
-The model knows only what a caller can see: the contents, the operations, and which process has
-pinned which memory.
+The model knows only facts that a caller can see: the contents, the operations, and which process
+has pinned which memory.
 """
 
 import os

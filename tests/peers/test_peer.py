@@ -1,4 +1,4 @@
-"""Requests to another master: answers, pauses, and what a peer cannot do to this master."""
+"""Requests to another master: answers, pauses, and attacks that this master survives."""
 
 import random
 import socket

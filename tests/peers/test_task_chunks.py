@@ -1,4 +1,4 @@
-"""Where a reader's parts come from: mapped chunks, the owners, the node's own master, the store."""
+"""The sources of a reader's parts: mapped chunks, the owners, the node's own master, the store."""
 
 from collections.abc import Iterator
 

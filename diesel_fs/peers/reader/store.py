@@ -279,7 +279,6 @@ class TaskStore(StoreWrapper):
     # Parts
 
     def _number(self, name: str) -> int:
-        """The number of a chunk by its object's name; -1 for all other objects."""
         number = self._number_by_name.get(name)
         if number is None:
             chunk = chunk_of_object(name)
@@ -290,7 +289,6 @@ class TaskStore(StoreWrapper):
         return number
 
     def _begin(self, parts: Sequence[Part]) -> "_Batch":
-        """Begin to read parts that one request may have."""
         names, starts, sizes = zip(*parts, strict=True)
         numbers = list(map(self._number_by_name.get, names))
         if None in numbers:
@@ -305,7 +303,6 @@ class TaskStore(StoreWrapper):
         return _Batch(parts, places.tolist(), reading)
 
     def _finish(self, batch: "_Batch") -> Iterable[memoryview]:
-        """The contents of all parts, in their order."""
         parts, places = batch.parts, batch.places
         found: dict[int, memoryview] = {}
         for group in batch.reading:
