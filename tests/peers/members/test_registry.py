@@ -39,7 +39,7 @@ from tests.storage.metadata.redis_servers import (
 from tests.storage.metadata.test_redis_faults import COMMANDS
 from tests.tiers import fast_first
 
-from .redis_places import STORE, TASK, RedisPlace, master, redis_place
+from ..redis_places import STORE, TASK, RedisPlace, master, redis_place
 
 KEY = b"a key of some length"
 

@@ -29,10 +29,10 @@ from diesel_fs.peers.node import chunk_table, disk
 from diesel_fs.peers.node.chunk_table import LOAN_REQUESTS
 from diesel_fs.peers.node.node_cache import NodeCache
 
-from ..cache.disk_tier import file_of, files, idle, put, tier_at
-from ..small_disks import remount, small_disk
-from ..waiting import soon
-from .node_caches import (
+from ...cache.disk_tier import file_of, files, idle, put, tier_at
+from ...small_disks import remount, small_disk
+from ...waiting import soon
+from ..node_caches import (
     IDENTITY,
     ChunkSource,
     in_memory,
@@ -46,7 +46,7 @@ from .node_caches import (
     total,
     total_bytes,
 )
-from .node_caches import memory_is_released as memory_is_released
+from ..node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 CHUNKS = 8

@@ -33,8 +33,8 @@ from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import FAILED, GIVEN, LOAD, NOT_MINE, THROUGH, Hello, Proofs
 from tests.rows import each_row
 
-from ..waiting import soon
-from .connected_masters import (
+from ...waiting import soon
+from ..connected_masters import (
     SECRET,
     SIZES,
     SMALL,

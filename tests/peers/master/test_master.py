@@ -32,9 +32,9 @@ from diesel_fs.peers.node.node_cache import CacheOptions, NodeCache
 from diesel_fs.peers.wire import ABSENT, GIVEN, DamagedPart
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
-from ..waiting import soon
-from .connected_masters import parts
-from .node_caches import kept_numbers
+from ...waiting import soon
+from ..connected_masters import parts
+from ..node_caches import kept_numbers
 
 CHUNKS = 24
 SECRET = bytes(range(32))

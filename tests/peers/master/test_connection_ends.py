@@ -21,7 +21,7 @@ from diesel_fs.peers.reader import owner_link
 from diesel_fs.peers.reader.owner_link import OwnerLink
 from diesel_fs.peers.wire import GIVEN
 
-from ..net.connection_ends import (
+from ...net.connection_ends import (
     ENDS,
     HANDSHAKE_ENDS,
     PATIENCE_S,
@@ -32,9 +32,9 @@ from ..net.connection_ends import (
     accepting,
     promptly,
 )
-from ..net.connection_ends import unexpected_eof as unexpected_eof
-from ..waiting import soon
-from .connected_masters import (
+from ...net.connection_ends import unexpected_eof as unexpected_eof
+from ...waiting import soon
+from ..connected_masters import (
     FakeAnswers,
     answering,
     asked,
@@ -46,7 +46,7 @@ from .connected_masters import (
     proof,
     read,
 )
-from .fake_owner import HEAD, READ, RECORD
+from ..fake_owner import HEAD, READ, RECORD
 
 EACH = 2  # connections of each kind
 SOME = (2, 4096, 20_000)

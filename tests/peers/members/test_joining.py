@@ -45,7 +45,7 @@ from tests.server.fake_server import ThreadedServer as StandIn
 from tests.server.server_with_redis import ServerWithRedis, server_with_redis
 from tests.storage.metadata.redis_servers import RedisServer, execute, until
 
-from .redis_places import master
+from ..redis_places import master
 
 KEY = b"a key of some length"
 READER = {"ds": Role.READ}

@@ -16,8 +16,8 @@ from diesel_fs.peers.master.peer import Peer
 from diesel_fs.peers.wire import ABSENT, BUSY, FAILED, GIVEN
 from tests.rows import each_row
 
-from ..waiting import soon
-from .connected_masters import (
+from ...waiting import soon
+from ..connected_masters import (
     SECRET,
     SMALL,
     FakeAnswers,

@@ -14,14 +14,14 @@ from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.node.chunk_future import ChunkFuture
 from diesel_fs.peers.node.node_cache import NodeCache
 
-from .node_caches import (
+from ..node_caches import (
     ChunkSource,
     in_memory,
     make_cache,
     memory_is_released,  # noqa: F401  # a fixture
     running,
 )
-from .planned_reads import CHUNKS, FILES, PlannedTask, costs, full
+from ..planned_reads import CHUNKS, FILES, PlannedTask, costs, full
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -23,9 +23,9 @@ from diesel_fs.peers.wire import ABSENT, FAILED, GIVEN, LOAD, THROUGH
 from tests.examples import examples
 from tests.rows import each_row
 
-from ..waiting import wait_until
-from .connected_masters import SIZES, SMALL, asked, content, whole
-from .planes import HOPE_S, KINDS, Plane, answer, exactly, is_closed, running_plane
+from ...waiting import wait_until
+from ..connected_masters import SIZES, SMALL, asked, content, whole
+from ..planes import HOPE_S, KINDS, Plane, answer, exactly, is_closed, running_plane
 
 
 def check_served(plane: Plane) -> None:

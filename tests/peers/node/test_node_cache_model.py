@@ -21,7 +21,7 @@ from diesel_fs.peers.node.chunk_future import ChunkFuture
 from diesel_fs.peers.node.node_cache import NodeCache
 from tests.examples import examples
 
-from .node_caches import ChunkSource, chunk, descriptors, kept_numbers, make_cache, running
+from ..node_caches import ChunkSource, chunk, descriptors, kept_numbers, make_cache, running
 
 CHUNKS = st.integers(0, 7)
 PINNERS = st.integers(0, 2)

@@ -27,11 +27,11 @@ from diesel_fs.peers.wire import WORKING_S
 from tests.examples import examples
 from tests.rows import each_row
 
-from ..server.program import until
-from ..waiting import PATIENCE_S
-from .children import fork
-from .connected_masters import Part, content
-from .fake_owner import HEAD, READ, RECORD, WORKING, received
+from ...server.program import until
+from ...waiting import PATIENCE_S
+from ..children import fork
+from ..connected_masters import Part, content
+from ..fake_owner import HEAD, READ, RECORD, WORKING, received
 
 Script = Callable[["Requests"], None]
 Wrap = Callable[[socket.socket, socket.socket], tuple[TlsSocket, socket.socket]]

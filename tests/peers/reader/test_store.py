@@ -31,10 +31,10 @@ from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
 
-from ..server.program import until
-from .children import fork
-from .conftest import FILES, LITTLE_MEMORY, Client
-from .fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
+from ...server.program import until
+from ..children import fork
+from ..conftest import FILES, LITTLE_MEMORY, Client
+from ..fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
 
 READ_S = TIMEOUT_MAX_S
 """How long a reader waits for an answer of a master of which it does not know how fast it is."""

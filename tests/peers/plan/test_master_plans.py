@@ -21,11 +21,11 @@ from diesel_fs.peers.plan.messages import TAKEN, UNKNOWN, Positions, plan_body
 from diesel_fs.peers.plan.sender import PlanSender, StreamProgress
 from tests.rows import each_row
 
-from ..waiting import soon, wait_until
-from .connected_masters import FakeAnswers, Node, authenticated_raw
-from .planes import Plane, is_closed
-from .test_data_plane import check_served
-from .test_master import Task
+from ...waiting import soon, wait_until
+from ..connected_masters import FakeAnswers, Node, authenticated_raw
+from ..master.test_data_plane import check_served
+from ..master.test_master import Task
+from ..planes import Plane, is_closed
 
 
 @pytest.fixture
