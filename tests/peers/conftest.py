@@ -175,7 +175,7 @@ class Client:
         return chunk_object(self.view.identity, self.view.chunk_ids[chunk])
 
     def pin(self, chunk: int) -> memoryview | None:
-        return self.store.pin(self.name(chunk), lambda: None)
+        return self.store.fast_reads.pin(self.name(chunk), lambda: None)
 
     def reader(self, memory_bytes: int, *, prefer_entries: bool = False) -> EntryReader:
         return EntryReader(self.view, self.store, memory_bytes, prefer_entries=prefer_entries)
@@ -191,7 +191,7 @@ class Client:
 
     def read(self, *chunks: int) -> None:
         """Read a part of each of these chunks, in one request, and check them."""
-        found = self.store.read_parts([(self.name(chunk), 500, 100) for chunk in chunks])
+        found = self.store.fast_reads.read_parts([(self.name(chunk), 500, 100) for chunk in chunks])
         assert list(map(bytes, found)) == [self.chunks[chunk][500:600] for chunk in chunks]
 
     def parts(self, seed: int, count: int) -> list[tuple[int, int, int]]:
@@ -207,7 +207,7 @@ class Client:
     def begin(self, seed: int, count: int = 200) -> tuple[Iterator[memoryview], list[bytes]]:
         """Begin to read random parts; and the right ones."""
         parts = self.parts(seed, count)
-        found = self.store.read_parts(
+        found = self.store.fast_reads.read_parts(
             [(self.name(chunk), start, size) for chunk, start, size in parts]
         )
         return found, [self.chunks[chunk][start : start + size] for chunk, start, size in parts]

@@ -13,7 +13,7 @@ from diesel_fs.names import shown
 from diesel_fs.peers.members.options import SINGLE_NODE_PREFIX
 from diesel_fs.system.mountinfo import parse_mounts
 
-from ..mount_figures import (
+from ..show.mount_figures import (
     TASK_TIERS,
     MountSamples,
     Stats,

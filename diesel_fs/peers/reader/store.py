@@ -27,6 +27,7 @@ from ...repository.interface import Repository
 from ...repository.private_copies import snapshot_descriptor
 from ...storage.objects.store import (
     ChunkReader,
+    FastReads,
     ObjectStore,
     Part,
     ReadGroup,
@@ -70,11 +71,6 @@ def master_request(
 class TaskStore(StoreWrapper):
     """The objects of a repository; chunks of one version of a dataset are read through the node's
     master."""
-
-    batches_reads = True
-    can_pin = True
-
-    read = ObjectStore.read  # by `read_into`
 
     def __init__(
         self,
@@ -149,66 +145,9 @@ class TaskStore(StoreWrapper):
         else:
             room[:] = found[0]
 
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        yield from self.read_parts([(name, start, size) for start, size in ranges])
-
-    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Reads many parts together, and one batch ahead: the first one is in flight when this
-        returns. Bytes of mapped chunks are not copied."""
-        batches = batched_parts(parts, wire.PARTS_MAX, READ_BYTES)
-        first = next(batches, None)
-        return iter(()) if first is None else self._read_batches(self._begin(first), batches)
-
-    def _read_batches(
-        self, begun: "_Batch", batches: Iterator[Sequence[Part]]
-    ) -> Iterator[memoryview]:
-        for parts in batches:
-            following = self._begin(parts)
-            yield from self._finish(begun)
-            begun = following
-        yield from self._finish(begun)
-
-    def chunk_reader(self, identity: UUID, version: int) -> ChunkReader | None:
-        if (identity, version) == (self._identity, self._version):
-            return self._chunks
-        return self.inner.chunk_reader(identity, version)
-
-    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        number = self._number(name)
-        view = None if number < 0 else self._mapped.find(number)
-        if view is None:
-            return self.inner.read_nowait(name, start, buffer)
-        found = view[start : start + len(buffer)]
-        if len(found) != len(buffer):
-            return False
-        buffer[:] = found
-        self._chunks.counts["mapped_reads"] += 1
-        return True
-
-    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Read from the inner store; the node that gave these bytes before is reported for
-        damage."""
-        number = self._number(name)
-        if number >= 0:
-            self._chunks.report_damage(number, start, len(buffer))
-        self.inner.read_uncached(name, start, buffer)
-
-    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        number = self._number(name)
-        if number < 0:
-            return None
-        view = self._mapped.find(number)
-        if view is None:
-            view = self._chunks.pin(number, fetch=True)
-        if view is not None:
-            self._mapped.on_revoke(number, on_revoke)
-        return view
-
-    def can_pin_nowait(self, name: str) -> bool:
-        number = self._number(name)
-        return number >= 0 and self._mapped.find(number) is not None
+    @property
+    def fast_reads(self) -> FastReads:
+        return _TaskReads(self)
 
     # The master
 
@@ -276,8 +215,6 @@ class TaskStore(StoreWrapper):
         self._chunks.close()
         self._stored.close()
 
-    # Parts
-
     def _number(self, name: str) -> int:
         number = self._number_by_name.get(name)
         if number is None:
@@ -288,18 +225,92 @@ class TaskStore(StoreWrapper):
                 self._number_by_name[name] = number
         return number
 
+
+class _TaskReads(FastReads):
+    """Parts of chunks through the node's master, many in one request."""
+
+    _store: TaskStore
+
+    batches_reads = True
+    can_pin = True
+
+    def __init__(self, store: TaskStore) -> None:
+        super().__init__(store)
+        self._inner = store.inner.fast_reads
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        yield from self.read_parts([(name, start, size) for start, size in ranges])
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Reads many parts together, and one batch ahead: the first one is in flight when this
+        returns. Bytes of mapped chunks are not copied."""
+        batches = batched_parts(parts, wire.PARTS_MAX, READ_BYTES)
+        first = next(batches, None)
+        return iter(()) if first is None else self._read_batches(self._begin(first), batches)
+
+    def _read_batches(
+        self, begun: "_Batch", batches: Iterator[Sequence[Part]]
+    ) -> Iterator[memoryview]:
+        for parts in batches:
+            following = self._begin(parts)
+            yield from self._finish(begun)
+            begun = following
+        yield from self._finish(begun)
+
+    def chunk_reader(self, identity: UUID, version: int) -> ChunkReader | None:
+        if (identity, version) == (self._store._identity, self._store._version):
+            return self._store._chunks
+        return self._inner.chunk_reader(identity, version)
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        number = self._store._number(name)
+        view = None if number < 0 else self._store._mapped.find(number)
+        if view is None:
+            return self._inner.read_nowait(name, start, buffer)
+        found = view[start : start + len(buffer)]
+        if len(found) != len(buffer):
+            return False
+        buffer[:] = found
+        self._store._chunks.counts["mapped_reads"] += 1
+        return True
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Read from the inner store; the node that gave these bytes before is reported for
+        damage."""
+        number = self._store._number(name)
+        if number >= 0:
+            self._store._chunks.report_damage(number, start, len(buffer))
+        self._inner.read_uncached(name, start, buffer)
+
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+        number = self._store._number(name)
+        if number < 0:
+            return None
+        view = self._store._mapped.find(number)
+        if view is None:
+            view = self._store._chunks.pin(number, fetch=True)
+        if view is not None:
+            self._store._mapped.on_revoke(number, on_revoke)
+        return view
+
+    def can_pin_nowait(self, name: str) -> bool:
+        number = self._store._number(name)
+        return number >= 0 and self._store._mapped.find(number) is not None
+
     def _begin(self, parts: Sequence[Part]) -> "_Batch":
         names, starts, sizes = zip(*parts, strict=True)
-        numbers = list(map(self._number_by_name.get, names))
+        numbers = list(map(self._store._number_by_name.get, names))
         if None in numbers:
             for part in parts:
                 check_range(*part)
-            numbers = list(map(self._number, names))
+            numbers = list(map(self._store._number, names))
         chunk, start, size = np.array((numbers, starts, sizes), np.int64)
-        fits = (start >= 0) & (size > 0) & (start + size <= self._size_column[chunk])
+        fits = (start >= 0) & (size > 0) & (start + size <= self._store._size_column[chunk])
         places = np.flatnonzero(fits)
         wanted = np.stack((chunk, start, size), 1)[places].astype(np.uint32)
-        reading = self._chunks.begin(wanted)
+        reading = self._store._chunks.begin(wanted)
         return _Batch(parts, places.tolist(), reading)
 
     def _finish(self, batch: "_Batch") -> Iterable[memoryview]:
@@ -308,7 +319,7 @@ class TaskStore(StoreWrapper):
         for group in batch.reading:
             found.update(zip(map(places.__getitem__, group.places), group.contents, strict=True))
         others = [part for at, part in enumerate(parts) if at not in found]
-        rest = self.inner.read_parts(others) if others else iter(())
+        rest = self._inner.read_parts(others) if others else iter(())
         return [found[at] if at in found else next(rest) for at in range(len(parts))]
 
 
