@@ -5,6 +5,7 @@ addresses of entries are read in `addresses.py`. This module imports little (no 
 start of `dlcmd` pays for it.
 """
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -107,6 +108,20 @@ file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
 folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
 """Paths of a file and of a folder, each of which need not be there. Whether they can be read is
 seen when they are: click would call that wrong usage."""
+
+
+class _AbsolutePath(click.Path):
+    """The path of a file, made absolute: a program that runs elsewhere gets it."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str:  # fmt: skip
+        """As click's."""
+        return os.path.abspath(os.fsdecode(super().convert(value, param, ctx)))
+
+
+absolute_path = _AbsolutePath(dir_okay=False, readable=False)
 
 file_or_dash = click.Path(dir_okay=False, readable=False, allow_dash=True)
 """The path of a file, `-`, or an address."""
