@@ -46,21 +46,21 @@ _NOT_FOR_MOUNTS = {"foreground", "help", "json", "quiet", "url", "user", "verbos
 """Options of the verb that are no mount options, or are spelled in another way."""
 
 STATE_FOLDER, CACHE_FOLDER = "/var/lib/diesel-mount", "/var/cache/diesel-mount"
-"""Where a mount of root has its logs and sockets, and its copies of snapshots: the folders of the
+"""The folders for logs and sockets, and for copies of snapshots, of a mount of root: those of the
 systemd unit. At boot there is no home folder."""
 
 ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """The options of `dlcmd mount`, by what they are called behind `-o`."""
+    """The options of `dlcmd mount`, by their names behind `-o`."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
             long = max(each.opts, key=len).removeprefix("--")
             if long not in _NOT_FOR_MOUNTS:
                 names[long] = each
-            elif long in ("url", "user"):  # to mount(8), `user` says who may mount
+            elif long in ("url", "user"):  # `user` has another meaning to mount(8)
                 names[{"user": "username"}.get(long, long)] = each
     return dict(sorted(names.items()))
 
@@ -232,7 +232,7 @@ def umount_program(
 
 
 def _last_of(given: Sequence[str], *names: str) -> str | None:
-    """Of options that take back each other, the one that counts."""
+    """The last of these options, which take back each other; None if none is given."""
     return next((each for each in reversed(given) if each in names), None)
 
 

@@ -56,7 +56,7 @@ Task = Callable[[Comparison, Files, Indices | None, OnProgress], Made]
 """`Comparison.run` or `Comparison.size`."""
 
 Progress = MutableSequence[float]
-"""Of each comparison the part that is done, 0 to 1, in memory that processes share."""
+"""The part of each comparison that is done, 0 to 1, in memory that processes share."""
 
 _inputs: list[tuple[Files, Indices | None, Progress]] = []  # of a process of the pool: one item
 
@@ -70,7 +70,7 @@ def compare(
     *,
     processes: int = 0,
 ) -> list[Made]:
-    """The results of all comparisons, in their order, from several processes where that is faster.
+    """The results of all comparisons, in their order, from several processes if that is faster.
 
     `processes` is their number; 0: as many as there are processors, or one for few reads.
     """

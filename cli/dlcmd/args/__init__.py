@@ -1,4 +1,4 @@
-"""What a user types: options, their types, addresses, and the sources of a put.
+"""The words of a command line: options, their types, addresses, and the sources of a put.
 
 Start at `options.py`: the global options, and the types that all verbs share. `fields.py` makes
 options of the fields of a request. `addresses.py` reads `DATASET@VERSION/path` and opens the

@@ -74,5 +74,6 @@ def options_of(
 
 
 def made(request: type[_Request], given: Mapping[str, object], **others: object) -> _Request:
-    """The request with the values that were given, and with others. Raises what it raises."""
+    """The request with the values that were given, and with others. Raises the errors of its
+    constructor."""
     return request(**{**given, **others})

@@ -1,4 +1,4 @@
-"""What all verbs of `dlcmd` share: the global options, and the types of option values.
+"""The global options of all verbs of `dlcmd`, and the types of option values.
 
 A type is a function from text to a value that raises UsageError for bad text; click calls it. The
 addresses of entries are read in `addresses.py`. This module imports little (no numpy), since every
@@ -99,15 +99,15 @@ class _Argument(_Checked, click.Argument): ...
 
 
 option = partial(click.option, cls=_Option)
-"""As `click.option`, for options whose values are checked."""
+"""As `click.option`, with a check of the values."""
 
 argument = partial(click.argument, cls=_Argument)
 """As `click.argument`, likewise."""
 
 file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
 folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
-"""Paths of a file and of a folder, each of which need not be there. Whether they can be read is
-seen when they are: click would call that wrong usage."""
+"""Paths of a file and of a folder, which need not exist. Unreadable ones are detected when they are
+read: click would report wrong usage."""
 
 
 class _AbsolutePath(click.Path):

@@ -1,4 +1,4 @@
-"""The page of `dlcmd forecast --html`: what each policy and order would read and wait for, as bars.
+"""The page of `dlcmd forecast --html`: the reads and waits of each policy and order, as bars.
 
 Pure: forecasts in, the text of a page out, which needs no other file.
 """
@@ -28,7 +28,7 @@ _TIER_COLOURS = ("#27ae60", "#2f7ed8", "#8e6bbf", "#c0392b")
 _COMPUTE, _STALL = "#b8c7d3", "#c0392b"
 
 _Bars = Sequence[tuple[str, Sequence[float], str]]
-"""Of each bar: its name, the lengths of its pieces, and what stands behind it."""
+"""The name of each bar, the lengths of its pieces, and the text behind it."""
 
 
 def forecast_page(result: ForecastResult) -> str:

@@ -1,4 +1,4 @@
-"""The verb `forecast`: says beforehand what a training job will read, hit, cost and wait for."""
+"""The verb `forecast`: predicts the reads, hits, costs and waits of a training job."""
 
 import re
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ from ..simulations import Comparison, compare
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What the user says of each machine of the job."""
+    """One machine of the job, as the user describes it."""
 
     memory_bytes: int = field(default_factory=default_memory_bytes)
     cache_bytes: int = 0
@@ -179,14 +179,14 @@ def forecast(
     shuffle: Literal["full", "chunk", "both"], evict: Sequence[str], order: Path | None,
     smallest: bool, html: Path | None,
 ) -> None:  # fmt: skip
-    """Say beforehand what a training job will read, hit, cost and wait for.
+    """Predict what a training job will read, hit, cost and wait for.
 
     The epochs are simulated read by read, with the eviction policies that a mount uses, for each
-    policy and order. The columns `memory` to `store` say where the files of a later epoch come
-    from; then come the bytes and requests that it takes from the store, what it writes to the SSDs,
-    the times of the first and of later epochs, and how much of that is waiting. The first line says
-    what to type, and why; the last lines are the commands for the best of the rows: the fastest,
-    and among equally fast ones the cheapest.
+    policy and order. The columns `memory` to `store` show the sources of the files of a later
+    epoch; then come the bytes and requests that it takes from the store, the bytes that it writes
+    to the SSDs, the times of the first and of later epochs, and how much of that is waiting. The
+    first line says what to type, and why; the last lines are the commands for the best of the rows:
+    the fastest, and among equally fast ones the cheapest.
 
     What you do not say is assumed, and named in a note. Nothing is read but the snapshot.
 

@@ -38,7 +38,7 @@ NUMBER_MAX = 2**63 - 1
 """The limit of seeds and of the sizes of groups (`orders/shuffle.py`)."""
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
-"""Seconds between two questions to a mount how much it has loaded, and how many of them it may
+"""Seconds between two queries of how much a mount has loaded, and the number of queries that it may
 leave without an answer. A mount of the pyfuse3 session never answers, since it loads nothing
 ahead."""
 
@@ -54,7 +54,7 @@ def octal(text: str) -> int:
 
 
 def user_id(text: str) -> int:
-    """The number of a user, who is given by it or by name. Raises UsageError."""
+    """The number of a user, from the number or the name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else pwd.getpwnam(text).pw_uid
     except (KeyError, ValueError):
@@ -62,7 +62,7 @@ def user_id(text: str) -> int:
 
 
 def group_id(text: str) -> int:
-    """The number of a group, which is given by it or by name. Raises UsageError."""
+    """The number of a group, from the number or the name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else grp.getgrnam(text).gr_gid
     except (KeyError, ValueError):

@@ -252,7 +252,7 @@ def _print_report(
     report: PutReport, source: SourceArgument, target: Address, *, dry_run: bool
 ) -> None:
     """Print the result, and on stderr the entries that failed. Raises PartialError."""
-    with suppress(BrokenPipeError):  # the put is done, also where nobody reads the result
+    with suppress(BrokenPipeError):  # the put is done, even if nobody reads the result
         _print_result(report, target, dry_run=dry_run)
     if report.all_left_out:
         print_note(f"--include and --exclude leave out all files of {source.name}")
@@ -311,7 +311,8 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
 
 
 def _lost_attributes(report: PutReport) -> str:
-    """What a dataset cannot keep of this source, in one line; empty if it keeps everything."""
+    """The attributes of this source that a dataset cannot keep, in one line; empty if it keeps
+    all."""
     parts = []
     if report.stripped:
         entries = count_text(report.stripped, "entry")
@@ -325,7 +326,7 @@ def _lost_attributes(report: PutReport) -> str:
 
 
 def _deletion_lines(to_delete: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
-    """The paths that --delete would delete, folders before their entries; the first, or all."""
+    """The first paths that --delete would delete, or all; folders before their entries."""
     left_out = 0 if everything else max(0, len(to_delete) - _DELETIONS_SHOWN)
     for path in reversed(to_delete[left_out:]):
         yield b"would delete " + name_line(path)

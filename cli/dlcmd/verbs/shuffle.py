@@ -203,7 +203,7 @@ def _print_quality(report: QualityReport) -> None:
 
 
 def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
-    """How many fully shuffled files a batch is worth."""
+    """The number of fully shuffled files that a batch is worth."""
     return report.batch_files / quality.design_effect if quality.design_effect else None
 
 
