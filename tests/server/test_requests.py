@@ -47,9 +47,9 @@ from diesel_fs.repository.validation import (
     batch_of,
 )
 from diesel_fs.storage.accounts.account import Account, Role
-from diesel_server import updates
-from diesel_server.directory import Directory
-from diesel_server.head_cache import HeadCache
+from diesel_server.requests import updates
+from diesel_server.requests.directory import Directory
+from diesel_server.requests.head_cache import HeadCache
 from tests.rows import each_row
 
 from ..repository.purge.purged import read_all
@@ -226,7 +226,7 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
     else:
         with LocalRepository.open(filled.store.url) as another:
             another.delete_dataset("ds")
-        filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0)
+        filled.patch.setattr("diesel_server.requests.directory.REMEMBERED_S", 0)
     for _ in range(2):
         assert read(reader, identity, chunk, 50) == content
         lease.switch_version(version + 1)
@@ -345,17 +345,20 @@ def test_a_client_can_delete_and_replace_leases_only(filled: InProcessServer) ->
     ):
         with pytest.raises(UsageError):
             change()  # type: ignore[no-untyped-call]  # any of the lambdas
-    for listing in (objects.list, objects.names, objects.leftovers, objects.foreign):
-        with pytest.raises(UsageError):
-            list(listing("datasets/"))
+    with pytest.raises(UsageError):
+        list(objects.list("datasets/"))
+    with pytest.raises(UsageError):
+        _ = objects.housekeeping
     content = filled.store.objects.get(name)
     assert objects.get(name) == content
     assert objects.get(name, 8, 4) == objects.get(name, 8)[:4] == content[8:12]
     assert objects.stat(name).bytes == len(content)
     room = bytearray(20)
-    objects.read_uncached(name, 3, room)
+    objects.fast_reads.read_uncached(name, 3, room)
     assert room == content[3:23]
-    parts = list(objects.read_ranges(name, [(0, 5), (3, 9), (0, 0)], memoryview(bytearray(9))))
+    parts = list(
+        objects.fast_reads.read_ranges(name, [(0, 5), (3, 9), (0, 0)], memoryview(bytearray(9)))
+    )
     assert parts == [content[:5], content[3:12], b""]
     for start, size in ((len(content) - 1, 2), (1 << 31, 1)):
         with pytest.raises(DieselError):

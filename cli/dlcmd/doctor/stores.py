@@ -362,7 +362,7 @@ def _read_chunk(repository: Repository, name: str, size: int) -> Finding:
             while time.perf_counter() - begun_s < READ_S and not errors:
                 start, length = parts.pop()
                 try:
-                    repository.objects.read(name, start, length)
+                    repository.objects.fast_reads.read(name, start, length)
                 except DieselError as error:
                     errors.append(error)
                 else:

@@ -20,7 +20,7 @@ from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.mounts.prefetch.planner import KNOWN_DIVISOR
 from diesel_fs.mounts.prefetch.units import KNOWN_ENTRY_BYTES
 from diesel_fs.mounts.source import MemorySplit
-from diesel_fs.peers.node_cache import chunk_budget_bytes
+from diesel_fs.peers.node.ledger import chunk_budget_bytes
 from diesel_fs.system.available_memory import default_memory_bytes
 
 from ..args.addresses import Address, open_repository_from_flags, versioned_address

@@ -16,7 +16,13 @@ from diesel_fs.errors import UsageError
 from diesel_fs.mounts import MountRequest, mount_in_foreground
 from diesel_fs.mounts import mount as mount_in_background
 from diesel_fs.mounts import stats as stats_of
-from diesel_fs.peers.options import TaskKwargs, TaskOptions, cli_name, option_specs, read_key_file
+from diesel_fs.peers.members.options import (
+    TaskKwargs,
+    TaskOptions,
+    cli_name,
+    option_specs,
+    read_key_file,
+)
 
 from ..args.fields import FieldOption, Values, made, options_of
 from ..args.options import (

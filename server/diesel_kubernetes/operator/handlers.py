@@ -15,10 +15,11 @@ import kopf
 from ..names import GROUP
 from .cluster import opened_cluster
 from .controller import DATASETS, TRAINING_JOBS, Controller, keys_of
-from .fields import Json
+from .decoding import Json
 from .objects import LABEL_MANAGED, MANAGED
 from .queue import WorkQueue
-from .resources import VERSION, Defaults
+from .resources import VERSION
+from .specs import Defaults
 
 log = logging.getLogger("diesel.operator")
 

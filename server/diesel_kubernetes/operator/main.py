@@ -9,7 +9,7 @@ import click
 import diesel_fs
 from diesel_fs.errors import DieselError, UsageError
 
-from .resources import Defaults
+from .specs import Defaults
 
 PREFIX = "DIESEL_OPERATOR"
 """What the names of options begin with in the environment."""

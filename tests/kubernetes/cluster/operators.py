@@ -28,10 +28,10 @@ from lightkube.resources.rbac_authorization_v1 import (
 )
 
 from diesel_kubernetes.names import GROUP
-from diesel_kubernetes.operator.fields import Json, fields, text
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
+from tests.kubernetes.fields import Json, fields, text
 from tests.waiting import PATIENCE_S, wait_until
 
 IMAGE = "diesel-fs"

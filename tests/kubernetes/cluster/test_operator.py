@@ -17,8 +17,6 @@ from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Event, Pod, PodStatus
 from lightkube.types import PatchType
 
-from diesel_kubernetes.operator.fields import Json, fields, items, text, whole
-from diesel_kubernetes.operator.resources import condition_of
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.conftest import served_archive
@@ -33,6 +31,7 @@ from tests.kubernetes.cluster.operators import (
     Resources,
     TrainingJobResource,
 )
+from tests.kubernetes.fields import Json, condition_of, fields, items, text, whole
 from tests.waiting import wait_until
 
 FILES = {f"images/{number}.jpg": b"%d" % number * 1000 for number in range(20)}

@@ -22,7 +22,6 @@ from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Pod, Secret, Service
 
 from diesel_kubernetes.names import DRIVER, POD_NAME, POD_NAMESPACE
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
 from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import CsiVolume, Environment, VolumeError
@@ -36,6 +35,7 @@ from tests.kubernetes.cluster.operators import (
     Resources,
 )
 from tests.kubernetes.csi.plugin import Plugin, running_plugin
+from tests.kubernetes.fields import Json, at, fields, items, text, whole
 from tests.server.program import Server, new_repository
 from tests.storage.metadata.redis_servers import RedisServer
 from tests.storage.objects.s3_server import Server as Bucket

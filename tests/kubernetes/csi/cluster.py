@@ -22,9 +22,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from lightkube import Client, KubeConfig
 
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 
 NAMESPACE = ("unshare", "--mount", "--propagation", "unchanged")
 """A container's mounts are its own, but for those below a shared mount (`Bidirectional`)."""

@@ -18,8 +18,8 @@ from lightkube.generic_resource import GenericNamespacedResource
 
 from diesel_kubernetes.operator.cluster import Cluster
 from diesel_kubernetes.operator.controller import Controller
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from diesel_kubernetes.operator.queue import Key
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 
 from .made import DEFAULTS, NOW_S, node_object
 

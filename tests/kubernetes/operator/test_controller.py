@@ -8,9 +8,8 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Controller
-from diesel_kubernetes.operator.fields import Json, at, text
 from diesel_kubernetes.operator.queue import Key
-from diesel_kubernetes.operator.resources import condition_of
+from tests.kubernetes.fields import Json, at, condition_of, text
 from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, dataset, training_job

@@ -5,8 +5,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_kubernetes.operator.datasets import holding_of
-from diesel_kubernetes.operator.fields import Json
+from diesel_kubernetes.operator.datasets import holding_of, holding_on_disks
+from diesel_kubernetes.operator.decoding import decode
 from diesel_kubernetes.operator.placement import (
     BLOCK_BYTES,
     STORAGE,
@@ -15,6 +15,8 @@ from diesel_kubernetes.operator.placement import (
     admission,
     in_order,
 )
+from diesel_kubernetes.operator.resources import DatasetStatus
+from tests.kubernetes.fields import Json
 from tests.rows import each_row
 
 NAMES = [f"node-{number}" for number in range(6)]
@@ -92,7 +94,7 @@ def test_a_job_is_admitted_if_its_datasets_fit(
 def test_the_score_has_whole_shares_and_admission_those_on_disks(
     node: Json, share: int, on_disk: int
 ) -> None:
-    status: Json = {"bytes": 7, "nodes": [{"name": "a", **node}]}
+    status = decode(DatasetStatus, {"bytes": 7, "nodes": [{"name": "a", **node}]})
     assert holding_of(status) == Holding(7, {"a": Fraction(share, 100)})
-    kept = holding_of(status, on_disk=True)
+    kept = holding_on_disks(status)
     assert (kept.content_bytes, kept.shares.get("a", 0)) == (7, Fraction(on_disk, 100))

@@ -1,4 +1,4 @@
-"""Redis metadata stores whose steps a test can watch, delay or cut off.
+"""Redis metadata stores; a test can watch, delay or cut off their steps.
 
 A step is a script that runs inside Redis, or a command: a test does something between two steps of
 a client, or ends the client there as a crash would.
@@ -85,7 +85,7 @@ def commit_without_applying(url: str, *batches: Batch) -> None:
 
 
 def make_older(client: Redis, key: bytes, seconds: int) -> None:
-    """Set back the times of the states (`STATE`) in a hash, as if so much time had passed."""
+    """Set back the times of the states (`STATE`) in a hash by `seconds`."""
     for field, packed in packed_dict(execute(client, "HGETALL", key)).items():
         state, since = STATE.unpack_from(packed)
         client.hset(key, field, STATE.pack(state, since - seconds) + packed[STATE.size :])
