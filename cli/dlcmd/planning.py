@@ -18,11 +18,11 @@ from click.core import ParameterSource
 
 from diesel_fs.errors import DieselError, NoSuchPath, UsageError
 from diesel_fs.forecast.kept import DISK, NAMES, ORDER_LOG, STORE, OnProgress
-from diesel_fs.forecast.nodes import Job, Node, Shuffle, Store
-from diesel_fs.forecast.reads import Files
+from diesel_fs.forecast.nodes import ForecastJob, ForecastNode, ForecastStore, Shuffle
+from diesel_fs.forecast.reads import ForecastFiles
 from diesel_fs.forecast.report import (
     UNITS,
-    Options,
+    ForecastOptions,
     commands,
     described,
     needs_no_cache,
@@ -66,13 +66,13 @@ class Comparison:
     """One simulation: a policy, and the job with the sizes that its cache gets."""
 
     policy: str
-    job: Job
+    job: ForecastJob
 
-    def run(self, files: Files, given: Indices | None, progress: OnProgress) -> Forecast:
+    def run(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> Forecast:
         """Simulate it."""
         return forecast(self.job, files, self.policy, given=given, progress=progress)
 
-    def size(self, files: Files, given: Indices | None, progress: OnProgress) -> int | None:
+    def size(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> int | None:
         """The smallest SSD without stalls (`smallest.py`)."""
         return smallest_disk(
             self.job, files.bytes, lambda job: replace(self, job=job).run(files, given, progress)
@@ -203,12 +203,12 @@ def plan(
     names = _policies(evict, cache_size)
     with open_repository_from_flags() as repository:
         view = target.view(repository)
-        files = Files.of(view)
+        files = ForecastFiles.of(view)
         given = None if order is None else _read_order(view, order)
     split = partial(_node, files=files, memory=memory or default_memory_bytes(),
                     cache_size=cache_size, network=network)  # fmt: skip
-    store = Store(store_latency / 1000, store_bandwidth, price_per_1000=request_price)
-    job = Job(
+    store = ForecastStore(store_latency / 1000, store_bandwidth, price_per_1000=request_price)
+    job = ForecastJob(
         split(names[0]), store, nodes, ranks, batch, workers, images_per_s, epochs, seed, "full",
         group_size,
     )  # fmt: skip
@@ -222,7 +222,7 @@ def plan(
         found = compare(Comparison.run, comparisons, files, given, show)
         sizes = compare(Comparison.size, comparisons, files, given, show) if smallest else []
     best = recommended(found)
-    options = Options(
+    options = ForecastOptions(
         str(target), _size_text(memory or default_memory_bytes()), _size_text(cache_size),
         given is not None, split(ORDER_LOG).window_bytes >= files.bytes,
     )  # fmt: skip
@@ -264,7 +264,7 @@ def plan(
         print_line(line)
 
 
-def _sentence(best: Forecast, options: Options, mount: str, files: Files) -> str:
+def _sentence(best: Forecast, options: ForecastOptions, mount: str, files: ForecastFiles) -> str:
     """What to type, and why. `mount` is the command for it."""
     later, node, machines = best.later, best.job.node, best.job.nodes
     name = f"{options.dataset} ({bytes_text(files.bytes)})"
@@ -320,14 +320,16 @@ def _assumed() -> list[str]:
     return texts
 
 
-def _node(name: str, *, files: Files, memory: int, cache_size: int, network: int) -> Node:
+def _node(
+    name: str, *, files: ForecastFiles, memory: int, cache_size: int, network: int
+) -> ForecastNode:
     """How a machine divides its memory with a policy, as a mount does."""
     in_task = name != ORDER_LOG
     split = MemorySplit(memory, in_task)
     known_bytes = len(files) * KNOWN_ENTRY_BYTES  # of names that the kernel knows
     window_bytes = split.push_bytes - min(known_bytes, split.push_bytes // KNOWN_DIVISOR)
     kept_bytes = chunk_budget_bytes(split.task_bytes, files.chunk_bytes, has_disk=cache_size > 0)
-    return Node(window_bytes, kept_bytes, cache_size, network_bytes_per_s=network)
+    return ForecastNode(window_bytes, kept_bytes, cache_size, network_bytes_per_s=network)
 
 
 def _read_order(view: Snapshot, file: Path) -> Indices:
@@ -353,19 +355,21 @@ def _read_order(view: Snapshot, file: Path) -> Indices:
 
 Made = TypeVar("Made")
 
-Task = Callable[[Comparison, Files, Indices | None, OnProgress], Made]
+Task = Callable[[Comparison, ForecastFiles, Indices | None, OnProgress], Made]
 """`Comparison.run` or `Comparison.size`."""
 
 Progress = MutableSequence[float]
 """Of each comparison the part that is done, 0 to 1, in memory that processes share."""
 
-_inputs: list[tuple[Files, Indices | None, Progress]] = []  # of a process of the pool: one item
+_inputs: list[
+    tuple[ForecastFiles, Indices | None, Progress]
+] = []  # of a process of the pool: one item
 
 
 def compare(
     task: "Task[Made]",
     comparisons: Sequence[Comparison],
-    files: Files,
+    files: ForecastFiles,
     given: Indices | None,
     show: ShowProgress,
     *,
@@ -412,7 +416,7 @@ def compare(
             child.terminate()
 
 
-def _begin_process(files: Files, given: Indices | None, progress: Progress) -> None:
+def _begin_process(files: ForecastFiles, given: Indices | None, progress: Progress) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     _inputs[:] = [(files, given, progress)]
 

@@ -50,7 +50,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """What the workers may use. `workers_max` is the number of cores, unless the user says else."""
 
     workers_max: int
@@ -117,7 +117,7 @@ class FetchModel:
 class WorkerController:
     """The controller of `AutoDataLoader` (see the module)."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
         self.model = FetchModel()
 

@@ -153,7 +153,7 @@ class RateLimiter:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingRequest:
     """A request that waits for memory."""
 
     owner: str
@@ -170,7 +170,7 @@ class FairByteBudget:
         self._share = share
         self.held = 0
         self._held_by: Counter[str] = Counter()
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_WaitingRequest] = deque()
 
     async def acquire(self, owner: str, size: int, seconds: float) -> bool:
         """Take `size` bytes as soon as they are free. Returns False where that takes longer than
@@ -180,7 +180,7 @@ class FairByteBudget:
         if not self._queue and self._fits(owner, size):
             self._grant(owner, size)
             return True
-        waiting = _Waiting(owner, size)
+        waiting = _WaitingRequest(owner, size)
         self._queue.append(waiting)
         self._serve()  # the owners before it may be waiting only for their own shares
         try:

@@ -1,6 +1,6 @@
 """The server's options: from the command line, the environment and a TOML file, in this order.
 
-`options` declares them for click, and `checked` turns their values into `Options` or raises
+`options` declares them for click, and `checked` turns their values into `ServerOptions` or raises
 ConfigError where they do not fit together. No error or help text shows a value that may hold a
 password.
 """
@@ -32,7 +32,7 @@ _P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServerOptions:
     """The options of a server, checked."""
 
     listen: HostPort
@@ -127,7 +127,7 @@ def checked(
     cache_size: str | None,
     metrics: str | None,
     insecure: bool,
-) -> tuple[Options, list[str]]:
+) -> tuple[ServerOptions, list[str]]:
     """The options, and warnings for the operator. Raises ConfigError."""
     endpoint = parse_endpoint(listen)
     url = _repository(store, meta)
@@ -151,7 +151,7 @@ def checked(
             " change the data"
         )
     return (
-        Options(
+        ServerOptions(
             listen=endpoint,
             url=url,
             workers=workers,

@@ -25,8 +25,8 @@ from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.urls import parse_url
 from diesel_server import limits
-from diesel_server.connections.channel import Channel
-from diesel_server.connections.connection import Connection, ConnectionContext
+from diesel_server.connections.channel import ClientChannel
+from diesel_server.connections.connection import ClientConnection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.process.wiring import redactions
 from diesel_server.requests.dispatcher import Dispatcher, Handler, Reply, Request
@@ -56,7 +56,7 @@ class Client:
     """The other end."""
 
     def __init__(
-        self, stream: trio.SocketStream, connection: Connection, service: ConnectionContext
+        self, stream: trio.SocketStream, connection: ClientConnection, service: ConnectionContext
     ) -> None:
         self.stream = stream
         self.connection = connection
@@ -148,7 +148,7 @@ async def conversation(
     """A client and its connection. Nothing is left when both have ended."""
     channel, other = socket_channel(1 << 20)
 
-    async def opener() -> tuple[Channel, bytes]:
+    async def opener() -> tuple[ClientChannel, bytes]:
         return channel, wire.NO_BINDING
 
     service = ConnectionContext(
@@ -159,7 +159,7 @@ async def conversation(
         count=ConnectionLimits(10),
         budget=budget or FairByteBudget(),
     )
-    connection = Connection(service, opener, "10.0.0.1", 5)
+    connection = ClientConnection(service, opener, "10.0.0.1", 5)
     client = Client(trio.SocketStream(other), connection, service)
     with trio.fail_after(10_000):
         async with trio.open_nursery() as nursery:

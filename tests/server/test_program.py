@@ -33,7 +33,7 @@ from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.storage.objects.retry import RetryPolicy
 from diesel_fs.urls import parse_url
 from diesel_server import main, options
-from diesel_server.options import Options, checked
+from diesel_server.options import ServerOptions, checked
 from diesel_server.process import metadata_watch as watching
 from diesel_server.process import supervisor
 from diesel_server.process.wiring import _objects
@@ -143,9 +143,9 @@ def test_S5_bad_options_give_one_line_and_exit_code_2(
     assert len(said.stderr.splitlines()) == 1
 
 
-def parsed(*arguments: object) -> tuple[Options, list[str]]:
+def parsed(*arguments: object) -> tuple[ServerOptions, list[str]]:
     """Options and warnings as the command line gives them, without running anything."""
-    found: list[tuple[Options, list[str]]] = []
+    found: list[tuple[ServerOptions, list[str]]] = []
 
     @click.command(context_settings={"auto_envvar_prefix": options.PREFIX})
     @options.options

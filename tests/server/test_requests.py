@@ -29,7 +29,7 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.format.chunk import Header, damaged_places
+from diesel_fs.format.chunk import ChunkHeader, damaged_places
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
 from diesel_fs.format.entries import ChunkId
@@ -471,7 +471,7 @@ def test_S12_chunks_with_large_files_are_checked_one_at_a_time(server: InProcess
     server.patch.setattr(updates, "DECODED_BYTES_MAX", 1 << 20)
     real, at_work, most = damaged_places, [0], [0, 0]
 
-    def slow(header: Header, body: memoryview) -> list[int]:
+    def slow(header: ChunkHeader, body: memoryview) -> list[int]:
         is_large = int(header.records["size"].max()) > 1 << 20
         at_work[0] += 1
         most[is_large] = max(most[is_large], at_work[0])

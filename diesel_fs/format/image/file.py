@@ -17,8 +17,8 @@ from ...errors import CorruptError, ForeignError, NewerVersionError, TruncatedEr
 from ..entries import Bytes
 from ..snapshot.layout import U4, U8
 from ..snapshot.reader import Snapshot
-from .addresses import BLOCK_BYTES, DTYPES, Addresses, Columns, give_addresses, origins_of
-from .tree import MAGIC, SUPERBLOCK_AT, Shown, Tree, check
+from .addresses import BLOCK_BYTES, DTYPES, Addresses, ContentColumns, give_addresses, origins_of
+from .tree import MAGIC, SUPERBLOCK_AT, ImageTree, Shown, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
 FORMAT_VERSION = 2
@@ -31,7 +31,7 @@ _ALIGNMENT = 64
 _TRAILER = struct.Struct("<8sHHI16sQ16sQQQQQIIIIq")
 _PART = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
-_PARTS = ("tree", "root", "hidden", *Columns._fields)
+_PARTS = ("tree", "root", "hidden", *ContentColumns._fields)
 """The parts of an image, in their order."""
 
 _BATCH = 1 << 18  # contents
@@ -97,7 +97,7 @@ def build_image(snapshot: Snapshot, shown: Shown, earlier: Image | UUID) -> Iter
         number = earlier.chain, earlier.sequence + 1
     else:
         addresses, number = give_addresses(snapshot, None), (earlier, 1)
-    return _pieces(Tree(snapshot, shown, addresses), *number)
+    return _pieces(ImageTree(snapshot, shown, addresses), *number)
 
 
 class _Trailer(NamedTuple):
@@ -115,7 +115,7 @@ class _Trailer(NamedTuple):
     shown: Shown
 
 
-def _pieces(tree: Tree, chain: UUID, sequence: int) -> Iterator[Bytes]:
+def _pieces(tree: ImageTree, chain: UUID, sequence: int) -> Iterator[Bytes]:
     """The bytes of an image."""
     snapshot, addresses, shown = tree.snapshot, tree.addresses, tree.shown
     hidden_number, hidden = tree.hidden_block()
@@ -141,7 +141,7 @@ def _pieces(tree: Tree, chain: UUID, sequence: int) -> Iterator[Bytes]:
 
 
 def _column_pieces(snapshot: Snapshot, addresses: Addresses) -> Iterator[Iterable[Bytes]]:
-    """The bytes of each of `Columns`."""
+    """The bytes of each of `ContentColumns`."""
     columns, first_block, order = snapshot.columns, addresses.first_block, addresses.order
     yield [first_block.view(np.uint8).data]
     yield [order.view(np.uint8).data]
@@ -229,9 +229,9 @@ def _check_parts(found: _Trailer, parts: list[tuple[int, int, int]], trailer_at:
         _corrupt("its parts do not have the lengths that its trailer says", trailer_at)
 
 
-def _columns_of(view: memoryview, parts: list[tuple[int, int, int]]) -> Columns:
+def _columns_of(view: memoryview, parts: list[tuple[int, int, int]]) -> ContentColumns:
     """The columns, as views of the image."""
     arrays = []
     for (at, end, _), dtype in zip(parts[3:], DTYPES, strict=True):
         arrays.append(np.ndarray(((end - at) // dtype.itemsize,), dtype, view, at))
-    return Columns(*arrays)
+    return ContentColumns(*arrays)

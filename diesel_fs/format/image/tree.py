@@ -244,7 +244,7 @@ class _Listed(NamedTuple):
     special_name_at: Ints
 
 
-def _smaller_than_dots(columns: layout.Columns, folders: Ints) -> tuple[Ints, Ints]:
+def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
     """By position in `folders`: how many entries come before `.`, and how many before `..`."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
@@ -261,7 +261,7 @@ def _smaller_than_dots(columns: layout.Columns, folders: Ints) -> tuple[Ints, In
     return before_dot, before_dots
 
 
-class Tree:
+class ImageTree:
     """The file system of an image: where its inodes and blocks lie, and what is in them.
 
     Raises ImageTooLarge.

@@ -23,7 +23,7 @@ from uuid import UUID
 
 from ...errors import BusyError, CorruptError, DieselError, NoSuchDataset
 from ...format.entries import ChunkId
-from .store import Batch, MetadataStore, ReadCommitted, RenewingCommitLock, log
+from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock, log
 
 LOCKED_CHUNKS_MAX = 32
 """How many chunks may be read while commits are locked: some round trips to the object store each.
@@ -61,7 +61,7 @@ class ShadowState(ABC):
         """The live state now. Raises ConflictError as `begin` does."""
 
     @abstractmethod
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CommitBatch) -> None:
         """Fold in a chunk that was not added before, now or with the next `flush`."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ class RebuildingStore(MetadataStore):
         self,
         name: str,
         identity: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:
@@ -133,7 +133,7 @@ class _Rebuild:
         # Chunks that `read_committed` was asked for: it may have no batch for some of them
         self._requested: set[ChunkId] = set()
 
-    def run(self, batches: Iterable[Batch]) -> int:
+    def run(self, batches: Iterable[CommitBatch]) -> int:
         """Do all steps (see the module), and return the new version."""
         self._add(batches, None)
         for _ in range(_PASSES_MAX):
@@ -172,7 +172,7 @@ class _Rebuild:
         self._requested.update(chunks)
         self._add(self._read_committed(sorted(chunks)), lock)
 
-    def _add(self, batches: Iterable[Batch], lock: RenewingCommitLock | None) -> None:
+    def _add(self, batches: Iterable[CommitBatch], lock: RenewingCommitLock | None) -> None:
         for batch in batches:
             if batch.check().chunk.id not in self._folded:
                 self._folded.add(batch.chunk.id)

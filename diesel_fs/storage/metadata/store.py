@@ -71,7 +71,7 @@ class DatasetHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CommitBatch:
     """The entries of one chunk, which are committed together.
 
     `rows.chunks` is this chunk alone. A large file is split into extents in several chunks; an
@@ -123,7 +123,7 @@ class Batch:
             raise UsageError(f"entry {i} of a batch is an extent that contradicts its record")
 
 
-ReadCommitted = Callable[[Collection[ChunkId]], Iterable[Batch]]
+ReadCommitted = Callable[[Collection[ChunkId]], Iterable[CommitBatch]]
 """Reads the batches of chunks that were committed while a dataset was being rebuilt."""
 
 
@@ -243,7 +243,7 @@ class MetadataStore(ABC):
         """Remove a dataset with everything in it from the store. Atomic, idempotent."""
 
     @abstractmethod
-    def commit(self, identity: UUID, *batches: Batch) -> int:
+    def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         """Fold chunks into a dataset, and return its new version. Atomic: all chunks or none.
 
         Of the entries of a path the greatest stamp wins, and among equal stamps the one in the
@@ -270,7 +270,7 @@ class MetadataStore(ABC):
         """
         return ""
 
-    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
         """Fold in what a run of the store may have lost, then confirm the run.
 
         `batches` are all acknowledged chunks that the store does not know. Raises StoreRestarted
@@ -306,7 +306,7 @@ class MetadataStore(ABC):
         self,
         name: str,
         identity: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:

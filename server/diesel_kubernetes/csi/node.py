@@ -22,9 +22,9 @@ from diesel_fs.errors import ConflictError, DeadlineError, DieselError, NotFound
 from .mounter import Mounter, current_version
 from .state import StateFolder, key_of
 from .targets import (
+    FileSystemUsage,
     MountTable,
-    Place,
-    Usage,
+    TargetState,
     bind,
     check_place,
     checked_target,
@@ -52,7 +52,7 @@ class Condition:
 
     trouble: str
     """Empty: it can be read."""
-    usage: Usage | None
+    usage: FileSystemUsage | None
 
 
 class NodeVolumes:
@@ -145,9 +145,9 @@ class NodeVolumes:
         """How the volume at a target is. Raises NotFoundError where there is none."""
         target = checked_target(target, self._state)
         place, name = MountTable.read(self._state).at(target)
-        if place in (Place.FREE, Place.FOREIGN):
+        if place in (TargetState.FREE, TargetState.FOREIGN):
             raise NotFoundError(f"no volume of this driver is published at {target}")
-        if place is Place.STALE or not lives(self._state.root(name)):
+        if place is TargetState.STALE or not lives(self._state.root(name)):
             trouble = "the mount has ended: reads fail until kubelet publishes the volume again"
             return Condition(f"{trouble}, and then until the container restarts", None)
         try:
@@ -188,18 +188,18 @@ class NodeVolumes:
         ConflictError where something else is there."""
         place, name = MountTable.read(self._state).at(target)
         match place:
-            case Place.FREE:
+            case TargetState.FREE:
                 return False
-            case Place.OURS if not lives(self._state.root(name)):
+            case TargetState.OURS if not lives(self._state.root(name)):
                 log.warning("the mount behind %s has ended: it is replaced", target)
-            case Place.OURS if name_the_same(key_of(name), key):
+            case TargetState.OURS if name_the_same(key_of(name), key):
                 return True  # its secret may have been renewed meanwhile
-            case Place.OURS:
+            case TargetState.OURS:
                 raise ConflictError(
                     f"another volume is published at {target}",
                     advice="unpublish it first; a volume has the same attributes each time",
                 )
-            case Place.FOREIGN:
+            case TargetState.FOREIGN:
                 raise ConflictError(f"another file system is mounted at {target}")
         detach(target)
         return False

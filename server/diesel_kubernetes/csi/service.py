@@ -85,7 +85,7 @@ def code_of(error: DieselError) -> grpc.StatusCode:
     )
 
 
-class Services:
+class CsiServices:
     """The handlers of all calls. Each ends with an answer, or with a status and one log line."""
 
     def __init__(self, volumes: NodeVolumes, state: StateFolder, node: str) -> None:
@@ -244,10 +244,10 @@ def _handler(
     )
 
 
-class Server:
+class GrpcServer:
     """The gRPC server on a unix socket, which other users cannot reach."""
 
-    def __init__(self, services: Services, endpoint: str) -> None:
+    def __init__(self, services: CsiServices, endpoint: str) -> None:
         """`endpoint` is `unix:///path`. Raises UsageError for another one, or one that cannot be
         listened at."""
         scheme, _, path = endpoint.partition("://")

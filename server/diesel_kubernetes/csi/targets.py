@@ -38,7 +38,7 @@ CONTROL_DEADLINE_S = 5.0
 _NOT_COUNTED = 1 << 62
 
 
-class Place(Enum):
+class TargetState(Enum):
     """What is mounted at a target."""
 
     FREE = "nothing"
@@ -74,16 +74,16 @@ class MountTable:
                 binds[name].append(each.path)
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
-    def at(self, target: str) -> tuple[Place, str]:
+    def at(self, target: str) -> tuple[TargetState, str]:
         """What is at a target, and the name of the mount if it is one of ours."""
         top = topmost_at(target, self.entries)
         if top is None:
-            return Place.FREE, ""
+            return TargetState.FREE, ""
         for name, root in self.roots.items():
             if root.tree.device == top.device:
-                return Place.OURS, name
+                return TargetState.OURS, name
         is_dataset = any(each.tree is top for each in dataset_mounts(self.entries))
-        return (Place.STALE if is_dataset else Place.FOREIGN), ""
+        return (TargetState.STALE if is_dataset else TargetState.FOREIGN), ""
 
 
 def checked_target(path: str, state: StateFolder) -> str:
@@ -226,15 +226,15 @@ def remove_target(target: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class FileSystemUsage:
     """The size of a file system, in bytes, and its entries (0: it does not say)."""
 
     total_bytes: int
     entries: int
 
 
-def usage_of(target: str) -> Usage:
+def usage_of(target: str) -> FileSystemUsage:
     """The size of a living mount. Raises OSError."""
     found = os.statvfs(Path(target))
     is_counted = found.f_files < _NOT_COUNTED  # EROFS does not say
-    return Usage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)
+    return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

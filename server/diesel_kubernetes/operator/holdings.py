@@ -10,7 +10,7 @@ from uuid import UUID
 from ..reports import Held, HeldDataset, NodeReport
 
 
-class NodeHoldings:
+class ReportedHoldings:
     """The fresh reports of all nodes, at one moment."""
 
     def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
@@ -34,7 +34,7 @@ class NodeHoldings:
             return HeldDataset(*key, version)
         return next((each for each in entries if each.version == version), None)
 
-    def changed_since(self, before: "NodeHoldings") -> tuple[set[Held], set[str]]:
+    def changed_since(self, before: "ReportedHoldings") -> tuple[set[Held], set[str]]:
         """The datasets for which a node reports something else now, and the nodes whose reports
         have become complete or incomplete."""
         keys = self._held.keys() | before._held.keys()

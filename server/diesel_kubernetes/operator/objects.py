@@ -15,7 +15,7 @@ from ..names import DRIVER, SECRETS
 from .api_objects import Container, Metadata
 from .decoding import Json, decode, time_of
 from .resources import API_VERSION, DatasetObject, Object, PlannedVolume, TrainingObject
-from .specs import DatasetSpec, Defaults, Repository, TrainingSpec
+from .specs import DatasetSpec, Defaults, RepositoryPlace, TrainingSpec
 
 LABEL = "operator.diesel-fs.dev"
 LABEL_MANAGED = "app.kubernetes.io/managed-by"
@@ -148,7 +148,7 @@ def _job_pod(spec: DatasetSpec, purpose: str, defaults: Defaults, words: Sequenc
     return pod
 
 
-def _variables(repository: Repository) -> list[Json]:
+def _variables(repository: RepositoryPlace) -> list[Json]:
     """The environment of `dlcmd`: the repository, and the keys of the Secret."""
     found: list[Json] = [
         {"name": name, "value": value.replace("$", "$$")}

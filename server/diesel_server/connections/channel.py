@@ -29,11 +29,11 @@ SOCKET_OPTIONS = (  # a client whose machine is gone is noticed within two minut
 )
 
 
-class ConnectionClosed(Exception):
+class ClientGone(Exception):
     """The client has closed the connection, or it broke."""
 
 
-class Channel:
+class ClientChannel:
     """A stream of bytes in both directions. All methods raise ConnectionClosed where the client has
     closed it or the network broke it."""
 
@@ -86,7 +86,7 @@ class Channel:
         try:
             count = await self._receive(room)
         except transport.ConnectionClosed as error:
-            raise ConnectionClosed from error
+            raise ClientGone from error
         self.received_bytes += count
         return count
 
@@ -119,7 +119,7 @@ class Channel:
                 await self._transport.wait_writable()
                 self._send_some(views)
         except transport.ConnectionClosed as error:
-            raise ConnectionClosed from error
+            raise ClientGone from error
 
     def _send_some(self, views: list[memoryview]) -> None:
         """Send what can be sent in one turn, and remove it from `views`."""
@@ -132,13 +132,13 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            raise ConnectionClosed from error
+            raise ClientGone from error
 
     async def half_close(self) -> None:
         """End the sending direction, and receive for a moment what the client still sends. If the
         socket were closed with unread bytes, the kernel would reset the connection and the client
         might lose the last answer."""
-        with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
+        with suppress(ClientGone, OSError), trio.move_on_after(_LINGER_S):
             self._transport.end_sending()
             await self.skip(_LINGER_BYTES)
 

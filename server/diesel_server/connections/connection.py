@@ -38,7 +38,7 @@ from diesel_fs.storage.accounts.account import Account
 from .. import limits
 from ..limits import ConnectionLimits, FairByteBudget, LimitReached
 from ..requests.dispatcher import Dispatcher, Reply, Request, ThreadsBusy
-from .channel import Channel, ConnectionClosed
+from .channel import ClientChannel, ClientGone
 from .refusal_log import RefusalLog, dataset_in
 
 log = logging.getLogger("diesel.server")
@@ -131,12 +131,12 @@ class _Rejection:
         return "error" if self.retry_after_s is None else "busy"
 
 
-Opener = Callable[[], Awaitable[tuple[Channel, bytes]]]
+Opener = Callable[[], Awaitable[tuple[ClientChannel, bytes]]]
 """Opens the channel, which may take a TLS handshake. Gives it with the binding that a login on it
 signs (`WIRE.md`, section 3). Raises ConnectionClosed."""
 
 
-class Connection:
+class ClientConnection:
     """One connection, from `run` to its end.
 
     The methods raise ConnectionClosed where the client is gone or too slow, and CorruptError or
@@ -150,7 +150,7 @@ class Connection:
         self._opener = opener
         self._address = address
         self._peer = f"{address}:{port}"
-        self._channel: Channel | None = None
+        self._channel: ClientChannel | None = None
         self._account = Account("", b"")
         self._account_s = 0.0
         self._secured = False
@@ -168,7 +168,7 @@ class Connection:
             with ExitStack() as held:
                 if await self._log_in(held):
                     await self._serve_requests()
-        except ConnectionClosed as error:
+        except ClientGone as error:
             if str(error):  # the TLS handshake failed, and the text says why
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
@@ -190,7 +190,7 @@ class Connection:
                 await self._channel.receive_exactly(wire.GREETING_BYTES)
                 await self._channel.send([wire.refusal(sentence)])
                 await self._channel.half_close()
-        except ConnectionClosed:
+        except ClientGone:
             pass
         finally:
             if self._channel is not None:
@@ -320,7 +320,7 @@ class Connection:
                         await self._slots.acquire()
                     if not await self._receive_request(nursery):
                         self._slots.release()
-            except (ConnectionClosed, CorruptError) as error:
+            except (ClientGone, CorruptError) as error:
                 ended = error
                 nursery.cancel_scope.cancel()
         try:
@@ -354,7 +354,7 @@ class Connection:
             if not await self._context.budget.acquire(owner, held, limits.BUDGET_WAIT_S):
                 self.note_refusal("memory", "no memory for a large message", user=owner)
                 await self._send_final_error(BusyError(_OVERLOADED))
-                raise ConnectionClosed
+                raise ClientGone
         given = False
         try:
             message = wire.parse_head(await self._exactly(lengths.head), wire.REQUEST_LIMITS)
@@ -458,7 +458,7 @@ class Connection:
             try:
                 await self._context.dispatcher.run(do, request, send)
                 outcome = "ok"
-            except ConnectionClosed:
+            except ClientGone:
                 raise
             except DieselError as error:
                 rejection = _Rejection("permission", error)
@@ -472,7 +472,7 @@ class Connection:
                               self._peer)  # fmt: skip
                 outcome = "bug"
                 await self._answer_error(number, DieselError("internal error"))
-        except ConnectionClosed:
+        except ClientGone:
             outcome = "gone"
             assert self._nursery is not None
             self._nursery.cancel_scope.cancel()
@@ -537,18 +537,18 @@ class Connection:
             yield
         if scope.cancelled_caught:
             self.note_refusal("frame", "it was too slow", user=self._account.name)
-            raise ConnectionClosed
+            raise ClientGone
 
     async def _send_final_error(self, error: DieselError) -> None:
         """Send an error that answers no request, and end the connection."""
         try:
             await self._send([wire.frame(self._error_message(error), wire.ANSWER_LIMITS)])
             await self._open_channel.half_close()
-        except ConnectionClosed:
+        except ClientGone:
             pass
 
     @property
-    def _open_channel(self) -> Channel:
+    def _open_channel(self) -> ClientChannel:
         assert self._channel is not None
         return self._channel
 

@@ -31,7 +31,7 @@ from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import HostPort
 
 from .. import limits
-from ..options import Options
+from ..options import ServerOptions
 from .worker_config import WorkerConfig, config_line, split_environment
 
 log = logging.getLogger("diesel.server")
@@ -54,7 +54,7 @@ class Supervisor:
 
     def __init__(
         self,
-        options: Options,
+        options: ServerOptions,
         ready: Callable[[str], None],
         program: Sequence[str] | None = None,
     ) -> None:

@@ -22,7 +22,7 @@ from diesel_fs.storage.accounts.account import TEXT_BYTES_MAX, Account, Role
 from .directory import DatasetRef, Directory, check_role, hide_store_address
 from .dispatcher import Handler, Reply, Request
 from .head_cache import HeadCache
-from .jobs import Jobs, Work
+from .jobs import JobTable, Work
 from .queries import QueryHandlers
 from .tasks import TaskHandlers
 from .updates import UpdateHandlers
@@ -60,7 +60,7 @@ class RequestTable:
         self._directory = directory
         self._queries = QueryHandlers(repository, directory, self._heads, reads, compressed)
         self._updates = UpdateHandlers(repository, directory, self._queries, self._heads, cells)
-        self._jobs = Jobs()
+        self._jobs = JobTable()
         self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:

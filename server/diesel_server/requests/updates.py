@@ -33,7 +33,13 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.format.chunk import ENTRIES_MAX, Header, damaged_places, parse_header, parse_preamble
+from diesel_fs.format.chunk import (
+    ENTRIES_MAX,
+    ChunkHeader,
+    damaged_places,
+    parse_header,
+    parse_preamble,
+)
 from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.entries import ChunkId, Codec
 from diesel_fs.format.object_names import chunk_object
@@ -165,7 +171,7 @@ class UpdateHandlers:
         self._cells.add("diesel_uploaded_bytes_total", amount=len(request.payload))
         return Reply({"version": version})
 
-    def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, ValidatedChunk]:
+    def _store(self, identity: UUID, payload: memoryview) -> tuple[ChunkHeader, ValidatedChunk]:
         """Check a chunk and store it. Raises FormatError; ObjectExists where another chunk has its
         ID."""
         header = _check_chunk(self._repository, identity, payload)
@@ -178,7 +184,9 @@ class UpdateHandlers:
                 raise ObjectExists(f"chunk {chunk_id_text(header.preamble.id)} is there") from None
         return header, chunk
 
-    def _discard_uncommitted(self, known: DatasetRef, header: Header, payload: memoryview) -> None:
+    def _discard_uncommitted(
+        self, known: DatasetRef, header: ChunkHeader, payload: memoryview
+    ) -> None:
         """A stored chunk cannot be committed: delete it where a recovery would commit it later.
         Raises the error for the client."""
         chunk, start = header.preamble.id, header.preamble.body_start
@@ -269,7 +277,7 @@ class UpdateHandlers:
         return LocalWriteSession(self._repository, info).finish()
 
 
-def _check_chunk(repository: LocalRepository, identity: UUID, payload: memoryview) -> Header:
+def _check_chunk(repository: LocalRepository, identity: UUID, payload: memoryview) -> ChunkHeader:
     """The header of a chunk that a client may put; every byte of the chunk is checked.
 
     Raises FormatError; ObjectExists where the client is to send it again under another ID.

@@ -17,7 +17,7 @@ from lightkube import ApiError
 from lightkube.generic_resource import GenericNamespacedResource
 
 from diesel_kubernetes.operator.cluster import Cluster
-from diesel_kubernetes.operator.controller import Controller
+from diesel_kubernetes.operator.controller import Reconciler
 from diesel_kubernetes.operator.queue import Key
 from tests.kubernetes.fields import Json, at, fields, items, text, texts
 
@@ -196,13 +196,13 @@ def _kind(kind: type[GenericNamespacedResource]) -> str:
 async def settle(cluster: MemoryCluster, key: Key) -> None:
     """Have an object handled until nothing is left to do now; a killed controller is replaced."""
     clock = ManualClock()
-    controller = Controller(cluster, DEFAULTS, clock=clock)
+    controller = Reconciler(cluster, DEFAULTS, clock=clock)
     for _ in range(STEPS_MAX):
         before = cluster.writes
         try:
             await controller.handle(key)
         except Killed:
-            controller = Controller(cluster, DEFAULTS, clock=clock)
+            controller = Reconciler(cluster, DEFAULTS, clock=clock)
             continue
         if cluster.writes == before:
             return

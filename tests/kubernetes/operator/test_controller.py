@@ -7,7 +7,7 @@ Whatever was killed, the end is the same.
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Controller
+from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Reconciler
 from diesel_kubernetes.operator.queue import Key
 from tests.kubernetes.fields import Json, at, condition_of, text
 from tests.rows import each_row
@@ -101,7 +101,7 @@ async def test_the_end_is_the_same_wherever_the_controller_is_killed(
 
 async def tried(cluster: MemoryCluster) -> Json:
     """The status of the TrainingJob after the operator has tried twice."""
-    controller = Controller(cluster, DEFAULTS, clock=ManualClock())
+    controller = Reconciler(cluster, DEFAULTS, clock=ManualClock())
     for _ in range(2):
         with suppress(Exception):  # the queue logs it, and tries again
             await controller.handle(TRAIN)

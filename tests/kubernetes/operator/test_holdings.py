@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import FormatError
-from diesel_kubernetes.operator.controller import DATASETS, Controller
+from diesel_kubernetes.operator.controller import DATASETS, Reconciler
 from diesel_kubernetes.operator.decoding import encode
 from diesel_kubernetes.operator.queue import Key
 from diesel_kubernetes.reports import (
@@ -227,7 +227,7 @@ class Operated:
         self.cluster = MemoryCluster()
         self.clock = ManualClock()
         self.woken: list[Key] = []
-        self.controller = Controller(
+        self.controller = Reconciler(
             self.cluster,
             DEFAULTS,
             driver_namespace=driver_namespace,

@@ -10,8 +10,8 @@ from diesel_kubernetes.operator.decoding import decode
 from diesel_kubernetes.operator.placement import STORAGE, NodeState
 from diesel_kubernetes.operator.resources import DatasetObject, TrainingStatus
 from diesel_kubernetes.operator.training import (
-    Decision,
-    Situation,
+    TrainingDecision,
+    TrainingSituation,
     decide,
     pod_requests,
     survey,
@@ -39,13 +39,13 @@ def decided(
     datasets: Sequence[DatasetObject] = (dataset(status=READY),),
     pods: Sequence[Json] = (),
     nodes: Sequence[NodeState] | None = NODES,
-) -> Decision:
+) -> TrainingDecision:
     """The decision on a TrainingJob of two pods."""
     found = {each.name: each for each in datasets}
     given = tuple(decode(Pod, each) for each in pods)
     there = None if nodes is None else tuple(nodes)
     seen = training_job(spec, status)
-    return decide(Situation(seen, found, given, NOW_S, there), DEFAULTS)
+    return decide(TrainingSituation(seen, found, given, NOW_S, there), DEFAULTS)
 
 
 def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> TrainingStatus:
@@ -56,7 +56,7 @@ def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> Trai
     return decision.status
 
 
-def pods_of(decision: Decision) -> list[Json]:
+def pods_of(decision: TrainingDecision) -> list[Json]:
     return [each for each in decision.create if each["kind"] == "Pod"]
 
 

@@ -16,7 +16,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .link import Settings
+    from .link import HookSettings
 
 VARIABLE = "DIESEL_JOIN"
 """The variable of the environment with the launcher's settings, as JSON (`link.Settings`)."""
@@ -41,7 +41,7 @@ def has_joined() -> bool:
     return bool(_links or getattr(by_launcher, "_links", ()))
 
 
-def install(settings: Settings) -> None:
+def install(settings: HookSettings) -> None:
     """Have this process announce what it will read."""
     if _links:
         return

@@ -98,7 +98,7 @@ class BetweenEpochs:
             torch.empty((), dtype=torch.int64).random_()
 
 
-class Order:
+class PredictedOrder:
     """Indices in the order in which they will be drawn."""
 
     def __init__(self) -> None:
@@ -121,11 +121,11 @@ class Order:
         return True
 
 
-class Drawn:
+class DrawnIndices:
     """What a sampler has given in an epoch, but for the beginning, which is dropped."""
 
     def __init__(self) -> None:
-        self._kept = Order()
+        self._kept = PredictedOrder()
         self._dropped = self._dropped_batches = 0
         self._has_batches = False
 
@@ -135,7 +135,7 @@ class Drawn:
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
-        """As that of `Order`."""
+        """As that of `PredictedOrder`."""
         is_known = self._kept.append(element)
         self._has_batches |= bool(self._kept.bounds)
         return is_known
@@ -157,7 +157,7 @@ class Drawn:
         count = self.end_of(batches) - self._dropped
         if count < least:
             return
-        kept, whole = Order(), self._kept
+        kept, whole = PredictedOrder(), self._kept
         kept.indices = whole.indices[count:]
         if whole.bounds:
             behind = whole.bounds[batches - self._dropped_batches :]
@@ -173,7 +173,7 @@ def predict(
     iterator: Iterator[object] | None = None,
     loaders_generator: object = None,
     between: BetweenEpochs | None = None,
-) -> list[Order]:
+) -> list[PredictedOrder]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
     Empty for a sampler that is not known.
 
@@ -186,7 +186,7 @@ def predict(
     twin = _twin(sampler, copies)
     if twin is None:
         return []
-    orders: list[Order] = []
+    orders: list[PredictedOrder] = []
     between = between or BetweenEpochs()
     between.begin()
     with _states_kept():
@@ -209,9 +209,9 @@ def predict(
     return orders
 
 
-def _drawn(iterator: Iterator[object]) -> Order | None:
+def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
     """What an iterator gives, within bounds of time and memory; None if it is not understood."""
-    order, end_s = Order(), time.monotonic() + DRAWING_S_MAX
+    order, end_s = PredictedOrder(), time.monotonic() + DRAWING_S_MAX
     while order.is_whole:
         before = len(order.indices)
         for element in islice(iterator, _TIMED_ELEMENTS):
