@@ -254,8 +254,8 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str = "",
     ) -> tuple[int, int]:
-        """Write all pieces, then commit. Returns the new version, and the number of transactions whose
-        changes are pending. Waits until `deadline` (monotonic time) while commits are locked.
+        """Write all pieces, then commit. Returns the new version, and how many transactions have
+        changes that are pending. Waits until `deadline` (monotonic time) while commits are locked.
         """
         with self._undone_on_error(transaction):
             pieces = chain.from_iterable(each.pieces for each in chunks)
