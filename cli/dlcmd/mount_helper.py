@@ -25,10 +25,10 @@ from diesel_fs.errors import DieselError, PermissionDenied, UsageError
 from diesel_fs.mounts.mountpoint import is_alive, mounted_at, real_path
 from diesel_fs.settings import private_bytes
 
+from .args.options import HELP_NAMES, Flags, versioned_dataset
 from .main import as_diesel_error, prepare_process, run
-from .mounting import mount as mount_verb
-from .options import HELP_NAMES, Flags, versioned_dataset
-from .output import print_error
+from .show.output import print_error
+from .verbs.mount import mount as mount_verb
 
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
 """Exit codes of mount(8) and umount(8)."""

@@ -234,7 +234,7 @@ class CoalescingReader:
         self, snapshot: Snapshot, objects: ObjectStore, *, limits: ReadLimits | None = None
     ) -> None:
         self._snapshot = snapshot
-        self._objects = objects
+        self._reads = objects.fast_reads
         self._limits = ReadLimits() if limits is None else limits
         self._counts = Counter(
             dict.fromkeys(("fetches", "fetched_bytes", "healed", "damaged", "lost"), 0)
@@ -242,7 +242,7 @@ class CoalescingReader:
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._stored = StoredParts(snapshot, objects)
         self._chunks: ChunkReader = (
-            objects.chunk_reader(snapshot.identity, snapshot.version) or self._stored
+            self._reads.chunk_reader(snapshot.identity, snapshot.version) or self._stored
         )
         self._costs = {IN_STORE: self._stored.costs}  # by place
         self._arrived_s = 0.0  # when contents that were waited for arrived last
@@ -261,7 +261,7 @@ class CoalescingReader:
         """
         unit = self._units.get(entries.tobytes())
         plan = self._plan(entries) if unit is None else unit.plan
-        if self._objects.batches_reads:
+        if self._reads.batches_reads:
             yield from self._read_batched(plan)
             return
         for chunk, group in groupby(range(len(plan.spans)), lambda at: plan.spans[at][0]):
@@ -283,7 +283,7 @@ class CoalescingReader:
         Begins to read them where the store is slow or takes many reads in one request, as far as
         memory for that goes. Units of earlier calls that are not among these are given up.
         """
-        if not (self.is_slow or self._in_flight or self._objects.batches_reads):
+        if not (self.is_slow or self._in_flight or self._reads.batches_reads):
             return
         before, self._units = self._units, {}
         ahead_bytes = 0
@@ -316,7 +316,7 @@ class CoalescingReader:
         columns = self._snapshot.columns
         has_many = (columns.flags[entries] & MANY_EXTENTS) != 0
         sizes = np.where(has_many, columns.size[entries], columns.stored[entries])
-        limits, batches = self._limits, self._objects.batches_reads
+        limits, batches = self._limits, self._reads.batches_reads
         span_bytes = limits.batch_bytes if batches else limits.slow_span_bytes
         chunks = self._snapshot.chunk_of(np.asarray(entries, np.int64))
         places = np.where(chunks < 0, IN_MEMORY, self._chunks.places(np.maximum(chunks, 0)))
@@ -351,7 +351,7 @@ class CoalescingReader:
     @property
     def is_slow(self) -> bool:
         """Whether reads of the store take long, as far as is known."""
-        return not self._objects.batches_reads and self._stored.costs.is_slow
+        return not self._reads.batches_reads and self._stored.costs.is_slow
 
     def _begin_units(self, units: Sequence[_AnnouncedUnit]) -> None:
         """Begin to read these units, the first before the others, as far as there is room."""
@@ -387,7 +387,7 @@ class CoalescingReader:
 
     def _requests(self, spans: Sequence[_Span]) -> Iterator[Sequence[_Span]]:
         """The spans in their order, as many together as one request to the store may have."""
-        if self._objects.batches_reads:
+        if self._reads.batches_reads:
             return batched_parts(spans, self._limits.batch_parts, self._limits.batch_bytes)
         return ([span] for span in spans)
 
@@ -516,7 +516,7 @@ class CoalescingReader:
         rows = self._rows(np.asarray(entries, np.int64))
         rows = rows[np.lexsort((rows["offset"], rows["chunk"]))]
         starts, ends = rows["offset"].copy(), rows["offset"] + rows["stored"]
-        limits, batches = self._limits, self._objects.batches_reads
+        limits, batches = self._limits, self._reads.batches_reads
         cuts = merge_spans(
             rows["chunk"],
             starts,
@@ -540,7 +540,7 @@ class CoalescingReader:
             if largest > len(self._buffer):
                 self._buffer = np.empty(largest, np.uint8).data
             ranges = [(begin, size) for _, begin, size in spans]
-            found = self._objects.read_ranges(self._source.name(chunk), ranges, self._buffer)
+            found = self._reads.read_ranges(self._source.name(chunk), ranges, self._buffer)
             for _, _, size in spans:
                 start_s = time.monotonic()
                 try:

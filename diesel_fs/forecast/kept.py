@@ -3,9 +3,9 @@ caches of its nodes, with the eviction policies of `cache/policy.py` themselves.
 
 There are three layouts of a cache:
 
-- **chunks**: the cache of a task (`peers/node_cache.py`). Each chunk has an owner among the nodes
-  (`peers/ownership.py`), which keeps it in memory, or else on its SSD. A chunk that misses is
-  fetched whole while there is free room. In a full cache the policy decides whether it replaces
+- **chunks**: the cache of a task (`peers/node/`). Each chunk has an owner among the nodes
+  (`peers/members/ownership.py`), which keeps it in memory, or else on its SSD. A chunk that misses
+  is fetched whole while there is free room. In a full cache the policy decides whether it replaces
   others; where the policy cannot tell, ski rental does (`cache/admission.py`). What is not fetched
   is read past the cache, from the store.
 - **files**: single files in a node's memory. Whatever was read is offered to the policy.
@@ -16,8 +16,8 @@ There are three layouts of a cache:
 What is simplified: memory and SSD of a node are one cache, whose chunks stay where they came; only
 owners keep chunks; all fetches succeed, and none takes so long that another read misses meanwhile.
 A policy that knows the future knows all reads of all epochs. A chunk is decided on by the reads of
-its files, as in a node's cache, where those of a push are still to come (`peers/chunk_future.py`);
-a single file when it has been read. Pure.
+its files, as in a node's cache, where those of a push are still to come
+(`peers/node/chunk_future.py`); a single file when it has been read. Pure.
 """
 
 from collections import Counter
@@ -35,8 +35,8 @@ from ..cache.policy import POLICIES, EvictionPolicy
 from ..cache.replacement import Shortage
 from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
-from ..peers.chunk_future import ChunkFuture
-from ..peers.ownership import Ownership
+from ..peers.members.ownership import Ownership
+from ..peers.node.chunk_future import ChunkFuture
 from .nodes import ForecastJob
 from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 

@@ -40,8 +40,8 @@ from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES, Entries
-from ..peers.plan_sender import PlanSender, StreamProgress
-from ..peers.sealed_memory import raise_descriptor_limit
+from ..peers.node.sealed_memory import raise_descriptor_limit
+from ..peers.plan.sender import PlanSender, StreamProgress
 from ..system.syscalls import keep_large_allocations
 from .mountpoint import MountPresence
 from .options import MountRequest

@@ -42,8 +42,8 @@ from ..errors import (
 )
 from ..format.snapshot.diff import OldIndices, SnapshotDiff
 from ..format.snapshot.reader import Snapshot
-from ..peers.client import MASTER_END_WAIT_S, TaskStore, master_request
-from ..peers.plan_sender import PlanSender
+from ..peers.plan.sender import PlanSender
+from ..peers.reader.store import MASTER_END_WAIT_S, TaskStore, master_request
 from ..remote.open import open_repository
 from ..repository.catalog import DatasetInfo
 from ..repository.interface import Repository

@@ -5,7 +5,8 @@
 connecting end, `accept_tls` and `authenticate` are the accepting end. Each end proves that it knows
 the task's secret, a key that all masters and clients of the task have. A process without it learns
 only that its proof was wrong, and nothing but its hello is read before. The bytes are in `wire.py`;
-`peer.py` and `owner_link.py` decide when to connect, `acceptor.py` limits how many may try.
+`master/peer.py` and `reader/owner_link.py` decide when to connect, `master/acceptor.py` limits how
+many may try.
 """
 
 import os
@@ -32,7 +33,7 @@ from ..net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES
 from ..net.messages import error_message, parse_error
 from ..net.tls import Certificate, TlsSocket, certificate_digest, client_context
 from . import wire
-from .membership import Member, TaskName, split_address
+from .members.membership import Member, TaskName, split_address
 from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0

@@ -8,8 +8,8 @@ without secrets and without addresses that may hold passwords. A master that end
 it was: a process that joins without a rank must not become another node. Remains of an old job are
 removed by the next one, and the folders by the last master.
 
-`daemon.py` is the master's program, `link.py` talks to it. Calls may come from any thread and any
-process.
+`master/daemon.py` is the master's program, `reader/master_link.py` talks to it. Calls may come from
+any thread and any process.
 """
 
 import fcntl
@@ -42,9 +42,9 @@ from ..system.available_memory import default_memory_bytes
 from ..system.unix_sockets import connect_unix
 from ..urls import SERVER_SCHEMES, parse_url
 from . import wire
-from .addresses import listen_address
-from .membership import resolve_node
-from .options import TaskRequest
+from .members.addresses import listen_address
+from .members.membership import resolve_node
+from .members.options import TaskRequest
 
 log = logging.getLogger("diesel.task")
 

@@ -25,7 +25,7 @@ from ..format.entries import Bytes
 from ..names import shown
 from ..net.frames import BINDING_BYTES, NONCE_BYTES, FrameLimits, GreetingCodec, frame, parse_head
 from ..net.messages import Fields, Message, unpack
-from .membership import (
+from .members.membership import (
     INSTANCE_BYTES,
     MEMBERS_MAX,
     RANK_MAX,
@@ -47,7 +47,8 @@ REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
 HEAD_BYTES, PART_BYTES = 16, 12
 
 PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
-"""The longest message about plans (`plan_wire.py`): as long as the records of the longest READ."""
+"""The longest message about plans (`plan/messages.py`): as long as the records of the longest
+READ."""
 
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
 """Kinds of requests and answers; 2 is free."""

@@ -262,7 +262,7 @@ class Repository(ABC):
     def chunk_ids(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
         """The IDs of the durable chunks greater than `since`, ascending."""
         after = "" if since == LOWEST else chunk_object(identity, since)
-        for name in self.objects.names(chunk_prefix(identity), after):
+        for name in self.objects.housekeeping.names(chunk_prefix(identity), after):
             chunk = chunk_of_object(name)
             if chunk is not None:
                 yield chunk

@@ -525,12 +525,12 @@ class _Purge:
     def _sweep(self) -> None:
         """Remove leases that ended long ago, and half-written objects of dead writers."""
         now_s = time.time()
-        for leftover in self._objects.leftovers(dataset_prefix(self._identity)):
+        for leftover in self._objects.housekeeping.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):
                 self._report.leftovers += 1
                 if self._session is not None:
                     self._check_lease()
-                    self._objects.discard(leftover)
+                    self._objects.housekeeping.discard(leftover)
         if self._session is None:
             return
         for name, lease, is_valid in list(leases(self._objects, self._identity, now_s)):

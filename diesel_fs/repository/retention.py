@@ -356,7 +356,7 @@ def remove_dataset(
     leased = leased_versions(objects, identity, time.time())
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)
     removed = left = 0
-    for name in list(objects.names(dataset_prefix(identity))):
+    for name in list(objects.housekeeping.names(dataset_prefix(identity))):
         if name == dataset_object(identity):
             continue
         chunk = chunk_of_object(name) if name.startswith(chunk_prefix(identity)) else None
@@ -370,9 +370,9 @@ def remove_dataset(
         else:
             objects.delete(name)
             removed += 1
-    for leftover in objects.leftovers(dataset_prefix(identity)):
+    for leftover in objects.housekeeping.leftovers(dataset_prefix(identity)):
         if is_abandoned(leftover, time.time(), 0):
-            objects.discard(leftover)
+            objects.housekeeping.discard(leftover)
         else:
             left += 1
     if not (left or leased or but_name):

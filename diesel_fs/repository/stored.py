@@ -125,7 +125,7 @@ class StoredRepository(Repository):
 
     def close(self) -> None:
         self._close_metadata()
-        self.objects.close_idle()
+        self.objects.housekeeping.close_idle()
 
     def _close_metadata(self) -> None:
         if self._meta is not None:
@@ -239,7 +239,7 @@ class StoredRepository(Repository):
                 )
         if newest:  # the metadata store cannot be used, or lost what the snapshot has
             return self.snapshots.load(info.identity, newest)
-        if next(iter(self.objects.names(chunk_prefix(info.identity))), None) is None:
+        if next(iter(self.objects.housekeeping.names(chunk_prefix(info.identity))), None) is None:
             return empty_snapshot(info.identity, info.name)
         raise self.behind_error(info.name)
 

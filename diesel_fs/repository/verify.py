@@ -481,8 +481,8 @@ def _check_leftovers(repository: StoredRepository, info: DatasetInfo, findings: 
     except DieselError as error:
         findings.problems.append(error.message)
     prefix = dataset_prefix(info.identity)
-    if leftovers := sum(1 for _ in repository.objects.leftovers(prefix)):
+    if leftovers := sum(1 for _ in repository.objects.housekeeping.leftovers(prefix)):
         files = f"temporary file{'s' * (leftovers > 1)}"
         findings.notes.append(f"{leftovers} {files} of puts under way or killed")
-    if foreign := sum(1 for _ in repository.objects.foreign(prefix)):
+    if foreign := sum(1 for _ in repository.objects.housekeeping.foreign(prefix)):
         findings.notes.append(f"{foreign} foreign object{'s' * (foreign > 1)}, ignored")

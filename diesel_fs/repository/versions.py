@@ -75,7 +75,7 @@ class VersionStore(PublishedVersions):
         return max(self.versions(identity), default=0)
 
     def versions(self, identity: UUID) -> list[int]:
-        names = self._objects.names(snapshot_prefix(identity))
+        names = self._objects.housekeeping.names(snapshot_prefix(identity))
         numbers = [version_of_object(name) for name in names if name not in self._damaged]
         return sorted(number for number in numbers if number is not None)
 

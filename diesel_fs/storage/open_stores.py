@@ -20,7 +20,7 @@ METADATA_FILE = "meta.sqlite"
 """The name of the SQLite metadata store of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
-"""Opens the object store at a URL; with True it makes one where there is none."""
+"""Opens the object store at a URL; with True it makes one if there is none."""
 
 
 def _folder(url: RepositoryUrl, create: bool) -> ObjectStore:

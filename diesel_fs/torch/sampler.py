@@ -4,11 +4,12 @@ The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`), over
 dataset. Ranks get parts as torch's `DistributedSampler` gives them, but contiguous
 (`orders/parts.py`).
 
-A state names the version of the dataset and how many samples each rank has received. Workers of a
-`DataLoader` are given batches ahead of the loop, so the sampler cannot count what the loop has
-received: the caller of `state_dict` says it, or torchdata's `StatefulDataLoader` does, which keeps
-the state of the iterator (`_Iteration`) for each batch. A state that could not be resumed exactly
-is refused when it is saved: later, it would be too late. Not safe for concurrent use.
+A state names the version of the dataset and the number of samples that each rank has received.
+Workers of a `DataLoader` take batches ahead of the loop, so the sampler cannot count the samples
+that the loop has received. The caller of `state_dict` passes the number, or torchdata's
+`StatefulDataLoader` does: it keeps the state of the iterator (`_Iteration`) for each batch. A state
+that could not be resumed exactly is refused when it is saved: later, it would be too late. Not safe
+for concurrent use.
 """
 
 import logging
@@ -37,23 +38,23 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 @dataclass(frozen=True, slots=True)
 class EpochPlace:
-    """A place in an epoch: where an iteration starts."""
+    """A position in an epoch, at which an iteration starts."""
 
     epoch: int
     partitions: tuple[Partition, ...] = ()
-    """How the epoch was dealt to other worlds before."""
+    """The earlier partitions of this epoch, to other worlds."""
     position: int | None = 0
-    """In this rank's part; None: not known."""
+    """The position in this rank's part. None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
     """Gives the samples of a dataset in chunk-wise random order: this rank's part of an epoch.
 
-    `dataset` is a `DieselDataset`, or one whose files lie on a mount, such as torchvision's
+    `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
     `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
-    torch.distributed where it is initialized, else 0 and 1. `group_size` is the number of chunks
-    whose samples are shuffled together. `drop_last` is that of `DistributedSampler`: where the
-    parts cannot be equally long, the order loses its end, or else repeats its start.
+    torch.distributed if it is initialized, otherwise 0 and 1. `group_size` is the number of chunks
+    whose samples are shuffled together. `drop_last` is that of `DistributedSampler`: if the parts
+    cannot be equally long, the order loses its end; without it, the order repeats its start.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         group_size: int = GROUP_SIZE_DEFAULT,
         drop_last: bool = False,
     ) -> None:
-        """Raises UsageError for numbers out of range and for a dataset whose files are not known,
+        """Raises UsageError for numbers out of range and for a dataset without known files,
         NoSuchPath for a file that its mount does not have."""
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if world is None:
@@ -84,15 +85,14 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._files: SampleSource = sample_files(dataset)
         self._digest = self._files.digest
         self._reader = dataset if isinstance(dataset, DieselDataset) else None
-        # The start of the next iteration; None: the beginning of the epoch
-        self._next: EpochPlace | None = None
+        self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
         self._has_set_epoch = True  # since a state was loaded, if one was
         self._said: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the epoch that is read next: each has an order of its own. The epoch of a
-        state that was loaded keeps its place. Raises UsageError."""
+        """Set the number of the epoch that is read next: each has an order of its own. If it is the
+        epoch of a loaded state, the sampler keeps that state's place. Raises UsageError."""
         check_number("epoch", epoch)
         if self._next is not None and self._next.epoch != epoch:
             self._next = None
@@ -101,7 +101,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.epoch, self._has_set_epoch = int(epoch), True
 
     def __len__(self) -> int:
-        """How many samples the next iteration gives; while one goes on, that one."""
+        """The number of samples of the next iteration; during an iteration, of that one."""
         if self._next is None and self._last is not None and not self._last.is_over:
             return self._last.length
         place = self._next or EpochPlace(self.epoch)
@@ -118,15 +118,16 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
     def state_dict(self, received: int | None = None) -> dict[str, object]:
         """The state from which another run reads exactly the rest of the epoch.
 
-        `received` is how many samples the loop has received since its iteration began: batches
-        times the batch size, a shorter last batch counted as a full one. It is the same on all
-        ranks, and so is the state. It need not be given after `diesel_fs.torch.join()` and under
-        `dlcmd run`, which count for torch's `DataLoader`, nor with `AutoDataLoader.state_dict`,
-        `ImportanceSampler.enumerate` and torchdata's `StatefulDataLoader`. Raises UsageError where
-        nobody has counted, and for a number that is greater than what was handed out.
+        `received` is the number of samples that the loop has received since its iteration began:
+        batches times the batch size, with a shorter last batch counted as a full one. It is the
+        same on all ranks, and so is the state. It need not be given after `diesel_fs.torch.join()`
+        and under `dlcmd run`, which count for torch's `DataLoader`, nor with
+        `AutoDataLoader.state_dict`, `ImportanceSampler.enumerate` and torchdata's
+        `StatefulDataLoader`. Raises UsageError if nothing has counted, and if the number is greater
+        than the number of samples handed out.
 
-        The number means the first samples of the iteration. So none fits a batch sampler of your
-        own that takes samples in another order than it gives them, or leaves some out.
+        The number stands for the first samples of the iteration. So no number fits a batch sampler
+        of your own that reorders samples or leaves some out.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -142,10 +143,10 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 if _is_torchdata(sys._getframe(1)):  # it has the number in the iterator's state
                     return self._state(last.place)
                 raise UsageError(
-                    f"nobody has counted how many of the {last.given} samples that were handed out"
-                    f" in epoch {self.epoch} the loop has received, so a state would lose some",
+                    f"it is not known how many of the {last.given} samples of epoch {self.epoch}"
+                    " that were handed out the loop has received, so a state would lose some",
                     advice="save with state_dict(received=batches * batch_size), or call"
-                    " diesel_fs.torch.join() before the loop; a batch sampler of your own has to"
+                    " diesel_fs.torch.join() before the loop; a batch sampler of your own must"
                     " keep its own place. Between epochs, call set_epoch with the next one first",
                 )
         received = received or 0
@@ -154,24 +155,24 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             raise UsageError(
                 f"received is {received}, but only {last.given} samples have been handed out in"
                 " this iteration",
-                advice="count what the loop has received since its iteration began",
+                advice="count the samples that the loop has received since its iteration began",
             )
         return self._state(last.start, min(int(received), last.length))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a state: the next iteration gives the rest of its epoch.
+        """Resume from a state: the next iteration gives the rest of its epoch.
 
         Seed, epoch and group size become those of the state. With another world or `drop_last`, the
         samples that no rank has received are dealt anew. Raises ConflictError for a state of
-        another dataset, version or selection of samples, UsageError for what is no state.
+        another dataset, version or selection of samples, UsageError for a malformed state.
         """
         place = self._load(state)
-        if place.position is not None:  # else torchdata loads an iterator's state next
+        if place.position is not None:  # otherwise torchdata loads an iterator's state next
             self.epoch = place.epoch
         self._next, self._last, self._has_set_epoch = place, None, False
 
     def _load(self, state: Mapping[str, object]) -> EpochPlace:
-        """The place that a state names, in parts of our world. Seed and group size become those of
+        """The place that a state names, in parts of this world. Seed and group size become those of
         the state."""
         self._check_origin(state)
         numbers = _Numbers(state)
@@ -183,7 +184,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         left = self._count(epoch)
         for each in (*partitions, replace(partition, position=position or 0)):
             if each.position > part_length(left, each.world, drop_last=each.drop_last):
-                raise UsageError(f"the state has a position {each.position} behind the epoch's end")
+                raise UsageError(f"the state has a position {each.position} beyond the epoch's end")
             left = len(remaining(np.arange(left), each))
         self.seed, self.group_size = seed, group_size
         if position is not None and (partition.world, partition.drop_last) != (
@@ -196,7 +197,6 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return EpochPlace(epoch, partitions, position)
 
     def _check_origin(self, state: Mapping[str, object]) -> None:
-        """Raises ConflictError for a state of other samples than ours."""
         files = self._files
         if state.get("format") != _STATE_FORMAT or "identity" not in state:
             raise UsageError(f"this is not a state of {type(self).__name__}")
@@ -236,7 +236,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         }
 
     def _count(self, epoch: int) -> int:
-        """How many samples an epoch has, of all ranks together."""
+        """The number of samples in an epoch, of all ranks together."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
@@ -251,18 +251,18 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return part_length(left, self.world, drop_last=self.drop_last)
 
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
-        """An iteration begins: where, and the samples that it gives."""
+        """Begin an iteration: returns its start, and the samples that it gives."""
         place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
-                "the state that was loaded does not say how many samples had been received",
-                advice="save it with state_dict(received=...); or, where you know the number, load"
+                "the loaded state does not have the number of samples that had been received",
+                advice="save it with state_dict(received=...); or, if you know the number, load"
                 ' {**state, "position": NUMBER}',
             )
         samples, ends = self._part(place)
         if own is None and place.position and not len(samples) and not self._has_set_epoch:
             self._say(
-                f"the state that was loaded is of the end of epoch {place.epoch}, so this iteration"
+                f"the loaded state is at the end of epoch {place.epoch}, so this iteration"
                 f" gives nothing: call set_epoch({place.epoch + 1}) to begin the next epoch"
             )
         if self._reader is not None:
@@ -281,7 +281,6 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return sequence[chosen], group_ends(group[chosen])
 
     def _say(self, warning: str) -> None:
-        """Log a warning, once."""
         if warning not in self._said:
             self._said.append(warning)
             log.warning("%s", warning)
@@ -289,7 +288,8 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
 class _Iteration(Iterator[int]):
     """One iteration over a sampler. It begins with its first sample: torch makes iterators that it
-    does not use. It has the state that torchdata's `StatefulDataLoader` keeps for each batch."""
+    does not use. Its state is the one that torchdata's `StatefulDataLoader` keeps for each batch.
+    """
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
@@ -297,60 +297,58 @@ class _Iteration(Iterator[int]):
         self._left: Iterator[int] | None = None
         self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
-        """What the iteration gives, from its beginning on."""
+        """The samples of the iteration, from its beginning."""
         self.given = 0
         self.delivered: int | None = None
-        """How many of the samples its loop has got, if `ImportanceSampler.enumerate` delivers them:
-        it counts."""
-        self._is_counted = False  # by the hook, from the beginning on
+        """The number of samples that its loop has got, counted by `ImportanceSampler.enumerate` if
+        it delivers them."""
+        self._is_counted = False  # by the hook, from the beginning
 
     def received(self) -> int | None:
-        """How many of the samples the loop has got, if anybody counts."""
+        """The number of samples that the loop has got; None if nothing counts them."""
         if self.delivered is not None:
             return self.delivered
         counted = counted_by_hook(self._sampler) if self._is_counted else None
-        # More than that was counted in another iteration.
+        # A greater number was counted in another iteration.
         return None if counted is None or counted > self.given else counted
 
     @property
     def length(self) -> int:
-        """How many samples the iteration gives."""
         return len(self.samples)
 
     @property
     def is_over(self) -> bool:
-        """Whether all has been handed out."""
         return self._left is not None and self.given >= self.length
 
     @property
     def place(self) -> EpochPlace:
-        """This epoch, at a place that is not known: only the iterator's own state has it."""
+        """This epoch, at an unknown place: only the iterator's own state has it."""
         return replace(self.start, position=None)
 
     def __next__(self) -> int:
         if self._left is None:
             self.start, self.samples = self._sampler._begin(self, self._own)
-            self._is_counted = counted_by_hook(self._sampler) == 0  # else it counts another loop
+            self._is_counted = counted_by_hook(self._sampler) == 0  # if not 0: another loop
             self._left = _numbers(self.samples)
         sample = next(self._left)
         self.given += 1
         return sample
 
     def state_dict(self) -> dict[str, object]:
-        """The state after what this iterator has given."""
         sampler = self._sampler
         if self._left is None:
             return sampler._state(self._own or sampler._next or EpochPlace(sampler.epoch))
         return sampler._state(self.start, self.given)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Give the rest of the epoch of a state. Raises as the sampler's."""
+        """Give the rest of the epoch of a state. Raises as the sampler's `load_state_dict`."""
         self._own = self._sampler._load(state)
         self._sampler._next = None
 
 
 def _is_torchdata(frame: FrameType | None) -> bool:
-    """Whether torchdata has called what runs in this frame, through functions of ours alone."""
+    """Whether torchdata has called this frame, directly or through functions of this package
+    only."""
     package = __name__.partition(".")[0]
     while frame is not None:
         caller = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -366,7 +364,7 @@ def _numbers(samples: Indices) -> Iterator[int]:
 
 
 class _Numbers:
-    """Reads the numbers of a state. Raises UsageError for what is none."""
+    """Reads the numbers of a state. Raises UsageError if they are malformed."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state

@@ -12,7 +12,7 @@ import pytest
 from diesel_fs.names import shown
 from diesel_fs.storage.objects.retry import LongPauses
 from diesel_fs.urls import parse_url
-from dlcmd import buckets
+from dlcmd.args import buckets
 from tests.ingest.test_tar import tar_of
 from tests.rows import each_row
 from tests.storage.conftest import s3 as s3

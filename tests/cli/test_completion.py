@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dlcmd.completing import SCRIPTS, completions
+from dlcmd.args.completing import completions
 from dlcmd.main import program
+from dlcmd.verbs.completion import SCRIPTS
 from tests.rows import each_row
 from tests.trees import write
 from tests.waiting import wait_until
@@ -130,7 +131,7 @@ def test_what_is_completed_depends_on_the_place(pets: str, dlcmd: Dlcmd) -> None
 def test_of_a_large_folder_only_the_common_beginning_is_completed(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlcmd.completing.WORDS_MAX", 3)
+    monkeypatch.setattr("dlcmd.args.completing.WORDS_MAX", 3)
     names = ["all-1", "all-2", "all-30", "all-31", "other"]
     dlcmd("put", write(tmp_path / "source", dict.fromkeys(names, b"")), "pets")
     assert [each.value for each in completions(program, "dlcmd cat pets/a")] == ["pets/all-"]

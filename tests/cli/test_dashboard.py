@@ -25,7 +25,7 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.metrics import exposition, private_cells
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts import stats as stats_of
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.local import LocalRepository
 from dlcmd.dashboard.history import EVERY_S, POINTS, History

@@ -1,4 +1,4 @@
-"""Tests of `purge` and `compact`, of versions in addresses, and of what `du` shows as
+"""Tests of `purge`, of versions in addresses, and of what `du` shows as
 reclaimable."""
 
 import os
@@ -88,7 +88,7 @@ def test_purge_frees_space(filled: Dlcmd) -> None:
         filled("purge", *policy, "--grace", "0", "pets")
         assert filled("cat", f"pets@{first}/c").out == b"old"
     policy = ["--keep", "0", "--grace", "0", "--max-unused", "2.5%"]
-    assert "deleted: 9" in filled("compact", *policy, "pets").out.decode()
+    assert "deleted: 9" in filled("purge", *policy, "pets").out.decode()
     assert len(versions(filled)) == 1
     filled("cat", f"pets@{first}/c", code=10)
     assert filled("--json", "du", "pets").objects[0]["reclaimable_bytes"] == 0

@@ -11,8 +11,8 @@ import termios
 from contextlib import chdir, suppress
 from pathlib import Path
 
-from dlcmd.output import count_text
-from dlcmd.progress import progress_json
+from dlcmd.show.output import count_text
+from dlcmd.show.progress import progress_json
 from tests.ingest.test_tar import tar_of
 from tests.rows import each_row
 from tests.trees import facts, odd_tree, write

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.mounts.waits import CAUSE_NAMES
-from dlcmd.mount_figures import interval, number_at
-from dlcmd.mount_stats import stats_lines
-from dlcmd.mount_top import screen, short_line
+from dlcmd.show.mount_figures import interval, number_at
+from dlcmd.show.mount_stats import stats_lines
+from dlcmd.show.mount_top import screen, short_line
 from tests.rows import each_row
 from tests.trees import write
 

@@ -190,7 +190,7 @@ def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
     """As after Ctrl-C in a notebook, while the helper's answer is awaited."""
     store = CloudProxy.open(url.split("?")[0])
     (helper,) = helpers(url)
-    names = [*store.names("")]
+    names = [*store.housekeeping.names("")]
     sizes = {name: store.stat(name).bytes for name in names}
 
     def interrupt(*_: object) -> None:
@@ -211,7 +211,7 @@ def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
     for name, size in sizes.items():
         assert len(store.get(name)) == size
     assert helpers(url) == [helper]
-    store.close_idle()
+    store.housekeeping.close_idle()
 
 
 def test_errors_of_opening_pass_through_the_helper(url: str) -> None:

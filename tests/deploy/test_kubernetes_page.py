@@ -1,4 +1,6 @@
-"""The commands and manifests of `deploy/KUBERNETES.md` are right, where they need no cluster."""
+"""The commands and manifests of `deploy/KUBERNETES.md` are right, as far as no cluster is
+needed.
+"""
 
 import itertools
 import re
@@ -29,7 +31,6 @@ URL = "diesel+tls://diesel-server.diesel.svc:9300"
 
 
 def blocks(language: str) -> list[str]:
-    """The blocks of a language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -48,7 +49,7 @@ def kubectl() -> list[list[str]]:
     return found
 
 
-def test_what_is_applied_and_copied_exists() -> None:
+def test_applied_and_copied_files_exist() -> None:
     made = {"dataset.yaml", "training.yaml"}
     for words in kubectl():
         for option, path in itertools.pairwise(words):
@@ -65,7 +66,7 @@ def test_what_is_applied_and_copied_exists() -> None:
     }  # fmt: skip
 
 
-def test_what_is_named_in_the_cluster_is_in_the_overlays() -> None:
+def test_objects_that_the_page_names_are_in_the_overlays() -> None:
     objects = render(KUBERNETES / "overlays/with-redis")
     there = {(text(each, "kind"), text(each, "metadata", "name")) for each in objects}
     resources = {"datasets", "dataset/pets", "trainingjobs", "pods", "pod", "secret", "namespace"}
@@ -97,7 +98,7 @@ def test_dlcmd_has_the_verbs_and_options() -> None:
         if verb not in known:
             verb, rest = f"{verb} {rest[0]}", rest[1:]
         words = [word for word in rest if not word.startswith(">")]
-        with known[verb].make_context(verb, words):  # raises for what it does not take
+        with known[verb].make_context(verb, words):  # raises for unknown words
             pass
 
 

@@ -36,7 +36,7 @@ from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import frame as control_frame
 from diesel_fs.net.messages import parse_error, unpack
 from diesel_fs.peers import wire as peers_wire
-from diesel_fs.peers.membership import Member
+from diesel_fs.peers.members.membership import Member
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.versions import empty_snapshot
 from diesel_fs.storage.accounts.account import (
@@ -208,7 +208,7 @@ def account_text(content: bytes) -> bool:
 
 
 def archive(content: bytes) -> bool:
-    """A tar or a zip: its headers, and what a put makes of its entries. Nothing is packed."""
+    """A tar or a zip: its headers, and the handling of its entries by a put. Nothing is packed."""
     options = PutOptions()
     taken = Filter(options)
     readable = ReadabilityCheck(_NO_REPOSITORY, "", _EMPTY, options)

@@ -15,11 +15,11 @@ import trio
 from diesel_fs.net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES, parse_head
 from diesel_fs.net.tls import Certificate
 from diesel_fs.peers import wire
-from diesel_fs.peers.acceptor import Acceptor
-from diesel_fs.peers.chunk_table import ChunkTable
 from diesel_fs.peers.handshake import LocalIdentity
-from diesel_fs.peers.membership import Member, TaskName
-from diesel_fs.peers.peer import Peer
+from diesel_fs.peers.master.acceptor import Acceptor
+from diesel_fs.peers.master.peer import Peer
+from diesel_fs.peers.members.membership import Member, TaskName
+from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import ABSENT, GIVEN, Hello, Parts, Proofs
 
 SECRET = bytes(range(32))

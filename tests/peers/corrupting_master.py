@@ -11,8 +11,8 @@ import sys
 from collections.abc import Sequence
 
 from diesel_fs.format.entries import Bytes
-from diesel_fs.peers.daemon import main
-from diesel_fs.peers.data_plane import Connection, DataPlane
+from diesel_fs.peers.master.daemon import main
+from diesel_fs.peers.master.data_plane import Connection, DataPlane
 
 _HEAD = struct.Struct("<IBBHII")
 _send, _adopt = DataPlane._send, DataPlane._adopt

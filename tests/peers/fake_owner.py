@@ -19,7 +19,7 @@ from uuid import UUID
 
 from diesel_fs.net.frames import LENGTHS_BYTES, NO_BINDING, parse_head, parse_lengths
 from diesel_fs.peers import wire
-from diesel_fs.peers.membership import Member
+from diesel_fs.peers.members.membership import Member
 
 HEAD = struct.Struct("<IBBHII")
 RECORD = struct.Struct("<III")

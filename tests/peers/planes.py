@@ -14,8 +14,8 @@ from diesel_fs.format.entries import Bytes
 from diesel_fs.net.channel import Channel, TlsChannel
 from diesel_fs.net.tls import Certificate, client_context, make_certificate
 from diesel_fs.peers import wire
-from diesel_fs.peers.chunk_table import ChunkTable
-from diesel_fs.peers.data_plane import Connection, DataPlane
+from diesel_fs.peers.master.data_plane import Connection, DataPlane
+from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import Parts
 
 from .connected_masters import SIZES, whole

@@ -17,7 +17,7 @@ import trio
 
 from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.orders.future import FutureUses, UnitOrder
-from diesel_fs.peers.chunk_future import ChunkFuture
+from diesel_fs.peers.node.chunk_future import ChunkFuture
 
 from .node_caches import ChunkSource, make_cache
 
@@ -147,7 +147,7 @@ class PlannedTask:
             for cache in self.caches:
                 await nursery.start(cache.run)
                 if self.prefetches:
-                    nursery.start_soon(cache.prefetch_planned)
+                    nursery.start_soon(cache.fetches.prefetch_planned)
             nursery.start_soon(self._tell_positions)
             for epoch in range(epochs):
                 await self._read(epoch, min(epoch + 2, epochs))

@@ -28,7 +28,7 @@ import diesel_fs
 from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.orders.plan import Epoch
 from diesel_fs.peers import launch
-from diesel_fs.peers.plan_sender import PlanSender, StreamProgress
+from diesel_fs.peers.plan.sender import PlanSender, StreamProgress
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from tests.peers.contents import content, path
 

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
-from diesel_fs.peers.membership import Member, TaskName
-from diesel_fs.peers.redis_registry import RedisMemberStore
-from diesel_fs.peers.registry import RedisRegistry
+from diesel_fs.peers.members.membership import Member, TaskName
+from diesel_fs.peers.members.redis_registry import RedisMemberStore
+from diesel_fs.peers.members.registry import RedisRegistry
 from tests.storage.metadata.redis_servers import RedisCluster, RedisServer
 
 STORE = UUID(int=99)

@@ -26,10 +26,10 @@ from diesel_fs.errors import ObjectStoreError
 from diesel_fs.net.frames import NO_BINDING, frame
 from diesel_fs.net.tls import client_context, make_certificate
 from diesel_fs.peers import handshake, wire
-from diesel_fs.peers.acceptor import Acceptor
-from diesel_fs.peers.chunk_table import ChunkTable
 from diesel_fs.peers.handshake import LocalIdentity
-from diesel_fs.peers.peer import Peer
+from diesel_fs.peers.master.acceptor import Acceptor
+from diesel_fs.peers.master.peer import Peer
+from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import FAILED, GIVEN, LOAD, NOT_MINE, THROUGH, Hello, Proofs
 from tests.rows import each_row
 

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from diesel_fs.errors import UsageError
-from diesel_fs.peers import addresses
-from diesel_fs.peers.addresses import advertised_address, listen_address
-from diesel_fs.peers.options import TaskRequest
+from diesel_fs.peers.members import addresses
+from diesel_fs.peers.members.addresses import advertised_address, listen_address
+from diesel_fs.peers.members.options import TaskRequest
 from diesel_fs.urls import HostPort, RepositoryUrl, parse_url
 from tests.rows import each_row
 

@@ -22,11 +22,12 @@ from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.net import breaker
 from diesel_fs.net.breaker import TIMEOUT_MAX_S, BreakerState
-from diesel_fs.peers import client as client_module
-from diesel_fs.peers import task_chunks, wire
-from diesel_fs.peers.client import TaskStore
-from diesel_fs.peers.link import MasterLink
-from diesel_fs.peers.mapped_chunks import MappedChunks
+from diesel_fs.peers import wire
+from diesel_fs.peers.reader import store as client_module
+from diesel_fs.peers.reader import task_chunks
+from diesel_fs.peers.reader.mapped_chunks import MappedChunks
+from diesel_fs.peers.reader.master_link import MasterLink
+from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
 
@@ -210,7 +211,7 @@ def test_large_parts_are_requested_alone(
     master.behaviour.pins = False
     chunks, size = client.chunks, len(client.chunks[0])
     wanted = [(client.name(chunk), 0, 10 if chunk else size) for chunk in range(3)]
-    found = list(map(bytes, client.store.read_parts(wanted)))
+    found = list(map(bytes, client.store.fast_reads.read_parts(wanted)))
     assert found == [chunks[0], chunks[1][:10], chunks[2][:10]]
     assert [len(body) // 12 for body in master.bodies(READ)] == [1, 2]
     room = bytearray(size)
@@ -223,7 +224,7 @@ def test_other_objects_come_from_the_store(client: Client, master: FakeMaster) -
     marker = bytes(client.inner.get(STORE_MARKER))
     first, second = client.name(0), client.name(1)
     wanted = [(first, 3, 10), (STORE_MARKER, 1, 9), (second, 0, 20), (STORE_MARKER, 0, 1)]
-    found = list(map(bytes, client.store.read_parts(wanted)))
+    found = list(map(bytes, client.store.fast_reads.read_parts(wanted)))
     assert found == [client.chunks[0][3:13], marker[1:10], client.chunks[1][:20], marker[:1]]
     assert master.kinds().count(READ) == 1
 
@@ -233,7 +234,7 @@ def test_a_version_without_chunks_has_none_to_ask_for(
 ) -> None:
     repository.begin("empty")
     store = TaskStore(client.inner, client.path, repository.view("empty"))
-    assert list(map(bytes, store.read_parts([(STORE_MARKER, 0, 4)]))) == [
+    assert list(map(bytes, store.fast_reads.read_parts([(STORE_MARKER, 0, 4)]))) == [
         bytes(client.inner.get(STORE_MARKER))[:4]
     ]
     store.close()
@@ -247,7 +248,7 @@ def test_a_part_outside_its_chunk_is_an_error_of_the_store(
     """The last case is one byte more than the chunk has."""
     name, size = client.name(0), size or len(client.chunks[0])
     with pytest.raises(DieselError):
-        list(client.store.read_parts([(name, 0, 5), (name, start, size)]))
+        list(client.store.fast_reads.read_parts([(name, 0, 5), (name, start, size)]))
 
 
 # What is under way --------------------------------------------------------------------------------
@@ -319,7 +320,7 @@ def test_a_pinned_chunk_is_unpinned_with_its_last_view(
     quick_store: TaskStore, client: Client, master: FakeMaster
 ) -> None:
     """Never before: a view that was given out keeps its bytes."""
-    whole = quick_store.pin(client.name(2), lambda: None)
+    whole = quick_store.fast_reads.pin(client.name(2), lambda: None)
     assert whole is not None
     inside = np.frombuffer(whole[100:300], np.uint8)
     del whole
@@ -358,7 +359,7 @@ def test_a_pinned_chunk_cannot_be_written_and_outlives_the_store(client: Client)
     with pytest.raises(TypeError, match="read-only"):
         mine[:4] = b"mine"
     other = TaskStore(client.inner, client.path, client.view)
-    theirs = other.pin(client.name(0), lambda: None)
+    theirs = other.fast_reads.pin(client.name(0), lambda: None)
     assert theirs is not None
     other.close()
     assert bytes(theirs) == bytes(mine) == client.chunks[0]
@@ -557,7 +558,7 @@ def test_a_forked_child_uses_connections_of_its_own(client: Client, master: Fake
         nonlocal whole
         assert bytes(whole or b"") == client.chunks[1]
         room = memoryview(bytearray(10))
-        assert client.store.read_nowait(client.name(1), 5, room)
+        assert client.store.fast_reads.read_nowait(client.name(1), 5, room)
         client.check_parts(2)
         client.store.close()
         whole = None

@@ -14,9 +14,11 @@ import trio
 from diesel_fs.net import breaker
 from diesel_fs.net.frames import GREETING_BYTES, LENGTHS_BYTES, NONCE_BYTES, parse_lengths
 from diesel_fs.net.tls import Certificate, certificate_digest, make_certificate
-from diesel_fs.peers import acceptor, data_plane, handshake, owner_link, wire
+from diesel_fs.peers import handshake, wire
 from diesel_fs.peers.handshake import connect_blocking
-from diesel_fs.peers.owner_link import OwnerLink
+from diesel_fs.peers.master import acceptor, data_plane
+from diesel_fs.peers.reader import owner_link
+from diesel_fs.peers.reader.owner_link import OwnerLink
 from diesel_fs.peers.wire import GIVEN
 
 from ..net.connection_ends import (

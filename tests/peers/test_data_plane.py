@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.peers import data_plane, wire
-from diesel_fs.peers.chunk_table import ChunkTable
+from diesel_fs.peers import wire
+from diesel_fs.peers.master import data_plane
+from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import ABSENT, FAILED, GIVEN, LOAD, THROUGH
 from tests.examples import examples
 from tests.rows import each_row

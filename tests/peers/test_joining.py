@@ -17,9 +17,8 @@ from diesel_fs.errors import ConflictError, DieselError, MetadataError, NoSuchDa
 from diesel_fs.net.client import ServerLink
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.net.tls import load_certificate
-from diesel_fs.peers import registry as registry_module
-from diesel_fs.peers.client import master_request
-from diesel_fs.peers.membership import (
+from diesel_fs.peers.members import registry as registry_module
+from diesel_fs.peers.members.membership import (
     Member,
     MemberRecord,
     Membership,
@@ -29,8 +28,9 @@ from diesel_fs.peers.membership import (
     parse_join_reply,
     secret_from_key,
 )
-from diesel_fs.peers.options import TaskOptions
-from diesel_fs.peers.registry import Registry, open_registry
+from diesel_fs.peers.members.options import TaskOptions
+from diesel_fs.peers.members.registry import Registry, open_registry
+from diesel_fs.peers.reader.store import master_request
 from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
 from diesel_fs.net.messages import Fields, unpack
-from diesel_fs.peers.membership import (
+from diesel_fs.peers.members.membership import (
     RANK_MAX,
     TIME_MAX,
     JoinReply,

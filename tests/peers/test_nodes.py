@@ -294,9 +294,14 @@ def test_F6_another_secret_and_another_task_are_refused(task: RunningTask, tmp_p
     task.options = {"peers": peers, "listen": ""}
     keys = ["the same key of two of the nodes", "the same key of two of the nodes", "another key "]
     readers = [task.reader(rank, task_key=keys[rank] * 2).ready() for rank in range(3)]
-    task.gathered([0, 1])  # who is not connected yet reads the store
+    task.gathered([0, 1])  # a node reads the store until it is connected to the others
     assert all_right(epochs(readers))
-    assert task.figure(0, "peers", "1", "parts") > 0
+    until(
+        lambda: all_right(epochs(readers)) and given_bytes(readers[0], 1) > 0,
+        "node 0 reading from node 1",
+        WAIT_MAX_S,
+    )
+    assert given_bytes(readers[0], 2) == given_bytes(readers[2], 0) == 0
     assert task.figure(0, "peers", "2", "parts") == 0
     peers_of_0 = cast("dict[str, dict[str, object]]", task.stats(0)["peers"])
     assert peers_of_0["2"]["state"] in ("open", "half open")

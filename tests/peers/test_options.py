@@ -14,7 +14,7 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.errors import ConfigError, UsageError
 from diesel_fs.mounts import launcher
 from diesel_fs.mounts.options import MountRequest
-from diesel_fs.peers.options import (
+from diesel_fs.peers.members.options import (
     NO_TASK,
     Eviction,
     TaskKwargs,

@@ -20,8 +20,9 @@ from hypothesis import strategies as st
 from diesel_fs.errors import DieselError, MetadataError, UsageError
 from diesel_fs.net.breaker import DAMAGED_MAX, FAILURES_MAX, TIMEOUT_MAX_S, PeerBreaker
 from diesel_fs.net.tls import TlsSocket, client_context, make_certificate
-from diesel_fs.peers import owner_link, wire
-from diesel_fs.peers.owner_link import OwnerLink
+from diesel_fs.peers import wire
+from diesel_fs.peers.reader import owner_link
+from diesel_fs.peers.reader.owner_link import OwnerLink
 from diesel_fs.peers.wire import WORKING_S
 from tests.examples import examples
 from tests.rows import each_row

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from diesel_fs.errors import CorruptError
-from diesel_fs.peers.owner_table import OwnerTable, OwnerTableView
+from diesel_fs.peers.members.owner_table import OwnerTable, OwnerTableView
 
 CHUNKS = 1000
 

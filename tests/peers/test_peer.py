@@ -11,8 +11,8 @@ import trio
 from trio.testing import MockClock
 
 from diesel_fs.peers import wire
-from diesel_fs.peers.acceptor import Acceptor
-from diesel_fs.peers.peer import Peer
+from diesel_fs.peers.master.acceptor import Acceptor
+from diesel_fs.peers.master.peer import Peer
 from diesel_fs.peers.wire import ABSENT, BUSY, FAILED, GIVEN
 from tests.rows import each_row
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from diesel_fs.errors import CorruptError, DieselError, UsageError
 from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.orders.plan import Entries
-from diesel_fs.peers.plan_wire import (
+from diesel_fs.peers.plan.messages import (
     ChunkValues,
     HeldChunks,
     OrderPiece,

@@ -14,8 +14,8 @@ from uuid import UUID
 import pytest
 
 from diesel_fs.errors import ConfigError, ConflictError, MetadataError, UsageError
-from diesel_fs.peers import redis_registry as redis_tasks
-from diesel_fs.peers.membership import (
+from diesel_fs.peers.members import redis_registry as redis_tasks
+from diesel_fs.peers.members.membership import (
     ANY_INSTANCE,
     MEMBERS_MAX,
     MemberRecord,
@@ -24,8 +24,8 @@ from diesel_fs.peers.membership import (
     pack_member,
     secret_from_key,
 )
-from diesel_fs.peers.redis_registry import RedisMemberStore
-from diesel_fs.peers.registry import RedisRegistry, Registry, StaticRegistry, open_registry
+from diesel_fs.peers.members.redis_registry import RedisMemberStore
+from diesel_fs.peers.members.registry import RedisRegistry, Registry, StaticRegistry, open_registry
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.redis.keys import task_keys
 from tests.rows import each_row

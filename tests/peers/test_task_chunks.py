@@ -5,7 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from diesel_fs.peers import task_chunks, wire
+from diesel_fs.peers import wire
+from diesel_fs.peers.reader import task_chunks
 
 from ..server.program import until
 from .conftest import Client
@@ -64,7 +65,7 @@ def test_a_chunk_that_is_given_up_between_request_and_read_is_read_elsewhere(
     master.set_owners({0: RANK, 1: RANK, 2: OTHER}, owner)
     for chunk in (0, 1):
         assert client.pin(chunk) is not None
-    reader = client.store.chunk_reader(client.view.identity, client.view.version)
+    reader = client.store.fast_reads.chunk_reader(client.view.identity, client.view.version)
     assert reader is not None
     parts = [(2, 500, 9), (0, 7, 8), (1, 1, 5), (0, 3, 4)]
     arriving = reader.begin(np.array(parts, np.uint32))
@@ -90,9 +91,9 @@ def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much(
     assert master.kinds().count(READ) == before
     assert client.counts()["mapped_reads"] == 2
     room = memoryview(bytearray(100))
-    assert client.store.read_nowait(client.name(1), 7, room)
+    assert client.store.fast_reads.read_nowait(client.name(1), 7, room)
     assert room == client.chunks[1][7:107]
-    [piece] = client.store.read_parts([(client.name(1), 9, 50)])
+    [piece] = client.store.fast_reads.read_parts([(client.name(1), 9, 50)])
     assert piece.nbytes == 50
     assert len(piece.obj) == len(client.chunks[1]), "nothing was copied"  # type: ignore[arg-type]  # an array
     assert client.inner.reads == 0

@@ -18,10 +18,9 @@ from trio.testing import MockClock
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.orders.plan import Entries
-from diesel_fs.peers.chunk_future import ChunkFuture
-from diesel_fs.peers.node_cache import NodeCache
-from diesel_fs.peers.plan_teller import PlanTeller
-from diesel_fs.peers.plan_wire import (
+from diesel_fs.peers.node.chunk_future import ChunkFuture
+from diesel_fs.peers.node.node_cache import NodeCache
+from diesel_fs.peers.plan.messages import (
     DAMAGED,
     NO_ROOM,
     REFUSED,
@@ -39,7 +38,8 @@ from diesel_fs.peers.plan_wire import (
     order_pieces,
     plan_body,
 )
-from diesel_fs.peers.task_plan import STILL_S, ChunksOfEntries, TaskPlan
+from diesel_fs.peers.plan.publisher import PlanTeller
+from diesel_fs.peers.plan.task_plan import STILL_S, ChunksOfEntries, TaskPlan
 from tests.examples import examples
 
 

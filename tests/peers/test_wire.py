@@ -13,7 +13,7 @@ import pytest
 from diesel_fs.errors import CorruptError, DieselError, ForeignError, UsageError
 from diesel_fs.net.frames import frame
 from diesel_fs.peers import wire
-from diesel_fs.peers.membership import ANY_INSTANCE, Member
+from diesel_fs.peers.members.membership import ANY_INSTANCE, Member
 from diesel_fs.peers.wire import Hello, Proofs
 from tests.rows import each_row
 

@@ -351,7 +351,7 @@ class Canaries(dict[str, str]):
 
 @pytest.mark.fuse
 def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_path: Path) -> None:
-    """By `dlcmd doctor` and the archive of `dlcmd support`: whatever the environment, the
+    """By `dlcmd doctor` and the archive of `dlcmd doctor --bundle`: whatever the environment, the
     configuration file, URLs, logs and command lines hold."""
     canaries, folder, archive = Canaries(), tmp_path / "mnt", tmp_path / "help.tar.gz"
     key = f"{KEY_PREFIX}{b64encode(day.seed).decode()}"
@@ -403,7 +403,7 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
                 ["-v", "doctor", "--json", "--quick", "--write"],
                 ["doctor", "--quick", folder],
                 ["doctor", "--quick", direct],
-                ["support", "--yes", archive],
+                ["doctor", "--yes", "--bundle", archive],
             ):
                 said = user.run(*words, environment=environment)
                 assert said.code in (0, 3), said
@@ -417,8 +417,8 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
                 search.look(name, name.encode() + file.read())
     finally:
         user("umount", folder, environment={**day.home, "DIESEL_KEY": key})
-    assert {"diesel-support/logs/old.log", "diesel-support/doctor.json"} <= set(names)
-    assert any(name.startswith("diesel-support/mounts/") for name in names)
+    assert {"diesel-bundle/logs/old.log", "diesel-bundle/doctor.json"} <= set(names)
+    assert any(name.startswith("diesel-bundle/mounts/") for name in names)
     assert archive.stat().st_mode & 0o777 == 0o600
     assert len(search.needles) > 80
     assert not search.found

@@ -1,4 +1,4 @@
-"""Orders that are long or endless: their beginning is predicted, and little is kept of them."""
+"""Orders that are long or endless: only their beginning is predicted and kept."""
 
 import time
 from array import array
@@ -36,7 +36,7 @@ def test_the_first_batch_does_not_wait_for_a_hundred_million_others(
 
 
 class Said:
-    """A link that keeps what is sent."""
+    """A link that keeps the messages."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, list[int]]] = []
@@ -47,11 +47,11 @@ class Said:
     send_soon = send
 
     def note(self, text: str) -> None:
-        """Nobody reads it."""
+        """Ignored."""
 
 
 @pytest.mark.parametrize("batch", [0, 7])
-def test_what_was_not_predicted_is_announced_as_it_is_drawn(
+def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     monkeypatch.setattr(prediction, "ENTRIES_MAX", 1000)
@@ -90,7 +90,7 @@ def test_what_was_not_predicted_is_announced_as_it_is_drawn(
     | st.lists(st.integers(0, 99), max_size=60),
     drops=st.lists(st.integers(-1, 40), max_size=5),
 )
-def test_what_is_dropped_changes_no_position(
+def test_dropping_batches_changes_no_position(
     batches: list[list[int]] | list[int], drops: list[int]
 ) -> None:
     drawn, model, ends = DrawnIndices(), list[int](), [0]

@@ -1,5 +1,6 @@
-"""What the samples of a dataset open is compared with what it lists, and neither is believed for
-long if they differ."""
+"""The files that samples open are compared with those that the dataset lists. If they differ, a
+plan by either is soon given up.
+"""
 
 import ctypes
 import os
@@ -73,8 +74,8 @@ def test_T1_a_list_that_is_opened_is_believed() -> None:
     assert (planned(table), table.failures, table.describe()) == (LISTED, 0, "")
 
 
-def test_T1_what_samples_open_besides_is_planned_behind_it() -> None:
-    """Of samples that were not seen yet, the list is."""
+def test_T1_further_files_that_samples_open_are_planned_after_the_listed_ones() -> None:
+    """For samples that were not seen yet, only the listed files are planned."""
     table = listing()
     assert told(table, lambda at: [at + 100, at], range(40), checked=False) == ""
     assert told(table, lambda _: [5], range(40, 41), checked=False) == ""
@@ -86,7 +87,7 @@ def test_T1_what_samples_open_besides_is_planned_behind_it() -> None:
 
 @each_row("before", [0, SIZE])
 def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None:
-    """Also if it has opened its files before, in an epoch that was as long as can be."""
+    """Also if it has opened its files before, in a very long epoch."""
     table = listing()
     assert told(table, lambda at: [at], range(before)) == ""
     assert told(table, lambda at: [at] if at % 2 else [], range(CHECKS_MAX)) == "", "half of it"
@@ -97,7 +98,7 @@ def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None
     assert told(table, lambda _: [], range(50)) == "", "it is told once"
 
 
-def test_T1_a_list_of_other_files_gives_way_to_what_is_learned() -> None:
+def test_T1_learned_files_replace_a_list_of_other_files() -> None:
     table = listing()
     first = told(table, lambda at: [SIZE - 1 - at], range(CHECKS_MIN))
     assert "opens other files than those that it lists: they are learned" in first
@@ -111,7 +112,7 @@ def test_T1_a_list_of_other_files_gives_way_to_what_is_learned() -> None:
     assert (planned(table), table.failures) == ([], 2)
 
 
-def test_T1_what_was_learned_may_be_kept_in_memory_later() -> None:
+def test_T1_learned_files_may_be_kept_in_memory_later() -> None:
     table = ObservedTable("Own", SIZE)
     assert told(table, lambda at: [at, at + 1], range(SIZE)) == ""
     assert planned(table) == [[at, at + 1] for at in range(SIZE)]
@@ -120,7 +121,7 @@ def test_T1_what_was_learned_may_be_kept_in_memory_later() -> None:
 
 
 class Told(Link):
-    """Keeps what would be sent."""
+    """Keeps the messages."""
 
     def __init__(self) -> None:
         self.path = ""
@@ -158,12 +159,12 @@ class Files(Dataset[int]):  # type: ignore[misc] # mypy skips torch
 
 class InMemory(Files):
     def __getitem__(self, index: int) -> int:
-        sys.audit("open")  # as anybody may
+        sys.audit("open")  # any code may raise this event
         return index
 
 
 class Native(Files):
-    """A library that is no Python opens the file."""
+    """A library that is not Python opens the file."""
 
     def __getitem__(self, index: int) -> int:
         library = ctypes.CDLL(None)
@@ -180,7 +181,7 @@ class WithLabels(Files):
 def rows_of(
     data: Files, *, is_listed: bool = True, may_learn: bool = True
 ) -> list[tuple[int, bool, list[str]]]:
-    """What is told when all samples are read once. Files are given by their numbers."""
+    """The rows that are sent when all samples are read once. Files are given by their numbers."""
     link, kind = Told(), type(data)
     before = kind.__getitem__
     learner = Learner(link)
@@ -237,8 +238,8 @@ def test_T1_between_checks_a_class_is_as_it_was(tmp_path: Path) -> None:
     assert gone() is None
 
 
-def test_T1_a_list_that_changes_is_told_anew(tmp_path: Path) -> None:
-    """Also in a subset, and the indices of one; what stays is not told again."""
+def test_T1_a_list_that_changes_is_sent_again(tmp_path: Path) -> None:
+    """Also inside a subset, and the indices of a subset. Unchanged lists are not sent again."""
     link = Told()
     datasets, data = KnownDatasets(link), Files(tmp_path)
     subset = Subset(data, [*range(40)])

@@ -57,8 +57,8 @@ def cost(base: float, slope: float, knee: int) -> Callable[[int], float]:
 def test_it_settles_where_the_loop_does_not_wait(
     numbers: tuple[float, float, int], request_s: float, start: int
 ) -> None:
-    """Against a world that it can only measure: it comes to rest, at a number that suffices if any
-    does, and that is not twice what is needed."""
+    """The controller can only measure. It comes to rest at a number that suffices if any does, and
+    that is not twice the needed number."""
     most, fetch = 12, cost(*numbers)
     controller = WorkerController(WorkerLimits(most, BIG))
     workers, seen = start, [start]

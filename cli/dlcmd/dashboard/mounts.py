@@ -10,10 +10,10 @@ from diesel_fs.errors import DieselError
 from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
 from diesel_fs.mounts.waits import CAUSE_NAMES
 from diesel_fs.names import shown
-from diesel_fs.peers.options import SINGLE_NODE_PREFIX
+from diesel_fs.peers.members.options import SINGLE_NODE_PREFIX
 from diesel_fs.system.mountinfo import parse_mounts
 
-from ..mount_figures import (
+from ..show.mount_figures import (
     TASK_TIERS,
     MountSamples,
     Stats,

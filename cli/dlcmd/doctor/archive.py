@@ -1,4 +1,4 @@
-"""What goes into the archive of `dlcmd support`, and the archive itself.
+"""The contents of the archive of `dlcmd doctor --bundle`, and its bytes.
 
 Every member goes through one `Redactor`, so a secret that this process knows, or that looks like
 one, is in none. Environment variables are taken by name from a list; command lines of processes and
@@ -116,7 +116,7 @@ def packed(files: Sequence[Member]) -> bytes:
     buffer, now_s = io.BytesIO(), int(time.time())
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for member in files:
-            info = tarfile.TarInfo(f"diesel-support/{member.name}")
+            info = tarfile.TarInfo(f"diesel-bundle/{member.name}")
             info.size, info.mtime, info.mode = len(member.content), now_s, 0o600
             archive.addfile(info, io.BytesIO(member.content))
     return buffer.getvalue()

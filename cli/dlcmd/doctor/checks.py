@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diesel_fs.names import shown
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S
 
-from ..output import bytes_text, count_text
+from ..show.output import bytes_text, count_text
 from .findings import Figure, Finding, State
 
 MOUNT_BYTES_MIN = 256 << 20
@@ -298,8 +298,8 @@ def bandwidth_finding(read_bytes: int, seconds: float) -> Finding:
     found = f"{bytes_text(read_bytes)} of a chunk came at {bytes_text(rate)}/s"
     figures: dict[str, Figure] = {"bytes": read_bytes, "bytes_per_s": round(rate)}
     if read_bytes >= 1 << 20 and rate < BANDWIDTH_SLOW:
-        cure = "`dlcmd plan DATASET --store-bandwidth RATE` says what an epoch waits; mount with"
-        cure += " --cache-dir or --task, and run in the store's region"
+        cure = "`dlcmd forecast DATASET --store-bandwidth RATE` says what an epoch waits;"
+        cure += " mount with --cache-dir or --task, and run in the store's region"
         return Finding("store.bandwidth", "warning", found, cure, figures)
     return Finding("store.bandwidth", "ok", found, figures=figures)
 
@@ -381,7 +381,7 @@ def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]
             f"{path}: {bytes_text(budget)} of memory for a dataset of {bytes_text(size)}, so each"
             " epoch reads from the store again"
         )
-        cure = "`dlcmd plan DATASET` compares --memory, --cache-dir and --task"
+        cure = "`dlcmd forecast DATASET` compares --memory, --cache-dir and --task"
         figures: dict[str, Figure] = {"budget_bytes": budget, "dataset_bytes": size}
         yield Finding("mount.memory", "ok", found, cure, figures)
 

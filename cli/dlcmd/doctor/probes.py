@@ -98,9 +98,11 @@ def _not_asked(probe: Probe) -> Finding:
 
 def failed(check: str, error: DieselError, cure: str = "") -> Finding:
     """A fault from an error, whose advice is the cure if it has one."""
-    return Finding(check, "fault", error.message, error.advice or cure or _CURE_BY_CODE.get(
-        error.exit_code, "`dlcmd support` packs what helps others to find the cause"
-    ))  # fmt: skip
+    cure = error.advice or cure or _CURE_BY_CODE.get(error.exit_code, _CURE)
+    return Finding(check, "fault", error.message, cure)
+
+
+_CURE = "`dlcmd doctor --bundle FILE.tar.gz` packs what helps others to find the cause"
 
 
 _CURE_BY_CODE = {

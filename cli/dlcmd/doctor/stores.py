@@ -39,7 +39,7 @@ from diesel_fs.storage.objects.cloud.location import parse_bucket_url, resolve_a
 from diesel_fs.storage.objects.folder import object_temporary_name
 from diesel_fs.urls import CLOUD_SCHEMES, SERVER_SCHEMES, RepositoryUrl, parse_url
 
-from ..output import count_text
+from ..show.output import count_text
 from .checks import (
     LATENCY_SLOW_S,
     METADATA_SLOW_S,
@@ -363,7 +363,7 @@ def _read_chunk(repository: Repository, name: str, size: int) -> Finding:
             while time.perf_counter() - begun_s < READ_S and not errors:
                 start, length = parts.pop()
                 try:
-                    repository.objects.read(name, start, length)
+                    repository.objects.fast_reads.read(name, start, length)
                 except DieselError as error:
                     errors.append(error)
                 else:

@@ -25,14 +25,16 @@ _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """A table in Redis. `storage/metadata/redis/store.py` says what survives a crash of Redis."""
+    """A table in Redis. `storage/metadata/redis/store.py` describes which writes survive a crash of
+    Redis.
+    """
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     @classmethod
     def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
-        """Open the table at a URL, of the repository with the object store `store`. Raises as
+        """Open the table at a URL. `store` is the object store of its repository. Raises as
         `open_link` does.
         """
         return cls(open_link(url, deadline_s=deadline_s, store=store))

@@ -38,7 +38,7 @@ from ...system.vectored_io import byte_views, write_all
 from . import store as contract
 from .direct_writes import takes_direct, write_direct
 from .nowait_reads import read_nowait_at
-from .store import Leftover, ObjectInfo, ObjectStore
+from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore
 
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _BESIDE_OBJECTS = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
@@ -124,6 +124,14 @@ class FolderStore(ObjectStore):
                 _make_folder_durably(os.path.join(root, DELETED.rstrip("/")))
         return cls.open(root)
 
+    @property
+    def fast_reads(self) -> FastReads:
+        return _FolderReads(self)
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return _FolderHousekeeping(self)
+
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
@@ -206,16 +214,6 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "delete", name) from error
 
-    def discard(self, leftover: Leftover) -> None:
-        folder, _, last = leftover.name.rpartition("/")
-        if not _TEMPORARY.fullmatch(last) or (folder and not FOLDER_NAME.fullmatch(folder)):
-            raise UsageError(f"{leftover.name!r} is not the name of a leftover")
-        try:
-            os.unlink(os.path.join(self.root, leftover.name))
-        except OSError as error:
-            if error.errno not in _MISSING:
-                raise _store_error(error, "remove", leftover.name) from error
-
     # Reading
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
@@ -232,39 +230,6 @@ class FolderStore(ObjectStore):
             view = memoryview(buffer).cast("B")
             contract.check_end(name, start + len(view), size)
             _read_full(fd, name, start, view)
-
-    def read(self, name: str, start: int, size: int) -> Bytes:
-        """As `ObjectStore.read`: a `bytes`, which need not be copied for those who want one. What
-        goes wrong is found out by `read_into`, as reads of small files cost little more than the
-        system calls."""
-        contract.check_range(name, start, size)
-        with contextlib.suppress(OSError, MemoryError):
-            fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
-            try:
-                content = os.pread(fd, size, start)
-            finally:
-                os.close(fd)
-            if len(content) == size > 0:
-                return content
-        return super().read(name, start, size)
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        """As `ObjectStore.read_ranges`; the file is opened once."""
-        with self._opened(name) as (fd, length):
-            for start, size in ranges:
-                contract.check_range(name, start, size)
-                contract.check_end(name, start + size, length)
-                _read_full(fd, name, start, room[:size])
-                yield room[:size].toreadonly()
-
-    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        contract.check_range(name, start, None)
-        try:
-            return read_nowait_at(os.path.join(self.root, name), _READ_FLAGS, start, buffer)
-        except OSError:
-            return False
 
     def stat(self, name: str) -> ObjectInfo:
         contract.check_name(name)
@@ -323,34 +288,14 @@ class FolderStore(ObjectStore):
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         contract.check_prefix(prefix)
-        for name in self.names(prefix, after):
+        for name in self._names(prefix, after):
             try:
                 yield self.stat(name)
             except ObjectMissing:
                 continue  # deleted since its folder was read
 
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        contract.check_prefix(prefix)
+    def _names(self, prefix: str, after: str) -> Iterator[str]:
         return (name for name, sort in self._walk(prefix, after) if sort is _Sort.OBJECT)
-
-    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        contract.check_prefix(prefix)
-        for name, sort in self._walk(prefix):
-            match = _TEMPORARY.fullmatch(name.rpartition("/")[2])
-            if sort is not _Sort.LEFTOVER or match is None:
-                continue
-            try:
-                found = os.lstat(os.path.join(self.root, name))
-            except OSError as error:
-                if error.errno in _MISSING:
-                    continue  # its put has ended
-                raise _store_error(error, "stat", name) from error
-            host, pid = match["host"], int(match["pid"])
-            yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)
-
-    def foreign(self, prefix: str = "") -> Iterator[str]:
-        contract.check_prefix(prefix)
-        return (name for name, sort in self._walk(prefix) if sort is _Sort.FOREIGN)
 
     def _walk(
         self, prefix: str, after: str = "", folder: str | None = None
@@ -386,6 +331,84 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "list", folder or self.root) from error
         self._check_store_present()
         return ()  # the folder was never made, or removed since its parent was read
+
+
+class _FolderReads(FastReads):
+    """Reads that open a file once, or not at all if they would wait."""
+
+    _store: FolderStore
+
+    def read(self, name: str, start: int, size: int) -> Bytes:
+        """As `ObjectStore.read`: a `bytes`, which need not be copied for those who want one. What
+        goes wrong is found out by `read_into`, as reads of small files cost little more than the
+        system calls."""
+        contract.check_range(name, start, size)
+        with contextlib.suppress(OSError, MemoryError):
+            fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
+            try:
+                content = os.pread(fd, size, start)
+            finally:
+                os.close(fd)
+            if len(content) == size > 0:
+                return content
+        return super().read(name, start, size)
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """As `ObjectStore.read_ranges`; the file is opened once."""
+        with self._store._opened(name) as (fd, length):
+            for start, size in ranges:
+                contract.check_range(name, start, size)
+                contract.check_end(name, start + size, length)
+                _read_full(fd, name, start, room[:size])
+                yield room[:size].toreadonly()
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        contract.check_range(name, start, None)
+        try:
+            return read_nowait_at(os.path.join(self._store.root, name), _READ_FLAGS, start, buffer)
+        except OSError:
+            return False
+
+
+class _FolderHousekeeping(Housekeeping):
+    """All that lies in the folder besides objects."""
+
+    _store: FolderStore
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        contract.check_prefix(prefix)
+        return self._store._names(prefix, after)
+
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        contract.check_prefix(prefix)
+        for name, sort in self._store._walk(prefix):
+            match = _TEMPORARY.fullmatch(name.rpartition("/")[2])
+            if sort is not _Sort.LEFTOVER or match is None:
+                continue
+            try:
+                found = os.lstat(os.path.join(self._store.root, name))
+            except OSError as error:
+                if error.errno in _MISSING:
+                    continue  # its put has ended
+                raise _store_error(error, "stat", name) from error
+            host, pid = match["host"], int(match["pid"])
+            yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        contract.check_prefix(prefix)
+        return (name for name, sort in self._store._walk(prefix) if sort is _Sort.FOREIGN)
+
+    def discard(self, leftover: Leftover) -> None:
+        folder, _, last = leftover.name.rpartition("/")
+        if not _TEMPORARY.fullmatch(last) or (folder and not FOLDER_NAME.fullmatch(folder)):
+            raise UsageError(f"{leftover.name!r} is not the name of a leftover")
+        try:
+            os.unlink(os.path.join(self._store.root, leftover.name))
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "remove", leftover.name) from error
 
 
 def _ending(entry: os.DirEntry[str]) -> str:

@@ -26,7 +26,7 @@ from ...errors import ObjectExists, ObjectMissing, ObjectStoreError, ObjectStore
 from ...format.entries import Bytes
 from ...format.object_names import MUTABLE_NAME
 from ...system.vectored_io import byte_views
-from .store import Leftover, ObjectInfo, ObjectStore, ReadWrapper
+from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore, ReadWrapper
 
 Item = TypeVar("Item")
 
@@ -222,6 +222,14 @@ class RetryingStore(ReadWrapper):
         self._attempt_s = attempt_s
         self._clock = clock or RetryClock()
 
+    @property
+    def fast_reads(self) -> FastReads:
+        return _RetriedReads(self)
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return _RetriedHousekeeping(self)
+
     def _retrying(self, size: int = 0, *, put: bool = False) -> RetryLoop:
         return RetryLoop(
             self._policy,
@@ -276,34 +284,8 @@ class RetryingStore(ReadWrapper):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self._retrying(len(buffer)).call(lambda: self.inner.read_into(name, start, buffer))
 
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        """After a failure this continues behind the last range that was yielded. It does not for an
-        object that may change, whose ranges could then be of two versions."""
-        size = max((size for _, size in ranges), default=0)
-        done, before, retrying = 0, 0, self._retrying(size)
-        while True:
-            try:
-                for view in self.inner.read_ranges(name, ranges[done:], room):
-                    yield view
-                    done += 1
-                return
-            except ObjectStoreError as error:
-                if done and MUTABLE_NAME.fullmatch(name):
-                    raise
-                if done > before:
-                    before, retrying = done, self._retrying(size)
-                retrying.wait_or_raise(error)
-
-    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        self._retrying(len(buffer)).call(lambda: self.inner.read_uncached(name, start, buffer))
-
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self._listing(lambda after: self.inner.list(prefix, after), after, _name_of)
-
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        return self._listing(lambda after: self.inner.names(prefix, after), after, str)
 
     def _listing(
         self, begin: Callable[[str], Iterator[Item]], after: str, name_of: Callable[[Item], str]
@@ -328,14 +310,59 @@ class RetryingStore(ReadWrapper):
     def delete(self, name: str) -> None:
         self._retrying().call(lambda: self.inner.delete(name))
 
+
+class _RetriedReads(FastReads):
+    _store: RetryingStore
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """After a failure this continues behind the last range that was yielded. It does not for an
+        object that may change, whose ranges could then be of two versions."""
+        size = max((size for _, size in ranges), default=0)
+        done, before, retrying = 0, 0, self._store._retrying(size)
+        while True:
+            try:
+                for view in self._store.inner.fast_reads.read_ranges(name, ranges[done:], room):
+                    yield view
+                    done += 1
+                return
+            except ObjectStoreError as error:
+                if done and MUTABLE_NAME.fullmatch(name):
+                    raise
+                if done > before:
+                    before, retrying = done, self._store._retrying(size)
+                retrying.wait_or_raise(error)
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self._store._retrying(len(buffer)).call(
+            lambda: self._store.inner.fast_reads.read_uncached(name, start, buffer)
+        )
+
+
+class _RetriedHousekeeping(Housekeeping):
+    """`close_idle` does not fail, and is not repeated."""
+
+    _store: RetryingStore
+
+    def __init__(self, store: RetryingStore) -> None:
+        super().__init__(store)
+        self._inner = store.inner.housekeeping
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        return self._store._listing(lambda after: self._inner.names(prefix, after), after, str)
+
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        return iter(self._retrying().call(lambda: [*self.inner.leftovers(prefix)]))
+        return iter(self._store._retrying().call(lambda: [*self._inner.leftovers(prefix)]))
 
     def discard(self, leftover: Leftover) -> None:
-        self._retrying().call(lambda: self.inner.discard(leftover))
+        self._store._retrying().call(lambda: self._inner.discard(leftover))
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        return iter(self._retrying().call(lambda: [*self.inner.foreign(prefix)]))
+        return iter(self._store._retrying().call(lambda: [*self._inner.foreign(prefix)]))
+
+    def close_idle(self) -> None:
+        self._inner.close_idle()
 
 
 def _name_of(info: ObjectInfo) -> str:

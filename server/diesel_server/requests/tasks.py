@@ -16,14 +16,14 @@ import trio
 from diesel_fs.errors import DeadlineError, MetadataError, UsageError
 from diesel_fs.net.breaker import CircuitBreaker
 from diesel_fs.net.messages import Fields
-from diesel_fs.peers.membership import (
+from diesel_fs.peers.members.membership import (
     MemberStore,
     TaskName,
     join_reply_message,
     parse_join,
     parse_leave,
 )
-from diesel_fs.peers.registry import open_registrations
+from diesel_fs.peers.members.registry import open_registrations
 from diesel_fs.repository.local import LocalRepository
 
 from .directory import DatasetRef

@@ -7,7 +7,7 @@ epochs, as fast as its loader gives them.
 Losses are drawn once by a seed, and change a little from epoch to epoch, as those of a network do.
 A JOB is a number: the losses of each are another multiple of the same ones, as those of different
 networks are.
-The second form prints what the sampler needs for so many samples, which lie nowhere.
+The second form prints the sampler's time and memory for SAMPLES samples without files.
 """
 
 import json
@@ -49,7 +49,7 @@ class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
 
 
 def kept_entries(mount: str) -> int:
-    """What the mount has kept for readers, so far."""
+    """The number of entries that the mount has kept for readers until now."""
     with Control.connect(mount) as control:
         residency = control.stats()["residency"]
     assert isinstance(residency, dict)
@@ -100,7 +100,7 @@ def train(mount: str, way: str, share: float, job: int = 0) -> None:
 
 
 def overhead(count: int) -> None:
-    """Time and memory of the sampler for samples that lie nowhere."""
+    """Time and memory of the sampler for samples without files."""
     entries = np.arange(count)
     files = ChunkedFiles(entries, entries // 1000, np.zeros((count // 1000 + 1, 16), np.uint8))
     module.sample_files = lambda _: SampleSource("x", "x", 1, files, None)  # type: ignore[attr-defined,assignment]  # patched

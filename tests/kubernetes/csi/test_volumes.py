@@ -8,7 +8,7 @@ import pytest
 from diesel_fs.errors import UsageError
 from diesel_kubernetes.csi.volumes import Volume, VolumeLimits, check_mount_flags, parse_volume
 from diesel_kubernetes.names import ATTRIBUTES, POD_NAME, POD_NAMESPACE, SECRETS
-from dlcmd.mounting import mount
+from dlcmd.verbs.mount import mount
 from tests.rows import each_row
 
 LIMITS = VolumeLimits(

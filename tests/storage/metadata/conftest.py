@@ -1,4 +1,4 @@
-"""Where stores are: a file, and Redis servers with stores that hold `FIRST`."""
+"""The places of stores: a file, and Redis servers with stores that hold `FIRST`."""
 
 from collections.abc import Iterator
 from contextlib import closing

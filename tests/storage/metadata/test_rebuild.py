@@ -37,13 +37,13 @@ class Chunks:
         commit(meta, *chunks)
 
     def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[CommitBatch]:
-        """All chunks that exist when the first batch is asked for; `then` is called after that."""
+        """All chunks that exist when the first batch is requested; `then` is called after that."""
         found = [chunk.batch() for chunk in self.there]
         then()
         yield from found
 
     def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
-        """A `ReadCommitted` that notes which chunks it was asked for."""
+        """A `ReadCommitted` that records the requested chunks."""
         self.requested.append([*chunks])
         wanted = {chunk.id: chunk for chunk in self.there}
         yield from (wanted[chunk].batch() for chunk in chunks)
@@ -60,7 +60,6 @@ def with_chunks(meta: MetadataStore, *chunks: Chunk) -> Chunks:
 
 
 def commits_are_locked(opened: Opener) -> bool:
-    """Whether commits are locked now."""
     with closing(opened(deadline_s=0.05)) as hasty:
         try:
             hasty.commit(IDENTITY, files(999, b"hasty").batch())
@@ -171,7 +170,7 @@ def test_C18_late_chunks_that_cannot_be_read_leave_the_old_state(
     assert not commits_are_locked(open_meta)
 
 
-def test_late_chunks_without_a_batch_are_asked_for_once(
+def test_late_chunks_without_a_batch_are_requested_once(
     meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 0)
@@ -188,7 +187,7 @@ def test_late_chunks_without_a_batch_are_asked_for_once(
     check(meta, NAME, store.there)
 
 
-def test_chunks_committed_before_a_rebuild_are_not_asked_for(meta: MetadataStore) -> None:
+def test_chunks_committed_before_a_rebuild_are_not_requested(meta: MetadataStore) -> None:
     """A rebuild leaves out chunks that were committed before, and whose objects are lost."""
     store = Chunks(files(1, b"a"), files(3, b"orphan"))
     commit(meta, files(1, b"a"), files(2, b"lost"))
@@ -222,7 +221,7 @@ def test_a_dataset_dropped_during_a_rebuild_stays_dropped(meta: MetadataStore) -
 
 
 def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opener) -> None:
-    """Nor if the store did not know the dataset, and the other one has made it."""
+    """Even if the store did not know the dataset, and the other rebuild has made it."""
     store = Chunks(files(1, b"a"), files(2, b"b"))
     meta.drop(IDENTITY)
     with closing(open_meta()) as other:
@@ -270,7 +269,7 @@ def embedded(path: Path) -> Iterator[SqliteMetadata]:
 
 
 def rows_of_no_dataset(path: Path) -> int:
-    """How many rows belong to numbers that no dataset has."""
+    """The number of rows that belong to numbers that no dataset has."""
     owners = {
         "dataset": ("folder", "chunk", "aside", "hold"),
         "folder": ("entry", "run", "part"),
@@ -322,7 +321,9 @@ def test_no_rows_of_a_shadow_state_are_left(
 def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They go after a long time without heartbeats; a rebuild that is alive after all fails."""
+    """They are removed after a long time without heartbeats; a rebuild that is still alive
+    fails.
+    """
     now_ns = [1_800_000_000 * ONE_S]
     opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
     with closing(opened) as meta:

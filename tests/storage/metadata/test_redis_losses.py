@@ -39,7 +39,7 @@ MORE = files(2, b"c")
 
 
 def pieces(client: Redis) -> int:
-    """How many pieces wait to be applied."""
+    """The number of pieces that wait to be applied."""
     return sum(int(client.hlen(key)) for key in client.keys("dfs:*}:x"))
 
 
@@ -173,7 +173,9 @@ def test_C7_a_rebuild_in_a_full_memory_leaves_no_keys(server: RedisServer) -> No
 def test_C10_removing_an_incomplete_file_takes_time_by_present_extents(
     shared: RedisServer, stored: RedisMetadata
 ) -> None:
-    """Not by the number that the file would have: looking for a million extents takes seconds."""
+    """Not by the number of extents of the whole file: looking for a million extents takes
+    seconds.
+    """
     client = shared.client()
     last = (1 << 20) - 1
     late = [
@@ -233,7 +235,7 @@ def test_C15_any_damaged_value_is_an_error_until_a_rebuild(shared: RedisServer) 
                         ask()
                     except DieselError:
                         pass
-                    except Exception as error:  # what must not happen
+                    except Exception as error:  # any other error is a fault
                         faults.append(f"{key!r} {field!r} {junk[:2]!r} {name}: {error!r}")
                 if client.hget("dfs:{head}:names", NAME) == IDENTITY.bytes and field != b"name":
                     meta.rebuild(NAME, IDENTITY, [first.batch()])
@@ -318,7 +320,7 @@ def test_C2_a_rebuild_succeeds_though_its_lock_cannot_be_released(
 
 
 def lose_piece(server: RedisServer) -> None:
-    """Of a commit that has not been applied: the version is that of the commit."""
+    """Lose a piece of a commit that has not been applied: the version is that of the commit."""
     commit_without_applying(server.url, files(50, b"new/file").batch())
     lost = [key for key in server.client().keys("dfs:*}:x") if server.client().hlen(key)]
     assert len(lost) in (1, 2)

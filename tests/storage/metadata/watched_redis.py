@@ -85,7 +85,7 @@ def commit_without_applying(url: str, *batches: CommitBatch) -> None:
 
 
 def make_older(client: Redis, key: bytes, seconds: int) -> None:
-    """Set back the times of the states (`STATE`) in a hash, as if so much time had passed."""
+    """Set back the times of the states (`STATE`) in a hash by `seconds`."""
     for field, packed in packed_dict(execute(client, "HGETALL", key)).items():
         state, since = STATE.unpack_from(packed)
         client.hset(key, field, STATE.pack(state, since - seconds) + packed[STATE.size :])

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from itertools import islice
 
 from diesel_fs.format.entries import Bytes
-from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
+from diesel_fs.storage.objects.store import (
+    Housekeeping,
+    Leftover,
+    ObjectInfo,
+    ObjectStore,
+    ReadWrapper,
+    StoreWrapper,
+)
 from tests.storage.objects.fault_script import FaultScript, PlannedFault
 
 
@@ -30,6 +37,21 @@ class Fault(PlannedFault):
     keep: int | None = None
     flip: int | None = None
     act: Callable[[str], None] | None = None
+
+
+class ListedHousekeeping(Housekeeping):
+    """That of a wrapped store; names come from the wrapper's own `list`."""
+
+    _store: StoreWrapper
+
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        return self._store.inner.housekeeping.leftovers(prefix)
+
+    def discard(self, leftover: Leftover) -> None:
+        self._store.inner.housekeeping.discard(leftover)
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        return self._store.inner.housekeeping.foreign(prefix)
 
 
 class FaultyStore(ReadWrapper, FaultScript[Fault]):
@@ -54,6 +76,10 @@ class FaultyStore(ReadWrapper, FaultScript[Fault]):
         if fault.error is not None:
             raise fault.error
 
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return ListedHousekeeping(self)
+
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         with self._call("put", name):
             super().put(name, parts)
@@ -77,10 +103,6 @@ class FaultyStore(ReadWrapper, FaultScript[Fault]):
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         with self._call("list", prefix) as fault:
             yield from islice(super().list(prefix, after), fault.keep)
-
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        with self._call("list", prefix) as fault:
-            yield from islice(super().names(prefix, after), fault.keep)
 
     def stat(self, name: str) -> ObjectInfo:
         with self._call("stat", name):

@@ -71,8 +71,6 @@ class Rule(PlannedFault):
 
 @dataclass(frozen=True)
 class Stored:
-    """An object on the server."""
-
     content: bytes
     modified_s: float
 
@@ -83,8 +81,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request that the server got."""
-
     method: str
     key: str
     query: Mapping[str, str]
@@ -94,8 +90,6 @@ class RecordedRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """An answer of the server."""
-
     status: int
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
@@ -118,7 +112,7 @@ class ScriptedS3(FaultScript[Rule]):
         self.bytes_per_s = 0.0  # of all bodies to one address together; 0: no limit
         self.stopped = threading.Event()
         self._busy = 0
-        self._sent_s: dict[str, float] = {}  # by address: when all so far is sent, at that rate
+        self._sent_s: dict[str, float] = {}  # by address: the end of sending all bytes until now
         self._lock = threading.Lock()
         self._server = _Listener(address, _Handler)
         self._server.owner = self
@@ -148,7 +142,7 @@ class ScriptedS3(FaultScript[Rule]):
         self.objects[key] = Stored(content, time.time())
 
     def count(self, method: str, where: str = "") -> int:
-        """How many such requests the server got."""
+        """The number of such requests that the server got."""
         return sum(each.method == method and where in each.key for each in self.asked)
 
     def enter(self, asked: RecordedRequest) -> None:
@@ -170,7 +164,6 @@ class ScriptedS3(FaultScript[Rule]):
             self.stopped.wait(max(end_s - time.monotonic(), 0))
 
     def answer(self, asked: RecordedRequest) -> Answer:
-        """The answer that S3 gives."""
         if asked.key == "" and asked.method in ("GET", "HEAD"):
             if "uploads" in asked.query:
                 return Answer(200, self._list_uploads(asked.query).encode())

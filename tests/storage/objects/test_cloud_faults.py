@@ -56,7 +56,7 @@ CALLS: dict[str, Callable[[RetryingStore], object]] = {
 
 
 def call(bucket: Bucket, rule: Rule) -> None:
-    """Make the call that the rule is about; the server has the objects that it needs."""
+    """Make the call that the rule concerns; the server has the objects that it needs."""
     bucket.server.objects.pop(key(NAME), None)
     if rule.operation != "PUT":
         bucket.server.put(key(NAME), CONTENT)
@@ -121,7 +121,7 @@ def test_O3_O4_O5_a_deadline_ends_lasting_faults(
 
 def test_O3_creating_a_store_is_retried(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     server.plan(Rule("GET", status=503), Rule("PUT", status=500, done=True))
-    assert [*store_on(server, sleeps).names("")] == [STORE_MARKER]
+    assert [*store_on(server, sleeps).housekeeping.names("")] == [STORE_MARKER]
 
 
 def test_after_a_lost_answer_a_lease_is_written_again(bucket: Bucket) -> None:
@@ -263,7 +263,7 @@ def test_a_store_is_made_only_under_an_empty_prefix(server: ScriptedS3) -> None:
 def test_a_store_may_have_a_whole_bucket(server: ScriptedS3) -> None:
     store = open_cloud(f"s3://{BUCKET}", create=True, environ=credentials(server.endpoint))
     store.put(NAME, [b"x"])
-    assert sorted(server.objects) == [*store.names("")] == [STORE_MARKER, NAME]
+    assert sorted(server.objects) == [*store.housekeeping.names("")] == [STORE_MARKER, NAME]
 
 
 def test_several_callers_that_create_one_store_get_the_same(server: ScriptedS3) -> None:
@@ -355,7 +355,9 @@ def test_O9_a_resumed_read_is_of_one_version(bucket: Bucket) -> None:
 def test_O9_ranges_are_of_one_version(bucket: Bucket) -> None:
     for name in (LEASE, NAME):
         bucket.server.put(key(name), b"old content")
-        ranges = bucket.store.read_ranges(name, [(0, 3), (4, 7), (0, 3)], memoryview(bytearray(7)))
+        ranges = bucket.store.fast_reads.read_ranges(
+            name, [(0, 3), (4, 7), (0, 3)], memoryview(bytearray(7))
+        )
         assert bytes(next(ranges)) == b"old"
         assert bytes(next(ranges)) == b"content"
         bucket.server.put(key(name), b"new content")
@@ -369,10 +371,13 @@ def test_after_a_failure_ranges_continue_behind_the_last_one(bucket: Bucket) -> 
     bucket.server.plan(Rule("GET", NAME, status=500, skip=1, times=2))
     bucket.server.put(key(NAME), b"0123456789")
     room = memoryview(bytearray(4))
-    found = [bytes(view) for view in bucket.store.read_ranges(NAME, [(0, 2), (5, 4), (9, 1)], room)]
+    found = [
+        bytes(view)
+        for view in bucket.store.fast_reads.read_ranges(NAME, [(0, 2), (5, 4), (9, 1)], room)
+    ]
     assert found == [b"01", b"5678", b"9"]
     with pytest.raises(TruncatedError):
-        [*bucket.store.read_ranges(NAME, [(0, 1), (8, 4)], room)]
+        [*bucket.store.fast_reads.read_ranges(NAME, [(0, 1), (8, 4)], room)]
 
 
 @each_row(
@@ -393,9 +398,10 @@ def test_a_200_instead_of_a_206_is_retried(bucket: Bucket, rule: Rule) -> None:
     bucket.store.read_into(NAME, 2, room := bytearray(3))
     assert room == b"234"
     bucket.server.plan(replace(rule))
-    assert [bytes(each) for each in bucket.store.read_ranges(NAME, [(1, 3)], memoryview(room))] == [
-        b"123"
-    ]
+    assert [
+        bytes(each)
+        for each in bucket.store.fast_reads.read_ranges(NAME, [(1, 3)], memoryview(room))
+    ] == [b"123"]
 
 
 def inner(store: RetryingStore) -> CloudStore:
@@ -433,7 +439,7 @@ NOT_IMPLEMENTED = Rule("PUT", STORE_MARKER, code="NotImplemented")
     ],
     ids=["ignored", "501", "400"],
 )
-def test_O11_without_conditional_puts_the_store_is_asked_first(
+def test_O11_without_conditional_puts_a_put_first_checks_the_store(
     server: ScriptedS3, sleeps: VirtualSleep, rules: list[Rule]
 ) -> None:
     server.plan(*rules)
@@ -480,5 +486,5 @@ def test_O20_each_end_of_a_read_frees_a_slot(
             bucket.store.get(NAME, 5, wanted)
         except DieselError:
             continue
-    assert [*bucket.store.names("")] == [STORE_MARKER, NAME]
+    assert [*bucket.store.housekeeping.names("")] == [STORE_MARKER, NAME]
     assert slots.acquire(blocking=False)

@@ -14,7 +14,7 @@ from tests.storage.objects.scripted_s3 import Rule, ScriptedS3
 from tests.storage.objects.scripted_store import LIMITS, Bucket, VirtualSleep, chunk, key, store_on
 
 NAME = chunk("aaaa")
-PART = 5 << 20  # S3 takes no smaller ones but the last
+PART = 5 << 20  # S3 accepts smaller parts only at the end
 CONTENT = random.Random(1).randbytes(3 * PART + 12345)
 PIECES = [CONTENT[:7], CONTENT[7 : 2 * PART + 1], CONTENT[2 * PART + 1 :]]
 

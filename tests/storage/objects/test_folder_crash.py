@@ -38,7 +38,7 @@ print("acknowledged", flush=True)
 
 
 def strace(log: Path, root: Path, method: str, name: str, *inject: str) -> tuple[int, list[str]]:
-    """Run the child under strace; its exit status and what it printed."""
+    """Run the child under strace. Returns its exit status and its output."""
     traced = "trace=" + ",".join(f"/^{call}(at2?)?$" for call in CALLS)
     command = ["strace", "-f", "-qq", "-o", str(log), "-e", traced]
     for injection in inject:
@@ -87,15 +87,15 @@ def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
     calls, outcomes = list[str](), Counter[str]()
     for call, store, pid in kills(tmp_path, "put", NAME, empty):
         calls.append(call)
-        names = [*store.names("datasets/")]
+        names = [*store.housekeeping.names("datasets/")]
         assert names in ([], [NAME])
         if names:
             assert store.get(NAME) == b"".join(PARTS), f"torn at {store.root}"
-        leftovers = [*store.leftovers()]
+        leftovers = [*store.housekeeping.leftovers()]
         for leftover in leftovers:
             assert (leftover.host, leftover.pid) == (os.uname().nodename, pid)
-            store.discard(leftover)
-        assert [*store.foreign()] == []
+            store.housekeeping.discard(leftover)
+        assert [*store.housekeeping.foreign()] == []
         outcomes["object"] += len(names)
         outcomes["leftover"] += len(leftovers)
         try:
@@ -128,10 +128,10 @@ def test_O15_fsync_error_of_the_kernel(tmp_path: Path) -> None:
     assert (status, printed[1:]) == (0, ["acknowledged"])
     assert "EIO" in (tmp_path / "log").read_text()
     assert store.get(NAME) == b"".join(PARTS)
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.leftovers()] == []
     other = NAME[:-1] + "1"
     always = "fsync:error=EIO:when=5+"
     status, printed = strace(tmp_path / "log", tmp_path / "store", "put", other, always)
     assert (status, printed[1:]) == (1, [])
-    assert [*store.names("datasets/")] == [NAME]
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.names("datasets/")] == [NAME]
+    assert [*store.housekeeping.leftovers()] == []

@@ -89,9 +89,11 @@ def _answer(
                 batch = islice(store.list(prefix, after), NAMES_AT_ONCE)
                 return {"value": [astuple(info) for info in batch]}, []
             case ["names", str(prefix), str(after)]:
-                return {"value": [*islice(store.names(prefix, after), NAMES_AT_ONCE)]}, []
+                return {
+                    "value": [*islice(store.housekeeping.names(prefix, after), NAMES_AT_ONCE)]
+                }, []
             case ["foreign", str(prefix)]:
-                return {"value": [*store.foreign(prefix)]}, []
+                return {"value": [*store.housekeeping.foreign(prefix)]}, []
         raise UsageError(f"not a call of an object store: {call!r:.80}")
     except FormatError as error:
         return {**error_message(error), "offset": error.offset}, []

@@ -31,7 +31,7 @@ from ....format.entries import Bytes
 from ....format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 from .. import store as contract
 from ..retry import AttemptFailed, RetryClock, RetryingStore, RetryLoop, RetryPolicy
-from ..store import ObjectInfo, ObjectStore
+from ..store import FastReads, Housekeeping, ObjectInfo, ObjectStore
 from .answers import (
     AttemptLimits,
     BrokenBody,
@@ -133,6 +133,14 @@ class CloudStore(ObjectStore):
             requests.put(location.key(STORE_MARKER), [content], create=False)
         return cls.open(requests)
 
+    @property
+    def fast_reads(self) -> FastReads:
+        return _CloudReads(self)
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return _CloudHousekeeping(self)
+
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
@@ -215,17 +223,6 @@ class CloudStore(ObjectStore):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         contract.check_range(name, start, None)
         self._read(name, start, memoryview(buffer).cast("B"), None)
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        """As `ObjectStore.read_ranges`. All ranges are of one version of the object: later requests
-        demand the ETag of the first."""
-        etag: str | None = None
-        for start, size in ranges:
-            contract.check_range(name, start, size)
-            etag = self._read(name, start, room[:size], etag)
-            yield room[:size].toreadonly()
 
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
         """Fill `view` from the version with this ETag (None: any). Returns the version's ETag."""
@@ -324,19 +321,6 @@ class CloudStore(ObjectStore):
         if marker_due:
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
-    def foreign(self, prefix: str = "") -> Iterator[str]:
-        contract.check_prefix(prefix)
-        known: set[str] = set()
-        for page in self._pages(prefix, ""):
-            for found in page:
-                name = self._name(found.key)
-                if not name.startswith(prefix) or OBJECT_NAME.fullmatch(name):
-                    continue
-                shown = _topmost_foreign(name)
-                if shown and shown not in known:
-                    known.add(shown)
-                    yield shown
-
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
         """The objects in order: lazily, until a page is out of order; then all are read and
         sorted."""
@@ -423,6 +407,38 @@ class CloudStore(ObjectStore):
             return key
         start = f"{self._location.prefix}/"
         return key[len(start) :] if key.startswith(start) else f"/{key}"
+
+
+class _CloudReads(FastReads):
+    _store: CloudStore
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """As `ObjectStore.read_ranges`. All ranges are of one version of the object: later requests
+        demand the ETag of the first."""
+        etag: str | None = None
+        for start, size in ranges:
+            contract.check_range(name, start, size)
+            etag = self._store._read(name, start, room[:size], etag)
+            yield room[:size].toreadonly()
+
+
+class _CloudHousekeeping(Housekeeping):
+    _store: CloudStore
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        contract.check_prefix(prefix)
+        known: set[str] = set()
+        for page in self._store._pages(prefix, ""):
+            for found in page:
+                name = self._store._name(found.key)
+                if not name.startswith(prefix) or OBJECT_NAME.fullmatch(name):
+                    continue
+                shown = _topmost_foreign(name)
+                if shown and shown not in known:
+                    known.add(shown)
+                    yield shown
 
 
 class _Digest:
