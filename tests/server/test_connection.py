@@ -1,6 +1,6 @@
 """Connections in a simulated clock: deadlines, memory, and clients that send any bytes.
 
-What waits, waits in the clock's time: these tests take no longer for it.
+All waits are in the clock's time, and cost these tests nothing.
 """
 
 import gc
@@ -38,8 +38,8 @@ from .test_channel import socket_channel
 
 
 class Signed:
-    """Accounts whose signature is their name, doubled or so: no keys, so that there is no thread's
-    worth of work."""
+    """Accounts that sign with their name, doubled or so: without keys, a login is no work for a
+    thread."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
@@ -62,7 +62,7 @@ class Client:
         self.connection = connection
         self.service = service
         self.payload = b""
-        """What came with the last answer."""
+        """The payload of the last answer."""
         self.over = trio.Event()
         self._begun_s = trio.current_time()
 
@@ -91,7 +91,7 @@ class Client:
         await self.send(request(number, do, payload, **more))
 
     async def some(self, size: int) -> bytes:
-        """What has come, but nothing at the end of the connection."""
+        """The received bytes; none at the end of the connection."""
         try:
             return bytes(await self.stream.receive_some(size))
         except (trio.BrokenResourceError, trio.ClosedResourceError):

@@ -59,7 +59,7 @@ ANY_PORT = ("--listen", "127.0.0.1:0")
 def stand_in(
     folder: Path, *arguments: str, workers: int = 1, listen: str = "127.0.0.1:0"
 ) -> Server:
-    """A server whose requests are those of `fake_server.py`."""
+    """A server with the requests of `fake_server.py`."""
     store = "file:///nowhere"
     return Server(folder, "--store", store, *arguments, workers=workers, listen=listen,
                   program=PROGRAM, environment=STAND_IN)  # fmt: skip
@@ -103,7 +103,7 @@ def put(repository: Repository, source: Path) -> None:
     assert ingest.put(repository, "pets", FolderSource(source)).files
 
 
-# What it is told
+# Options
 
 
 @each_row(
@@ -223,7 +223,7 @@ def test_every_request_has_a_metric_of_its_own() -> None:
     assert documented == set(metrics.REQUESTS) - {metrics.OTHER}
 
 
-# What it makes of a repository
+# The repository
 
 
 @pytest.fixture

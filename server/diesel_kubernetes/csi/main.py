@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .reporter import NodeReporter
 
 PREFIX = "DIESEL_CSI"
-"""What the names of options begin with in the environment."""
+"""The prefix of options in the environment."""
 
 CONTAINER = "plugin"
 """The name of this program's container, in the pod that `--pod` names."""

@@ -3,14 +3,14 @@
 `datasets.py` and `training.py` decide, `cluster.py` reads and writes. A step is safe to do twice,
 and the controller keeps no state of objects, so it may be killed between any two writes.
 
-Who runs what, all in one asyncio loop and its thread:
+The tasks, all in one asyncio loop and its thread:
 
 - Workers of the queue (`queue.py`) call `handle(key)`, many at once. The queue never gives one key
   to two of them, so no two steps of one object interleave. Steps of different objects do, at each
   call of the cluster.
 - One task calls `refresh_holdings` at intervals. It reads the reports of all nodes at once and
   replaces `_reports` and `_holdings` without a wait in between. A step that began before keeps the
-  old index until its end. The task then wakes the Datasets whose shares have changed.
+  old index until its end. The task then wakes the Datasets with changed shares.
 - The watch (`handlers.py`) calls `note_pod`, which never waits.
 
 What may go wrong between a read and a write: somebody else, a user or a second operator, changes
@@ -93,7 +93,7 @@ class Hindered(Exception):
 
 class KnownPods:
     """Names of pods, as the watch has shown them. The watch may be behind, and empty at first, so
-    the names are only hints what is worth reading."""
+    the names are only hints about which pods to read."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
@@ -143,7 +143,7 @@ class Reconciler:
         wake: Callable[[Key], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nodes report what they hold in `driver_namespace`; empty: none does."""
+        """Nodes write their reports in `driver_namespace`; empty: none does."""
         self._cluster = cluster
         self._defaults = defaults
         self._interval_s = interval_s

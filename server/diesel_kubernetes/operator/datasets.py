@@ -418,7 +418,7 @@ def _in_phase(
 def _finished(
     situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
-    """The status of a Dataset whose preparation is over, for better or worse."""
+    """The status after the end of the preparation, good or bad."""
     return replace(_in_phase(situation, phase, reason, message), progress=None)
 
 

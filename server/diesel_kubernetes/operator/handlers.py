@@ -30,7 +30,8 @@ KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
 HOLDINGS_INTERVALS = 3
-"""The reports of nodes are read once in so many intervals: a node writes at most every 30 s."""
+"""The reports of nodes are read once in this number of intervals: a node writes at most every 30
+s."""
 
 
 def _settings() -> kopf.OperatorSettings:

@@ -40,7 +40,7 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the administrator sets for all objects."""
+    """Values that the administrator sets for all objects."""
 
     image: str = "diesel-fs"
     url: str = ""
@@ -49,7 +49,7 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryPlace:
-    """Where a dataset lies, and how `dlcmd` gets there."""
+    """The repository of a dataset, and how `dlcmd` gets there."""
 
     url: str
     variables: Mapping[str, str]

@@ -48,7 +48,7 @@ _FINAL = (TrainingPhase.SUCCEEDED, TrainingPhase.FAILED, TrainingPhase.REJECTED)
 _STARTED = (TrainingPhase.STARTING, TrainingPhase.RUNNING)
 
 RETRY_S = 30.0
-"""How soon a job whose Dataset is missing is looked at again, beside the event."""
+"""The pause before another look at a job with a missing Dataset, in case the event is lost."""
 
 SHOWN_NODES_MAX = 50
 
@@ -357,7 +357,7 @@ def survey(
 ) -> tuple[NodeState, ...]:
     """The nodes on which pods can be scheduled, with the resources that are left on them.
 
-    `own` are the UIDs of the Datasets of the job in question, whose blocks are to stay.
+    `own` are the UIDs of the Datasets of the job in question: their blocks are to stay.
     """
     requested: dict[str, dict[str, Fraction]] = {}
     for pod in pods:

@@ -1,7 +1,7 @@
 """A stream of bytes to and from one client, over a plain socket or over TLS.
 
 `connection.py` reads and writes frames (`diesel_fs.net.frames`) over it, and sets the deadlines;
-`diesel_fs.net.channel` makes the system calls. This channel buffers what it receives, so that many
+`diesel_fs.net.channel` makes the system calls. This channel buffers received bytes, so that many
 small requests cost few system calls. At most one task receives and one sends at a time.
 """
 
@@ -20,7 +20,7 @@ _TLS_PIECE_BYTES = 256 << 10  # sent in one turn: OpenSSL encrypts it meanwhile
 _LINGER_S = 1.0  # the client's last request arrives within a round trip
 _LINGER_BYTES = 16 << 20
 
-SOCKET_OPTIONS = (  # a client whose machine is gone is noticed within two minutes
+SOCKET_OPTIONS = (  # notices within two minutes that a client's machine is gone
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -34,8 +34,8 @@ class ClientGone(Exception):
 
 
 class ClientChannel:
-    """A stream of bytes in both directions. All methods raise ConnectionClosed where the client has
-    closed it or the network broke it."""
+    """A stream of bytes in both directions. All methods raise ClientGone if the client has closed
+    it or the network broke it."""
 
     def __init__(self, connected: transport.Channel) -> None:
         self._transport = connected
@@ -65,7 +65,7 @@ class ClientChannel:
             room = room[count:]
 
     def has_buffered(self, size: int) -> bool:
-        """Whether the buffer has so many bytes already: receiving them does not wait then."""
+        """Whether the buffer has `size` bytes already: receiving them does not wait then."""
         return self._end - self._start >= size
 
     async def receive_exactly(self, size: int) -> bytearray:
@@ -135,9 +135,9 @@ class ClientChannel:
             raise ClientGone from error
 
     async def half_close(self) -> None:
-        """End the sending direction, and receive for a moment what the client still sends. If the
-        socket were closed with unread bytes, the kernel would reset the connection and the client
-        might lose the last answer."""
+        """End the sending direction, and receive bytes of the client for a moment. If the socket
+        were closed with unread bytes, the kernel would reset the connection and the client might
+        lose the last answer."""
         with suppress(ClientGone, OSError), trio.move_on_after(_LINGER_S):
             self._transport.end_sending()
             await self.skip(_LINGER_BYTES)

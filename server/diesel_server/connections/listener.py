@@ -140,7 +140,7 @@ class Listener:
 
 
 def _why(error: BaseException) -> str:
-    """Why a TLS handshake failed; empty where the client just went away."""
+    """The reason why a TLS handshake failed; empty if the client just went away."""
     cause = error.__cause__ or error
     if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ""
@@ -149,8 +149,8 @@ def _why(error: BaseException) -> str:
 
 
 def most_connections() -> int:
-    """How many connections this process may have: as many as its limit of open files leaves room
-    for, after it has been raised as far as the system allows."""
+    """The number of connections that this process may have. It raises the limit of open files as
+    far as the system allows, and leaves some of them to others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)

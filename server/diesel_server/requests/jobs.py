@@ -29,7 +29,7 @@ for those."""
 
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
-"""A client gets a reply at least so often, also where the job makes no progress."""
+"""A client gets a reply at least this often, even if the job makes no progress."""
 
 Work = Callable[[ReportProgress], Message]
 """The work of a job. It reports progress, and returns the fields of `result`."""
@@ -59,8 +59,8 @@ class JobTable:
         """Start a job or join the one under way. Yields its progress, again and again, and at last
         its result.
 
-        Raises what the work raises; BusyError where a job of the kind with other `fields` is under
-        way on the dataset, or too many jobs are.
+        Raises the errors of the work; BusyError if a job of this kind with other `fields` is under
+        way on the dataset, or if too many jobs are.
         """
         job = self._jobs.get((kind, name))
         if job is None:

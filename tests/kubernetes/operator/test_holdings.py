@@ -53,7 +53,7 @@ held_datasets = st.builds(
 
 
 def held(share: int, disk: int = 0, *, version: int = 7, used: bool = False) -> HeldDataset:
-    """What a node has of `pets`, for pods of its namespace."""
+    """The share of `pets` on a node, for pods of its namespace."""
     return HeldDataset("default", IDENTITY, version, share, disk, used)
 
 
@@ -221,7 +221,7 @@ OTHERS = Key(DATASETS, "default", "other")
 
 
 class Operated:
-    """A controller of a cluster in memory, and what it has woken."""
+    """A controller of a cluster in memory, and the keys that it has woken."""
 
     def __init__(self, driver_namespace: str = "diesel-system") -> None:
         self.cluster = MemoryCluster()

@@ -1,4 +1,4 @@
-"""Each transition of a TrainingJob, as decisions about what the cluster has."""
+"""Each transition of a TrainingJob, as decisions about objects of the cluster."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -25,7 +25,7 @@ READY: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 1000, "versio
 
 
 def node(name: str, free: int = 10**9, **labels: str) -> NodeState:
-    """A node with so many bytes free."""
+    """A node with some free bytes."""
     return NodeState(name, f"host-{name}", labels, {STORAGE: Fraction(free), "cpu": Fraction(4)})
 
 
@@ -94,7 +94,7 @@ def test_a_job_waits_until_its_dataset_is_ready(found: list[DatasetObject], reas
 
 
 def test_nodes_are_looked_at_only_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
-    """What is decided is in the status then."""
+    """The decision is in the status then."""
     assert decided(nodes=None).wants_survey
     assert not decided(datasets=[], nodes=None).wants_survey
     decision = decided()
