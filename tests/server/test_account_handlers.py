@@ -279,7 +279,7 @@ def test_through_a_server_alone_the_last_administrator_stays(served: Served) -> 
     assert not any(each.admin for each in served.table.accounts.values())
 
 
-# What a client may send
+# Fields that a client may send
 
 
 @each_row(

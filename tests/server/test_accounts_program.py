@@ -1,4 +1,4 @@
-"""Accounts with real programs and a real Redis: roles, users who are removed, a total loss."""
+"""Accounts with real programs and a real Redis: roles, removed users, a total loss."""
 
 import json
 import re
@@ -59,7 +59,7 @@ class Site:
         return found
 
     def seen(self) -> dict[str, object]:
-        """What is to be seen through the server."""
+        """The state that is visible through the server."""
         found: dict[str, object] = {
             "users": self.root("user", "ls", "--json").objects,
             "export": self.root("user", "export").out,
@@ -100,7 +100,7 @@ def test_accounts_through_a_server(site: Site) -> None:
     site.root("user", "import", "-", stdin=text)
     assert site.root("user", "export").out == text
     assert "line 2" in site.root("user", "import", "-", stdin=text[:30] + b"\n", code=15).err
-    # Who administers a dataset grants on that one
+    # The administrator of a dataset grants roles on that one
     site.root("grant", "pets", "ann", "admin")
     site.ann("grant", "pets", "eve", "read")
     assert site.eve("ls").out == b"pets\n"
@@ -175,7 +175,7 @@ def test_a_removed_user_or_an_old_key_loses_access(site: Site) -> None:
 
 
 def test_unknown_users_and_wrong_keys_get_the_same_error(site: Site) -> None:
-    """S1. And the log says which it was, who and from where, and nothing of a key."""
+    """S1. And the log has the reason, the user and the address, and no part of a key."""
     assert site.ann.key_file is not None
     unknown = User(site.server.url, "nobody", site.ann.key_file)("ls", code=12).err
     wrong = User(site.server.url, "root", site.ann.key_file)("ls", code=12).err

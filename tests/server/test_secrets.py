@@ -43,7 +43,7 @@ def forms(name: str, secret: bytes) -> dict[str, bytes]:
 
 
 class Search:
-    """What must not be found anywhere; whatever is found is kept with where it was."""
+    """Words that must not be found anywhere; finds are kept with their places."""
 
     def __init__(self, **canaries: bytes) -> None:
         self.needles: dict[str, bytes] = {}
@@ -100,7 +100,7 @@ class Search:
             self.look(f"the object {each['Key']}", each["Key"].encode() + body)
 
     def look_at_processes(self, *excepted: int, environment: bool = True) -> None:
-        """Search the command line of every process, and what it inherited."""
+        """Search the command line of every process, and its inherited environment."""
         for folder in Path("/proc").glob("[0-9]*"):
             if int(folder.name) in (os.getpid(), *excepted):
                 continue
@@ -132,7 +132,7 @@ def watched(search: Search, *excepted: int) -> Iterator[None]:
 
 
 class Deployment:
-    """Programs over one site, and what they were told that nobody else may know."""
+    """Programs over one site, and the secrets that they got."""
 
     def __init__(self, folder: Path, s3: S3, redis: RedisServer) -> None:
         self.folder = folder
@@ -241,7 +241,7 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
             do("user", "ls", "--json", code=0)
             do("grant", "pets", "root", "read", code=0)
 
-        # What goes wrong. At first, secrets stand in our own command line
+        # Errors. At first, secrets stand in our own command line
         near = tmp_path / "near.key"
         near.write_text(f"{KEY_PREFIX}{b64encode(day.seed).decode()[:-3]}\n")
         near.chmod(0o600)
@@ -312,7 +312,8 @@ def test_S8_the_error_of_a_server_that_cannot_start_has_no_secret(
 
 @pytest.mark.fuse
 def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> None:
-    """By a key file, and by a key in the environment: which the mount's processes do not have."""
+    """With a key file, and with a key in the environment, which the mount's processes do not
+    have."""
     source = write(tmp_path / "src", {f"{i}": os.urandom(3000) for i in range(40)})
     folder = tmp_path / "mnt"
     root = day.user(day.server.url)
@@ -342,7 +343,7 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
 
 
 class Canaries(dict[str, str]):
-    """Secrets that stand nowhere but where a test has put them, by where that is."""
+    """Secrets by their only place, in which a test has put them."""
 
     def __missing__(self, where: str) -> str:
         self[where] = f"canary-{secrets.token_hex(16)}"

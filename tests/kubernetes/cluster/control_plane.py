@@ -160,7 +160,7 @@ class ControlPlane:
     def start(self) -> None:
         """Start all programs, and return when they are ready.
 
-        What is ready answers; that the caches of the controllers are filled takes a little longer.
+        A ready server answers; the caches of the controllers are filled a little later.
         """
         self._programs[ETCD].start()  # the API server waits for it
         self._programs[API_SERVER].start()

@@ -206,7 +206,7 @@ class _PodRun:
         self.thread.start()
 
     def end(self, grace_s: float) -> None:
-        """The pod was deleted. Its processes have so many seconds after a SIGTERM."""
+        """The pod was deleted. Its processes have this number of seconds after a SIGTERM."""
         if not self._leave.is_set():
             self._grace_s = grace_s
             self._leave.set()
@@ -310,7 +310,7 @@ class _PodRun:
                 return
 
     def _end_processes(self) -> None:
-        """End the processes, and what they started in their groups."""
+        """End the processes, and all others in their groups."""
         for process in self._processes.values():
             process.terminate()
         until = time.monotonic() + self._grace_s

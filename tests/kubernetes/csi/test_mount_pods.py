@@ -1,4 +1,4 @@
-"""Mounts that are pods: what the plugin asks of the cluster, and what is left of it.
+"""Mounts that are pods: the plugin's calls of the cluster, and the objects that stay.
 
 The API server and the kubelet are stand-ins (`cluster.py`); the mounts are real.
 """
@@ -43,12 +43,12 @@ def state(tmp_path: Path) -> Iterator[Path]:
     for options in (["--bind", str(folder)], ["--make-shared"]):
         subprocess.run(["mount", *options, folder], check=True)
     yield folder
-    subprocess.run(["umount", folder], check=True)  # fails where a mount is left in it
+    subprocess.run(["umount", folder], check=True)  # fails if a mount is left in it
 
 
 @contextmanager
 def plugin_in(folder: Path, cluster: Cluster, url: str) -> Iterator[NodeVolumes]:
-    """The logic of a plugin whose mounts are pods, in this process."""
+    """The logic of a plugin with pods as mounts, in this process."""
     state = StateFolder(folder)
     with cluster.client() as client:
         mounter = PodMounter(state, client, OPTIONS)
@@ -106,7 +106,7 @@ def test_a_pod_that_fails_says_why_and_is_deleted(
 def test_the_next_plugin_deletes_what_did_not_come_up(
     cluster: Cluster, pets: dict[str, str], state: Path
 ) -> None:
-    """A Secret without an owner, a pod that never started, and a pod whose folder is gone."""
+    """A Secret without an owner, a pod that never started, and a pod without a folder."""
     lost: Json = {"name": "diesel-mount-lost-1", "labels": {LABEL_NODE: "node-1"}}
     for plural in ("pods", "secrets"):
         cluster.put(plural, {"metadata": lost})
@@ -158,7 +158,7 @@ def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The plugin is told its pod's name alone, as by the DaemonSet; its report belongs to it."""
+    """The plugin gets only its pod's name, as from the DaemonSet; its report belongs to it."""
     add_own_pod(cluster)
     (tmp_path / "config").write_text(json.dumps(cluster.kubeconfig))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))

@@ -1,7 +1,7 @@
-"""What a node reports that it holds: of mounts, of cache folders, of a task; and when it reports.
+"""The shares that a node reports: of mounts, of cache folders, of a task; and when it reports.
 
-Mounts are real, and the node's logic runs in this process. Where reports are written, the API
-server is a stand-in that obeys the Role in the manifests (`cluster.py`).
+Mounts are real, and the node's logic runs in this process. If reports are written, the API server
+is a stand-in that obeys the Role in the manifests (`cluster.py`).
 """
 
 import os
@@ -38,14 +38,14 @@ from .cluster import Cluster
 from .conftest import MOUNTS_AS_ROOT, node_volumes, publish
 
 CHUNKS, FILE_BYTES = 8, 1_000_000
-"""Of the dataset: all chunks have the same size, and each has one file."""
+"""Chunks of the dataset: all have the same size, and each has one file."""
 
 fuse, as_root = MOUNTS_AS_ROOT
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node with a plugin's logic, whose mounts are processes."""
+    """A node with a plugin's logic, and processes as mounts."""
 
     folder: Path
     state: StateFolder
@@ -72,7 +72,7 @@ class Node:
     def held(
         self, wanted: Callable[[list[HeldDataset]], object] = lambda _: True
     ) -> list[HeldDataset]:
-        """What it holds, as soon as it is sure that this is all and a condition holds for it."""
+        """Its shares, as soon as it is sure that these are all and a condition holds for them."""
         last: list[HeldDataset] = []
 
         def holds() -> object:
@@ -138,7 +138,7 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(nod
         path.unlink()
     assert node.held() == [entry(62, 62)]
     log = chunks[0].with_name("order-0123456789abcdef")
-    log.touch()  # what a log holds cannot be told
+    log.touch()  # the share of a log is not known
     assert node.held() == [entry(0, 0, of=0)]
     log.unlink()
     for path in (node.state.cache / "diesel/snapshots").iterdir():
