@@ -130,7 +130,7 @@ def test_N9_every_verb_reports_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_pa
 
 
 def test_a_bad_key_file_is_refused_and_its_content_never_shown(tmp_path: Path) -> None:
-    """So is one that others may read. No error shows the content of the file."""
+    """A key file that others may read is refused, too. No error shows the content of the file."""
     file = tmp_path / "key"
     settings = Settings("diesel://server", "ann", str(file))
     with pytest.raises(ConfigError, match="cannot read the key"):

@@ -63,8 +63,8 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     Samples, classes and their order are those of torchvision's `ImageFolder` on the same files. So
     are the arguments, with two exceptions: `loader` is called with the content of a file (`bytes`
-    returns the content itself) and not with its path, and `extensions` chooses files of other names
-    than images.
+    returns the content itself) and not with its path, and `extensions` chooses files other than
+    images.
     """
 
     def __init__(
@@ -274,7 +274,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         so it follows none, and drops the order that its parent followed."""
         for at in self._samples.broken.intersection(samples):
             [(path, _)] = self._rows(range(at, at + 1))
-            raise NoSuchPath(f"{path!r} in {self._dataset.name!r} is a link to no file of it")
+            raise NoSuchPath(
+                f"{path!r} in {self._dataset.name!r} is a link that leads to no file of the dataset"
+            )
         process = os.getpid()
         if self._follower not in (0, process):
             nothing = np.empty(0, np.int64)

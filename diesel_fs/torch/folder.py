@@ -36,8 +36,6 @@ _Row = TypeVar("_Row")
 
 @dataclass(frozen=True, slots=True)
 class FolderSamples:
-    """The samples of a folder (see the module)."""
-
     classes: list[str]
     entries: npt.NDArray[np.int32]
     """The entry of each sample in the snapshot: a file, or a dangling link."""
@@ -169,7 +167,7 @@ def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> Mani
     FileNotFoundError) that names the first line whose file is missing."""
     found = find_named(manifest, snapshot, folder)
     for fault in found.faults:
-        more = f" ({found.fault_count:,} lines are so)" if found.fault_count > 1 else ""
+        more = f" ({found.fault_count:,} lines have such a fault)" if found.fault_count > 1 else ""
         raise NoSuchPath(
             f"{manifest.name}, line {fault.line}: {shown(fault.path)}: {fault.reason}{more}"
         )

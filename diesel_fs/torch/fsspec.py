@@ -152,7 +152,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         for name, variable in secrets.items():
             if (value := options.pop(name, None)) and value != os.environ.get(variable):
                 raise UsageError(
-                    f"this file system cannot be pickled: a pickle holds no secret, as {name!r} is",
+                    "this file system cannot be pickled: a pickle may hold no secret,"
+                    f" such as {name!r}",
                     advice=f"set {variable} in all processes",
                 )
         return _make, (type(self), options)
@@ -571,7 +572,6 @@ def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object
 
 
 def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
-    """The result of `ls` for an entry of a folder."""
     if view.stat(index).kind != Kind.LINK:
         return _described(path, view, index)
     target = _follow(view, view.path(index))

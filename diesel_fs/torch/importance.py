@@ -381,7 +381,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         UsageError before the epoch has begun.
         """
         if not self._draws or self._draws[0].epoch != self.epoch:
-            raise UsageError(f"epoch {self.epoch} has not begun: nothing is drawn for it")
+            raise UsageError(f"epoch {self.epoch} has not begun: its samples are not drawn yet")
         drawn = self._draws[0]
         share = len(drawn.samples) / max(len(self._files), 1)
         rows = _as_row(_copied_row(indices))
@@ -442,8 +442,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         was_trained = last is not None and last.is_over and self._table.has_reports
         if was_trained and own is None and self._next is None:
             self._say(
-                f"epoch {self.epoch} begins once more, with the samples that it had: call set_epoch"
-                " before each epoch, else nothing new is drawn"
+                f"epoch {self.epoch} begins again with the same samples: call set_epoch before"
+                " each epoch to draw new ones"
             )
         return super()._begin(iteration, own)
 
@@ -538,8 +538,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             is_known = not np.isnan(table.agreed).all() or not count
             if self.rank == 0 and epoch and epoch >= self.warm_up and not is_known:
                 self._say(
-                    f"all {table.ignored:,} losses that were reported are infinite, negative or no"
-                    " numbers, so samples are drawn at random"
+                    f"all {table.ignored:,} reported losses are infinite, negative or NaN, so"
+                    " samples are drawn at random"
                     if table.ignored
                     else "no loss was reported, so samples are drawn at random: call update"
                 )
@@ -644,7 +644,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             with Control.connect(mount, identity=files.identity, version=files.version) as control:
                 what(control)
         except DieselError as error:
-            self._say(f"the mount on {mount} does not know what is important: {error}")
+            self._say(f"the mount on {mount} did not get the importances: {error}")
 
 
 class _LoadedImportance:
@@ -763,7 +763,7 @@ def _check_claims(said: Sequence[Sequence[int]]) -> None:
                     advice="give all ranks the same dataset, arguments and epochs",
                 )
         if not claims[-1]:
-            raise ConflictError(f"rank {rank} has reported samples that there are not")
+            raise ConflictError(f"rank {rank} has reported samples that do not exist")
 
 
 def _gathered(indices: Indices, values: Values, lengths: Sequence[int]) -> tuple[Indices, Values]:

@@ -302,8 +302,6 @@ class _Setting:
 
 
 class _Segment:
-    """Workers, and the batches that they prepare."""
-
     def __init__(
         self, setting: _Setting, workers: int, source: _Source, generator: torch.Generator
     ) -> None:
@@ -363,8 +361,6 @@ class _HandOver:
 
 
 class _Window:
-    """Measurements of the batches since the last decision."""
-
     def __init__(self) -> None:
         self._left_s = 0.0  # time at which the loop got its last batch
         self._workers = 0

@@ -143,10 +143,10 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 if _is_torchdata(sys._getframe(1)):  # it has the number in the iterator's state
                     return self._state(last.place)
                 raise UsageError(
-                    f"nobody has counted how many of the {last.given} samples that were handed out"
-                    f" in epoch {self.epoch} the loop has received, so a state would lose some",
+                    f"it is not known how many of the {last.given} samples of epoch {self.epoch}"
+                    " that were handed out the loop has received, so a state would lose some",
                     advice="save with state_dict(received=batches * batch_size), or call"
-                    " diesel_fs.torch.join() before the loop; a batch sampler of your own has to"
+                    " diesel_fs.torch.join() before the loop; a batch sampler of your own must"
                     " keep its own place. Between epochs, call set_epoch with the next one first",
                 )
         received = received or 0
@@ -155,7 +155,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             raise UsageError(
                 f"received is {received}, but only {last.given} samples have been handed out in"
                 " this iteration",
-                advice="count what the loop has received since its iteration began",
+                advice="count the samples that the loop has received since its iteration began",
             )
         return self._state(last.start, min(int(received), last.length))
 
@@ -184,7 +184,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         left = self._count(epoch)
         for each in (*deals, replace(deal, position=position or 0)):
             if each.position > part_length(left, each.world, drop_last=each.drop_last):
-                raise UsageError(f"the state has a position {each.position} behind the epoch's end")
+                raise UsageError(f"the state has a position {each.position} beyond the epoch's end")
             left = len(rest(np.arange(left), each))
         self.seed, self.group_size = seed, group_size
         if position is not None and (deal.world, deal.drop_last) != (self.world, self.drop_last):
@@ -252,14 +252,14 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         place = own or self._next or Place(self.epoch)
         if place.position is None:
             raise UsageError(
-                "the state that was loaded does not say how many samples had been received",
-                advice="save it with state_dict(received=...); or, where you know the number, load"
+                "the loaded state does not have the number of samples that had been received",
+                advice="save it with state_dict(received=...); or, if you know the number, load"
                 ' {**state, "position": NUMBER}',
             )
         samples, ends = self._part(place)
         if own is None and place.position and not len(samples) and not self._has_set_epoch:
             self._say(
-                f"the state that was loaded is of the end of epoch {place.epoch}, so this iteration"
+                f"the loaded state is at the end of epoch {place.epoch}, so this iteration"
                 f" gives nothing: call set_epoch({place.epoch + 1}) to begin the next epoch"
             )
         if self._reader is not None:

@@ -71,7 +71,6 @@ class FetchModel:
     """By size class (a power of 2): the measurements at numbers of workers."""
 
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
-        """Add a measurement."""
         curve = self._curves.setdefault(_size_class(sample_bytes), {})
         fewer = max((each for each in curve if each < workers), default=None)
         more = min((each for each in curve if each > workers), default=None)

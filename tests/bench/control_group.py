@@ -21,8 +21,6 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group, and its file with the peak."""
-
     folder: Path
     peak_file: Path
 

@@ -56,7 +56,6 @@ class Shape:
         return [f"{name}/{file}" for number, name in folders for file in self.file_names(number)]
 
     def contents(self, folder: int) -> Bytes:
-        """The contents of one folder's files, one a row."""
         generator = np.random.default_rng([self.files, self.file_bytes, folder])
         rows, size = self.files_per_folder, self.file_bytes
         return np.frombuffer(generator.bytes(rows * size), np.uint8).reshape(rows, size)

@@ -54,7 +54,6 @@ def _processor_ticks() -> tuple[int, int]:
 
 
 def described(state: dict[str, Json]) -> str:
-    """The state as one paragraph."""
     load, vm = state["load"], state["vm"]
     assert isinstance(load, list)
     assert isinstance(vm, dict)

@@ -27,7 +27,6 @@ def peak_pss_bytes(command: Sequence[str], environment: Mapping[str, str]) -> in
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session."""
     return [pid for pid in map(_number, _PROC.iterdir()) if pid and _session(pid) == session]
 
 

@@ -76,7 +76,6 @@ def compiled(source: Path, folder: Path, *options: str) -> Path:
 
 
 def write_list(paths: Iterable[str], file: Path) -> Path:
-    """Write the list of files for a reader."""
     file.write_bytes(b"".join(os.fsencode(path) + b"\0" for path in paths))
     return file
 

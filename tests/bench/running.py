@@ -44,8 +44,6 @@ def connected(place: NodeHost, options: Mapping[str, object]) -> ClientProcess:
 
 
 class Running:
-    """A task of some nodes, and its clients."""
-
     def __init__(self, shape: Shape, source: Path, nodes: Nodes, task: RunningTask) -> None:
         self.shape, self.source, self.nodes, self.task = shape, source, nodes, task
         self.task.s3.delay_s = STORE_S

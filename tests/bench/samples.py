@@ -31,7 +31,6 @@ class Samples:
         return statistics.median(self.values)
 
     def map(self, convert: Callable[[float], float]) -> "Samples":
-        """The samples in another unit."""
         return Samples(tuple(map(convert, self.values)))
 
 

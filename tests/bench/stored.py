@@ -67,7 +67,6 @@ class Stored:
         return self._stack.enter_context(trees.in_memory(self.shape))
 
     def root(self, side: str) -> Path:
-        """The folder below which a side shows the files."""
         if side == trees.TMPFS:
             return self._in_memory
         return self.source if side == EXT4 else self.mountpoint

@@ -49,7 +49,6 @@ class Workbench:
         return shape if self.divisor == 1 else shape.scaled(self.divisor)
 
     def input(self, shape: Shape) -> Path:
-        """The folder with the files of a shape."""
         say(f"input {shape.name}: {shape.files:,} files of {shape.file_bytes:,} bytes")
         return make(shape, self._inputs)
 

@@ -19,9 +19,8 @@ import pytest
 
 from diesel_fs.client.dataset import connect
 from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectStoreError
-from diesel_fs.storage import open_stores as stores
+from diesel_fs.storage.objects.cloud import opening
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
-from diesel_fs.urls import CLOUD_SCHEMES
 from tests.cli.conftest import program_environment
 from tests.cli.conftest import redis_server as redis_server
 from tests.client.test_client import in_child
@@ -39,8 +38,8 @@ DEADLINE_S = 120.0
 def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A new repository in a bucket, with its metadata in a Redis, and a dataset of a few chunks
     that was put from Python. At the end of the test, the helper of the bucket must end, too."""
-    for scheme in CLOUD_SCHEMES:  # a `dlcmd` that ran in this process opens buckets without helper
-        monkeypatch.delitem(stores._OPENERS, scheme, raising=False)
+    # A `dlcmd` that ran in this process opens buckets without a helper
+    monkeypatch.setattr(opening, "_opener", opening._by_helper)
     for name, text in s3.environ.items():
         monkeypatch.setenv(name, text)
     with redis_server.client() as client:

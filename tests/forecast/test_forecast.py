@@ -24,7 +24,7 @@ PAGE = 4096
 
 
 def made_files(sizes: Sequence[int], per_chunk: int) -> Files:
-    """Files of these sizes, so many in each chunk, one behind the other from byte 4096 on."""
+    """Files of these sizes, `per_chunk` in each chunk, one after the other from byte 4096 on."""
     size = np.array(sizes, np.int64)
     chunk = np.arange(len(size)) // per_chunk
     end = np.cumsum(size)
@@ -38,7 +38,7 @@ def made_files(sizes: Sequence[int], per_chunk: int) -> Files:
 
 @dataclass(frozen=True)
 class Setting:
-    """A small job of one node whose cache keeps files and whose pushes have one file each."""
+    """A small job of one node with a cache that keeps files and pushes of one file each."""
 
     sizes: list[int]
     order: list[int]
@@ -75,8 +75,9 @@ RATE, LATENCY_S, IMAGES_PER_S = 1e6, 0.005, 100.0
 
 
 def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
-    """Of each epoch the files that were kept, its seconds, and the files that were on time. All is
-    found file by file, with lists."""
+    """For each epoch the kept files, its seconds, and the files that were on time. Everything is
+    computed file by file, with lists.
+    """
     parts = setting.parts
     length = len(parts[0])
     loads: list[Load] = []
@@ -142,7 +143,7 @@ def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
 
 
 def of_use(loads: list[Load], setting: Setting, epoch: int, start: int) -> int:
-    """The bytes that are kept in an iteration from a read before or in it to one behind it."""
+    """The bytes that are kept in an iteration, from a read before or in it to a later read."""
 
     def iteration(load: Load) -> tuple[int, int]:
         return load[0], load[2] // setting.batch
@@ -159,7 +160,7 @@ def of_use(loads: list[Load], setting: Setting, epoch: int, start: int) -> int:
 
 @examples(150)
 @given(setting=small_settings(), policy=st.sampled_from(["lru", "none"]))
-def test_it_does_what_a_naive_simulation_does(setting: Setting, policy: str) -> None:
+def test_it_equals_a_naive_simulation(setting: Setting, policy: str) -> None:
     files = made_files(setting.sizes, len(setting.sizes))
     node = Node(setting.window, setting.memory, push_bytes_per_s=1e15)
     job = Job(
@@ -202,7 +203,7 @@ def test_chunks_that_come_first_are_fetched_whole_and_the_rest_read_past_the_cac
             kept += 1
         counts[tier] += sum(map(bool, chunk))
     order = cut_epoch(job, files, epoch_order(job, files, 0))
-    if kept and len(order.rank) == 1:  # else chunks come in the order of their pushes
+    if kept and len(order.rank) == 1:  # otherwise chunks come in the order of their
         assert second.files == tuple(counts)
         assert first.store_requests == sum(any(chunk) for chunk in chunks)
 
@@ -275,7 +276,7 @@ def test_kept_files_in_random_order_match_the_theory() -> None:
 
 @each_row("shuffle", ["full", "chunk"])
 @each_row("nodes", [1, 4])
-def test_plan_reads_what_the_cache_cannot_keep(shuffle: Shuffle, nodes: int) -> None:
+def test_plan_reads_only_bytes_that_the_cache_cannot_keep(shuffle: Shuffle, nodes: int) -> None:
     """As the caches of real nodes do (`tests/peers/test_planned_nodes.py`): with memory for half of
     the dataset, about half of it comes from the store in each epoch, in both orders."""
     files = made_files([100_000] * 8_000, 20)

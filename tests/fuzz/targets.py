@@ -208,7 +208,7 @@ def account_text(content: bytes) -> bool:
 
 
 def archive(content: bytes) -> bool:
-    """A tar or a zip: its headers, and what a put makes of its entries. Nothing is packed."""
+    """A tar or a zip: its headers, and the handling of its entries by a put. Nothing is packed."""
     options = PutOptions()
     taken = Filter(options)
     readable = ReadabilityCheck(_NO_REPOSITORY, "", _EMPTY, options)

@@ -19,7 +19,7 @@ from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.peers.master.peer import Peer
-from diesel_fs.peers.node.node_cache import NodeCache
+from diesel_fs.peers.node.fetches import Fetches
 from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
@@ -86,14 +86,14 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `NodeCache` has no threads, and does not check contents."""
-    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
-    monkeypatch.setattr("diesel_fs.peers.node.node_cache.verify_chunk", lambda key, content: None)
+    monkeypatch.setattr(Fetches, "in_thread", run_inline)
+    monkeypatch.setattr("diesel_fs.peers.node.fetches.verify_chunk", lambda key, content: None)
 
 
 @pytest.fixture
 def simulated_time(monkeypatch: pytest.MonkeyPatch) -> MockClock:
     """A clock that jumps when no task can run, for a `NodeCache`."""
-    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
+    monkeypatch.setattr(Fetches, "in_thread", run_inline)
     return MockClock(autojump_threshold=0)
 
 

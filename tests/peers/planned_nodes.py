@@ -18,7 +18,7 @@ import numpy as np
 
 from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.peers.members.ownership import Ownership
-from diesel_fs.peers.node.node_cache import chunk_budget_bytes
+from diesel_fs.peers.node.ledger import chunk_budget_bytes
 from diesel_fs.repository.private_copies import open_snapshot_file
 
 from .planned_reads import NODES, belady_fetches, lru_fetches

@@ -147,7 +147,7 @@ class PlannedTask:
             for cache in self.caches:
                 await nursery.start(cache.run)
                 if self.prefetches:
-                    nursery.start_soon(cache.prefetch_planned)
+                    nursery.start_soon(cache.fetches.prefetch_planned)
             nursery.start_soon(self._tell_positions)
             for epoch in range(epochs):
                 await self._read(epoch, min(epoch + 2, epochs))

@@ -36,9 +36,9 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
-from diesel_server.directory import DatasetRef
-from diesel_server.requests import Reply, Request
-from diesel_server.task_handlers import TaskHandlers
+from diesel_server.requests.directory import DatasetRef
+from diesel_server.requests.dispatcher import Reply, Request
+from diesel_server.requests.tasks import TaskHandlers
 from tests.rows import each_row
 from tests.server.certificates import Authority
 from tests.server.fake_server import ThreadedServer as StandIn

@@ -27,7 +27,8 @@ from diesel_fs.peers.master import master as module
 from diesel_fs.peers.master.master import LOAD_S, Master
 from diesel_fs.peers.members.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.peers.members.registry import Registry
-from diesel_fs.peers.node.node_cache import Fetch, NodeCache
+from diesel_fs.peers.node.fetches import Fetch
+from diesel_fs.peers.node.node_cache import CacheOptions, NodeCache
 from diesel_fs.peers.wire import ABSENT, GIVEN, DamagedPart
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
@@ -103,7 +104,7 @@ class RecordingCache(NodeCache):
     flushed: list[list[Mask]]
 
     async def flush_to_disk(self, first: Mask) -> None:
-        self.flushed.append([first, self.memory.owned])
+        self.flushed.append([first, self.ledger.owned])
 
 
 class Task:
@@ -148,7 +149,7 @@ class Task:
             def make_cache(fetch: Fetch) -> NodeCache:
                 cache = RecordingCache(
                     self.snapshot.identity, self.snapshot.chunk_ids, sizes,
-                    memory_bytes=16 << 20, policy=POLICIES[policy](), fetch=fetch,
+                    CacheOptions(16 << 20, POLICIES[policy]), fetch,
                 )  # fmt: skip
                 cache.flushed = self.flushed
                 return cache

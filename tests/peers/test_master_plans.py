@@ -125,7 +125,7 @@ async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
         await task.check(first)
 
         def is_known() -> bool:
-            found = second.cache.memory._held_elsewhere
+            found = second.cache.ledger.held_elsewhere
             return found is not None and bool((found == first.cache.held).all())
 
         assert first.cache.held.any()
@@ -137,7 +137,7 @@ async def test_all_masters_know_what_chunks_are_worth(task: Task) -> None:
     values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
 
     def is_known(node: Master, times: int) -> bool:
-        found = node.cache.memory._policy._values  # type: ignore[attr-defined]  # of `plan`
+        found = node.cache.ledger.tables.memory._values  # type: ignore[attr-defined]  # of `plan`
         return found is not None and bool((found == times * values).all())
 
     async with task.node(0, policy="plan") as first:

@@ -65,7 +65,7 @@ class Model:
         self.readers = 0  # of the plan
 
     def here(self) -> set[int]:
-        return set(self.cache.memory.views)
+        return set(self.cache.ledger.views)
 
     async def do(self, operation: tuple[object, ...]) -> None:
         match operation:
@@ -74,7 +74,7 @@ class Model:
             case "read", int(number), bool(load), int(size):
                 await self.read(number, size, load=load)
             case "find", int(number):
-                view = self.cache.memory.find(number)
+                view = self.cache.find(number)
                 if view is not None:
                     assert view == self.source.contents[number]
             case "together", list(numbers):
@@ -93,11 +93,11 @@ class Model:
             case "unpin", int(pinner), list(numbers):
                 for number in numbers:
                     self.unpin(pinner, number)
-                self.cache.memory.unpin(pinner, numbers)
+                self.cache.unpin(pinner, numbers)
             case "unpin_all", int(pinner):
                 for _, number, _ in [each for each in self.order if each[0] == pinner]:
                     self.unpin(pinner, number)
-                self.cache.memory.unpin_all(pinner)
+                self.cache.unpin(pinner, None)
             case "mine", list(mine):
                 self.mine = mine[: len(self.source.contents)]
                 self.cache.set_owned(np.array(self.mine, np.bool_))
@@ -187,7 +187,7 @@ class Model:
             assert found in (None, [content[7 : 7 + size], content[:3]])
 
     def pin(self, pinner: int, number: int) -> None:
-        file = self.cache.memory.pin(pinner, number)
+        file = self.cache.pin(pinner, number)
         if file is None:
             return
         assert number in self.here()
@@ -213,8 +213,8 @@ class Model:
         here = self.here()
         inodes = set()
         for number in here:
-            assert cache.memory.views[number] == self.source.contents[number]
-            memory = cache.memory.memory_of(number)
+            assert cache.ledger.views[number] == self.source.contents[number]
+            memory = cache.ledger.memories.get(number)
             assert memory is not None
             inodes.add(os.fstat(memory.descriptor).st_ino)
         in_memory = sum(len(self.source.contents[number]) for number in here)
@@ -224,9 +224,9 @@ class Model:
         assert stats["pinned_bytes"] == sum(pinned.bytes for pinned in self.pinned.values())
         assert kept_numbers(cache) == here
         for pinner in range(3):
-            wanted = cache.memory.revoked(pinner)
+            wanted = cache.revoked(pinner)
             assert {(pinner, number) for number in wanted} <= {each[:2] for each in self.order}
-        assert len(cache._in_flight) == cache._awaited == 0
+        assert len(cache.fetches.in_flight) == cache.fetches._awaited == 0
 
 
 @pytest.mark.parametrize("policy", [*POLICIES])
@@ -243,7 +243,7 @@ async def test_any_operations_agree_with_the_model(
     budget = room * len(source.contents[4])
     cache = make_cache(source, budget, policy=policy, mine=mine)
     if policy == "lfu":
-        cache._admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
+        cache.replacement.admission.is_worth_more = lambda unit, others: True  # type: ignore[method-assign]  # more goes
 
     before = descriptors()
     async with running(cache):

@@ -3,6 +3,7 @@ all accesses (`planned_reads.py`)."""
 
 import random
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -51,7 +52,7 @@ async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
     """By time alone, a fetch would pay after two reads."""
     task = PlannedTask(full)
     for cache in task.caches:
-        cache._costs.latency_s = 1.0
+        cache.replacement._costs.latency_s = 1.0
     assert (await task.run(2))[1].total <= 1.02 * CHUNKS / 2
 
 
@@ -104,8 +105,10 @@ async def cache() -> AsyncIterator[NodeCache]:
 
 
 def future_of(cache: NodeCache, *orders: list[int]) -> ChunkFuture:
-    uses = FutureUses([UnitOrder(np.array(each, np.uint32)) for each in orders], len(cache._sizes))
-    size = np.array(cache._sizes, np.float64)
+    uses = FutureUses(
+        [UnitOrder(np.array(each, np.uint32)) for each in orders], len(cache.ledger.sizes)
+    )
+    size = np.array(cache.ledger.sizes, np.float64)
     return ChunkFuture(uses, size, size / 4)
 
 
@@ -159,9 +162,10 @@ async def test_the_last_copy_of_a_chunk_of_another_node_stays_as_long_as_it_is_n
 async def test_the_nearest_next_use_is_fetched_ahead_and_displaces_nothing_earlier(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
-    cache.memory.budget_bytes_max *= 15  # for the part that may be fetched ahead
+    room = cache.ledger.room  # an eighth of it may be fetched ahead
+    cache.ledger.room = replace(room, memory_bytes=15 * room.memory_bytes)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(cache.prefetch_planned)
+        nursery.start_soon(cache.fetches.prefetch_planned)
         cache.set_future(future_of(cache, [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4))
         await trio.sleep(1)
         assert not in_memory(cache), "nobody has been seen to read"

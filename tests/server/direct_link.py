@@ -16,7 +16,7 @@ from diesel_fs.format.entries import Bytes
 from diesel_fs.net.client import Answer, RpcClient
 from diesel_fs.net.messages import Message, error_message, parse_error, unpack
 from diesel_fs.storage.accounts.account import Account
-from diesel_server.requests import Handler, Reply, Request
+from diesel_server.requests.dispatcher import Handler, Reply, Request
 
 T = TypeVar("T")
 

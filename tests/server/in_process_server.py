@@ -19,7 +19,7 @@ from diesel_fs.remote.values import parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.urls import parse_url
-from diesel_server.request_table import RequestTable
+from diesel_server.requests.table import RequestTable
 
 from .direct_link import DirectLink, Loop
 

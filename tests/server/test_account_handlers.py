@@ -31,9 +31,9 @@ from diesel_fs.storage.accounts.account import (
     with_accounts,
     without_account,
 )
-from diesel_server.account_handlers import account_handlers
-from diesel_server.authentication import TableAuthenticator
-from diesel_server.requests import Handler, Reply, Request
+from diesel_server.accounts.authentication import TableAuthenticator
+from diesel_server.accounts.handlers import account_handlers
+from diesel_server.requests.dispatcher import Handler, Reply, Request
 from tests.rows import each_row
 from tests.tiers import fast_first
 

@@ -13,7 +13,7 @@ from diesel_fs.errors import BusyError, DieselError, MetadataError, PermissionDe
 from diesel_fs.net import keys
 from diesel_fs.net.frames import NO_BINDING, login_challenge
 from diesel_fs.storage.accounts.account import Account, Role
-from diesel_server.authentication import (
+from diesel_server.accounts.authentication import (
     COPY_S,
     NETWORK_RATE,
     REFRESH_S,
@@ -130,7 +130,7 @@ def test_an_unknown_user_is_refused_after_the_same_work(
         verified.append((len(public), len(signature), content[:-1].startswith(b"diesel-fs login")))
         return real(public, signature, content)
 
-    monkeypatch.setattr("diesel_server.authentication.keys.verify", verify)
+    monkeypatch.setattr("diesel_server.accounts.authentication.keys.verify", verify)
     at = Logins(ANN, BOB)
     at.refused()
     with pytest.raises(PermissionDenied):

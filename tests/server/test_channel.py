@@ -9,7 +9,7 @@ import trio
 import trio.testing
 
 from diesel_fs.net import channel as transport
-from diesel_server.channel import Channel, ConnectionClosed
+from diesel_server.connections.channel import Channel, ConnectionClosed
 
 Ends = tuple[Channel, trio.socket.SocketType]
 

@@ -25,11 +25,11 @@ from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.urls import parse_url
 from diesel_server import limits
-from diesel_server.channel import Channel
-from diesel_server.connection import Connection, ConnectionContext
+from diesel_server.connections.channel import Channel
+from diesel_server.connections.connection import Connection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.requests import Dispatcher, Handler, Reply, Request
-from diesel_server.wiring import redactions
+from diesel_server.process.wiring import redactions
+from diesel_server.requests.dispatcher import Dispatcher, Handler, Reply, Request
 from tests.examples import examples
 from tests.rows import each_row
 
@@ -263,7 +263,7 @@ def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
         found.append(weakref.ref(payload))
         return payload
 
-    monkeypatch.setattr("diesel_server.connection.np.empty", empty)
+    monkeypatch.setattr("diesel_server.connections.connection.np.empty", empty)
     return found
 
 

@@ -27,10 +27,10 @@ from diesel_fs.net.metrics_endpoint import MetricsEndpoint
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.urls import parse_url
 from diesel_server import limits
+from diesel_server.connections.refusal_log import RefusalLog
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.refusal_log import RefusalLog
-from diesel_server.request_table import takes_payload
-from diesel_server.requests import HandlerThreads, Reply, Request
+from diesel_server.requests.dispatcher import HandlerThreads, Reply, Request
+from diesel_server.requests.table import takes_payload
 from tests.rows import each_row
 
 from ..net.test_client import Scripted
@@ -340,7 +340,7 @@ def test_G2_all_requests_succeed_in_the_end_after_an_overload(
 def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diesel_server.requests.THREAD_WAIT_S", 0.2)
+    monkeypatch.setattr("diesel_server.requests.dispatcher.THREAD_WAIT_S", 0.2)
     handlers = {"blocking_sleep": blocking_sleep(HandlerThreads(1))}
     with ThreadedServer(handlers) as server, logged_in(server) as client:
         ask(client, 1, "blocking_sleep", seconds=1.5)

@@ -32,11 +32,12 @@ from diesel_fs.storage.objects.cloud import store as cloud
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.storage.objects.retry import RetryPolicy
 from diesel_fs.urls import parse_url
-from diesel_server import main, options, supervisor
-from diesel_server import metadata_watch as watching
+from diesel_server import main, options
 from diesel_server.options import Options, checked
-from diesel_server.wiring import _objects
-from diesel_server.worker_config import WorkerConfig, config_line
+from diesel_server.process import metadata_watch as watching
+from diesel_server.process import supervisor
+from diesel_server.process.wiring import _objects
+from diesel_server.process.worker_config import WorkerConfig, config_line
 from tests.rows import each_row
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.storage.objects.s3_server import credentials

@@ -35,8 +35,8 @@ from diesel_fs.remote.repository import RemoteSnapshots
 from diesel_fs.remote.values import columns_message, parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account
-from diesel_server import queries as asking
-from diesel_server.requests import Reply, Request
+from diesel_server.requests import queries as asking
+from diesel_server.requests.dispatcher import Reply, Request
 from tests.waiting import wait_until
 
 from .in_process_server import ChunkMaker, InProcessServer, link_of, read
@@ -175,7 +175,7 @@ def test_S12_invented_identities_delay_no_reader(filled: InProcessServer) -> Non
         return real(identity)
 
     filled.patch.setattr(directory, "_look", slow)
-    filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0.0)
+    filled.patch.setattr("diesel_server.requests.directory.REMEMBERED_S", 0.0)
     link = filled.link(NOBODY)
 
     def draw(_: int) -> None:

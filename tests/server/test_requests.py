@@ -47,9 +47,9 @@ from diesel_fs.repository.validation import (
     batch_of,
 )
 from diesel_fs.storage.accounts.account import Account, Role
-from diesel_server import updates
-from diesel_server.directory import Directory
-from diesel_server.head_cache import HeadCache
+from diesel_server.requests import updates
+from diesel_server.requests.directory import Directory
+from diesel_server.requests.head_cache import HeadCache
 from tests.rows import each_row
 
 from ..repository.purge.purged import read_all
@@ -226,7 +226,7 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
     else:
         with LocalRepository.open(filled.store.url) as another:
             another.delete_dataset("ds")
-        filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0)
+        filled.patch.setattr("diesel_server.requests.directory.REMEMBERED_S", 0)
     for _ in range(2):
         assert read(reader, identity, chunk, 50) == content
         lease.switch_version(version + 1)

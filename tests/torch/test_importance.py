@@ -220,7 +220,7 @@ def test_a_forgotten_set_epoch_logs_a_warning(
         sampler.update(first, losses_of(first))
         assert list(sampler) == first
     (told,) = (record.getMessage() for record in caplog.records)
-    assert "epoch 0 begins once more" in told
+    assert "epoch 0 begins again" in told
     assert "call set_epoch" in told
     sampler.set_epoch(1)
     assert len(list(sampler)) < len(first)
@@ -253,7 +253,7 @@ def test_losses_that_are_nan_log_a_warning(
         samples = list(sampler)
         sampler.update(samples, torch.full((len(samples),), torch.nan))
     (told,) = (record.getMessage() for record in caplog.records)
-    assert f"all {FILES} losses that were reported are infinite, negative or no numbers" in told
+    assert f"all {FILES} reported losses are infinite, negative or NaN" in told
 
 
 def run_ranks(
@@ -277,7 +277,7 @@ def run_ranks(
     ("fault", "said"),
     [
         ("subset", ["rank 1 reads another dataset, version or selection"] * 2),
-        ("report", ["rank 1 has reported samples that there are not", "a sample 60; there are 60"]),
+        ("report", ["rank 1 has reported samples that do not exist", "a sample 60; there are 60"]),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_on_all_of_them(

@@ -34,7 +34,6 @@ def table_of(rows: list[tuple[str, str]], target: str = "target") -> bytes:
 
 
 def put(top: Path, files: dict[str, bytes], manifest: bytes, address: str = "pets") -> str:
-    """Put files with a manifest; returns the repository's URL."""
     (top / "table").write_bytes(manifest)
     url = (top / "store").as_uri()
     source = str(write(top / "src", files))

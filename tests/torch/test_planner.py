@@ -70,7 +70,7 @@ def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
         link.send({"no": "verb"})
         link.note("a word")
         wait_until(lambda: planner.summary.notes["a word"])
-    assert sum("has no meaning" in note for note in planner.summary.notes) == 4
+    assert sum("a malformed message" in note for note in planner.summary.notes) == 4
     assert len(planner.summary.lines()) == 6
 
 
@@ -81,7 +81,7 @@ A, B = ShownVersion("a", "", 1), ShownVersion("b", "", 1)
 
 
 def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[int]]]) -> FileTable:
-    """A table whose samples are added one by one, from the last to the first."""
+    """A table with samples that are added one by one, from the last to the first."""
     table = FileTable(len(samples))
     for shown, column in ((A, samples), *others):
         for index in reversed(range(len(column))):
@@ -91,7 +91,6 @@ def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[in
 
 
 def taken(table: SampleTable, indices: list[int], shown: ShownVersion = A) -> list[list[int]]:
-    """The files of samples, as lists."""
     found = table.take(np.array(indices, np.int64)).get(shown)
     if found is None:
         return [[] for _ in indices]

@@ -37,7 +37,7 @@ from diesel_fs.mounts.prefetch.planner import KNOWN_DIVISOR
 from diesel_fs.mounts.prefetch.units import KNOWN_ENTRY_BYTES
 from diesel_fs.mounts.source import MemorySplit
 from diesel_fs.orders.shuffle import GROUP_SIZE_DEFAULT
-from diesel_fs.peers.node.node_cache import chunk_budget_bytes
+from diesel_fs.peers.node.ledger import chunk_budget_bytes
 from diesel_fs.system.atomic_file import atomic_file, write_error
 from diesel_fs.system.available_memory import default_memory_bytes
 

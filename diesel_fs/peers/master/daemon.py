@@ -51,7 +51,9 @@ from ..members.addresses import advertised_address, listen_address
 from ..members.membership import INSTANCE_BYTES, Member, Membership, resolve_node, split_address
 from ..members.options import TaskRequest, chunk_policy
 from ..members.registry import open_registry
-from ..node.node_cache import Fetch, NodeCache, chunk_budget_bytes
+from ..node.fetches import Fetch
+from ..node.ledger import chunk_budget_bytes
+from ..node.node_cache import CacheOptions, NodeCache
 from ..node.sealed_memory import raise_descriptor_limit
 from . import local
 from .master import Master
@@ -287,15 +289,10 @@ class _Daemon:
 
     def _make_cache(self, fetch: Fetch) -> NodeCache:
         policy = POLICIES[chunk_policy(self._request.evict)]
+        options = CacheOptions(self._request.memory_bytes, policy, self._disk)
+        snapshot = self._snapshot
         return NodeCache(
-            self._snapshot.identity,
-            self._snapshot.chunk_ids,
-            self._snapshot.chunk_sizes,
-            memory_bytes=self._request.memory_bytes,
-            policy=policy(),
-            fetch=fetch,
-            disk=self._disk,
-            disk_policy=policy(),
+            snapshot.identity, snapshot.chunk_ids, snapshot.chunk_sizes, options, fetch
         )
 
 

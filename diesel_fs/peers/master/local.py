@@ -120,7 +120,7 @@ class LocalServer:
             self._connections[pid] -= 1
             if not self._connections[pid]:
                 del self._connections[pid]
-                self._master.cache.memory.unpin_all(pid)
+                self._master.cache.unpin(pid, None)
                 self._master.plan.forget_client(pid)
             if client.is_accepted:
                 self._readers -= 1
@@ -212,8 +212,8 @@ class _Client:
             await self._send(wire.local_answer(head.kind, body=text))
             return
         if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of any version
-            self._master.cache.memory.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
-            revoked = self._master.cache.memory.revoked(self._pid)
+            self._master.cache.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
+            revoked = self._master.cache.revoked(self._pid)
             await self._send(wire.local_answer(head.kind, revoked=revoked))
             return
         if not self._is_current:
@@ -236,7 +236,7 @@ class _Client:
         elif head.kind == wire.LOCAL_DAMAGED:
             await self._master.report_damage(wire.parse_damaged(body, sizes))
         count = head.counted if head.kind == wire.LOCAL_PIN else 0
-        revoked = self._master.cache.memory.revoked(self._pid)
+        revoked = self._master.cache.revoked(self._pid)
         await self._send(wire.local_answer(head.kind, count, answer, revoked), file)
 
     async def _hello(self, body: bytes) -> None:

@@ -35,7 +35,8 @@ from ..members.owner_table import OwnerTable
 from ..members.ownership import Ownership
 from ..members.registry import Registry
 from ..node.chunk_table import ChunkTable
-from ..node.node_cache import FETCHES, FILL_FETCHES, Fetch, NodeCache
+from ..node.fetches import FETCHES, FILL_FETCHES, Fetch
+from ..node.node_cache import NodeCache
 from ..plan.messages import TAKEN, UNKNOWN, PlanMessage, held_pieces, plan_body, value_pieces
 from ..plan.publisher import PlanTeller
 from ..plan.task_plan import EXCHANGE_S, TaskPlan
@@ -230,7 +231,7 @@ class Master:
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
             self._nursery.start_soon(self.plan.run)
-            self._nursery.start_soon(self.cache.prefetch_planned)
+            self._nursery.start_soon(self.cache.fetches.prefetch_planned)
             await self._apply_membership(first)
             await self._nursery.start(self._acceptor.serve, listeners)
             task_status.started()
@@ -439,14 +440,14 @@ class Master:
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
         """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None where
         it is not in memory. With `load`, it is fetched first."""
-        if load and self.cache.memory.find(chunk) is None:
+        if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
                     size = int(self.snapshot.chunk_sizes[chunk])
                     await self.cache.get(chunk, size, load=True)
                 except DieselError as error:
                     log.warning("cannot load chunk %d: %s", chunk, error)
-        return self.cache.memory.pin(pinner, chunk)
+        return self.cache.pin(pinner, chunk)
 
     async def report_damage(self, damaged: DamagedPart) -> None:
         """A client reports a part that does not match its checksum."""
@@ -464,7 +465,7 @@ class Master:
     @property
     def table(self) -> ChunkTable:
         """See `AnswerSource`."""
-        return self.cache.memory.table
+        return self.cache.table
 
     def take_plan(self, rank: int, body: bytes) -> int:
         """See `AnswerSource`."""
@@ -597,7 +598,7 @@ class Master:
             # Each node begins at another part of the dataset
             chunks = np.roll(chunks, -len(chunks) * self.rank // self._world)
             live = np.ceil(owners.live_fraction[chunks] * _LIVE_LEVELS)
-            await self.cache.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
+            await self.cache.fetches.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
         """At the end, after `run`: write this node's chunks from memory to its disk, for the next

@@ -79,7 +79,6 @@ class Account:
     ceiling: Role = Role.ADMIN
 
     def role(self, dataset: str) -> Role:
-        """The user's role for the dataset of this name."""
         return min(self._granted(dataset), self.ceiling)
 
     def _granted(self, dataset: str) -> Role:

@@ -174,7 +174,6 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise each OSError as an error of DIESEL-FS."""
         try:
             yield
         except OSError as error:

@@ -138,7 +138,6 @@ class _Rebuild:
         self._requested: set[ChunkId] = set()
 
     def run(self, batches: Iterable[Batch]) -> int:
-        """Do all steps (see the module), and return the new version."""
         self._add(batches, None)
         for _ in range(_PASSES_MAX):
             committed = self._not_folded(self._shadow.live_state())

@@ -131,7 +131,6 @@ class Controls:
         return {shown.mount for shown in self._controls}
 
     def close(self) -> None:
-        """Close all connections."""
         for each in self._controls.values():
             each.close()
         self._controls.clear()

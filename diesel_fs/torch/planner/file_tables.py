@@ -37,7 +37,6 @@ class SampleFiles(NamedTuple):
         return SampleFiles(self.entries[: ends[-1] if len(ends) else 0], ends)
 
     def then(self, more: "SampleFiles") -> "SampleFiles":
-        """These files, followed by others."""
         return SampleFiles(
             np.concatenate((self.entries, more.entries)),
             np.concatenate((self.ends, more.ends + len(self.entries))),
@@ -152,8 +151,6 @@ class SubsetTable:
 
 @dataclass(frozen=True, slots=True)
 class ConcatTable:
-    """The table of a dataset that concatenates others."""
-
     parts: Sequence[SampleTable]
 
     @property

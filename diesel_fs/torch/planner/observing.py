@@ -36,8 +36,6 @@ one epoch is enough, whatever the epochs before have shown."""
 
 
 class _Check(NamedTuple):
-    """A sample that was checked."""
-
     planned: int
     """Number of files that were planned for it."""
     opened: int
@@ -179,7 +177,7 @@ class ObservedTable:
         if self._is_given_up or (self.listed is not None and not found):
             return ""
         if not found:
-            return f"{self.name} opened no file of a mount that could be seen: no plan for it"
+            return f"{self.name} opened no visible file of a mount: nothing is planned for it"
         each = self.learned.files / found
         samples = f"{found:,} of {self.size:,} samples"
         return f"learned which files {self.name} reads: those of {samples}" + (

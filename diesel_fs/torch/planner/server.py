@@ -5,9 +5,9 @@ every message off the socket at once and puts it into a queue, so that a trainin
 waits for a mount. The second one takes the messages from the queue in their order: it finds files,
 announces orders, and sends the answers. It holds the planner's one lock while it handles a message,
 because all processes share the mounts' connections, the snapshots, the learned files and the
-summary. So messages of two processes never interleave within one message, and may come in any
-order. When the planner closes, it shuts the sockets for reading. Messages that were sent before are
-still handled; the planner waits up to 20 s for each process.
+summary. So each message is handled whole before the next one, and messages of two processes may
+come in any order. When the planner closes, it shuts the sockets for reading. Messages that were
+sent before are still handled; the planner waits up to 20 s for each process.
 """
 
 import json
@@ -53,8 +53,6 @@ Said = dict[str, object]
 
 
 class _Served(NamedTuple):
-    """A process that has connected."""
-
     thread: threading.Thread
     connected: socket.socket
 
@@ -174,8 +172,6 @@ class TrainingPlanner:
 
 
 class _Process:
-    """The state of one training process, from its messages."""
-
     def __init__(
         self,
         files: MountedFiles,
@@ -204,15 +200,15 @@ class _Process:
         except ConflictError:  # the mount has moved on to another version
             self._files.refresh()  # for new datasets; known ones keep their version
             self._note(
-                "a mount has changed to another version while the command read from it: what it"
-                " knew before is planned no more"
+                "a mount has changed to another version while the command read from it: datasets"
+                " of the earlier version are no longer planned"
             )
         except DieselError as error:
             self._note(f"{error.message}" + (f" ({error.advice})" if error.advice else ""))
         except OSError as error:  # of a mount's snapshot
             self._note(f"a mount cannot be read: {error}")
         except (KeyError, TypeError, ValueError) as error:
-            self._note(f"a training process sent what has no meaning: {error!r}")
+            self._note(f"a training process sent a malformed message: {error!r}")
         return b"" if said.get("do") == "chunks" else None
 
     def end(self) -> None:
@@ -366,7 +362,7 @@ class _Process:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 

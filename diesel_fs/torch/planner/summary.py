@@ -24,7 +24,6 @@ class Interval:
 
     @property
     def total_s(self) -> float:
-        """The length of the interval."""
         return self.waited_s + self.computed_s
 
 
@@ -44,7 +43,6 @@ class LoopTimes:
             self.intervals = _halved(self.intervals)
 
     def epochs(self) -> list[Interval]:
-        """The times of each epoch."""
         found: dict[int, Interval] = {}
         for each in self.intervals:
             known = found.get(each.epoch)
@@ -63,7 +61,6 @@ def _joined(one: Interval, other: Interval) -> Interval:
 
 
 def _halved(intervals: Sequence[Interval]) -> list[Interval]:
-    """Join neighbours of the same epoch."""
     halved: list[Interval] = []
     is_pair = True
     for each in intervals:
@@ -105,7 +102,7 @@ class Summary:
             self.tell(text)
 
     def add(self, stream: str, interval: Interval) -> None:
-        """A loop has told its times."""
+        """Add the times of a loop."""
         loop = self.loops.get(stream)
         if loop is None:
             process, _, loader = stream.partition(".")
@@ -113,7 +110,6 @@ class Summary:
         loop.add(interval)
 
     def total(self) -> Interval:
-        """The times of all loops together."""
         total = Interval(0, 0.0, 0, 0.0, 0.0)
         for loop in self.loops.values():
             for each in loop.intervals:

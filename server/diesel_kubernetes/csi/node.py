@@ -34,7 +34,7 @@ from .targets import (
     show_control,
     usage_of,
 )
-from .volumes import Limits, Volume, check_mount_flags, name_the_same, parse_volume
+from .volumes import Volume, VolumeLimits, check_mount_flags, name_the_same, parse_volume
 
 log = logging.getLogger("diesel.csi")
 
@@ -62,7 +62,7 @@ class NodeVolumes:
         self,
         state: StateFolder,
         mounter: Mounter,
-        limits: Limits,
+        limits: VolumeLimits,
         *,
         idle_s: float,
         starts_max: int,

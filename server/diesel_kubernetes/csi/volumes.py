@@ -57,7 +57,7 @@ _NEEDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class VolumeLimits:
     """What the administrator of the nodes lets volumes have."""
 
     url: str = ""
@@ -127,7 +127,7 @@ def name_the_same(key: str, other: str) -> bool:
 
 
 def parse_volume(
-    attributes: Mapping[str, str], secrets: Mapping[str, str], limits: Limits
+    attributes: Mapping[str, str], secrets: Mapping[str, str], limits: VolumeLimits
 ) -> Volume:
     """The volume with these attributes and secrets. Raises UsageError, whose message names what is
     wrong, and repeats no secret."""
@@ -180,7 +180,7 @@ def parse_volume(
 
 
 def _options(
-    given: Mapping[str, str], attributes: Mapping[str, str], limits: Limits
+    given: Mapping[str, str], attributes: Mapping[str, str], limits: VolumeLimits
 ) -> tuple[tuple[str, ...], int]:
     """The arguments of `dlcmd mount` but those of the cache, and the memory of the mount."""
     options = []
@@ -272,7 +272,7 @@ def _rank(text: str, pod: str) -> str:
     return str(int(ordinal[1]) + int(match[1] or 0))
 
 
-def _cache_dir(given: Mapping[str, str], namespace: str, limits: Limits) -> str:
+def _cache_dir(given: Mapping[str, str], namespace: str, limits: VolumeLimits) -> str:
     if "cacheDir" not in given:
         if given.get("evict") == "lrfu":
             raise UsageError(
@@ -289,7 +289,7 @@ def _cache_dir(given: Mapping[str, str], namespace: str, limits: Limits) -> str:
     return f"{limits.cache_root}/{namespace or '-'}/{name}"
 
 
-def _cache_size(given: Mapping[str, str], limits: Limits) -> tuple[str, ...]:
+def _cache_size(given: Mapping[str, str], limits: VolumeLimits) -> tuple[str, ...]:
     size = _size(given, "cacheSize", limits.cache_bytes_max) or limits.cache_bytes_max
     return (f"--cache-size={size}",) if size else ()
 
@@ -307,7 +307,7 @@ def _endpoint(text: str) -> str:
     return text
 
 
-def _checked_url(url: str, limits: Limits) -> str:
+def _checked_url(url: str, limits: VolumeLimits) -> str:
     """The folder of a repository on the node's disk; empty for others. Raises UsageError."""
     if not url:
         raise UsageError(

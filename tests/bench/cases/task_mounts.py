@@ -212,6 +212,5 @@ def announce(mountpoint: Path, shape: Shape, epoch: int) -> None:
 def entries_of(
     mountpoint: Path, paths: Sequence[str]
 ) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The entries of these files in the snapshot of a mount."""
     view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
     return view.lookup_many([path.encode() for path in paths])

@@ -214,7 +214,6 @@ def hits(bench: Workbench) -> list[Row]:
 
 
 def _recorded(bench: Workbench, dlcmd: Dlcmd, file: Path, seed: int, **more: float) -> Losses:
-    """The losses left by a training in full order."""
     probe(dlcmd, seed, "ways", json.dumps({**_numbers(bench), **more}), "[]", str(file))
     images = IMAGES // bench.divisor
     return np.frombuffer(file.read_bytes(), np.float32).reshape(-1, images)

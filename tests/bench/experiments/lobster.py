@@ -1,4 +1,4 @@
-"""Benchmarks of `dlcmd forecast` and of the policy `plan`, beside tables of Lobster (ICPP 2022).
+"""Benchmarks of `dlcmd forecast` and the policy `plan`, beside the tables of Lobster (ICPP 2022).
 
 Nothing is trained here: the jobs of the paper's sections 5.3 and 5.5 are simulated by
 `diesel_fs.forecast`, with made-up files of ImageNet's number and sizes (log-normal, by a seed). One

@@ -267,7 +267,6 @@ def simulate(bench: Workbench) -> list[Row]:
 
 
 def _hours(blocks: Blocks, jobs: Sequence[Workload]) -> dict[str, Values]:
-    """The total hours of each workload, by policy."""
     # Rounded, as sums of the same costs in another order differ in their last digits
     return {
         name: np.round([each.prepared_s(blocks, order) / 3600 for each in jobs], 9)

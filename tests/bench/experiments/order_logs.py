@@ -123,7 +123,6 @@ def _index(data: Stored, view: Snapshot) -> Entries:
 
 
 def _order(data: Stored, seed: int) -> Indices:
-    """A random order of the files."""
     return np.random.default_rng(seed).permutation(data.shape.files)
 
 
@@ -260,7 +259,6 @@ def _figure5_rows(shape: Shape, rounds: Rounds, part: float, disk: LimitedDisk |
 
 
 def _drop_pages(folder: Path) -> None:
-    """Drop the pages of the files there from the page cache."""
     for path in folder.rglob("order-*"):
         file = os.open(path, os.O_RDONLY)
         os.fdatasync(file)

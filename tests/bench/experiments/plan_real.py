@@ -1,11 +1,11 @@
 """Benchmark of the forecast against real runs: four nodes in network namespaces mount a dataset as
 a task and train on it, with memory for all of it, half, or a tenth.
 
-The forecast is the output of `dlcmd forecast`. It gets the rates of this run: the store's latency
-and bandwidth, as a node measures them, and the pace of the readers. Each row is the difference of
-the run from the forecast, relative to the forecast: requests to the store and their bytes, as the
-store counts them, and hits, the part of the bytes that readers read which the store did not give
-(in points). These are sums over two epochs, since a mount loads files of the second one before the
+The forecast is that of `dlcmd forecast`. It gets the rates of this run: the store's latency and
+bandwidth, as a node measures them, and the pace of the readers. Each row is the difference of the
+run from the forecast, relative to the forecast: requests to the store and their bytes, as the store
+counts them, and hits, the part of the bytes that readers read which the store did not give (in
+points). These are sums over two epochs, since a mount loads files of the second one before the
 first is over. The times are those of each epoch. The first one begins with empty caches.
 
 A node reads ahead within the window of its memory, which is a 30th of an epoch if a tenth of the
@@ -120,7 +120,6 @@ class _Ground:
         return left * SERVER_DIVISOR // (SERVER_DIVISOR - 1)
 
     def foretold(self, order: Order, memory_bytes: int, rates: Rates) -> list[Figures]:
-        """The output of `dlcmd forecast` for each epoch."""
         options = {
             "nodes": NODES, "ranks": 1, "batch": BATCH, "workers": 0, "memory": memory_bytes,
             "store-latency": rates.request_s * 1e3, "store-bandwidth": int(rates.bytes_per_s),

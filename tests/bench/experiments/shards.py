@@ -40,7 +40,6 @@ def pack(peer: str, source: Path, out: Path, shard_bytes: int) -> None:
 
 
 def read(peer: str, folder: Path, seed: int) -> Passes:
-    """Read all samples of a folder of shards."""
     return Passes(**json.loads(in_peers(_PROGRAM, "read", peer, str(folder), str(seed))))
 
 

@@ -39,8 +39,6 @@ SMOOTHNESS = 3  # pixels of noise that are one value: with it the file has about
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a training."""
-
     epochs: int
     batch: int
     workers: int

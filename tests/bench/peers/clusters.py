@@ -36,7 +36,6 @@ bench:
 
 
 def listen_at(place: NodeHost, port: int, what: str) -> None:
-    """Wait until a program on a node listens at a port."""
     until(
         lambda: any(each.port == port for each in place.sockets(listening=True)),
         f"{what} on {place.name}", _LISTEN_S,
@@ -150,7 +149,6 @@ class Prototype(_Servers):
         return *program, "serve", *served, str(rank), str(len(self.nodes))
 
     def client(self, place: NodeHost) -> ClientProcess:
-        """Start a client on a node."""
         sums, program = ",".join(map(str, self._sums)), (sys.executable, "-P", PROTOTYPE_PROGRAM)
         client = ClientProcess(place, *program, "read", self.addresses, sums, str(self._size))
         self.callback(client.close)

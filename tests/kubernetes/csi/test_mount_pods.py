@@ -19,7 +19,7 @@ from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.pods import PodMounter, PodOptions
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.volumes import VolumeLimits
 from diesel_kubernetes.names import LABEL_NODE
 from diesel_kubernetes.reports import parse_config_map
 from tests.kubernetes.fields import Json, at, fields
@@ -53,7 +53,7 @@ def plugin_in(folder: Path, cluster: Cluster, url: str) -> Iterator[NodeVolumes]
     with cluster.client() as client:
         mounter = PodMounter(state, client, OPTIONS)
         mounter.tidy()
-        with node_volumes(state, mounter, Limits(url=url)) as volumes:
+        with node_volumes(state, mounter, VolumeLimits(url=url)) as volumes:
             yield volumes
 
 

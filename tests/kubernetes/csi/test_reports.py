@@ -22,7 +22,7 @@ from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.targets import MountTable
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.volumes import VolumeLimits
 from diesel_kubernetes.names import POD_NAMESPACE
 from diesel_kubernetes.reports import (
     REFRESH_S,
@@ -94,7 +94,10 @@ def node(tmp_path: Path) -> Iterator[Node]:
     with connect("pets", url) as dataset:
         identity, version = dataset.snapshot.identity, dataset.version
     cache_root.mkdir()
-    state, limits = StateFolder(tmp_path / "state"), Limits(url=url, cache_root=str(cache_root))
+    state, limits = (
+        StateFolder(tmp_path / "state"),
+        VolumeLimits(url=url, cache_root=str(cache_root)),
+    )
     with node_volumes(state, ProcessMounter(state), limits) as volumes:
         holdings = NodeHoldings(state, str(cache_root))
         made = Node(tmp_path, state, volumes, holdings, identity, version)

@@ -15,7 +15,7 @@ from diesel_kubernetes.csi import node
 from diesel_kubernetes.csi.mounter import ProcessMounter
 from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.state import StateFolder
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.volumes import VolumeLimits
 from tests.waiting import wait_until
 
 from .conftest import MOUNTS_AS_ROOT, node_volumes, publish, put_files
@@ -35,7 +35,7 @@ def url(tmp_path: Path) -> str:
 def volumes(url: str, tmp_path: Path) -> Iterator[NodeVolumes]:
     """The logic of a plugin."""
     state = StateFolder(tmp_path / "state")
-    with node_volumes(state, ProcessMounter(state), Limits(url=url)) as volumes:
+    with node_volumes(state, ProcessMounter(state), VolumeLimits(url=url)) as volumes:
         yield volumes
         wait_until(lambda: not state.names())
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from diesel_kubernetes.csi.volumes import Limits, parse_volume
+from diesel_kubernetes.csi.volumes import VolumeLimits, parse_volume
 from diesel_kubernetes.names import POD_NAME, POD_NAMESPACE
 from diesel_kubernetes.operator.api_objects import ClusterNode, Pod, PodSpec
 from diesel_kubernetes.operator.decoding import decode
@@ -143,7 +143,7 @@ def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
         csi = fields(pod, "spec", "volumes", 0, "csi")
         assert csi["nodePublishSecretRef"] == {"name": "account"}
         given = {POD_NAME: f"train-{rank}", POD_NAMESPACE: "default"}
-        volume = parse_volume({**texts(csi, "volumeAttributes"), **given}, {}, Limits())
+        volume = parse_volume({**texts(csi, "volumeAttributes"), **given}, {}, VolumeLimits())
         assert volume.named == "pets@7"
         options = {"--task=train-01234567", f"--rank={rank}", "--world=2", "--memory=2147483648"}
         assert options <= set(volume.options)

@@ -79,7 +79,6 @@ class Chunk:
         return entry.target if entry is not None and entry.kind == Kind.LINK else None
 
     def batch(self) -> Batch:
-        """The chunk as a batch."""
         places = [place for place, entry in enumerate(self.entries) if entry is not None]
         split = [
             (b"/".join(parts[:-1]), parts[-1])
@@ -109,7 +108,6 @@ def files(number: int, *paths: bytes, size: int = 7) -> Chunk:
 
 
 def tombstones(number: int, *paths: bytes) -> Chunk:
-    """A chunk of tombstones."""
     return Chunk(number, tuple(Entry(path, 0, Kind.TOMBSTONE) for path in paths))
 
 
@@ -135,8 +133,6 @@ def chunk_by_purge(number: int, *places: tuple[Chunk, int], known: bool = True) 
 
 
 class StoredEntry(NamedTuple):
-    """An entry as a store shows it."""
-
     stamp: bytes
     chunk: bytes
     record: bytes

@@ -64,8 +64,6 @@ def program(name: str) -> str:
 
 
 class RedisServer:
-    """A `redis-server` in a folder."""
-
     def __init__(
         self, folder: Path, options: Mapping[str, str] | None = None, *, port: int = 0
     ) -> None:
@@ -119,7 +117,6 @@ class RedisServer:
         )
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         assert self._process is not None
         self._process.send_signal(number)
 

@@ -31,7 +31,7 @@ PARTS: list[Bytes] = [b"some", b"thing"]
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
-    """A store whose chunk folder exists already and is known to be durable."""
+    """A store with a chunk folder that exists already and is known to be durable."""
     made = FolderStore.create(tmp_path / "store")
     made.put(OTHER, [b"other"])
     return made
@@ -68,7 +68,6 @@ class Syncs:
 
 @pytest.fixture
 def syncs(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Syncs:
-    """Replaces os.fsync."""
     made = Syncs(store.root)
     monkeypatch.setattr(os, "fsync", made)
     return made

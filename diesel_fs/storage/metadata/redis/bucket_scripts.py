@@ -23,7 +23,6 @@ SCRIPTS: list[Script] = []
 
 
 def script(source: str) -> Script:
-    """Make a script from its source, and add it to `SCRIPTS`."""
     packed = source.encode()
     made = Script(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
     SCRIPTS.append(made)

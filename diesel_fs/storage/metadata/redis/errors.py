@@ -132,7 +132,6 @@ def _code(text: str) -> str:
 
 
 def _reply(code: str, text: str, where: RedisAddress) -> DieselError | RetryLater:
-    """Translate an error reply, by its code word."""
     match code:
         case "NOAUTH":
             return MetadataError(f"{where} needs a password", advice="set DIESEL_REDIS_PASSWORD")

@@ -131,7 +131,6 @@ def steps(path: bytes) -> list[bytes]:
 
 
 def folder_id(path: bytes) -> FolderId:
-    """The ID of the folder at a path."""
     folder = ROOT_FOLDER
     for name in steps(path):
         folder = child_folder(folder, name)
@@ -183,7 +182,6 @@ class Generation:
         return self._prefixes[number] + letter
 
     def entries(self, folder: FolderId) -> bytes:
-        """The key of a folder's entries."""
         return self._prefixes[self.bucket(folder)] + b"e:" + folder
 
     def below(self, folder: FolderId) -> bytes:
@@ -291,7 +289,7 @@ def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
 
 def check_entry(entry: bytes) -> bytes:
     if len(entry) != PLAIN_BYTES and len(entry) < EXTENDED_BYTES:
-        raise corrupt_store_error("an entry of another length")
+        raise corrupt_store_error("an entry of a wrong length")
     return entry
 
 
@@ -311,7 +309,6 @@ def entry_place(entry: bytes) -> int:
 
 
 def entry_stamp(entry: bytes) -> Stamp:
-    """The stamp of a packed entry."""
     if len(check_entry(entry)) == PLAIN_BYTES:
         return Stamp(entry[RECORD.itemsize : PLAIN_BYTES] + entry_place(entry).to_bytes(4, "big"))
     return Stamp(entry[PLAIN_BYTES:EXTENDED_BYTES])

@@ -76,7 +76,6 @@ class Command(NamedTuple):
 
 
 def command(word: str, key: bytes, *arguments: Word) -> Command:
-    """A command on a key."""
     return Command(key, (word, key, *arguments))
 
 
@@ -88,7 +87,6 @@ class ScriptCommand(NamedTuple):
     arguments: Sequence[Word]
 
     def command(self) -> Command:
-        """The command that runs the script."""
         words = ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
         return Command(self.keys[0], words)
 
@@ -156,7 +154,6 @@ class RedisLink:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether keys are spread over several nodes."""
         return self.address.kind == "cluster"
 
     def close(self) -> None:

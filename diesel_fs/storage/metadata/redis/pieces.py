@@ -116,8 +116,6 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 
 @dataclass(slots=True)
 class _Packer:
-    """Packs one piece."""
-
     folders: dict[FolderId, int] = field(default_factory=dict)  # with their positions
     steps: list[bytes] = field(default_factory=list)
     paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
@@ -151,8 +149,6 @@ class _Packer:
 
 
 class _Cutter:
-    """Cuts one batch into pieces."""
-
     def __init__(self, batch: Batch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation

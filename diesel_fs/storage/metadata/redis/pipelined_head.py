@@ -10,7 +10,7 @@ that cannot be reached, and raises errors.
 All replies must come over one connection from one Redis, which runs the commands in order; the
 nodes of a cluster would not. redis-py cannot be used: its client for threads takes a thread for
 each read, and its asyncio client does not run in trio's loop. This module does no input or output
-itself (`server/diesel_server/pipelined_heads.py` does). Not safe for concurrent use.
+itself (`server/diesel_server/requests/pipelined_heads.py` does). Not safe for concurrent use.
 """
 
 from collections.abc import Sequence

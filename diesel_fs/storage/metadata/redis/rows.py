@@ -71,7 +71,6 @@ class GenerationGone(Exception):
 
 
 def kind_of(entry: bytes) -> int:
-    """The `Kind` of a packed entry."""
     return check_entry(entry)[KIND_AT]
 
 
@@ -152,7 +151,6 @@ class GenerationReader:
         return found
 
     def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
-        """The paths of these folders."""
         parents: dict[FolderId, tuple[FolderId, bytes]] = {}
         wanted = [*dict.fromkeys(folders)]
         level: Sequence[FolderId] = wanted  # these folders, then their parents, and so on
@@ -321,7 +319,7 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
         plain.append(joined)
     packed = np.frombuffer(b"".join(plain), np.uint8).reshape(-1, PLAIN_BYTES)
     if len(packed) != len(names):
-        raise corrupt_store_error("an entry of another length")
+        raise corrupt_store_error("an entry of a wrong length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
     # NumPy ignores trailing zeros when it compares; IDs of one length stay different without them
@@ -344,7 +342,7 @@ def _without_tombstones(
     names: list[bytes], entries: list[bytes]
 ) -> tuple[list[bytes], list[bytes]]:
     if entries and min(map(len, entries)) < PLAIN_BYTES:
-        raise corrupt_store_error("an entry of another length")
+        raise corrupt_store_error("an entry of a wrong length")
     keep = [entry[KIND_AT] != Kind.TOMBSTONE.value for entry in entries]
     if all(keep):
         return names, entries

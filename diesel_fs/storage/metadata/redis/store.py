@@ -120,8 +120,6 @@ T = TypeVar("T")
 
 
 class RedisMetadata(RebuildingStore):
-    """A metadata store in Redis."""
-
     def __init__(
         self, link: RedisLink, clock_ns: Callable[[], int] = time.time_ns, *, buckets: int = 0
     ) -> None:

@@ -28,8 +28,8 @@ Redis restarts, or a rebuild replaces the generation.
   held, that the transaction was not abandoned, and that each chunk is still unknown (or known, if
   it is to be removed). If a check fails, the script writes nothing.
 - Several clients may apply one plan at once. The script that applies a piece records it in the hash
-  `n`, so a piece is applied once, whoever is first. A later client gets the same counts, and
-  APPLIED ignores counts of fewer pieces than it has seen.
+  `n`, so a piece is applied once, by the first client. A later client gets the bucket's counts
+  without a change, and APPLIED ignores counts of fewer pieces than it has seen.
 - Pieces of several plans are applied in the order of the commits only if that matters: purge's
   copies must follow the entries that they replace, so their writer applies all earlier plans first.
   Other entries give the same state in every order.

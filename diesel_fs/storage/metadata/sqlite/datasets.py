@@ -33,12 +33,10 @@ def all_datasets(db: sqlite3.Connection) -> list[DatasetRow]:
 
 
 def dataset_by_name(db: sqlite3.Connection, name: str) -> DatasetRow:
-    """The dataset with this name. Raises NoSuchDataset."""
     return _dataset_where(db, "name = ?", name, name)
 
 
 def dataset_by_identity(db: sqlite3.Connection, identity: UUID) -> DatasetRow:
-    """The dataset with this identity. Raises NoSuchDataset."""
     return _dataset_where(db, "identity = ?", identity.bytes, identity)
 
 

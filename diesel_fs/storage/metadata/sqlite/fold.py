@@ -108,7 +108,6 @@ class ChunkFold:
         self._chunk = self._insert_chunk(version)
 
     def run(self) -> None:
-        """Fold every row of the batch."""
         rows = self._batch.rows
         folder_numbers = [self._folders.make(folder) for folder in rows.folders]
         self._add_own_holes()
@@ -345,7 +344,6 @@ class ChunkFold:
         return Stamp(row.stamp), self._id(row.chunk)
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
-        """The chunk number and place of each extent of a row."""
         if row.extents <= 1:
             return [(row.chunk, row.place)]
         extents = np.frombuffer(row.tail or b"", EXTENT)

@@ -33,7 +33,6 @@ Row = tuple[bytes, int, bytes, bytes | None]
 
 
 def kind_of(record: bytes) -> int:
-    """The `Kind` of a packed record."""
     return record[KIND_AT]
 
 
@@ -81,7 +80,6 @@ class FolderNumbers:
         return number
 
     def path(self, number: int) -> bytes:
-        """The path of a folder."""
         select = "SELECT parent, name FROM folder WHERE number = ?"
         names, at = [], number
         while at not in self._paths:
@@ -153,7 +151,6 @@ class ChunkTable(NamedTuple):
 
 
 def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkTable:
-    """All chunks of a dataset."""
     select = "SELECT number, id, object_bytes FROM chunk WHERE dataset = ? ORDER BY number"
     rows = db.execute(select, (dataset,)).fetchall()
     return ChunkTable(
@@ -225,7 +222,6 @@ class RowCollector:
         return set(self._chunk)
 
     def add(self, folder: bytes, rows: Sequence[Row]) -> None:
-        """Add rows of one folder."""
         if not rows:
             return
         names, chunks, records, tails = zip(*rows, strict=True)
@@ -236,14 +232,13 @@ class RowCollector:
         self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
 
     def add_run(self, folder: bytes, run: EntryRun) -> None:
-        """Add the entries of a run in a folder."""
         self._add(folder, run.names, run.records)
         self._chunk.append(run.chunk)
         self._chunk_counts.append(len(run.names))
 
     def _add(self, folder: bytes, names: Names, records: bytes) -> None:
         if len(records) != len(names) * RECORD.itemsize:
-            raise corrupt_store_error("records of another length")
+            raise corrupt_store_error("records of a wrong length")
         self._folder.append(self._folders.setdefault(folder, len(self._folders)))
         self._counts.append(len(names))
         self._names.append(names)

@@ -44,7 +44,6 @@ class EntryRun(NamedTuple):
     records: bytes
 
     def record(self, i: int) -> bytes:
-        """The packed record of the i-th name."""
         return self.records[i * _RECORD_BYTES : (i + 1) * _RECORD_BYTES]
 
 
@@ -213,5 +212,5 @@ def _decoded(row: Sequence[object]) -> EntryRun:
     assert isinstance(records, bytes)
     count, rest = divmod(len(records), _RECORD_BYTES)
     if rest or names.count(b"\0") != count - 1:
-        raise corrupt_store_error("a run of which names and records differ in number")
+        raise corrupt_store_error("a run with different numbers of names and records")
     return EntryRun(chunk, Names(names, count), records)

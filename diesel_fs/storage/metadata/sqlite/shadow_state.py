@@ -38,8 +38,6 @@ ClockNs = Callable[[], int]
 
 
 class SqliteShadowState(ShadowState):
-    """The shadow state of one rebuild of a dataset."""
-
     def __init__(
         self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
     ) -> None:
@@ -126,7 +124,6 @@ class SqliteShadowState(ShadowState):
 
 
 def _revision(found: DatasetRow | None) -> tuple[bytes, ...]:
-    """`LiveState.revision` of a dataset."""
     return (b"%d %d" % (found.number, found.head.version),) if found else NO_LIVE_STATE.revision
 
 

@@ -67,8 +67,6 @@ T = TypeVar("T")
 
 
 class SqliteMetadata(RebuildingStore):
-    """A metadata store in one SQLite file."""
-
     def __init__(self, file: SqliteFile, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._file = file
         self._clock_ns = clock_ns

@@ -6,5 +6,5 @@ each call; programs of DIESEL-FS call `direct` and then open buckets themselves.
 `requests` know the library; `tests/test_layers.py` checks who imports them.
 
 Read in this order: `location` (URL, endpoint, credentials), `requests` (one request each), `store`
-(the contract of an object store), `proxy`, `proxy_process`, `direct`.
+(the contract of an object store), `proxy`, `proxy_process`, `opening`, `direct`.
 """

@@ -10,11 +10,11 @@ orders of `--shuffle chunk`.
 Concurrency. The hook runs in the threads of the user's program, inside calls of `DataLoader`,
 samplers and datasets; it has no event loop. `learning.py` alone starts threads: timers, which it
 cancels and joins at the end of an epoch, since Python warns if a program forks while it has
-threads. A lock in `link.py` lets one message after another leave, from any thread. A send that
-blocks for 20 s gives the launcher up. The garbage collector may run at any point, even inside a
-send, and may end a stream then; such a message is queued, and leaves after the current one. A
-forked child has no connection and none of its parent's unsent messages; it connects with its first
-message.
+threads. Any thread may send; a lock in `link.py` lets one message leave after another. If a send
+blocks for 20 s, the hook gives the launcher up. The garbage collector may run at any point, even
+inside a send, and may end a stream then; such a message is queued, and leaves after the current
+one. A forked child has no connection and none of its parent's unsent messages; it connects with its
+first message.
 """
 
 from __future__ import annotations
@@ -51,7 +51,6 @@ def has_joined() -> bool:
 
 
 def install(settings: Settings) -> None:
-    """Let this process announce its reads."""
     if _links:
         return
     from . import link, loaders  # noqa: PLC0415  (processes without settings need none)

@@ -91,8 +91,6 @@ class Told:
 
 
 class Datasets:
-    """The datasets that the launcher knows."""
-
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, tuple[weakref.ref[object], Told]] = {}  # by id

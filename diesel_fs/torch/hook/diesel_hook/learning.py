@@ -63,8 +63,6 @@ class _Function(Protocol):
 
 
 class _Known:
-    """An observed dataset."""
-
     def __init__(self, dataset: object, part: Part, *, may_learn: bool) -> None:
         try:
             self.dataset: Callable[[], object] = weakref.ref(dataset)

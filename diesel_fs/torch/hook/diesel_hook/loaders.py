@@ -446,7 +446,6 @@ def _when_collected(thing: object, act: Callable[[], object]) -> None:
 
 
 def _nested(sampler: object) -> Iterator[object]:
-    """A sampler and the samplers inside it."""
     seen: list[object] = []
     while sampler is not None and not any(each is sampler for each in seen):
         seen.append(sampler)
@@ -478,7 +477,6 @@ def received(sampler: object) -> int | None:
 
 
 def watch(link: Link, settings: Settings) -> None:
-    """Watch all loaders from now on."""
     state = Watch(link, settings)
     for name, loader in _LOADERS.items():
         module = sys.modules.get(name)
@@ -531,7 +529,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         try:
             state.tell_files(self)
         except Exception as error:  # the program runs on as without the hook
-            state.link.note(f"cannot tell the files of a DataLoader: {error!r}")
+            state.link.note(f"cannot find the files of a DataLoader: {error!r}")
 
     @functools.wraps(original)
     def __iter__(self: _Loader) -> object:

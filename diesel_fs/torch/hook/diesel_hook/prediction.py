@@ -137,7 +137,6 @@ class Drawn:
 
     @property
     def count(self) -> int:
-        """The number of indices that it has given."""
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
@@ -152,7 +151,6 @@ class Drawn:
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
     def end_of(self, batches: int) -> int:
-        """The number of indices in the first `batches`."""
         if self.count and not self._has_batches:  # it gives single indices
             return max(min(batches, self.count), 0)
         at = min(batches - self._dropped_batches, len(self._kept.bounds))

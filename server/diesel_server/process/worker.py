@@ -1,8 +1,8 @@
 """A worker: one of the processes of a server that serve clients.
 
-The supervisor starts it as `python -m diesel_server.worker` and sends it a config. It is a program
-of its own and not a fork, since libraries of object stores hang in forked processes. `wiring.py`
-builds what it serves.
+The supervisor starts it as `python -m diesel_server.process.worker` and sends it a config. It is a
+program of its own and not a fork, since libraries of object stores hang in forked processes.
+`wiring.py` builds the handlers and stores that it serves.
 
 SIGTERM, or the end of the supervisor, lets it finish the requests under way, for at most `DRAIN_S`.
 SIGHUP makes it load its certificate again. It ignores the other signals of a terminal, as the
@@ -29,8 +29,8 @@ from diesel_fs.metrics import MetricCells, cells_bytes
 from diesel_fs.net.messages import error_message
 from diesel_fs.net.tls import Certificate, load_certificate
 
-from . import limits
-from .listener import Listener
+from .. import limits
+from ..connections.listener import Listener
 from .wiring import WireUp, wire_up
 from .worker_config import WorkerConfig, read_config
 

@@ -56,9 +56,9 @@ from diesel_fs.repository.validation import (
 )
 
 from .directory import DatasetRef, Directory, hide_store_address, no_such_dataset
+from .dispatcher import Reply, Request
 from .head_cache import HeadCache
 from .queries import QueryHandlers
-from .requests import Reply, Request
 
 log = logging.getLogger("diesel.server")
 

@@ -2,7 +2,7 @@
 section 5).
 
 The role is checked before anything else of a request is looked at. `queries.py`, `updates.py`,
-`jobs.py` and `task_handlers.py` carry the requests out; `account_handlers.py` has the requests
+`jobs.py` and `tasks.py` carry the requests out; `accounts/handlers.py` has the requests
 about accounts. Runs in the event loop of one worker.
 """
 
@@ -20,11 +20,11 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import TEXT_BYTES_MAX, Account, Role
 
 from .directory import DatasetRef, Directory, check_role, hide_store_address
+from .dispatcher import Handler, Reply, Request
 from .head_cache import HeadCache
 from .jobs import Jobs, Work
 from .queries import QueryHandlers
-from .requests import Handler, Reply, Request
-from .task_handlers import TaskHandlers
+from .tasks import TaskHandlers
 from .updates import UpdateHandlers
 
 NamedWork = Callable[[Request, str], Awaitable[Reply]]

@@ -20,10 +20,10 @@ from diesel_fs.net import channel as transport
 from diesel_fs.net import frames as wire
 from diesel_fs.net.tls import Certificate
 
-from . import limits
+from .. import limits
+from ..limits import LimitReached
 from .channel import SOCKET_OPTIONS, Channel, ConnectionClosed
 from .connection import SHUTTING_DOWN, Connection, ConnectionContext, Opener
-from .limits import LimitReached
 
 log = logging.getLogger("diesel.server")
 

@@ -28,16 +28,16 @@ from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.storage.open_stores import open_accounts, open_objects
 from diesel_fs.urls import CLOUD_SCHEMES, RepositoryUrl, parse_url, shown_url
 
-from .account_handlers import account_handlers
-from .authentication import TableAuthenticator
-from .connection import ConnectionContext
-from .head_cache import HeadCache
-from .limits import ConnectionLimits
-from .listener import most_connections
+from ..accounts.authentication import TableAuthenticator
+from ..accounts.handlers import account_handlers
+from ..connections.connection import ConnectionContext
+from ..connections.listener import most_connections
+from ..limits import ConnectionLimits
+from ..requests.dispatcher import Dispatcher
+from ..requests.head_cache import HeadCache
+from ..requests.pipelined_heads import pipelined_heads
+from ..requests.table import RequestTable, takes_payload
 from .metadata_watch import RedisRuns, watch_metadata
-from .pipelined_heads import pipelined_heads
-from .request_table import RequestTable, takes_payload
-from .requests import Dispatcher
 from .worker_config import WorkerConfig
 
 log = logging.getLogger("diesel.server")

@@ -15,7 +15,7 @@ import trio
 from diesel_fs.metrics import MetricCells
 from diesel_fs.net.messages import Message
 
-from .limits import Rate, RateLimiter, network_of
+from ..limits import Rate, RateLimiter, network_of
 
 log = logging.getLogger("diesel.server")
 

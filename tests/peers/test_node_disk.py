@@ -25,7 +25,7 @@ from diesel_fs.cache.policy import POLICIES
 from diesel_fs.cache.tiers import ChunkKey, Reservation
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.peers.node import chunk_table, write_back
+from diesel_fs.peers.node import chunk_table, disk
 from diesel_fs.peers.node.chunk_table import LOAN_REQUESTS
 from diesel_fs.peers.node.node_cache import NodeCache
 
@@ -119,7 +119,7 @@ class Shelf:
         tier = self.tier()
         found = set()
         for number in range(CHUNKS):
-            if (chunk := tier.find(make_cache(self.source, 0)._key(number))) is not None:
+            if (chunk := tier.find(make_cache(self.source, 0).ledger.key(number))) is not None:
                 chunk.close()
                 found.add(number)
         tier.close()
@@ -173,7 +173,7 @@ async def test_S13_J6_chunks_on_the_disk_at_the_start_are_adopted_and_checked(sh
         assert await shelf.read_all(cache) == CHUNKS
     assert len(shelf.files()) == CHUNKS
     for number, damage in enumerate((b"\0" * 4000, b"")):
-        path = file_of(shelf.place, cache._key(number))
+        path = file_of(shelf.place, cache.ledger.key(number))
         path.write_bytes((path.read_bytes()[:50] + damage)[: path.stat().st_size])
     async with shelf.cache(2) as cache:
         assert kept_numbers(cache) == set(range(CHUNKS))
@@ -194,14 +194,14 @@ async def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_
         assert await misses_until_loaded(cache, 6, 20)
         await settled(cache)
         assert in_memory(cache) == {1, 6}
-        assert np.flatnonzero(cache._write_back.on_disk).tolist() == [0, 2, 4, 5]
+        assert np.flatnonzero(cache.ledger.readable).tolist() == [0, 2, 4, 5]
         for _ in range(100):
             await cache.read(2, [(0, 1)], load=False)
         await settled(cache)
         assert await misses_until_loaded(cache, 7, 20)
         await settled(cache)
         assert in_memory(cache) == {2, 6}
-        on_disk = np.flatnonzero(cache._write_back.on_disk).tolist()
+        on_disk = np.flatnonzero(cache.ledger.readable).tolist()
         assert on_disk == [0, 1, 5, 7]  # without 3, 2, and the oldest
         assert len(shelf.files()) == 4
 
@@ -210,7 +210,7 @@ async def test_without_memory_chunks_go_to_the_disk(shelf: Shelf) -> None:
     async with shelf.cache(None) as cache:
         assert await shelf.read_all(cache) == await shelf.read_all(cache) == CHUNKS
         assert in_memory(cache) == set()
-        assert cache.memory.pin(1, 0) is None
+        assert cache.pin(1, 0) is None
     assert set(shelf.source.fetches.values()) == {1}
 
 
@@ -230,7 +230,7 @@ async def test_a_share_fills_the_disk_and_then_stops(
         running(make_cache(shelf.source, shelf.memory(2), disk=disk)) as cache,
         trio.open_nursery() as nursery,
     ):
-        nursery.start_soon(cache.prefetch_owned, np.arange(CHUNKS))
+        nursery.start_soon(cache.fetches.prefetch_owned, np.arange(CHUNKS))
         await soon(lambda: cache.stats()["share_held_chunks"] >= held)
         await trio.sleep(0.1)
         nursery.cancel_scope.cancel()
@@ -314,7 +314,7 @@ async def test_files_of_chunks_that_leave_the_disk_are_taken_back(shelf: Shelf) 
         assert len(open_files(shelf.place)) == CHUNKS
         await cache.recheck(3)  # nothing is wrong with it
         assert plane_reads(cache, 3) == 0
-        path = file_of(shelf.place, cache._key(4))
+        path = file_of(shelf.place, cache.ledger.key(4))
         path.write_bytes(path.read_bytes()[:-40] + bytes(40))
         assert plane_reads(cache, 4, 1) == 1  # nobody has noticed
         await cache.recheck(4)
@@ -329,7 +329,7 @@ async def test_files_are_lent_for_a_time_and_the_oldest_of_too_many_is_taken_bac
 ) -> None:
     monkeypatch.setattr(chunk_table, "LOANS_MAX", 3)
     monkeypatch.setattr(chunk_table, "LOAN_S", 0.5)
-    monkeypatch.setattr(write_back, "LOAN_S", 0.05)
+    monkeypatch.setattr(disk, "LOAN_S", 0.05)
     async with shelf.cache(None) as cache:
         await shelf.read_all(cache)
         for chunk in (0, 1, 2, 0, 5):
@@ -447,7 +447,7 @@ async def test_J2_a_failing_disk_is_paused_and_tried_again(
     async with shelf.cache(2) as cache:
         assert await shelf.read_all(cache) == CHUNKS
         with monkeypatch.context() as patch:
-            patch.setattr(write_back, "DISK_PAUSE_S", 0.3)
+            patch.setattr(disk, "DISK_PAUSE_S", 0.3)
             patch.setattr("os.preadv", broken)
             assert await cache.get(5, 1, load=False) is None
             assert cache.stats()["disk_paused"] == 1
@@ -459,7 +459,7 @@ async def test_J2_a_failing_disk_is_paused_and_tried_again(
             assert kept_numbers(cache) == {0, 1}
         await trio.sleep(0.35)
         assert raw(await cache.get(5, 1, load=False)) == shelf.source.contents[5]
-        monkeypatch.setattr(cache._write_back._disk, "reserve", refuse)
+        monkeypatch.setattr(cache._disk._tier, "reserve", refuse)
         shelf.switch_version(cache, [4, 0, 1, 2])
         assert await shelf.read_all(cache) >= 1
         await shelf.read_all(cache)
@@ -472,7 +472,7 @@ async def test_a_disk_that_hangs_costs_a_second_once(
     where: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
-    monkeypatch.setattr(write_back, "READ_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(disk, "READ_TIMEOUT_S", 0.2)
 
     class Hanging(DiskTier):
         hangs = False
@@ -511,16 +511,16 @@ async def test_evictions_and_writes_of_other_tasks_are_noticed(
     async with shelf.cache(2) as cache:
         assert await shelf.read_all(cache) == CHUNKS
         for number in (5, 6):
-            other.drop(cache._key(number))
+            other.drop(cache.ledger.key(number))
             assert cache.holds(number)
             assert await cache.get(number, 1, load=False) is None
             assert not cache.holds(number)
         assert raw(await cache.get(5, 1, load=True)) == shelf.source.contents[5]
         assert shelf.source.fetches[5] == 2
-        monkeypatch.setattr(write_back, "RESCAN_S", 0.05)
-        cache._write_back._failed(7, is_there=False)
+        monkeypatch.setattr(disk, "RESCAN_S", 0.05)
+        cache._disk._failed(7, is_there=False)
         await trio.sleep(0.03)
-        put(other, cache._key(6), shelf.source.contents[6])
+        put(other, cache.ledger.key(6), shelf.source.contents[6])
         await soon(lambda: bool(cache.holds(6)))
 
 
@@ -681,7 +681,7 @@ async def test_a_dataset_cools_down_from_the_end_of_its_job(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where memory serves all reads: the job says each minute that it lives."""
-    monkeypatch.setattr(write_back, "NOTE_USE_S", 0.01)
+    monkeypatch.setattr(disk, "NOTE_USE_S", 0.01)
     tier = tier_at(shelf.place, clock=itertools.count(0, 1000).__next__)
     async with shelf.cache(None, tier) as cache:
         await shelf.read_all(cache)
@@ -733,8 +733,8 @@ async def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_a
 async def test_at_the_end_the_queue_is_written(shelf: Shelf) -> None:
     async with shelf.full_cache(shelf.tier()) as cache:
         for number in (0, 1):
-            cache._write_back.enqueue(number, cache.memory.views[number])
-            cache.memory.drop(number)
+            cache.ledger.enqueue(number, cache.ledger.views[number])
+            cache.ledger.drop(number)
         cache.set_owned(np.arange(CHUNKS) != 1)
         await ended(cache, set())
     assert shelf.on_disk() == {0, 2, 3, 4, 5, 6, 7}

@@ -51,8 +51,8 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.store import DatasetHead
 
 from .directory import DatasetRef, Directory, hide_store_address, no_such_dataset
+from .dispatcher import Reply, Request
 from .head_cache import HeadCache, HeadState
-from .requests import Reply, Request
 
 log = logging.getLogger("diesel.server")
 

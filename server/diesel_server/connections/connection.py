@@ -2,7 +2,7 @@
 
 This module decides the order of events on a connection, their deadlines, which answer an error
 becomes, and what the log says. `channel.py` moves the bytes and `diesel_fs.net.frames` encodes
-them; `listener.py` accepts connections; `requests.py` runs the handlers.
+them; `listener.py` accepts connections; `requests/dispatcher.py` runs the handlers.
 
 Concurrency: one task of the connection reads. Each request that is under way has a task of its own,
 which answers it; a lock lets one of these tasks write at a time. A request's memory is taken from
@@ -35,11 +35,11 @@ from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import INTEGER_MAX, Fields, Message, error_message
 from diesel_fs.storage.accounts.account import Account
 
-from . import limits
+from .. import limits
+from ..limits import ConnectionLimits, FairByteBudget, LimitReached
+from ..requests.dispatcher import Dispatcher, Reply, Request, ThreadsBusy
 from .channel import Channel, ConnectionClosed
-from .limits import ConnectionLimits, FairByteBudget, LimitReached
 from .refusal_log import RefusalLog, dataset_in
-from .requests import Dispatcher, Reply, Request, ThreadsBusy
 
 log = logging.getLogger("diesel.server")
 

@@ -20,7 +20,7 @@ from diesel_fs.format.entries import Bytes
 from diesel_fs.net.messages import Message
 from diesel_fs.storage.accounts.account import Account
 
-from .limits import THREAD_WAIT_S
+from ..limits import THREAD_WAIT_S
 
 T = TypeVar("T")
 

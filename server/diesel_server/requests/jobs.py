@@ -16,7 +16,7 @@ from diesel_fs.errors import BusyError, DieselError
 from diesel_fs.net.messages import Message
 from diesel_fs.repository.interface import ReportProgress
 
-from .requests import Reply
+from .dispatcher import Reply
 
 log = logging.getLogger("diesel.server")
 

@@ -12,8 +12,8 @@ from diesel_fs.net.messages import Fields
 from diesel_fs.repository.admin import DirectAdministration
 from diesel_fs.storage.accounts.account import parse_role
 
+from ..requests.dispatcher import Handler, HandlerThreads, Reply, Request
 from .authentication import TableAuthenticator
-from .requests import Handler, HandlerThreads, Reply, Request
 
 _THREADS = 48
 

@@ -30,7 +30,7 @@ from diesel_fs.net.frames import USER_BYTES_MAX, login_challenge
 from diesel_fs.storage.accounts.account import Account, Accounts, Role
 from diesel_fs.storage.accounts.store import NO_TOKEN, AccountTable
 
-from .limits import Rate, RateLimiter, network_of
+from ..limits import Rate, RateLimiter, network_of
 
 log = logging.getLogger("diesel.server")
 

@@ -27,7 +27,7 @@ from diesel_fs.peers.members.registry import open_registrations
 from diesel_fs.repository.local import LocalRepository
 
 from .directory import DatasetRef
-from .requests import Reply, Request
+from .dispatcher import Reply, Request
 
 _THREADS = 16
 _REDIS_S = 1.0  # less than a client waits

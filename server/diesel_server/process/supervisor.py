@@ -30,13 +30,13 @@ from diesel_fs.net.metrics_endpoint import MetricsEndpoint
 from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import HostPort
 
-from . import limits
-from .options import Options
+from .. import limits
+from ..options import Options
 from .worker_config import WorkerConfig, config_line, split_environment
 
 log = logging.getLogger("diesel.server")
 
-PROGRAM = (sys.executable, "-P", "-m", "diesel_server.worker")
+PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 
 START_S = 60.0
 """The time that a worker has to start: it waits for a Redis that is loading its data."""
