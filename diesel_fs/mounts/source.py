@@ -244,7 +244,7 @@ class MountSource:
         """What tells the task's cache of plans for a version; None without a task, and where the
         cache of that version was not joined."""
         store = self._stores.get(snapshot.version)
-        return None if store is None else PlanSender(snapshot, store.tell_plan)
+        return None if store is None else PlanSender(snapshot, store.send_plan)
 
     def switch_version(self, snapshot: Snapshot) -> None:
         """Tells the task's cache that the mount has switched to a version. Blocks for a moment."""

@@ -23,8 +23,8 @@ from diesel_fs.errors import ConflictError, MetadataError
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.peers.handshake import LocalIdentity
-from diesel_fs.peers.master import master as module
-from diesel_fs.peers.master.master import LOAD_S, Master
+from diesel_fs.peers.master.master import LOAD_S, Master, MasterOptions
+from diesel_fs.peers.members import chunk_owners
 from diesel_fs.peers.members.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.peers.members.registry import Registry
 from diesel_fs.peers.node.fetches import Fetch
@@ -155,8 +155,8 @@ class Task:
                 return cache
 
             made = Master(
-                me, member, self.snapshot, self.reads, self.registry, make_cache, world=world,
-                oneshot=oneshot, renew_s=0.05, gather_renew_s=0.02, ttl_s=self.ttl_s,
+                me, member, self.snapshot, self.reads, self.registry, make_cache,
+                MasterOptions(world, oneshot, 0.05, 0.02, self.ttl_s),
             )  # fmt: skip
             self._lives[rank] = scope = trio.CancelScope()
 
@@ -435,13 +435,15 @@ async def test_another_version_has_owners_before_the_next_renewal(
 ) -> None:
     """The owners are this node and those that have switched before it; otherwise all chunks would
     be read from the store."""
-    computed = module._ChunkOwners.compute
+    computed = chunk_owners.ChunkOwners.compute
 
-    def slow(self: module._ChunkOwners, ranks: Sequence[int], world: int) -> module.Ranks:
+    def slow(
+        self: chunk_owners.ChunkOwners, ranks: Sequence[int], world: int
+    ) -> chunk_owners.Ranks:
         time.sleep(0.2)
         return computed(self, ranks, world)
 
-    monkeypatch.setattr(module._ChunkOwners, "compute", slow)
+    monkeypatch.setattr(chunk_owners.ChunkOwners, "compute", slow)
     nursery: trio.Nursery
 
     async def at_once(node: Master, snapshot: Snapshot) -> None:

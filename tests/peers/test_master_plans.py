@@ -190,7 +190,7 @@ async def test_a_message_about_plans_comes_whole_and_is_answered(
     status: int, size: int, answers: FakeAnswers, peer: Peer
 ) -> None:
     answers.plan_status = status
-    assert await peer.tell_plan(bytes(size)) == status
+    assert await peer.send_plan(bytes(size)) == status
     assert answers.plans[-1] == (0, bytes(size))
 
 
@@ -199,7 +199,7 @@ async def test_messages_about_plans_and_reads_share_a_connection(
 ) -> None:
     async with trio.open_nursery() as nursery:
         for number in range(100):
-            nursery.start_soon(peer.tell_plan, bytes([number]) * 30_000)
+            nursery.start_soon(peer.send_plan, bytes([number]) * 30_000)
         for _ in range(20):
             assert await peer.ping()
     assert len(answers.plans) == 100
@@ -211,7 +211,7 @@ async def test_a_master_that_takes_long_over_a_plan_is_asked_for_chunks_all_the_
 ) -> None:
     assert await peer.ping()
     node.acceptor._plane = None  # no answer
-    assert await peer.tell_plan(b"x") is None
+    assert await peer.send_plan(b"x") is None
     assert peer.stats()["state"] == "closed"
 
 

@@ -38,7 +38,7 @@ from diesel_fs.peers.plan.messages import (
     order_pieces,
     plan_body,
 )
-from diesel_fs.peers.plan.publisher import PlanTeller
+from diesel_fs.peers.plan.publisher import Announcement, PlanPublisher
 from diesel_fs.peers.plan.task_plan import STILL_S, ChunksOfEntries, TaskPlan
 from tests.examples import examples
 
@@ -270,9 +270,9 @@ async def test_clients_of_one_node_may_use_one_name_and_end_alone(view: Snapshot
             assert here.take(piece, 0, client) == TAKEN
         stream = here.stream(PlannedEpoch(0, len(order), order_digest(order)))
         assert here.take(stream, 0, client) == TAKEN
-    assert {*here.plan.own_streams} == {"1/t", "11/t"}
+    assert {*here.plan.announcement().streams} == {"1/t", "11/t"}
     here.plan.forget_client(1)
-    assert {*here.plan.own_streams} == {"11/t"}
+    assert {*here.plan.announcement().streams} == {"11/t"}
     assert here.take(Positions({"t": (0, 1)}), 0, 1) == UNKNOWN
 
 
@@ -305,7 +305,7 @@ async def test_values_of_all_nodes_are_added_up(
     await trio.sleep(1)
     assert here.cache.values is not None
     assert here.cache.values.tolist() == [1.5] * (count - 1) + [4]
-    own = here.plan.own_values
+    own = here.plan.announcement().values
     assert own is not None
     assert own.tolist() == [0.5] * (count - 1) + [3]
     here.plan.forget(1)
@@ -314,7 +314,7 @@ async def test_values_of_all_nodes_are_added_up(
     here.plan.forget_client(7)
     await trio.sleep(1)
     assert here.cache.values is None
-    assert here.plan.own_values is None
+    assert here.plan.announcement().values is None
     assert [told([1], 1, client) for client in range(300)] == [TAKEN] * 256 + [NO_ROOM] * 44
 
 
@@ -346,6 +346,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("set"), KEYS, st.lists(st.integers(0, 4), max_size=3, unique=True)),
     st.tuples(st.just("move"), KEYS, st.integers(0, 4), st.integers(0, 400)),
     st.tuples(st.just("drop"), KEYS),
+    st.tuples(st.just("chunk"), st.integers(0, 9)),
     st.tuples(st.just("lose"), st.integers(0, 6)),  # the connection, after so many messages
     st.tuples(st.just("restart")),  # the receiver has forgotten all
 )
@@ -359,12 +360,15 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
     here = Receiver(view)
     orders = [order_of(view, seed) for seed in range(3)]
     by_digest = {order_digest(each): each for each in orders}
-    teller = PlanTeller(len(view))
+    publisher = PlanPublisher(len(view))
     streams: dict[str, PlannedStream] = {}
+    held = np.zeros(view.chunk_count, np.bool_)
+    values = np.zeros(view.chunk_count, np.float32)
 
     def news(most: int) -> bool:
-        """Whether all was told, in at most so many messages."""
-        talk = teller.news(streams, lambda epoch: by_digest.get(epoch.digest))
+        """Whether the receiver knows all after at most `most` messages."""
+        plan = Announcement(streams, lambda epoch: by_digest.get(epoch.digest), values, held)
+        talk = publisher.news(plan)
         status: int | None = TAKEN
         try:
             body = next(talk)
@@ -390,6 +394,9 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
                 streams[key] = replace(streams[key], at_epoch=epoch, position=position)
             case "drop", str(key):
                 streams.pop(key, None)
+            case "chunk", int(chunk):
+                held = held ^ (np.arange(view.chunk_count) == chunk % view.chunk_count)
+                values = np.where(held, chunk, values).astype(np.float32)
             case "lose", int(count):
                 news(count)
             case ("restart",):
@@ -404,13 +411,15 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
         told = known[key]
         assert told.epochs[len(told.epochs) - len(stream.epochs) :] == stream.epochs
         assert (told.at_epoch, told.position) == (stream.at_epoch, stream.position)
+    assert (here.plan._held[1] == held).all()
+    assert (here.plan._values[1, 0] == values).all()
 
 
 async def test_an_order_is_told_once_and_again_only_where_it_changed(view: Snapshot) -> None:
     here = Receiver(view)
     orders = [order_of(view, seed) for seed in range(3)]
     by_digest = {order_digest(each): each for each in orders}
-    teller = PlanTeller(len(view))
+    publisher = PlanPublisher(len(view))
     sent: list[int] = []
 
     def news(*numbers: int, position: int = 0) -> int:
@@ -418,7 +427,8 @@ async def test_an_order_is_told_once_and_again_only_where_it_changed(view: Snaps
             PlannedEpoch(at, len(orders[at]), order_digest(orders[at])) for at in numbers
         )
         stream = PlannedStream("t", view.identity, view.version, epochs, numbers[0], position)
-        talk = teller.news({"t": stream}, lambda epoch: by_digest.get(epoch.digest))
+        plan = Announcement({"t": stream}, lambda epoch: by_digest.get(epoch.digest))
+        talk = publisher.news(plan)
         sent.clear()
         try:
             body = next(talk)
