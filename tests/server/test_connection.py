@@ -52,7 +52,7 @@ class Signed:
         return account
 
 
-class Client:
+class WireClient:
     """The other end."""
 
     def __init__(
@@ -144,7 +144,7 @@ async def conversation(
     *,
     budget: FairByteBudget | None = None,
     logs_in: bool = True,
-) -> AsyncIterator[Client]:
+) -> AsyncIterator[WireClient]:
     """A client and its connection. Nothing is left when both have ended."""
     channel, other = socket_channel(1 << 20)
 
@@ -160,7 +160,7 @@ async def conversation(
         budget=budget or FairByteBudget(),
     )
     connection = ClientConnection(service, opener, "10.0.0.1", 5)
-    client = Client(trio.SocketStream(other), connection, service)
+    client = WireClient(trio.SocketStream(other), connection, service)
     with trio.fail_after(10_000):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.serve)
@@ -470,7 +470,7 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
     the connection ends within its deadlines."""
     numbers: list[int] = []
 
-    async def listen(client: Client) -> None:
+    async def listen(client: WireClient) -> None:
         with suppress(EOFError):
             while True:
                 message = await client.answer()

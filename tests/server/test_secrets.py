@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 from .between import Between
 from .program import Server
-from .shell_users import User, program_environment
+from .shell_users import ShellUser, program_environment
 
 
 def forms(name: str, secret: bytes) -> dict[str, bytes]:
@@ -149,7 +149,7 @@ class Deployment:
         self.store = s3.place()
         direct = f"{self.store}?meta={self.redis.tcp_url}"
         key = folder / "root.key"
-        User(direct)("user", "add", "root", "--admin", "--key-out", key, environment=self.own)
+        ShellUser(direct)("user", "add", "root", "--admin", "--key-out", key, environment=self.own)
         self.seed = parse_key(key.read_text())
         self.server = Server(
             folder / "server",
@@ -167,8 +167,8 @@ class Deployment:
             bucket=self.s3_secret.encode(),
         )
 
-    def user(self, url: str) -> User:
-        return User(url, "root", self.folder / "root.key")
+    def user(self, url: str) -> ShellUser:
+        return ShellUser(url, "root", self.folder / "root.key")
 
     def metrics(self) -> bytes:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -322,7 +322,7 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
         day.home,
         {**day.home, "DIESEL_KEY": f"{KEY_PREFIX}{b64encode(day.seed).decode()}"},
     ):
-        user = root if environment is day.home else User(day.server.url, "root")
+        user = root if environment is day.home else ShellUser(day.server.url, "root")
         folder.mkdir(exist_ok=True)
         said = user("-v", "mount", "pets", folder, environment=environment)
         day.search.look_at_said(said)
@@ -378,7 +378,7 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
         "https_proxy": f"http://me:{canaries['proxy']}@127.0.0.1:1",
         "MY_OWN_TOKEN": canaries["a variable of another program"],
     }
-    user = User(day.server.url, "root")
+    user = ShellUser(day.server.url, "root")
     user("mount", "pets", folder, environment={**day.home, "DIESEL_KEY": key})
     try:
         log = [

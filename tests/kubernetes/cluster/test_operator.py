@@ -22,7 +22,7 @@ from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import ControlPlane
-from tests.kubernetes.cluster.nodes import Node
+from tests.kubernetes.cluster.nodes import SimulatedNode
 from tests.kubernetes.cluster.operators import (
     OWN_IMAGE,
     SYSTEM,
@@ -60,7 +60,7 @@ def node(
 ) -> Iterator[None]:
     """A node that runs the pods of the operator's Jobs."""
     name = f"node-{tmp_path.name[-20:]}".replace("_", "-")
-    with Node(control_plane, name, tmp_path / "node", images):
+    with SimulatedNode(control_plane, name, tmp_path / "node", images):
         yield
 
 

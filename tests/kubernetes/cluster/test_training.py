@@ -26,7 +26,7 @@ from diesel_kubernetes.operator.objects import LABEL_TRAINING
 from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import CsiVolume, Environment, VolumeError
 from tests.kubernetes.cluster.control_plane import ControlPlane
-from tests.kubernetes.cluster.nodes import Node
+from tests.kubernetes.cluster.nodes import SimulatedNode
 from tests.kubernetes.cluster.operators import (
     DRIVER_ACCOUNT,
     IMAGE,
@@ -148,7 +148,9 @@ def node_with_driver(
         running_plugin(
             folder / "plugin", f"--node={name}", *options, environment=kubeconfig
         ) as plugin,
-        Node(control_plane, name, folder / "node", images, drivers={DRIVER: PluginDriver(plugin)}),
+        SimulatedNode(
+            control_plane, name, folder / "node", images, drivers={DRIVER: PluginDriver(plugin)}
+        ),
     ):
         try:
             yield plugin

@@ -45,7 +45,7 @@ def rights() -> set[tuple[object, object]]:
     }
 
 
-class Cluster:
+class ApiStandIn:
     """The objects of one namespace, and the processes of its pods. Any thread."""
 
     def __init__(self) -> None:
