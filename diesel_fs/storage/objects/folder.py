@@ -126,11 +126,11 @@ class FolderStore(ObjectStore):
 
     @property
     def fast_reads(self) -> FastReads:
-        return _FolderReads(self)
+        return FolderReads(self)
 
     @property
     def housekeeping(self) -> Housekeeping:
-        return _FolderHousekeeping(self)
+        return FolderHousekeeping(self)
 
     # Writing
 
@@ -333,7 +333,7 @@ class FolderStore(ObjectStore):
         return ()  # the folder was never made, or removed since its parent was read
 
 
-class _FolderReads(FastReads):
+class FolderReads(FastReads):
     """Reads that open a file once, or not at all if they would wait."""
 
     _store: FolderStore
@@ -372,7 +372,7 @@ class _FolderReads(FastReads):
             return False
 
 
-class _FolderHousekeeping(Housekeeping):
+class FolderHousekeeping(Housekeeping):
     """All that lies in the folder besides objects."""
 
     _store: FolderStore
