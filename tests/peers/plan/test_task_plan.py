@@ -206,7 +206,7 @@ async def test_another_version_or_dataset_is_refused_and_named_once(
     assert f"version {view.version} of {view.identity}" in caplog.text
 
 
-async def test_orders_that_are_not_what_they_say_are_refused(view: Snapshot) -> None:
+async def test_orders_that_contradict_their_announcement_are_refused(view: Snapshot) -> None:
     here = Receiver(view)
     order = order_of(view, 1)
     digest = order_digest(order)
@@ -415,7 +415,7 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
     assert (here.plan._values[1, 0] == values).all()
 
 
-async def test_an_order_is_told_once_and_again_only_where_it_changed(view: Snapshot) -> None:
+async def test_an_order_is_sent_once_and_again_only_if_it_changed(view: Snapshot) -> None:
     here = Receiver(view)
     orders = [order_of(view, seed) for seed in range(3)]
     by_digest = {order_digest(each): each for each in orders}
