@@ -35,7 +35,7 @@ PURE = (
     *"peers.members.ownership peers.members.membership peers.members.chunk_owners".split(),
     *"peers.wire peers.local_wire peers.plan.messages peers.plan.publisher".split(),
     *"peers.node.chunk_future peers.node.ledger peers.node.replacement".split(),
-    "peers.node.lookahead",
+    *"peers.node.lookahead peers.plan.future_build".split(),
     *"mounts.plans.control_wire".split(),
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),

@@ -131,7 +131,7 @@ async def test_a_chunk_without_further_reads_is_replaced_first(
     assert cache.stats()["plan_replacements"] == 2
 
 
-async def test_what_is_needed_sooner_is_not_replaced_and_reads_go_past_the_cache(
+async def test_chunks_that_are_needed_sooner_stay_and_reads_go_past_the_cache(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
     await load(cache, 0, 1)
