@@ -1,4 +1,4 @@
-"""The verb `run`: runs a training command whose processes tell the mounts what they will read."""
+"""The verb `run`: runs a training command, and announces its reads to the mounts."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.orders.shuffle import GROUP_SIZE_DEFAULT
 from diesel_fs.torch.hook.diesel_hook import VARIABLE
 from diesel_fs.torch.join import SHUFFLES
-from diesel_fs.torch.planner import TrainingPlanner
+from diesel_fs.torch.planner import PlanServer
 
 from ..args.options import argument, file_path, global_flags, option, verb
 from ..show.run_report import report_page
@@ -30,8 +30,8 @@ _FORWARDED = (
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
 _LOOKS_S = (2.0, 3.0, 5.0, 5.0, 5.0, 9.0)
-"""When the processes of the command are looked at, one after the other: within 30 s in all. After a
-signal the next look may be later by the time that was left."""
+"""Seconds before each look at the processes of the command: within 30 s in all. After a signal the
+next look may be later by the time that was left."""
 
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as well
 
@@ -85,7 +85,7 @@ def run(
     """
     if report is not None:
         _check_writable(report)
-    with TrainingPlanner(None if global_flags().quiet else _say) as planner:
+    with PlanServer(None if global_flags().quiet else _say) as planner:
         settings = planner.settings(
             ahead=ahead, group_size=group_size if shuffle == "chunk" else 0, own_seed=own_seed
         )
@@ -107,7 +107,8 @@ def _check_writable(report: Path) -> None:
 
 
 def _write(report: Path, page: str) -> None:
-    """Write the report. The command has ended, so an error is told and does not change the code."""
+    """Write the report. An error is printed and does not change the exit code, as the command has
+    ended."""
     try:
         report.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
@@ -122,7 +123,7 @@ def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": path, VARIABLE: settings}
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], planner: TrainingPlanner) -> int:
+def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanServer) -> int:
     """Run the command to its end, and return its exit code as a shell would."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     try:
@@ -164,8 +165,8 @@ def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
 
 
 def _unjoined_path(environment: Mapping[str, str]) -> str:
-    """PYTHONPATH of a Python process of the command that did not keep what it was given, and so
-    cannot join; empty if there is none."""
+    """The PYTHONPATH of a Python process of the command that lacks our folder, and so cannot join;
+    empty if there is none."""
     hook = environment["PYTHONPATH"].partition(os.pathsep)[0]
     settings = f"{VARIABLE}={environment[VARIABLE]}".encode()
     for process in Path("/proc").glob("[0-9]*"):
