@@ -40,7 +40,6 @@ class Comparison:
     job: Job
 
     def run(self, files: Files, given: Indices | None, progress: OnProgress) -> Forecast:
-        """Simulate it."""
         return forecast(self.job, files, self.policy, given=given, progress=progress)
 
     def size(self, files: Files, given: Indices | None, progress: OnProgress) -> int | None:
