@@ -28,7 +28,7 @@ register_profiles()
 def pytest_configure(config: pytest.Config) -> None:
     """Count what tests cost, in the processes that run them."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(costs.Plugin())
+        config.pluginmanager.register(costs.CostsPlugin())
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -137,7 +137,7 @@ class ProcessorTime:
                 self._group.rmdir()
 
 
-class Plugin:
+class CostsPlugin:
     """Adds the cost of its three phases to each test's report."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from typing import TypeVar
 
 from diesel_fs.errors import DieselError
 from diesel_fs.forecast.kept import OnProgress
-from diesel_fs.forecast.nodes import Job
-from diesel_fs.forecast.reads import Files
+from diesel_fs.forecast.nodes import ForecastJob
+from diesel_fs.forecast.reads import ForecastFiles
 from diesel_fs.forecast.simulate import Forecast, forecast
 from diesel_fs.forecast.smallest import smallest_disk
 from diesel_fs.format.snapshot.reader import Indices
@@ -37,12 +37,12 @@ class Comparison:
     """One simulation: a policy, and the job with the sizes that its cache gets."""
 
     policy: str
-    job: Job
+    job: ForecastJob
 
-    def run(self, files: Files, given: Indices | None, progress: OnProgress) -> Forecast:
+    def run(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> Forecast:
         return forecast(self.job, files, self.policy, given=given, progress=progress)
 
-    def size(self, files: Files, given: Indices | None, progress: OnProgress) -> int | None:
+    def size(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> int | None:
         """The smallest SSD without stalls (`smallest.py`)."""
         return smallest_disk(
             self.job, files.bytes, lambda job: replace(self, job=job).run(files, given, progress)
@@ -51,19 +51,21 @@ class Comparison:
 
 Made = TypeVar("Made")
 
-Task = Callable[[Comparison, Files, Indices | None, OnProgress], Made]
+Task = Callable[[Comparison, ForecastFiles, Indices | None, OnProgress], Made]
 """`Comparison.run` or `Comparison.size`."""
 
 Progress = MutableSequence[float]
 """The part of each comparison that is done, 0 to 1, in memory that processes share."""
 
-_inputs: list[tuple[Files, Indices | None, Progress]] = []  # of a process of the pool: one item
+_inputs: list[
+    tuple[ForecastFiles, Indices | None, Progress]
+] = []  # of a process of the pool: one item
 
 
 def compare(
     task: "Task[Made]",
     comparisons: Sequence[Comparison],
-    files: Files,
+    files: ForecastFiles,
     given: Indices | None,
     show: ShowProgress,
     *,
@@ -109,7 +111,7 @@ def compare(
             child.terminate()
 
 
-def _begin_process(files: Files, given: Indices | None, progress: Progress) -> None:
+def _begin_process(files: ForecastFiles, given: Indices | None, progress: Progress) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word
     _inputs[:] = [(files, given, progress)]
 

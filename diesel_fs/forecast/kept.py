@@ -37,8 +37,8 @@ from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
 from ..peers.members.ownership import Ownership
 from ..peers.node.chunk_future import ChunkFuture
-from .nodes import Job
-from .reads import ALONE, IN_TASK, EpochReads, Files, Mask, Numbers
+from .nodes import ForecastJob
+from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 
 Layout = Literal["chunks", "files", "log"]
 
@@ -97,8 +97,8 @@ def _knows_future(policy: EvictionPolicy) -> bool:
 
 
 def replay(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     epochs: Sequence[EpochReads],
     policy: str,
     layout: Layout,
@@ -258,8 +258,8 @@ class UnitCache:
 
 
 def _replay_chunks(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     epochs: Sequence[EpochReads],
     following: EpochReads | None,
     policy: str,
@@ -309,7 +309,7 @@ def _replay_chunks(
 
 
 def _pushes_of_nodes(
-    job: Job, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
+    job: ForecastJob, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
 ) -> npt.NDArray[np.int32]:
     """The push that each of these nodes loads while another one loads `push`: its last before that
     one, or its first."""
@@ -324,8 +324,8 @@ def _pushes_of_nodes(
 
 
 def _replay_files(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     epochs: Sequence[EpochReads],
     following: EpochReads | None,
     policy: str,
@@ -356,7 +356,10 @@ def _replay_files(
 
 
 def _replay_log(
-    job: Job, files: Files, epochs: Sequence[EpochReads], following: EpochReads | None
+    job: ForecastJob,
+    files: ForecastFiles,
+    epochs: Sequence[EpochReads],
+    following: EpochReads | None,
 ) -> list[EpochSources]:
     logged_by = np.full(len(files), -1, np.int32)  # the node that has each file, for this epoch
     sources = []
@@ -382,7 +385,7 @@ def _replay_log(
     return sources
 
 
-def _node_of_rows(job: Job, reads: EpochReads) -> npt.NDArray[np.int32]:
+def _node_of_rows(job: ForecastJob, reads: EpochReads) -> npt.NDArray[np.int32]:
     """The node that reads each row."""
     return reads.rank[reads.push[reads.access]] // np.int32(job.ranks)
 
@@ -398,7 +401,7 @@ class _Found:
 
 
 def _summed(
-    files: Files,
+    files: ForecastFiles,
     reads: EpochReads,
     source: Sources,
     is_fetched: Mask,

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..cache.reader import EntryFile, EntryReader
 from ..errors import FormatError, ObjectMissing
-from ..format.chunk import CHUNK_BYTES_DEFAULT, Header
+from ..format.chunk import CHUNK_BYTES_DEFAULT, ChunkHeader
 from ..format.chunk_id import chunk_id_text
 from ..format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from ..format.snapshot.build import build_snapshot
@@ -42,7 +42,7 @@ class _Entry(NamedTuple):
     """An entry of a new chunk, by its position in the chunk's header."""
 
     stamp: Stamp
-    header: Header
+    header: ChunkHeader
     position: int
     is_own: bool  # written by this session
 
@@ -128,7 +128,7 @@ def _files_replaced_by_folders(
     return {path: extents for path, extents in replaced.items() if extents}
 
 
-def _possible_conflicts(header: Header, session: WriteSession) -> Iterator[bytes]:
+def _possible_conflicts(header: ChunkHeader, session: WriteSession) -> Iterator[bytes]:
     """The paths of a chunk of another writer that may be in conflict: its files and links, and its
     folders that stand in a folder in which this session has committed something."""
     kinds = header.records["kind"]
@@ -167,7 +167,7 @@ def _replaced_extents(entries: list[_Entry]) -> list[_Entry]:
 
 def _headers(
     repository: Repository, session: WriteSession, chunks: Iterable[ChunkId]
-) -> Iterator[Header]:
+) -> Iterator[ChunkHeader]:
     """The headers of these chunks, without those that cannot be read."""
     for chunk in sorted(chunks):
         try:

@@ -27,9 +27,9 @@ from ..cache.disk.folder import CacheFolder
 from ..cache.disk.jobs import Jobs
 from ..cache.disk.logs import OrderLogFiles
 from ..cache.disk.marker import prepare_cache_folder
-from ..cache.log_addresses import LogAddresses, LogEntryReader
-from ..cache.log_layout import SEGMENT_BYTES
-from ..cache.order_log import STAGED_BYTES, OrderLogs
+from ..cache.order_logs.addresses import LogAddresses, LogEntryReader
+from ..cache.order_logs.layout import SEGMENT_BYTES
+from ..cache.order_logs.logs import STAGED_BYTES, OrderLogs
 from ..cache.reader import EntryReader as ChunkEntryReader
 from ..cache.waiting import MarkedStore, WaitCause
 from ..errors import (

@@ -172,7 +172,6 @@ def _receive_exactly(connected: socket.socket | TlsSocket, size: int) -> bytearr
 
 
 async def _open_channel(me: Connector, member: Member) -> Channel:
-    """A connection; with TLS where either end has a certificate."""
     stream = await trio.open_tcp_stream(*split_address(member.address))
     plain = socket.socket(fileno=stream.socket.detach())
     if not me.has_tls and not member.certificate:
@@ -187,7 +186,6 @@ async def _open_channel(me: Connector, member: Member) -> Channel:
 
 
 async def _prove(channel: Channel, me: Connector, member: Member) -> None:
-    """The connector's part of greeting, hello and proofs."""
     certificate = channel.peer_certificate if isinstance(channel, TlsChannel) else b""
     dialogue = _prove_steps(me, member, certificate)
     wanted = next(dialogue)
@@ -280,7 +278,6 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
 
 
 async def _greet(channel: Channel, nonce: bytes) -> None:
-    """The acceptor's part of the greeting."""
     try:
         version = wire.parse_greeting(await channel.receive_exactly(GREETING_BYTES))
     except ForeignError as error:

@@ -144,7 +144,6 @@ def _find_or_start(
 
 
 def _running_request(socket_path: Path) -> TaskRequest | None:
-    """The request that the master at a socket was started with; None if that is not known."""
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
@@ -155,7 +154,6 @@ def _running_request(socket_path: Path) -> TaskRequest | None:
 
 
 def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
-    """The options that ask for something else than the running master was started with."""
     running = _running_request(socket_path)
     return [] if running is None else request.differing_options(running)
 
@@ -320,7 +318,6 @@ def _locked(
 
 
 def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager[None]:
-    """Hold the lock that guards making and removing folders of tasks. Raises BusyError."""
     tasks = _tasks()
     return _held(
         lambda: _try_lock(tasks / _LOCK), timeout_s, _POLL_S / 10,
@@ -345,7 +342,6 @@ def _held(
 
 
 def _try_lock(path: Path) -> int | None:
-    """The held lock at a path; None if another process has it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -368,7 +364,6 @@ def _poll(
 def _start_locked(
     request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
 ) -> None:
-    """Start a master unless there is one by now. Raises DieselError."""
     try:
         with _locked(socket_path, deadline_s + _CONNECT_S):
             if not is_alive(socket_path):
@@ -414,7 +409,6 @@ def _save_options(request: TaskRequest, socket_path: Path) -> None:
 def _start(
     request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
 ) -> None:
-    """Start a master; the request has its rank and world. Raises DieselError."""
     rank, world = request.rank, request.world
     assert rank is not None
     assert world is not None
@@ -459,7 +453,6 @@ def _check_descriptors(world: int) -> None:
 
 
 def _is_registered(request: TaskRequest) -> bool:
-    """Whether nodes of the task find each other through a registry."""
     url = parse_url(request.url)
     return url.scheme in SERVER_SCHEMES or bool(url.meta)
 
@@ -472,7 +465,6 @@ def socket_path(request: TaskRequest) -> Path:
 
 
 def _folder(request: TaskRequest) -> Path:
-    """The folder of a task on this machine."""
     return _tasks() / request.name.digest.hex()[:32]
 
 

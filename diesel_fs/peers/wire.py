@@ -23,7 +23,7 @@ import numpy.typing as npt
 from ..errors import CorruptError, UsageError
 from ..format.entries import Bytes
 from ..names import shown
-from ..net.frames import BINDING_BYTES, NONCE_BYTES, GreetingCodec, Limits, frame, parse_head
+from ..net.frames import BINDING_BYTES, NONCE_BYTES, FrameLimits, GreetingCodec, frame, parse_head
 from ..net.messages import Fields, Message, unpack
 from .members.membership import (
     INSTANCE_BYTES,
@@ -93,7 +93,7 @@ VERSION = 3
 
 PROOF_BYTES = TASK_DIGEST_BYTES = 32
 
-HELLO_LIMITS = Limits(4 << 10, 64, 0)
+HELLO_LIMITS = FrameLimits(4 << 10, 64, 0)
 """All that is read from a connector that has not proved that it knows the secret."""
 
 _GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "connector", "master")

@@ -43,10 +43,10 @@ from ..orders.importance import (
     substituted,
     weights,
 )
-from ..orders.parts import Deal, part_length
+from ..orders.parts import Partition, part_length
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .hook.diesel_hook import has_joined
-from .sampler import ChunkShuffleSampler, Place, _Iteration
+from .sampler import ChunkShuffleSampler, EpochPlace, _Iteration
 
 WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
@@ -437,7 +437,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     # Overrides of `ChunkShuffleSampler`
 
-    def _begin(self, iteration: "_Iteration", own: Place | None) -> tuple[Place, Indices]:
+    def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
         last = self._last
         was_trained = last is not None and last.is_over and self._table.has_reports
         if was_trained and own is None and self._next is None:
@@ -451,10 +451,12 @@ class ImportanceSampler(ChunkShuffleSampler):
         count = len(self._files)
         return count if epoch < self.warm_up else self.rule.length(count)
 
-    def _shuffled(self, place: Place) -> tuple[Indices, Indices]:
+    def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
         drawn, nodes = self._draw(place.epoch), self._table.nodes
         sequence, group = self._chunk_wise(drawn.samples, place.epoch)
-        first = place.deals[0] if place.deals else Deal(self.world, self.drop_last, 0)
+        first = (
+            place.partitions[0] if place.partitions else Partition(self.world, self.drop_last, 0)
+        )
         length = part_length(len(sequence), first.world, drop_last=first.drop_last)
         if nodes == 1 or first.world % nodes or place.epoch < self.warm_up or not length:
             return sequence, group
@@ -470,7 +472,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         sequence, group = files.shuffled(self.seed, epoch, self.group_size)
         return samples[sequence], group
 
-    def _part(self, place: Place) -> tuple[Indices, Indices]:
+    def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
         position = place.position or 0
         samples, ends = super()._part(replace(place, position=0))
         if self.substitute:
@@ -488,7 +490,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             self._tell(lambda control: control.announce(stream, [order]))
         return samples, ends
 
-    def _state(self, place: Place, received: int = 0) -> dict[str, object]:
+    def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
         # Torchdata requests the state with each batch, so nothing is copied here.
         drawn = [each for each in self._draws if each.epoch == place.epoch]
         replaced, timed = (drawn[0].replaced, drawn[0].timed) if drawn else (None, None)
@@ -505,7 +507,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             "timed": None if timed is None else torch.from_numpy(timed),
         }
 
-    def _load(self, state: Mapping[str, object]) -> Place:
+    def _load(self, state: Mapping[str, object]) -> EpochPlace:
         before = self.rule, self.warm_up
         count = len(self._files)
         try:
@@ -559,15 +561,17 @@ class ImportanceSampler(ChunkShuffleSampler):
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
         return epoch, *(xxh3_64_intdigest(text.encode()) >> 1 for text in (samples, arguments))
 
-    def _substitute(self, samples: Indices, ends: Indices, place: Place) -> tuple[Indices, Indices]:
+    def _substitute(
+        self, samples: Indices, ends: Indices, place: EpochPlace
+    ) -> tuple[Indices, Indices]:
         """This rank's part with substitutes for some samples that are not in the mount's memory, in
         chunk-wise order again. The substitutes are chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
-            if not place.position and not place.deals and place.epoch >= self.warm_up:
+            if not place.position and not place.partitions and place.epoch >= self.warm_up:
                 drawn.replaced = self._substitutes(samples, drawn)
-        if place.deals or not drawn.replaced.size:
+        if place.partitions or not drawn.replaced.size:
             return samples, ends
         becomes = np.arange(len(self._files))
         becomes[drawn.replaced[0]] = drawn.replaced[1]
@@ -590,14 +594,14 @@ class ImportanceSampler(ChunkShuffleSampler):
         )
         return np.stack((samples[places], others))
 
-    def _timed(self, samples: Indices, place: Place) -> Indices:
+    def _timed(self, samples: Indices, place: EpochPlace) -> Indices:
         """The samples of this rank that come first, so that their batches can be timed. They are
         chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.timed is None:
             drawn.timed = np.empty(0, np.int64)
             size = self._sharing.batch_size * BENEFIT_BATCHES
-            if self._sharing.jobs > 1 and size and not place.position and not place.deals:
+            if self._sharing.jobs > 1 and size and not place.position and not place.partitions:
                 is_cached = np.zeros(len(self._files), np.bool_)
 
                 def ask(control: Control) -> None:

@@ -8,7 +8,7 @@ import sys
 from ..errors import DieselError, UsageError
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
 from .hook.diesel_hook import has_joined, install
-from .hook.diesel_hook.link import Settings
+from .hook.diesel_hook.link import HookSettings
 
 AHEAD_MAX = 7
 SHUFFLES = ("full", "chunk")
@@ -54,7 +54,7 @@ def join(
     line = planner.stdout.readline()
     if not line:
         raise DieselError("the planner ended before it listened; its error is above")
-    settings: Settings = json.loads(line)
+    settings: HookSettings = json.loads(line)
     settings["ahead"], settings["own_seed"] = ahead, own_seed
     settings["group_size"] = group_size if shuffle == "chunk" else 0
     install(settings)

@@ -32,7 +32,7 @@ from ..system.available_memory import default_memory_bytes
 from .dataset import DieselDataset
 from .sampler import ChunkShuffleSampler
 from .timing import OnItsWay, Report, TimedCollate, arrived
-from .workers import Controller, Limits, Measured, WorkerController
+from .workers import Controller, Measured, WorkerController, WorkerLimits
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
@@ -100,7 +100,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         shares = _processes_on_this_node()
         self._tune_every = tune_every
         self._controller = controller or WorkerController(
-            Limits(
+            WorkerLimits(
                 workers_max or max(len(os.sched_getaffinity(0)) // shares, 1),
                 memory_bytes or default_memory_bytes() // shares,
             )

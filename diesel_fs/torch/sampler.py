@@ -24,11 +24,11 @@ from torch.utils.data import Sampler
 
 from ..errors import ConflictError, UsageError
 from ..format.snapshot.reader import Indices
-from ..orders.parts import Deal, part_length, part_positions, rest
+from ..orders.parts import Partition, part_length, part_positions, remaining
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .dataset import DieselDataset
 from .join import received as counted_by_hook
-from .sources import SampleFiles, sample_files
+from .sources import SampleSource, sample_files
 
 log = logging.getLogger("diesel.torch")
 
@@ -37,12 +37,12 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class EpochPlace:
     """A position in an epoch, at which an iteration starts."""
 
     epoch: int
-    deals: tuple[Deal, ...] = ()
-    """The earlier deals of this epoch, to other worlds."""
+    partitions: tuple[Partition, ...] = ()
+    """The earlier partitions of this epoch, to other worlds."""
     position: int | None = 0
     """The position in this rank's part. None: not known."""
 
@@ -82,10 +82,10 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.seed, self.group_size = int(seed), int(group_size)
         self.drop_last = drop_last
         self.epoch = 0
-        self._files: SampleFiles = sample_files(dataset)
+        self._files: SampleSource = sample_files(dataset)
         self._digest = self._files.digest
         self._reader = dataset if isinstance(dataset, DieselDataset) else None
-        self._next: Place | None = None  # the start of the next iteration; None: the beginning
+        self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
         self._has_set_epoch = True  # since a state was loaded, if one was
         self._said: list[str] = []
@@ -104,7 +104,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         """The number of samples of the next iteration; during an iteration, of that one."""
         if self._next is None and self._last is not None and not self._last.is_over:
             return self._last.length
-        place = self._next or Place(self.epoch)
+        place = self._next or EpochPlace(self.epoch)
         return max(self._part_length(place) - (place.position or 0), 0)
 
     def __iter__(self) -> "Iterator[int]":
@@ -136,7 +136,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                     f"received is {received}, but no sample has been handed out in epoch"
                     f" {self.epoch}"
                 )
-            return self._state(self._next or Place(self.epoch))
+            return self._state(self._next or EpochPlace(self.epoch))
         if received is None and last.given:
             received = last.received()
             if received is None:
@@ -171,27 +171,30 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             self.epoch = place.epoch
         self._next, self._last, self._has_set_epoch = place, None, False
 
-    def _load(self, state: Mapping[str, object]) -> Place:
+    def _load(self, state: Mapping[str, object]) -> EpochPlace:
         """The place that a state names, in parts of this world. Seed and group size become those of
         the state."""
         self._check_origin(state)
         numbers = _Numbers(state)
         seed, group_size = numbers.get("seed"), numbers.get("group_size", 1)
         epoch = numbers.get("epoch")
-        deals = numbers.deals()
-        deal = Deal(numbers.get("world", 1, WORLD_MAX), bool(state.get("drop_last")), 0)
+        partitions = numbers.partitions()
+        partition = Partition(numbers.get("world", 1, WORLD_MAX), bool(state.get("drop_last")), 0)
         position = None if state.get("position", 0) is None else numbers.get("position")
         left = self._count(epoch)
-        for each in (*deals, replace(deal, position=position or 0)):
+        for each in (*partitions, replace(partition, position=position or 0)):
             if each.position > part_length(left, each.world, drop_last=each.drop_last):
                 raise UsageError(f"the state has a position {each.position} beyond the epoch's end")
-            left = len(rest(np.arange(left), each))
+            left = len(remaining(np.arange(left), each))
         self.seed, self.group_size = seed, group_size
-        if position is not None and (deal.world, deal.drop_last) != (self.world, self.drop_last):
+        if position is not None and (partition.world, partition.drop_last) != (
+            self.world,
+            self.drop_last,
+        ):
             if position:
-                deals = (*deals, replace(deal, position=position))
+                partitions = (*partitions, replace(partition, position=position))
             position = 0
-        return Place(epoch, deals, position)
+        return EpochPlace(epoch, partitions, position)
 
     def _check_origin(self, state: Mapping[str, object]) -> None:
         files = self._files
@@ -213,7 +216,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 advice="give the same folder, filter and subset",
             )
 
-    def _state(self, place: Place, received: int = 0) -> dict[str, object]:
+    def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
         files = self._files
         position = None if place.position is None else place.position + received
         return {
@@ -226,7 +229,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             "seed": self.seed,
             "epoch": place.epoch,
             "group_size": self.group_size,
-            "deals": [[each.world, each.drop_last, each.position] for each in place.deals],
+            "deals": [[each.world, each.drop_last, each.position] for each in place.partitions],
             "world": self.world,
             "drop_last": self.drop_last,
             "position": position,
@@ -236,20 +239,20 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         """The number of samples in an epoch, of all ranks together."""
         return len(self._files)
 
-    def _shuffled(self, place: Place) -> tuple[Indices, Indices]:
+    def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
         """The samples of an epoch in the order of reading, rank after rank, and the group of
         each."""
         return self._files.files.shuffled(self.seed, place.epoch, self.group_size)
 
-    def _part_length(self, place: Place) -> int:
+    def _part_length(self, place: EpochPlace) -> int:
         left = self._count(place.epoch)
-        for deal in place.deals:
-            left = len(rest(np.arange(left), deal))
+        for partition in place.partitions:
+            left = len(remaining(np.arange(left), partition))
         return part_length(left, self.world, drop_last=self.drop_last)
 
-    def _begin(self, iteration: "_Iteration", own: Place | None) -> tuple[Place, Indices]:
+    def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
         """Begin an iteration: returns its start, and the samples that it gives."""
-        place = own or self._next or Place(self.epoch)
+        place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
                 "the loaded state does not have the number of samples that had been received",
@@ -267,12 +270,12 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._next, self._last = None, iteration
         return place, samples
 
-    def _part(self, place: Place) -> tuple[Indices, Indices]:
+    def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
         """This rank's samples from a place on, and the positions where their groups end."""
         sequence, group = self._shuffled(place)
         order = np.arange(len(sequence))
-        for deal in place.deals:
-            order = rest(order, deal)
+        for partition in place.partitions:
+            order = remaining(order, partition)
         part = part_positions(len(order), self.rank, self.world, drop_last=self.drop_last)
         chosen = order[part[place.position :]]
         return sequence[chosen], group_ends(group[chosen])
@@ -290,9 +293,9 @@ class _Iteration(Iterator[int]):
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
-        self._own: Place | None = None  # loaded into this iteration alone
+        self._own: EpochPlace | None = None  # loaded into this iteration alone
         self._left: Iterator[int] | None = None
-        self.start = Place(0)
+        self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
         """The samples of the iteration, from its beginning."""
         self.given = 0
@@ -318,7 +321,7 @@ class _Iteration(Iterator[int]):
         return self._left is not None and self.given >= self.length
 
     @property
-    def place(self) -> Place:
+    def place(self) -> EpochPlace:
         """This epoch, at an unknown place: only the iterator's own state has it."""
         return replace(self.start, position=None)
 
@@ -334,7 +337,7 @@ class _Iteration(Iterator[int]):
     def state_dict(self) -> dict[str, object]:
         sampler = self._sampler
         if self._left is None:
-            return sampler._state(self._own or sampler._next or Place(sampler.epoch))
+            return sampler._state(self._own or sampler._next or EpochPlace(sampler.epoch))
         return sampler._state(self.start, self.given)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
@@ -369,7 +372,7 @@ class _Numbers:
     def get(self, name: str, lowest: int = 0, highest: int = 2**63 - 1) -> int:
         return _number(name, self._state.get(name), lowest, highest)
 
-    def deals(self) -> tuple[Deal, ...]:
+    def partitions(self) -> tuple[Partition, ...]:
         rows = self._state.get("deals")
         if not isinstance(rows, list | tuple):
             raise UsageError("this is not a state of ChunkShuffleSampler: it has no deals")
@@ -378,7 +381,7 @@ class _Numbers:
             if not isinstance(row, list | tuple) or len(row) != 3:
                 raise UsageError(f"bad deal {row!r} in a state of ChunkShuffleSampler")
             world = _number("world", row[0], 1, WORLD_MAX)
-            found.append(Deal(world, bool(row[1]), _number("position", row[2])))
+            found.append(Partition(world, bool(row[1]), _number("position", row[2])))
         return tuple(found)
 
 

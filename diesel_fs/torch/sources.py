@@ -27,7 +27,7 @@ _PART = 1 << 16  # paths that are looked up at a time
 
 
 @dataclass(frozen=True, slots=True)
-class SampleFiles:
+class SampleSource:
     """The files of samples, by the index of the sample, in one version of a dataset."""
 
     dataset: str
@@ -49,7 +49,7 @@ class SampleFiles:
         return f"{self.dataset}@{self.version}"
 
 
-def sample_files(dataset: object) -> SampleFiles:
+def sample_files(dataset: object) -> SampleSource:
     """The files of a dataset's samples.
 
     Raises UsageError if the dataset's files are not known, or lie in different datasets or in no
@@ -61,7 +61,7 @@ def sample_files(dataset: object) -> SampleFiles:
         followed = resolved(snapshot, int(entries[at]))
         if followed >= 0:
             entries[at] = followed
-    return SampleFiles(
+    return SampleSource(
         snapshot.dataset,
         str(snapshot.identity),
         snapshot.version,

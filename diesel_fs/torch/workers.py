@@ -49,7 +49,7 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WorkerLimits:
     """Limits for the workers. `workers_max` is the number of cores, unless the user sets it."""
 
     workers_max: int
@@ -117,7 +117,7 @@ class FetchModel:
 class WorkerController:
     """The controller of `AutoDataLoader` (see the module)."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
         self.model = FetchModel()
 

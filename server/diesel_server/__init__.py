@@ -10,7 +10,7 @@ else is called.
 | --- | --- |
 | `process` | a server is several processes: a supervisor, and workers that it restarts |
 | `connections` | how bytes become requests, and when a client is refused |
-| `accounts` | who may log in, and the requests that change accounts |
+| `accounts` | how a login is checked, and the requests that change accounts |
 | `requests` | what each request about datasets does, and which role it needs |
 
 `main.py` and `options.py` are the command; `limits.py` has every limit with its reason. Imports go

@@ -12,8 +12,8 @@ import pytest
 
 from diesel_fs.errors import DieselError
 from diesel_fs.forecast.kept import NAMES, OnProgress
-from diesel_fs.forecast.nodes import Job, Node
-from diesel_fs.forecast.reads import Files
+from diesel_fs.forecast.nodes import ForecastJob, ForecastNode
+from diesel_fs.forecast.reads import ForecastFiles
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.repository.local import LocalRepository
 from dlcmd.simulations import Comparison, compare
@@ -230,19 +230,19 @@ def test_what_is_no_dataset_is_refused(dlcmd: Dlcmd, tmp_path: Path) -> None:
     assert "has no files" in dlcmd("forecast", "nothing", code=2).err
 
 
-def fail(_: Comparison, __: Files, ___: Indices | None, progress: OnProgress) -> int:
+def fail(_: Comparison, __: ForecastFiles, ___: Indices | None, progress: OnProgress) -> int:
     progress(0.5)
     raise DieselError("it failed")
 
 
-def end(_: Comparison, __: Files, ___: Indices | None, progress: OnProgress) -> int:
+def end(_: Comparison, __: ForecastFiles, ___: Indices | None, progress: OnProgress) -> int:
     progress(0.5)
     os._exit(9)
 
 
 def test_comparisons_in_several_processes_are_those_of_one(view: Snapshot) -> None:
-    files = Files.of(view)
-    job = Job(Node(1 << 20, 1 << 18), ranks=2)
+    files = ForecastFiles.of(view)
+    job = ForecastJob(ForecastNode(1 << 20, 1 << 18), ranks=2)
     some = [Comparison(name, job) for name in ("lru", "none", "plan")]
     shown: list[int] = []
 

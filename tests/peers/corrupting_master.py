@@ -19,7 +19,7 @@ _send, _adopt = DataPlane._send, DataPlane._adopt
 
 
 def corrupted(payload: bytes) -> bytes:
-    """As many bytes as were asked for, but wrong ones."""
+    """As many bytes as in the answer, but wrong ones."""
     match os.environ["LIES"]:
         case "flipped":
             lie = bytearray(payload)

@@ -1,4 +1,4 @@
-"""A data plane on real sockets, whose control plane is a test, and the other ends of its
+"""A data plane on real sockets with a test as its control plane, and the other ends of its
 connections."""
 
 import queue

@@ -1,6 +1,6 @@
 """A link to handlers in this process: requests and answers go through msgpack, but no socket.
 
-For what a handler does; not for what connections do. Its loop is a thread of its own.
+For tests of handlers, not of connections. Its loop is a thread of its own.
 """
 
 import threading

@@ -7,7 +7,7 @@ tests.server.fake_server` is `diesel-server` with workers (`--worker`) that serv
     sleep     answers after `seconds`; `blocking_sleep` keeps a thread for that time
     count     `n` answers
     give      a payload of `bytes`
-    bug       raises what is no DieselError
+    bug       raises an error that is no DieselError
     fail      raises the error `kind` with `message`
 """
 

@@ -47,12 +47,12 @@ class InProcessServer:
         return DirectLink(self.loop, self.handlers, account, self.store.objects.store_id)
 
     def with_role(self, role: Role, *names: str) -> RemoteRepository:
-        """A user who has this role for some datasets."""
+        """A user with this role for some datasets."""
         return self.client(Account("somebody", KEY, grants=dict.fromkeys(names, role)))
 
     @property
     def identity(self) -> UUID:
-        """Of the dataset `ds`."""
+        """That of the dataset `ds`."""
         return self.store.dataset("ds").identity
 
     def chunks(self, name: str = "ds") -> list[ChunkId]:

@@ -89,7 +89,7 @@ def logged_in(server: ThreadedServer) -> socket.socket:
 
 
 def ended(client: socket.socket) -> bytes:
-    """What is received until the server closes the connection."""
+    """The bytes that are received until the server closes the connection."""
     received = b""
     with suppress(ConnectionResetError):
         while some := client.recv(65536):
@@ -392,7 +392,7 @@ def test_S12_only_users_who_may_write_send_payloads(
 
 
 async def test_the_budget_is_fair(autojump_clock: trio.testing.MockClock) -> None:
-    """First come, first served; who has had a share waits without keeping others waiting."""
+    """First come, first served; a user with a whole share waits without keeping others waiting."""
     budget = FairByteBudget(100, 60)
     assert await budget.acquire("a", 60, 1)
     assert not await budget.acquire("a", 1, 1)

@@ -1,4 +1,4 @@
-"""Heads of datasets read from a Redis in the event loop, and in a thread where that fails."""
+"""Heads of datasets read from a Redis in the event loop, and in a thread if that fails."""
 
 import signal
 import threading
@@ -33,7 +33,7 @@ LEARN = 3
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """One that wants a password, and whose database is not the first."""
+    """A Redis with a password; the database is not the first."""
     with RedisServer(tmp_path / "redis", {"requirepass": "no/word"}, port=free_port()) as server:
         yield server
 

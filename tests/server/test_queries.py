@@ -47,7 +47,7 @@ from .in_process_server import server as server
 
 
 def test_an_answer_has_all_that_was_put_before_the_request(filled: InProcessServer) -> None:
-    """By the metadata store while there is no snapshot of that version, by one afterwards."""
+    """The metadata store answers until there is a snapshot of that version, then the snapshot."""
     sealer = ChunkMaker(filled.admin)
     for i in range(30):
         sealer.file(b"more/f%d" % i, b"x" * i)
@@ -98,7 +98,7 @@ def test_snapshot_and_metadata_store_give_equal_entries(
 
 
 def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
-    """S12: a page has so many names at most, and so many bytes of names; from the metadata store,
+    """S12: a page has a limited number of names, and of bytes of names; from the metadata store,
     and from a snapshot."""
     sealer, asked = ChunkMaker(filled.admin), link_of(filled.admin).asked
     names = [b"n" * 200 + b"%03d" % i for i in range(100)]
@@ -404,7 +404,7 @@ class LyingLink:
 
 
 def fetched(version: int, content: bytes, identity: UUID) -> Snapshot:
-    """What a client takes for the current snapshot of a dataset."""
+    """The snapshot that a client takes for the current one."""
     return RemoteSnapshots(cast(RpcClient, LyingLink(version, content))).current(identity)
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
 from diesel_fs.torch.hook.diesel_hook import loaders, prediction
-from diesel_fs.torch.hook.diesel_hook.files import Told
+from diesel_fs.torch.hook.diesel_hook.files import KnownDataset
 from diesel_fs.torch.hook.diesel_hook.link import Link
-from diesel_fs.torch.hook.diesel_hook.prediction import Drawn, predict
+from diesel_fs.torch.hook.diesel_hook.prediction import DrawnIndices, predict
 from tests.examples import examples
 
 
@@ -63,7 +63,9 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     said = Said()
     link = cast("Link", said)
     watch = cast("loaders.Watch", SimpleNamespace(link=link, ahead=1, end=lambda: None))
-    epoch = loaders.Epoch(watch, sampler, Told(1, (), 5000), loaders._Stream(1, link), 0)
+    epoch = loaders.LoaderEpoch(
+        watch, sampler, KnownDataset(1, (), 5000), loaders._LoaderStream(1, link), 0
+    )
     iterator = cast("Iterator[object]", iter(sampler))
     epoch.foresee(iterator)
     drawn: list[int] = []
@@ -91,7 +93,7 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
 def test_dropping_batches_changes_no_position(
     batches: list[list[int]] | list[int], drops: list[int]
 ) -> None:
-    drawn, model, ends = Drawn(), list[int](), [0]
+    drawn, model, ends = DrawnIndices(), list[int](), [0]
     left = sorted(drops)
     dropped = 0
     for number, element in enumerate(batches, 1):

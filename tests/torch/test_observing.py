@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from diesel_fs.torch.hook.diesel_hook.files import Datasets, Part
+from diesel_fs.torch.hook.diesel_hook.files import KnownDatasets, NestedDataset
 from diesel_fs.torch.hook.diesel_hook.learning import Learner
 from diesel_fs.torch.hook.diesel_hook.link import Link
 from diesel_fs.torch.planner.file_tables import FileTable, MountedFiles, ShownVersion
@@ -185,7 +185,7 @@ def rows_of(
     link, kind = Told(), type(data)
     before = kind.__getitem__
     learner = Learner(link)
-    learner.learn(data, Part((), "table", is_listed), may_learn=may_learn)
+    learner.learn(data, NestedDataset((), "table", is_listed), may_learn=may_learn)
     for index in range(SIZE):
         assert data[index] == index
     learner.stop()
@@ -222,17 +222,17 @@ def test_T1_between_checks_a_class_is_as_it_was(tmp_path: Path) -> None:
         pass
 
     data, learner = Own(tmp_path), Learner(Told())
-    learner.learn(data, Part((), "table", is_listed=True), may_learn=True)
+    learner.learn(data, NestedDataset((), "table", is_listed=True), may_learn=True)
     assert Own.__getitem__ is not Files.__getitem__
     for index in range(16):
         data[index]
     assert "__getitem__" not in vars(Own)
     learner.stop()
-    learner.learn(data, Part((), "table", is_listed=True), may_learn=True)
+    learner.learn(data, NestedDataset((), "table", is_listed=True), may_learn=True)
     Own.__getitem__ = mine = lambda self, index: index  # type: ignore[method-assign]
     learner.stop()
     assert Own.__getitem__ is mine
-    learner.learn(data, Part((), "table", is_listed=True), may_learn=True)
+    learner.learn(data, NestedDataset((), "table", is_listed=True), may_learn=True)
     gone = weakref.ref(data)
     del data
     assert gone() is None
@@ -241,7 +241,7 @@ def test_T1_between_checks_a_class_is_as_it_was(tmp_path: Path) -> None:
 def test_T1_a_list_that_changes_is_sent_again(tmp_path: Path) -> None:
     """Also inside a subset, and the indices of a subset. Unchanged lists are not sent again."""
     link = Told()
-    datasets, data = Datasets(link), Files(tmp_path)
+    datasets, data = KnownDatasets(link), Files(tmp_path)
     subset = Subset(data, [*range(40)])
     both = ConcatDataset([subset, data])
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import diesel_fs.torch.hook
 from diesel_fs.torch.hook.diesel_hook import VARIABLE
 from diesel_fs.torch.hook.diesel_hook.link import Link
-from diesel_fs.torch.planner import TrainingPlanner, server
+from diesel_fs.torch.planner import PlanServer, server
 from diesel_fs.torch.planner.file_tables import (
     ConcatTable,
     FileTable,
@@ -40,7 +40,7 @@ def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> N
         handled.append((said.get("number"), len(payload)))
 
     monkeypatch.setattr(server._Process, "handle", handle)
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         planner.start()
         link = Link(str(planner.socket_path))
 
@@ -61,7 +61,7 @@ def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
     gone = Link(str(tmp_path / "none"))
     for _ in range(3):
         gone.send({"do": "hello"})
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         planner.start()
         link = Link(str(planner.socket_path))
         link.send({"do": "more", "stream": "none"})
@@ -161,7 +161,7 @@ def test_files_and_the_distance_of_workers_are_sent(
     monkeypatch.setattr(
         server._Process, "handle", lambda _, said, payload: handled.append(dict(said))
     )
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         planner.start()
         told = {"PYTHONPATH": str(HOOK), VARIABLE: json.dumps(planner.settings(ahead=0))}
         ended = subprocess.run(

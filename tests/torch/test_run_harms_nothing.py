@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.torch.hook.diesel_hook.link import Link
-from diesel_fs.torch.planner import TrainingPlanner
+from diesel_fs.torch.planner import PlanServer
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.waiting import wait_until
 
@@ -189,7 +189,7 @@ def test_a_lost_path_is_reported_while_the_command_runs(tmp_path: Path) -> None:
 
 def test_many_processes_join_at_once() -> None:
     """Before the launcher has taken the first connection."""
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         links = [Link(str(planner.socket_path)) for _ in range(300)]
         threads = [threading.Thread(target=link.send, args=({"do": "hello"},)) for link in links]
         for each in threads:

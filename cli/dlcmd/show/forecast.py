@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from diesel_fs.forecast.kept import DISK, STORE
-from diesel_fs.forecast.reads import Files
+from diesel_fs.forecast.reads import ForecastFiles
 from diesel_fs.forecast.report import (
     UNITS,
-    Options,
+    ForecastOptions,
     commands,
     described,
     needs_no_cache,
@@ -34,8 +34,8 @@ class ForecastResult:
 
     forecasts: Sequence[Forecast]
     sizes: Sequence[int | None]
-    files: Files
-    options: Options
+    files: ForecastFiles
+    options: ForecastOptions
     assumed: Sequence[str]
 
     @property

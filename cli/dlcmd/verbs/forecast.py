@@ -12,9 +12,9 @@ from click.core import ParameterSource
 
 from diesel_fs.errors import NoSuchPath, UsageError
 from diesel_fs.forecast.kept import NAMES, ORDER_LOG
-from diesel_fs.forecast.nodes import Job, Node, Shuffle, Store
-from diesel_fs.forecast.reads import Files
-from diesel_fs.forecast.report import Options
+from diesel_fs.forecast.nodes import ForecastJob, ForecastNode, ForecastStore, Shuffle
+from diesel_fs.forecast.reads import ForecastFiles
+from diesel_fs.forecast.report import ForecastOptions
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.mounts.prefetch.planner import KNOWN_DIVISOR
@@ -41,7 +41,7 @@ class Machine:
     cache_bytes: int = 0
     network_bytes_per_s: int = 1250 << 20
 
-    def node(self, policy: str, files: Files) -> Node:
+    def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
         """How the machine divides its memory with a policy, as a mount does."""
         in_task = policy != ORDER_LOG
         split = MemorySplit(self.memory_bytes, in_task)
@@ -49,7 +49,7 @@ class Machine:
         window_bytes = split.push_bytes - min(known_bytes, split.push_bytes // KNOWN_DIVISOR)
         has_disk = self.cache_bytes > 0
         kept_bytes = chunk_budget_bytes(split.task_bytes, files.chunk_bytes, has_disk=has_disk)
-        return Node(
+        return ForecastNode(
             window_bytes, kept_bytes, self.cache_bytes,
             network_bytes_per_s=self.network_bytes_per_s,
         )  # fmt: skip
@@ -87,7 +87,7 @@ class _Milliseconds(click.types.FloatParamType):
 @verb("forecast")
 @argument("target", type=versioned_address, metavar="DATASET[@VERSION]")
 @options_of(
-    Job, "job",
+    ForecastJob, "job",
     nodes=FieldOption("Machines of the job.", type=int, metavar="N", shows_default=True),
     ranks=FieldOption(
         "Training processes (GPUs) on each machine.",
@@ -118,7 +118,7 @@ class _Milliseconds(click.types.FloatParamType):
     ),
 )  # fmt: skip
 @options_of(
-    Store, "store",
+    ForecastStore, "store",
     request_s=FieldOption(
         "Milliseconds until the first byte of a request to the store.", "store-latency",
         type=_Milliseconds(), metavar="MS", default=20.0, shows_default=True,
@@ -133,7 +133,7 @@ class _Milliseconds(click.types.FloatParamType):
     ),
 )  # fmt: skip
 @options_of(
-    Job, "job",
+    ForecastJob, "job",
     images_per_s=FieldOption(
         "Files a second that each rank would train on, if it never waited for one.",
         type=float, metavar="N", shows_default=True,
@@ -151,7 +151,7 @@ class _Milliseconds(click.types.FloatParamType):
     help="Which orders to compare: fully random, chunk-wise random, or both.",
 )  # fmt: skip
 @options_of(
-    Job, "job",
+    ForecastJob, "job",
     group_size=FieldOption(
         "Chunks in a group of chunk-wise orders: their files are shuffled together.",
         type=int, metavar="N", shows_default=True,
@@ -204,9 +204,14 @@ def forecast(
     policies = _policies(evict, each_machine.cache_bytes)
     with open_repository_from_flags() as repository:
         view = target.view(repository)
-        files = Files.of(view)
+        files = ForecastFiles.of(view)
         given = None if order is None else _read_order(view, order)
-    first = made(Job, job, node=each_machine.node(policies[0], files), store=made(Store, store))
+    first = made(
+        ForecastJob,
+        job,
+        node=each_machine.node(policies[0], files),
+        store=made(ForecastStore, store),
+    )
     shuffles: Sequence[Shuffle] = ("full", "chunk") if shuffle == "both" else (shuffle,)
     comparisons = [
         Comparison(policy, replace(first, node=each_machine.node(policy, files), shuffle=each))
@@ -216,7 +221,7 @@ def forecast(
     with shown_progress(f"forecast {target}", "steps") as show:
         found = compare(Comparison.run, comparisons, files, given, show)
         sizes = compare(Comparison.size, comparisons, files, given, show) if smallest else []
-    options = Options(
+    options = ForecastOptions(
         str(target), size_text(each_machine.memory_bytes), size_text(each_machine.cache_bytes),
         given is not None, each_machine.node(ORDER_LOG, files).window_bytes >= files.bytes,
     )  # fmt: skip

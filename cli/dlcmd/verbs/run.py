@@ -17,7 +17,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.orders.shuffle import GROUP_SIZE_DEFAULT
 from diesel_fs.torch.hook.diesel_hook import VARIABLE
 from diesel_fs.torch.join import SHUFFLES
-from diesel_fs.torch.planner import TrainingPlanner
+from diesel_fs.torch.planner import PlanServer
 
 from ..args.options import argument, file_path, global_flags, option, verb
 from ..show.run_report import report_page
@@ -85,7 +85,7 @@ def run(
     """
     if report is not None:
         _check_writable(report)
-    with TrainingPlanner(None if global_flags().quiet else _say) as planner:
+    with PlanServer(None if global_flags().quiet else _say) as planner:
         settings = planner.settings(
             ahead=ahead, group_size=group_size if shuffle == "chunk" else 0, own_seed=own_seed
         )
@@ -123,7 +123,7 @@ def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:
     return {**inherited, "PYTHONPATH": path, VARIABLE: settings}
 
 
-def _run(command: Sequence[str], environment: Mapping[str, str], planner: TrainingPlanner) -> int:
+def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanServer) -> int:
     """Run the command to its end, and return its exit code as a shell would."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     try:

@@ -86,41 +86,41 @@ SHADOWED = np.dtype(
 _BLOCK = 1 << 18  # values per step of a sum
 
 
-class Columns(NamedTuple):
+class SnapshotColumns(NamedTuple):
     """All sections of a snapshot, in the order of the file, of n entries and c chunks."""
 
     parent: U4
     """n; the index of each entry's folder; the root's is 0."""
     name_start: U8
-    """n + 1; where each name starts in `names`, and where the last ends."""
+    """n + 1; the offset of each name in `names`, and the end of the last."""
     flags: U4
     """n; mode, kind, codec, IMPLICIT and MANY_EXTENTS."""
     size: U8
-    """n; of a link the length of its target, of a folder 0."""
+    """n; for a link the length of its target, for a folder 0."""
     mtime_ns: I8
     """n."""
     chunk: U4
-    """n; the number of the file's chunk; of a folder the index of its first child; of a link the
+    """n; the number of the file's chunk; for a folder the index of its first child; for a link the
     number of its target."""
     offset: U4
-    """n; bytes from the start of the chunk object; of a folder the number of its children, of a
+    """n; bytes from the start of the chunk object; for a folder the number of its children, for a
     link 0."""
     stored: U4
     """n; bytes in the chunk."""
     checksum: U8
     """n; xxh3-64 of the content."""
     fingerprint: U4
-    """n - 1, ascending; the upper half of the hash of each entry but the root."""
+    """n - 1, ascending; the upper half of the hash of each entry except the root."""
     slot: U4
-    """n - 1; the index of the entry of each fingerprint; ascending where fingerprints are equal."""
+    """n - 1; the index of the entry of each fingerprint; ascending among equal fingerprints."""
     names: Bytes
     """All names in the order of entries, then NAME_PADDING."""
     target_start: U8
-    """Number of targets + 1; where each target starts in `targets`, and where the last ends."""
+    """Number of targets + 1; the offset of each target in `targets`, and the end of the last."""
     targets: Bytes
     """The targets of links in the order of entries, then those of shadowed links."""
     extents: Records
-    """STORED_EXTENT; of files in the order of entries, then of shadowed files."""
+    """STORED_EXTENT; first of files in the order of entries, then of shadowed files."""
     chunk_id: Bytes
     """16 c; the IDs of the chunks, ascending."""
     chunk_bytes: U8
@@ -136,14 +136,14 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-"""The types of the fields of `Columns`, in their order."""
+"""The types of the fields of `SnapshotColumns`, in their order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SnapshotHeader:
     """Dataset, version and counts of a snapshot. `entries` counts the root and implicit folders,
     too."""
 
@@ -158,11 +158,13 @@ class Header:
     digest: int
 
 
-def header_of(columns: Columns, identity: UUID, dataset: str, version: int, digest: int) -> Header:
-    """The header for these columns; this function counts the entries."""
+def header_of(
+    columns: SnapshotColumns, identity: UUID, dataset: str, version: int, digest: int
+) -> SnapshotHeader:
+    """The header for these columns; counts the entries."""
     kind = kinds(columns.flags)
     sizes = columns.size[kind == Kind.FILE]
-    return Header(
+    return SnapshotHeader(
         identity=identity,
         dataset=dataset,
         version=version,
@@ -176,16 +178,14 @@ def header_of(columns: Columns, identity: UUID, dataset: str, version: int, dige
 
 
 def kinds(flags: U4) -> U4:
-    """The kinds in a column of flags."""
     return flags >> np.uint32(KIND_SHIFT) & np.uint32(3)
 
 
 def codecs(flags: U4) -> U4:
-    """The codecs in a column of flags."""
     return flags >> np.uint32(CODEC_SHIFT) & np.uint32(1)
 
 
-def write(header: Header, columns: Columns) -> list[memoryview]:
+def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
     """The file, as buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
     for array, dtype in zip(columns, DTYPES, strict=True):
@@ -205,7 +205,7 @@ def write(header: Header, columns: Columns) -> list[memoryview]:
     return [part for part in parts if len(part)]
 
 
-def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[Header, Columns]:
+def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
     """The header, and the columns as views of `buffer`. Raises a leaf of FormatError.
 
     The checksums of the header and of each section are always compared. `verify` also checks the
@@ -217,7 +217,7 @@ def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[Header, Columns]:
     view = memoryview(buffer).cast("B")
     header = _parse_header(view)
     columns, sections = _parse_sections(view, header)
-    for name, (at, behind, end, checksum) in zip(Columns._fields, sections, strict=True):
+    for name, (at, behind, end, checksum) in zip(SnapshotColumns._fields, sections, strict=True):
         body, padding = view[at:behind], view[behind:end]
         if xxh3_64_intdigest(body) != checksum or any(padding):
             _corrupt(f"section {name} does not match its checksum", at)
@@ -239,8 +239,8 @@ def check_magic(start: bytes) -> None:
         raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
 
 
-def _parse_header(view: memoryview) -> Header:
-    """The header, checked but for the sections. Raises a leaf of FormatError."""
+def _parse_header(view: memoryview) -> SnapshotHeader:
+    """The header, checked except for the sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -263,7 +263,7 @@ def _parse_header(view: memoryview) -> Header:
         or any(spare)
     ):
         _corrupt("its header contradicts itself", 0)
-    return Header(
+    return SnapshotHeader(
         identity=UUID(bytes=identity),
         dataset=dataset,
         version=version,
@@ -277,28 +277,28 @@ def _parse_header(view: memoryview) -> Header:
 
 
 FRONT_BYTES = HEADER_BYTES
-"""How many bytes of a file `parse_front` needs."""
+"""The bytes of a file that `parse_front` needs."""
 
 _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
 
-def parse_front(front: "ReadableBuffer") -> tuple[Header, bytes]:
+def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
     """The header at the start of a file, and a mark of its entries: versions with equal marks have
     the same paths, attributes and contents, and may differ only in the chunks that hold them.
     Raises a leaf of FormatError.
     """
     view = memoryview(front)
     header = _parse_header(view)
-    sections = (Columns._fields.index(name) for name in _CONTENT)
+    sections = (SnapshotColumns._fields.index(name) for name in _CONTENT)
     starts = (_FIXED.size + number * _SECTION.size for number in sections)
     return header, b"".join(bytes(view[at + 16 : at + 24]) for at in starts)
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
-    """A mark of everything in a snapshot but its version: the counts in its header, and the
+    """A mark of everything in a snapshot except its version: the counts in its header, and the
     checksums of all sections."""
     view = memoryview(front)
-    counts_end = _FIXED.size + len(Columns._fields) * _SECTION.size
+    counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
     return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
 
 
@@ -315,17 +315,16 @@ def _truncated(length: int, expected: int) -> FormatError:
 
 
 def _parse_sections(
-    view: memoryview, header: Header
-) -> tuple[Columns, list[tuple[int, int, int, int]]]:
-    """The columns; and of each section its start, its end, the end of its padding, and its
-    checksum."""
+    view: memoryview, header: SnapshotHeader
+) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
+    """The columns; and each section's start, end, end of its padding, and checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES
     for number, dtype in enumerate(DTYPES):
         offset, length, checksum = _SECTION.unpack_from(view, _FIXED.size + number * _SECTION.size)
         if offset != at or length % dtype.itemsize:
-            _corrupt(f"section {Columns._fields[number]} is out of place", at)
+            _corrupt(f"section {SnapshotColumns._fields[number]} is out of place", at)
         end = at + -(-length // ALIGNMENT) * ALIGNMENT
         sections.append((at, at + length, end, checksum))
         if end <= len(view):
@@ -335,7 +334,7 @@ def _parse_sections(
         raise _truncated(len(view), at)
     if at < len(view):
         _corrupt(f"{len(view) - at} bytes behind its end", at)
-    columns = Columns(*arrays)  # each has its dtype of DTYPES
+    columns = SnapshotColumns(*arrays)  # each has its dtype of DTYPES
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
     if (
@@ -354,10 +353,10 @@ def words(names: Bytes) -> U8:
 
 
 def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
-    """Whether pairs of names are equal. Each side is (`words` of its names, where each name starts,
-    how long it is).
+    """Whether pairs of names are equal. Each side is (`words` of its names, the start of each name,
+    the length of each name).
 
-    Compares 8 bytes of all pairs at a time, and goes on with those that are equal so far.
+    Compares 8 bytes of all pairs at a time, and continues with the pairs that are equal so far.
     """
     (one_words, one_at, lengths), (other_words, other_at, other_lengths) = one, other
     same: Mask = lengths == other_lengths
@@ -374,7 +373,7 @@ def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
 
 
 def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
-    """The 8 bytes of each name from `position` on, as a little-endian word, with zeros behind the
+    """The 8 bytes of each name from `position` on, as a little-endian word, with zeros beyond the
     name's end.
 
     `source` is the result of `words`.
@@ -387,7 +386,8 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Which names cannot be components of a path. `starts` has one item more than names."""
+    """Which names cannot be components of a path. `starts` has one more item than there are
+    names."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -401,7 +401,8 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
 
 
 def longest_path_bytes(parent: U4, name_start: U8, child_end: Callable[[int], int]) -> int:
-    """The length of the longest path. `child_end(i)` is where the children of entries 0..i end.
+    """The length of the longest path. `child_end(i)` returns the end of the children of entries
+    0..i.
 
     Returns a number above PATH_BYTES_MAX, early, if folders are nested too deeply.
     """
@@ -426,7 +427,7 @@ def _exact_sum(values: U8) -> int:
     return low + (high << 32)
 
 
-def check(header: Header, columns: Columns) -> None:
+def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
     """Raise CorruptError if columns contradict each other. After this, every index in them is
     valid."""
     _check_names(columns)
@@ -441,7 +442,7 @@ def check(header: Header, columns: Columns) -> None:
         _corrupt("its counts are not those of its entries", 0)
 
 
-def _check_names(columns: Columns) -> None:
+def _check_names(columns: SnapshotColumns) -> None:
     """Check that the names tile `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     if starts[0] or starts[1]:
@@ -458,12 +459,12 @@ def _check_names(columns: Columns) -> None:
 
 
 def _batches(count: int) -> Iterator["slice[int, int, None]"]:
-    """Slices of all items: a check of one at a time needs little memory."""
+    """Slices that cover all items; checking one slice at a time needs little memory."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 
 
-def _check_tree(columns: Columns, kind: U4) -> None:
+def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
     """Check that folders, their children and parents agree, and no path is too long."""
     flags, parent = columns.flags, columns.parent
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
@@ -493,9 +494,9 @@ def _check_tree(columns: Columns, kind: U4) -> None:
         _corrupt("a path is too long")
 
 
-def _check_order(columns: Columns) -> None:
+def _check_order(columns: SnapshotColumns) -> None:
     """Raise CorruptError unless the names in each folder ascend strictly. Compares 8 bytes of all
-    neighbours at a time, and goes on with those that are equal so far."""
+    neighbours at a time, and continues with those that are equal so far."""
     source, parent = words(columns.names), columns.parent
     for first in range(1, len(parent) - 1, _BATCH):
         last = min(first + _BATCH, len(parent) - 1)
@@ -516,8 +517,8 @@ def _check_order(columns: Columns) -> None:
             _corrupt("a folder holds a name twice")
 
 
-def _check_index(columns: Columns) -> None:
-    """Check that the lookup index holds each entry but the root once, in order."""
+def _check_index(columns: SnapshotColumns) -> None:
+    """Check that the lookup index holds each entry except the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
     if len(slot) and int(slot.max()) < n:
@@ -528,7 +529,7 @@ def _check_index(columns: Columns) -> None:
         _corrupt("its lookup index does not hold each entry once, in order")
 
 
-def _check_shadowed(columns: Columns) -> None:
+def _check_shadowed(columns: SnapshotColumns) -> None:
     """Check that shadowed entries are sorted files and links of implicit folders."""
     shadowed, flags = columns.shadowed, columns.flags
     entry, own = shadowed["entry"], shadowed["flags"]
@@ -541,7 +542,7 @@ def _check_shadowed(columns: Columns) -> None:
 
 
 class _Data(NamedTuple):
-    """Where the contents of some entries lie: items of the columns of these names."""
+    """The places of entries' contents: items of the columns with these names."""
 
     flags: U4
     size: U8
@@ -551,20 +552,19 @@ class _Data(NamedTuple):
     checksum: U8
 
     def only(self, which: Mask) -> "_Data":
-        """Some of these entries."""
         flags, size, chunk, offset, stored, checksum = self
         places = chunk[which], offset[which], stored[which], checksum[which]
         return _Data(flags[which], size[which], *places)
 
 
-def _data_of(columns: Columns) -> Iterator[_Data]:
+def _data_of(columns: SnapshotColumns) -> Iterator[_Data]:
     """The data of all visible entries, then of shadowed ones, in batches."""
     for batch in _batches(len(columns.flags)):
         yield _Data(*(getattr(columns, name)[batch] for name in _Data._fields))
     yield _Data(*(columns.shadowed[name] for name in _Data._fields))
 
 
-def _check_data(columns: Columns) -> None:
+def _check_data(columns: SnapshotColumns) -> None:
     """Check the places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
@@ -607,8 +607,9 @@ def _check_places(one: _Data, object_bytes: U8) -> None:
         _corrupt("a file at a place that its chunk cannot hold")
 
 
-def _check_links(link: _Data, before: int, columns: Columns) -> int:
-    """Check the links that follow `before` others against their targets. Returns their number."""
+def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
+    """Check links against their targets; `before` links come before them. Returns the number of
+    links."""
     bounds = columns.target_start[before : before + len(link.size) + 1]
     target_bytes = np.diff(bounds)  # unsigned: a descent is a huge length
     if (
@@ -624,8 +625,7 @@ def _check_links(link: _Data, before: int, columns: Columns) -> int:
     return len(link.size)
 
 
-def _check_files_of_many(many: _Data, columns: Columns) -> None:
-    """Check files of several extents against these."""
+def _check_files_of_many(many: _Data, columns: SnapshotColumns) -> None:
     counts = many.offset.astype(np.int64)
     ends = np.cumsum(counts)
     if (
@@ -640,8 +640,8 @@ def _check_files_of_many(many: _Data, columns: Columns) -> None:
 
 
 def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_bytes: U8) -> None:
-    """Raise CorruptError unless each run of extents (it ends at `ends` and has `counts`) makes up a
-    file of `sizes` bytes, and lies in chunks of `object_bytes`."""
+    """Raise CorruptError unless each run of extents (which ends at `ends` and has `counts` extents)
+    makes up a file of `sizes` bytes, and lies in chunks of `object_bytes`."""
     if not len(extents):
         return
     start, size = extents["start"], extents["size"]

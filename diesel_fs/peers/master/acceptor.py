@@ -224,7 +224,6 @@ class Acceptor:
         self._log_rejection(pending.host, _TOO_MANY)
 
     def _log_rejection(self, remote: str, why: str) -> None:
-        """Count a rejection, and log it unless there are very many."""
         self._counts["rejected"] += 1
         now_s = trio.current_time()
         if now_s - self._log_period_began_s > _LOG_PERIOD_S:
@@ -240,7 +239,6 @@ class Acceptor:
     def _forward(
         self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
-        """See `Forward`. Called in the data plane's thread."""
         assert self._token is not None
         start = partial(self._start_answer, connection, number, flags, parts, size)
         with suppress(trio.RunFinishedError):
@@ -253,7 +251,6 @@ class Acceptor:
             self._nursery.start_soon(self._answer, connection, number, flags, parts, size)
 
     def _forward_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
-        """See `ForwardPlan`. Called in the data plane's thread."""
         assert self._token is not None
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._take_plan, connection, number, body)
@@ -276,7 +273,6 @@ class Acceptor:
     async def _answer(
         self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
-        """Answer a request for parts that are not all in memory."""
         plane = self._plane
         if plane is None or not connection.is_open:
             return

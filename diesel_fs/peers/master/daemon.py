@@ -191,12 +191,10 @@ class _Daemon:
             )
 
     def _warn(self, text: str) -> None:
-        """Log a warning, and report it to the process that starts this master."""
         log.warning("%s", text)
         daemons.report({"warning": text})
 
     def _bind(self) -> socket.socket:
-        """The socket on which other masters reach this one. Raises UsageError."""
         listen = listen_address(self._request, self._rank, self._world)
         try:
             return socket.create_server(

@@ -244,7 +244,6 @@ class DataPlane:
             self._end(connection, error)
 
     def _end(self, connection: ServedConnection, error: Exception) -> None:
-        """Close a connection because of an error."""
         if isinstance(error, CorruptError):
             log.warning("refused from='node %d' why=%r", connection.rank, error.message)
         elif isinstance(error, ConnectionClosed | OSError):
@@ -287,7 +286,6 @@ class DataPlane:
             self._close(each)
 
     def _close_slow(self, now_s: float) -> None:
-        """Close the connections that are too slow, and those from other nodes that are idle."""
         for each in list(self._connections.values()):
             is_late = now_s > each.begun_s + GRACE_S + each.moved / RATE_BYTES_PER_S
             if each.unsent and is_late:
@@ -301,7 +299,6 @@ class DataPlane:
     # Requests
 
     def _handle(self, connection: ServedConnection, event: int) -> None:
-        """What epoll has reported. Raises ConnectionClosed, OSError, CorruptError."""
         if event == EPOLLIN and not connection.is_blocked:
             self._receive(connection)
         elif connection.unsent:
@@ -491,8 +488,6 @@ class DataPlane:
         self._watch(connection)
 
     def _send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
-        """Send as much as leaves at once; the rest is sent when the socket takes it. Raises
-        OSError."""
         sent = 0
         if not connection.unsent:
             channel = connection.channel
@@ -504,7 +499,6 @@ class DataPlane:
             self._keep_unsent(connection, parts, size - sent)
 
     def _keep_unsent(self, connection: ServedConnection, parts: Sequence[Bytes], left: int) -> None:
-        """The last `left` bytes of these parts are sent when the socket takes them."""
         views = byte_views(parts)
         drop_written(views, sum(map(len, views)) - left)
         if not connection.unsent:
@@ -512,7 +506,6 @@ class DataPlane:
         connection.unsent += views
 
     def _send_rest(self, connection: ServedConnection) -> None:
-        """Send unsent bytes, as far as the socket takes them. Raises OSError."""
         try:
             while connection.unsent:
                 sent = connection.channel.send_some(connection.unsent)
@@ -523,7 +516,6 @@ class DataPlane:
         self._watch(connection)
 
     def _watch(self, connection: ServedConnection) -> None:
-        """Have epoll report the event that the connection waits for."""
         if not connection.is_open:
             return
         if connection.unsent:

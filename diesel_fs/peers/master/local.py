@@ -168,7 +168,6 @@ class _Client:
 
     @property
     def _is_current(self) -> bool:
-        """Whether the client reads the master's version."""
         return self._version == self._master.snapshot.version
 
     def close(self) -> None:
@@ -240,7 +239,6 @@ class _Client:
         await self._send(wire.local_answer(head.kind, count, answer, revoked), file)
 
     async def _hello(self, body: bytes) -> None:
-        """Answer HELLO: give the table of owners, or reject another dataset or version."""
         try:
             identity, version = wire.parse_local_hello(body)
         except UsageError as error:
@@ -288,8 +286,6 @@ class _Client:
     # The socket
 
     async def _receive(self, size: int) -> bool:
-        """Wait until `size` bytes have come. False if the client closed the connection
-        before."""
         while len(self._received) < size:
             try:
                 content, control, _, _ = self._socket.recvmsg(

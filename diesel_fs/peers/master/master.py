@@ -252,7 +252,6 @@ class Master:
             self._all_present.set()
 
     def _note_view(self) -> None:
-        """Have clients ask again if their view of the task is out of date."""
         view = self.task_view
         if view != self._view:
             self._view = view
@@ -280,7 +279,6 @@ class Master:
         self._peers.clear()
 
     async def _update_owners(self) -> None:
-        """Compute the owners of chunks among the members that answer."""
         async with self._owners_lock:  # the last caller knows the members best
             owners = self._owners
             if await self._assign_owners(owners, self._peers.keys() - self._silent):
@@ -305,7 +303,6 @@ class Master:
         return True
 
     async def _run_peer(self, entry: _PeerEntry) -> None:
-        """Run the connection to one other master, until its entry is dropped."""
         with entry.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(entry.peer.run)
@@ -314,8 +311,6 @@ class Master:
                     nursery.start_soon(self._probe, entry)
 
     async def _publish_plan(self, peer: Peer) -> None:
-        """While any stream is known, send another master every `EXCHANGE_S` the news of this
-        node's readers, of the chunks that this node has, and of what chunks are worth."""
         publisher = PlanPublisher(len(self.snapshot))
         while True:
             if not publisher.has_published:
@@ -446,7 +441,6 @@ class Master:
         rows: npt.NDArray[np.int64],
         found: dict[int, memoryview],
     ) -> None:
-        """Ask another node for these rows of `parts`, and add its answers to `found`."""
         wanted = parts[rows]
         ends = np.cumsum(wanted[:, 2], dtype=np.int64)
         room = np.empty(int(ends[-1]), np.uint8).data

@@ -162,7 +162,6 @@ class Peer:
                 self._drop_channel(self._channel)
 
     async def _attempt(self) -> Channel | None:
-        """Try to connect once; None if that failed."""
         try:
             channel = await connect(self._me.connector, self.member)
         except Exception as error:  # no failure of a peer may end this task or the master
@@ -196,7 +195,6 @@ class Peer:
         self._drop_channel(channel)
 
     def _drop_channel(self, channel: Channel) -> None:
-        """Close the connection, and wake all requests that wait for an answer on it."""
         if self._channel is not channel:
             return
         self._channel = None
@@ -213,7 +211,6 @@ class Peer:
         self._is_paused = True
 
     async def _send_rest(self, channel: Channel) -> None:
-        """Send requests that did not leave at once."""
         while True:
             await self._unsent.wait()
             self._unsent = trio.Event()
@@ -244,7 +241,6 @@ class Peer:
         return await self._ask_pending(_PendingRequest(kind, parts, room[:size], size), flags)
 
     async def _ask_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
-        """As `_ask`."""
         parts, now_s = pending.parts, trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
@@ -316,7 +312,6 @@ class Peer:
             pending.abandon()
 
     async def _connection(self, ticket: int) -> Channel | None:
-        """The channel after an attempt to connect; None if that failed."""
         if not self._is_over:
             self._connect_ticket = ticket
             self._connect_wanted.set()
@@ -324,7 +319,6 @@ class Peer:
         return self._channel
 
     def _fits(self, size: int) -> bool:
-        """Whether a request may be sent now."""
         if len(self._pending) >= wire.REQUESTS_MAX:
             return False
         if size <= _BULK_BYTES:
@@ -346,7 +340,6 @@ class Peer:
     # Answers
 
     async def _receive(self, channel: Channel) -> None:
-        """Receive answers, one after the other. Raises ConnectionClosed, CorruptError."""
         reader = FrameReader(channel, _BUFFER_BYTES)
         counts = self._counts
         while True:
@@ -392,7 +385,6 @@ class Peer:
 async def _fill(
     reader: FrameReader, pending: _PendingRequest, ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Receive into ranges of the request's room; drop the bytes if its caller was cancelled."""
     for at, end in ranges:
         while at < end:
             room = pending.room
@@ -409,7 +401,6 @@ def _wake(pending: _PendingRequest) -> None:
 
 
 def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
-    """The ranges of the room that belong to the given parts, one for each run of parts."""
     ends = np.cumsum(parts[:, 2], dtype=np.int64)
     given = np.concatenate(([False], statuses == GIVEN, [False]))
     edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, the end of it, and so on
@@ -430,5 +421,4 @@ def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _statuses(status: int, parts: Parts | None) -> Statuses:
-    """This status for each part; for a request without parts, once."""
     return np.full(1 if parts is None else len(parts), status, np.uint8)

@@ -73,7 +73,6 @@ def advertised_address(advertise: str, bound: HostPort) -> str:
 
 
 def _parse_advertise(text: str) -> HostPort:
-    """HOST or HOST:PORT; port 0 if there is none."""
     try:
         return HostPort.parse(text, 0)
     except ValueError:  # an IPv6 address without brackets, or a text that `Member` refuses
@@ -81,7 +80,6 @@ def _parse_advertise(text: str) -> HostPort:
 
 
 def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
-    """The address and port in `listen`; its host may be a name. Raises UsageError."""
     try:
         given = HostPort.parse(listen)
     except ValueError:
@@ -127,7 +125,6 @@ def _loopback_error(name: str, address: str, option: str) -> UsageError:
 
 
 def _looked_up(host: str, option: str) -> list[str]:
-    """The addresses of a name, at least one. Raises UsageError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: not a valid name
@@ -154,7 +151,6 @@ def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
 
 
 def _source_address(endpoint: HostPort) -> str:
-    """The address of this machine's end of a connection to an endpoint. Nothing is sent."""
     try:
         found = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)
     except OSError:
@@ -170,7 +166,6 @@ def _source_address(endpoint: HostPort) -> str:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """The address that a host is; None for a name."""
     try:
         return ip_address(host)
     except ValueError:
@@ -178,12 +173,10 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def _is_any(host: str) -> bool:
-    """Whether a host means all interfaces of the machine that uses it."""
     address = _address(host)
     return address is not None and address.is_unspecified
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is a loopback address; a name is none."""
     address = _address(host)
     return address is not None and address.is_loopback

@@ -301,7 +301,6 @@ def _checked_value(option: "Field[object]", value: object) -> object:
 
 
 def _addresses(word: str, value: object) -> tuple[str, ...]:
-    """Addresses from a list of texts, or from one text with commas between."""
     if isinstance(value, str):
         return tuple(filter(None, map(str.strip, value.split(","))))
     if value is None:

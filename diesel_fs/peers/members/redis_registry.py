@@ -189,7 +189,6 @@ class RedisMemberStore(MemberStore):
 
 
 def _address(me: Member, packed: object) -> str:
-    """The address of the master that had this rank before; empty if there was none."""
     with contextlib.suppress(UsageError):
         if isinstance(packed, bytes):
             return unpack_member(me.rank, me.instance, packed).address
@@ -197,7 +196,6 @@ def _address(me: Member, packed: object) -> str:
 
 
 def _members(ranks: object, values: object) -> tuple[Member, ...]:
-    """The members that a reply holds. Values that are not members are left out."""
     found = []
     for rank, value in zip(listed(ranks), listed(values), strict=True):
         try:

@@ -178,7 +178,6 @@ class RedisRegistry(Registry):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """As before the first registration."""
         self._instance = b""  # of the master that registered last
         self._record = MemberRecord()  # it is sent again at the next renewal
         self._members: tuple[Member, ...] = ()  # as the store knew them then

@@ -157,7 +157,6 @@ class Disk:
             nursery.start_soon(self._read_all, some)
 
     async def _read_all(self, wanted: "Sequence[_DiskRead]") -> None:
-        """Read these in one thread. If this is cancelled, they end without a result."""
 
         def work(
             disk: DiskTier,
@@ -299,7 +298,6 @@ class Disk:
             )  # fmt: skip
 
     async def _write(self, chunk: int, content: memoryview) -> None:
-        """Write one chunk of the queue, if there is room for it or room can be made."""
         victims = self._replacement.disk_victims(len(content))
         if victims is None:
             self._counts["disk_refused"] += 1
@@ -405,7 +403,6 @@ class Disk:
     # Threads
 
     async def _in_thread(self, work: Callable[[DiskTier], Made], within_s: float) -> Made | None:
-        """The result of `work` in a thread; None if it fails or takes longer than `within_s`."""
         tier = self._tier
         assert tier is not None
         with trio.move_on_after(within_s):

@@ -187,7 +187,6 @@ class Fetches:
             self._land(flight, memory)
 
     def _land(self, flight: Flight, memory: SealedMemory | None) -> None:
-        """A fetch or load has ended, with or without the chunk."""
         chunk, is_known, ledger = flight.chunk, flight.chunk >= 0, self._ledger
         if flight.to_memory:
             ledger.release(flight.size)

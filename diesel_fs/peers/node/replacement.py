@@ -324,7 +324,6 @@ class Replacement:
         return (replaces, victims) if has_room or replaces is None else (False, [])
 
     def _unneeded_copies(self) -> list[int]:
-        """The chunks of other nodes in memory that may be replaced before all others."""
         copies = np.flatnonzero(self._ledger.present & ~self._ledger.owned)
         if len(copies):
             copies = copies[~self._are_last_copies(copies)]

@@ -297,12 +297,10 @@ def _key(fields: Fields) -> str:
 
 
 def _bits(entry_count: int) -> int:
-    """The bits of an entry's index."""
     return max((entry_count - 1).bit_length(), 1)
 
 
 def _packed(entries: Entries, bits: int) -> bytes:
-    """Entries of `bits` bits each, the most significant first."""
     each = np.unpackbits(entries.astype(">u4").view(np.uint8).reshape(-1, 4), axis=1)
     return np.packbits(each[:, 32 - bits :]).tobytes()
 

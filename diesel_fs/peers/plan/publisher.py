@@ -160,7 +160,6 @@ class PlanPublisher:
         return status
 
     def _send_stream(self, stream: PlannedStream, announced: Announcement) -> _Step:
-        """Send a stream, after the orders that the receiver does not have."""
         for epoch in stream.epochs:
             if epoch.computed is not None or epoch.digest in self._orders:
                 continue

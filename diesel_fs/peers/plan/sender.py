@@ -91,7 +91,6 @@ class PlanSender:
             time.sleep(self._send_s)
 
     def _send(self, wanted: Mapping[str, StreamProgress]) -> bool:
-        """Send the news of these streams; returns whether the master knows all of it."""
         streams = {
             name: planned
             for name, each in wanted.items()

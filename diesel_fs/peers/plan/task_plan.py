@@ -365,7 +365,6 @@ class TaskPlan:
         return status
 
     def _whole_orders(self, new: _KnownStream, key: Key) -> int:
-        """How many orders of the whole dataset have to be computed with this stream."""
         streams = [new, *(each for other, each in self._streams.items() if other != key)]
         epochs = [epoch for each in streams for epoch in each.epochs]
         return len({each.computed.whole for each in epochs if each.computed is not None})
@@ -429,14 +428,12 @@ class TaskPlan:
             self._apply_positions()
 
     def _moving(self) -> dict[Key, _KnownStream]:
-        """The streams that have progressed lately."""
         newest_s = max((each.moved_s for each in self._streams.values()), default=0.0)
         return {
             key: each for key, each in self._streams.items() if newest_s < each.moved_s + STILL_S
         }
 
     async def _build(self, moving: dict[Key, _KnownStream]) -> None:
-        """Make the future of these streams, and give it to the cache."""
         self._is_dirty = False
         snapshot = self._snapshot
         parts = [_Planned(key, each.epochs, each.position) for key, each in moving.items()]
@@ -463,7 +460,6 @@ class TaskPlan:
         self._cache.set_future(future)
 
     def _apply_positions(self) -> None:
-        """Tell the cache the positions of the readers."""
         if not self._has_future:
             return
         for each in self._planned:
@@ -539,7 +535,6 @@ class _Build:
 
 
 def _key_of(client: int, key: str) -> str:
-    """The key of a stream of a client in this node's master; other masters say it themselves."""
     return f"{client}/{key}" if client else key
 
 

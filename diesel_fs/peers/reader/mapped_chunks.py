@@ -119,7 +119,6 @@ class MappedChunks:
         self._begin_count()
 
     def _begin_count(self) -> None:
-        """Start counting anew: nothing that is mapped now will be unpinned."""
         # Appended to by whichever thread drops the last view, so without a lock
         self._unmapped: deque[_Memory] = deque()
         self._map_counts: Counter[_Memory] = Counter()

@@ -136,14 +136,12 @@ class MasterConnection(RequestSocket):
         return proper, descriptor
 
     def _receive_more(self, room: memoryview) -> int:
-        """Wait for bytes; returns how many came. Raises ExchangeFailed, OSError."""
         got = self.socket.recv_into(room)
         if not got:
             raise ExchangeFailed("the master has ended")
         return got
 
     def _receive_with_descriptor(self, room: memoryview) -> tuple[int, int]:
-        """Receive bytes, and the descriptor that comes with them, or -1."""
         got, control, flags, _ = self.socket.recvmsg_into(
             [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
         )
@@ -380,7 +378,6 @@ class MasterLink:
     def _send(
         self, connection: MasterConnection, ticket: int, request: bytes, *, descriptor: int = -1
     ) -> bool:
-        """Send a request; returns whether it was sent. A connection that failed is closed."""
         self.counts["requests"] += 1
         try:
             connection.send_request(request, descriptor=descriptor)
@@ -401,7 +398,6 @@ class MasterLink:
         *,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
-        """Receive the answer to a request; None if that failed."""
         try:
             answer = connection.receive_answer(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
@@ -439,7 +435,6 @@ class MasterLink:
         return self._open_connection(ticket) if ticket else None
 
     def _admit(self) -> int:
-        """A ticket of the breaker for a new connection; 0: do not ask the master now."""
         with self._lock:
             is_over = self._closed or self._is_ending
             ticket = 0 if is_over else self._breaker.admit(time.monotonic())
@@ -447,7 +442,6 @@ class MasterLink:
         return ticket
 
     def _open_connection(self, ticket: int) -> MasterConnection | None:
-        """Connect; None if that failed."""
         try:
             connection = MasterConnection(
                 self._path, self._identity, self._version, self._deadline_s
@@ -479,7 +473,6 @@ class MasterLink:
         return connection
 
     def _run_restart(self) -> None:
-        """Run `restart` in this thread, unless another thread does."""
         assert self._restart is not None
         if self._restarting.acquire(blocking=False):
             try:
@@ -516,7 +509,6 @@ class MasterLink:
         self._note_failure(ticket, why)
 
     def _note_failure(self, ticket: int, why: str) -> None:
-        """An exchange failed that began with this ticket of the breaker."""
         self.counts["failures"] += 1
         with self._lock:
             if not self._breaker.record_failure(ticket, time.monotonic()):

@@ -253,7 +253,6 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _register(self, pending: PendingRead) -> PendingRead:
-        """A request is about to be sent: its answer will be expected."""
         connection = pending.connection
         with self._lock:
             connection.pending[pending.number] = pending
@@ -343,7 +342,6 @@ class OwnerLink:
         return self._connection
 
     def _run_connect(self, ticket: int, attempt: threading.Event) -> None:
-        """Try to connect once, in a thread."""
         connection, why = None, ""
         try:
             connection = _OwnerConnection(self._connect())
@@ -368,7 +366,6 @@ class OwnerLink:
             self._log_pause(why)
 
     def _lose(self, connection: _OwnerConnection, why: str) -> None:
-        """Close a connection; those that wait for answers on it notice."""
         if why:
             log.debug("node %d: %s", self.rank, why)
         connection.close()
@@ -382,7 +379,6 @@ class OwnerLink:
             _wake(each)
 
     def _note_failure(self, ticket: int, why: str) -> None:
-        """A request has failed that was admitted with this ticket."""
         self.counts["failed"] += 1
         with self._lock:
             is_open = self._breaker.record_failure(ticket, time.monotonic())
@@ -397,7 +393,6 @@ class OwnerLink:
     # Answers
 
     def _answer(self, pending: PendingRead) -> Answer | None:
-        """The content of a whole answer; None if nothing was given."""
         room, count = pending.room, pending.count
         payload = room[HEAD_BYTES + count :]
         if len(payload) == pending.size:
@@ -492,7 +487,6 @@ class OwnerLink:
             log.info("node %d answers again", self.rank)
 
     def _is_late(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
-        """Whether a request has been waited for too long, by now."""
         limit_s = self._breaker.timeout_s(connection.payload_bytes)
         if pending.is_working:
             limit_s += wire.working_s(pending.count)
@@ -602,7 +596,6 @@ class OwnerLink:
         _wake(answered)
 
     def _settle(self, answered: PendingRead) -> None:
-        """A request is answered. Under the lock."""
         connection = answered.connection
         del connection.pending[answered.number]
         connection.unanswered_bytes -= answered.request_bytes

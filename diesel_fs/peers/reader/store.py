@@ -216,7 +216,6 @@ class TaskStore(StoreWrapper):
         self._stored.close()
 
     def _number(self, name: str) -> int:
-        """The number of a chunk by its object's name; -1 for all other objects."""
         number = self._number_by_name.get(name)
         if number is None:
             chunk = chunk_of_object(name)
@@ -301,7 +300,6 @@ class _TaskReads(FastReads):
         return number >= 0 and self._store._mapped.find(number) is not None
 
     def _begin(self, parts: Sequence[Part]) -> "_Batch":
-        """Begin to read parts that one request may have."""
         names, starts, sizes = zip(*parts, strict=True)
         numbers = list(map(self._store._number_by_name.get, names))
         if None in numbers:
@@ -316,7 +314,6 @@ class _TaskReads(FastReads):
         return _Batch(parts, places.tolist(), reading)
 
     def _finish(self, batch: "_Batch") -> Iterable[memoryview]:
-        """The contents of all parts, in their order."""
         parts, places = batch.parts, batch.places
         found: dict[int, memoryview] = {}
         for group in batch.reading:

@@ -403,7 +403,6 @@ class TaskChunks:
             self.counts["timed_out"] += each.counts["timed_out"]
 
     def _link(self, rank: int) -> OwnerLink | None:
-        """The link for requests to a node; None if the node is not known."""
         own = self._master.rank
         if rank != own:
             if self._through_master:
@@ -415,7 +414,6 @@ class TaskChunks:
         return self._own_link(wire.LOAD)
 
     def _own_link(self, flags: int) -> OwnerLink:
-        """The link to this node's master for requests with these flags."""
         link = self._own_links.get(flags)
         if link is None:
             with self._lock:
@@ -455,14 +453,12 @@ class TaskChunks:
         return has_pinned
 
     def _add_cost(self, parts: wire.Parts) -> None:
-        """These parts of this node's chunks are read over a connection."""
         cost_s = READ_COST_S / len(parts) + PART_S + parts[:, 2] / BYTES_PER_S
         np.add.at(self._read_cost_s, parts[:, 0], cost_s)
 
     # Heartbeat
 
     def _start_heartbeat(self) -> None:
-        """Start the heartbeat thread, unless this process has one."""
         if self._heartbeat_pid == os.getpid():
             return
         self._heartbeat_pid = os.getpid()
@@ -475,7 +471,6 @@ class TaskChunks:
 
 
 def _cut(payload: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Parts of these sizes that lie one behind the other."""
     contents, begin = [], 0
     for size in sizes:
         end = begin + size
@@ -485,7 +480,6 @@ def _cut(payload: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[memoryview]:
-    """Parts of chunks; `views` has their views, none of which is None."""
     starts, sizes = parts[:, 1].tolist(), parts[:, 2].tolist()
     held = cast(Sequence[memoryview], views)
     return [

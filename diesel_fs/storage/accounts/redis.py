@@ -15,7 +15,7 @@ from ...errors import BusyError, CorruptError
 from ..metadata.redis.head import open_link
 from ..metadata.redis.head_scripts import SET_USERS
 from ..metadata.redis.keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
-from ..metadata.redis.link import DEADLINE_S, Command, RedisLink, ScriptCommand, Word
+from ..metadata.redis.link import DEADLINE_S, RedisCommand, RedisLink, ScriptCommand, Word
 from ..metadata.redis.replies import packed_dict
 from .account import Accounts, account_line, parse_account
 from .store import NO_TOKEN, AccountState, AccountTable
@@ -82,4 +82,4 @@ class RedisAccounts(AccountTable):
         self._link.close()
 
     def _ask(self, *words: Word) -> list[object]:
-        return self._link.with_retries(lambda: self._link.run([Command(USERS_KEY, words)]))
+        return self._link.with_retries(lambda: self._link.run([RedisCommand(USERS_KEY, words)]))

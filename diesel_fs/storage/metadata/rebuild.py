@@ -25,7 +25,7 @@ from uuid import UUID
 
 from ...errors import BusyError, CorruptError, DieselError, NoSuchDataset
 from ...format.entries import ChunkId
-from .store import Batch, MetadataStore, ReadCommitted, RenewingCommitLock, log
+from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock, log
 
 LOCKED_CHUNKS_MAX = 32
 """The most chunks that are read while commits are locked: some round trips to the object store
@@ -65,7 +65,7 @@ class ShadowState(ABC):
         """The live state now. Raises ConflictError as `begin` does."""
 
     @abstractmethod
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CommitBatch) -> None:
         """Fold in a chunk that was not added before, now or with the next `flush`."""
 
     @abstractmethod
@@ -90,7 +90,7 @@ class RebuildingStore(MetadataStore):
         self,
         name: str,
         identity: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:
@@ -137,7 +137,7 @@ class _Rebuild:
         # Chunks that were requested of `read_committed`: it may have no batch for some of them
         self._requested: set[ChunkId] = set()
 
-    def run(self, batches: Iterable[Batch]) -> int:
+    def run(self, batches: Iterable[CommitBatch]) -> int:
         self._add(batches, None)
         for _ in range(_PASSES_MAX):
             committed = self._not_folded(self._shadow.live_state())
@@ -175,7 +175,7 @@ class _Rebuild:
         self._requested.update(chunks)
         self._add(self._read_committed(sorted(chunks)), lock)
 
-    def _add(self, batches: Iterable[Batch], lock: RenewingCommitLock | None) -> None:
+    def _add(self, batches: Iterable[CommitBatch], lock: RenewingCommitLock | None) -> None:
         for batch in batches:
             if batch.check().chunk.id not in self._folded:
                 self._folded.add(batch.chunk.id)

@@ -73,7 +73,7 @@ class DatasetHead:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CommitBatch:
     """The entries of one chunk, which are committed together.
 
     `rows.chunks` is this chunk alone. A large file is split into extents in several chunks; an
@@ -124,7 +124,7 @@ class Batch:
             raise UsageError(f"entry {i} of a batch is an extent that contradicts its record")
 
 
-ReadCommitted = Callable[[Collection[ChunkId]], Iterable[Batch]]
+ReadCommitted = Callable[[Collection[ChunkId]], Iterable[CommitBatch]]
 """Given the IDs of chunks that were committed while a dataset was being rebuilt, returns their
 batches.
 """
@@ -247,7 +247,7 @@ class MetadataStore(ABC):
         """Remove a dataset with everything in it from the store. Atomic, idempotent."""
 
     @abstractmethod
-    def commit(self, identity: UUID, *batches: Batch) -> int:
+    def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         """Fold chunks into a dataset, and return its new version. Atomic: all chunks or none.
 
         If several entries have one path, the greatest stamp wins, and among equal stamps the entry
@@ -274,7 +274,7 @@ class MetadataStore(ABC):
         """
         return ""
 
-    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
         """Fold in the chunks that a run of the store may have lost, then confirm the run.
 
         `batches` are all acknowledged chunks that the store does not know. Raises StoreRestarted if
@@ -311,7 +311,7 @@ class MetadataStore(ABC):
         self,
         name: str,
         identity: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:

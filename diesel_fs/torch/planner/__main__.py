@@ -7,12 +7,12 @@ started it, when its standard input ends.
 import json
 import sys
 
-from .server import TrainingPlanner
+from .server import PlanServer
 
 
 def main() -> None:
     """Serve until the standard input ends; then print what could not be planned."""
-    with TrainingPlanner(_say) as planner:
+    with PlanServer(_say) as planner:
         planner.start()
         sys.stdout.write(json.dumps(planner.settings()) + "\n")
         sys.stdout.flush()

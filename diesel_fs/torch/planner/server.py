@@ -27,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import ConflictError, DieselError
-from ..hook.diesel_hook.link import Settings
+from ..hook.diesel_hook.link import HookSettings
 from .announcing import Controls, LoaderStreams
 from .file_tables import (
     ConcatTable,
@@ -57,7 +57,7 @@ class _Served(NamedTuple):
     connected: socket.socket
 
 
-class TrainingPlanner:
+class PlanServer:
     """Announces the reads of training processes, while it is open. A context manager."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
@@ -83,7 +83,9 @@ class TrainingPlanner:
         """Serve from now on, in threads. Processes that have connected before are served then."""
         self._accepting.start()
 
-    def settings(self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False) -> Settings:
+    def settings(
+        self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False
+    ) -> HookSettings:
         """The settings of the hook in a training process (see there)."""
         return {
             "socket": str(self.socket_path),
@@ -92,7 +94,7 @@ class TrainingPlanner:
             "own_seed": own_seed,
         }
 
-    def __enter__(self) -> "TrainingPlanner":
+    def __enter__(self) -> "PlanServer":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -19,7 +19,7 @@ from .mounter import Mounter, ProcessMounter
 from .node import NodeVolumes
 
 try:
-    from .service import Server, Services
+    from .service import CsiServices, GrpcServer
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"diesel-csi: the Python package {error.name} is missing; run"
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .reporter import NodeReporter
 
 PREFIX = "DIESEL_CSI"
-"""What the names of options begin with in the environment."""
+"""The prefix of options in the environment."""
 
 CONTAINER = "plugin"
 """The name of this program's container, in the pod that `--pod` names."""
@@ -223,7 +223,7 @@ def serve(options: PluginOptions) -> None:
         mounter, reporter = _in_pods(options, folder, limits)
     mounter.tidy()
     volumes = NodeVolumes(folder, mounter, limits, idle_s=options.idle, starts_max=options.starts)
-    server = Server(Services(volumes, folder, options.node), options.endpoint)
+    server = GrpcServer(CsiServices(volumes, folder, options.node), options.endpoint)
     if reporter is not None:
         reporter.start()
     click.echo(f"diesel-csi listens at {options.endpoint}")

@@ -1,6 +1,6 @@
 """The operator: it makes datasets by Jobs, and runs training jobs on the nodes that suit them.
 
-`OPERATOR.md` is the authority: each field, each object that is made, what a crash leaves.
+`OPERATOR.md` is the authority: each field, each object that is made, the state after a crash.
 
 Start reading at `datasets.py`. It decides the next step for a Dataset, `training.py` for a
 TrainingJob; both are pure. `controller.py` reads an object, has them decide, and does the step. It
@@ -14,6 +14,6 @@ holds no state, so it may be killed at any time.
 | the loop | `handlers.py` (watches), `queue.py` (turns), `controller.py` (steps), `cluster.py` |
 | programs | `main.py` (`diesel-operator`), `prepare.py` (in the pod of a preparation) |
 
-One rule: JSON of the API is decoded once, where it is read. Only what is passed on unchanged, such
-as a user's pod template, stays JSON.
+One rule: JSON of the API is decoded once, by its reader. Only parts that are passed on unchanged,
+such as a user's pod template, stay JSON.
 """

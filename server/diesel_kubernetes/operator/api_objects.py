@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from .decoding import Json
 
 ENDED_PHASES = ("Succeeded", "Failed")
-"""Phases of a pod whose containers have ended for good."""
+"""Phases of a pod in which its containers have ended for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class AnyObject:
 
 @dataclass(frozen=True, slots=True)
 class JobStatus:
-    """What the cluster says of a Job."""
+    """The status of a Job."""
 
     conditions: tuple[Condition, ...] = ()
     start_time: str = ""
@@ -170,7 +170,7 @@ class ContainerState:
 
 @dataclass(frozen=True, slots=True)
 class ContainerStatus:
-    """What the cluster says of a container."""
+    """The status of a container."""
 
     name: str = ""
     state: ContainerState = field(default_factory=ContainerState)
@@ -178,7 +178,7 @@ class ContainerStatus:
 
 @dataclass(frozen=True, slots=True)
 class PodStatus:
-    """What the cluster says of a pod."""
+    """The status of a pod."""
 
     phase: str = ""
     reason: str = ""
@@ -224,7 +224,7 @@ class NodeSpec:
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """What the cluster says of a node."""
+    """The status of a node."""
 
     allocatable: Json = field(default_factory=dict)
     conditions: tuple[Condition, ...] = ()

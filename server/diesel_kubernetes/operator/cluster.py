@@ -157,7 +157,7 @@ class Cluster:
     async def delete(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> None:
-        """Delete an object, if it is there, and what it owns."""
+        """Delete an object, if it is there, and the objects that it owns."""
         try:
             # A Job is gone when its pods are: then another one may begin
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND

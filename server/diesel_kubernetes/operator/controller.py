@@ -3,14 +3,14 @@
 `datasets.py` and `training.py` decide, `cluster.py` reads and writes. A step is safe to do twice,
 and the controller keeps no state of objects, so it may be killed between any two writes.
 
-Who runs what, all in one asyncio loop and its thread:
+The tasks, all in one asyncio loop and its thread:
 
 - Workers of the queue (`queue.py`) call `handle(key)`, many at once. The queue never gives one key
   to two of them, so no two steps of one object interleave. Steps of different objects do, at each
   call of the cluster.
 - One task calls `refresh_holdings` at intervals. It reads the reports of all nodes at once and
   replaces `_reports` and `_holdings` without a wait in between. A step that began before keeps the
-  old index until its end. The task then wakes the Datasets whose shares have changed.
+  old index until its end. The task then wakes the Datasets with changed shares.
 - The watch (`handlers.py`) calls `note_pod`, which never waits.
 
 What may go wrong between a read and a write: somebody else, a user or a second operator, changes
@@ -42,7 +42,7 @@ from . import datasets, training
 from .api_objects import AnyObject, ClusterNode, Job, Metadata, Pod, Secret
 from .cluster import Cluster, ConfigMaps, Datasets, Jobs, Pods, Secrets, Services, TrainingJobs
 from .decoding import Json, decode, encode, seconds_of
-from .holdings import NodeHoldings, held_key
+from .holdings import ReportedHoldings, held_key
 from .objects import (
     LABEL_DATASET,
     LABEL_PURPOSE,
@@ -93,7 +93,7 @@ class Hindered(Exception):
 
 class KnownPods:
     """Names of pods, as the watch has shown them. The watch may be behind, and empty at first, so
-    the names are only hints what is worth reading."""
+    the names are only hints about which pods to read."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
@@ -130,7 +130,7 @@ def _keep(
         del index[key]
 
 
-class Controller:
+class Reconciler:
     """Does the next step for objects. Many tasks may call `handle` at once, with different keys."""
 
     def __init__(
@@ -143,7 +143,7 @@ class Controller:
         wake: Callable[[Key], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Nodes report what they hold in `driver_namespace`; empty: none does."""
+        """Nodes write their reports in `driver_namespace`; empty: none does."""
         self._cluster = cluster
         self._defaults = defaults
         self._interval_s = interval_s
@@ -153,7 +153,7 @@ class Controller:
         """Called with the keys of objects that another object's change concerns."""
         self._known = KnownPods()
         self._reports: list[NodeReport] = []
-        self._holdings = NodeHoldings()
+        self._holdings = ReportedHoldings()
         self._known_datasets: dict[Key, tuple[Held, frozenset[str]]] = {}
         self._wrong_reports: set[str] = set()
         self._is_blind = False
@@ -194,7 +194,7 @@ class Controller:
         else:
             self._is_blind = False
             self._reports = self._parsed(found)
-        before, self._holdings = self._holdings, NodeHoldings(self._reports, self._clock())
+        before, self._holdings = self._holdings, ReportedHoldings(self._reports, self._clock())
         datasets_changed, nodes_changed = self._holdings.changed_since(before)
         for key, (held, nodes) in list(self._known_datasets.items()):
             if held in datasets_changed or not nodes_changed.isdisjoint(nodes):
@@ -260,7 +260,7 @@ class Controller:
             await self._cluster.set_finalizers(Datasets, raw, finalizers)
         return decision.again_s
 
-    async def _situation(self, seen: DatasetObject) -> datasets.Situation:
+    async def _situation(self, seen: DatasetObject) -> datasets.DatasetSituation:
         """A Dataset with its objects in the cluster.
 
         The API server looks through all objects of a namespace for each list, so the controller
@@ -277,7 +277,7 @@ class Controller:
             uses = {f"{USES}{seen.name}": None}
             readers = await self._cluster.find(Pods, seen.namespace, uses)
         jobs = tuple(datasets.view_of_job(each, pods) for each in own)
-        return datasets.Situation(
+        return datasets.DatasetSituation(
             seen=seen,
             jobs=jobs,
             pods=tuple(decode(Pod, each) for each in readers),
@@ -354,7 +354,7 @@ class Controller:
         found = {name: await self._get_dataset(key.namespace, name) for name in names}
         listed = await self._cluster.find(Pods, key.namespace, {LABEL_TRAINING: seen.name})
         pods = [decode(Pod, each) for each in listed]
-        situation = training.Situation(
+        situation = training.TrainingSituation(
             seen=seen,
             datasets={name: each for name, each in found.items() if each is not None},
             pods=tuple(each for each in pods if each.metadata.is_owned_by(seen.uid)),
@@ -382,14 +382,14 @@ class Controller:
             await self._cluster.delete(Services, key.namespace, name)
         return decision.again_s
 
-    async def _survey(self, situation: training.Situation) -> tuple[NodeState, ...]:
+    async def _survey(self, situation: training.TrainingSituation) -> tuple[NodeState, ...]:
         nodes = [decode(ClusterNode, each) for each in await self._cluster.nodes()]
         pods = [decode(Pod, each) for each in await self._cluster.find(Pods, "*")]
         found = [decode_dataset(each) for each in await self._cluster.find(Datasets, "*")]
         own = {each.uid for each in situation.datasets.values()}
         return training.survey(nodes, pods, found, own)
 
-    async def _make(self, seen: TrainingObject, decision: training.Decision) -> None:
+    async def _make(self, seen: TrainingObject, decision: training.TrainingDecision) -> None:
         """Make the objects of a decision. Raises Hindered if the cluster does not let us."""
         for volume in decision.key_secrets:
             with _forbidden("SecretDenied"):
@@ -414,7 +414,9 @@ class Controller:
         made = key_secret(seen, volume.secret_name, data, secrets.token_hex(32))
         await self._cluster.create(made)
 
-    async def _write_condition(self, situation: training.Situation, reason: str, why: str) -> None:
+    async def _write_condition(
+        self, situation: training.TrainingSituation, reason: str, why: str
+    ) -> None:
         """Write the condition that says what could not be made."""
         status = training.hindered(situation, reason, why)
         if status != situation.seen.status:

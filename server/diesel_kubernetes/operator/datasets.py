@@ -27,7 +27,7 @@ from diesel_fs.errors import (
 
 from .api_objects import Job, Pod
 from .decoding import Json, decode, seconds_of
-from .holdings import NodeHoldings, held_key
+from .holdings import ReportedHoldings, held_key
 from .objects import (
     LABEL_ATTEMPT,
     LABEL_GENERATION,
@@ -186,7 +186,7 @@ def _number(label: str) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How a Job ended."""
 
     reason: str
@@ -197,23 +197,23 @@ class Outcome:
     """The dataset, if it is there."""
 
 
-def outcome_of(job: JobView) -> Outcome:
+def outcome_of(job: JobView) -> JobOutcome:
     """How a Job ended that has ended."""
     report = job.report
     if report.dataset not in (None, Description()):
-        return Outcome("Prepared", described=report.dataset)
+        return JobOutcome("Prepared", described=report.dataset)
     if report.error:
         error = error_by_class_name(report.error, report.message, report.advice)
         found = (reason for kind, reason in _REASONS if isinstance(error, kind))
         reason = next(found, "Failed")
-        return Outcome(reason, str(error), error.retry and reason not in _LASTING)
+        return JobOutcome(reason, str(error), error.retry and reason not in _LASTING)
     if job.reason == "DeadlineExceeded":
-        return Outcome("DeadlineExceeded", f"the Job {job.name} took too long")
+        return JobOutcome("DeadlineExceeded", f"the Job {job.name} took too long")
     if report.done:
-        return Outcome("Done")
+        return JobOutcome("Done")
     said = report.said.strip()
     message = f"the pod of the Job {job.name} ended without a report{said and f': {said}'}"
-    return Outcome("Interrupted", message, may_pass=True)
+    return JobOutcome("Interrupted", message, may_pass=True)
 
 
 def backoff_s(attempt: int) -> float:
@@ -222,7 +222,7 @@ def backoff_s(attempt: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class DatasetDecision:
     """The next step for a Dataset. The controller does it in this order: it adds the finalizer,
     makes objects, makes events, writes the status, deletes Jobs, removes the finalizer."""
 
@@ -237,7 +237,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class DatasetSituation:
     """A Dataset, and its objects in the cluster."""
 
     seen: DatasetObject
@@ -248,11 +248,11 @@ class Situation:
     """The progress that the running preparation reports; None: it did not answer."""
     now_s: float
     interval_s: float
-    holdings: NodeHoldings = field(default_factory=NodeHoldings)
+    holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
     """What nodes report that they hold."""
 
 
-def decide(situation: Situation, defaults: Defaults) -> Decision:
+def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
     """The next step for a Dataset."""
     seen = situation.seen
     if seen.is_deleted:
@@ -261,7 +261,7 @@ def decide(situation: Situation, defaults: Defaults) -> Decision:
         spec = parse_dataset(seen, defaults)
     except DieselError as error:
         failed = _finished(situation, DatasetPhase.FAILED, "InvalidSpec", str(error))
-        return _with_event(situation, Decision(failed))
+        return _with_event(situation, DatasetDecision(failed))
     decision = _preparing(situation, spec, defaults)
     has = RECLAIM_FINALIZER in seen.metadata.finalizers
     decision = replace(
@@ -276,53 +276,59 @@ def decide(situation: Situation, defaults: Defaults) -> Decision:
 # Preparation
 
 
-def _preparing(situation: Situation, spec: DatasetSpec, defaults: Defaults) -> Decision:
+def _preparing(
+    situation: DatasetSituation, spec: DatasetSpec, defaults: Defaults
+) -> DatasetDecision:
     seen, status = situation.seen, situation.seen.status
     preparations = [each for each in situation.jobs if each.purpose == PREPARE]
     old = [each for each in preparations if each.generation != seen.generation]
     delete = _not_leaving(old)
     is_observed = status.observed_generation == seen.generation
     if is_observed and status.phase in SETTLED:
-        return Decision(status, delete_jobs=delete)
+        return DatasetDecision(status, delete_jobs=delete)
     if old:  # all of them must be gone: two would put at once
         message = "the preparation of the former specification is ended"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Replacing", message)
         # The new generation counts as observed when no old Job is left to be looked for
         made = replace(made, attempt=0, observed_generation=status.observed_generation)
-        return Decision(made, delete_jobs=delete, again_s=LOOK_S)
+        return DatasetDecision(made, delete_jobs=delete, again_s=LOOK_S)
     if not preparations:
         attempt = max(1, status.attempt or 0) if is_observed else 1
         return _attempt(situation, spec, attempt, defaults)
     latest = max(preparations, key=lambda each: each.attempt)
     if latest.is_leaving:
         made = _in_phase(situation, DatasetPhase.PREPARING, "Interrupted", "the Job was deleted")
-        return Decision(made, again_s=LOOK_S)
+        return DatasetDecision(made, again_s=LOOK_S)
     if latest.runs:
         message = f"the Job {latest.name} {f'waits: {latest.waits}' if latest.waits else 'runs'}"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Running", message)
         progress = situation.progress or made.progress
         made = replace(made, attempt=latest.attempt, progress=progress)
-        return Decision(made, again_s=situation.interval_s)
+        return DatasetDecision(made, again_s=situation.interval_s)
     return _after_attempt(situation, spec, defaults, latest)
 
 
-def _attempt(situation: Situation, spec: DatasetSpec, attempt: int, defaults: Defaults) -> Decision:
+def _attempt(
+    situation: DatasetSituation, spec: DatasetSpec, attempt: int, defaults: Defaults
+) -> DatasetDecision:
     message = f"the Job {job_name(situation.seen, PREPARE, attempt)} runs"
     made = _in_phase(situation, DatasetPhase.PREPARING, "Running", message)
     job = preparation_job(situation.seen, spec, attempt, defaults)
-    return Decision(replace(made, attempt=attempt), create=(job,), again_s=situation.interval_s)
+    return DatasetDecision(
+        replace(made, attempt=attempt), create=(job,), again_s=situation.interval_s
+    )
 
 
 def _after_attempt(
-    situation: Situation, spec: DatasetSpec, defaults: Defaults, latest: JobView
-) -> Decision:
+    situation: DatasetSituation, spec: DatasetSpec, defaults: Defaults, latest: JobView
+) -> DatasetDecision:
     """The next step after a Job has ended: the Dataset is ready, has failed, or is tried again."""
     ended = outcome_of(latest)
     if found := ended.described:
         message = f"version {found.version} has {found.files} files"
         made = _finished(situation, DatasetPhase.READY, "Prepared", message)
         key = held_key(situation.seen.namespace, found.identity)
-        return Decision(
+        return DatasetDecision(
             replace(
                 made,
                 attempt=latest.attempt,
@@ -335,26 +341,26 @@ def _after_attempt(
         )
     if not ended.may_pass or latest.attempt > spec.preparation.retries:
         made = _finished(situation, DatasetPhase.FAILED, ended.reason, ended.message)
-        return Decision(replace(made, attempt=latest.attempt))
+        return DatasetDecision(replace(made, attempt=latest.attempt))
     due_s = latest.finished_s + backoff_s(latest.attempt)
     if situation.now_s >= due_s:
         return _attempt(situation, spec, latest.attempt + 1, defaults)
     message = f"attempt {latest.attempt} failed, and is made again: {ended.message}"
     made = _in_phase(situation, DatasetPhase.PREPARING, ended.reason, message)
-    return Decision(replace(made, attempt=latest.attempt), again_s=due_s - situation.now_s)
+    return DatasetDecision(replace(made, attempt=latest.attempt), again_s=due_s - situation.now_s)
 
 
 # Deletion
 
 
-def _deleting(situation: Situation, defaults: Defaults) -> Decision:
+def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
     """The next step for a Dataset that was deleted. Without our finalizer, the cluster does all of
     it."""
     seen = situation.seen
     if RECLAIM_FINALIZER not in seen.metadata.finalizers:
-        return Decision(seen.status)
+        return DatasetDecision(seen.status)
     reclaims = [each for each in situation.jobs if each.purpose == RECLAIM]
-    let_go = Decision(seen.status, delete_jobs=_not_leaving(reclaims), remove_finalizer=True)
+    let_go = DatasetDecision(seen.status, delete_jobs=_not_leaving(reclaims), remove_finalizer=True)
     try:
         spec = parse_dataset(seen, defaults)
     except DieselError:  # it was never prepared as it stands there now
@@ -365,11 +371,11 @@ def _deleting(situation: Situation, defaults: Defaults) -> Decision:
     if readers:
         message = f"pods read it: {', '.join(readers[:5])}"
         made = _in_phase(situation, DatasetPhase.DELETING, "InUse", message)
-        return Decision(made, again_s=situation.interval_s)
+        return DatasetDecision(made, again_s=situation.interval_s)
     preparations = [each for each in situation.jobs if each.purpose == PREPARE]
     if preparations:
         made = _in_phase(situation, DatasetPhase.DELETING, "Stopping", "the preparation is ended")
-        return Decision(made, delete_jobs=_not_leaving(preparations), again_s=LOOK_S)
+        return DatasetDecision(made, delete_jobs=_not_leaving(preparations), again_s=LOOK_S)
     latest = max(reclaims, key=lambda each: each.attempt, default=None)
     message, attempt, again_s = "the data are being deleted", 1, situation.interval_s
     create: tuple[Json, ...] = ()
@@ -389,7 +395,7 @@ def _deleting(situation: Situation, defaults: Defaults) -> Decision:
             again_s = situation.interval_s
     made = _in_phase(situation, DatasetPhase.DELETING, "Reclaiming", message)
     old = tuple(each.name for each in reclaims if latest and each.attempt < latest.attempt)
-    return Decision(made, create=create, delete_jobs=old, again_s=again_s)
+    return DatasetDecision(made, create=create, delete_jobs=old, again_s=again_s)
 
 
 def _not_leaving(jobs: Sequence[JobView]) -> tuple[str, ...]:
@@ -400,7 +406,7 @@ def _not_leaving(jobs: Sequence[JobView]) -> tuple[str, ...]:
 
 
 def _in_phase(
-    situation: Situation, phase: DatasetPhase, reason: str, message: str
+    situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
     """The status with a phase and the reason of its condition."""
     seen = situation.seen
@@ -410,13 +416,13 @@ def _in_phase(
 
 
 def _finished(
-    situation: Situation, phase: DatasetPhase, reason: str, message: str
+    situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
-    """The status of a Dataset whose preparation is over, for better or worse."""
+    """The status after the end of the preparation, good or bad."""
     return replace(_in_phase(situation, phase, reason, message), progress=None)
 
 
-def _with_event(situation: Situation, decision: Decision) -> Decision:
+def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> DatasetDecision:
     """The decision, with an event if phase or reason change."""
     before, after = situation.seen.status, decision.status
     old, new = before.condition("Ready"), after.condition("Ready")
@@ -435,7 +441,7 @@ def _with_event(situation: Situation, decision: Decision) -> Decision:
 # The nodes that have blocks
 
 
-def _with_nodes(status: DatasetStatus, situation: Situation) -> DatasetStatus:
+def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
     """The status with the nodes that have blocks of the dataset (`OPERATOR.md`): with their
     measured shares, or estimated ones if a node was not measured."""
     made = _expected_nodes(status, situation)
@@ -461,7 +467,7 @@ def _with_nodes(status: DatasetStatus, situation: Situation) -> DatasetStatus:
     return replace(status, nodes=nodes[:NODES_MAX])
 
 
-def _expected_nodes(status: DatasetStatus, situation: Situation) -> dict[str, NodeShare]:
+def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[str, NodeShare]:
     """The nodes that should have blocks, by name, judged by where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()

@@ -5,8 +5,8 @@ All fields have defaults. `decode` uses the default if a field is missing or has
 schemas of the resources say which types there are, and an object that somebody wrote without them
 must not stop the operator. `encode` leaves out None and empty strings.
 
-Each object is decoded once, where it is read. Only what the operator must pass on unchanged, such
-as the pod template of a user, stays `Json`.
+Each object is decoded once, by its reader. Only parts that the operator must pass on unchanged,
+such as the pod template of a user, stay `Json`.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""An index of the reports in which the plugins of nodes say what they hold of datasets. Pure.
+"""An index of the reports of all nodes: which shares of datasets they hold. Pure.
 
 `../reports.py` parses the reports, `controller.py` reads them, and `datasets.py` puts the shares
 into the status.
@@ -10,7 +10,7 @@ from uuid import UUID
 from ..reports import Held, HeldDataset, NodeReport
 
 
-class NodeHoldings:
+class ReportedHoldings:
     """The fresh reports of all nodes, at one moment."""
 
     def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
@@ -27,16 +27,16 @@ class NodeHoldings:
         return set(self._held.get(key, ()))
 
     def find(self, node: str, key: Held, version: int) -> HeldDataset | None:
-        """What a node holds of a version of a dataset, which may be nothing; None if it was not
+        """The share of a version of a dataset on a node, which may be 0; None if it was not
         measured."""
         entries = self._held.get(key, {}).get(node, [])
         if not entries and node in self._complete:
             return HeldDataset(*key, version)
         return next((each for each in entries if each.version == version), None)
 
-    def changed_since(self, before: "NodeHoldings") -> tuple[set[Held], set[str]]:
-        """The datasets for which a node reports something else now, and the nodes whose reports
-        have become complete or incomplete."""
+    def changed_since(self, before: "ReportedHoldings") -> tuple[set[Held], set[str]]:
+        """The datasets for which a node reports something else now, and the nodes with
+        reports that have become complete or incomplete."""
         keys = self._held.keys() | before._held.keys()
         datasets = {key for key in keys if self._held.get(key) != before._held.get(key)}
         return datasets, self._complete ^ before._complete

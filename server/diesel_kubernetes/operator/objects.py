@@ -15,7 +15,7 @@ from ..names import DRIVER, SECRETS
 from .api_objects import Container, Metadata
 from .decoding import Json, decode, time_of
 from .resources import API_VERSION, DatasetObject, Object, PlannedVolume, TrainingObject
-from .specs import DatasetSpec, Defaults, Repository, TrainingSpec
+from .specs import DatasetSpec, Defaults, RepositoryPlace, TrainingSpec
 
 LABEL = "operator.diesel-fs.dev"
 LABEL_MANAGED = "app.kubernetes.io/managed-by"
@@ -148,7 +148,7 @@ def _job_pod(spec: DatasetSpec, purpose: str, defaults: Defaults, words: Sequenc
     return pod
 
 
-def _variables(repository: Repository) -> list[Json]:
+def _variables(repository: RepositoryPlace) -> list[Json]:
     """The environment of `dlcmd`: the repository, and the keys of the Secret."""
     found: list[Json] = [
         {"name": name, "value": value.replace("$", "$$")}
@@ -226,7 +226,7 @@ def _owned(seen: Object, name: str, labels: Mapping[str, str]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """What all pods of a TrainingJob have in common: what was decided at its admission."""
+    """The values that all pods of a TrainingJob share, as decided at its admission."""
 
     seen: TrainingObject
     spec: TrainingSpec
@@ -241,7 +241,7 @@ class PodPlan:
 def training_pod(plan: PodPlan, rank: int) -> Json:
     """The pod of a rank. Fields of the template that this release does not know stay as they are.
 
-    Raises UsageError if the template contradicts what the datasets need.
+    Raises UsageError if the template contradicts the needs of the datasets.
     """
     seen, spec = plan.seen, plan.spec
     template = deepcopy(spec.template)

@@ -1,11 +1,11 @@
-"""The program in the pod of a preparation: runs `dlcmd`, and reports what became of it.
+"""The program in the pod of a preparation: it runs `dlcmd`, and reports the outcome.
 
     python -m diesel_kubernetes.operator.prepare --result FILE --listen HOST:PORT \\
         --describe NAME -- put s3://bucket/images NAME
 
 It runs `dlcmd --json` with the arguments after `--`, then `purge --keep` if asked, and `stat`. The
 report is one object of JSON: `{"dataset": {...}}` as `dlcmd stat` describes it, `{"done": true}`
-where nothing is to be described, or the error as `dlcmd` prints it. The exit code is that of
+if nothing is to be described, or the error as `dlcmd` prints it. The exit code is that of
 `dlcmd`. While it runs, `GET /progress` answers with the last progress that `put` printed.
 """
 

@@ -1,14 +1,14 @@
 """The work queue: it decides which object has its turn, and when.
 
 Events of the cluster add keys. A key that is added several times before its turn has one turn. A
-key whose turn failed has another one after a pause, which doubles up to a limit. Nothing is stored:
-a new process begins with the list of all objects.
+key with a failed turn has another one after a pause, which doubles up to a limit. Nothing is
+stored: a new process begins with the list of all objects.
 
-Who runs what, all in one asyncio loop and its thread:
+The tasks, all in one asyncio loop and its thread:
 
 - `add`, `add_later` and `forget` never wait. The watches and the controller call them.
 - `run` owns `workers` tasks, each of which takes a ready key and awaits `handle(key)`, and one task
-  that watches the clock and adds keys whose time has come.
+  that watches the clock and adds the keys that are due.
 
 A key is in at most one of three places: waiting (`_waiting`, and once in `_ready`), in the hands of
 one worker (`_busy`), or in neither, maybe with a time in `_due`. If a key is added while a worker

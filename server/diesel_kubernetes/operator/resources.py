@@ -22,7 +22,7 @@ RECLAIM_FINALIZER = "operator.diesel-fs.dev/reclaim"
 
 
 class DatasetPhase(StrEnum):
-    """Where a Dataset is; `OPERATOR.md` has the transitions."""
+    """The phases of a Dataset; `OPERATOR.md` has the transitions."""
 
     PREPARING = "Preparing"
     READY = "Ready"
@@ -31,7 +31,7 @@ class DatasetPhase(StrEnum):
 
 
 class TrainingPhase(StrEnum):
-    """Where a TrainingJob is."""
+    """The phases of a TrainingJob."""
 
     PENDING = "Pending"
     STARTING = "Starting"
@@ -43,7 +43,7 @@ class TrainingPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the operator writes into every status. Values are replaced, never changed."""
+    """The fields of every status that the operator writes. Values are replaced, never changed."""
 
     phase: str = ""
     observed_generation: int = 0
@@ -136,7 +136,7 @@ class TrainingStatus(Status):
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """What the API keeps of every object of ours."""
+    """An object of ours: the fields that both kinds have."""
 
     kind: str
     metadata: Metadata

@@ -40,7 +40,7 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What the administrator sets for all objects."""
+    """Values that the administrator sets for all objects."""
 
     image: str = "diesel-fs"
     url: str = ""
@@ -48,8 +48,8 @@ class Defaults:
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
-    """Where a dataset lies, and how `dlcmd` gets there."""
+class RepositoryPlace:
+    """The repository of a dataset, and how `dlcmd` gets there."""
 
     url: str
     variables: Mapping[str, str]
@@ -79,7 +79,7 @@ class DatasetSpec:
     """The checked specification of a Dataset."""
 
     dataset: str
-    repository: Repository
+    repository: RepositoryPlace
     put: tuple[str, ...]
     """Arguments of `dlcmd` that make the dataset; none: it exists."""
     version: int
@@ -170,7 +170,7 @@ def _shown(url: str) -> str:
     return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/..."[:120]
 
 
-def _repository(given: GivenDataset, defaults: Defaults) -> Repository:
+def _repository(given: GivenDataset, defaults: Defaults) -> RepositoryPlace:
     url = given.url or defaults.url
     if not url:
         raise UsageError("spec.url: no repository is named, and the operator has no default")
@@ -198,7 +198,7 @@ def _repository(given: GivenDataset, defaults: Defaults) -> Repository:
     ):
         if value:
             variables[variable] = attributes[name] = value
-    return Repository(url, variables, attributes, given.secret_name, folder)
+    return RepositoryPlace(url, variables, attributes, given.secret_name, folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ _FINAL = (TrainingPhase.SUCCEEDED, TrainingPhase.FAILED, TrainingPhase.REJECTED)
 _STARTED = (TrainingPhase.STARTING, TrainingPhase.RUNNING)
 
 RETRY_S = 30.0
-"""How soon a job whose Dataset is missing is looked at again, beside the event."""
+"""The pause before another look at a job with a missing Dataset, in case the event is lost."""
 
 SHOWN_NODES_MAX = 50
 
@@ -57,7 +57,7 @@ MADE = "ObjectsMade"
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
+class TrainingDecision:
     """The next step for a TrainingJob. The controller makes Secrets with keys, the Service, pods
     and events, in this order, then writes the status, then deletes."""
 
@@ -75,7 +75,7 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
+class TrainingSituation:
     """A TrainingJob, and its objects in the cluster."""
 
     seen: TrainingObject
@@ -87,11 +87,11 @@ class Situation:
     """None: they were not surveyed."""
 
 
-def decide(situation: Situation, defaults: Defaults) -> Decision:
+def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision:
     """The next step for a TrainingJob."""
     seen, status = situation.seen, situation.seen.status
     if seen.is_deleted:
-        return Decision(status)
+        return TrainingDecision(status)
     is_observed = status.observed_generation == seen.generation
     if status.phase in _FINAL and (is_observed or status.volumes):
         return _clean_up(situation)
@@ -103,14 +103,16 @@ def decide(situation: Situation, defaults: Defaults) -> Decision:
     except UsageError as error:
         found = Finding("Admitted", "InvalidSpec", str(error))
         made = _with(situation, status, found, TrainingPhase.FAILED)
-        return _with_event(situation, Decision(made))
+        return _with_event(situation, TrainingDecision(made))
 
 
 _Chosen = Sequence[tuple[DatasetObject, DatasetSpec]]
 """The Datasets of a job, in the order of its specification."""
 
 
-def _waiting(situation: Situation, spec: TrainingSpec, defaults: Defaults) -> Decision:
+def _waiting(
+    situation: TrainingSituation, spec: TrainingSpec, defaults: Defaults
+) -> TrainingDecision:
     """Before admission: all Datasets must be ready."""
     chosen: list[tuple[DatasetObject, DatasetSpec]] = []
     for use in spec.uses:
@@ -131,17 +133,19 @@ def _waiting(situation: Situation, spec: TrainingSpec, defaults: Defaults) -> De
         except DieselError as error:
             return _not_ready(situation, "DatasetFailed", f"{use.name}: {error}")
     if situation.nodes is None:
-        return Decision(situation.seen.status, wants_survey=True)
+        return TrainingDecision(situation.seen.status, wants_survey=True)
     return _admitted(situation, spec, chosen)
 
 
-def _not_ready(situation: Situation, reason: str, message: str) -> Decision:
+def _not_ready(situation: TrainingSituation, reason: str, message: str) -> TrainingDecision:
     found = Finding("DatasetsReady", reason, message)
     made = _with(situation, situation.seen.status, found, TrainingPhase.PENDING)
-    return Decision(made, again_s=RETRY_S)
+    return TrainingDecision(made, again_s=RETRY_S)
 
 
-def _admitted(situation: Situation, spec: TrainingSpec, chosen: _Chosen) -> Decision:
+def _admitted(
+    situation: TrainingSituation, spec: TrainingSpec, chosen: _Chosen
+) -> TrainingDecision:
     """Algorithm 1, line 3, and the order of nodes (III-B)."""
     selector = merged_selectors(
         spec.pod.node_selector, *(each.placement.node_selector for _, each in chosen)
@@ -156,7 +160,7 @@ def _admitted(situation: Situation, spec: TrainingSpec, chosen: _Chosen) -> Deci
     made = _with(situation, situation.seen.status, are_ready)
     if spec.checks_storage and not sums.fits:
         no_space = Finding("Admitted", "NoSpace", message)
-        return Decision(_with(situation, made, no_space, TrainingPhase.REJECTED))
+        return TrainingDecision(_with(situation, made, no_space, TrainingPhase.REJECTED))
     holdings = [holding_of(dataset.status) for dataset, _ in chosen]
     order = in_order(nodes, holdings, pod_requests(spec.pod))
     reason = "Fits" if spec.checks_storage else "NotChecked"
@@ -172,7 +176,7 @@ def _admitted(situation: Situation, spec: TrainingSpec, chosen: _Chosen) -> Deci
         volumes=_planned_volumes(situation.seen, spec.uses, chosen),
         restarts=0,
     )
-    return Decision(made, again_s=0.0)
+    return TrainingDecision(made, again_s=0.0)
 
 
 def _planned_volumes(
@@ -197,7 +201,7 @@ def _planned_volumes(
     return tuple(made)
 
 
-def _running(situation: Situation, spec: TrainingSpec) -> Decision:
+def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecision:
     """After admission: all ranks have a pod, until they have ended."""
     seen, status = situation.seen, situation.seen.status
     restarts = status.restarts or 0
@@ -218,39 +222,39 @@ def _running(situation: Situation, spec: TrainingSpec) -> Decision:
         if restarts < spec.restarts:
             found = Finding("Finished", "Restarting", message)
             made = _with(situation, made, found, TrainingPhase.STARTING)
-            return Decision(replace(made, restarts=restarts + 1), again_s=0.0)
+            return TrainingDecision(replace(made, restarts=restarts + 1), again_s=0.0)
         found = Finding("Finished", "PodFailed", message)
-        return Decision(_with(situation, made, found, TrainingPhase.FAILED), again_s=0.0)
+        return TrainingDecision(_with(situation, made, found, TrainingPhase.FAILED), again_s=0.0)
     if succeeded == spec.replicas:
         found = Finding("Finished", "Succeeded", holds=True)
-        return Decision(_with(situation, made, found, TrainingPhase.SUCCEEDED), again_s=0.0)
+        return TrainingDecision(_with(situation, made, found, TrainingPhase.SUCCEEDED), again_s=0.0)
     is_up = running + succeeded == spec.replicas
     found = Finding("Finished", "Running", f"{running} of {spec.replicas} pods run")
     phase = TrainingPhase.RUNNING if is_up else TrainingPhase.STARTING
     made = _with(situation, made, found, phase)
     if old:  # their names are needed again
         delete = tuple(each.name for each in old if not each.metadata.is_leaving)
-        return Decision(made, delete_pods=delete, again_s=1.0)
+        return TrainingDecision(made, delete_pods=delete, again_s=1.0)
     missing = [rank for rank in range(spec.replicas) if rank not in current]
     if not missing:
-        return Decision(made)
+        return TrainingDecision(made)
     order = [each.hostname for each in status.nodes or ()]
     plan = PodPlan(seen, spec, status.volumes, order, status.node_selector or {}, restarts)
     create = [training_pod(plan, rank) for rank in missing]
     if spec.replicas > 1:
         create.insert(0, ranks_service(seen))
     keys = tuple(each for each in status.volumes if each.key_from)
-    return Decision(made, key_secrets=keys, create=tuple(create))
+    return TrainingDecision(made, key_secrets=keys, create=tuple(create))
 
 
-def _clean_up(situation: Situation) -> Decision:
+def _clean_up(situation: TrainingSituation) -> TrainingDecision:
     """A job that has ended leaves its pods that have ended, and nothing else."""
     seen, status = situation.seen, situation.seen.status
     active = [
         each.name for each in situation.pods if not each.has_ended and not each.metadata.is_leaving
     ]
     had_service = status.volumes and (status.replicas or 0) > 1
-    return Decision(
+    return TrainingDecision(
         status,
         delete_pods=tuple(active),
         delete_secrets=tuple(each.secret_name for each in status.volumes if each.key_from),
@@ -269,7 +273,7 @@ def _why_it_failed(pod: Pod) -> str:
 
 
 def _with(
-    situation: Situation,
+    situation: TrainingSituation,
     status: TrainingStatus,
     found: Finding,
     phase: TrainingPhase | None = None,
@@ -284,7 +288,7 @@ def _with(
     return with_condition(made, found, seen, situation.now_s)
 
 
-def _with_event(situation: Situation, decision: Decision) -> Decision:
+def _with_event(situation: TrainingSituation, decision: TrainingDecision) -> TrainingDecision:
     """The decision, with an event if the phase or the reason of a condition changes."""
     before, after = situation.seen.status, decision.status
     changed = [
@@ -303,12 +307,12 @@ def _with_event(situation: Situation, decision: Decision) -> Decision:
     return replace(decision, events=(*decision.events, made))
 
 
-def hindered(situation: Situation, reason: str, message: str) -> TrainingStatus:
+def hindered(situation: TrainingSituation, reason: str, message: str) -> TrainingStatus:
     """The status of a job for which the operator could not make something. It tries again."""
     return _with(situation, situation.seen.status, Finding(MADE, reason, message))
 
 
-def unhindered(situation: Situation, status: TrainingStatus) -> TrainingStatus:
+def unhindered(situation: TrainingSituation, status: TrainingStatus) -> TrainingStatus:
     """A status, now that all objects of the job have been made."""
     if status.condition(MADE).status != "False":
         return status
@@ -353,7 +357,7 @@ def survey(
 ) -> tuple[NodeState, ...]:
     """The nodes on which pods can be scheduled, with the resources that are left on them.
 
-    `own` are the UIDs of the Datasets of the job in question, whose blocks are to stay.
+    `own` are the UIDs of the Datasets of the job in question: their blocks are to stay.
     """
     requested: dict[str, dict[str, Fraction]] = {}
     for pod in pods:

@@ -1,13 +1,13 @@
-"""Checks logins, and accounts of users who are logged in, against the table of accounts.
+"""Checks logins, and the accounts of open connections, against the table of accounts.
 
-A login is checked against a table that was read after the login had arrived. The account of a user
-who is logged in is looked up in a copy of the table that is at most `REFRESH_S` old: a user who has
-been removed, or whose key or role has changed, goes on for as long.
+A login is checked against a table that was read after the login had arrived. Later, each connection
+looks up its account in a copy of the table that is at most `REFRESH_S` old. So a removed user, or a
+changed key or role, is noticed after this time at the latest.
 
-While the table cannot be read, users whom the copy knows may log in and go on: for `ROLES_S` as
-before, then up to `COPY_S` for reading only (`Account.ceiling`), then no longer. If the table has
-been lost (Redis came back without data), no user can log in, and users who are logged in may read
-for as long as above, since an empty table is no reason to end their training jobs.
+While the table cannot be read, users in the copy may log in and go on: for `ROLES_S` with their
+roles, then until `COPY_S` for reading only (`Account.ceiling`), then no longer. If the table has
+been lost (Redis came back without data), no user can log in. Open connections may read until
+`COPY_S`, since an empty table is no reason to end training jobs.
 
 An unknown user, a wrong key and an empty table give the same answer, after the same work, so that
 the answer reveals nothing; the real reason is a note on the error, for the log. Failed logins are
@@ -92,7 +92,7 @@ class TableAuthenticator:
 
     @property
     def table(self) -> AccountTable:
-        """The table, for changes. Raises MetadataError where it cannot be opened."""
+        """The table, for changes. Raises MetadataError if it cannot be opened."""
         self.refresh()
         if self._table is None:
             raise self._copy.problem or MetadataError("the accounts cannot be read")
@@ -101,10 +101,10 @@ class TableAuthenticator:
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account of a user who has signed `nonce` and `binding` (the digest of the
+        """The account of the user that has signed `nonce` and `binding` (the digest of the
         connection's TLS certificate, or nothing). The notes of an error are for the log alone.
 
-        Raises PermissionDenied, BusyError after too many failures, MetadataError where the accounts
+        Raises PermissionDenied; BusyError after too many failures; MetadataError if the accounts
         cannot be looked up.
         """
         self._refresh(since_s=self._clock())
@@ -139,10 +139,10 @@ class TableAuthenticator:
         raise refusal
 
     def current(self, account: Account) -> Account:
-        """The account of a user who is logged in, as it is now.
+        """The account of an open connection, as it is now.
 
-        Raises PermissionDenied where it has been removed or has another key, MetadataError where
-        the table could not be read for `COPY_S`.
+        Raises PermissionDenied if it was removed or has another key; MetadataError if the table
+        could not be read for `COPY_S`.
         """
         patience_s = REFRESH_S if self._copy.problem is None else RETRY_S
         self._refresh(since_s=self._clock() - patience_s, wait=False)

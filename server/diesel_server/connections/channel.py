@@ -1,7 +1,7 @@
 """A stream of bytes to and from one client, over a plain socket or over TLS.
 
 `connection.py` reads and writes frames (`diesel_fs.net.frames`) over it, and sets the deadlines;
-`diesel_fs.net.channel` makes the system calls. This channel buffers what it receives, so that many
+`diesel_fs.net.channel` makes the system calls. This channel buffers received bytes, so that many
 small requests cost few system calls. At most one task receives and one sends at a time.
 """
 
@@ -20,7 +20,7 @@ _TLS_PIECE_BYTES = 256 << 10  # sent in one turn: OpenSSL encrypts it meanwhile
 _LINGER_S = 1.0  # the client's last request arrives within a round trip
 _LINGER_BYTES = 16 << 20
 
-SOCKET_OPTIONS = (  # a client whose machine is gone is noticed within two minutes
+SOCKET_OPTIONS = (  # notices within two minutes that a client's machine is gone
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
@@ -29,13 +29,13 @@ SOCKET_OPTIONS = (  # a client whose machine is gone is noticed within two minut
 )
 
 
-class ConnectionClosed(Exception):
+class ClientGone(Exception):
     """The client has closed the connection, or it broke."""
 
 
-class Channel:
-    """A stream of bytes in both directions. All methods raise ConnectionClosed where the client has
-    closed it or the network broke it."""
+class ClientChannel:
+    """A stream of bytes in both directions. All methods raise ClientGone if the client has closed
+    it or the network broke it."""
 
     def __init__(self, connected: transport.Channel) -> None:
         self._transport = connected
@@ -65,7 +65,7 @@ class Channel:
             room = room[count:]
 
     def has_buffered(self, size: int) -> bool:
-        """Whether the buffer has so many bytes already: receiving them does not wait then."""
+        """Whether the buffer has `size` bytes already: receiving them does not wait then."""
         return self._end - self._start >= size
 
     async def receive_exactly(self, size: int) -> bytearray:
@@ -86,7 +86,7 @@ class Channel:
         try:
             count = await self._receive(room)
         except transport.ConnectionClosed as error:
-            raise ConnectionClosed from error
+            raise ClientGone from error
         self.received_bytes += count
         return count
 
@@ -119,7 +119,7 @@ class Channel:
                 await self._transport.wait_writable()
                 self._send_some(views)
         except transport.ConnectionClosed as error:
-            raise ConnectionClosed from error
+            raise ClientGone from error
 
     def _send_some(self, views: list[memoryview]) -> None:
         """Send what can be sent in one turn, and remove it from `views`."""
@@ -132,13 +132,13 @@ class Channel:
         except BlockingIOError:
             return
         except OSError as error:
-            raise ConnectionClosed from error
+            raise ClientGone from error
 
     async def half_close(self) -> None:
-        """End the sending direction, and receive for a moment what the client still sends. If the
-        socket were closed with unread bytes, the kernel would reset the connection and the client
-        might lose the last answer."""
-        with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
+        """End the sending direction, and receive bytes of the client for a moment. If the socket
+        were closed with unread bytes, the kernel would reset the connection and the client might
+        lose the last answer."""
+        with suppress(ClientGone, OSError), trio.move_on_after(_LINGER_S):
             self._transport.end_sending()
             await self.skip(_LINGER_BYTES)
 

@@ -1,7 +1,7 @@
 """One client's connection to the server: greeting, login, requests and answers (`WIRE.md`).
 
-This module decides the order of events on a connection, their deadlines, which answer an error
-becomes, and what the log says. `channel.py` moves the bytes and `diesel_fs.net.frames` encodes
+This module decides the order of events on a connection, their deadlines, the answer to each error,
+and the lines in the log. `channel.py` moves the bytes and `diesel_fs.net.frames` encodes
 them; `listener.py` accepts connections; `requests/dispatcher.py` runs the handlers.
 
 Concurrency: one task of the connection reads. Each request that is under way has a task of its own,
@@ -38,14 +38,14 @@ from diesel_fs.storage.accounts.account import Account
 from .. import limits
 from ..limits import ConnectionLimits, FairByteBudget, LimitReached
 from ..requests.dispatcher import Dispatcher, Reply, Request, ThreadsBusy
-from .channel import Channel, ConnectionClosed
+from .channel import ClientChannel, ClientGone
 from .refusal_log import RefusalLog, dataset_in
 
 log = logging.getLogger("diesel.server")
 
 ACCOUNT_REFRESH_S = 1.0
-"""The account of a connection is looked up again after this time, so that a role that was taken
-away, or a user who was removed, stops counting soon."""
+"""The account of a connection is looked up again after this time, so that the removal of a user or
+a role has an effect soon."""
 
 SHUTTING_DOWN = "it is shutting down"
 _OVERLOADED = "the server is overloaded"
@@ -60,15 +60,15 @@ class Authenticator(Protocol):
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
     ) -> Account:
-        """The account whose key made the signature.
+        """The account to whose key the signature belongs.
 
-        Raises PermissionDenied; MetadataError or BusyError where nothing can be decided. The notes
+        Raises PermissionDenied; MetadataError or BusyError if that cannot be decided now. The notes
         of an error are for the log alone: the client does not see them.
         """
         ...
 
     def current(self, account: Account) -> Account:
-        """The account as it is now. Raises PermissionDenied where the user was removed or has
+        """The account as it is now. Raises PermissionDenied if the user was removed or has
         another key."""
         ...
 
@@ -87,11 +87,11 @@ class ConnectionContext:
         default_factory=lambda: trio.CapacityLimiter(_LOGIN_THREADS)
     )
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
-    """Whether an account may send so many bytes of payload with a request (its `do`)."""
+    """Whether an account may send a payload of this many bytes with a request (its `do`)."""
     redactions: Mapping[str, str] = field(default_factory=dict)
-    """Texts that errors may contain and clients must not see (where the store lies, in every way of
-    writing it), the longest first, and the words that replace each. Whatever a connection sends
-    goes through `redacted`."""
+    """Texts that errors may contain and clients must not see (every way to write the address of a
+    store), the longest first, and the words that replace each. All that a connection sends goes
+    through `redacted`."""
     under_way: int = 0
     by_user: Counter[str] = field(default_factory=Counter)
     is_draining: bool = False
@@ -116,7 +116,7 @@ class ConnectionContext:
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """Why a request is not answered as asked. With `retry_after_s` nothing of it has been done, and
+    """The reason to reject a request. With `retry_after_s` nothing of it has been done, and
     the client may send it again, here or to another server."""
 
     reason: str  # one of `metrics.REFUSALS`
@@ -131,15 +131,15 @@ class _Rejection:
         return "error" if self.retry_after_s is None else "busy"
 
 
-Opener = Callable[[], Awaitable[tuple[Channel, bytes]]]
-"""Opens the channel, which may take a TLS handshake. Gives it with the binding that a login on it
-signs (`WIRE.md`, section 3). Raises ConnectionClosed."""
+Opener = Callable[[], Awaitable[tuple[ClientChannel, bytes]]]
+"""Opens the channel, which may take a TLS handshake. Returns it with the binding that a login on it
+signs (`WIRE.md`, section 3). Raises ClientGone."""
 
 
-class Connection:
+class ClientConnection:
     """One connection, from `run` to its end.
 
-    The methods raise ConnectionClosed where the client is gone or too slow, and CorruptError or
+    The methods raise ClientGone if the client is gone or too slow, and CorruptError or
     ForeignError for bytes that break the protocol; `run` catches all of them.
     """
 
@@ -150,7 +150,7 @@ class Connection:
         self._opener = opener
         self._address = address
         self._peer = f"{address}:{port}"
-        self._channel: Channel | None = None
+        self._channel: ClientChannel | None = None
         self._account = Account("", b"")
         self._account_s = 0.0
         self._secured = False
@@ -168,7 +168,7 @@ class Connection:
             with ExitStack() as held:
                 if await self._log_in(held):
                     await self._serve_requests()
-        except ConnectionClosed as error:
+        except ClientGone as error:
             if str(error):  # the TLS handshake failed, and the text says why
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
@@ -190,7 +190,7 @@ class Connection:
                 await self._channel.receive_exactly(wire.GREETING_BYTES)
                 await self._channel.send([wire.refusal(sentence)])
                 await self._channel.half_close()
-        except ConnectionClosed:
+        except ClientGone:
             pass
         finally:
             if self._channel is not None:
@@ -229,8 +229,8 @@ class Connection:
         return True
 
     async def _authenticated(self) -> Account | None:
-        """The account of the user that the client has proved to be; None where it has not, or not
-        in time."""
+        """The account of the user that the client has proved to be; None if it has not, or not in
+        time."""
         with trio.move_on_after(limits.GREETING_S) as greeting:
             nonce, binding = await self._greet()
         if greeting.cancelled_caught:
@@ -246,7 +246,7 @@ class Connection:
         return await self._authenticate(message, nonce, binding)
 
     async def _greet(self) -> tuple[bytes, bytes]:
-        """The nonce that the client got (empty where it was refused), and the binding."""
+        """The nonce that the client got (empty if it was refused), and the binding."""
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
@@ -276,7 +276,7 @@ class Connection:
         )
 
     async def _authenticate(self, message: Message, nonce: bytes, binding: bytes) -> Account | None:
-        """The account that a login proves; None where the client has been refused."""
+        """The account that a login proves; None if the client has been refused."""
         user = ""
         try:
             if message.get("do") != "login":
@@ -320,7 +320,7 @@ class Connection:
                         await self._slots.acquire()
                     if not await self._receive_request(nursery):
                         self._slots.release()
-            except (ConnectionClosed, CorruptError) as error:
+            except (ClientGone, CorruptError) as error:
                 ended = error
                 nursery.cancel_scope.cancel()
         try:
@@ -330,8 +330,8 @@ class Connection:
             ended = None  # breaks a reference cycle that would keep payloads of megabytes alive
 
     async def _wait_for_request(self) -> bool:
-        """Wait for the next request. Returns False where none is to come: the client was idle for
-        too long, or the server shuts down."""
+        """Wait for the next request. Returns False if the client was idle for too long, or the
+        server shuts down."""
         while not (self._context.is_draining and not self._ids):
             if self._open_channel.has_buffered(1):
                 return True
@@ -345,7 +345,7 @@ class Connection:
         return False
 
     async def _receive_request(self, nursery: trio.Nursery) -> bool:
-        """Receive one request and start its task. Returns False where it was rejected."""
+        """Receive one request and start its task. Returns False if it was rejected."""
         channel, owner = self._open_channel, self._account.name
         lengths = wire.parse_lengths(await self._exactly(wire.LENGTHS_BYTES), wire.REQUEST_LIMITS)
         held = 0
@@ -354,7 +354,7 @@ class Connection:
             if not await self._context.budget.acquire(owner, held, limits.BUDGET_WAIT_S):
                 self.note_refusal("memory", "no memory for a large message", user=owner)
                 await self._send_final_error(BusyError(_OVERLOADED))
-                raise ConnectionClosed
+                raise ClientGone
         given = False
         try:
             message = wire.parse_head(await self._exactly(lengths.head), wire.REQUEST_LIMITS)
@@ -397,8 +397,8 @@ class Connection:
     async def _admit(
         self, message: Message, do: str, payload_bytes: int, size: int
     ) -> _Rejection | None:
-        """Take `size` bytes of the budget for a request and give None, or say why it is
-        rejected."""
+        """Take `size` bytes of the budget for a request. Returns the reason if it is rejected, else
+        None."""
         context = self._context
         try:
             wire.check_required_fields(message)
@@ -431,7 +431,7 @@ class Connection:
             self._account_s = trio.current_time()
 
     async def _reject(self, message: Message, number: int, do: str, rejection: _Rejection) -> None:
-        """Answer a request with an error; log it where the user was refused something."""
+        """Answer a request with an error; log it if it is a refusal."""
         error = rejection.error
         if isinstance(error, PermissionDenied) or rejection.outcome == "busy":
             self.note_refusal(
@@ -444,13 +444,13 @@ class Connection:
         await self._answer_error(number, error, rejection.retry_after_s)
 
     async def _respond(self, request: Request, number: int, do: str, held: int) -> None:
-        """Run a request's handler and send its answers. Ends the connection where the client does
+        """Run a request's handler and send its answers. Ends the connection if the client does
         not take them."""
         cells, began_s, outcome = self._context.cells, trio.current_time(), "gone"
 
         async def send(reply: Reply) -> None:
             size = sum(memoryview(part).nbytes for part in reply.payload)
-            told = cast(Message, self._context.redacted(reply.message))  # it may tell of an error
+            told = cast(Message, self._context.redacted(reply.message))  # it may have an error
             head = wire.frame({**told, "id": number}, wire.ANSWER_LIMITS, size)
             await self._send([head, *reply.payload], size)
 
@@ -458,7 +458,7 @@ class Connection:
             try:
                 await self._context.dispatcher.run(do, request, send)
                 outcome = "ok"
-            except ConnectionClosed:
+            except ClientGone:
                 raise
             except DieselError as error:
                 rejection = _Rejection("permission", error)
@@ -472,7 +472,7 @@ class Connection:
                               self._peer)  # fmt: skip
                 outcome = "bug"
                 await self._answer_error(number, DieselError("internal error"))
-        except ConnectionClosed:
+        except ClientGone:
             outcome = "gone"
             assert self._nursery is not None
             self._nursery.cancel_scope.cancel()
@@ -510,7 +510,7 @@ class Connection:
         return redacted
 
     async def _send(self, parts: "list[bytes | bytearray | memoryview]", size: int = 0) -> None:
-        """Send a frame. Where it cannot be sent whole in time, the connection ends."""
+        """Send a frame. The connection ends if the frame cannot be sent whole in time."""
         try:
             self._writing.acquire_nowait()
         except trio.WouldBlock:
@@ -532,23 +532,23 @@ class Connection:
 
     @contextmanager
     def _deadline(self, size: int) -> Iterator[None]:
-        """The time that `size` bytes of a frame may take. Raises ConnectionClosed after it."""
+        """The time that `size` bytes of a frame may take. Raises ClientGone after it."""
         with trio.move_on_after(limits.FRAME_S + size / limits.BYTES_PER_S_MIN) as scope:
             yield
         if scope.cancelled_caught:
             self.note_refusal("frame", "it was too slow", user=self._account.name)
-            raise ConnectionClosed
+            raise ClientGone
 
     async def _send_final_error(self, error: DieselError) -> None:
         """Send an error that answers no request, and end the connection."""
         try:
             await self._send([wire.frame(self._error_message(error), wire.ANSWER_LIMITS)])
             await self._open_channel.half_close()
-        except ConnectionClosed:
+        except ClientGone:
             pass
 
     @property
-    def _open_channel(self) -> Channel:
+    def _open_channel(self) -> ClientChannel:
         assert self._channel is not None
         return self._channel
 

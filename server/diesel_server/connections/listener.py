@@ -22,8 +22,8 @@ from diesel_fs.net.tls import Certificate
 
 from .. import limits
 from ..limits import LimitReached
-from .channel import SOCKET_OPTIONS, Channel, ConnectionClosed
-from .connection import SHUTTING_DOWN, Connection, ConnectionContext, Opener
+from .channel import SOCKET_OPTIONS, ClientChannel, ClientGone
+from .connection import SHUTTING_DOWN, ClientConnection, ConnectionContext, Opener
 
 log = logging.getLogger("diesel.server")
 
@@ -43,7 +43,7 @@ class Listener:
         self._sockets = sockets
         self._context = context
         self.certificate = certificate  # of connections to come; it may be replaced at any time
-        self._connections: set[Connection] = set()
+        self._connections: set[ClientConnection] = set()
         self._refusing = 0
         self._stopping = trio.Event()
         self._drained = trio.Event()
@@ -84,7 +84,7 @@ class Listener:
         context.cells.add("diesel_connections_total")
         with accepted:
             shown = f"[{address}]" if ":" in address else address
-            connection = Connection(context, self._opener(accepted), shown, port)
+            connection = ClientConnection(context, self._opener(accepted), shown, port)
             if context.is_draining:
                 await self._refuse(connection, "going", SHUTTING_DOWN)
                 return
@@ -102,7 +102,7 @@ class Listener:
                 context.cells.set("diesel_connections", value=context.count.all)
                 self._check_drained()
 
-    async def _refuse(self, connection: Connection, reason: str, sentence: str) -> None:
+    async def _refuse(self, connection: ClientConnection, reason: str, sentence: str) -> None:
         if self._refusing < limits.REFUSING_MAX:
             self._refusing += 1
             try:
@@ -119,10 +119,10 @@ class Listener:
     def _opener(self, accepted: trio.socket.SocketType) -> Opener:
         certificate = self.certificate
 
-        async def open_channel() -> tuple[Channel, bytes]:
+        async def open_channel() -> tuple[ClientChannel, bytes]:
             connected = socket.socket(fileno=accepted.detach())
             if certificate is None:
-                return Channel(transport.Channel(connected, SOCKET_OPTIONS)), wire.NO_BINDING
+                return ClientChannel(transport.Channel(connected, SOCKET_OPTIONS)), wire.NO_BINDING
             try:
                 secured = transport.TlsChannel(
                     connected, certificate.context, accepted=True, options=SOCKET_OPTIONS
@@ -133,14 +133,14 @@ class Listener:
                     secured.close()
                     raise
             except transport.ConnectionClosed as error:
-                raise ConnectionClosed(_why(error)) from error
-            return Channel(secured), certificate.digest
+                raise ClientGone(_why(error)) from error
+            return ClientChannel(secured), certificate.digest
 
         return open_channel
 
 
 def _why(error: BaseException) -> str:
-    """Why a TLS handshake failed; empty where the client just went away."""
+    """The reason why a TLS handshake failed; empty if the client just went away."""
     cause = error.__cause__ or error
     if isinstance(cause, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return ""
@@ -149,8 +149,8 @@ def _why(error: BaseException) -> str:
 
 
 def most_connections() -> int:
-    """How many connections this process may have: as many as its limit of open files leaves room
-    for, after it has been raised as far as the system allows."""
+    """The number of connections that this process may have. It raises the limit of open files as
+    far as the system allows, and leaves some of them to others."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     want = limits.CONNECTIONS_MAX + limits.FILES_RESERVED
     files = want if hard == resource.RLIM_INFINITY else min(hard, want)

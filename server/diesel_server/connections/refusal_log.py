@@ -1,8 +1,8 @@
 """The log of refusals: one line for each connection, login or request that the server refuses.
 
 A line has the user, the address, the request, the dataset and the reason, and never a key. A client
-that tries all night does not fill the disk: after some lines of one network the others are left
-out, and the next line says how many they were. Every refusal is counted in the metrics.
+that tries all night does not fill the disk: after some lines about one network, more are left out,
+and the next line has their number. Every refusal is counted in the metrics.
 
 Runs in the event loop of one worker.
 """
@@ -23,8 +23,8 @@ LINE_RATE = Rate(20, 5.0)
 """Lines about one network (`limits.network_of`): 20 at once, then one in 5 s."""
 
 NETWORKS_MAX = 1024
-"""Networks whose lines are counted; those that were silent longest are forgotten. Of more networks
-with left-out lines, all numbers of left-out lines are forgotten: they only inform."""
+"""The number of networks for which lines are counted; the longest silent ones are forgotten. If
+more networks have left-out lines, all those numbers are forgotten: they only inform."""
 
 _TEXT_MAX = 64
 _PLAIN = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-:[]%")
@@ -60,7 +60,8 @@ class RefusalLog:
         log.warning("refused %s why=%r%s", words, why[:256], more)
 
     def _take_line(self, address: str) -> int | None:
-        """How many lines were left out before this one; None where this one is left out, too."""
+        """The number of lines that were left out before this one; None if this one is left out,
+        too."""
         network = network_of(address.rpartition(":")[0] or address)
         if self._lines.is_full(network):
             if len(self._left_out) >= NETWORKS_MAX:

@@ -1,8 +1,8 @@
-"""Notices when Redis has restarted, and then commits again what it may have lost.
+"""Notices when Redis has restarted, and repeats the commits that it may have lost.
 
 A Redis that restarts may have lost its last commits, while the chunks are durable in the object
 store. So at its start, and whenever the run ID of a Redis has changed, the server compares the
-metadata of each dataset with its chunks and commits what is missing (`LocalRepository.begin`, as
+metadata of each dataset with its chunks and commits missing chunks (`LocalRepository.begin`, as
 every writer does first). One worker of a server does this; several servers may do it at once.
 """
 
@@ -26,8 +26,8 @@ datasets."""
 _DEADLINE_S = 3.0
 
 Runs = Callable[[], Sequence[str]]
-"""Gives the run IDs of the servers of the metadata store: each start of one has another. Blocks.
-Raises DieselError."""
+"""Gives the run IDs of the servers of the metadata store. Redis makes a new one at each start.
+Blocks. Raises DieselError."""
 
 
 class RedisRuns:
@@ -78,9 +78,9 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
 
 
 def recommit_lost(repository: LocalRepository) -> bool:
-    """Compare the metadata of each dataset with its chunks, and commit again what the metadata
-    store has lost. The log says what was missing. Returns False where a comparison failed and is to
-    be tried again."""
+    """Compare the metadata of each dataset with its chunks, and commit again the chunks that the
+    metadata store has lost. They are logged. Returns False if a comparison failed and must be
+    repeated."""
     try:
         if repository.meta_problem is not None:
             return False

@@ -31,7 +31,7 @@ from diesel_fs.net.tls import load_certificate
 from diesel_fs.urls import HostPort
 
 from .. import limits
-from ..options import Options
+from ..options import ServerOptions
 from .worker_config import WorkerConfig, config_line, split_environment
 
 log = logging.getLogger("diesel.server")
@@ -45,7 +45,7 @@ _END_S = limits.DRAIN_S + 8.0
 _PAUSE_S = 0.1  # before a worker is started again; it doubles
 _PAUSE_S_MAX = 10.0
 _BEATS_MISSED_MAX = 15  # seconds; a healthy worker's loop has never been busy for more than one
-_WELL_S = 60.0  # a worker that lived so long did not die of its start: the pause is short again
+_WELL_S = 60.0  # after this lifetime a worker did not die of its start: the pause is short again
 _STATUS_BYTES_MAX = 64 << 10
 
 
@@ -54,12 +54,12 @@ class Supervisor:
 
     def __init__(
         self,
-        options: Options,
+        options: ServerOptions,
         ready: Callable[[str], None],
         program: Sequence[str] | None = None,
     ) -> None:
         """`ready` is called with one line when the server accepts connections. `program` replaces
-        the worker's command in tests. Raises ConfigError, ConflictError where it cannot listen."""
+        the worker's command in tests. Raises ConfigError, ConflictError if it cannot listen."""
         self._options = options
         self._ready = ready
         self._program = PROGRAM if program is None else program
@@ -79,7 +79,7 @@ class Supervisor:
         self._code = 0
 
     async def run(self) -> int:
-        """Serve until a signal ends it. Returns the exit code. Raises DieselError where the server
+        """Serve until a signal ends it. Returns the exit code. Raises DieselError if the server
         cannot start."""
         if self._options.certificate is not None and self._options.key is not None:
             # Once, before the workers do, so that an error ends the server's start

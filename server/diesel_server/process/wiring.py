@@ -1,4 +1,4 @@
-"""Puts together what a worker serves: a repository, its chunk cache, its accounts, the handlers of
+"""Puts the parts of a worker together: a repository, its chunk cache, its accounts, the handlers of
 all requests, and the work in the background.
 """
 
@@ -52,8 +52,8 @@ again and again."""
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """What the connections of a worker need, what runs beside them (`background`), and how all of
-    it is closed."""
+    """The parts of a worker: the context of its connections, the tasks beside them (`background`),
+    and a function that closes all."""
 
     context: ConnectionContext
     background: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -61,7 +61,7 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""Makes the wiring for the config of a worker; blocks. Raises DieselError where it cannot."""
+"""Makes the wiring for the config of a worker; blocks. Raises DieselError."""
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
@@ -137,7 +137,7 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
-    """Where compressed snapshots are kept: in the folder of the chunk cache, else in the user's."""
+    """The folder for compressed snapshots: in that of the chunk cache, or else in the user's."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:

@@ -76,7 +76,7 @@ async def _serve(config: WorkerConfig, make: WireUp) -> None:
         cells = MetricCells(_shared(config))
         wiring = await trio.to_thread.run_sync(make, config, cells)
         gc.collect()
-        gc.freeze()  # collecting again what stays anyway took a tenth of the processor time
+        gc.freeze()  # collecting these lasting objects again took a tenth of the processor time
         async with trio.open_nursery() as nursery:
             for work in wiring.background:
                 nursery.start_soon(work)

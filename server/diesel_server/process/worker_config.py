@@ -1,4 +1,4 @@
-"""What the supervisor tells a worker at its start, and what the worker reports back.
+"""The config that the supervisor sends to a worker at its start, and the worker's report.
 
     supervisor to worker, on its standard input     one line of JSON, the `WorkerConfig`; then
                                                     nothing, until the supervisor ends
@@ -50,7 +50,7 @@ def config_line(config: WorkerConfig) -> bytes:
 
 
 def read_config(pipe: BinaryIO) -> WorkerConfig:
-    """The config that the supervisor sends. Raises EOFError where the supervisor has ended."""
+    """The config that the supervisor sends. Raises EOFError if the supervisor has ended."""
     line = pipe.readline(CONFIG_BYTES_MAX)
     if not line.endswith(b"\n"):
         raise EOFError

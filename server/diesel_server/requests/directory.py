@@ -1,7 +1,7 @@
-"""Which dataset a request means, and whether the user may do with it what the request says.
+"""Finds the dataset that a request means, and checks whether the user's role allows the request.
 
-Every request passes `check_role`. A user who may not read a dataset gets the same error, in the
-same words, as for a dataset that does not exist, and so cannot find out which datasets there are.
+Every request passes `check_role`. For a dataset that a user may not read, the error has the same
+words as for one that does not exist, so the user cannot find out which datasets there are.
 
 `Directory` remembers the name behind each identity (the 16 bytes by which clients name datasets)
 for some seconds, then looks again, as the dataset may have been deleted. A deleted dataset of which
@@ -28,8 +28,8 @@ from diesel_fs.storage.accounts.account import Account, Role
 log = logging.getLogger("diesel.server")
 
 REMEMBERED_S = 5.0
-"""How long an identity is remembered. A dataset that another server deletes may be read here for as
-long."""
+"""An identity is remembered for this time. A dataset that another server deletes may be read here
+until then."""
 
 _REMEMBERED_MAX = 65_536
 
@@ -49,7 +49,7 @@ class DatasetRef:
 
 
 class Directory:
-    """The datasets of a repository, by identity, as far as they have been asked for."""
+    """The datasets of a repository that requests have named, by identity."""
 
     def __init__(self, repository: LocalRepository) -> None:
         self._repository = repository
@@ -118,8 +118,8 @@ class Directory:
 
 
 def check_role(account: Account, name: str, wanted: Role, shown: str) -> None:
-    """Raise NoSuchDataset for a user who may not read the dataset, PermissionDenied for one whose
-    role is less than `wanted`.
+    """Raise NoSuchDataset if the user may not read the dataset, PermissionDenied if the user's role
+    is less than `wanted`.
 
     `shown` is the name or identity in the request, for the error.
     """

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One request: its message, its payload (in memory of its own), and the user who sent it."""
+    """One request: its message, its payload (in memory of its own), and the sender's account."""
 
     message: Message
     payload: memoryview
@@ -53,14 +53,14 @@ class ThreadsBusy(BusyError):
 
 
 class HandlerThreads:
-    """Threads for handlers whose work blocks, at most `count` at a time."""
+    """Threads for handlers that block, at most `count` at a time."""
 
     def __init__(self, count: int) -> None:
         self._limiter = trio.CapacityLimiter(count)
         self._unlimited = trio.CapacityLimiter(math.inf)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """What `work` gives. Raises what it raises; ThreadsBusy after `THREAD_WAIT_S`.
+        """Run `work` and return its result. Raises as it does; ThreadsBusy after `THREAD_WAIT_S`.
 
         A client that goes away does not stop the work.
         """
@@ -86,8 +86,8 @@ class Dispatcher:
     ) -> None:
         """Run a request's handler, and send each reply as soon as it is there.
 
-        Raises UsageError for an unknown request, what the handler raises, and what `send` raises;
-        a generator is closed then.
+        Raises UsageError for an unknown request, and errors of the handler and of `send`; a
+        generator is closed then.
         """
         handler = self._handlers.get(do)
         if handler is None:

@@ -2,8 +2,8 @@
 
 A *head* is a dataset's current version with its counts (`DatasetHead`). Most requests about entries
 need the head of a moment after the request came. `HeadCache` reads it once for all requests that
-wait for it (singleflight). It reads over connections of the event loop (`pipelined_heads.py`) where
-that proves the head, else in a thread.
+wait for it (singleflight). It reads over connections of the event loop (`pipelined_heads.py`) if
+that proves the head, and otherwise in a thread.
 
 While the metadata store is away, requests fail at once: a circuit breaker lets one request a second
 try. All methods without a note run in the event loop of one worker.
@@ -39,8 +39,8 @@ OPEN_S = 1.0
 """The pause of the circuit breaker after a failure."""
 
 _LISTED_S = 0.5
-"""How long a listing of the snapshots in the object store is believed. A metadata store that has
-lost commits is noticed by a newer snapshot there; listing takes a bucket some 10 ms."""
+"""A listing of the snapshots in the object store is believed for this time. A newer snapshot there
+shows that the metadata store has lost commits; listing takes a bucket some 10 ms."""
 
 _LISTED_MAX = 65_536
 _THREADS = 8
@@ -80,8 +80,8 @@ class HeadCache:
     async def now(self, name: str) -> HeadState:
         """The head of a dataset, read after the call began.
 
-        Raises NoSuchDataset where the metadata store does not know the dataset, which does not
-        prove that there is none; MetadataError where the metadata store is away.
+        Raises NoSuchDataset if the metadata store does not know the dataset, which does not prove
+        that there is none; MetadataError if the metadata store is away.
         """
         return await self._guarded(lambda: self._reads.run(name))
 

@@ -29,14 +29,14 @@ for those."""
 
 _POLL_S = 0.2
 _PROGRESS_S = 5.0
-"""A client gets a reply at least so often, also where the job makes no progress."""
+"""A client gets a reply at least this often, even if the job makes no progress."""
 
 Work = Callable[[ReportProgress], Message]
 """The work of a job. It reports progress, and returns the fields of `result`."""
 
 
 @dataclass(slots=True)
-class _Job:
+class _RunningJob:
     """A job under way. `done` of `total` is its progress, in a unit of its own."""
 
     fields: Message  # of the request that started it
@@ -47,11 +47,11 @@ class _Job:
     error: DieselError | None = None
 
 
-class Jobs:
+class JobTable:
     """The jobs of a worker, by kind and name of the dataset."""
 
     def __init__(self) -> None:
-        self._jobs: dict[tuple[str, str], _Job] = {}
+        self._jobs: dict[tuple[str, str], _RunningJob] = {}
 
     async def run(
         self, kind: str, name: str, fields: Message, work: Work
@@ -59,8 +59,8 @@ class Jobs:
         """Start a job or join the one under way. Yields its progress, again and again, and at last
         its result.
 
-        Raises what the work raises; BusyError where a job of the kind with other `fields` is under
-        way on the dataset, or too many jobs are.
+        Raises the errors of the work; BusyError if a job of this kind with other `fields` is under
+        way on the dataset, or if too many jobs are.
         """
         job = self._jobs.get((kind, name))
         if job is None:
@@ -79,20 +79,20 @@ class Jobs:
             raise job.error
         yield Reply({"result": job.result})
 
-    def _begin(self, kind: str, name: str, fields: Message, work: Work) -> _Job:
+    def _begin(self, kind: str, name: str, fields: Message, work: Work) -> _RunningJob:
         verifies = sum(each == "verify" for each, _ in self._jobs)
         if len(self._jobs) >= JOBS_MAX or (kind == "verify" and verifies >= VERIFIES_MAX):
             raise BusyError(
                 f"{len(self._jobs)} jobs are under way on this server", advice="try again later"
             )
-        job = self._jobs[kind, name] = _Job(fields)
+        job = self._jobs[kind, name] = _RunningJob(fields)
         thread = threading.Thread(
             target=self._work, args=(kind, name, job, work), name=f"{kind} {name}", daemon=True
         )
         thread.start()
         return job
 
-    def _work(self, kind: str, name: str, job: _Job, work: Work) -> None:
+    def _work(self, kind: str, name: str, job: _RunningJob, work: Work) -> None:
         def report(done: int, total: int) -> None:
             job.done, job.total = done, max(done, total)
 

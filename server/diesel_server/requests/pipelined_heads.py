@@ -2,9 +2,13 @@
 
 A *head* is a dataset's current version with its counts. This is the fast way: it serves a Redis
 that stands alone, without TLS, sentinels or cluster, over a few connections of its own with short
-deadlines. Whatever fails here, `HeadCache` reads again in a thread, by the client that knows all
+deadlines. If a read fails here, `HeadCache` reads again in a thread, by the client that knows all
 failures of Redis. `storage/metadata/redis/pipelined_head.py` makes the commands and decides what
 the replies prove.
+
+It is worth its lines: with 64 paths a request, `stat` through a server took 73,000 entries/s with
+it and 48,000 without, with 8,192 paths 1.24 and 0.88 million (medians of 5, in turn, on a busy
+machine); with 1,024 paths there was no difference.
 
 Runs in the event loop of one worker. Each connection serves one read at a time, and is closed if
 that read does not complete.
@@ -48,7 +52,7 @@ class PipelinedHeadReads:
         self._breaker = CircuitBreaker(1, OPEN_S)
 
     async def head(self, name: str) -> DatasetHead | None:
-        """A dataset's head, read after the call began; None where this way cannot tell. The caller
+        """A dataset's head, read after the call began; None if this way cannot tell. The caller
         reads each name once at a time."""
         if self._breaker.is_open(trio.current_time()):
             return None
@@ -143,7 +147,7 @@ async def _received(connection: socket.socket) -> bytes:
 
 
 def pipelined_heads(url: RepositoryUrl) -> PipelinedHeadReads | None:
-    """Reads of heads from a repository's Redis; None where this way does not serve it."""
+    """Reads of heads from a repository's Redis; None if this way does not serve it."""
     if not url.meta:
         return None
     address = parse_redis_url(url.meta)

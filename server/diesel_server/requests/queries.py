@@ -2,13 +2,13 @@
 snapshots.
 
 Two promises hold for every answer about entries. It is true at some moment after the request came.
-And where the server cannot know (the metadata store is away, or has lost commits), the answer is an
+And if the server cannot know (the metadata store is away, or has lost commits), the answer is an
 error, never "no such file".
 
-The server keeps the newest snapshot that it has of each dataset mapped. Where its version is that
-of the dataset's *head* (the current version, `head_cache.py`), entries are looked up in the
-snapshot, in the event loop. Else a new snapshot is made in the background, and requests for few
-paths are answered by the metadata store meanwhile. `directory.py` checks who may ask.
+The server keeps its newest snapshot of each dataset mapped. If the snapshot has the version of the
+dataset's *head* (the current version, `head_cache.py`), entries are looked up in it, in the event
+loop. Otherwise a new snapshot is made in the background, and the metadata store answers requests
+for few paths meanwhile. `directory.py` checks roles.
 """
 
 import logging
@@ -58,12 +58,12 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""Look-ups of at most so many paths run in the event loop: they take half a millisecond. More run
-in a thread."""
+"""Look-ups of at most this many paths run in the event loop: they take half a millisecond. Look-ups
+of more run in a thread."""
 
 FEW_PATHS = 32
-"""At most so many paths are looked up in the metadata store, which takes a few round trips each.
-For more the request waits for a new snapshot."""
+"""Requests for at most this many paths go to the metadata store, which takes a few round trips for
+each path. A request for more waits for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20
@@ -78,7 +78,7 @@ _READ_THREADS = 64
 _QUERY_THREADS = 8
 _SNAPSHOT_THREADS = 16  # they wait for one another while a new version is compressed
 _COMPUTE_THREADS = 2  # they use the processor only: more of them would delay the event loop
-_FIND_THREADS = 2  # for identities not asked for before, of which a client can invent any number
+_FIND_THREADS = 2  # for unknown identities, of which a client can invent any number
 
 T = TypeVar("T")
 
@@ -147,8 +147,8 @@ class QueryHandlers:
         return Reply({"info": info_message(info), "away": away, "now_s": time.time()})
 
     async def info(self, name: str) -> DatasetInfo:
-        """A dataset by its name, with its head of now. Raises NoSuchDataset, and MetadataError
-        where the head cannot be known."""
+        """A dataset by its name, with its current head. Raises NoSuchDataset; MetadataError if the
+        head cannot be known."""
         with hide_store_address(name):
             try:
                 state = await self._heads.now(name)
@@ -184,8 +184,8 @@ class QueryHandlers:
         return found
 
     async def archives(self, request: Request, known: DatasetRef) -> Reply:
-        """The archives that a dataset was made from. Of one that another user has put, who is no
-        administrator, the caller is told that nothing can be copied: it may be forged."""
+        """The archives that a dataset was made from. Nothing can be copied from an archive that
+        another user has put, unless an administrator did: its record may be forged."""
         records = await trio.to_thread.run_sync(
             self._repository.archive_records, known.identity, limiter=self._query_threads
         )
@@ -275,7 +275,7 @@ class QueryHandlers:
         )
 
     async def _head_of(self, known: DatasetRef) -> HeadState:
-        """The head of now. Raises MetadataBehind where the metadata store has lost commits."""
+        """The current head. Raises MetadataBehind if the metadata store has lost commits."""
         try:
             state = await self._heads.now(known.name)
         except NoSuchDataset:
@@ -290,8 +290,8 @@ class QueryHandlers:
     # Snapshots
 
     def _current(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """The snapshot of the head's version, where it is mapped. Else None, and a new one is made
-        in the background, not too often."""
+        """The snapshot of the head's version, if it is mapped. Otherwise None, and a new one is
+        made in the background, not too often."""
         view = self._views.get(known.identity)
         if view is not None and view.version == state.head.version:
             with suppress(KeyError):  # another thread has just replaced it
@@ -303,7 +303,7 @@ class QueryHandlers:
         return None
 
     async def _newer(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
-        """A new snapshot of the head's version or a later one; None where it is older yet."""
+        """A new snapshot of the head's version or a later one; None if it is still older."""
         view = await self._making.run(known)
         return view if view.version >= state.head.version else None
 

@@ -1,7 +1,7 @@
 """The table of the requests about datasets, with the role that a user needs for each (`WIRE.md`,
 section 5).
 
-The role is checked before anything else of a request is looked at. `queries.py`, `updates.py`,
+The role is checked before the fields of a request are read. `queries.py`, `updates.py`,
 `jobs.py` and `tasks.py` carry the requests out; `accounts/handlers.py` has the requests
 about accounts. Runs in the event loop of one worker.
 """
@@ -22,7 +22,7 @@ from diesel_fs.storage.accounts.account import TEXT_BYTES_MAX, Account, Role
 from .directory import DatasetRef, Directory, check_role, hide_store_address
 from .dispatcher import Handler, Reply, Request
 from .head_cache import HeadCache
-from .jobs import Jobs, Work
+from .jobs import JobTable, Work
 from .queries import QueryHandlers
 from .tasks import TaskHandlers
 from .updates import UpdateHandlers
@@ -35,8 +35,8 @@ IdentifiedWork = Callable[[Request, DatasetRef], Awaitable[Reply]]
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
-    """Whether a user may send a payload with a request. It is asked before any memory is taken for
-    the payload."""
+    """Whether a user may send a payload with a request. This is decided before any memory is taken
+    for the payload."""
     if do == "import_users":
         return account.admin and size <= TEXT_BYTES_MAX
     return do == "put" and (account.admin or max(account.grants.values(), default=0) >= Role.WRITE)
@@ -60,7 +60,7 @@ class RequestTable:
         self._directory = directory
         self._queries = QueryHandlers(repository, directory, self._heads, reads, compressed)
         self._updates = UpdateHandlers(repository, directory, self._queries, self._heads, cells)
-        self._jobs = Jobs()
+        self._jobs = JobTable()
         self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:
@@ -119,13 +119,13 @@ class RequestTable:
     async def _identified(
         self, request: Request, role: Role, *, include_deleted: bool = False
     ) -> DatasetRef:
-        """The dataset whose identity a request has. Raises NoSuchDataset, PermissionDenied."""
+        """The dataset with the identity in a request. Raises NoSuchDataset, PermissionDenied."""
         identity = parse_identity(Fields(request.message, "a request"))
         known = await self._queries.find_dataset(identity, include_deleted=include_deleted)
         check_role(request.account, known.name, role, str(identity))
         return known
 
-    # Requests with several replies, or whose role is not all that counts
+    # Requests with several replies, or with more conditions than a role
 
     async def _begin(self, request: Request) -> Reply:
         name = self._named(request, Role.WRITE)

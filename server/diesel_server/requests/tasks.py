@@ -2,7 +2,7 @@
 
 A task's nodes share a cache (`diesel_fs/peers`); the *master* of each node registers here and gets
 the list of the others (`WIRE.md`, section 5). The registrations are kept in the Redis of the
-metadata store. A task belongs to the user who asks, and its secret is told over TLS or on loopback
+metadata store. A task belongs to one user, and its secret is sent over TLS or on loopback
 only. The work runs in threads; one thread at a time opens the store of registrations.
 """
 

@@ -6,7 +6,7 @@ arrive together are committed together (group commit).
 
 A put may be repeated: a chunk that is there with the same bytes is committed again, which changes
 nothing. So a client that got no answer sends the chunk again, to another server if there is one.
-`repository/validation.py` decides which chunks may be committed, `directory.py` who may write.
+`repository/validation.py` decides which chunks may be committed, `directory.py` checks roles.
 """
 
 import dataclasses
@@ -33,7 +33,13 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.format.chunk import ENTRIES_MAX, Header, damaged_places, parse_header, parse_preamble
+from diesel_fs.format.chunk import (
+    ENTRIES_MAX,
+    ChunkHeader,
+    damaged_places,
+    parse_header,
+    parse_preamble,
+)
 from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.entries import ChunkId, Codec
 from diesel_fs.format.object_names import chunk_object
@@ -165,8 +171,8 @@ class UpdateHandlers:
         self._cells.add("diesel_uploaded_bytes_total", amount=len(request.payload))
         return Reply({"version": version})
 
-    def _store(self, identity: UUID, payload: memoryview) -> tuple[Header, ValidatedChunk]:
-        """Check a chunk and store it. Raises FormatError; ObjectExists where another chunk has its
+    def _store(self, identity: UUID, payload: memoryview) -> tuple[ChunkHeader, ValidatedChunk]:
+        """Check a chunk and store it. Raises FormatError; ObjectExists if another chunk has its
         ID."""
         header = _check_chunk(self._repository, identity, payload)
         chunk = as_validated(header)
@@ -178,9 +184,11 @@ class UpdateHandlers:
                 raise ObjectExists(f"chunk {chunk_id_text(header.preamble.id)} is there") from None
         return header, chunk
 
-    def _discard_uncommitted(self, known: DatasetRef, header: Header, payload: memoryview) -> None:
-        """A stored chunk cannot be committed: delete it where a recovery would commit it later.
-        Raises the error for the client."""
+    def _discard_uncommitted(
+        self, known: DatasetRef, header: ChunkHeader, payload: memoryview
+    ) -> None:
+        """Handle a stored chunk that cannot be committed: delete it if a recovery would commit it
+        later. Raises the error for the client."""
         chunk, start = header.preamble.id, header.preamble.body_start
         stored = bytes(payload[start - header.preamble.header_stored : start])
         front = bytes(payload[: start - header.preamble.header_stored])
@@ -203,8 +211,8 @@ class UpdateHandlers:
         return version
 
     async def finish(self, request: Request, known: DatasetRef) -> Reply:
-        """A writer ends: its chunks are committed even where the metadata store has lost them, and
-        a snapshot of the version is published in the object store."""
+        """End a writer: commit its chunks again if the metadata store has lost them, and publish a
+        snapshot of the version in the object store."""
         fields = Fields(request.message, "finish")
         packed = fields.octets("chunks") if "chunks" in fields else b""
         if len(packed) % _ID_BYTES:
@@ -218,18 +226,18 @@ class UpdateHandlers:
                 return Reply({"version": version})
 
     def _recommit(self, known: DatasetRef, chunks: Sequence[ChunkId]) -> int:
-        """Commit again what the metadata store has lost of a writer's acknowledged chunks."""
+        """Commit again those acknowledged chunks of a writer that the metadata store has lost."""
         try:
             return self._repository.recommit_missing(known.identity, chunks)
         except NoSuchDataset:
             raise _dataset_lost(known.name) from None
 
     async def lease(self, request: Request, known: DatasetRef) -> Reply:
-        """A client is reading a version, which must be kept for so many seconds (0: it has
-        ended)."""
+        """Keep a version for the requested number of seconds, since a client is reading it (0: it
+        has ended)."""
         fields = Fields(request.message, "lease")
         token = fields.text("lease")
-        if not _TOKEN.fullmatch(token):  # else a client could overwrite leases of others
+        if not _TOKEN.fullmatch(token):  # another name could overwrite leases of others
             fields.bad("lease", "it is 32 hexadecimal digits")
         version, seconds = fields.integer("version"), fields.integer("seconds")
         self._count_lease(request.account.name, known.identity, token, seconds)
@@ -269,10 +277,10 @@ class UpdateHandlers:
         return LocalWriteSession(self._repository, info).finish()
 
 
-def _check_chunk(repository: LocalRepository, identity: UUID, payload: memoryview) -> Header:
+def _check_chunk(repository: LocalRepository, identity: UUID, payload: memoryview) -> ChunkHeader:
     """The header of a chunk that a client may put; every byte of the chunk is checked.
 
-    Raises FormatError; ObjectExists where the client is to send it again under another ID.
+    Raises FormatError; ObjectExists if the client is to send it again under another ID.
     """
     preamble = parse_preamble(payload, identity=identity, object_bytes=len(payload))
     start = preamble.body_start
@@ -299,7 +307,8 @@ _large_file_lock = threading.Lock()
 
 
 def _too_old(stale: StaleChunk) -> ObjectExists:
-    """The error for a chunk whose ID is too old: the client sends it again under a new ID."""
+    """The error for a chunk with an ID that is too old: the client sends it again under a new
+    one."""
     return ObjectExists(stale.message, advice="put it again under another ID")
 
 

@@ -24,7 +24,7 @@ from diesel_fs.mounts.plans.control import Control
 from diesel_fs.orders.shuffle import ChunkedFiles
 from diesel_fs.torch import ImportanceSampler
 from diesel_fs.torch import sampler as module
-from diesel_fs.torch.sources import SampleFiles
+from diesel_fs.torch.sources import SampleSource
 
 EPOCHS, BATCH, WORKERS = 6, 64, 2
 BATCH_OF_JOBS = 32  # 20 such batches of samples in memory are timed, and no more may be there
@@ -103,7 +103,7 @@ def overhead(count: int) -> None:
     """Time and memory of the sampler for samples without files."""
     entries = np.arange(count)
     files = ChunkedFiles(entries, entries // 1000, np.zeros((count // 1000 + 1, 16), np.uint8))
-    module.sample_files = lambda _: SampleFiles("x", "x", 1, files, None)  # type: ignore[attr-defined,assignment]  # patched
+    module.sample_files = lambda _: SampleSource("x", "x", 1, files, None)  # type: ignore[attr-defined,assignment]  # patched
     sampler = ImportanceSampler(None)
     rng = np.random.default_rng(1)
     batches = np.array_split(rng.permutation(count), max(count // 256, 1))

@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diesel_fs.forecast.kept import MEMORY, STORE, EpochSources, replay
-from diesel_fs.forecast.nodes import Job, Node, Store
-from diesel_fs.forecast.reads import ALONE, EpochReads, Files, cut_epoch, epoch_order
+from diesel_fs.forecast.nodes import ForecastJob, ForecastNode, ForecastStore
+from diesel_fs.forecast.reads import ALONE, EpochReads, ForecastFiles, cut_epoch, epoch_order
 from diesel_fs.forecast.simulate import EpochForecast, forecast, read_epochs, timed
 from diesel_fs.orders.shuffle import ChunkedFiles
 
@@ -59,7 +59,7 @@ PERCENT = "% of files"
 THE_PAPER, MODELLED = "Lobster, section 5.5", "NoPFS here"
 
 
-def made_files(count: int, total_bytes: float) -> Files:
+def made_files(count: int, total_bytes: float) -> ForecastFiles:
     """Files of log-normal sizes, packed in chunks in the order of their numbers."""
     rng = np.random.default_rng(SEED)
     drawn = rng.lognormal(0.0, SIGMA, count)
@@ -71,16 +71,16 @@ def made_files(count: int, total_bytes: float) -> Files:
     chunk_bytes = (np.bincount(chunk, size) + ALIGNMENT).astype(np.uint64)
     ids = rng.integers(0, 256, (len(chunk_bytes), 16), np.uint8)
     chunked = ChunkedFiles(np.arange(count), chunk, ids)
-    return Files(chunked, offset, size, (-(-size // 4096)).astype(np.uint32), chunk_bytes)
+    return ForecastFiles(chunked, offset, size, (-(-size // 4096)).astype(np.uint32), chunk_bytes)
 
 
-def job_of(files: Files, store_bytes_per_s: float, *, epochs: int = 3) -> Job:
+def job_of(files: ForecastFiles, store_bytes_per_s: float, *, epochs: int = 3) -> ForecastJob:
     """The job of section 5.1 on one node; with less data also with less memory."""
     memory = MEMORY_BYTES * files.bytes / BYTES_1K if len(files) < FILES_1K else MEMORY_BYTES
     window = min(WINDOW_BYTES, int(memory / 16))
-    node = Node(window, int(memory) - window, push_bytes_per_s=1e14)
-    store = Store(0.0, store_bytes_per_s, connection_bytes_per_s=1e14)
-    return Job(
+    node = ForecastNode(window, int(memory) - window, push_bytes_per_s=1e14)
+    store = ForecastStore(0.0, store_bytes_per_s, connection_bytes_per_s=1e14)
+    return ForecastJob(
         node, store, ranks=RANKS, batch=BATCH, workers=WORKERS, images_per_s=IMAGES_PER_S,
         epochs=epochs, seed=SEED,
     )  # fmt: skip
@@ -90,13 +90,13 @@ def job_of(files: Files, store_bytes_per_s: float, *, epochs: int = 3) -> Job:
 class NoPfs:
     """The model of NoPFS: its reads, and their sources. Time depends on the store's rate."""
 
-    files: Files
-    job: Job
+    files: ForecastFiles
+    job: ForecastJob
     reads: Sequence[EpochReads]
     sources: Sequence[EpochSources]
 
     @classmethod
-    def of(cls, files: Files, *, epochs_trained: int = EPOCHS_TRAINED) -> "NoPfs":
+    def of(cls, files: ForecastFiles, *, epochs_trained: int = EPOCHS_TRAINED) -> "NoPfs":
         """Its reads in two epochs; the first fills the caches."""
         job = job_of(files, 1e9, epochs=2)
         memory = job.node.memory_bytes + job.node.window_bytes
@@ -134,7 +134,7 @@ class NoPfs:
 
 
 def _most_read(
-    job: Job, files: Files, cache_bytes: int, epochs_trained: int
+    job: ForecastJob, files: ForecastFiles, cache_bytes: int, epochs_trained: int
 ) -> npt.NDArray[np.bool_]:
     """The files that any process of NoPFS holds: each process holds those that it reads most often
     in the whole training; of equal ones, the first."""
@@ -206,7 +206,7 @@ def hit_ratios(bench: Workbench) -> list[Row]:
     return rows
 
 
-def _one_by_one(job: Job, files: Files) -> list[EpochReads]:
+def _one_by_one(job: ForecastJob, files: ForecastFiles) -> list[EpochReads]:
     """The reads of each epoch if each file is loaded by itself."""
     orders = (epoch_order(job, files, epoch) for epoch in range(job.epochs))
     return [cut_epoch(job, files, order, push_files=1) for order in orders]
@@ -248,11 +248,11 @@ def speed(bench: Workbench) -> list[Row]:
     time, the time on an idle machine, since there is one thread."""
     files = made_files(FILES_1K // bench.divisor, BYTES_1K / bench.divisor)
     memory = files.bytes // 10
-    node = Node(files.bytes // 50, memory, 2 * memory)
+    node = ForecastNode(files.bytes // 50, memory, 2 * memory)
     rows = []
     for shuffle in ("full", "chunk"):
         for policy in ("plan", "lru"):
-            job = Job(node, ranks=RANKS, batch=BATCH, shuffle=shuffle)
+            job = ForecastJob(node, ranks=RANKS, batch=BATCH, shuffle=shuffle)
             begun_s = time.process_time()
             forecast(job, files, policy)
             taken = Samples((time.process_time() - begun_s,))

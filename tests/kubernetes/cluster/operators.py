@@ -157,7 +157,8 @@ class Resources:
     def wait(
         self, condition: Callable[[], object], operator: Operator, within_s: float = PATIENCE_S
     ) -> None:
-        """Wait for something. A failure shows what is in the namespace, and the operator's log."""
+        """Wait for something. A failure shows the objects in the namespace, and the operator's
+        log."""
         wait_until(condition, within_s, otherwise=lambda: self._explained(operator))
 
     def _found(self, kind: type[GenericNamespacedResource], name: str) -> Json:

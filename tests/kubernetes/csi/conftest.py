@@ -15,7 +15,7 @@ from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.volumes import VolumeLimits
 
-from .cluster import Cluster
+from .cluster import ApiStandIn
 from .plugin import Plugin, running_plugin
 
 MOUNTS_AS_ROOT = [
@@ -99,7 +99,7 @@ def publish(
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[ApiStandIn]:
     """A cluster of one node."""
-    with closing(Cluster()) as cluster:
+    with closing(ApiStandIn()) as cluster:
         yield cluster

@@ -43,7 +43,7 @@ def volumes(url: str, tmp_path: Path) -> Iterator[NodeVolumes]:
 def test_a_later_pod_sees_the_later_version(
     url: str, volumes: NodeVolumes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pods before keep theirs. Where nobody can say what is current, the mount is shared."""
+    """The pods before keep theirs. If the current version is not known, the mount is shared."""
     monkeypatch.setattr(node, "VERSION_KNOWN_S", 0.0)
     targets = [tmp_path / str(number) for number in range(4)]
 
@@ -66,7 +66,7 @@ def test_a_later_pod_sees_the_later_version(
 
 
 def test_a_caller_that_has_gone_gets_no_bind(volumes: NodeVolumes, tmp_path: Path) -> None:
-    """Else the target would be mounted after kubelet has unpublished it."""
+    """Otherwise the target would be mounted after kubelet has unpublished it."""
     with pytest.raises(DeadlineError):
         publish(volumes, tmp_path / "mount", is_wanted=False)
     assert not (tmp_path / "mount").exists()

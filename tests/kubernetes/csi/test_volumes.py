@@ -1,4 +1,5 @@
-"""What a volume may name, and the arguments that `dlcmd mount` gets for it. Nothing is mounted."""
+"""The attributes of a volume, and the arguments that `dlcmd mount` gets for it. Nothing is
+mounted."""
 
 from dataclasses import replace
 

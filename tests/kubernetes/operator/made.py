@@ -5,15 +5,15 @@ from dataclasses import replace
 
 from diesel_kubernetes.operator.api_objects import Job, Pod
 from diesel_kubernetes.operator.datasets import (
-    Decision,
+    DatasetDecision,
+    DatasetSituation,
     JobReport,
     JobView,
-    Situation,
     decide,
     view_of_job,
 )
 from diesel_kubernetes.operator.decoding import Json, decode, encode
-from diesel_kubernetes.operator.holdings import NodeHoldings
+from diesel_kubernetes.operator.holdings import ReportedHoldings
 from diesel_kubernetes.operator.objects import LABEL_TRAINING, volume_name
 from diesel_kubernetes.operator.resources import (
     DatasetObject,
@@ -99,11 +99,11 @@ def decided(
     progress: Progress | None = None,
     now_s: float = NOW_S,
     reports: Sequence[NodeReport] = (),
-) -> Decision:
+) -> DatasetDecision:
     """The decision on a Dataset, of which the cluster has these Jobs and readers."""
     readers = tuple(decode(Pod, each) for each in pods)
-    holdings = NodeHoldings(reports, now_s)
-    situation = Situation(seen, tuple(jobs), readers, progress, now_s, 10.0, holdings)
+    holdings = ReportedHoldings(reports, now_s)
+    situation = DatasetSituation(seen, tuple(jobs), readers, progress, now_s, 10.0, holdings)
     return decide(situation, DEFAULTS)
 
 

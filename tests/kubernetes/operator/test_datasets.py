@@ -1,4 +1,4 @@
-"""Each transition of a Dataset, each failure, as decisions about what the cluster has."""
+"""Each transition of a Dataset, each failure, as decisions about objects of the cluster."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ def after(seen: DatasetObject, status: DatasetStatus) -> DatasetObject:
 
 
 def started(spec: Json | None = None) -> tuple[DatasetObject, Json]:
-    """A Dataset whose first Job was made, and that Job."""
+    """A Dataset after its first Job was made, and that Job."""
     seen = dataset(spec)
     decision = decided(seen)
     (job,) = decision.create

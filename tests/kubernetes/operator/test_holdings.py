@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import FormatError
-from diesel_kubernetes.operator.controller import DATASETS, Controller
+from diesel_kubernetes.operator.controller import DATASETS, Reconciler
 from diesel_kubernetes.operator.decoding import encode
 from diesel_kubernetes.operator.queue import Key
 from diesel_kubernetes.reports import (
@@ -53,7 +53,7 @@ held_datasets = st.builds(
 
 
 def held(share: int, disk: int = 0, *, version: int = 7, used: bool = False) -> HeldDataset:
-    """What a node has of `pets`, for pods of its namespace."""
+    """The share of `pets` on a node, for pods of its namespace."""
     return HeldDataset("default", IDENTITY, version, share, disk, used)
 
 
@@ -221,13 +221,13 @@ OTHERS = Key(DATASETS, "default", "other")
 
 
 class Operated:
-    """A controller of a cluster in memory, and what it has woken."""
+    """A controller of a cluster in memory, and the keys that it has woken."""
 
     def __init__(self, driver_namespace: str = "diesel-system") -> None:
         self.cluster = MemoryCluster()
         self.clock = ManualClock()
         self.woken: list[Key] = []
-        self.controller = Controller(
+        self.controller = Reconciler(
             self.cluster,
             DEFAULTS,
             driver_namespace=driver_namespace,

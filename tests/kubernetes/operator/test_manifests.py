@@ -1,4 +1,5 @@
-"""The manifests of the operator, its examples, and what it makes: the published schemas."""
+"""The manifests of the operator, its examples, and the objects that it makes: the published
+schemas."""
 
 from click.testing import CliRunner
 

@@ -23,7 +23,7 @@ NAMES = [f"node-{number}" for number in range(6)]
 
 
 def node(name: str, free: int, cpu: int = 8, preemptible: int = 0) -> NodeState:
-    """A node with so many bytes free, beside what is preemptible."""
+    """A node with free bytes, beside the preemptible ones."""
     return NodeState(
         name=name,
         hostname=name,
@@ -73,7 +73,7 @@ def test_nodes_stand_in_the_order_of_the_papers_score(
 def test_a_job_is_admitted_if_its_datasets_fit(
     storage: list[tuple[int, int]], datasets: list[tuple[int, int]]
 ) -> None:
-    """Algorithm 1, line 3. What a node has already of a dataset needs no room."""
+    """Algorithm 1, line 3. Blocks that a node has already need no room."""
     nodes = [node(NAMES[n], free, 8, kept) for n, (free, kept) in enumerate(storage)]
     holdings = [Holding(size, {"node-9": Fraction(share, 100)}) for size, share in datasets]
     needed = sum(size - -(-size * share // 100) for size, share in datasets)

@@ -29,7 +29,7 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
 
 
 def put(folder: Path, source: str, *options: str) -> tuple[int, str, JobReport]:
-    """The exit code of a preparation that puts a folder, what it said, and its report."""
+    """The exit code of a preparation that puts a folder, its output, and its report."""
     words = ("--", "put", str(folder / source), "pets")
     process = start(folder, "--describe=pets", *options, *words)
     _, errors = process.communicate()

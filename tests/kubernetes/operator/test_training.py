@@ -1,4 +1,4 @@
-"""Each transition of a TrainingJob, as decisions about what the cluster has."""
+"""Each transition of a TrainingJob, as decisions about objects of the cluster."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -10,8 +10,8 @@ from diesel_kubernetes.operator.decoding import decode
 from diesel_kubernetes.operator.placement import STORAGE, NodeState
 from diesel_kubernetes.operator.resources import DatasetObject, TrainingStatus
 from diesel_kubernetes.operator.training import (
-    Decision,
-    Situation,
+    TrainingDecision,
+    TrainingSituation,
     decide,
     pod_requests,
     survey,
@@ -25,7 +25,7 @@ READY: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 1000, "versio
 
 
 def node(name: str, free: int = 10**9, **labels: str) -> NodeState:
-    """A node with so many bytes free."""
+    """A node with some free bytes."""
     return NodeState(name, f"host-{name}", labels, {STORAGE: Fraction(free), "cpu": Fraction(4)})
 
 
@@ -39,13 +39,13 @@ def decided(
     datasets: Sequence[DatasetObject] = (dataset(status=READY),),
     pods: Sequence[Json] = (),
     nodes: Sequence[NodeState] | None = NODES,
-) -> Decision:
+) -> TrainingDecision:
     """The decision on a TrainingJob of two pods."""
     found = {each.name: each for each in datasets}
     given = tuple(decode(Pod, each) for each in pods)
     there = None if nodes is None else tuple(nodes)
     seen = training_job(spec, status)
-    return decide(Situation(seen, found, given, NOW_S, there), DEFAULTS)
+    return decide(TrainingSituation(seen, found, given, NOW_S, there), DEFAULTS)
 
 
 def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> TrainingStatus:
@@ -56,7 +56,7 @@ def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> Trai
     return decision.status
 
 
-def pods_of(decision: Decision) -> list[Json]:
+def pods_of(decision: TrainingDecision) -> list[Json]:
     return [each for each in decision.create if each["kind"] == "Pod"]
 
 
@@ -94,7 +94,7 @@ def test_a_job_waits_until_its_dataset_is_ready(found: list[DatasetObject], reas
 
 
 def test_nodes_are_looked_at_only_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
-    """What is decided is in the status then."""
+    """The decision is in the status then."""
     assert decided(nodes=None).wants_survey
     assert not decided(datasets=[], nodes=None).wants_survey
     decision = decided()

@@ -13,7 +13,7 @@ from uuid import UUID
 import numpy as np
 
 from diesel_fs.format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
-from diesel_fs.storage.metadata.store import Batch, MetadataStore, StoreRestarted
+from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore, StoreRestarted
 
 
 def chunk_id(number: int) -> ChunkId:
@@ -78,7 +78,7 @@ class Chunk:
             return self.extent(place)
         return entry.target if entry is not None and entry.kind == Kind.LINK else None
 
-    def batch(self) -> Batch:
+    def batch(self) -> CommitBatch:
         places = [place for place, entry in enumerate(self.entries) if entry is not None]
         split = [
             (b"/".join(parts[:-1]), parts[-1])
@@ -97,7 +97,7 @@ class Chunk:
         )
         stamps = {i: self.stamp(at) for i, at in enumerate(places) if self.has_foreign_stamp(at)}
         info = ChunkInfo(self.id, 1000 + self.number)
-        return Batch(
+        return CommitBatch(
             info, uploaded_ns=self.number, rows=rows, stamps=stamps, by_purge=self.by_purge
         )
 
@@ -220,7 +220,7 @@ def without_tombstones(entries: dict[bytes, StoredEntry]) -> dict[bytes, StoredE
     }
 
 
-def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: Batch) -> int:
+def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: CommitBatch) -> int:
     """Commit; if the store has been restarted, confirm first that it has lost nothing."""
     while True:
         try:

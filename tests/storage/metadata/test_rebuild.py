@@ -17,7 +17,7 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.storage.metadata import rebuild
 from diesel_fs.storage.metadata.sqlite import shadow_state
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
-from diesel_fs.storage.metadata.store import Batch, MetadataStore, RenewingCommitLock
+from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore, RenewingCommitLock
 from tests.storage.metadata.batches import Chunk, check, chunk_id, files, stored_entries, tombstones
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit, edit
 
@@ -36,13 +36,13 @@ class Chunks:
         self.there += chunks
         commit(meta, *chunks)
 
-    def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[Batch]:
+    def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[CommitBatch]:
         """All chunks that exist when the first batch is requested; `then` is called after that."""
         found = [chunk.batch() for chunk in self.there]
         then()
         yield from found
 
-    def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         """A `ReadCommitted` that records the requested chunks."""
         self.requested.append([*chunks])
         wanted = {chunk.id: chunk for chunk in self.there}
@@ -105,7 +105,7 @@ def test_C18_commits_do_not_wait_for_a_long_rebuild(
                 store.committed(writer, files(number, b"n%d" % number))
                 time.sleep(0.01)
 
-    def slowly(batches: Iterable[Batch]) -> Iterator[Batch]:
+    def slowly(batches: Iterable[CommitBatch]) -> Iterator[CommitBatch]:
         for batch in batches:
             yield batch
             time.sleep(0.25)
@@ -130,7 +130,7 @@ def test_C18_commits_are_locked_for_the_last_few_chunks_only(
     def put() -> None:
         store.committed(meta, *(files(number, b"f%d" % number) for number in range(10, 20)))
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         if not store.requested:
             store.committed(meta, files(30, b"more"), files(31, b"even more"))
             was_locked.append(False)
@@ -160,7 +160,7 @@ def test_C18_late_chunks_that_cannot_be_read_leave_the_old_state(
     store = with_chunks(meta, files(1, b"a"))
     batches = store.listed(then=lambda: store.committed(meta, files(2, b"b")))
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         yield from store.read_committed(chunks)
         raise error
 
@@ -178,7 +178,7 @@ def test_late_chunks_without_a_batch_are_requested_once(
     batches = store.listed(then=lambda: commit(meta, files(2, b"damaged")))
     asked = list[Collection[ChunkId]]()
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         asked.append(chunks)
         yield from ()
 
@@ -202,7 +202,7 @@ def test_a_rebuilt_state_is_newer_than_the_last_commit(meta: MetadataStore) -> N
     commit(meta, files(1, b"a"))
     last = list[int]()
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         yield from store.listed()
         store.committed(meta, files(3, b"b"))
         last.append(meta.head(NAME).version)
@@ -299,7 +299,7 @@ def test_no_rows_of_a_shadow_state_are_left(
         monkeypatch.setattr(shadow_state, name, 3)
     store = with_chunks(embedded, *many())
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         yield from store.listed()
         assert rows_of_no_dataset(path) > 0
         if ends_by == "error":
@@ -338,11 +338,11 @@ def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
             now_ns[0] += seconds * ONE_S
             meta.rebuild("other", uuid.UUID(int=9), [files(1, b"a").batch()])
 
-        def batches(seconds: int) -> Iterator[Batch]:
+        def batches(seconds: int) -> Iterator[CommitBatch]:
             yield from store.listed()
             beside(seconds)
 
-        def killed() -> Iterator[Batch]:
+        def killed() -> Iterator[CommitBatch]:
             yield from store.listed()
             raise KeyboardInterrupt
 
@@ -377,7 +377,7 @@ def test_a_rebuild_without_its_lock_includes_late_commits(
 ) -> None:
     store = with_chunks(embedded, files(1, b"a"))
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         edit(path, "DELETE FROM hold")
         if len(store.there) == 2:
             store.committed(embedded, files(3, b"c"))

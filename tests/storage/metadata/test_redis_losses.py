@@ -17,7 +17,7 @@ from diesel_fs.errors import CorruptError, DieselError, MetadataBehind, NoSpaceE
 from diesel_fs.format.entries import Rows
 from diesel_fs.storage.metadata.redis.head_scripts import APPLIED, COMMIT, REPLACE_LIVE
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys
-from diesel_fs.storage.metadata.redis.link import Command
+from diesel_fs.storage.metadata.redis.link import RedisCommand
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import StoreRestarted
 from tests.rows import each_row
@@ -69,7 +69,7 @@ def test_C2_a_scan_across_a_restart_misses_nothing(server: RedisServer, what: st
         meta.commit(IDENTITY, *(files(n, b"d/%05d" % n).batch() for n in range(2, 1500)))
         scanned, pages = KEYS.chunks if what == "chunks" else b":e:", 0
 
-        def restart_after_five_pages(command: Command) -> None:
+        def restart_after_five_pages(command: RedisCommand) -> None:
             nonlocal pages
             if command.words[0] == "HSCAN" and scanned in command.key:
                 pages += 1

@@ -88,7 +88,7 @@ class RecordedRequest:
 
 
 @dataclass(slots=True)
-class Answer:
+class ScriptedAnswer:
     status: int
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
@@ -162,11 +162,11 @@ class ScriptedS3(FaultScript[Rule]):
                 self._sent_s[address] = end_s = begin_s + size / self.bytes_per_s
             self.stopped.wait(max(end_s - time.monotonic(), 0))
 
-    def answer(self, asked: RecordedRequest) -> Answer:
+    def answer(self, asked: RecordedRequest) -> ScriptedAnswer:
         if asked.key == "" and asked.method in ("GET", "HEAD"):
             if "uploads" in asked.query:
-                return Answer(200, self._list_uploads(asked.query).encode())
-            return Answer(200, self._list(asked.query).encode())
+                return ScriptedAnswer(200, self._list_uploads(asked.query).encode())
+            return ScriptedAnswer(200, self._list(asked.query).encode())
         with self._lock:
             match asked.method:
                 case "POST" if "uploads" in asked.query or "uploadId" in asked.query:
@@ -179,13 +179,13 @@ class ScriptedS3(FaultScript[Rule]):
                     return self._get(asked)
                 case "DELETE" if "uploadId" in asked.query:
                     known = self.uploads.pop(asked.query["uploadId"], None)
-                    return Answer(204) if known else problem(404, "NoSuchUpload")
+                    return ScriptedAnswer(204) if known else problem(404, "NoSuchUpload")
                 case "DELETE":
                     self.objects.pop(asked.key, None)
-                    return Answer(204)
+                    return ScriptedAnswer(204)
         return problem(501)
 
-    def _put(self, asked: RecordedRequest) -> Answer:
+    def _put(self, asked: RecordedRequest) -> ScriptedAnswer:
         signed = asked.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
         if signed not in ("UNSIGNED-PAYLOAD", hashlib.sha256(asked.body).hexdigest()):
             return problem(400, "XAmzContentSHA256Mismatch")
@@ -193,15 +193,15 @@ class ScriptedS3(FaultScript[Rule]):
             return problem(412)
         stored = Stored(asked.body, time.time())
         self.objects[asked.key] = stored
-        return Answer(200, headers={"ETag": stored.etag})
+        return ScriptedAnswer(200, headers={"ETag": stored.etag})
 
-    def _upload(self, asked: RecordedRequest) -> Answer:
+    def _upload(self, asked: RecordedRequest) -> ScriptedAnswer:
         """Begin or complete an upload in parts."""
         if "uploads" in asked.query:
             number = f"upload-{len(self.asked)}"
             self.uploads[number] = asked.key
             begun = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId>"
-            return Answer(200, f"{begun}</InitiateMultipartUploadResult>".encode())
+            return ScriptedAnswer(200, f"{begun}</InitiateMultipartUploadResult>".encode())
         number = asked.query["uploadId"]
         if self.uploads.pop(number, None) is None:
             return problem(404, "NoSuchUpload")
@@ -209,16 +209,16 @@ class ScriptedS3(FaultScript[Rule]):
         stored = Stored(b"".join(self.parts.pop((number, each)) for each in numbers), time.time())
         self.objects[asked.key] = stored
         ended = f"<CompleteMultipartUploadResult><ETag>{escape(stored.etag)}</ETag>"
-        return Answer(200, f"{ended}</CompleteMultipartUploadResult>".encode())
+        return ScriptedAnswer(200, f"{ended}</CompleteMultipartUploadResult>".encode())
 
-    def _put_part(self, asked: RecordedRequest) -> Answer:
+    def _put_part(self, asked: RecordedRequest) -> ScriptedAnswer:
         number = asked.query["uploadId"]
         if number not in self.uploads:
             return problem(404, "NoSuchUpload")
         self.parts[number, int(asked.query["partNumber"])] = asked.body
-        return Answer(200, headers={"ETag": Stored(asked.body, 0.0).etag})
+        return ScriptedAnswer(200, headers={"ETag": Stored(asked.body, 0.0).etag})
 
-    def _get(self, asked: RecordedRequest) -> Answer:
+    def _get(self, asked: RecordedRequest) -> ScriptedAnswer:
         stored = self.objects.get(asked.key)
         if stored is None:
             return problem(404)
@@ -233,7 +233,7 @@ class ScriptedS3(FaultScript[Rule]):
                 return problem(416)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             content, status = content[start : end + 1], 206
-        return Answer(status, content, headers)
+        return ScriptedAnswer(status, content, headers)
 
     def _list(self, query: Mapping[str, str]) -> str:
         after = max(query.get("start-after", ""), query.get("continuation-token", ""))
@@ -271,11 +271,11 @@ class ScriptedS3(FaultScript[Rule]):
         )
 
 
-def problem(status: int, code: str = "", **headers: str) -> Answer:
+def problem(status: int, code: str = "", **headers: str) -> ScriptedAnswer:
     """An error in the XML of S3."""
     code = code or _CODES.get(status, "Unknown")
     text = f"<Error><Code>{code}</Code><Message>scripted</Message></Error>"
-    return Answer(status, text.encode(), headers)
+    return ScriptedAnswer(status, text.encode(), headers)
 
 
 def _iso(at_s: float) -> str:
@@ -359,7 +359,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer.headers.update(rule.headers)
         self._send(owner, answer, rule)
 
-    def _send(self, owner: ScriptedS3, answer: Answer, rule: Rule) -> None:
+    def _send(self, owner: ScriptedS3, answer: ScriptedAnswer, rule: Rule) -> None:
         body = answer.body
         owner.wait_to_send(len(body), self.client_address[0])
         if rule.edit is not None:

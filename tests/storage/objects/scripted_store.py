@@ -66,7 +66,7 @@ def store_on(
 
 
 @dataclass(slots=True)
-class Bucket:
+class ScriptedBucket:
     """A store on a scripted server, which has asked it nothing yet, and its pauses."""
 
     server: ScriptedS3

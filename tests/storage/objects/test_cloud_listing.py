@@ -19,7 +19,7 @@ from tests.storage.objects.scripted_store import (
     LEASE,
     LIMITS,
     URL,
-    Bucket,
+    ScriptedBucket,
     VirtualSleep,
     chunk,
     key,
@@ -35,13 +35,13 @@ _CONTENTS = re.compile(r"<Contents>.*?</Contents>", re.DOTALL)
 
 
 @pytest.fixture
-def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> Bucket:
+def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
     """A store that holds `NAMES`, on a server that lists five names in a page."""
     store = store_on(server, sleeps, limits=PAGES)
     for name in NAMES:
         server.put(key(name), b"x")
     server.page_keys = 5
-    return Bucket(server, sleeps, store)
+    return ScriptedBucket(server, sleeps, store)
 
 
 def always(edit: Callable[[str], str]) -> Rule:
@@ -69,7 +69,7 @@ def encoded(page: str) -> str:
     return re.sub(f"(?<=<Key>{key('')}).*?(?=</Key>)", lambda m: m[0].replace("/", "%2F"), page)
 
 
-def test_pages_are_fetched_as_they_are_needed(bucket: Bucket) -> None:
+def test_pages_are_fetched_as_they_are_needed(bucket: ScriptedBucket) -> None:
     listing = bucket.store.housekeeping.names(CHUNKS)
     assert next(listing) == NAMES[0]
     assert len(bucket.server.asked) == 1
@@ -91,7 +91,9 @@ def test_pages_are_fetched_as_they_are_needed(bucket: Bucket) -> None:
     ],
     ids=["ends too early", "500", "503", "breaks off", "refused token"],
 )
-def test_O12_a_listing_goes_on_after_a_failure(bucket: Bucket, rule: Rule, pauses: int) -> None:
+def test_O12_a_listing_goes_on_after_a_failure(
+    bucket: ScriptedBucket, rule: Rule, pauses: int
+) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.plan(rule)
     assert [*bucket.store.housekeeping.names(CHUNKS)] == NAMES
@@ -128,7 +130,7 @@ def test_O12_an_unordered_listing_is_sorted_or_an_error(
     server.plan()
 
 
-def test_O12_a_skipped_name_is_an_error(bucket: Bucket) -> None:
+def test_O12_a_skipped_name_is_an_error(bucket: ScriptedBucket) -> None:
     """The second name comes last, after others have been yielded."""
     bucket.server.page_keys = 1000
     bucket.server.plan(reordered(lambda entries: [*entries[:1], *entries[2:], *entries[1:2]]))
@@ -139,7 +141,7 @@ def test_O12_a_skipped_name_is_an_error(bucket: Bucket) -> None:
     assert [*bucket.store.inner.housekeeping.names(CHUNKS)] == NAMES
 
 
-def test_O12_a_repeated_page_is_merged_or_an_error(bucket: Bucket) -> None:
+def test_O12_a_repeated_page_is_merged_or_an_error(bucket: ScriptedBucket) -> None:
     """A continuation token leads back to the page before, once or for ever."""
     pages: list[str] = []
 
@@ -166,14 +168,14 @@ def test_O12_a_repeated_page_is_merged_or_an_error(bucket: Bucket) -> None:
     ids=["encoded names", "without the marker", "nothing", "no XML", "half"],
 )
 def test_O12_an_incomplete_or_malformed_listing_is_an_error(
-    bucket: Bucket, edit: Callable[[str], str], prefix: str, complaint: str
+    bucket: ScriptedBucket, edit: Callable[[str], str], prefix: str, complaint: str
 ) -> None:
     bucket.server.plan(always(edit))
     with pytest.raises(ObjectStoreError, match=complaint):
         [*bucket.store.housekeeping.names(prefix)]
 
 
-def test_O1_expired_credentials_in_a_listing_are_read_again(bucket: Bucket) -> None:
+def test_O1_expired_credentials_in_a_listing_are_read_again(bucket: ScriptedBucket) -> None:
     environ = credentials(bucket.server.endpoint)
 
     def renew(_: ScriptedS3) -> None:
@@ -188,7 +190,7 @@ def test_O1_expired_credentials_in_a_listing_are_read_again(bucket: Bucket) -> N
     assert renewed[-5:] == [False, False, True, True, True]
 
 
-def test_a_listing_sees_changes_made_meanwhile(bucket: Bucket) -> None:
+def test_a_listing_sees_changes_made_meanwhile(bucket: ScriptedBucket) -> None:
     bucket.server.page_keys = 2
     listing = bucket.store.housekeeping.names(CHUNKS)
     assert next(listing) == NAMES[0]
@@ -201,7 +203,7 @@ def test_a_listing_sees_changes_made_meanwhile(bucket: Bucket) -> None:
     assert found == sorted(found)
 
 
-def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: Bucket) -> None:
+def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: ScriptedBucket) -> None:
     """Those outside of the prefix are not reported."""
     foreign = [
         ".DS_Store",
@@ -233,7 +235,7 @@ def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: Bucket) -> Non
     assert {*bucket.store.housekeeping.foreign()} == reported
 
 
-def test_a_key_that_cannot_be_listed_is_named_in_the_error(bucket: Bucket) -> None:
+def test_a_key_that_cannot_be_listed_is_named_in_the_error(bucket: ScriptedBucket) -> None:
     bucket.server.put(key("datasets//x"), b"")
     with pytest.raises(ObjectStoreError, match="prefix of its own"):
         [*bucket.store.housekeeping.names("")]

@@ -11,20 +11,20 @@ from hashlib import sha1
 from typing import NamedTuple
 
 
-class Script(NamedTuple):
+class LoadedScript(NamedTuple):
     """A script, and the SHA-1 by which Redis knows it."""
 
     source: bytes
     sha: bytes
 
 
-SCRIPTS: list[Script] = []
+SCRIPTS: list[LoadedScript] = []
 """All scripts of this process. If a Redis lacks one of them, it is sent all of them."""
 
 
-def script(source: str) -> Script:
+def script(source: str) -> LoadedScript:
     packed = source.encode()
-    made = Script(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
+    made = LoadedScript(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
     SCRIPTS.append(made)
     return made
 

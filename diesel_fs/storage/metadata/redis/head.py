@@ -23,7 +23,7 @@ from ....errors import (
 from ....format.entries import ChunkId
 from ..store import DatasetHead, StoreRestarted, corrupt_store_error, no_such_dataset_error
 from .address import parse_redis_url
-from .bucket_scripts import Script
+from .bucket_scripts import LoadedScript
 from .head_scripts import CONFIRM, NEEDS_REPAIR, READ_HEAD
 from .keys import BUCKETS_MAX, SCHEMA, SCHEMA_KEY, STORE_KEY, DatasetKeys, Generation
 from .link import RedisLink, ScriptCommand, Word, command, in_portions
@@ -57,7 +57,7 @@ class RedisHead:
     dataset: DatasetHead
     generation: Generation
     first: int  # the version of chunks whose record has version 0
-    pending: Sequence[bytes]  # packed plans that are committed and perhaps not applied yet
+    pending: Sequence[bytes]  # packed changes that are committed and perhaps not applied yet
     pieces_by_bucket: Mapping[int, int]  # number of committed pieces of each bucket
 
 
@@ -68,7 +68,7 @@ class HeadReader:
         self.link = link
 
     def run_head_script(
-        self, script: Script, keys: Sequence[bytes], *arguments: Word
+        self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
         """Run a script on the head's slot, and return its reply without the first word. Raises
         UnknownDataset, ScriptRejected or a DieselError, according to that word.
@@ -123,7 +123,7 @@ class HeadReader:
 
     def have_lost_pieces(self, heads: Sequence[RedisHead]) -> list[bool]:
         """For each head, whether a bucket has fewer pieces than are committed. Valid only if the
-        head's generation is still the dataset's, and all pending plans were applied.
+        head's generation is still the dataset's, and all pending changes were applied.
         """
         buckets = [
             (i, head.generation.key(bucket, b"t"), committed)
@@ -140,7 +140,7 @@ class HeadReader:
 
     def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
         """Whether everything that was read since `head` belongs to its version, if its pending
-        plans had been applied: a commit changes the version before its pieces are applied. With
+        changes had been applied: a commit changes the version before its pieces are applied. With
         `or_newer`: whether its generation is still the dataset's, at whatever version. Raises
         MetadataBehind if a bucket of the dataset has lost pieces.
         """
@@ -161,7 +161,7 @@ class HeadReader:
         """Confirm that this run of Redis has lost nothing of a dataset. Raises StoreRestarted."""
         self._run_on_head(identity, CONFIRM, run)
 
-    def _run_on_head(self, identity: UUID, script: Script, *arguments: Word) -> list[object]:
+    def _run_on_head(self, identity: UUID, script: LoadedScript, *arguments: Word) -> list[object]:
         try:
             return self.run_head_script(script, [DatasetKeys(identity).head], *arguments)
         except UnknownDataset:
@@ -205,7 +205,7 @@ def parse_head(identity: UUID, reply: object) -> RedisHead:
     return _unpack_head(identity, *_check_reply(reply))
 
 
-def _head_script(script: Script, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:
+def _head_script(script: LoadedScript, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:
     return ScriptCommand(script, (SCHEMA_KEY, *keys), (SCHEMA, *arguments))
 
 
@@ -253,9 +253,9 @@ def _unpack_head(identity: UUID, reply: object, pending: object, counts: object)
             if bucket >= buckets:
                 raise corrupt_store_error("a count of a bucket that does not exist")
             pieces[bucket] = as_count(count)
-    plans = [octets(plan) for plan in listed(pending)]
+    changes = [octets(each) for each in listed(pending)]
     first = as_count(fields.get(b"first"))
-    return RedisHead(dataset, Generation(generation, buckets), first, plans, pieces)
+    return RedisHead(dataset, Generation(generation, buckets), first, changes, pieces)
 
 
 def lost_data_error(name: str) -> MetadataBehind:

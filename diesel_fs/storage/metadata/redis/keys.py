@@ -6,7 +6,7 @@ braces, so they are in one **slot**: the unit that a Redis Cluster assigns to it
 must touch one slot only, so it touches one bucket; a cluster spreads the buckets over its nodes.
 The small values that describe the store and its datasets as wholes are in one slot, the **head's**.
 A chunk's entries that belong to one bucket are cut into **pieces**; one script applies one piece.
-A **transaction** adds or removes chunks; its **plan** lists the pieces.
+A **transaction** adds or removes chunks; its **changes** list the pieces.
 
 Every key starts with `dfs:` (for an ACL, `~dfs:*`). No name that a user chose is part of a key:
 folders are named by hashes.
@@ -24,8 +24,8 @@ folders are named by hashes.
     dfs:{head}:t:ID     HASH    bucket -> "pieces files bytes", the counts that it last reported;
                                 n, bucket -> number of committed pieces: a bucket that has fewer
                                 when all are applied has lost some
-    dfs:{head}:u:ID     LIST    plans that are committed and perhaps not applied yet, in order
-    dfs:{head}:b:ID     HASH    transaction -> state, `time`, plan: begun, not committed
+    dfs:{head}:u:ID     LIST    changes that are committed and perhaps not applied yet, in order
+    dfs:{head}:b:ID     HASH    transaction -> state, `time`, changes: begun, not committed
     dfs:{head}:h:ID     HASH    commit locks: token -> time at which it expires, by Redis's clock
     dfs:{head}:k:GEN    HASH    the `c:` of a generation that is being built; renamed at its end
 
@@ -99,8 +99,8 @@ EXTENDED_BYTES = PLAIN_BYTES + 20
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
 GENERATION_BYTES = 16
-PLAN_CHUNK = struct.Struct(">16sH")
-"""A chunk of a plan, before its piece counts: its ID, and their number."""
+CHANGED_CHUNK = struct.Struct(">16sH")
+"""A chunk of a transaction's changes, before its piece counts: its ID, and their number."""
 REMOVAL_PREFIX = b"forget"
 """The first bytes of a transaction that removes chunks, and of no transaction that adds them."""
 
@@ -210,7 +210,7 @@ class PieceName(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyPlan:
+class Changes:
     """The chunks of one transaction, and where their pieces are."""
 
     generation: bytes
@@ -220,7 +220,7 @@ class ApplyPlan:
     def pack(self) -> bytes:
         parts = [self.generation, self.transaction]
         for chunk, counts in self.chunks:
-            parts += [PLAN_CHUNK.pack(chunk, len(counts)), pack_piece_counts(counts)]
+            parts += [CHANGED_CHUNK.pack(chunk, len(counts)), pack_piece_counts(counts)]
         return b"".join(parts)
 
     def pieces(self) -> Iterator[PieceName]:
@@ -229,18 +229,18 @@ class ApplyPlan:
             yield from piece_names(chunk, counts)
 
 
-def unpack_plan(packed: bytes, buckets: int) -> ApplyPlan:
-    """Unpack a plan; its generation has `buckets` buckets. Raises CorruptError."""
+def unpack_changes(packed: bytes, buckets: int) -> Changes:
+    """Unpack changes; their generation has `buckets` buckets. Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
     try:
         while at != len(packed):
-            chunk, count = PLAN_CHUNK.unpack_from(packed, at)
-            start, at = at + PLAN_CHUNK.size, at + PLAN_CHUNK.size + count * PIECE_COUNT.size
+            chunk, count = CHANGED_CHUNK.unpack_from(packed, at)
+            start, at = at + CHANGED_CHUNK.size, at + CHANGED_CHUNK.size + count * PIECE_COUNT.size
             chunks.append((ChunkId(chunk), unpack_piece_counts(packed[start:at], buckets)))
     except struct.error:
-        raise corrupt_store_error("a plan that is too short") from None
-    return ApplyPlan(generation, transaction, chunks)
+        raise corrupt_store_error("changes that are too short") from None
+    return Changes(generation, transaction, chunks)
 
 
 def piece_names(chunk: ChunkId, counts: PieceCounts) -> Iterator[PieceName]:

@@ -36,7 +36,7 @@ from redis.retry import Retry
 from ....errors import DeadlineError, MetadataError
 from ..store import log
 from .address import RedisAddress
-from .bucket_scripts import NOTE_SYNC, SCRIPTS, Script
+from .bucket_scripts import NOTE_SYNC, SCRIPTS, LoadedScript
 from .errors import CLIENT_ERRORS, LOADING, SILENT, RetryLater, safe_cause, translate_error
 from .keys import sync_key
 
@@ -68,27 +68,27 @@ Word = bytes | str | int | float
 T = TypeVar("T")
 
 
-class Command(NamedTuple):
+class RedisCommand(NamedTuple):
     """A command, and the key whose slot decides which node of a cluster gets it."""
 
     key: bytes
     words: Sequence[Word]
 
 
-def command(word: str, key: bytes, *arguments: Word) -> Command:
-    return Command(key, (word, key, *arguments))
+def command(word: str, key: bytes, *arguments: Word) -> RedisCommand:
+    return RedisCommand(key, (word, key, *arguments))
 
 
 class ScriptCommand(NamedTuple):
     """A script with its keys, which are all in one slot, and its arguments."""
 
-    script: Script
+    script: LoadedScript
     keys: Sequence[bytes]
     arguments: Sequence[Word]
 
-    def command(self) -> Command:
+    def command(self) -> RedisCommand:
         words = ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
-        return Command(self.keys[0], words)
+        return RedisCommand(self.keys[0], words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,10 +102,10 @@ class ServerFacts:
     keeps_log: bool  # (appendonly) without it, a crash loses what was written last
 
 
-class Nodes(Protocol):
+class RedisNodes(Protocol):
     """The servers to which commands are sent."""
 
-    def send(self, commands: Sequence[Command]) -> list[object]:
+    def send(self, commands: Sequence[RedisCommand]) -> list[object]:
         """The reply to each command; an error is a reply. Commands of one slot run in order."""
 
     def masters(self) -> "list[Redis]": ...
@@ -127,10 +127,10 @@ class _Deadline(threading.local):
 class RedisLink:
     """Connections to one Redis (see the module). Thread-safe."""
 
-    def __init__(self, address: RedisAddress, nodes: Nodes, deadline_s: float) -> None:
+    def __init__(self, address: RedisAddress, nodes: RedisNodes, deadline_s: float) -> None:
         self.address = address
         self.deadline_s = deadline_s
-        self._open_nodes: Nodes | None = nodes
+        self._open_nodes: RedisNodes | None = nodes
         self._deadline = _Deadline()
 
     @classmethod
@@ -143,7 +143,7 @@ class RedisLink:
             ends = {reason: start + min(deadline_s, limit) for reason, limit in _OPEN_S.items()}
             return _with_retries(work, address, lambda reason: ends.get(reason, ends[""]))
 
-        nodes: Nodes = retried(lambda: _connect(address, socket_s))
+        nodes: RedisNodes = retried(lambda: _connect(address, socket_s))
         link = cls(address, nodes, deadline_s)
         try:
             retried(link._check_server)
@@ -162,7 +162,7 @@ class RedisLink:
             nodes.close()
 
     @property
-    def nodes(self) -> Nodes:
+    def nodes(self) -> RedisNodes:
         """The servers. Raises MetadataError after `close`."""
         if self._open_nodes is None:
             raise MetadataError("the metadata store is closed")
@@ -196,7 +196,7 @@ class RedisLink:
         (reply,) = self.run([command(word, key, *arguments)])
         return reply
 
-    def run(self, commands: Sequence[Command]) -> list[object]:
+    def run(self, commands: Sequence[RedisCommand]) -> list[object]:
         """Send commands together, and return their replies. Raises RetryLater, or the DieselError
         of the first reply that is an error.
         """
@@ -209,7 +209,7 @@ class RedisLink:
         except CLIENT_ERRORS as error:
             raise translate_error(error, self.address) from safe_cause(error, self.address)
 
-    def _run(self, commands: Sequence[Command]) -> list[object]:
+    def _run(self, commands: Sequence[RedisCommand]) -> list[object]:
         nodes = self.nodes
         replies = nodes.send(commands)
         unknown = [i for i, each in enumerate(replies) if isinstance(each, errors.NoScriptError)]
@@ -340,7 +340,7 @@ def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
 # Servers, sentinels, clusters
 
 
-def _connect(address: RedisAddress, socket_s: float) -> Nodes:
+def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
     options: dict[str, object] = {
         "username": address.user or None,
         "password": address.password or None,
@@ -405,7 +405,7 @@ class _One:
     def __init__(self, node: Redis) -> None:
         self._node = node
 
-    def send(self, commands: Sequence[Command]) -> list[object]:
+    def send(self, commands: Sequence[RedisCommand]) -> list[object]:
         return _send(self._node, [command.words for command in commands])
 
     def masters(self) -> "list[Redis]":
@@ -430,7 +430,7 @@ class _Cluster:
         self._lock = threading.Lock()
         self._slot_of_tag: dict[bytes, int] = {}
 
-    def send(self, commands: Sequence[Command]) -> list[object]:
+    def send(self, commands: Sequence[RedisCommand]) -> list[object]:
         replies: list[object] = [None] * len(commands)
         unanswered = list(range(len(commands)))
         for _ in range(_REDIRECTIONS_MAX):
@@ -458,7 +458,7 @@ class _Cluster:
             self._update_slots()
         raise errors.ClusterDownError("CLUSTERDOWN its nodes redirect commands to each other")
 
-    def _follow(self, ask: errors.AskError, command: Command) -> object:
+    def _follow(self, ask: errors.AskError, command: RedisCommand) -> object:
         """Send a command to the node to which its slot is being moved."""
         node = self._cluster.get_node(ask.host, ask.port)
         if node is None:

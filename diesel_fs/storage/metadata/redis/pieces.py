@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ....errors import UsageError
 from ....format.entries import EXTENT, RECORD, ChunkId, Kind
-from ..store import Batch, corrupt_store_error
+from ..store import CommitBatch, corrupt_store_error
 from .keys import (
     CHUNK,
     FOLDER_BYTES,
@@ -149,7 +149,7 @@ class _Packer:
 
 
 class _Cutter:
-    def __init__(self, batch: Batch, generation: Generation) -> None:
+    def __init__(self, batch: CommitBatch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
         self._packers: dict[int, list[_Packer]] = {}  # of each bucket, the last one not full
@@ -259,7 +259,7 @@ class _Cutter:
             packer.add_step(b"H", folder, self._batch.chunk.id, _U32.pack(place))
 
 
-def cut_batch(batch: Batch, generation: Generation) -> ChunkPieces:
+def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
     """Cut a checked batch into pieces. Raises UsageError if a number is too great for the
     scripts.
     """

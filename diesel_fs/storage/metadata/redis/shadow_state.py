@@ -26,7 +26,7 @@ from ....errors import (
 from ....format.chunk_id import LOWEST
 from ....format.entries import ChunkId
 from ..rebuild import NO_LIVE_STATE, LiveState, ShadowState
-from ..store import Batch, chunks_digest, log, rebuilt_version
+from ..store import CommitBatch, chunks_digest, log, rebuilt_version
 from .bucket_scripts import APPLY
 from .head import ScriptRejected, UnknownDataset
 from .head_scripts import CLAIM_ABANDONED, HEARTBEAT, REPLACE_LIVE
@@ -144,7 +144,7 @@ class RedisShadowState(ShadowState):
         self._head_run_id = octets(run_id)
         self._heartbeat_s = time.monotonic()
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CommitBatch) -> None:
         self._heartbeat()
         chunk = cut_batch(batch, self._generation)
         self._chunks[chunk.chunk] = None

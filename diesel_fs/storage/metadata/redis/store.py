@@ -2,7 +2,7 @@
 
 Commits are in `transactions.py`, the fold is in scripts that run inside Redis
 (`bucket_scripts.py`), entries are read by `rows.py`; `keys.py` defines the terms (generation, head,
-bucket, piece, plan).
+bucket, piece, changes).
 
 This module lets every read see one state of its dataset. A read first gets the head and applies
 pending commits. After it has read the entries, it checks that generation and version are still
@@ -37,8 +37,8 @@ from ....format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from ..rebuild import RebuildingStore, ShadowState
 from ..store import (
     COMMIT_LOCK_S_MAX,
-    Batch,
     ChunkRecord,
+    CommitBatch,
     CommitLock,
     DatasetHead,
     MetadataChanges,
@@ -69,7 +69,7 @@ from .keys import (
 from .link import (
     DEADLINE_S,
     METADATA_READ_S,
-    Command,
+    RedisCommand,
     RedisLink,
     ServerFacts,
     command,
@@ -155,7 +155,9 @@ class RedisMetadata(RebuildingStore):
         return self._with_read_deadline(self._link.server_facts)
 
     def now_s(self) -> float:
-        (reply,) = self._with_read_deadline(lambda: self._link.run([Command(NAMES_KEY, ["TIME"])]))
+        (reply,) = self._with_read_deadline(
+            lambda: self._link.run([RedisCommand(NAMES_KEY, ["TIME"])])
+        )
         seconds, microseconds = cast(tuple[int, int], reply)
         return seconds + microseconds / 1e6
 
@@ -251,10 +253,10 @@ class RedisMetadata(RebuildingStore):
 
     # Commits
 
-    def commit(self, identity: UUID, *batches: Batch) -> int:
+    def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         return self._commit(identity, batches)
 
-    def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
+    def _commit(self, identity: UUID, batches: Iterable[CommitBatch], run: str = "") -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
         deadline, tries = time.monotonic() + self._link.deadline_s, list[Transaction]()
         return self._link.with_retries(
@@ -268,8 +270,8 @@ class RedisMetadata(RebuildingStore):
 
         return self._link.with_retries(ask)
 
-    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
-        waiting, entries = list[Batch](), 0
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
+        waiting, entries = list[CommitBatch](), 0
         for batch in batches:
             waiting.append(batch)
             entries += len(batch.rows)

@@ -6,17 +6,17 @@ script in the head's slot commits: it records the chunks, changes the version, a
 as pending. Every reader of the dataset, and its writer too, applies all pending pieces before it
 reads entries. So nobody sees the new version without its entries, or entries of a later version.
 
-    1  BEGIN    Record the plan, so that others can remove the pieces if the writer dies.
+    1  BEGIN    Record the changes, so that others can remove the pieces if the writer dies.
     2  (HSET)   Write the pieces to the hash `x` of each bucket.
-    3  COMMIT   Record chunks, version, counts of chunks, and the plan as pending. Refused while
+    3  COMMIT   Record chunks, version, counts of chunks, and the changes as pending. Refused while
                 commits are locked.
     4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
-    5  APPLIED  Add the buckets' counts to the head; remove the plan from the pending ones.
+    5  APPLIED  Add the buckets' counts to the head; remove the changes from the pending ones.
 
 Chunks are removed in the same way: step 2 lists the entries to remove, COMMIT removes the chunks,
 and UNAPPLY takes the place of APPLY. A Redis whose memory is full refuses steps 1 to 3, except
-those of a removal and of a commit that makes room (`Batch.makes_room`): otherwise the memory would
-stay full.
+those of a removal and of a commit that makes room (`CommitBatch.makes_room`): otherwise the
+memory would stay full.
 
 Concurrency. Each of steps 1, 3 and 5 is one script on the head's slot, and each piece of step 4 is
 one script on its bucket's slot: Redis runs no other command meanwhile. Between two scripts,
@@ -27,13 +27,14 @@ Redis restarts, or a rebuild replaces the generation.
   COMMIT decides the order. It checks in one step that the generation is still live, that no lock is
   held, that the transaction was not abandoned, and that each chunk is still unknown (or known, if
   it is to be removed). If a check fails, the script writes nothing.
-- Several clients may apply one plan at once. The script that applies a piece records it in the hash
-  `n`, so a piece is applied once, by the first client. A later client gets the bucket's counts
-  without a change, and APPLIED ignores counts of fewer pieces than it has seen.
-- Pieces of several plans are applied in the order of the commits only if that matters: purge's
-  copies must follow the entries that they replace, so their writer applies all earlier plans first.
+- Several clients may apply the same changes at once. The script that applies a piece records it in
+  the hash `n`, so a piece is applied once, by the first client. A later client gets the bucket's
+  counts without a change, and APPLIED ignores counts of fewer pieces than it has seen.
+- Pieces of several transactions are applied in the order of the commits only if that matters:
+  purge's copies must follow the entries that they replace, so their writer applies all earlier
+  changes first.
   Other entries give the same state in every order.
-- A reader sees one version because it applies all pending plans, reads entries, and then checks
+- A reader sees one version because it applies all pending changes, reads entries, and then checks
   that the version has not changed (`store.py`): COMMIT changes the version before any piece is
   applied.
 
@@ -61,12 +62,12 @@ from ....format.entries import ChunkId
 from ..store import (
     COMMIT_LOCK_S_MAX,
     DIGEST_MODULUS,
-    Batch,
+    CommitBatch,
     chunk_digest,
     commits_locked_error,
     no_such_dataset_error,
 )
-from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, STAGE, UNAPPLY, Script
+from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, STAGE, UNAPPLY, LoadedScript
 from .errors import UNWRITABLE, RetryLater
 from .head import HeadReader, RedisHead, ScriptRejected, UnknownDataset, lost_data_error
 from .head_scripts import ABANDON, APPLIED, BEGIN, COMMIT
@@ -77,14 +78,14 @@ from .keys import (
     SCHEMA_KEY,
     STATE,
     TRANSACTION_BYTES,
-    ApplyPlan,
+    Changes,
     DatasetKeys,
     FolderId,
     Generation,
     PieceName,
-    unpack_plan,
+    unpack_changes,
 )
-from .link import Command, RedisLink, ScriptCommand, Word, command, in_portions
+from .link import RedisCommand, RedisLink, ScriptCommand, Word, command, in_portions
 from .pieces import BucketPiece, ChunkPieces, cut_batch, folders_of
 from .replies import as_count, listed, octets
 
@@ -106,11 +107,11 @@ BucketCounts = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Transaction:
-    """A transaction on a dataset: its plan, and the generation that has its pieces."""
+    """A transaction on a dataset: its changes, and the generation that has its pieces."""
 
     identity: UUID
     generation: Generation
-    plan: ApplyPlan
+    changes: Changes
     frees: bool = False  # a Redis whose memory is full must take it: it makes room
 
     @classmethod
@@ -124,7 +125,7 @@ class Transaction:
         frees: bool,
     ) -> Self:
         counts = [(each.chunk, each.piece_counts) for each in chunks]
-        return cls(identity, generation, ApplyPlan(generation.name, name, counts), frees)
+        return cls(identity, generation, Changes(generation.name, name, counts), frees)
 
     @cached_property
     def keys(self) -> DatasetKeys:
@@ -132,16 +133,16 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
-        """The first arguments of a script on the head: generation, transaction, plan, whether it
+        """The first arguments of a script on the head: generation, transaction, changes, whether it
         frees memory.
         """
-        return self.generation.name, self.plan.transaction, self.plan.pack(), int(self.frees)
+        return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
         """Key and field of a piece that waits to be applied."""
-        return self.generation.key(name.bucket, b"x"), self.plan.transaction + name.field
+        return self.generation.key(name.bucket, b"x"), self.changes.transaction + name.field
 
-    def stage_command(self, piece: BucketPiece) -> Command:
+    def stage_command(self, piece: BucketPiece) -> RedisCommand:
         """The command that writes a piece, to be applied later."""
         key, field = self.staged_piece(piece.name)
         if self.frees:
@@ -149,7 +150,7 @@ class Transaction:
         return command("HSET", key, field, piece.packed)
 
     def script_command(
-        self, script: Script, name: PieceName, folders: Sequence[FolderId]
+        self, script: LoadedScript, name: PieceName, folders: Sequence[FolderId]
     ) -> ScriptCommand:
         """The command that runs `APPLY` or `UNAPPLY` for a piece with these folders."""
         _, field = self.staged_piece(name)
@@ -158,7 +159,7 @@ class Transaction:
 
 
 class PendingCommits(Exception):
-    """Others keep committing, so some plan is always pending."""
+    """Others keep committing, so some changes are always pending."""
 
 
 class RedisTransactions(HeadReader):
@@ -176,10 +177,10 @@ class RedisTransactions(HeadReader):
         return head
 
     def apply_pending(self, identity: UUID, *, until_empty: bool = True) -> RedisHead:
-        """Read a dataset's head, apply all its pending plans, and return the head.
+        """Read a dataset's head, apply all its pending changes, and return the head.
 
-        `until_empty`: repeat that until no plan is pending, since only then do the head's counts
-        belong to its version. Raises PendingCommits if others keep committing.
+        `until_empty`: repeat that until no changes are pending, since only then do the head's
+        counts belong to its version. Raises PendingCommits if others keep committing.
         """
         for _ in range(_APPLY_ROUNDS_MAX):
             head = self.read_head(identity)
@@ -198,11 +199,11 @@ class RedisTransactions(HeadReader):
 
     def _apply_one_pending(self, identity: UUID, head: RedisHead, packed: bytes) -> None:
         generation = head.generation
-        if packed[:GENERATION_BYTES] != generation.name:  # of an old generation: drop the plan
+        if packed[:GENERATION_BYTES] != generation.name:  # of an old generation: drop the changes
             self._report_applied(identity, generation, packed)
         else:
-            plan = unpack_plan(packed, generation.buckets)
-            self._apply(Transaction(identity, generation, plan))
+            changes = unpack_changes(packed, generation.buckets)
+            self._apply(Transaction(identity, generation, changes))
 
     def invalidate_generation(self, identity: UUID) -> None:
         """Forget the cached generation of a dataset, which has been replaced."""
@@ -213,7 +214,7 @@ class RedisTransactions(HeadReader):
     def commit(
         self,
         identity: UUID,
-        batches: Mapping[ChunkId, Batch],
+        batches: Mapping[ChunkId, CommitBatch],
         deadline: float,
         earlier_tries: list[Transaction],
         run_id: str = "",
@@ -259,7 +260,7 @@ class RedisTransactions(HeadReader):
         raise changing_error(identity)
 
     def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
-        """Record the plan. Returns, for each chunk, whether it is already known."""
+        """Record the changes. Returns, for each chunk, whether it is already known."""
         keys = transaction.keys
         _, known, begun = self.run_head_script(
             BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
@@ -276,7 +277,7 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str = "",
     ) -> tuple[int, int]:
-        """Write all pieces, then commit. Returns the new version and the number of pending plans.
+        """Write all pieces, then commit. Returns the new version and how many are pending.
         Waits until `deadline` (monotonic time) while commits are locked.
         """
         with self._undone_on_error(transaction):
@@ -365,11 +366,12 @@ class RedisTransactions(HeadReader):
         """Apply a transaction. The writer passes the pieces that it has written (`own_pieces`):
         they replace pieces that Redis has lost.
         """
-        identity, generation, plan = transaction.identity, transaction.generation, transaction.plan
-        is_removal = plan.transaction.startswith(REMOVAL_PREFIX)
+        identity, generation = transaction.identity, transaction.generation
+        changes = transaction.changes
+        is_removal = changes.transaction.startswith(REMOVAL_PREFIX)
         script = UNAPPLY if is_removal else APPLY
         counts: dict[int, BucketCounts] = {}
-        for names in in_portions(plan.pieces(), _PIECES_AT_ONCE):
+        for names in in_portions(changes.pieces(), _PIECES_AT_ONCE):
             if own_pieces is None:
                 folders = self._folders_of(transaction, names)
             else:
@@ -394,7 +396,7 @@ class RedisTransactions(HeadReader):
             for name, reply in zip(names, replies, strict=True):
                 counts[name.bucket] = parse_bucket_counts(reply)
         words = [word for bucket, each in counts.items() for word in (bucket, *each)]
-        self._report_applied(identity, generation, plan.pack(), *words)
+        self._report_applied(identity, generation, changes.pack(), *words)
 
     def _report_applied(
         self, identity: UUID, generation: Generation, packed: bytes, *words: Word
@@ -418,24 +420,26 @@ class RedisTransactions(HeadReader):
         }
 
     def _is_pending(self, transaction: Transaction) -> bool:
-        head, plan = self.read_head(transaction.identity), transaction.plan
-        return head.generation.name == plan.generation and plan.pack() in head.pending
+        head, changes = self.read_head(transaction.identity), transaction.changes
+        return head.generation.name == changes.generation and changes.pack() in head.pending
 
     # Removing what failed transactions left
 
     def _abandon(self, transaction: Transaction) -> None:
         """Undo a transaction of this process, unless it has been committed."""
         try:
-            self.run_head_script(ABANDON, [transaction.keys.begun], transaction.plan.transaction, 0)
+            self.run_head_script(
+                ABANDON, [transaction.keys.begun], transaction.changes.transaction, 0
+            )
         except (UnknownDataset, ScriptRejected):
             return  # it has been committed or removed already, or was never begun
         self._drop(transaction)
 
     def _drop(self, transaction: Transaction) -> None:
         """Remove the pieces of a transaction that can no longer be committed."""
-        staged = map(transaction.staged_piece, transaction.plan.pieces())
+        staged = map(transaction.staged_piece, transaction.changes.pieces())
         commands = [command("HDEL", key, field) for key, field in staged]
-        commands.append(command("HDEL", transaction.keys.begun, transaction.plan.transaction))
+        commands.append(command("HDEL", transaction.keys.begun, transaction.changes.transaction))
         with suppress(Exception):  # otherwise they are removed as abandoned
             self.link.run(commands)
 
@@ -452,11 +456,11 @@ class RedisTransactions(HeadReader):
             match answer:
                 case [b"ok", bytes(packed)]:
                     try:
-                        plan = unpack_plan(packed, generation.buckets)
+                        changes = unpack_changes(packed, generation.buckets)
                     except CorruptError:
-                        plan = ApplyPlan(generation.name, name, [])
-                    if plan.generation == generation.name:
-                        self._drop(Transaction(identity, generation, plan))
+                        changes = Changes(generation.name, name, [])
+                    if changes.generation == generation.name:
+                        self._drop(Transaction(identity, generation, changes))
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
@@ -478,7 +482,7 @@ def changing_error(identity: UUID) -> BusyError:
 
 
 def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
-    """The error of a reader that cannot apply a pending plan, since Redis takes no writes."""
+    """The error of a reader that cannot apply pending changes, since Redis takes no writes."""
     name = head.dataset.name
     return MetadataBehind(
         f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"

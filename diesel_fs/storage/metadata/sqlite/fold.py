@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ....format.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
-from ..store import Batch, DatasetHead, chunks_digest, corrupt_store_error
+from ..store import CommitBatch, DatasetHead, chunks_digest, corrupt_store_error
 from .rows import FolderNumbers
 from .runs import insert_runs, segments, split_runs
 
@@ -62,7 +62,11 @@ class _Row(NamedTuple):
 
 
 def fold_chunks(
-    db: sqlite3.Connection, number: int, head: DatasetHead, batches: Sequence[Batch], version: int
+    db: sqlite3.Connection,
+    number: int,
+    head: DatasetHead,
+    batches: Sequence[CommitBatch],
+    version: int,
 ) -> DatasetHead:
     """Fold chunks that are not known yet into a dataset, and return its head at `version`."""
     folders = FolderNumbers(db, number)
@@ -94,7 +98,7 @@ class ChunkFold:
         db: sqlite3.Connection,
         dataset: int,
         folders: FolderNumbers,
-        batch: Batch,
+        batch: CommitBatch,
         version: int,
     ) -> None:
         self.files = 0

@@ -143,23 +143,23 @@ class FolderNumbers:
         return self._numbers[key]
 
 
-class ChunkTable(NamedTuple):
+class ChunkRows(NamedTuple):
     """Numbers of chunks, ascending, and what belongs to each."""
 
     numbers: npt.NDArray[np.int64]
     infos: Sequence[ChunkInfo]
 
 
-def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkTable:
+def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkRows:
     select = "SELECT number, id, object_bytes FROM chunk WHERE dataset = ? ORDER BY number"
     rows = db.execute(select, (dataset,)).fetchall()
-    return ChunkTable(
+    return ChunkRows(
         np.array([row[0] for row in rows], np.int64),
         [ChunkInfo(ChunkId(row[1]), row[2]) for row in rows],
     )
 
 
-def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
+def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
     """The chunks with these numbers, one of which may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
@@ -168,7 +168,7 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
         if row is None:
             raise corrupt_store_error("an entry without a chunk")
         infos.append(ChunkInfo(ChunkId(row[0]), row[1]))
-    return ChunkTable(np.array(wanted, np.int64), infos)
+    return ChunkRows(np.array(wanted, np.int64), infos)
 
 
 def empty_chunks(
@@ -244,7 +244,7 @@ class RowCollector:
         self._names.append(names)
         self._records += records
 
-    def rows(self, table: ChunkTable) -> Rows:
+    def rows(self, table: ChunkRows) -> Rows:
         """The columns. Call this once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from ....format.chunk_id import stamp
 from ....format.entries import RECORD, ChunkId, Kind, Names
-from ..store import Batch, corrupt_store_error
+from ..store import CommitBatch, corrupt_store_error
 
 ENTRIES_MIN = 8
 """Fewer entries of a folder than this become rows of `entry`: finding runs that overlap a run costs
@@ -55,7 +55,7 @@ class Segment(NamedTuple):
     names: list[bytes]
 
 
-def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
+def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
     """The entries of a batch that runs can hold; `folders` are the numbers of its folders.
 
     The entries may have any order in the batch: a tar lists names in the order of its file system.
@@ -97,7 +97,7 @@ def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
 
 
 def insert_runs(
-    db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment, *, into_empty: bool
+    db: sqlite3.Connection, chunk: int, batch: CommitBatch, segment: Segment, *, into_empty: bool
 ) -> bool:
     """Insert a segment as runs. Returns False, and does nothing, if another row is in the way.
     `into_empty`: the folder has no rows at all, so nothing must be looked up.

@@ -20,7 +20,7 @@ from ....errors import BusyError, DieselError
 from ....format.chunk_id import LOWEST
 from ....format.entries import ChunkId
 from ..rebuild import NO_LIVE_STATE, LiveState, ShadowState
-from ..store import Batch, DatasetHead, log, rebuilt_version
+from ..store import CommitBatch, DatasetHead, log, rebuilt_version
 from .database_file import SqliteFile
 from .datasets import DatasetRow, dataset_of, insert, new_number
 from .fold import fold_chunks
@@ -46,7 +46,7 @@ class SqliteShadowState(ShadowState):
         self._clock_ns = clock_ns
         self._number = 0  # of the shadow state's rows
         self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
-        self._waiting: list[Batch] = []  # for `flush`
+        self._waiting: list[CommitBatch] = []  # for `flush`
         self._rows = 0  # in `_waiting`
         self._heartbeat_s = 0.0  # monotonic time of the last heartbeat
 
@@ -65,7 +65,7 @@ class SqliteShadowState(ShadowState):
             chunks = db.execute("SELECT id FROM chunk WHERE dataset = ?", (found.number,))
             return LiveState(_revision(found), frozenset(ChunkId(id_) for (id_,) in chunks))
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CommitBatch) -> None:
         self._waiting.append(batch)
         self._rows += len(batch.rows)
         if self._rows >= _ROWS_AT_ONCE or time.monotonic() > self._heartbeat_s + _HEARTBEAT_S:

@@ -30,8 +30,8 @@ from ..rebuild import RebuildingStore, ShadowState
 from ..store import (
     COMMIT_LOCK_S_MAX,
     DIGEST_MODULUS,
-    Batch,
     ChunkRecord,
+    CommitBatch,
     CommitLock,
     DatasetHead,
     MetadataChanges,
@@ -135,7 +135,7 @@ class SqliteMetadata(RebuildingStore):
 
     # Commits
 
-    def commit(self, identity: UUID, *batches: Batch) -> int:
+    def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
         return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
@@ -148,7 +148,7 @@ class SqliteMetadata(RebuildingStore):
             time.sleep(_LOCK_POLL_S)
         return found
 
-    def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
+    def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, CommitBatch]) -> int | None:
         with self._file.writing() as db:
             number, head = dataset_by_identity(db, identity)
             new = [batches[chunk] for chunk in _missing(db, number, batches)]

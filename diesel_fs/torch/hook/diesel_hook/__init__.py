@@ -25,7 +25,7 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .link import Settings
+    from .link import HookSettings
 
 VARIABLE = "DIESEL_JOIN"
 """The variable of the environment with the launcher's settings, as JSON (`link.Settings`)."""
@@ -50,7 +50,7 @@ def has_joined() -> bool:
     return bool(_links or getattr(by_launcher, "_links", ()))
 
 
-def install(settings: Settings) -> None:
+def install(settings: HookSettings) -> None:
     if _links:
         return
     from . import link, loaders  # noqa: PLC0415  (processes without settings need none)

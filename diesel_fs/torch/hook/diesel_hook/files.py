@@ -33,7 +33,7 @@ _FOLDERS = ("samples", "imgs", "paths")
 _SAMPLED = 256  # rows of a list that are compared again: lists change as a whole
 
 
-class Part(NamedTuple):
+class NestedDataset(NamedTuple):
     """A dataset that reads files: a loader's dataset, or one inside it."""
 
     steps: Steps
@@ -48,13 +48,13 @@ def _never_changes(_: object) -> bool:
     return True
 
 
-class Told:
+class KnownDataset:
     """A dataset that the launcher knows."""
 
     def __init__(
         self,
         number: int,
-        parts: Sequence[Part],
+        parts: Sequence[NestedDataset],
         size: int,
         is_unchanged: Callable[[object], bool] = _never_changes,
     ) -> None:
@@ -90,15 +90,15 @@ class Told:
                 self._news += 1
 
 
-class Datasets:
+class KnownDatasets:
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._known: dict[int, tuple[weakref.ref[object], Told]] = {}  # by id
-        """Each dataset: a weak reference, and its `Told`."""
+        self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}  # by id
+        """Each dataset: a weak reference, and its `KnownDataset`."""
 
         self._count = 0
 
-    def told(self, dataset: object) -> Told | None:
+    def told(self, dataset: object) -> KnownDataset | None:
         """The launcher's record of a dataset; None if it has no files by index. A dataset that has
         changed is sent again."""
         self._forget_gone()
@@ -121,7 +121,7 @@ class Datasets:
                 del self._known[key]
                 self._link.send({"do": "forget", "dataset": told.number})
 
-    def _tell(self, dataset: object, size: int) -> Told | None:
+    def _tell(self, dataset: object, size: int) -> KnownDataset | None:
         name = type(dataset).__name__
         inner = getattr(dataset, "dataset", None)
         indices = getattr(dataset, "indices", None)
@@ -147,11 +147,11 @@ class Datasets:
             return None
         if size > 0 and hasattr(kind, "__getitem__") and kind.__flags__ & _DEFINED_IN_PYTHON:
             number = self._next({"do": "learn", "size": size, "name": name})
-            part = Part((), f"{os.getpid()}.{number}", is_listed=False)
-            return Told(number, [part], size)
+            part = NestedDataset((), f"{os.getpid()}.{number}", is_listed=False)
+            return KnownDataset(number, [part], size)
         return None
 
-    def _subset(self, inner: object, indices: Sequence[int]) -> Told | None:
+    def _subset(self, inner: object, indices: Sequence[int]) -> KnownDataset | None:
         of = self.told(inner)
         if of is None:
             return None
@@ -164,9 +164,9 @@ class Datasets:
 
         number = self._next({"do": "subset", "of": of.number}, memoryview(column))
         parts = [each._replace(steps=("dataset", *each.steps)) for each in of.parts]
-        return Told(number, parts, len(column), is_unchanged)
+        return KnownDataset(number, parts, len(column), is_unchanged)
 
-    def _concat(self, parts: Sequence[object], size: int) -> Told | None:
+    def _concat(self, parts: Sequence[object], size: int) -> KnownDataset | None:
         told = [self.told(each) for each in parts]
         known = [each for each in told if each is not None]
         if len(known) < len(told):
@@ -181,7 +181,7 @@ class Datasets:
             for at, each in enumerate(known)
             for part in each.parts
         ]
-        return Told(number, inner, size, is_unchanged)
+        return KnownDataset(number, inner, size, is_unchanged)
 
     def _files(
         self,
@@ -189,14 +189,14 @@ class Datasets:
         paths: Iterable[str],
         size: int,
         is_unchanged: Callable[[object], bool] = _never_changes,
-    ) -> Told:
+    ) -> KnownDataset:
         number = self._next({"do": "files", "size": size, "name": name})
         left = iter(paths)
         while part := list(islice(left, _PART)):
             message = {"do": "paths", "dataset": number, "cwd": os.getcwd()}
             self._link.send(message, os.fsencode("\0".join(part)))
-        known = Part((), f"{os.getpid()}.{number}", is_listed=True)
-        return Told(number, [known], size, is_unchanged)
+        known = NestedDataset((), f"{os.getpid()}.{number}", is_listed=True)
+        return KnownDataset(number, [known], size, is_unchanged)
 
     def _next(self, message: dict[str, object], payload: bytes | memoryview = b"") -> int:
         self._count += 1
@@ -204,7 +204,7 @@ class Datasets:
         return self._count
 
 
-class Listing:
+class FileListing:
     """Looks up the file that a dataset lists for an index. It holds no reference to the dataset."""
 
     def __init__(self, dataset: object) -> None:

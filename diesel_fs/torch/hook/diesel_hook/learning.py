@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from .files import Listing, Part
+from .files import FileListing, NestedDataset
 from .link import Link
 
 _SEND_S = 0.02
@@ -63,14 +63,14 @@ class _Function(Protocol):
 
 
 class _Known:
-    def __init__(self, dataset: object, part: Part, *, may_learn: bool) -> None:
+    def __init__(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
         try:
             self.dataset: Callable[[], object] = weakref.ref(dataset)
         except TypeError:  # its class allows no weak references
             self.dataset = lambda: dataset
         self.kind = type(dataset)
         self.table = part.table
-        self._listing = Listing(dataset) if part.is_listed else None
+        self._listing = FileListing(dataset) if part.is_listed else None
         self.may_learn = may_learn
         self.learns = may_learn and not part.is_listed
         """Whether every sample is observed."""
@@ -133,7 +133,7 @@ class Learner:
         self._is_watching = False
         self._timers: list[threading.Timer] = []
 
-    def learn(self, dataset: object, part: Part, *, may_learn: bool) -> None:
+    def learn(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
         """Record from now on the files that this dataset opens; without `may_learn`, only those of
         a few samples."""
         if id(dataset) in self._known or not hasattr(type(dataset), "__getitem__"):
@@ -466,7 +466,7 @@ class LearningWorkers:
     def __init__(
         self,
         socket_path: str,
-        wanted: Sequence[Part],
+        wanted: Sequence[NestedDataset],
         users: Callable[[int], object] | None,
         may_learn: bool,
     ) -> None:
@@ -490,7 +490,7 @@ class LearningWorkers:
     def _learn(self) -> None:
         info = sys.modules["torch.utils.data"].get_worker_info()
         learner = Learner(Link(self._socket_path))
-        for part in map(Part._make, self._wanted):
+        for part in map(NestedDataset._make, self._wanted):
             learner.learn(inside(info.dataset, part.steps), part, may_learn=self._may_learn)
         ends = sys.modules["multiprocessing.util"].Finalize  # this is a process of multiprocessing
         ends(learner, learner.flush, exitpriority=0)

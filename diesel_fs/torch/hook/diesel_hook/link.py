@@ -21,7 +21,7 @@ _TIME = struct.Struct("@ll")  # seconds, microseconds
 _SEND_S = 20.0  # a launcher that takes nothing for this long is given up
 
 
-class Settings(TypedDict):
+class HookSettings(TypedDict):
     """The launcher's settings for a training process."""
 
     socket: str

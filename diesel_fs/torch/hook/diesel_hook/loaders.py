@@ -25,10 +25,10 @@ from types import ModuleType
 from typing import Protocol
 
 from . import chunk_wise
-from .files import NEEDS_NO_MOUNT, Datasets, Told
+from .files import NEEDS_NO_MOUNT, KnownDataset, KnownDatasets
 from .learning import Learner, LearningWorkers, inside
-from .link import Link, Settings
-from .prediction import DRAWS, BetweenEpochs, Drawn, Order, is_known, predict
+from .link import HookSettings, Link
+from .prediction import DRAWS, BetweenEpochs, DrawnIndices, PredictedOrder, is_known, predict
 
 _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
@@ -44,7 +44,7 @@ _MORE_S = 0.02  # between two messages with indices that could not be foreseen
 
 _expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
 _loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  # by iterator
-_current: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by sampler
+_current: weakref.WeakKeyDictionary[object, LoaderEpoch] = weakref.WeakKeyDictionary()  # by sampler
 _wrapped: set[type] = set()
 _SEEDS = 1 << 63
 _DROPPED_MIN = 1 << 18  # received indices that are dropped together
@@ -67,33 +67,35 @@ class _Loader(Protocol):
 class Watch:
     """The state of the loaders of this process."""
 
-    def __init__(self, link: Link, settings: Settings) -> None:
+    def __init__(self, link: Link, settings: HookSettings) -> None:
         self.link = link
         self.ahead = settings["ahead"]
         self.group_size = settings["group_size"]
         self._has_own_seed = settings["own_seed"]
-        self.datasets = Datasets(link)
+        self.datasets = KnownDatasets(link)
         self._learner = Learner(link)
-        self._loaders: weakref.WeakKeyDictionary[object, _Stream] = weakref.WeakKeyDictionary()
+        self._loaders: weakref.WeakKeyDictionary[object, _LoaderStream] = (
+            weakref.WeakKeyDictionary()
+        )
         self._between: weakref.WeakKeyDictionary[object, BetweenEpochs] = (
             weakref.WeakKeyDictionary()
         )
-        self._kept: weakref.WeakKeyDictionary[object, Told] = weakref.WeakKeyDictionary()
+        self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
         """The datasets of loaders with persistent workers, which keep reading the first one."""
         self._count = 0
-        self._groupings: weakref.WeakKeyDictionary[Told, chunk_wise.Grouping] = (
+        self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
         )
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
         """The launcher treats a child as another process, which has sent nothing yet."""
-        self.datasets = Datasets(self.link)
+        self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
         self._kept.clear()
 
-    def tell_files(self, loader: _Loader) -> Told | None:
+    def tell_files(self, loader: _Loader) -> KnownDataset | None:
         """The launcher's record of the loader's dataset; None if it has no files by index."""
         kept = self._kept.get(loader)
         if kept is not None:
@@ -102,15 +104,15 @@ class Watch:
             return None  # the sampler of datasets that choose their samples themselves
         return self.datasets.told(loader.dataset)
 
-    def stream(self, loader: _Loader) -> _Stream:
+    def stream(self, loader: _Loader) -> _LoaderStream:
         """The stream of a loader, which is made with its first epoch."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
-            found = self._loaders[loader] = _Stream(self._count, self.link)
+            found = self._loaders[loader] = _LoaderStream(self._count, self.link)
         return found
 
-    def begin(self, loader: _Loader) -> Epoch:
+    def begin(self, loader: _Loader) -> LoaderEpoch:
         sampler = _index_sampler(loader)
         dataset, told = loader.dataset, self.tell_files(loader)
         if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
@@ -120,7 +122,7 @@ class Watch:
         stream = self.stream(loader)
         stream.epochs += 1
         batches = loader.num_workers * (loader.prefetch_factor or 0)
-        epoch = Epoch(self, sampler, told, stream, batches)
+        epoch = LoaderEpoch(self, sampler, told, stream, batches)
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # otherwise torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
@@ -146,7 +148,7 @@ class Watch:
             generator.manual_seed((torch.initial_seed() + number) % _SEEDS)
             sampler.generator = generator  # type: ignore[attr-defined] # see above
 
-    def _make_chunk_wise(self, sampler: object, told: Told) -> None:
+    def _make_chunk_wise(self, sampler: object, told: KnownDataset) -> None:
         """Replace the order of a sampler by a chunk-wise one, if it is random."""
         grouping = self._groupings.get(told)
         if grouping is None:
@@ -165,7 +167,7 @@ class Watch:
         if note is not None:
             self.link.note(note)
 
-    def look(self, loader: _Loader, told: Told) -> LearningWorkers | None:
+    def look(self, loader: _Loader, told: KnownDataset) -> LearningWorkers | None:
         """Begin to observe which files the loader's dataset opens, for an epoch that begins.
         Returns the function that the workers of the loader must run when they start, if it has any.
         """
@@ -182,7 +184,7 @@ class Watch:
         self._learner.stop()
 
 
-class _Stream:
+class _LoaderStream:
     """The launcher's stream of a loader. It ends when the loader and its iterator have gone."""
 
     def __init__(self, number: int, link: Link) -> None:
@@ -198,18 +200,23 @@ class _Stream:
 class _Loop:
     """The loop over an iterator of a loader; with persistent workers, one loop for each epoch."""
 
-    epoch: Epoch
-    stream: _Stream
+    epoch: LoaderEpoch
+    stream: _LoaderStream
 
     def leave(self) -> None:
         self.epoch.leave()
 
 
-class Epoch:
+class LoaderEpoch:
     """One iteration over a loader."""
 
     def __init__(
-        self, watch: Watch, sampler: object, told: Told | None, stream: _Stream, lag: int
+        self,
+        watch: Watch,
+        sampler: object,
+        told: KnownDataset | None,
+        stream: _LoaderStream,
+        lag: int,
     ) -> None:
         """`lag` is the number of batches that the workers may have in hand, and may read in any
         order."""
@@ -231,8 +238,8 @@ class Epoch:
         self._dataset = None if told is None else told.number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
-        self._order: Order | None = None  # the predicted order
-        self._drawn = Drawn()
+        self._order: PredictedOrder | None = None  # the predicted order
+        self._drawn = DrawnIndices()
         self._received = self._sent = 0  # batches
         self._drawn_sent = 0  # indices, if the order is not known
         self._drawn_s = 0.0
@@ -376,9 +383,9 @@ def _expecting_none() -> Iterator[None]:
 class _WatchedSampler:
     """Iterates a sampler for torch, and passes each element to the epoch."""
 
-    def __init__(self, inner: Iterator[object], epoch: Epoch) -> None:
+    def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
-        self._epoch: Epoch | None = epoch
+        self._epoch: LoaderEpoch | None = epoch
         self._has_begun = False
 
     def __iter__(self) -> _WatchedSampler:
@@ -393,7 +400,7 @@ class _WatchedSampler:
         self._quietly(lambda epoch: epoch.drew(element))
         return element
 
-    def _quietly(self, step: Callable[[Epoch], None]) -> None:
+    def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
         """Take a step of the hook; if it fails, stop watching the epoch."""
         if self._epoch is not None:
             try:
@@ -415,7 +422,7 @@ class _Stateful(Protocol):
 class _WatchedStateful(_WatchedSampler):
     """A `_WatchedSampler` with a state, which torchdata's loader saves and restores."""
 
-    def __init__(self, inner: _Stateful, epoch: Epoch) -> None:
+    def __init__(self, inner: _Stateful, epoch: LoaderEpoch) -> None:
         super().__init__(inner, epoch)
         self.state_dict = inner.state_dict
         self.load_state_dict = inner.load_state_dict
@@ -476,7 +483,7 @@ def received(sampler: object) -> int | None:
     return None if epoch is None or not epoch.is_counted else epoch.position()
 
 
-def watch(link: Link, settings: Settings) -> None:
+def watch(link: Link, settings: HookSettings) -> None:
     state = Watch(link, settings)
     for name, loader in _LOADERS.items():
         module = sys.modules.get(name)
@@ -567,7 +574,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
     kind.__iter__ = __iter__  # type: ignore[attr-defined] # likewise
 
 
-def _wrap_sampler(kind: type, epoch: Epoch) -> None:
+def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
     """Let the iterators of a class of samplers report to the epoch that waits for them."""
     if kind in _wrapped:
         return

@@ -102,7 +102,7 @@ class BetweenEpochs:
             torch.empty((), dtype=torch.int64).random_()
 
 
-class Order:
+class PredictedOrder:
     """Indices in the order in which they will be drawn."""
 
     def __init__(self) -> None:
@@ -126,12 +126,12 @@ class Order:
         return True
 
 
-class Drawn:
+class DrawnIndices:
     """The indices that a sampler has given in an epoch, without those at the beginning that were
     dropped."""
 
     def __init__(self) -> None:
-        self._kept = Order()
+        self._kept = PredictedOrder()
         self._dropped = self._dropped_batches = 0
         self._has_batches = False
 
@@ -140,7 +140,7 @@ class Drawn:
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
-        """As `Order.append`."""
+        """As `PredictedOrder.append`."""
         is_known = self._kept.append(element)
         self._has_batches |= bool(self._kept.bounds)
         return is_known
@@ -161,7 +161,7 @@ class Drawn:
         count = self.end_of(batches) - self._dropped
         if count < least:
             return
-        kept, whole = Order(), self._kept
+        kept, whole = PredictedOrder(), self._kept
         kept.indices = whole.indices[count:]
         if whole.bounds:
             behind = whole.bounds[batches - self._dropped_batches :]
@@ -177,7 +177,7 @@ def predict(
     iterator: Iterator[object] | None = None,
     loaders_generator: object = None,
     between: BetweenEpochs | None = None,
-) -> list[Order]:
+) -> list[PredictedOrder]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
     Empty for an unknown sampler.
 
@@ -190,7 +190,7 @@ def predict(
     twin = _twin(sampler, copies)
     if twin is None:
         return []
-    orders: list[Order] = []
+    orders: list[PredictedOrder] = []
     between = between or BetweenEpochs()
     between.begin()
     with _states_kept():
@@ -213,10 +213,10 @@ def predict(
     return orders
 
 
-def _drawn(iterator: Iterator[object]) -> Order | None:
+def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
     """The elements of an iterator, within bounds of time and memory; None if one is of an unknown
     type."""
-    order, end_s = Order(), time.monotonic() + DRAWING_S_MAX
+    order, end_s = PredictedOrder(), time.monotonic() + DRAWING_S_MAX
     while order.is_whole:
         before = len(order.indices)
         for element in islice(iterator, _TIMED_ELEMENTS):

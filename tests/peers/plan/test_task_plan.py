@@ -1,4 +1,4 @@
-"""What a master knows of all readers: streams come once, from senders that may lie, fail and come
+"""A master's plan of all readers: streams come once, from senders that may lie, fail and come
 again, and become the future of its cache."""
 
 import logging
@@ -44,7 +44,7 @@ from tests.examples import examples
 
 
 class FakeCache:
-    """What a plan tells the cache."""
+    """The calls of a plan to the cache."""
 
     def __init__(self) -> None:
         self.uses_future = True
@@ -101,7 +101,7 @@ class Receiver:
 
 @pytest.fixture
 async def here(view: Snapshot) -> AsyncIterator[Receiver]:
-    """A receiver whose plan runs."""
+    """A receiver with a running plan."""
     made = Receiver(view)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.plan.run)
@@ -347,7 +347,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("move"), KEYS, st.integers(0, 4), st.integers(0, 400)),
     st.tuples(st.just("drop"), KEYS),
     st.tuples(st.just("chunk"), st.integers(0, 9)),
-    st.tuples(st.just("lose"), st.integers(0, 6)),  # the connection, after so many messages
+    st.tuples(st.just("lose"), st.integers(0, 6)),  # the connection, after this number of messages
     st.tuples(st.just("restart")),  # the receiver has forgotten all
 )
 

@@ -1,5 +1,5 @@
-"""Registrations in a real Redis, alone and as a cluster: the members of a task, expiry, and what is
-left."""
+"""Registrations in a real Redis, alone and as a cluster: the members of a task, expiry, and the
+keys that are left."""
 
 import signal
 import threading
@@ -39,7 +39,7 @@ from tests.storage.metadata.redis_servers import (
 from tests.storage.metadata.test_redis_faults import COMMANDS
 from tests.tiers import fast_first
 
-from .redis_places import STORE, TASK, RedisPlace, master, redis_place
+from ..redis_places import STORE, TASK, RedisPlace, master, redis_place
 
 KEY = b"a key of some length"
 
@@ -83,7 +83,7 @@ def test_masters_see_each_other(place: RedisPlace) -> None:
 
 
 def test_C3_F8_masters_register_again_after_redis_lost_everything(place: RedisPlace) -> None:
-    """Each is told once that it was forgotten. The newer of two instances of a rank is known,
+    """Each learns once that it was forgotten. The newer of two instances of a rank is known,
     though the older one, which may have been stopped for a while, renews first."""
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:

@@ -29,10 +29,10 @@ from diesel_fs.peers.node import chunk_table, disk
 from diesel_fs.peers.node.chunk_table import LOAN_REQUESTS
 from diesel_fs.peers.node.node_cache import NodeCache
 
-from ..cache.disk_tier import file_of, files, idle, put, tier_at
-from ..small_disks import remount, small_disk
-from ..waiting import soon
-from .node_caches import (
+from ...cache.disk_tier import file_of, files, idle, put, tier_at
+from ...small_disks import remount, small_disk
+from ...waiting import soon
+from ..node_caches import (
     IDENTITY,
     ChunkSource,
     in_memory,
@@ -46,7 +46,7 @@ from .node_caches import (
     total,
     total_bytes,
 )
-from .node_caches import memory_is_released as memory_is_released
+from ..node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 CHUNKS = 8
@@ -62,15 +62,15 @@ class Shelf:
         self.source = ChunkSource(range(CHUNKS))
 
     def room(self, chunks: int) -> int:
-        """Bytes for so many chunks."""
+        """Bytes for `chunks` chunks."""
         return total(self.source, *[CHUNKS - 1] * chunks)
 
     def memory(self, chunks: int | None) -> int:
-        """Memory for so many chunks, and one more in the queue; for None, no memory at all."""
+        """Memory for `chunks` chunks, and one more in the queue; for None, no memory at all."""
         return 0 if chunks is None else self.room(chunks + 1)
 
     def tier(self, chunks: int = 1000) -> DiskTier:
-        """A disk with room for so many chunks."""
+        """A disk with room for `chunks` chunks."""
         return tier_at(self.place, self.room(chunks))
 
     @asynccontextmanager
@@ -86,7 +86,7 @@ class Shelf:
 
     @asynccontextmanager
     async def full_cache(self, disk: DiskTier) -> AsyncIterator[NodeCache]:
-        """A cache that has read all chunks, and runs no more: what it has is in memory."""
+        """A cache that has read all chunks, and runs no more: all its chunks are in memory."""
         cache = make_cache(self.source, self.room(3 * CHUNKS), disk=disk)
         try:
             async with run_cache(cache):
@@ -525,7 +525,7 @@ async def test_evictions_and_writes_of_other_tasks_are_noticed(
 
 
 async def test_the_queue_stays_within_its_part_of_the_memory(shelf: Shelf) -> None:
-    """Where the disk writes nothing, chunks that do not fit are left to the store."""
+    """If the disk writes nothing, chunks that do not fit are left to the store."""
 
     class Slow(DiskTier):
         def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
@@ -693,7 +693,7 @@ async def test_a_dataset_cools_down_from_the_end_of_its_job(
 
 
 async def ended(cache: NodeCache, share: set[int]) -> None:
-    """What a master does at its end, after `running`."""
+    """The end of a master, after `running`."""
     await cache.flush_to_disk(np.isin(np.arange(CHUNKS), [*share]))
 
 

@@ -1,4 +1,4 @@
-"""The accepting end of connections between masters: which connectors are let in, what the control
+"""The accepting end of connections between masters: which connectors are let in, how the control
 plane answers, and when a connection ends. F7, S1, S2, S12: connectors that are no masters, or
 violate the protocol. S3, S4: TLS, and a process between two masters, which is detected.
 
@@ -33,8 +33,8 @@ from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import FAILED, GIVEN, LOAD, NOT_MINE, THROUGH, Hello, Proofs
 from tests.rows import each_row
 
-from ..waiting import soon
-from .connected_masters import (
+from ...waiting import soon
+from ..connected_masters import (
     SECRET,
     SIZES,
     SMALL,
@@ -282,7 +282,7 @@ async def test_F7_a_connector_without_a_hello_has_five_seconds(
 async def test_F7_slow_loris_one_byte_a_second_does_not_help(
     node: Node, jumping_clock: MockClock
 ) -> None:
-    """Of a request, `test_data_plane.py` says the same."""
+    """`test_data_plane.py` has the same law for requests."""
     raw_peer = await open_raw(node.port)
     begun_s = trio.current_time()
     with suppress(trio.BrokenResourceError):
@@ -387,7 +387,7 @@ async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
 
 @asynccontextmanager
 async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A process in the middle: it speaks TLS with a certificate of its own and forwards what it
+    """A process in the middle: it speaks TLS with a certificate of its own and forwards all that it
     receives."""
     heard: list[bytes] = []
 
@@ -416,8 +416,8 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 async def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the first byte, where the digest is registered; else by the proofs, which a process in
-    the middle cannot make."""
+    """Before the first byte, if the digest is registered; otherwise by the proofs, which a process
+    in the middle cannot make."""
     theirs = me(1, THEIRS if to_tls else None)
     async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, heard):
         async with asking(port, me(0, MINE), THEIRS.digest if known else b"") as peer:
@@ -435,7 +435,7 @@ async def test_S3_S4_another_certificate_is_refused(
 
 
 async def test_S3_TLS_cannot_be_downgraded_to_plaintext(node: Node, secure: Node) -> None:
-    """No master speaks without TLS to one whose certificate is registered, or when it has a
+    """No master speaks without TLS to one with a registered certificate, or when it has a
     certificate itself."""
     for there, mine, digest in (
         (node, me(0, MINE), THEIRS.digest),
@@ -460,7 +460,7 @@ async def test_S3_F7_plaintext_and_old_TLS_are_refused(
     context = client_context()
     context.set_ciphers("ALL:@SECLEVEL=0")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that it is old is what this is about
+        warnings.simplefilter("ignore")  # the test needs the old version
         context.minimum_version = ssl.TLSVersion.TLSv1
         context.maximum_version = ssl.TLSVersion.TLSv1_1
     with pytest.raises(trio.BrokenResourceError):

@@ -1,4 +1,4 @@
-"""Several masters in one loop: which node is asked for a chunk, and what follows when members come
+"""Several masters in one loop: which node gives a chunk, and the consequences when members come
 and go."""
 
 import socket
@@ -32,15 +32,15 @@ from diesel_fs.peers.node.node_cache import CacheOptions, NodeCache
 from diesel_fs.peers.wire import ABSENT, GIVEN, DamagedPart
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
-from ..waiting import soon
-from .connected_masters import parts
-from .node_caches import kept_numbers
+from ...waiting import soon
+from ..connected_masters import parts
+from ..node_caches import kept_numbers
 
 CHUNKS = 24
 SECRET = bytes(range(32))
 HOPE_S = 20.0
 SOURCE_HERE, SOURCE_NONE = -1, -2
-"""Where a part came from, if not from another node: from the node itself, or not at all."""
+"""The source of a part that is not another node: the node itself, or none."""
 
 
 class Reads(ReadWrapper):
@@ -67,10 +67,10 @@ class FakeRegistry(Registry):
 
     members: dict[int, Member] = field(default_factory=dict)
     is_unavailable: bool = False
-    silent: set[int] = field(default_factory=set)  # whose renewals are still under way
+    silent: set[int] = field(default_factory=set)  # their renewals are still under way
     forgot: set[int] = field(
         default_factory=set
-    )  # ranks that are told at their next renewal that they were forgotten
+    )  # ranks that learn at their next renewal that they were forgotten
     secret: bytes = SECRET
 
     def renew(self, me: Member) -> Membership:
@@ -99,7 +99,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class RecordingCache(NodeCache):
-    """A node's cache that writes nothing to a disk, and records what it would write."""
+    """A node's cache that writes nothing to a disk, and records the chunks that it would write."""
 
     flushed: list[list[Mask]]
 
@@ -129,7 +129,7 @@ class Task:
         self.dataset.flush()
 
     def whole(self, snapshot: Snapshot, chunk: int) -> bytes:
-        """A chunk as it lies in the store, read by nobody who is counted."""
+        """A chunk as it lies in the store, read past all counters."""
         name = chunk_object(snapshot.identity, snapshot.chunk_ids[chunk])
         return bytes(self.reads.inner.get(name))
 
@@ -194,7 +194,7 @@ class Task:
         for (chunk, start, size), status in zip(records, statuses, strict=True):
             if status == GIVEN:
                 assert next(left) == self.whole(snapshot, chunk)[start : start + size]
-                rank = int(owner[chunk])  # which is asked, whatever this node still holds
+                rank = int(owner[chunk])  # it gets the request, whatever this node still holds
                 sources[SOURCE_HERE if rank == node.rank else rank] += 1
             else:
                 sources[SOURCE_NONE] += 1
@@ -213,7 +213,7 @@ def members(*nodes: Master) -> Callable[[], bool]:
 
 
 async def test_F10_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
-    """Also where all of them miss a chunk at once. No node holds what another one owns."""
+    """Even if all of them miss a chunk at once. No node holds what another one owns."""
     async with task.nodes(3) as nodes:
         async with trio.open_nursery() as nursery:
             for node in nodes * 3:

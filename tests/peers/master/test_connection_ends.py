@@ -21,7 +21,7 @@ from diesel_fs.peers.reader import owner_link
 from diesel_fs.peers.reader.owner_link import OwnerLink
 from diesel_fs.peers.wire import GIVEN
 
-from ..net.connection_ends import (
+from ...net.connection_ends import (
     ENDS,
     HANDSHAKE_ENDS,
     PATIENCE_S,
@@ -32,9 +32,9 @@ from ..net.connection_ends import (
     accepting,
     promptly,
 )
-from ..net.connection_ends import unexpected_eof as unexpected_eof
-from ..waiting import soon
-from .connected_masters import (
+from ...net.connection_ends import unexpected_eof as unexpected_eof
+from ...waiting import soon
+from ..connected_masters import (
     FakeAnswers,
     answering,
     asked,
@@ -46,7 +46,7 @@ from .connected_masters import (
     proof,
     read,
 )
-from .fake_owner import HEAD, READ, RECORD
+from ..fake_owner import HEAD, READ, RECORD
 
 EACH = 2  # connections of each kind
 SOME = (2, 4096, 20_000)
@@ -69,7 +69,7 @@ def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, name, 3600.0)
 
 
-# Masters whose clients end ------------------------------------------------------------------------
+# Masters of clients that end ----------------------------------------------------------------------
 
 
 def connected(port: int) -> RawTls:
@@ -170,7 +170,7 @@ def _is_alone(master: acceptor.Acceptor) -> bool:
     return (stats["connections"], stats["pending_handshakes"]) == (1, 0)
 
 
-# Readers whose master ends ------------------------------------------------------------------------
+# Readers of a master that ends --------------------------------------------------------------------
 
 ANSWER_BYTES = HEAD.size + 1 + SOME[2]
 SENT = {  # bytes of the answer before the end
@@ -184,8 +184,8 @@ SENT = {  # bytes of the answer before the end
 
 @contextmanager
 def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) -> Iterator[int]:
-    """A master with TLS, at a port. It ends the first connections in these ways, each after so many
-    bytes of the first answer, and all others not at all."""
+    """A master with TLS, at a port. It ends the first connections in these ways, each after a
+    number of bytes of the first answer, and all others not at all."""
     left = list(ways)
 
     def serve(plain: socket.socket) -> None:

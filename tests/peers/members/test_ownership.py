@@ -61,7 +61,7 @@ def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, lost: i
     takers = np.bincount(after[before != after])
     assert takers.max() < 12 * max(count / world**2, 1), "its chunks go to many, not to one"
     living[lost] = True
-    assert np.array_equal(ownership.owners(living), before)  # it has what it had
+    assert np.array_equal(ownership.owners(living), before)  # it owns the same chunks as before
 
 
 def test_a_dead_nodes_share_is_taken_over_within_ten_seconds() -> None:

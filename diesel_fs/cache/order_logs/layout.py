@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
-from ..errors import FormatError
-from ..format.entries import Bytes
-from ..orders.plan import Entries
+from ...errors import FormatError
+from ...format.entries import Bytes
+from ...orders.plan import Entries
 
 SEGMENT_BYTES = 8 << 20
 """By so many bytes an order is cut into segments: enough for a disk to read at its full rate. As

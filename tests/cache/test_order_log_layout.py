@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.log_layout import LogCut, LogIdentity, LogLayout, header_bytes, parse_header
+from diesel_fs.cache.order_logs.layout import (
+    LogCut,
+    LogIdentity,
+    LogLayout,
+    header_bytes,
+    parse_header,
+)
 from diesel_fs.errors import FormatError
 
 IDENTITY = LogIdentity(UUID(int=5), 7, 11)

@@ -31,10 +31,10 @@ from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
 
-from ..server.program import until
-from .children import fork
-from .conftest import FILES, LITTLE_MEMORY, Client
-from .fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
+from ...server.program import until
+from ..children import fork
+from ..conftest import FILES, LITTLE_MEMORY, Client
+from ..fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
 
 READ_S = TIMEOUT_MAX_S
 """How long a reader waits for an answer of a master of which it does not know how fast it is."""
@@ -82,7 +82,7 @@ BEHAVIOURS: dict[str, dict[str, object]] = {
     "breaks off": {"breaks_off": True},
     "F2 hangs": {"hangs": 4.0},
 }
-"""Fields of `Behaviour`, by what the master does wrong."""
+"""Fields of `Behaviour`, by the master's fault."""
 
 
 def read_files(client: Client) -> None:
@@ -251,7 +251,7 @@ def test_a_part_outside_its_chunk_is_an_error_of_the_store(
         list(client.store.fast_reads.read_parts([(name, 0, 5), (name, start, size)]))
 
 
-# What is under way --------------------------------------------------------------------------------
+# Requests in flight -------------------------------------------------------------------------------
 
 
 def test_parts_are_requested_before_the_first_one_is_consumed(
@@ -347,7 +347,7 @@ def test_a_reader_unpins_revoked_chunks(
     gc.collect()
     master.behaviour.revoked = sorted(pinned)
     until(lambda: set(master.unpinned()) == pinned, "all to be unpinned")
-    assert reader.stats()["memory_bytes"] < 64 << 10  # what was decoded out of them
+    assert reader.stats()["memory_bytes"] < 64 << 10  # of decoded contents
     master.behaviour.revoked = []
     check_files(reader)
 
@@ -478,7 +478,7 @@ def test_F2_many_threads_wait_for_a_master_that_hangs_once(
 
 
 def is_used(client: Client, master: FakeMaster, since: int = 0) -> bool:
-    """Whether the master is asked for parts."""
+    """Whether the master gets requests for parts."""
     client.check_parts(3)
     return READ in master.kinds()[since:]
 

@@ -1,4 +1,4 @@
-"""Requests to another master: answers, pauses, and what a peer cannot do to this master."""
+"""Requests to another master: answers, pauses, and attacks that this master survives."""
 
 import random
 import socket
@@ -16,8 +16,8 @@ from diesel_fs.peers.master.peer import Peer
 from diesel_fs.peers.wire import ABSENT, BUSY, FAILED, GIVEN
 from tests.rows import each_row
 
-from ..waiting import soon
-from .connected_masters import (
+from ...waiting import soon
+from ..connected_masters import (
     SECRET,
     SMALL,
     FakeAnswers,

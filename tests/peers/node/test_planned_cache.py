@@ -14,14 +14,14 @@ from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.node.chunk_future import ChunkFuture
 from diesel_fs.peers.node.node_cache import NodeCache
 
-from .node_caches import (
+from ..node_caches import (
     ChunkSource,
     in_memory,
     make_cache,
     memory_is_released,  # noqa: F401  # a fixture
     running,
 )
-from .planned_reads import CHUNKS, FILES, PlannedTask, costs, full
+from ..planned_reads import CHUNKS, FILES, PlannedTask, costs, full
 
 pytestmark = pytest.mark.usefixtures("quick")
 
@@ -40,7 +40,7 @@ async def test_in_chunk_wise_order_the_store_gives_what_min_says(
 
 
 async def test_in_a_full_shuffle_what_is_in_memory_stays(autojump_clock: MockClock) -> None:
-    """Of a random epoch no cache gives more than what it holds; replacing would only cost."""
+    """In a random epoch no cache gives more than it holds; replacing would only cost."""
     egress = await PlannedTask(full).run(4)
     assert egress[0].total <= 1.02 * CHUNKS
     assert all(each.total <= 1.02 * CHUNKS / 2 for each in egress[1:])
@@ -49,7 +49,7 @@ async def test_in_a_full_shuffle_what_is_in_memory_stays(autojump_clock: MockClo
 async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
     autojump_clock: MockClock,
 ) -> None:
-    """By time alone, a fetch would pay after two reads."""
+    """If time alone counted, a fetch would pay after two reads."""
     task = PlannedTask(full)
     for cache in task.caches:
         cache.replacement._costs.latency_s = 1.0
@@ -68,7 +68,8 @@ async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
 
 
 async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str, int]]:
-    """What a cache does in a random history. `hears`: it is told of a future that it cannot use."""
+    """The decisions of a cache in a random history. `hears`: it gets a future that it cannot
+    use."""
     source = ChunkSource(range(12), 2000)
     cache = make_cache(source, 5 * len(source.contents[6]), policy=policy, costs=costs())
     chance, seen = random.Random(4), list[object]()

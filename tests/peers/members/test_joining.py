@@ -45,7 +45,7 @@ from tests.server.fake_server import ThreadedServer as StandIn
 from tests.server.server_with_redis import ServerWithRedis, server_with_redis
 from tests.storage.metadata.redis_servers import RedisServer, execute, until
 
-from .redis_places import master
+from ..redis_places import master
 
 KEY = b"a key of some length"
 READER = {"ds": Role.READ}
@@ -95,7 +95,7 @@ def nothing_left(two: ServerWithRedis) -> Iterator[None]:
 
 @contextmanager
 def registered(registries: Sequence[Registry]) -> Iterator[Membership]:
-    """A master by each of these, while the `with` lasts; what the last one is told."""
+    """A master by each of these, while the `with` lasts; the last one's answer."""
     yield [each.renew(master(rank)) for rank, each in enumerate(registries)][-1]
     for rank, each in enumerate(registries):
         each.leave(master(rank))
@@ -273,7 +273,7 @@ def test_S1_a_secret_is_sent_over_private_links_only(url: str, may: bool) -> Non
     assert registry_module._is_private_link(parse_url(url)) is may
 
 
-# Who is told the secret
+# Who may learn the secret
 
 
 def asked(
@@ -349,7 +349,7 @@ def test_a_connection_says_whether_it_is_secured(
             assert server.link().call({"do": "way"}).message["secured"] is secured
 
 
-# What is wrong
+# Faults
 
 
 @each_row(

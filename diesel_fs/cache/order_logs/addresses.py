@@ -1,6 +1,6 @@
 """Where entries lie in the order logs, in memory that two processes of a mount share.
 
-The prefetch worker writes order logs (`order_log.py`). READs that reach the mount's server get what
+The prefetch worker writes order logs (`writer.py`). READs that reach the mount's server get what
 a log has from there, too, instead of from the store: `LogAddresses` tells the server which file has
 an entry, and where. `LogEntryReader` reads it.
 
@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from ..format.snapshot.reader import Snapshot
-from ..orders.plan import Entries
-from .log_layout import file_name
+from ...format.snapshot.reader import Snapshot
+from ...orders.plan import Entries
+from .layout import file_name
 
 LOGS_MAX = 64
 """Logs at once: two for each stream that reads, and no more of them than fit a plan's streams."""

@@ -12,8 +12,8 @@ from diesel_fs.cache.admission import OVERHEAD_FRACTION, SkiRentalAdmission
 from diesel_fs.cache.policy import POLICIES
 from tests.rows import each_row
 
-from .node_caches import ChunkSource, make_cache, running
-from .planned_reads import CHUNK_BYTES, costs
+from ..node_caches import ChunkSource, make_cache, running
+from ..planned_reads import CHUNK_BYTES, costs
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 

@@ -1,6 +1,7 @@
-"""The data plane on real sockets: answers from memory, what it leaves to the control plane, its
-limits, and what ends a connection. Also its table of chunks, and random requests against a plain
-list of bytes, which are packed and parsed here again, from the description in PEERS.md."""
+"""The data plane on real sockets: answers from memory, requests that it leaves to the control
+plane, its limits, and the ends of connections. Also its table of chunks, and random requests
+against a plain list of bytes, which are packed and parsed here again, from the description in
+PEERS.md."""
 
 import random
 import socket
@@ -22,9 +23,9 @@ from diesel_fs.peers.wire import ABSENT, FAILED, GIVEN, LOAD, THROUGH
 from tests.examples import examples
 from tests.rows import each_row
 
-from ..waiting import wait_until
-from .connected_masters import SIZES, SMALL, asked, content, whole
-from .planes import HOPE_S, KINDS, Plane, answer, exactly, is_closed, running_plane
+from ...waiting import wait_until
+from ..connected_masters import SIZES, SMALL, asked, content, whole
+from ..planes import HOPE_S, KINDS, Plane, answer, exactly, is_closed, running_plane
 
 
 def check_served(plane: Plane) -> None:
@@ -66,8 +67,8 @@ def test_parts_in_memory_come_in_their_order(
 def send_all(
     end: socket.socket, stream: bytes, before: threading.Thread | None = None
 ) -> threading.Thread | None:
-    """Send in a thread, behind what the thread `before` sends; with TLS, whose sockets are for one
-    thread, at once: the kernel has room for the answers."""
+    """Send in a thread, behind the bytes of the thread `before`; with TLS, as its sockets are for
+    one thread, at once: the kernel has room for the answers."""
 
     def send() -> None:
         if before is not None:
@@ -105,7 +106,7 @@ def test_requests_beyond_a_turn_are_answered_in_their_order(kind: str) -> None:
 
 @each_row("kind", KINDS)
 def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -> None:
-    """Of these no more is received than can be answered soon."""
+    """The master receives no more requests than it can answer soon."""
     count = 3000
     stream = b"".join(asked(i, (0, i, 4)) for i in range(count))
 

@@ -1,4 +1,4 @@
-"""Where a reader's parts come from: mapped chunks, the owners, the node's own master, the store."""
+"""The sources of a reader's parts: mapped chunks, the owners, the node's own master, the store."""
 
 from collections.abc import Iterator
 
@@ -8,10 +8,10 @@ import pytest
 from diesel_fs.peers import wire
 from diesel_fs.peers.reader import task_chunks
 
-from ..server.program import until
-from .conftest import Client
-from .fake_master import PIN, RANK, READ, SECRET, TASK, FakeMaster
-from .fake_owner import FakeOwner
+from ...server.program import until
+from ..conftest import Client
+from ..fake_master import PIN, RANK, READ, SECRET, TASK, FakeMaster
+from ..fake_owner import FakeOwner
 
 OTHER = 5
 

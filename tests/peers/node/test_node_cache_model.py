@@ -1,8 +1,8 @@
 """Random operations on a `NodeCache` against a model: right bytes, one fetch for each chunk, within
 the budget.
 
-The model knows only what a caller can see: the contents, the operations, and which process has
-pinned which memory.
+The model knows only facts that a caller can see: the contents, the operations, and which process
+has pinned which memory.
 """
 
 import os
@@ -21,7 +21,7 @@ from diesel_fs.peers.node.chunk_future import ChunkFuture
 from diesel_fs.peers.node.node_cache import NodeCache
 from tests.examples import examples
 
-from .node_caches import ChunkSource, chunk, descriptors, kept_numbers, make_cache, running
+from ..node_caches import ChunkSource, chunk, descriptors, kept_numbers, make_cache, running
 
 CHUNKS = st.integers(0, 7)
 PINNERS = st.integers(0, 2)

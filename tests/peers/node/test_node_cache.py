@@ -1,5 +1,5 @@
 """`NodeCache`: each chunk is fetched once, is checked before it is kept, and fits the budget. Also
-chunks that clients have pinned, and what stays when the version of the dataset changes."""
+chunks that clients have pinned, and chunks that stay when the version of the dataset changes."""
 
 import mmap
 import os
@@ -24,7 +24,7 @@ from diesel_fs.peers.node.sealed_memory import (
 )
 from tests.rows import each_row
 
-from .node_caches import (
+from ..node_caches import (
     ChunkSource,
     in_memory,
     kept_numbers,
@@ -36,12 +36,12 @@ from .node_caches import (
     total,
     total_bytes,
 )
-from .node_caches import memory_is_released as memory_is_released
+from ..node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 
 
-# What comes
+# Chunks that come
 
 
 @EVERY
@@ -243,7 +243,7 @@ async def test_a_chunk_that_has_no_room_or_is_not_admitted_is_not_fetched(
         assert in_memory(cache) == set(source.fetches) == here
 
 
-# By itself
+# Fetching ahead
 
 
 async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
@@ -317,7 +317,7 @@ async def test_prefetch_owned_retries_with_growing_pauses(simulated_time: MockCl
         nursery.cancel_scope.cancel()
 
 
-# What the machine does not give
+# A machine without memory or descriptors
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])

@@ -27,11 +27,11 @@ from diesel_fs.peers.wire import WORKING_S
 from tests.examples import examples
 from tests.rows import each_row
 
-from ..server.program import until
-from ..waiting import PATIENCE_S
-from .children import fork
-from .connected_masters import Part, content
-from .fake_owner import HEAD, READ, RECORD, WORKING, received
+from ...server.program import until
+from ...waiting import PATIENCE_S
+from ..children import fork
+from ..connected_masters import Part, content
+from ..fake_owner import HEAD, READ, RECORD, WORKING, received
 
 Script = Callable[["Requests"], None]
 Wrap = Callable[[socket.socket, socket.socket], tuple[TlsSocket, socket.socket]]
@@ -89,7 +89,7 @@ class PatientBreaker(PeerBreaker):
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
-    """The breaker of a link none of whose waits ends before what it waits for comes."""
+    """The breaker of a link that waits as long as it must."""
     monkeypatch.setattr(owner_link, "CONNECT_WAIT_S", PATIENCE_S)
     monkeypatch.setattr(owner_link, "_SEND_WAIT_S", PATIENCE_S)
     return PatientBreaker()
@@ -128,7 +128,7 @@ def linked(
 
 
 def read(link: OwnerLink, *records: Part) -> bytes | None:
-    """The bytes of parts that are all given; None where they are not."""
+    """The bytes of parts that are all given; None if they are not."""
     size = sum(each[2] for each in records)
     parts = np.array(records, "<u4")
     pending = link.begin(parts, size)
@@ -144,7 +144,7 @@ SOME = (3, 5, 40), (1, 0, 7)
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work` in threads, and raise what one of them raises."""
+    """Run `work` in threads, and raise the error of any of them."""
     with ThreadPoolExecutor(count) as threads:
         for _ in threads.map(work, range(count), timeout=2 * PATIENCE_S):
             pass
@@ -242,7 +242,7 @@ def test_answers_split_and_reordered_arbitrarily(
     working: set[int],
     ungiven: set[tuple[int, int]],
 ) -> None:
-    """All requests are in flight; the oracle makes each answer from what was asked for."""
+    """All requests are in flight; the oracle makes each answer from its request."""
     asked = [
         [(request, 10 * part, size) for part, size in enumerate(parts)]
         for request, parts in enumerate(sizes)

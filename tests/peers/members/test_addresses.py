@@ -96,7 +96,7 @@ def test_F13_a_name_that_resolves_to_loopback_is_refused(
 def test_F13_an_explicit_loopback_address_is_a_warning(
     listen: str, advertise: str, peers: Sequence[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Where it is of one node of several, but not of all."""
+    """An address of one node of several, but not of all."""
     listening_at(listen, advertise, peers=peers)
     [warning] = caplog.messages
     assert "is this machine alone" in warning

@@ -21,11 +21,11 @@ from diesel_fs.peers.plan.messages import TAKEN, UNKNOWN, Positions, plan_body
 from diesel_fs.peers.plan.sender import PlanSender, StreamProgress
 from tests.rows import each_row
 
-from ..waiting import soon, wait_until
-from .connected_masters import FakeAnswers, Node, authenticated_raw
-from .planes import Plane, is_closed
-from .test_data_plane import check_served
-from .test_master import Task
+from ...waiting import soon, wait_until
+from ..connected_masters import FakeAnswers, Node, authenticated_raw
+from ..master.test_data_plane import check_served
+from ..master.test_master import Task
+from ..planes import Plane, is_closed
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next
             await soon(knows(first, 1))
         async with task.node(1, policy="plan") as again:
             await soon(knows(again, 1))  # the others', although nobody has moved
-            # Its client goes on as if nothing had happened, and is told that it has
+            # Its client goes on as if nothing had happened, and learns that something has
             body = plan_body(Positions({"train": (0, 3)}), len(task.snapshot))
             assert again.plan.take(1, body, client=5) == UNKNOWN
             Reader(task, again, 5).tell(Epoch(0, order_of(task, 2)), 3)
