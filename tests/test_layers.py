@@ -32,7 +32,7 @@ PROGRAMS = frozenset({"diesel_server", "dlcmd", "diesel_kubernetes"})
 PURE = (
     *"format orders net.messages net.frames net.breaker cache.policy".split(),
     *"cache.admission cache.importance cache.lrfu storage.accounts.account".split(),
-    *"peers.members.ownership peers.members.membership".split(),
+    *"peers.members.ownership peers.members.membership peers.members.chunk_owners".split(),
     *"peers.wire peers.plan.messages peers.plan.publisher peers.node.chunk_future".split(),
     *"peers.node.ledger peers.node.replacement peers.node.lookahead".split(),
     *"mounts.plans.control_wire".split(),

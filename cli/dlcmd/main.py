@@ -40,7 +40,7 @@ VERBS = {
     "du": "Count files, their bytes, and the space that they take.",
     "diff": "Compare two versions, two datasets, or a dataset and a folder.",
     "save-meta": "Write a dataset's metadata to a snapshot file.",
-    "load-meta": "Check a snapshot file and show what it holds.",
+    "load-meta": "Check a snapshot file and show its contents.",
     "delete-dataset": "Delete a dataset for good.",
     "purge": "Free the space of replaced and deleted files.",
     "verify": "Check the metadata against the chunks, and every checksum.",
@@ -50,10 +50,10 @@ VERBS = {
     "stats": "Show the counters and the state of a mount.",
     "top": "Show live how long readers of a mount wait, and for what.",
     "dashboard": "Show mounts, tasks, servers and datasets as a live page.",
-    "warmup": "Load what lies at a path of a mount before it is read.",
+    "warmup": "Load the files at a path of a mount before they are read.",
     "run": "Run a training command whose reads the mounts know ahead.",
     "shuffle": "Print the files in chunk-wise random order.",
-    "forecast": "Say beforehand what a training job will read, hit, cost and wait for.",
+    "forecast": "Predict what a training job will read, hit, cost and wait for.",
     "doctor": "Check what a job needs here, and say what to do.",
     "user": "Add, remove, list, export or import the users of a server.",
     "grant": "Give a user a role on a dataset.",
@@ -126,7 +126,7 @@ def program() -> None:
     \b
     Examples:
       dlcmd put ~/images pets           pack a folder
-      dlcmd ls -l pets/train            list what is in it
+      dlcmd ls -l pets/train            list the entries of a folder
       dlcmd mount pets /mnt/pets        mount it
       dlcmd umount /mnt/pets            unmount it
 
@@ -269,7 +269,7 @@ def _folder_is_gone() -> bool:
 
 
 def _reader_gone() -> bool:
-    """Whether stdout is a pipe whose reader has ended."""
+    """Whether stdout is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

@@ -6,7 +6,7 @@ cache which fails or is full costs time and never an error.
 Three classes read, each for one kind of caller. `reader.py` has files for the Python API and the
 server of a mount, out of chunks in memory (`chunk_cache.py`, `order_prefetch.py`).
 `coalescing_reader.py` has many files at once for the prefetch worker of a mount, in front of it
-`order_log.py`. `range_reader.py` has parts of chunks for the clients of a server. They share
+`order_logs/`. `range_reader.py` has parts of chunks for the clients of a server. They share
 `coalesce.py` (which bytes are read together, and what is done about damage), `stored_parts.py` (how
 a store is asked for parts) and `costs.py` (what reads cost).
 

@@ -6,7 +6,8 @@ after the other. An **entry** is one file, link, folder or tombstone in it; its 
 number in the chunk, from 0. `chunk_builder.py` gathers entries; this module alone knows the bytes.
 
 Bytes are untrusted: lengths and counts are checked against each other before any memory is taken
-for them, so a reader takes no more memory than the format allows. Pure functions; any thread.
+for them, so a reader takes no more memory than the format allows. Pure functions; safe from any
+thread.
 """
 
 import struct
@@ -50,7 +51,7 @@ CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
 OBJECT_BYTES_MAX = 1 << 32
-"""The largest chunk object: offsets have 32 bits, and no reader takes more memory for one."""
+"""The largest chunk object. Offsets have 32 bits, and no reader takes more memory for one chunk."""
 
 ENTRIES_MAX = 65_536
 """Entries per chunk. This bounds the time and memory to decode a header, and the size of the
@@ -84,7 +85,7 @@ _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
 _ENTRY_BYTES_MIN = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
-"""What each entry takes at least in a decoded header: its columns, its folder, and a NUL."""
+"""The least that each entry takes in a decoded header: its columns, its folder, and a NUL."""
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
@@ -123,11 +124,11 @@ class Preamble:
 class ChunkHeader:
     """A chunk's preamble and the columns of its n entries, checked.
 
-    `folder` has for each entry an index in `folders`. Mappings are keyed by place. Offsets in
-    `records` count from the start of the object. `extents` has the files that are extents, and
-    `stamps` the stamps that are not this chunk's ID and the entry's place (those of copies and of
-    later extents). `faults` says of entries whose path is not allowed what is wrong with it; such
-    entries are skipped.
+    `folder` holds for each entry an index in `folders`. Mappings are keyed by place. Offsets in
+    `records` count from the start of the object. `extents` has the files that are extents. `stamps`
+    has the stamps that differ from (this chunk's ID, the entry's place): those of copies and of
+    later extents. `faults` maps the places of entries with a forbidden path to the reason; readers
+    skip such entries.
     """
 
     preamble: Preamble
@@ -144,15 +145,12 @@ class ChunkHeader:
         return len(self.names)
 
     def path(self, place: int) -> bytes:
-        """The path of the entry at `place`."""
         return join(self.folders[self.folder[place]], self.names[place])
 
     def stamp(self, place: int) -> Stamp:
-        """The stamp of the entry at `place`."""
         return self.stamps.get(place) or stamp(self.preamble.id, place)
 
     def content_bytes(self, place: int) -> int:
-        """The decoded length of the body of the entry at `place`."""
         part = self.extents.get(place)
         if part is not None:
             return part.size
@@ -160,8 +158,8 @@ class ChunkHeader:
         return int(record["size"]) if record["kind"] == Kind.FILE else 0
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
-        """What a metadata store commits: the last entry of each allowed path, and `stamps` by
-        row."""
+        """The rows that a metadata store commits: the last entry of each allowed path; and `stamps`
+        by row number."""
         if not self.faults and not self._has_repeats():  # nearly always
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
@@ -182,7 +180,6 @@ class ChunkHeader:
         names: Sequence[bytes],
         records: npt.NDArray[np.void],
     ) -> tuple[Rows, dict[int, Stamp]]:
-        """Rows of the entries at `places`, whose columns are given, and their stamps by row."""
         tails: dict[int, bytes] = {}
         if self.links or self.extents:
             tails = {i: tail for i, place in enumerate(places) if (tail := self.tail(place))}
@@ -195,8 +192,8 @@ class ChunkHeader:
         return rows, stamps
 
     def tail(self, place: int) -> bytes:
-        """What a row of the entry at `place` holds beside its record: the target of a link, or the
-        extent of a file that has several; otherwise nothing."""
+        """The part of the entry's row behind its record: a link's target, or the extent of a file
+        that has several; otherwise empty."""
         part = self.extents.get(place)
         if part is None:
             return self.links.get(place, b"")
@@ -210,7 +207,6 @@ class ChunkHeader:
         return extent.tobytes()
 
     def _has_repeats(self) -> bool:
-        """Whether the chunk holds a path more than once."""
         pairs = zip(self.folder.tolist(), self.names, strict=True)
         return len(set(self.names)) < len(self) and len(set(pairs)) < len(self)
 
@@ -259,7 +255,7 @@ class Entries:
 def write_front(
     identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
 ) -> tuple[bytes, bytes]:
-    """The bytes of the preamble, and of the header as it is stored."""
+    """The preamble's bytes, and the header's bytes as they are stored."""
     raw = _pack_header(entries)
     stored = lz4.block.compress(raw, store_size=False)
     codec = Codec.LZ4
@@ -285,7 +281,7 @@ def write_front(
 
 
 def pack_body(content: memoryview) -> bytes | None:
-    """A content compressed by lz4; None if that saves too little or the format forbids it."""
+    """The content compressed by lz4; None if that saves too little or the format forbids it."""
     packed: bytes = lz4.block.compress(content, store_size=False)
     size = len(content)
     if len(packed) > size - max(size // _LZ4_SAVING_DIVISOR, 1) or size > _body_raw_max(
@@ -302,8 +298,8 @@ def parse_preamble(
     id: ChunkId | None = None,  # noqa: A002 (the field's own name)
     object_bytes: int | None = None,
 ) -> Preamble:
-    """The preamble at the start of `data`. The chunk must have the dataset identity, the ID and the
-    length that the caller passes.
+    """The preamble at the start of `data`. If the caller passes the dataset's identity, the chunk's
+    ID or the object's length, the chunk must have them.
 
     Raises TruncatedError, ForeignError, CorruptError or NewerVersionError.
     """
@@ -438,7 +434,6 @@ def damaged_places(
 
 
 def _pack_header(entries: Entries) -> bytes:
-    """The decoded header: the msgpack map of the columns."""
     stored = np.array(entries.stored, np.int64)
     fixed = {
         "kind": entries.kind,
@@ -526,7 +521,7 @@ def _column(
 
 
 def _split(joined: bytes, count: int, what: str) -> tuple[bytes, ...]:
-    """The `count` strings that are joined by NULs. They are counted before any is made."""
+    """The `count` strings that NULs join. They are counted before any string is made."""
     _check_count(joined, count, what)
     return tuple(joined.split(b"\0")) if count else ()
 
@@ -546,7 +541,7 @@ def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
 
 
 def _extents(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
-    """By place, the extents in the column `extents`; also sets `extents` of the records."""
+    """The extents in the column `extents`, by place; also sets `extents` of the records."""
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
     if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
@@ -573,7 +568,6 @@ def _extents(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentIn
 
 
 def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
-    """By place, the stamps in the column `stamps`."""
     rows, rest = divmod(len(packed), _STAMP_ROW_BYTES)
     if rest or rows > count:
         _corrupt("the column 'stamps' has another length")
@@ -646,12 +640,12 @@ def _path_faults(
     names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
-    """By place, why the path of an entry is not allowed, for the entries where it is not."""
+    """By place, the reason why an entry's path is not allowed, for each such entry."""
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}
     if names.are_allowed():
-        return faults  # nearly always: then no name is looked at by itself
+        return faults  # nearly always: no name is checked by itself
     for place, name in enumerate(names):
         fault = name_fault(name)
         if not fault or place in faults:

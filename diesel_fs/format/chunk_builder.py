@@ -1,8 +1,8 @@
 """Gathers entries into one chunk, and reuses its memory for the next one.
 
-It decides when a chunk is full and which contents are compressed; `chunk.py` knows the bytes. An
-entry's stamp orders the versions of its path: the ID of the first chunk of this version, and the
-place in it. Unless `set_stamp` says otherwise, that is the chunk that is being built.
+The builder decides when a chunk is full and which contents are compressed; `chunk.py` knows the
+bytes. An entry's stamp orders the versions of its path: it is the ID of the first chunk of this
+version, and the place in that chunk. Without `set_stamp`, this is the chunk that is being built.
 Pure; a `ChunkBuilder` belongs to one thread.
 """
 
@@ -28,10 +28,10 @@ from .chunk import (
 from .chunk_id import chunk_id_text, stamp_fields
 from .entries import MODE_MASK, ChunkId, Codec, Kind, Stamp
 
-# What "auto" does to spend little time on contents that lz4 does not make smaller.
+# With "auto", the builder spends little time on contents that lz4 does not make smaller.
 _SAMPLE_BYTES = 64 << 10  # it first tries this much of the middle of a larger content
 _MISSES_MAX = 8  # after this many files in a row that did not get smaller ...
-_RETRY_ONE_IN = 16  # ... it tries only one file in this many: JPEGs come by the thousand
+_RETRY_ONE_IN = 16  # ... it tries only one file in 16, since JPEGs come by the thousand
 _FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
 
 
@@ -71,7 +71,7 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """If this chunk holds a later extent of a file: the ID of the file's first chunk. (For a
+        """The ID of the file's first chunk, if this chunk holds a later extent of a file. (For a
         put, in which only such an entry has a stamp of its own.)"""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
@@ -120,7 +120,7 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Add files of one folder, whose contents the caller has read into `room()`, one after the
+        """Add files of one folder. The caller has read their contents into `room()`, one after the
         other.
 
         Nearly every file of a put comes this way, so no Python statement runs once per file.
@@ -216,7 +216,7 @@ class ChunkBuilder:
         codec: int,
         checksum: int,
     ) -> None:
-        """Add one entry, whose stored body, if any, already stands in the body."""
+        """Add one entry. Its stored body, if any, is already in the builder's body."""
         entries = self._entries
         folder, name = path
         entries.folder.append(self._number_of(folder))
@@ -240,13 +240,12 @@ class ChunkBuilder:
         return self._last_folder_number
 
     def _grow(self, end: int) -> None:
-        """Note that the body now ends at `end`."""
         self.body_bytes = end
         self.left_bytes = self.body_bytes_max - end - self._path_bytes
         self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
 
     def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
-        """By position, the compressed forms of those contents that lz4 makes small enough."""
+        """The compressed forms, by position, of the contents that lz4 makes small enough."""
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed
@@ -264,7 +263,7 @@ class ChunkBuilder:
             i += 1
 
     def _packed_one(self, content: memoryview) -> bytes | None:
-        """A content compressed, or None; "auto" tries the middle of a larger content first."""
+        """The content compressed, or None; "auto" tries the middle of a large content first."""
         middle = (len(content) - _SAMPLE_BYTES) // 2
         sample = content[middle : middle + _SAMPLE_BYTES] if middle > 0 else content
         if self._tries_some and middle > 0 and pack_body(sample) is None:

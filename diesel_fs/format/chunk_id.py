@@ -1,9 +1,9 @@
 """Chunk IDs and stamps: their fields, their text, and how a writer makes the next ID.
 
 A chunk ID (FORMAT.md, section 3) is 16 bytes that order chunks by time: a timestamp, the **writer
-part** (machine and process, which say who made it), and a counter. A **stamp** says which of two
-entries of one path is the later one: it is the ID of the chunk where the entry begins, and the
-entry's place (its number) in that chunk.
+part** (machine and process, which identify the writer), and a counter. A **stamp** orders two
+entries of one path: it is the ID of the chunk in which the entry begins, and the entry's place (its
+number) in that chunk.
 
 Pure: the caller passes the clock, the process number and the random bytes. `IdSource` has a lock of
 its own and may be used from any thread.
@@ -20,12 +20,12 @@ from .entries import ChunkId, Stamp
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 TEXT_CHARS = 22  # ceil(128 / 6)
 LOWEST = ChunkId(bytes(16))
-"""Smaller than every ID that is ever made. It stands for the newest ID where there is none."""
+"""Smaller than every ID that is ever made. It stands for the newest ID if there is no chunk yet."""
 
 _VALUE = {character: value for value, character in enumerate(ALPHABET)}
 _STAMP = struct.Struct(">16sI")
 _FOLLOW_STEP_MAX = 4095
-"""By how much a writer may raise the process part when it follows another writer's ID."""
+"""The most by which a writer may raise the process part when it follows another writer's ID."""
 _PROCESS_MAX = 0xFFFFFF
 _COUNTER_MAX = 0xFFFFFF
 _SECONDS_MAX = 0xFFFFFFFF
@@ -37,7 +37,7 @@ class IdFields:
 
     seconds: int  # since 1970
     machine: int  # a hardware address
-    process: int  # random, and no process number: containers share these
+    process: int  # random; the process number would not do, since containers share these
     counter: int  # of the IDs in one second
 
     def id(self) -> ChunkId:
@@ -51,17 +51,16 @@ class IdFields:
 
 
 def id_fields(chunk: ChunkId) -> IdFields:
-    """The fields of an ID."""
     return IdFields(*map(int.from_bytes, (chunk[:4], chunk[4:10], chunk[10:13], chunk[13:])))
 
 
 def id_seconds(chunk: ChunkId) -> int:
-    """The timestamp of an ID, in seconds since 1970."""
+    """In seconds since 1970."""
     return int.from_bytes(chunk[:4])
 
 
 def lowest_id(seconds: int) -> ChunkId:
-    """The smallest ID of a second: from there on, a listing has all chunks since that second."""
+    """The smallest ID of a second: a listing from it on has all chunks made since that second."""
     return IdFields(min(max(seconds, 0), _SECONDS_MAX), 0, 0, 0).id()
 
 
@@ -97,16 +96,15 @@ def stamp_fields(value: Stamp) -> tuple[ChunkId, int]:
 
 
 def same_writer(one: ChunkId, other: ChunkId) -> bool:
-    """Whether two IDs have the same writer part."""
     return one[4:13] == other[4:13]
 
 
 class IdSource:
     """Makes the IDs of one process, each greater than its last and than the newest committed one.
 
-    `machine` is a hardware address, `clock` returns seconds since 1970, and `entropy(n)` n random
-    bytes. `process_number` returns that of the calling process: when it differs, this is a forked
-    child, and the process part of its IDs is drawn again. Thread-safe.
+    `machine` is a hardware address, `clock` returns seconds since 1970, and `entropy(n)` returns n
+    random bytes. `process_number` returns the number of the calling process: when it changes, this
+    is a forked child, and the process part of its IDs is drawn again. Thread-safe.
     """
 
     def __init__(
@@ -164,8 +162,9 @@ class IdSource:
             own = IdFields(seconds, first.machine, first.process, counter)
         if own > newest:
             return own
-        # Another writer has made `newest` in this second. With the next second for each such ID,
-        # writers that commit in turn would run ahead of the clock; so its writer part is followed.
+        # Another writer has made `newest` in this second. If each such ID moved to the next second,
+        # writers that commit in turn would run ahead of the clock. So this writer continues its
+        # writer part.
         process = newest.process + 1 + self._random(2) % _FOLLOW_STEP_MAX
         if writer_of is not None or process > _PROCESS_MAX:
             return replace(own, seconds=newest.seconds + 1, counter=0)

@@ -1,4 +1,4 @@
-"""What an entry of a dataset is: its kinds, the rules for its path, and columns of many entries.
+"""The entries of a dataset: their kinds, the rules for paths, and columns of many entries.
 
 An **entry** is a file, a symbolic link, a folder, or a tombstone (which says that a path is
 deleted). Metadata stores keep an entry as a `RECORD` and a tail; an `EXTENT` is one part of a file
@@ -22,7 +22,8 @@ Bytes = bytes | bytearray | memoryview
 
 
 def whole_object(content: memoryview) -> bytes | memoryview:
-    """The `bytes` that a view is the whole of, else the view: `bytes` of it then copies nothing."""
+    """Return the underlying `bytes` if the view covers all of it, else the view, so that `bytes()`
+    does not copy."""
     found = content.obj
     return found if type(found) is bytes and len(found) == content.nbytes else content
 
@@ -31,8 +32,8 @@ ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
 
 Stamp = NewType("Stamp", bytes)
-"""20 bytes, ordered as bytes: the ID of the chunk where the entry begins (16), its place there (4).
-Of two entries of one path, the one with the greater stamp is the later one."""
+"""20 bytes, ordered as bytes: the ID of its first chunk (16), its place there (4). If two entries
+have one path, the entry with the greater stamp is the later one."""
 
 NAME_BYTES_MAX = 255
 """NAME_MAX of Linux: a longer component could be stored but never opened."""
@@ -73,9 +74,9 @@ ChunkRanges = npt.NDArray[np.void]
 
 RECORD = np.dtype(
     [
-        ("size", "<u8"),  # of the whole file, in bytes; of a link, its target's length
+        ("size", "<u8"),  # of the whole file, in bytes; for a link, its target's length
         ("mtime_ns", "<i8"),  # since 1970, signed: files are older than that and younger than 2106
-        ("checksum", "<u8"),  # xxh3-64 of the content; of a file of several extents, 0
+        ("checksum", "<u8"),  # xxh3-64 of the content; 0 for a file of several extents
         ("offset", "<u4"),  # from the start of the chunk object
         ("stored", "<u4"),  # bytes in the chunk
         ("mode", "<u2"),  # permission bits
@@ -127,8 +128,8 @@ AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
 class Names(Sequence[bytes]):
     """Names in one block of bytes, joined by NULs, as chunks hold them.
 
-    A name becomes a Python object when it is asked for, since four million objects would take
-    250 MB. Iterating is as fast as over a list; indexing is slower.
+    A name becomes a Python object only when it is read, since four million objects would take 250
+    MB. Iterating is as fast as over a list; indexing is slower.
     """
 
     __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
@@ -143,7 +144,7 @@ class Names(Sequence[bytes]):
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> "Names":
-        """These names, which may hold NULs, too."""
+        """Join these names, which may contain NULs."""
         if isinstance(names, Names):
             return names
         listed = [*names]
@@ -156,7 +157,8 @@ class Names(Sequence[bytes]):
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """Where each name starts in `joined`, and where one more name would start."""
+        """The offset of each name in `joined`, and the offset at which one more name would
+        start."""
         if self._starts is None:
             self._starts = self._find_starts()
         return self._starts
@@ -173,7 +175,7 @@ class Names(Sequence[bytes]):
         return starts
 
     def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
-        """The names without NULs between them: where each starts (and where the last ends), and
+        """The names without NULs between them: the offset of each (and of the last one's end), and
         their bytes."""
         starts = self._find_starts() if self._is_split_by_nuls else self.starts.copy()
         starts -= np.arange(self._count + 1)
@@ -182,7 +184,6 @@ class Names(Sequence[bytes]):
         return starts, b"".join(self)
 
     def empty_ones(self) -> npt.NDArray[np.int64]:
-        """The indices of the empty names."""
         first, last = self.joined[:1], self.joined[-1:]
         if first not in (b"", b"\0") and last != b"\0" and b"\0\0" not in self.joined:
             return np.zeros(0, np.int64)
@@ -199,7 +200,6 @@ class Names(Sequence[bytes]):
         )
 
     def take(self, indices: npt.NDArray[np.int64]) -> list[bytes]:
-        """The names at these indices."""
         bounds = zip(self.starts[indices].tolist(), self.starts[indices + 1].tolist(), strict=True)
         return [self.joined[start : end - 1] for start, end in bounds]
 
@@ -238,7 +238,7 @@ class Names(Sequence[bytes]):
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """n entries as columns, in any order, each path once. **Row** i is entry i.
+    """n entries as columns, in any order, each path once. **Row** i describes entry i.
 
     `folder[i]` is an index in `folders` (paths, each once), `chunk[i]` one in `chunks`. `tails`
     maps i to its tail: the target of a link, or the `EXTENT`s of a file that has several.
@@ -256,23 +256,21 @@ class Rows:
         return len(self.names)
 
     def path(self, i: int) -> bytes:
-        """The path of entry i."""
         return join(self.folders[self.folder[i]], self.names[i])
 
 
 def join(folder: bytes, name: bytes) -> bytes:
-    """The path of `name` in `folder`."""
     return folder + b"/" + name if folder else name
 
 
 def split(path: bytes) -> tuple[bytes, bytes]:
-    """The folder of a path, and its name in it; the root is `(b"", b"")`."""
+    """The folder and the name of a path; for the root `(b"", b"")`."""
     folder, _, name = path.rpartition(b"/")
     return folder, name
 
 
 def name_fault(name: bytes) -> str:
-    """Why `name` cannot be a component of a path; the empty string if it can."""
+    """The reason why `name` cannot be a component of a path; empty if it can."""
     if not name:
         return "an empty component"
     if name in (b".", b".."):
@@ -285,7 +283,7 @@ def name_fault(name: bytes) -> str:
 
 
 def path_fault(path: bytes) -> str:
-    """Why `path` cannot be a path in a dataset; the empty string if it can, as the root can."""
+    """The reason why `path` cannot be a path in a dataset; empty if it can, as the root can."""
     if path == ROOT:
         return ""
     if len(path) > PATH_BYTES_MAX:
@@ -294,7 +292,7 @@ def path_fault(path: bytes) -> str:
 
 
 def check_path(path: bytes) -> bytes:
-    """`path` itself. Raises UsageError if it cannot be a path in a dataset."""
+    """Return `path`. Raises UsageError if it cannot be a path in a dataset."""
     if fault := path_fault(path):
         named = b"/".join(name for name in path.split(b"/") if name not in (b"", b"."))
         is_meant = named and not path_fault(named)

@@ -1,13 +1,13 @@
-"""A manifest: which file of a dataset is which sample, and what the sample's target is.
+"""A manifest: a table that names the file and the target of each sample of a dataset.
 
     path,target
     cats/1.jpg,cat
     dogs/7.jpg,dog
 
-It is a text table that users write, and in a dataset an ordinary file (FORMAT.md, section 10).
+Users write it as text; in a dataset it is an ordinary file (FORMAT.md, section 10).
 `parse_manifest` reads one, and `find_samples` looks its files up in a snapshot. A manifest of a
-million lines is a block of bytes and columns of numbers here; a line is a Python object only while
-it is being read. Pure values; safe from any thread.
+million lines is held as a block of bytes and columns of numbers; a line is a Python object only
+while it is read. Pure values; safe from any thread.
 """
 
 import csv
@@ -33,7 +33,7 @@ MANIFEST_BYTES_MAX = 1 << 30
 """A manifest is in memory while it is read: this one has some ten million lines."""
 
 FAULTS_NAMED = 10
-"""Number of faults of which line, path and reason are told; the others are counted."""
+"""Number of faults that are reported with line, path and reason; the others are only counted."""
 
 _LINE_BYTES_MAX = 1 << 20
 _BATCH = 1 << 14  # rows that are Python objects at once
@@ -50,7 +50,7 @@ class Manifest:
     """The samples of a manifest, in the order of its lines."""
 
     name: str
-    """Of the file, for messages."""
+    """The file's name, for messages."""
     paths: Names
     """The file of each sample, relative to the folder of the manifest."""
     lines: npt.NDArray[np.uint32]
@@ -67,7 +67,7 @@ class Manifest:
 
 
 class ManifestFault(NamedTuple):
-    """Why a line of a manifest names no sample of a dataset."""
+    """The reason why a line of a manifest names no sample of a dataset."""
 
     line: int
     path: bytes
@@ -75,12 +75,12 @@ class ManifestFault(NamedTuple):
 
 
 class FoundSamples(NamedTuple):
-    """The files of a manifest's samples in a snapshot. Where there are faults, some are missing."""
+    """The files of a manifest's samples in a snapshot. If there are faults, some are missing."""
 
     entries: npt.NDArray[np.int32]
     """The entry of each sample."""
     target_entries: npt.NDArray[np.int32] | None
-    """Where the targets are files, the entry of each class."""
+    """The entry of each class, if the targets are files."""
     faults: list[ManifestFault]
     """The first ones, in the order of the lines."""
     fault_count: int
@@ -89,10 +89,10 @@ class FoundSamples(NamedTuple):
 def parse_manifest(content: bytes, name: str) -> Manifest:
     """Read a manifest; `name` stands for it in messages.
 
-    The header decides whether fields are separated by commas (then they may be in quotes, as in
-    RFC 4180) or by tabs (then nothing is quoted). Lines end in LF or CRLF; empty ones count for
-    nothing. Paths are bytes, as in a dataset; targets are UTF-8. Raises UsageError, which names the
-    line, for anything else.
+    The header decides whether commas separate the fields (then they may be in quotes, as in RFC
+    4180) or tabs do (then nothing is quoted). Lines end in LF or CRLF; empty lines are skipped.
+    Paths are bytes, as in a dataset; targets are UTF-8. Raises UsageError, which names the line,
+    for anything else.
     """
     table = _Table(content, name)
     header = table.header
@@ -122,8 +122,8 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def as_csv(content: bytes, name: str) -> bytes:
-    """A manifest in the form in which a dataset keeps it: one with tabs becomes one with commas;
-    another stays as it is, to the byte. Raises as `parse_manifest`."""
+    """The manifest as a dataset stores it: tabs become commas; a manifest with commas is kept to
+    the byte. Raises as `parse_manifest`."""
     if _separator(_first_line(content)) != _TAB:
         return content
     table, pieces = _Table(content, name), list[bytes]()
@@ -136,8 +136,8 @@ def as_csv(content: bytes, name: str) -> bytes:
 
 
 def find_samples(manifest: Manifest, snapshot: Snapshot, folder: bytes) -> FoundSamples:
-    """Look up the files of a manifest, which lies in `folder`. A file that is missing, a link or a
-    folder in its place, and a file that is named twice are faults."""
+    """Look up the files of a manifest that lies in `folder`. These are faults: a missing file, a
+    link or a folder instead of a file, and a file that is named twice."""
     entries = _lookup(manifest.paths, snapshot, folder)
     kinds = _kinds(snapshot, entries)
     is_bad = kinds != Kind.FILE
@@ -171,7 +171,7 @@ _TEXT = ("utf-8", "surrogateescape")
 
 
 class _Text:
-    """What a writer of the library writes to."""
+    """The `write` method that `csv.writer` needs."""
 
     def __init__(self) -> None:
         self.parts: list[str] = []
@@ -212,11 +212,11 @@ class _Table:
         self.header: list[str] = next(self._rows(1), [])
 
     def batches(self) -> Iterator[tuple[list[str], "array[int]"]]:
-        """The fields of some rows at a time, row after row, and the number of each row's first
-        line; empty rows are left out. Raises UsageError."""
+        """The fields of a batch of rows, row after row, and the number of each row's first line.
+        Skips empty rows. Raises UsageError."""
         width = len(self.header)
         while True:
-            # No list of rows: a million small lists would keep the garbage collector busy
+            # One flat list, since a million small lists would keep the garbage collector busy
             fields, lines = list[str](), array("I")
             for row in self._rows(_BATCH):
                 if len(row) != width:
@@ -229,8 +229,8 @@ class _Table:
             yield fields, lines
 
     def _rows(self, count: int) -> Iterator[list[str]]:
-        """At most so many of the next rows that are not empty; `_line` is the first line of each
-        one."""
+        """The next `count` rows that are not empty, or fewer at the end; `_line` is each one's
+        first line."""
         after = self._reader.line_num
         try:
             for row in self._reader:
@@ -246,11 +246,9 @@ class _Table:
             raise self.error(self._reader.line_num, reason) from error
 
     def error(self, line: int, reason: str) -> UsageError:
-        """What is wrong with a line."""
         return UsageError(f"{self._name}, line {line}: {reason}", advice=_ADVICE)
 
     def bad_path(self, line: int, path: bytes) -> UsageError:
-        """What is wrong with a path."""
         return self.error(line, f"bad path {shown(path)}: it has {path_fault(path)}")
 
     def _blocks(self, content: bytes) -> Iterator[list[str]]:
@@ -273,7 +271,7 @@ class _Table:
 def _raise_fault(
     table: _Table, paths: Sequence[str], targets: Sequence[str], lines: Sequence[int]
 ) -> NoReturn:
-    """Raise UsageError for the first of these samples without path or target, or with a NUL."""
+    """Raise UsageError for the first sample that lacks its path or target, or has a NUL."""
     for path, target, line in zip(paths, targets, lines, strict=True):
         if not path or not target:
             missing = f"{shown(_bytes(path))} has no target" if path else "it has no path"
@@ -284,7 +282,7 @@ def _raise_fault(
 
 
 def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
-    """Where path and target stand in a row, and whether the target is a path."""
+    """The columns of path and target, and whether the target is a path."""
     targets = [each for each in header if each in ("target", "target_path")]
     if header.count("path") != 1 or len(targets) != 1:
         said = shown(_bytes(",".join(header)))[:80]
@@ -297,7 +295,7 @@ def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
 
 
 def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.int32]]:
-    """The classes in their order, and the place there of each number."""
+    """The sorted classes, and the position there of each number."""
     if all(map(_WHOLE_NUMBER.fullmatch, known)):
         classes = sorted(known, key=lambda text: (int(text), text))
     else:
@@ -308,8 +306,7 @@ def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.in
 
 
 def _check_paths(table: _Table, joined: bytes, lines: Sequence[int]) -> None:
-    """Raise UsageError for the first of these paths (with NULs between them) that no dataset can
-    have."""
+    """Raise UsageError for the first of the paths (joined by NULs) that no dataset can have."""
     components = joined.replace(b"/", b"\0")
     if Names(components, components.count(b"\0") + 1).are_allowed():
         return
@@ -326,7 +323,7 @@ def _check_targets(
     *,
     are_paths: bool,
 ) -> None:
-    """Raise UsageError for a target that is not UTF-8 or has a NUL; of paths, for one that no
+    """Raise UsageError for a target that is not UTF-8 or has a NUL, or that is a path which no
     dataset can have."""
     for number, each in enumerate(classes):
         if are_paths:
@@ -361,7 +358,7 @@ def _kinds(snapshot: Snapshot, entries: npt.NDArray[np.int32]) -> npt.NDArray[np
 
 
 def _missing_reason(kind: int) -> str:
-    """Why an entry of this kind is no sample; empty if it is a file."""
+    """The reason why an entry of this kind is no sample; empty for a file."""
     if kind == Kind.FILE:
         return ""
     if kind == Kind.TOMBSTONE:

@@ -1,4 +1,4 @@
-"""The names of all objects in an object store (FORMAT.md, section 2): made here, and parsed back.
+"""Makes and parses the names of all objects in an object store (FORMAT.md, section 2).
 
 Pure functions of dataset identities, chunk IDs and versions.
 """
@@ -13,7 +13,7 @@ DATASETS = "datasets/"
 DELETED = "deleted/"
 STORE_MARKER = "DIESEL-STORE"
 IDENTITY_TEXT = r"[0-9a-f]{32}"
-_PREFIX_CHARS = 4  # of a chunk ID's text name its folder: one for all chunks of 256 seconds
+_PREFIX_CHARS = 4  # the first characters of a chunk ID's text name its folder: 256 seconds each
 
 # A name that matches none of these is foreign: it is never written, listed, read or deleted. A new
 # kind of object needs a line here and in FORMAT.md; older programs treat it as foreign.
@@ -45,7 +45,7 @@ def dataset_object(identity: UUID) -> str:
 
 
 def deleted_object(identity: UUID) -> str:
-    """The name of the object that says that this dataset is deleted."""
+    """The name of the object that marks this dataset as deleted."""
     return f"{DELETED}{identity.hex}"
 
 
@@ -66,7 +66,7 @@ def chunk_object(identity: UUID, chunk: ChunkId) -> str:
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
-    """The ID of the chunk with this object name; None if it is not the name of a chunk."""
+    """The chunk ID in this object name; None if it is not the name of a chunk."""
     parts = name.rsplit("/", 2)
     try:
         chunk = parse_chunk_id(parts[-1])
@@ -86,7 +86,7 @@ def snapshot_object(identity: UUID, version: int) -> str:
 
 
 def version_of_object(name: str) -> int | None:
-    """The version of the snapshot with this object name; None if it is not the name of one."""
+    """The version in this object name; None if it is not the name of a snapshot."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None
@@ -115,8 +115,8 @@ def lease_object(identity: UUID, name: str) -> str:
 
 
 def identity_of_object(name: str) -> UUID | None:
-    """The identity of the dataset that an object belongs to: the second component of its name;
-    None if that is not an identity."""
+    """The identity of the object's dataset, which is the second component of its name; None if that
+    is not an identity."""
     parts = name.split("/")
     try:
         return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None

@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.coalescing_reader import Batch, BatchSource
-from ..cache.order_log import LoggedReader, LogPlan, OrderLogs, is_log_worthwhile
+from ..cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
+from ..cache.order_logs.streams import LogPlan
 from ..errors import DieselError
 from ..format.entries import Kind
 from ..format.image import Image

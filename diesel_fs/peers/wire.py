@@ -1,6 +1,6 @@
 """Every byte that the processes of a task exchange (`PEERS.md`, sections 3 and 4): requests for
-parts of chunks, which masters and readers send to masters, and what a reader asks of its own master
-besides.
+parts of chunks, which masters and readers send to masters, and the requests of a reader to its own
+master besides.
 
 This module has the messages and every limit on them. Any bytes give a value or one error, and
 nothing is allocated for a length before that length is known to be allowed. Pure.
@@ -84,7 +84,9 @@ PART = struct.Struct("<III")
 """The record of a part: chunk, start, bytes."""
 
 _VIEW_ITEMS_MAX = 64 + 16 * MEMBERS_MAX
-_LOOP_PARTS_MAX = 8  # up to so many parts are checked in a loop: calls of numpy would take longer
+_LOOP_PARTS_MAX = (
+    8  # up to this number, parts are checked in a loop: calls of numpy would take longer
+)
 
 VERSION = 3
 """The version of the protocol over TCP."""
@@ -105,10 +107,10 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def working_s(count: int) -> float:
-    """How much longer the answer to a READ of so many parts is waited for after `WORKING`: the
+    """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`: the
     master fetches from a slow store, and the reads of a chunk on all nodes wait for one fetch. Each
-    part may be of another chunk, so many take longer; and nobody waits for many parts as for a
-    single file. What the asker reads itself, the store has to give twice."""
+    part may be of another chunk, so more parts take longer; and nobody waits for many parts as for
+    a single file. Parts that the asker reads itself, the store has to give twice."""
     return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 
@@ -125,7 +127,7 @@ def version_mismatch(version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a connector, a master or a client of one, says of itself, and which master it wants."""
+    """How a connector, a master or a client of one, names itself and the master that it wants."""
 
     rank: int  # of the connector's node
     is_client: bool
@@ -149,7 +151,7 @@ class Hello:
 
 
 class Proofs:
-    """By these 32 bytes each end of a connection, `connector` and `acceptor`, shows that it knows
+    """With these 32 bytes each end of a connection, `connector` and `acceptor`, shows that it knows
     the task's secret."""
 
     def __init__(
@@ -172,7 +174,7 @@ def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
 
 
 def proofs_equal(proof: bytes, other: bytes) -> bool:
-    """Compare two proofs in a time that does not depend on where they differ."""
+    """Compare two proofs in a time that does not depend on their difference."""
     return hmac.compare_digest(proof, other)
 
 
@@ -219,7 +221,7 @@ def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> 
 
     One part may have any size; several have at most `PARTS_BYTES_MAX` together. Raises CorruptError
     for a part outside its chunk, and beyond the limit. `content` must have all records:
-    `parse_request` says where they end.
+    `parse_request` gives their length.
     """
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
     if count <= _LOOP_PARTS_MAX:
@@ -518,7 +520,7 @@ def parse_local_welcome(body: Bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """What a client has to know to ask the masters of other nodes: its own node's rank, the task
+    """All that a client needs to ask the masters of other nodes: its own node's rank, the task
     (SHA-256 of its name), the secret, whether all connections use TLS, and the other masters."""
 
     rank: int

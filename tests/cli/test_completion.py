@@ -1,4 +1,4 @@
-"""What the shells make of a TAB behind `dlcmd`: real shells, each at a terminal of its own."""
+"""The shells' own reaction to a TAB behind `dlcmd`: real shells, each at a terminal of its own."""
 
 import os
 import pty
@@ -91,7 +91,7 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes_verbs_and_addresses(shell: str, pets: str, tmp_path: Path) -> None:
-    """What it inserts is quoted, so that the command gets the name itself."""
+    """The inserted text is quoted, so that the command gets the name itself."""
     (tmp_path / "local file").touch()
     expected = {
         "dlcmd mou": ["dlcmd", "mount"],

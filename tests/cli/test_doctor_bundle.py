@@ -108,7 +108,7 @@ def test_the_content_is_listed_and_then_packed(dlcmd: Dlcmd, log: Path, tmp_path
 
 
 def test_the_archive_outlives_the_reader_of_the_list(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """As `dlcmd doctor --yes --bundle help.tgz | head -1`, whose reader may end at any time."""
+    """As `dlcmd doctor --yes --bundle help.tgz | head -1`: the reader may end at any time."""
     receiver, sender = os.pipe()
     os.close(receiver)
     words = ("doctor", "--yes", "--bundle", tmp_path / "help.tgz")

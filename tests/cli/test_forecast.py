@@ -16,7 +16,7 @@ from diesel_fs.forecast.nodes import ForecastJob, ForecastNode
 from diesel_fs.forecast.reads import ForecastFiles
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.repository.local import LocalRepository
-from dlcmd.verbs.forecast import Comparison, compare
+from dlcmd.simulations import Comparison, compare
 from tests.rows import each_row
 from tests.trees import write
 

@@ -1,5 +1,5 @@
-"""What the options of all verbs take: each value is read as its help says, or refused with the name
-of the option and an example, and nothing is done."""
+"""The values of the options of all verbs: each one is read as its help says, or refused with the
+name of the option and an example, and nothing is done."""
 
 import re
 from pathlib import Path

@@ -69,7 +69,7 @@ def test_kept_versions_are_listed_and_read(filled: Dlcmd, tmp_path: Path) -> Non
     ],
 )
 def test_verbs_that_write_refuse_a_version(filled: Dlcmd, words: str) -> None:
-    """And all verbs what is no version."""
+    """All verbs refuse texts that are no version."""
     with chdir(filled.store.parent):
         filled(*words.split(), code=2)
     assert filled("cat", "pets/c").out == b"newer"

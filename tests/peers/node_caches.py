@@ -30,7 +30,7 @@ Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 IDENTITY = UUID(int=5)
-EXTRA_BYTES = 40  # each chunk has so many more than the one before
+EXTRA_BYTES = 40  # each chunk has this many more than the one before
 
 
 @functools.cache
@@ -185,7 +185,7 @@ def total_bytes(source: ChunkSource) -> int:
 
 
 def read_in_plane(cache: NodeCache, *records: tuple[int, int, int]) -> list[memoryview] | None:
-    """What the data plane gives for a request for these parts (chunk, start, bytes)."""
+    """The data plane's answer to a request for these parts (chunk, start, bytes)."""
     packed = np.array(records, "<u4").tobytes()
     return cache.table.find(memoryview(packed))[0]
 
@@ -200,7 +200,7 @@ def kept_numbers(cache: NodeCache) -> set[int]:
 
 
 async def misses_until_loaded(cache: NodeCache, number: int, times: int, size: int = 3000) -> int:
-    """How many misses it takes until a chunk comes; 0 where it does not."""
+    """How many misses it takes until a chunk comes; 0 if it does not."""
     for misses in range(1, times + 1):
         if await cache.get(number, size, load=True) is not None:
             return misses

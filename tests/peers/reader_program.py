@@ -79,7 +79,7 @@ class PlannedReader:
         self._dataset = dataset
         task = dataset._task
         assert task is not None
-        self._sender = PlanSender(dataset.snapshot, task.tell_plan, send_s=0.1)
+        self._sender = PlanSender(dataset.snapshot, task.send_plan, send_s=0.1)
 
     def epoch(
         self, epoch: int, group: int, rank: int, world: int, batch: int, pace_s: float,

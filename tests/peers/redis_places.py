@@ -1,4 +1,4 @@
-"""Real Redis processes where the masters of tests register, and such masters."""
+"""Real Redis processes for the registrations of tests' masters, and such masters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ class RedisPlace:
         self._opened: list[RedisMemberStore] = []
 
     def open(self, ttl_s: float = 6.0, deadline_s: float = 2.0) -> RedisMemberStore:
-        """Registrations that last so long."""
+        """Registrations that last `ttl_s`."""
         found = RedisMemberStore.open(self.url, store=STORE, ttl_s=ttl_s, deadline_s=deadline_s)
         self._opened.append(found)
         return found

@@ -171,7 +171,7 @@ def test_A4_A7_power_cut_at_every_step_and_right_after_the_acknowledgement(
 
 
 @pytest.mark.parametrize("seed", range(2 * ROUNDS))
-def test_A1_to_A11_power_cut_at_any_time(
+def test_A1_to_A11_a_power_cut_at_any_time_loses_no_acknowledged_step(
     tools: Tools, story: Story, tmp_path: Path, seed: int
 ) -> None:
     disk = tools.new_disk(tmp_path / "disk")
@@ -246,7 +246,9 @@ def disks(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Disks:
 
 
 @each_row(("what", "skip"), OBJECT_CASES)
-def test_A4_objects(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
+def test_A4_acknowledged_objects_survive_unless_a_sync_is_left_out(
+    disks: Disks, tmp_path: Path, what: str, skip: str
+) -> None:
     """They are as acknowledged, unless a sync was left out."""
     wanted = {name: guest_driver.content(name) for name in guest_driver.SIZES}
     if what == "delete":
@@ -261,7 +263,9 @@ def test_A4_objects(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
 
 
 @each_row(("what", "skip"), SAVE_CASES)
-def test_A12_saved_snapshot(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
+def test_A12_a_saved_snapshot_survives_unless_a_sync_is_left_out(
+    disks: Disks, tmp_path: Path, what: str, skip: str
+) -> None:
     with after_reboot(disks[what, skip], tmp_path / "after") as root:
         try:
             name = Snapshot(memoryview((root / "saved").read_bytes()), verify=True).dataset
@@ -271,7 +275,9 @@ def test_A12_saved_snapshot(disks: Disks, tmp_path: Path, what: str, skip: str) 
 
 
 @each_row(("mode", "skip"), COMMIT_CASES)
-def test_A7_commits(disks: Disks, tmp_path: Path, mode: str, skip: str) -> None:
+def test_A7_every_acknowledged_commit_survives(
+    disks: Disks, tmp_path: Path, mode: str, skip: str
+) -> None:
     """Every commit is kept, even the last: an unlink ends a rollback journal."""
     with after_reboot(disks[mode, skip], tmp_path / "after") as root:
         (root / LEASE_NAME).unlink(missing_ok=True)

@@ -18,7 +18,7 @@ EPOCHS = 4
 
 
 class Pairs(Dataset[tuple[int, int]]):  # type: ignore[misc] # mypy skips torch
-    """Each sample is two files, whose names it makes itself."""
+    """Each sample is two files; it makes their names itself."""
 
     def __init__(self, root: str, count: int) -> None:
         self.root = root

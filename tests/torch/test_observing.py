@@ -25,7 +25,7 @@ SIZE = 100
 
 
 class Numbers(MountedFiles):
-    """A mount whose files are called by their numbers."""
+    """A mount with files that are called by their numbers."""
 
     def __init__(self) -> None:
         pass
@@ -42,7 +42,7 @@ Opened = Callable[[int], list[int | str]]
 
 
 def listing() -> ObservedTable:
-    """A dataset whose sample i is the file i."""
+    """A dataset in which sample i is the file i."""
     listed = FileTable(SIZE)
     listed.add(MOUNT, np.arange(SIZE), np.arange(SIZE))
     return ObservedTable("Files", SIZE, listed)

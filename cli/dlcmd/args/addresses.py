@@ -50,8 +50,8 @@ class Address:
 def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
     """The snapshot of a dataset that was found in `repository`.
 
-    If it cannot be found out whether the snapshot is the current one, or if the metadata store has
-    lost what it shows, a note says so, once in each command.
+    A note warns, once in each command, if the snapshot may not be the current one, or if the
+    metadata store has lost entries that it shows.
     """
     view = repository.view_of(info)
     meta = click.get_current_context().meta
@@ -96,7 +96,7 @@ def open_repository_from_flags(
     settings = global_flags().settings()
     try:
         if rebuild:
-            open_configured(settings).close()  # raises where the objects are missing
+            open_configured(settings).close()  # raises if the objects are missing
         repository = open_configured(settings, create=create or rebuild)
     except ObjectMissing as error:
         url = parse_url(settings.repository_url)

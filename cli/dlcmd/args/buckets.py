@@ -57,8 +57,8 @@ class _Requests(Protocol):
 
 
 class CloudBucket:
-    """The objects below a prefix of a bucket, or the single object at that key; what `BucketSource`
-    reads from."""
+    """The objects below a prefix of a bucket, or the single object at that key. `BucketSource`
+    reads from it."""
 
     def __init__(self, url: RepositoryUrl) -> None:
         """Sends no request yet. Raises ConfigError."""
@@ -69,8 +69,8 @@ class CloudBucket:
 
     @cached_property
     def single_object(self) -> CloudObject | None:
-        """The object whose key is the URL's whole prefix; None if there are objects below that
-        prefix, or none at that key. Sends requests."""
+        """The object at the URL's whole prefix; None if there are objects below that prefix, or
+        none at that key. Sends requests."""
         key = self._url.prefix
         if not key or next(self._list(), None) is not None:
             return None
@@ -124,7 +124,7 @@ class CloudBucket:
         return bytes(content)
 
     def stop(self) -> None:
-        """End the pauses that the store has asked for: nobody reads any more."""
+        """End the pauses that the store has requested: nobody reads any more."""
         self._pauses.stop()
 
     def _read(self, key: str, tag: str, start: int, room: memoryview) -> None:
@@ -174,7 +174,7 @@ class BucketArchive:
 
 
 class _PathRequests(CloudRequests):
-    """Requests to buckets of Google and Azure, whose library removes the slash at the end of a
+    """Requests to buckets of Google and Azure. Their library removes the slash at the end of a
     key."""
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:

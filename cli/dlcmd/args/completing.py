@@ -1,10 +1,10 @@
-"""What a shell is answered when a user presses TAB.
+"""Answers a shell when a user presses TAB.
 
 The code that `dlcmd completion SHELL` prints sends the line up to the cursor to `dlcmd`, which
 answers with lines of three fields, separated by tabs: kind, whole word, description. Of the kinds,
 `plain` is a finished word, `part` one that goes on (a folder), `file` and `dir` leave the word to
-the shell. What can stand where is known from the commands themselves: an argument whose
-metavariable is `DATASET...` is completed from the repository.
+the shell. The commands themselves show which words may stand at a place: an argument with the
+metavariable `DATASET...` is completed from the repository.
 
 Whatever fails, nothing is printed. A repository that does not answer in time ends the process: a
 TAB must not hang.
@@ -38,7 +38,7 @@ ANSWER_DEADLINE_S = 2.0
 asked for, if this user has its snapshot already."""
 
 WORDS_MAX = 2000
-"""Where a folder has more entries that fit, only their common beginning is completed."""
+"""If a folder has more entries that fit, only their common beginning is completed."""
 
 
 def complete(program: click.Command, shell: str) -> NoReturn:
@@ -56,7 +56,7 @@ def complete(program: click.Command, shell: str) -> NoReturn:
 
 
 def _limit_time() -> None:
-    """End this process when the time for an answer is over, also where a library waits."""
+    """End this process when the time for an answer is over, even if a library waits."""
     watch = threading.Timer(ANSWER_DEADLINE_S, os._exit, (0,))
     watch.daemon = True
     watch.start()
@@ -68,8 +68,8 @@ def completions(
     """The words that may stand at the end of a command line, instead of the one that stands there.
 
     `opening` is called before a repository is opened. An item without a value (of the kinds `file`
-    and `dir`) stands for the shell's own completion.
-    Raises DieselError where the repository cannot be read.
+    and `dir`) stands for the shell's own completion. Raises DieselError if the repository cannot be
+    read.
     """
     *words, last = split_arg_string(line + "x")  # so that a blank at the end begins a word
     last = last[:-1]
@@ -115,8 +115,8 @@ def _values(
 def _addresses(
     opening: Callable[[], None], context: click.Context, metavar: str, incomplete: str
 ) -> Iterator[CompletionItem[str]]:
-    """The datasets, versions or entries whose addresses begin like this, as far as an argument with
-    this metavariable can name them. Raises DieselError."""
+    """The datasets, versions or entries with addresses that begin like this, as far as an argument
+    with this metavariable can name them. Raises DieselError."""
     flags = context.find_object(Flags)
     if flags is None or incomplete[:1] in ("/", ".", "~"):
         return
@@ -151,7 +151,7 @@ def _addresses(
 def _entries(
     view: "Snapshot", name: str, path: str, folder_kind: int
 ) -> Iterator[CompletionItem[str]]:
-    """The entries of a folder of a version, whose paths begin like this."""
+    """The entries of a folder of a version with paths that begin like this."""
     folder, slash, start = path.rpartition("/")
     top = f"{name}/{folder}{slash}"
     children = view.children(view.index_of(os.fsencode(folder)))
@@ -170,10 +170,10 @@ def _entries(
 
 
 def _as_typed(word: str, line: str, text: str) -> str:
-    """What bash puts in the place of `text`, the end of the line that it replaces, for a word.
+    """The text that bash must insert for a word, in place of `text`, the end of the line.
 
-    bash replaces only what stands behind the last character of COMP_WORDBREAKS, such as `@`; and
-    what it puts there is not quoted by it.
+    bash replaces only the part behind the last character of COMP_WORDBREAKS, such as `@`, and does
+    not quote the text that it inserts.
     """
     *_, typed = split_arg_string(line + "x")
     typed, (text, *_) = typed[:-1], [*split_arg_string(text), ""]

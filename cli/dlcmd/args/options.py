@@ -1,10 +1,11 @@
-"""What all verbs of `dlcmd` share: the global options, and the types of option values.
+"""The global options of all verbs of `dlcmd`, and the types of option values.
 
 A type is a function from text to a value that raises UsageError for bad text; click calls it. The
 addresses of entries are read in `addresses.py`. This module imports little (no numpy), since every
 start of `dlcmd` pays for it.
 """
 
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -98,15 +99,29 @@ class _Argument(_Checked, click.Argument): ...
 
 
 option = partial(click.option, cls=_Option)
-"""As `click.option`, for options whose values are checked."""
+"""As `click.option`, with a check of the values."""
 
 argument = partial(click.argument, cls=_Argument)
 """As `click.argument`, likewise."""
 
 file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
 folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
-"""Paths of a file and of a folder, each of which need not be there. Whether they can be read is
-seen when they are: click would call that wrong usage."""
+"""Paths of a file and of a folder, which need not exist. Unreadable ones are detected when they are
+read: click would report wrong usage."""
+
+
+class _AbsolutePath(click.Path):
+    """The path of a file, made absolute: a program that runs elsewhere gets it."""
+
+    def convert(
+        self, value: str | os.PathLike[str], param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> str:  # fmt: skip
+        """As click's."""
+        return os.path.abspath(os.fsdecode(super().convert(value, param, ctx)))
+
+
+absolute_path = _AbsolutePath(dir_okay=False, readable=False)
 
 file_or_dash = click.Path(dir_okay=False, readable=False, allow_dash=True)
 """The path of a file, `-`, or an address."""

@@ -1,4 +1,4 @@
-"""What the user names as the source of a put: a folder, a file, a tar, a bucket or archives."""
+"""Opens the sources of a put: a folder, a file, a tar, a bucket or archives."""
 
 import glob
 import os
@@ -65,7 +65,7 @@ def manifest_file(name: str) -> FetchedManifest:
 
 
 def _archives(name: str, noun: str) -> Sequence[Archive]:
-    """The files that a path, a glob or an address names; `noun` says what they are. Raises
+    """The files that a path, a glob or an address names; `noun` is their name in messages. Raises
     NotFoundError, UsageError, ObjectStoreError."""
     scheme = name.partition("://")[0] if "://" in name else ""
     if scheme in CLOUD_SCHEMES:

@@ -27,7 +27,8 @@ from .history import History
 from .source import Described, Source
 
 CHILD_EVERY_S = 5.0
-"""How often a mount is asked whose statistics cost the start of a process, or which fails."""
+"""Seconds between two samples of a mount that fails, or if a sample costs the start of a
+process."""
 
 READERS_SHOWN = 64
 
@@ -53,11 +54,11 @@ _TOTALS = {
     "resident_bytes": "residency.resident_bytes",
     "budget_bytes": "residency.budget_bytes",
 }
-"""Counters of a mount that the page shows, and where they stand in its statistics."""
+"""Counters of a mount that the page shows, and their paths in its statistics."""
 
 
 class MountPlace(NamedTuple):
-    """What tells a mount from others: its path, and the device number of its connection."""
+    """The identity of a mount: its path, and the device number of its connection."""
 
     path: str
     device: str
@@ -192,8 +193,8 @@ class MountSource(Source):
 def tasks(sources: Iterable[MountSource]) -> list[Described]:
     """The tasks that these mounts are in, with their members.
 
-    The master of each node tells what it knows of all members. Where several nodes of a task are on
-    this machine, each adds what it alone knows: how much of its share it holds.
+    The master of each node knows all members. If several nodes of a task are on this machine, each
+    adds the one figure that only it knows: how much of its share it holds.
     """
     found: dict[tuple[str, str], Described] = {}
     members: dict[tuple[str, str], dict[int, Described]] = {}
@@ -234,7 +235,7 @@ def _task(stats: Stats) -> Described:
 
 
 def _members(stats: Stats) -> dict[int, Described]:
-    """What one master knows of the members of its task, by rank."""
+    """The members of a task, as one of its masters knows them, by rank."""
     shares = mapping_at(stats, "task.shares")
     rank = int(number_at(stats, "task.rank"))
     own: Described = {

@@ -1,7 +1,7 @@
-"""Asks all sources of the dashboard at each tick, and makes one state of what they answer.
+"""Asks all sources of the dashboard at each tick, and makes one state of their answers.
 
 While a page looks, a tick comes each second, else each 5 s: the history goes on. A tick asks all
-sources at once and waits `ANSWERS_S` for them; what comes later is in the next state.
+sources at once and waits `ANSWERS_S` for them; later answers are in the next state.
 
 One thread runs the ticks. Everything else may be called from any thread.
 """
@@ -81,7 +81,7 @@ class Watcher:
 
     def history(self, source_id: str, since_s: float) -> bytes | None:
         """The points of a source's history that are newer than a time, as JSON; `all` are all
-        mounts together. None where there is no such source."""
+        mounts together. None if there is no such source."""
         with self._change:
             sources: list[Source] = [*self._mounts.values(), *self._servers]
             known = {"all": self._all, **{each.id: each.history for each in sources}}

@@ -1,4 +1,4 @@
-"""Writes the archive of `dlcmd doctor --bundle`, after the user has seen what it contains."""
+"""Writes the archive of `dlcmd doctor --bundle`, after the user has seen the list of its files."""
 
 import os
 import stat
@@ -23,7 +23,7 @@ from .places import all_mounts, mount_facts
 from .redaction import Redactor, known_secrets
 
 MOUNTS_ASKED = 16
-"""How many mounts are asked at once: each by a child process."""
+"""Mounts that are queried at once, each by a child process."""
 
 ENDINGS = (".tar.gz", ".tgz")
 
@@ -64,7 +64,7 @@ class Bundle:
         except DieselError:  # the findings say why
             settings = None
         mounts: list[MountFacts] = []
-        # All mounts are asked at once, as some may hang. If none can be asked (no /proc, or no
+        # All mounts are queried at once, as some may hang. If none can be queried (no /proc, or no
         # process can be started), an archive without mounts is better than none.
         with suppress(OSError, RuntimeError), ThreadPoolExecutor(MOUNTS_ASKED) as threads:
             mounts += threads.map(mount_facts, all_mounts())

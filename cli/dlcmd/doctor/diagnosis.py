@@ -84,5 +84,5 @@ def _place_probes(
 
 
 def _holding(path: str, found: Sequence[DatasetMount]) -> list[DatasetMount]:
-    """The mounts in which a path lies, by its text: no mount is asked, as one may hang."""
+    """The mounts in which a path lies, by its text alone: a request to a mount may hang."""
     return [each for each in found if f"{path}/".startswith(each.path.rstrip("/") + "/")]

@@ -1,4 +1,4 @@
-"""The page of `dlcmd forecast --html`: what each policy and order would read and wait for, as bars.
+"""The page of `dlcmd forecast --html`: the reads and waits of each policy and order, as bars.
 
 Pure: forecasts in, the text of a page out, which needs no other file.
 """
@@ -10,6 +10,7 @@ from diesel_fs.forecast.kept import TIERS
 from diesel_fs.forecast.report import UNITS
 from diesel_fs.forecast.simulate import Forecast
 
+from .forecast import ForecastResult
 from .output import bytes_text
 
 _WIDTH, _BAR, _GAP = 860, 18, 8  # of a plot, in pixels
@@ -27,19 +28,12 @@ _TIER_COLOURS = ("#27ae60", "#2f7ed8", "#8e6bbf", "#c0392b")
 _COMPUTE, _STALL = "#b8c7d3", "#c0392b"
 
 _Bars = Sequence[tuple[str, Sequence[float], str]]
-"""Of each bar: its name, the lengths of its pieces, and what stands behind it."""
+"""The name of each bar, the lengths of its pieces, and the text behind it."""
 
 
-def forecast_page(
-    dataset: str,
-    forecasts: Sequence[Forecast],
-    best: Forecast,
-    commands: Sequence[str],
-    assumed: Sequence[str],
-    smallest: Sequence[int | None],
-) -> str:
-    """The page as HTML. `smallest` has the least SSD without stalls of each forecast, or is
-    empty."""
+def forecast_page(result: ForecastResult) -> str:
+    """The page as HTML."""
+    forecasts, best, dataset = result.forecasts, result.best, result.options.dataset
     later = [(f"{each.job.shuffle}, {each.policy}", each.later) for each in forecasts]
     times = [
         (name, (each.compute_s, each.seconds - each.compute_s), f"{each.seconds:,.1f} s")
@@ -67,14 +61,14 @@ def forecast_page(
             f"seconds that each rank waits ({best.job.shuffle}, {best.policy})", ranks, (_STALL,)
         ),
     ]
-    code = "".join(f"<p><code>{escape(line)}</code></p>" for line in commands)
-    told = f"<p>Assumed: {escape(', '.join(assumed))}.</p>" if assumed else ""
+    code = "".join(f"<p><code>{escape(line)}</code></p>" for line in result.commands)
+    told = f"<p>Assumed: {escape(', '.join(result.assumed))}.</p>" if result.assumed else ""
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         f"<title>dlcmd forecast {escape(dataset)}</title><style>{_STYLE}</style></head><body>\n"
         f"<h1>What training on {escape(dataset)} will read and wait for</h1>\n"
         f"<p>Recommended: {escape(best.policy)} in {best.job.shuffle} order.</p>{code}\n"
-        f"{''.join(plots)}\n{_table(forecasts, smallest)}\n{told}\n</body></html>\n"
+        f"{''.join(plots)}\n{_table(forecasts, result.sizes)}\n{told}\n</body></html>\n"
     )
 
 

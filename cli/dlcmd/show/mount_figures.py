@@ -2,9 +2,9 @@
 the dashboard.
 
 `MountSamples` takes the samples, and `interval` makes the figures of two of them. A mount counts
-since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md says what is counted), so
-two samples give one interval exactly. What is left of an interval, in which nothing waited, belongs
-to the readers themselves if any was seen in it, else to nobody.
+since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md defines the counters), so
+two samples give one interval exactly. The part of an interval in which nothing waited belongs to
+the readers themselves if any was seen in it, else to nobody.
 """
 
 import time
@@ -21,7 +21,7 @@ from diesel_fs.mounts.waits import CAUSE_NAMES
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
-"""Where the parts come from that a mount reads in a task."""
+"""The sources of the parts that a mount reads in a task."""
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
@@ -33,12 +33,13 @@ NUMBER_END = 1 << 63
 
 class MountSamples:
     """Samples of one mount's statistics: over its control socket, which costs the mount no request;
-    where that lets only its user in, from `.diesel/stats`, which may be a second old."""
+    or from `.diesel/stats`, which may be a second old, if the socket lets only the mount's user
+    in."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UsageError where there is no mount, NotFoundError for a dead one, DeadlineError
-        for one that hangs. A child process asks that first: this one would hang with the mount,
-        and could not be ended."""
+        """Raises UsageError if there is no mount, NotFoundError for a dead one, DeadlineError for
+        one that hangs. A child process finds that out: this one would hang with the mount, and
+        could not be ended."""
         self._found = our_mount(folder)
         if not is_alive(self._found.path):
             raise NotFoundError(
@@ -54,7 +55,7 @@ class MountSamples:
         return self._control is not None
 
     def take(self) -> Stats:
-        """A sample. Raises NotFoundError where the mount has ended, DieselError."""
+        """A sample. Raises NotFoundError if the mount has ended, DieselError."""
         try:
             if self._control is not None:
                 try:
@@ -75,7 +76,7 @@ class MountSamples:
             time.sleep(RETRY_S)
 
     def _check_there(self, wait_s: float = 0.0) -> None:
-        """Raises NotFoundError where the mount has ended, or ends within a time."""
+        """Raises NotFoundError if the mount has ended, or ends within a time."""
         path, until_s = self._found.path, time.monotonic() + wait_s
         while True:
             now = mounted_at(path)
@@ -87,7 +88,7 @@ class MountSamples:
 
 
 def clock_s(stats: Stats) -> float:
-    """When a sample was taken, in seconds of the mount's clock. Raises DieselError where an older
+    """When a sample was taken, in seconds of the mount's clock. Raises DieselError if an older
     diesel-fs has made the mount."""
     waits = stats.get("waits")
     if not isinstance(waits, Mapping):
@@ -160,7 +161,7 @@ def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str,
 
 
 def _key(reader: Mapping[str, object]) -> tuple[object, object]:
-    """What tells a reader from others: its rank, else its process."""
+    """The identity of a reader: its rank, else its process."""
     rank = reader["rank"]
     return rank, None if rank is not None else reader["pid"]
 
@@ -194,7 +195,7 @@ def _requests(reader: Mapping[str, object]) -> float:
 
 
 def at(stats: Stats, path: str) -> object:
-    """The value at a path of names, with dots between; None where there is none."""
+    """The value at a path of names, with dots between; None if there is none."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -202,7 +203,7 @@ def at(stats: Stats, path: str) -> object:
 
 
 def number_at(stats: Stats, path: str) -> float:
-    """The number at a path of names, with dots between; 0 where there is none that makes sense."""
+    """The number at a path of names, with dots between; 0 if there is none that makes sense."""
     found = at(stats, path)
     if isinstance(found, int | float) and abs(found) < NUMBER_END:
         return float(found)
@@ -210,12 +211,12 @@ def number_at(stats: Stats, path: str) -> float:
 
 
 def list_at(stats: Stats, path: str) -> list[Mapping[str, object]]:
-    """The objects in the list at a path; none where there is no list."""
+    """The objects in the list at a path; none if there is no list."""
     found = at(stats, path)
     return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
 
 
 def mapping_at(stats: Stats, path: str) -> Mapping[str, object]:
-    """The object at a path of names, with dots between; an empty one where there is none."""
+    """The object at a path of names, with dots between; an empty one if there is none."""
     found = at(stats, path)
     return found if isinstance(found, Mapping) else {}

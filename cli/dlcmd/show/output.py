@@ -1,4 +1,4 @@
-"""What `dlcmd` prints: results to stdout; notes and errors to stderr.
+"""Prints results to stdout, and notes and errors to stderr.
 
 In JSON, the path of an entry is text under `path` (and that to which a link leads under `target`).
 One that is not UTF-8 is shown there in an escaped form, and its exact bytes stand beside it in
@@ -30,7 +30,7 @@ _WRITE_BYTES = 1 << 16
 
 
 def print_line(text: str) -> None:
-    """Print a line about what was done, unless -q or --json is given."""
+    """Print a line about the result, unless -q or --json is given."""
     flags = global_flags()
     if not (flags.quiet or flags.json):
         write_stdout([text.encode("utf-8", "surrogateescape") + b"\n"])
@@ -43,7 +43,7 @@ def print_note(text: str) -> None:
 
 
 def _write_stderr(text: str) -> None:
-    """Write to stderr. Where that is closed or full, nothing is said, and the verb goes on."""
+    """Write to stderr. If that is closed or full, the text is lost, and the verb goes on."""
     with suppress(OSError, AttributeError, ValueError):
         sys.stderr.write(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         sys.stderr.flush()
@@ -55,7 +55,7 @@ def print_json(value: object) -> None:
 
 
 def print_result(described: Mapping[str, object], text: str) -> None:
-    """Print what a verb has done: an object with --json, else a line of text (none with -q)."""
+    """Print the result of a verb: an object with --json, else a line of text (none with -q)."""
     if global_flags().json:
         print_json(described)
     else:
@@ -88,8 +88,7 @@ def print_table(
 
 
 def write_stdout(pieces: Iterable[bytes | memoryview]) -> None:
-    """Write bytes to stdout, in large writes. Raises OSError, and DieselError where it is
-    closed."""
+    """Write bytes to stdout, in large writes. Raises OSError, and DieselError if it is closed."""
     if sys.stdout is None:
         raise DieselError("standard output is closed")
     sys.stdout.flush()
@@ -176,13 +175,13 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """A number and a noun, in the plural where the number is not 1."""
+    """A number and a noun, in the plural if the number is not 1."""
     many = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun[-1] == "s" else "s")
     return f"{count:,} {noun if count == 1 else many}"
 
 
 def time_text(seconds: float) -> str:
-    """A time (in seconds since 1970) in this machine's time zone; as `@SECONDS` where it lies in a
+    """A time (in seconds since 1970) in this machine's time zone; as `@SECONDS` if it lies in a
     year that the C library cannot write."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

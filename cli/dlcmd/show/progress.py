@@ -28,7 +28,7 @@ def is_bar_shown() -> bool:
 
 @contextmanager
 def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
-    """Show progress inside `with`. `unit` is the noun of what is counted, in the plural."""
+    """Show progress inside `with`. `unit` is the noun for the counted things, in the plural."""
     flags = global_flags()
     if flags.json and not flags.quiet:
         start_s = time.monotonic()
@@ -51,7 +51,7 @@ def shown_progress(title: str, unit: str = "entries") -> Iterator[ShowProgress]:
 
 
 def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProgress:
-    """`show`, called from the monotonic time `next_s` on, and once in `interval_s` at most. Where
+    """`show`, called from the monotonic time `next_s` on, and once in `interval_s` at most. If
     nobody can see the progress (the reader of stdout has ended, say), the verb goes on."""
 
     def show_sometimes(done: int, total: int, content_bytes: int | None = None) -> None:

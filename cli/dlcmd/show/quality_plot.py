@@ -18,7 +18,7 @@ _TEXT_HEIGHT = 15
 
 
 def quality_svg(report: QualityReport, title: str) -> str:
-    """What a batch is worth after each order, in percent of its files, over the group size.
+    """The worth of a batch after each order, in percent of its files, over the group size.
 
     Below each group size stands the memory that its order needs; dashed lines are the two ends.
     """

@@ -1,4 +1,4 @@
-"""The verb `doctor`: checks what a job needs here, and says what to do about what is missing."""
+"""The verb `doctor`: checks the needs of a training job here, with advice for each fault."""
 
 import os
 from collections.abc import Sequence
@@ -60,7 +60,7 @@ def doctor(
 
     The worst comes first. The exit code is 0 only if there is no fault, so that a job would run
     well; with warnings it is 0, too. A fault of a mount is a warning, unless you ask about it. It
-    takes about 15 seconds at most, even where a store or a mount hangs, and leaves nothing behind.
+    takes about 15 seconds at most, even if a store or a mount hangs, and leaves nothing behind.
     --speed takes some seconds more, and uses a folder in TMPDIR.
 
     With --bundle, the findings go into an archive instead. Its contents are listed, and it is

@@ -55,8 +55,8 @@ def du(targets: tuple[Address, ...]) -> None:
 
 
 def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int | None:
-    """About how many bytes a purge can free; None for a part or an old version of a dataset, and
-    where the metadata store does not answer."""
+    """About how many bytes a purge can free; None for a part or an old version of a dataset, and if
+    the metadata store does not answer."""
     if target.path or target.version:
         return None
     with suppress(DieselError):
@@ -65,10 +65,10 @@ def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int
 
 
 def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
-    """Of an entry and all below it: the number of files, their bytes, and their stored bytes."""
+    """The number of files of an entry and all below it, their bytes, and their stored bytes."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
-    # Of a file of several extents the column has 0, and each extent has its own number
+    # The column has 0 for a file of several extents, and each extent has its own number
     with_extents = files[(view.columns.flags[files] & layout.MANY_EXTENTS) != 0]
     stored_bytes = int(view.columns.stored[files].astype(np.uint64).sum())
     stored_bytes += sum(extent.stored for i in with_extents.tolist() for extent in view.extents(i))

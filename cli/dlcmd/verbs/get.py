@@ -67,9 +67,9 @@ def get(source: Address, dest: str | None, tar: str | None, force: bool) -> None
 
 
 def _destination(repository: Repository, dest: str, name: bytes) -> Path:
-    """The path that DEST means; it is made where a file is to go into a folder `DEST/`.
+    """The path that DEST means. A folder `DEST/` for a file is made.
 
-    Raises UsageError where it lies in the repository.
+    Raises UsageError if it lies in the repository.
     """
     path = Path(dest)
     real, store = Path(os.path.realpath(path)), repository.url.path.resolve()

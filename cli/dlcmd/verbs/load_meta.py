@@ -1,4 +1,4 @@
-"""The verb `load-meta`: checks a snapshot file and shows what it holds."""
+"""The verb `load-meta`: checks a snapshot file and shows its contents."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from ..show.output import (
 @verb("load-meta")
 @argument("file", type=click.Path(path_type=Path), metavar="FILE")
 def load_meta(file: Path) -> None:
-    """Check a snapshot file; show what it holds, and whether its version is the current one.
+    """Check a snapshot file; show its contents, and whether its version is the current one.
 
     \b
     Example:

@@ -24,7 +24,9 @@ from diesel_fs.peers.members.options import (
     read_key_file,
 )
 
+from ..args.fields import FieldOption, Values, made, options_of
 from ..args.options import (
+    absolute_path,
     argument,
     file_path,
     folder_path,
@@ -42,7 +44,7 @@ NUMBER_MAX = 2**63 - 1
 """The limit of seeds and of the sizes of groups (`orders/shuffle.py`)."""
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
-"""Seconds between two questions to a mount how much it has loaded, and how many of them it may
+"""Seconds between two queries of how much a mount has loaded, and the number of queries that it may
 leave without an answer. A mount of the pyfuse3 session never answers, since it loads nothing
 ahead."""
 
@@ -58,7 +60,7 @@ def octal(text: str) -> int:
 
 
 def user_id(text: str) -> int:
-    """The number of a user, who is given by it or by name. Raises UsageError."""
+    """The number of a user, from the number or the name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else pwd.getpwnam(text).pw_uid
     except (KeyError, ValueError):
@@ -66,7 +68,7 @@ def user_id(text: str) -> int:
 
 
 def group_id(text: str) -> int:
-    """The number of a group, which is given by it or by name. Raises UsageError."""
+    """The number of a group, from the number or the name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else grp.getgrnam(text).gr_gid
     except (KeyError, ValueError):
@@ -99,72 +101,67 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
 @verb("mount")
 @argument("target", type=versioned_dataset, metavar="DATASET[@VERSION]")
 @argument("folder", type=mount_folder, metavar="DIR")
-@option(
-    "--snapshot", type=file_path, metavar="FILE",
-    help="Mount the version in this file, which `dlcmd save-meta` has written.",
-)  # fmt: skip
-@option(
-    "--stale",
-    type=click.Choice(["refuse", "warn", "allow"]),
-    default="warn",
-    show_default=True,
-    help="If the version is not, or may not be, the current one: refuse to mount it, mount it and"
-    " warn, or mount it silently.",
-)
-@option(
-    "--offline", is_flag=True,
-    help="With --snapshot: do not ask the repository whether its version is the current one.",
-)  # fmt: skip
-@option("--follow", is_flag=True, help="Show newer versions as soon as they are published.")
-@option(
-    "--session",
-    type=click.Choice(["auto", "native", "kernel", "pyfuse3"]),
-    default="auto",
-    show_default=True,
-    help="How the kernel gets at the dataset. `native` (root only): the whole tree is in the"
-    " kernel, which asks this program for contents alone. `kernel`: it asks for names, too. Both"
-    " load contents into the kernel's page cache before they are read; `pyfuse3`, for kernels that"
-    " are too old for these, does not. `auto` takes the best that works here.",
-)
-@option(
-    "--memory", type=size,
-    help="Memory for contents, with the kernel's page cache. An eighth of it, 256M at most, is for"
-    " the mount's own chunks. With --task, three quarters of the rest are for the chunks of the"
-    " node's master.  [default: half of the free memory]",
-)  # fmt: skip
-@option(
-    "--seed", type=click.IntRange(0, NUMBER_MAX), metavar="N", default=0, show_default=True,
-    help="Seed of the random orders in .diesel/filelist.",
-)  # fmt: skip
-@option(
-    "--group-size", type=click.IntRange(1, NUMBER_MAX), metavar="N",
-    help="Number of chunks in a group of these orders: their files are shuffled together."
-    "  [default: 100]",
-)  # fmt: skip
-@option("--allow-other", is_flag=True, help="Let other users read the mount.")
-@option(
-    "--uid", type=user_id, metavar="USER",
-    help="User, by name or number, that all entries belong to.  [default: you]",
-)  # fmt: skip
-@option(
-    "--gid", type=group_id, metavar="GROUP",
-    help="Group, by name or number, that all entries belong to.  [default: yours]",
-)  # fmt: skip
-@option(
-    "--umask", type=octal, default="0", show_default=True,
-    help="Permission bits to remove from the modes of all entries.",
+@options_of(
+    MountRequest, "given",
+    snapshot_file=FieldOption(
+        "Mount the version in this file, which `dlcmd save-meta` has written.", "snapshot",
+        type=absolute_path, metavar="FILE",
+    ),
+    stale=FieldOption(
+        "If the version is not, or may not be, the current one: refuse to mount it, mount it and"
+        " warn, or mount it silently.",
+        type=click.Choice(["refuse", "warn", "allow"]), shows_default=True,
+    ),
+    offline=FieldOption(
+        "With --snapshot: do not ask the repository whether its version is the current one."
+    ),
+    follow=FieldOption("Show newer versions as soon as they are published."),
+    session=FieldOption(
+        "How the kernel gets at the dataset. `native` (root only): the whole tree is in the"
+        " kernel, which asks this program for contents alone. `kernel`: it asks for names, too."
+        " Both load contents into the kernel's page cache before they are read; `pyfuse3`, for"
+        " kernels that are too old for these, does not. `auto` takes the best that works here.",
+        type=click.Choice(["auto", "native", "kernel", "pyfuse3"]), shows_default=True,
+    ),
+    memory_bytes=FieldOption(
+        "Memory for contents, with the kernel's page cache. An eighth of it, 256M at most, is for"
+        " the mount's own chunks. With --task, three quarters of the rest are for the chunks of the"
+        " node's master.  [default: half of the free memory]", "memory", type=size,
+    ),
+    seed=FieldOption(
+        "Seed of the random orders in .diesel/filelist.",
+        type=click.IntRange(0, NUMBER_MAX), metavar="N", shows_default=True,
+    ),
+    group_size=FieldOption(
+        "Number of chunks in a group of these orders: their files are shuffled together."
+        "  [default: 100]", type=click.IntRange(1, NUMBER_MAX), metavar="N",
+    ),
+    allow_other=FieldOption("Let other users read the mount."),
+    uid=FieldOption(
+        "User, by name or number, that all entries belong to.  [default: you]",
+        type=user_id, metavar="USER",
+    ),
+    gid=FieldOption(
+        "Group, by name or number, that all entries belong to.  [default: yours]",
+        type=group_id, metavar="GROUP",
+    ),
+    umask=FieldOption(
+        "Permission bits to remove from the modes of all entries.",
+        type=octal, default="0", shows_default=True,
+    ),
 )  # fmt: skip
 @task_options
-@option(
-    "--log-file", type=file_path, metavar="FILE",
-    help="File for the mount's log. The master of a task logs to a file in the default folder."
-    "  [default: a file in $XDG_STATE_HOME/diesel, else in ~/.local/state/diesel; with"
-    " --foreground stderr]",
-)  # fmt: skip
-@option(
-    "--metrics", metavar="[HOST:]PORT",
-    help="Address at which Prometheus gets the metrics of the mount; without HOST, only from this"
-    " machine. Port 0 is any free one; the mount says which.",
+@options_of(
+    MountRequest, "given",
+    log_file=FieldOption(
+        "File for the mount's log. The master of a task logs to a file in the default folder."
+        "  [default: a file in $XDG_STATE_HOME/diesel, else in ~/.local/state/diesel; with"
+        " --foreground stderr]", type=absolute_path, metavar="FILE",
+    ),
+    metrics=FieldOption(
+        "Address at which Prometheus gets the metrics of the mount; without HOST, only from this"
+        " machine. Port 0 is any free one; the mount says which.", metavar="[HOST:]PORT",
+    ),
 )  # fmt: skip
 @option(
     "-f",
@@ -173,26 +170,9 @@ def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
     help="Serve the mount in this process until it is unmounted.",
 )
 def mount(
-    target: tuple[str, int],
-    folder: Path,
-    snapshot: Path | None,
-    stale: str,
-    offline: bool,
-    follow: bool,
-    session: str,
-    memory: int | None,
-    seed: int,
-    group_size: int | None,
-    allow_other: bool,
-    uid: int | None,
-    gid: int | None,
-    umask: int,
-    task_key_file: Path | None,
-    log_file: Path | None,
-    metrics: str | None,
-    foreground: bool,
-    **task: Unpack[TaskKwargs],
-) -> None:
+    target: tuple[str, int], folder: Path, given: Values, task_key_file: Path | None,
+    foreground: bool, **task: Unpack[TaskKwargs],
+) -> None:  # fmt: skip
     """Mount a dataset as a read-only folder. The command returns when files can be read.
 
     DIR is made if it is missing, and then removed again with the mount. With --policy oneshot, a
@@ -207,44 +187,18 @@ def mount(
       dlcmd mount --task night-run --rank 0 --world 4 pets /mnt/pets
     """
     settings = global_flags().settings()
-    if memory == 0:
+    if given.get("memory_bytes") == 0:
         raise UsageError(
             "--memory 0 leaves no room for contents",
             advice="without --memory a mount takes half of the free memory",
         )
-    if task.get("cache_bytes") == 0:
-        raise UsageError(
-            "--cache-size 0 leaves no room for a cache", advice="leave out --cache-dir"
-        )
-    name, version = target
     mountpoint = os.path.abspath(folder)
-    if task_key_file is not None:  # it wins over DIESEL_TASK_KEY
-        task["task_key"] = ""
-    options = TaskOptions.from_kwargs(task, mountpoint, spelled=cli_name)
-    if task_key_file is not None:
-        options = replace(options, task_key=read_key_file(task_key_file))
-    request = MountRequest(
-        url=settings.repository_url,
-        dataset=name,
-        mountpoint=mountpoint,
-        snapshot_file=os.path.abspath(snapshot) if snapshot else "",
-        stale=stale,
-        offline=offline,
-        follow=follow,
-        version=version,
-        session=session,
-        memory_bytes=memory or 0,
-        policy=options.policy,
-        seed=seed,
-        group_size=group_size or 0,
-        allow_other=allow_other,
-        uid=-1 if uid is None else uid,
-        gid=-1 if gid is None else gid,
-        umask=umask,
-        log_file=os.path.abspath(log_file) if log_file else "",
-        task_options=options,
-        metrics=metrics or "",
-    ).with_credentials(settings.credentials)
+    options = _task(task, task_key_file, mountpoint)
+    name, version = target
+    request = made(
+        MountRequest, given, url=settings.repository_url, dataset=name, mountpoint=mountpoint,
+        version=version, policy=options.policy, task_options=options,
+    ).with_credentials(settings.credentials)  # fmt: skip
     if foreground:
         mount_in_foreground(request)
     mount_in_background(request)
@@ -252,12 +206,24 @@ def mount(
         {"dataset": name, "mountpoint": mountpoint},
         f"{name} is mounted on {mountpoint}",
     )
-    if metrics:
+    if request.metrics:
         described["metrics"] = str(stats_of(mountpoint)["metrics"])
         text = f"{text}; metrics at {described['metrics']}"
     print_result(described, text)
     if options.policy == "oneshot" and is_bar_shown():
         _show_loading(name, mountpoint)
+
+
+def _task(task: TaskKwargs, key_file: Path | None, mountpoint: str) -> TaskOptions:
+    """The options of the task. A key file wins over DIESEL_TASK_KEY. Raises UsageError."""
+    if task.get("cache_bytes") == 0:
+        raise UsageError(
+            "--cache-size 0 leaves no room for a cache", advice="leave out --cache-dir"
+        )
+    if key_file is not None:
+        task["task_key"] = ""
+    options = TaskOptions.from_kwargs(task, mountpoint, spelled=cli_name)
+    return options if key_file is None else replace(options, task_key=read_key_file(key_file))
 
 
 def _show_loading(name: str, mountpoint: str) -> None:

@@ -14,7 +14,6 @@ from diesel_fs.errors import (
     ObjectMissing,
     UsageError,
 )
-from diesel_fs.format.chunk import CHUNK_BYTES_DEFAULT
 from diesel_fs.format.entries import Kind, join
 from diesel_fs.ingest import (
     FetchedManifest,
@@ -27,6 +26,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.urls import parse_url
 
 from ..args.addresses import Address, address, open_repository_from_flags
+from ..args.fields import FieldOption, Values, made, options_of
 from ..args.options import argument, file_or_dash, global_flags, option, size, verb
 from ..args.put_sources import SourceArgument, archives_source, manifest_file, named_source
 from ..show.output import (
@@ -41,7 +41,7 @@ from ..show.output import (
     raise_if_partial,
     write_stdout,
 )
-from ..show.progress import shown_progress
+from ..show.progress import ShowProgress, shown_progress
 
 _DELETIONS_SHOWN = 10
 """Number of paths to be deleted that a dry run names without -v."""
@@ -65,32 +65,33 @@ _DELETIONS_SHOWN = 10
     help="Table of samples and their targets, to be stored as .manifest.csv: CSV or TSV with the"
     " columns path and target. FILE may be an s3:// or https:// address.",
 )  # fmt: skip
-@option("--delete", is_flag=True, help="Delete entries of the dataset that SRC does not have.")
-@option(
-    "-n",
-    "--dry-run",
-    is_flag=True,
-    help="Change nothing; show how much would be put, and what --delete would delete.",
-)
-@option("--allow-empty", is_flag=True, help="Let --delete delete everything when SRC is empty.")
-@option("--checksum", is_flag=True, help="Compare contents, not only size, mode and mtime.")
-@option(
-    "--jobs", type=click.IntRange(1, JOBS_MAX), metavar="N",
-    help="Number of processes that pack.  [default: cores + 1]",
+@options_of(
+    PutOptions, "given",
+    delete=FieldOption("Delete entries of the dataset that SRC does not have."),
+    dry_run=FieldOption(
+        "Change nothing; show how much would be put, and what --delete would delete.", short="-n"
+    ),
+    allow_empty=FieldOption("Let --delete delete everything when SRC is empty."),
+    checksum=FieldOption("Compare contents, not only size, mode and mtime."),
+    jobs=FieldOption(
+        "Number of processes that pack.  [default: cores + 1]",
+        type=click.IntRange(1, JOBS_MAX), metavar="N",
+    ),
+    chunk_bytes=FieldOption(
+        "Bytes of contents in one chunk, 64K to 1G.  [default: 4M]", "chunk-size", type=size
+    ),
+    compress=FieldOption(
+        "Compression of contents: lz4 compresses each file that gets smaller by it, auto each file"
+        " of which a sample gets smaller, none compresses nothing.",
+        type=click.Choice(COMPRESSIONS), shows_default=True,
+    ),
+    include=FieldOption(
+        "Put only files that match one of these globs.", metavar="GLOB", multiple=True
+    ),
+    exclude=FieldOption(
+        "Leave out files and folders that match.", metavar="GLOB", multiple=True
+    ),
 )  # fmt: skip
-@option(
-    "--chunk-size", type=size,
-    help="Bytes of contents in one chunk, 64K to 1G.  [default: 4M]",
-)  # fmt: skip
-@option(
-    "--compress", type=click.Choice(COMPRESSIONS), default="auto", show_default=True,
-    help="Compression of contents: lz4 compresses each file that gets smaller by it, auto each file"
-    " of which a sample gets smaller, none compresses nothing.",
-)  # fmt: skip
-@option(
-    "--include", multiple=True, metavar="GLOB", help="Put only files that match one of these globs."
-)
-@option("--exclude", multiple=True, metavar="GLOB", help="Leave out files and folders that match.")
 @option(
     "--files-from",
     type=file_or_dash,
@@ -99,22 +100,9 @@ _DELETIONS_SHOWN = 10
 )
 @option("-0", "nul", is_flag=True, help="Each path in --files-from ends in NUL, not in a newline.")
 def put(
-    arguments: tuple[str, ...],
-    tar: str | None,
-    unpack: bool,
-    manifest: str | None,
-    delete: bool,
-    dry_run: bool,
-    allow_empty: bool,
-    checksum: bool,
-    jobs: int | None,
-    chunk_size: int | None,
-    compress: str,
-    include: tuple[str, ...],
-    exclude: tuple[str, ...],
-    files_from: str | None,
-    nul: bool,
-) -> None:
+    arguments: tuple[str, ...], given: Values, tar: str | None, unpack: bool, manifest: str | None,
+    files_from: str | None, nul: bool,
+) -> None:  # fmt: skip
     """Pack the contents of a folder, a file, archives or the objects in a bucket into a dataset.
 
     A dataset that does not exist is made. Entries that are there unchanged are skipped, so run the
@@ -151,39 +139,37 @@ def put(
     else:
         name, target = _parse_arguments(arguments, tar, files_from or "", nul)
         opened = named_source(name, tar is not None, files_from or "", nul)
-    options = PutOptions(
-        chunk_bytes=CHUNK_BYTES_DEFAULT if chunk_size is None else chunk_size,
-        compress=compress,
-        jobs=jobs or 0,
-        delete=delete,
-        dry_run=dry_run,
-        checksum=checksum,
-        allow_empty=allow_empty,
-        include=include,
-        exclude=exclude,
-    )
+    options = made(PutOptions, given)
     fetched = manifest_file(manifest) if manifest else None
+    dry_run = options.dry_run
     with (
         opened as source,
         _repository(dry_run=dry_run) as repository,
         shown_progress(f"put {target}") as show,
     ):
-        so_far = PutReport()
-
-        def progress(report: PutReport) -> None:
-            nonlocal so_far
-            so_far = report
-            total = max(report.entries_found, report.entries) if report.walked else 0
-            show(report.entries, total, report.content_bytes)
-
+        progress = _Progress(show)
         try:
             report = _put(repository, source, target, options, progress, fetched)
         except BaseException as error:  # Ctrl-C too: the message says how much is committed
+            so_far = progress.so_far
             if not dry_run and (so_far.files or not isinstance(error, Exception)):
                 moved = bytes_text(so_far.content_bytes)
                 error.add_note(f"{count_text(so_far.files, 'file')} ({moved}) committed so far")
             raise
     _print_report(report, source, target, dry_run=dry_run)
+
+
+class _Progress:
+    """Shows how far a put is (a `PutProgress`), and keeps its last report."""
+
+    def __init__(self, show: ShowProgress) -> None:
+        self._show = show
+        self.so_far = PutReport()
+
+    def __call__(self, report: PutReport) -> None:
+        self.so_far = report
+        total = max(report.entries_found, report.entries) if report.walked else 0
+        self._show(report.entries, total, report.content_bytes)
 
 
 def _parse_arguments(
@@ -266,7 +252,7 @@ def _print_report(
     report: PutReport, source: SourceArgument, target: Address, *, dry_run: bool
 ) -> None:
     """Print the result, and on stderr the entries that failed. Raises PartialError."""
-    with suppress(BrokenPipeError):  # the put is done, also where nobody reads the result
+    with suppress(BrokenPipeError):  # the put is done, even if nobody reads the result
         _print_result(report, target, dry_run=dry_run)
     if report.all_left_out:
         print_note(f"--include and --exclude leave out all files of {source.name}")
@@ -325,7 +311,8 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
 
 
 def _lost_attributes(report: PutReport) -> str:
-    """What a dataset cannot keep of this source, in one line; empty if it keeps everything."""
+    """The attributes of this source that a dataset cannot keep, in one line; empty if it keeps
+    all."""
     parts = []
     if report.stripped:
         entries = count_text(report.stripped, "entry")
@@ -339,7 +326,7 @@ def _lost_attributes(report: PutReport) -> str:
 
 
 def _deletion_lines(to_delete: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
-    """The paths that --delete would delete, folders before their entries; the first, or all."""
+    """The first paths that --delete would delete, or all; folders before their entries."""
     left_out = 0 if everything else max(0, len(to_delete) - _DELETIONS_SHOWN)
     for path in reversed(to_delete[left_out:]):
         yield b"would delete " + name_line(path)

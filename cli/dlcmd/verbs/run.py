@@ -1,4 +1,4 @@
-"""The verb `run`: runs a training command whose processes tell the mounts what they will read."""
+"""The verb `run`: runs a training command, and announces its reads to the mounts."""
 
 import json
 import os
@@ -30,8 +30,8 @@ _FORWARDED = (
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
 _LOOKS_S = (2.0, 3.0, 5.0, 5.0, 5.0, 9.0)
-"""When the processes of the command are looked at, one after the other: within 30 s in all. After a
-signal the next look may be later by the time that was left."""
+"""Seconds before each look at the processes of the command: within 30 s in all. After a signal the
+next look may be later by the time that was left."""
 
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as well
 
@@ -107,7 +107,8 @@ def _check_writable(report: Path) -> None:
 
 
 def _write(report: Path, page: str) -> None:
-    """Write the report. The command has ended, so an error is told and does not change the code."""
+    """Write the report. An error is printed and does not change the exit code, as the command has
+    ended."""
     try:
         report.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
@@ -164,8 +165,8 @@ def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
 
 
 def _unjoined_path(environment: Mapping[str, str]) -> str:
-    """PYTHONPATH of a Python process of the command that did not keep what it was given, and so
-    cannot join; empty if there is none."""
+    """The PYTHONPATH of a Python process of the command that lacks our folder, and so cannot join;
+    empty if there is none."""
     hook = environment["PYTHONPATH"].partition(os.pathsep)[0]
     settings = f"{VARIABLE}={environment[VARIABLE]}".encode()
     for process in Path("/proc").glob("[0-9]*"):

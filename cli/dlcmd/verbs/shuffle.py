@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diesel_fs.errors import UsageError
@@ -10,9 +10,9 @@ from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
 from diesel_fs.orders.quality import OrderQuality, QualityReport, compare_group_sizes
 from diesel_fs.orders.shuffle import GROUP_SIZE_DEFAULT, chunk_shuffle, full_shuffle
-from diesel_fs.system.atomic_file import atomic_file, write_error
 
 from ..args.addresses import Address, address, open_repository_from_flags
+from ..args.fields import FieldOption, Values, made, options_of
 from ..args.options import argument, file_path, global_flags, option, verb
 from ..show.output import (
     bytes_text,
@@ -24,6 +24,7 @@ from ..show.output import (
     print_table,
     write_stdout,
 )
+from ..show.pages import write_page
 from ..show.quality_plot import quality_svg, worth_percent
 
 _MIX_FIRST = "classes lie together in the chunks: put the files in random order, from a tar"
@@ -31,32 +32,66 @@ _MIX_FIRST = "classes lie together in the chunks: put the files in random order,
 _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective batch")
 
 
+@dataclass(frozen=True, slots=True)
+class WantedOrder:
+    """The order that the user wants, of all files below a folder."""
+
+    seed: int
+    epoch: int
+    group_size: int = GROUP_SIZE_DEFAULT
+    full: bool = False
+    rank: int = 0
+    world: int = 1
+    drop_last: bool = False
+
+    def order(self, view: Snapshot, below: int) -> Indices:
+        """The files in that order. Raises UsageError for numbers that make no sense."""
+        if self.full:
+            return full_shuffle(
+                view, self.seed, self.epoch, rank=self.rank, world=self.world,
+                drop_last=self.drop_last, below=below,
+            )  # fmt: skip
+        return chunk_shuffle(
+            view, self.seed, self.epoch, group_size=self.group_size, rank=self.rank,
+            world=self.world, drop_last=self.drop_last, below=below,
+        )  # fmt: skip
+
+    def quality(self, view: Snapshot, below: int) -> QualityReport:
+        """How well orders of several group sizes mix, this one's among them. Raises UsageError."""
+        return compare_group_sizes(
+            view, self.seed, self.epoch, self.group_size, rank=self.rank, world=self.world,
+            drop_last=self.drop_last, below=below,
+        )  # fmt: skip
+
+
 @verb("shuffle")
 @argument("target", type=address, metavar="DATASET[/path]")
-@option(
-    "--seed", type=int, metavar="N", required=True,
-    help="Seed of the random orders; use the same one for all ranks and epochs.",
-)  # fmt: skip
-@option(
-    "--epoch", type=int, metavar="N", required=True,
-    help="Number of the epoch, from 0 on; each epoch has an order of its own.",
-)  # fmt: skip
-@option(
-    "--group-size", type=int, metavar="N", default=GROUP_SIZE_DEFAULT, show_default=True,
-    help="Number of chunks in a group: their files are shuffled together.",
-)  # fmt: skip
-@option("--full", is_flag=True, help="Shuffle all files together: one group of all chunks.")
-@option(
-    "--rank", type=int, metavar="N", default=0, show_default=True,
-    help="Print the part of this reader (rank), from 0 on.",
-)  # fmt: skip
-@option(
-    "--world", type=int, metavar="N", default=1, show_default=True,
-    help="Number of ranks, each of which gets an equal part of the order.",
-)  # fmt: skip
-@option(
-    "--drop-last", is_flag=True,
-    help="Drop the files that do not divide evenly among ranks; else the order's start fills up.",
+@options_of(
+    WantedOrder, "given",
+    seed=FieldOption(
+        "Seed of the random orders; use the same one for all ranks and epochs.",
+        type=int, metavar="N", required=True,
+    ),
+    epoch=FieldOption(
+        "Number of the epoch, from 0 on; each epoch has an order of its own.",
+        type=int, metavar="N", required=True,
+    ),
+    group_size=FieldOption(
+        "Number of chunks in a group: their files are shuffled together.",
+        type=int, metavar="N", shows_default=True,
+    ),
+    full=FieldOption("Shuffle all files together: one group of all chunks."),
+    rank=FieldOption(
+        "Print the part of this reader (rank), from 0 on.",
+        type=int, metavar="N", shows_default=True,
+    ),
+    world=FieldOption(
+        "Number of ranks, each of which gets an equal part of the order.",
+        type=int, metavar="N", shows_default=True,
+    ),
+    drop_last=FieldOption(
+        "Drop the files that do not divide evenly among ranks; else the order's start fills up."
+    ),
 )  # fmt: skip
 @option("-0", "nul", is_flag=True, help="End paths with NUL instead of a newline.")
 @option(
@@ -69,10 +104,7 @@ _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective 
     type=file_path,
     help="With --quality: draw that into this file, too.",
 )
-def shuffle(
-    target: Address, seed: int, epoch: int, group_size: int, full: bool,
-    rank: int, world: int, drop_last: bool, nul: bool, quality: bool, plot: Path | None,
-) -> None:  # fmt: skip
+def shuffle(target: Address, given: Values, nul: bool, quality: bool, plot: Path | None) -> None:
     """Print the files of a dataset or folder in chunk-wise random order, one path a line.
 
     The chunks are shuffled and cut into groups, and the files of each group are shuffled. So a
@@ -101,24 +133,14 @@ def shuffle(
         top = view.index_of(target.path)
         if view.stat(top).kind != Kind.FOLDER:
             raise UsageError(f"{target} is not a folder")
+        wanted = made(WantedOrder, given)
         if quality:
-            report = compare_group_sizes(
-                view, seed, epoch, group_size, rank=rank, world=world, drop_last=drop_last,
-                below=top,
-            )  # fmt: skip
+            report = wanted.quality(view, top)
             if plot is not None:
-                _write(plot, quality_svg(report, f"{target}: how well chunk-wise orders mix"))
+                write_page(plot, quality_svg(report, f"{target}: how well chunk-wise orders mix"))
             _print_quality(report)
             return
-        if full:
-            order = full_shuffle(
-                view, seed, epoch, rank=rank, world=world, drop_last=drop_last, below=top
-            )
-        else:
-            order = chunk_shuffle(
-                view, seed, epoch, group_size=group_size, rank=rank, world=world,
-                drop_last=drop_last, below=top,
-            )  # fmt: skip
+        order = wanted.order(view, top)
         if not (nul or global_flags().json):
             _refuse_newlines(view, order)
         write_stdout(_lines(view, order, nul=nul))
@@ -142,15 +164,6 @@ def _lines(view: Snapshot, order: Indices, *, nul: bool) -> Iterator[bytes]:
     if nul:
         return (path + b"\0" for path in view.iter_paths(order))
     return map(name_line, view.iter_paths(order))
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a plot. Raises UsageError, DieselError where that fails."""
-    try:
-        with atomic_file(file, mode=0o666, sync=False) as opened:
-            opened.write(text.encode())
-    except OSError as error:
-        raise write_error(str(file), error) from error
 
 
 def _print_quality(report: QualityReport) -> None:
@@ -190,7 +203,7 @@ def _print_quality(report: QualityReport) -> None:
 
 
 def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
-    """How many fully shuffled files a batch is worth."""
+    """The number of fully shuffled files that a batch is worth."""
     return report.batch_files / quality.design_effect if quality.design_effect else None
 
 

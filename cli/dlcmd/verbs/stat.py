@@ -17,7 +17,7 @@ from ..show.output import Value, print_json, time_text, write_stdout
 @verb("stat")
 @argument("target", type=versioned_address, metavar="DATASET[@VERSION][/path]")
 def stat(target: Address) -> None:
-    """Show the metadata of a dataset or an entry; of a file also where its bytes are stored.
+    """Show the metadata of a dataset or an entry; of a file also the chunks with its bytes.
 
     An extent is the part of a file that lies in one chunk. Offsets count from the chunk's start.
     The time of a chunk comes from its ID: the chunk was finished then, just before its upload.

@@ -12,7 +12,7 @@ from ..show.output import print_json, write_stdout
 @verb("stats")
 @argument("folder", type=mount_folder, metavar="DIR")
 def stats(folder: Path) -> None:
-    """Show the counters of a mount, what it has in memory, and how far its readers are.
+    """Show the counters of a mount, its contents in memory, and how far its readers are.
 
     Counters may be a second old. Reads that the kernel answers from its page cache never reach the
     mount, so they are not counted.

@@ -207,7 +207,7 @@ def user_export(file: str) -> None:
 def user_import(file: str, replace: bool) -> None:
     """Add the accounts of an export: all of them, or none if one is not valid.
 
-    A user who exists gets the key and roles in the file. Other users stay, unless --replace.
+    An existing user gets the key and roles in the file. Other users stay, unless --replace.
 
     \b
     Examples:

@@ -33,7 +33,7 @@ def verify(name: str, headers_only: bool) -> None:
 
 
 def print_findings(findings: Findings, name: str, done: str) -> None:
-    """Print what was found. Raises CorruptError for damage, ObjectStoreError for chunks that could
+    """Print the findings. Raises CorruptError for damage, ObjectStoreError for chunks that could
     not be read."""
     if global_flags().json:
         described = findings.to_message()

@@ -1,4 +1,4 @@
-"""The verb `warmup`: loads what lies at a path of a mount before it is read."""
+"""The verb `warmup`: loads the files at a path of a mount before they are read."""
 
 from diesel_fs.errors import PartialError
 from diesel_fs.mounts.warmup import Amount, Warmup, WarmupReport
@@ -19,7 +19,7 @@ from ..show.progress import shown_progress
 @verb("warmup")
 @argument("place", metavar="DIR[/path]")
 def warmup(place: str) -> None:
-    """Load what lies at a path of a mount, so that reading it does not wait for the object store.
+    """Load the files at a path of a mount, so that reading them does not wait for the object store.
 
     The path is a mount point, or a folder or file below one. Files are loaded into the kernel's
     page cache, as far as the mount's --memory goes; with --cache-dir or --task, all of them also

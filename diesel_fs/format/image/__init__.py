@@ -1,7 +1,7 @@
 """An image: a snapshot's tree as a file system that the Linux kernel mounts by itself (EROFS).
 
-With it the kernel answers look-ups, attributes and listings of a mount without a request to us. It
-holds no contents. These lie on another device of the file system, the **content file**, at
+The kernel then answers look-ups, attributes and listings of a mount without a request to us. The
+image has no contents. These lie on another device of the file system, the **content file**, at
 addresses that the image gives. FORMAT.md, section 8, has the bytes.
 
 Read in this order: `addresses` (where contents lie in the content file), `tree` (the bytes of the

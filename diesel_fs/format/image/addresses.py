@@ -1,13 +1,13 @@
 """Gives each content of a snapshot its address in the content file.
 
-An **address** is a number of a block of 4 KiB. Images of one dataset that are built one after
-another form a **chain**: a content that two of them hold keeps its address, and no address is given
-to two contents. So pages that the kernel keeps of the content file stay right while a mount goes
-from one version to the next.
+An **address** is the number of a block of 4 KiB. Images of one dataset that are built one after
+another form a **chain**: a content that two of them hold keeps its address, and no two contents
+ever get one address. So the pages of the content file that the kernel keeps stay right while a
+mount goes from one version to the next.
 
-A content is known by its **origin**: its chunk, its offset there, and its size; of a file of
-several extents chunk and offset of the first. Pure functions; safe from any thread. They work on
-ranges of chunks, so that they need little memory beside their result.
+A content is identified by its **origin**: its chunk, its offset there, and its size; for a file of
+several extents, the chunk and offset of the first one. Pure functions; safe from any thread. They
+work on ranges of chunks, so that they need little memory beside their result.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ BLOCKS_MAX = (1 << 32) - 1
 """Addresses have 32 bits, and the last of them would mean a hole."""
 
 _ALIGNED_BLOCKS = 16
-"""A file of several extents begins at a multiple of this, as its extents do in it."""
+"""A file of several extents begins at a multiple of this, like the extents within the file."""
 
 _BATCH = 1 << 20  # contents for which addresses are given at one time
-_NO_CHUNK = 0xFFFFFFFF  # of an entry without content, or a chunk that a snapshot lacks
+_NO_CHUNK = 0xFFFFFFFF  # for an entry without content, or a chunk that a snapshot lacks
 CHUNK_ID = np.dtype("S16")
 
 
@@ -50,19 +50,19 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """What an image says of the content file, of n entries, of which m have content, in k chunks.
+    """An image's data about the content file: for n entries, of which m have content, in k chunks.
     The m are in the order of their addresses."""
 
     first_block: layout.U4
-    """n; where the content of each entry begins; 0 for an entry without content."""
+    """n; the first block of each entry's content; 0 for an entry without content."""
     order: layout.U4
     """m; the entries."""
     start_block: layout.U4
-    """m; where they begin."""
+    """m; their first blocks."""
     chunk: layout.U4
     """m; the chunk of their origin, a number in `chunk_id`."""
     offset: layout.U4
-    """m; where they begin in the chunk object, in bytes."""
+    """m; their offsets in the chunk object, in bytes."""
     size: layout.U8
     """m; in bytes."""
     chunk_id: npt.NDArray[np.bytes_]
@@ -75,19 +75,18 @@ DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """Where the contents of a snapshot lie. The two columns are those of `ContentColumns`."""
+    """The places of a snapshot's contents. The two columns are those of `ContentColumns`."""
 
     first_block: layout.U4
     order: layout.U4
     end: int
-    """How many blocks the chain has given."""
+    """The number of blocks that the chain has given."""
     used: int
-    """How many blocks of the content file this snapshot needs, from the first on."""
+    """The number of blocks of the content file, from the first on, that this snapshot needs."""
 
 
 def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int = 1) -> Addresses:
-    """The addresses of a snapshot's contents: those that they have in the earlier image, or fresh
-    blocks.
+    """The addresses of a snapshot's contents: the addresses in the earlier image, or fresh blocks.
 
     `end` is the number of blocks that the chain has given; block 0 belongs to no content. Raises
     ImageTooLarge.
@@ -124,7 +123,7 @@ def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int 
 
 
 def _checked(ends: Ints) -> int:
-    """The greatest of these ends of contents. Raises ImageTooLarge."""
+    """The greatest end. Raises ImageTooLarge."""
     end = int(ends.max(initial=0))
     if end > BLOCKS_MAX:
         raise ImageTooLarge
@@ -132,8 +131,8 @@ def _checked(ends: Ints) -> int:
 
 
 def _blocks_of(size: layout.U8) -> Ints:
-    """How many blocks contents of these sizes need. Raises ImageTooLarge: with fewer blocks each,
-    sums of them do not overflow."""
+    """The number of blocks that contents of these sizes need. Raises ImageTooLarge for a larger
+    content; this keeps sums of blocks from overflowing."""
     blocks = size >> np.uint64(12)
     blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
     if int(blocks.max(initial=0)) > BLOCKS_MAX:
@@ -144,7 +143,6 @@ def _blocks_of(size: layout.U8) -> Ints:
 def origins_of(
     columns: layout.SnapshotColumns, entries: Ints | layout.U4
 ) -> tuple[layout.U4, layout.U4]:
-    """The chunk and the offset of files' origins."""
     chunk, offset = columns.chunk[entries], columns.offset[entries]
     many = np.flatnonzero(columns.flags[entries] & np.uint32(layout.MANY_EXTENTS))
     first = columns.extents[chunk[many]]
@@ -153,7 +151,7 @@ def origins_of(
 
 
 def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
-    """The entries that have content, in the order of their origins, in batches of whole chunks."""
+    """The entries with content, in the order of their origins, in batches of whole chunks."""
     chunk, chunks = columns.chunk.copy(), len(columns.chunk_bytes)
     chunk[(layout.kinds(columns.flags) != Kind.FILE) | (columns.size == 0)] = _NO_CHUNK
     many = np.flatnonzero(columns.flags & np.uint32(layout.MANY_EXTENTS))
@@ -171,7 +169,7 @@ def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
 
 
 def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
-    """Chunk and offset as one number, by which origins are sorted."""
+    """Chunk and offset as one number, to sort origins by."""
     return chunk.astype(np.uint64) << np.uint64(32) | offset
 
 
@@ -179,7 +177,7 @@ class _Kept:
     """The addresses of an earlier image, by origin."""
 
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
-        """`chunk_id` is the chunk table of the snapshot: from now on, its numbers name chunks."""
+        """`chunk_id` is the chunk table of the snapshot; chunk numbers refer to it from now on."""
         self._earlier = earlier
         number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)
         known = np.zeros(len(number), np.bool_)
@@ -189,8 +187,8 @@ class _Kept:
         self._chunk = number[earlier.chunk]
 
     def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
-        """The addresses of contents, whose origins ascend; 0 for one that the image lacks. Of
-        several contents with one origin, the i-th has the address of the i-th."""
+        """The addresses of contents with ascending origins; 0 for a content that the image lacks.
+        If several contents have one origin, the i-th gets the address of the i-th."""
         first = np.zeros(len(chunk), np.int64)
         if not len(chunk):
             return first

@@ -1,8 +1,7 @@
 """The file of an image: the tree, the columns about the content file, and a trailer.
 
-The file system stands at the start, so the kernel mounts the file as it is. The trailer stands at
-the end, with the lengths and checksums of everything (FORMAT.md, section 8). Pure; safe from any
-thread.
+The file system stands at the start, so the kernel mounts the file as it is. The trailer at the end
+has the lengths and checksums of all parts (FORMAT.md, section 8). Pure; safe from any thread.
 """
 
 import struct
@@ -22,8 +21,8 @@ from .tree import MAGIC, SUPERBLOCK_AT, ImageTree, Shown, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
 FORMAT_VERSION = 2
-"""Of images that are built. Those of version 1 can be read: only the inodes of large files differ,
-which the kernel alone reads."""
+"""The version of images that are built. Images of version 1 can be read, too: only their inodes of
+large files differ, and the kernel alone reads these."""
 
 _OLDEST_VERSION = 1
 _TRAILER_BYTES = 512
@@ -58,7 +57,7 @@ class Image:
         self.sequence = fields.sequence
         """The number of the image in its chain, from 1."""
         self.end_block = fields.end_block
-        """How many blocks of the content file this chain has given up to this image."""
+        """The number of blocks of the content file that this chain has given up to this image."""
         self.entry_count = fields.entries
         self.shown = fields.shown
         self.tree_bytes = parts[0][1]
@@ -71,8 +70,8 @@ class Image:
         self._hidden_block = fields.hidden_block
 
     def root_folder(self, *, hidden: bool) -> bytes:
-        """The content of the device with the root folder: its listing, with `.diesel` or, if
-        `hidden`, without it. Both have the same length."""
+        """The listing of the root folder, which is the content of its device: with `.diesel`, or
+        without it if `hidden`. Both have the same length."""
         if not hidden:
             return bytes(self._root)
         at = self._hidden_block * BLOCK_BYTES
@@ -82,12 +81,12 @@ class Image:
 def build_image(snapshot: Snapshot, shown: Shown, earlier: Image | UUID) -> Iterator[Bytes]:
     """The image of a snapshot, as pieces to be written one after the other.
 
-    `earlier` is the last image of the chain that this one continues (of the same dataset, any
+    `earlier` is the last image of the chain that this image continues (of the same dataset, any
     version, any `Shown`), or the name of a new chain, which no other chain has ever had. A chain
     must never continue in two ways from one image.
 
-    Raises ImageTooLarge, and FormatError for a snapshot that contradicts itself, or that no tree
-    can show.
+    Raises ImageTooLarge, and FormatError for a snapshot that contradicts itself or that no tree can
+    show.
     """
     check(snapshot)
     if isinstance(earlier, Image):
@@ -101,8 +100,6 @@ def build_image(snapshot: Snapshot, shown: Shown, earlier: Image | UUID) -> Iter
 
 
 class _Trailer(NamedTuple):
-    """The fields of the trailer."""
-
     identity: UUID
     version: int
     chain: UUID
@@ -116,7 +113,6 @@ class _Trailer(NamedTuple):
 
 
 def _pieces(tree: ImageTree, chain: UUID, sequence: int) -> Iterator[Bytes]:
-    """The bytes of an image."""
     snapshot, addresses, shown = tree.snapshot, tree.addresses, tree.shown
     hidden_number, hidden = tree.hidden_block()
     at, table = 0, b""
@@ -141,7 +137,6 @@ def _pieces(tree: ImageTree, chain: UUID, sequence: int) -> Iterator[Bytes]:
 
 
 def _column_pieces(snapshot: Snapshot, addresses: Addresses) -> Iterator[Iterable[Bytes]]:
-    """The bytes of each of `ContentColumns`."""
     columns, first_block, order = snapshot.columns, addresses.first_block, addresses.order
     yield [first_block.view(np.uint8).data]
     yield [order.view(np.uint8).data]
@@ -153,7 +148,8 @@ def _column_pieces(snapshot: Snapshot, addresses: Addresses) -> Iterator[Iterabl
 
 
 def _taken(order: U4, of: Callable[[U4], U4 | U8]) -> Iterator[Bytes]:
-    """The bytes of a column by address, made in batches: of each entry what `of` returns."""
+    """The bytes of a column by address, made in batches; `of` returns the column's values for
+    entries."""
     for start in range(0, len(order), _BATCH):
         yield of(order[start : start + _BATCH]).view(np.uint8).data
 
@@ -163,7 +159,7 @@ def _corrupt(what: str, offset: int = -1) -> NoReturn:
 
 
 def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int]]]:
-    """The trailer; and of each part its start, its end, and its checksum."""
+    """The trailer; and each part's start, end, and checksum."""
     magic_at = SUPERBLOCK_AT
     if len(view) < BLOCK_BYTES + _TRAILER_BYTES:
         raise TruncatedError(f"truncated image: {len(view)} bytes", offset=len(view))
@@ -207,7 +203,7 @@ def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int
 
 
 def _check_parts(found: _Trailer, parts: list[tuple[int, int, int]], trailer_at: int) -> None:
-    """Raise CorruptError unless parts follow one another up to the trailer, and have the lengths
+    """Raise CorruptError unless the parts follow one another up to the trailer and have the lengths
     that the trailer's counts demand."""
     at = 0
     for start, length, _ in parts:
@@ -230,7 +226,6 @@ def _check_parts(found: _Trailer, parts: list[tuple[int, int, int]], trailer_at:
 
 
 def _columns_of(view: memoryview, parts: list[tuple[int, int, int]]) -> ContentColumns:
-    """The columns, as views of the image."""
     arrays = []
     for (at, end, _), dtype in zip(parts[3:], DTYPES, strict=True):
         arrays.append(np.ndarray(((end - at) // dtype.itemsize,), dtype, view, at))

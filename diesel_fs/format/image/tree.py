@@ -5,8 +5,8 @@ snapshot and the listings of its folders. Files' inodes name blocks of the conte
 (`addresses.py`), which is mapped behind the tree's own blocks; the blocks of the root folder lie
 between, on a device of their own, so that a mount can hide `.diesel` there.
 
-FORMAT.md, section 8, says where everything lies. Pure; safe from any thread. All is done by
-columns, in batches.
+FORMAT.md, section 8, has the layout. Pure; safe from any thread. All work is done by columns, in
+batches.
 """
 
 import struct
@@ -41,15 +41,15 @@ _DEVICE_SLOT_BYTES = 128
 _DEVICE_TABLE_AT = 9 * _DEVICE_SLOT_BYTES  # behind the superblock
 _DEVICE = struct.Struct("<64sII56x")  # name, blocks, the address of the first
 _INODES_AT = 1  # a block
-_SLOT_BYTES = 32  # an inode's number says where it lies, in these units
+_SLOT_BYTES = 32  # an inode's number is its place, in these units
 _SLOTS = BLOCK_BYTES // _SLOT_BYTES  # in a block
 _INODE_BYTES = 64
 _INODE_SLOTS = _INODE_BYTES // _SLOT_BYTES
-_ROOT_NUMBER = 2  # not 0: programs take an entry with this number for a deleted one
+_ROOT_NUMBER = 2  # not 0: programs take an entry with the number 0 for a deleted one
 _INLINE_BYTES_MAX = BLOCK_BYTES - _INODE_BYTES
 _EXTENDED = 1  # the inode has 64 bytes
-# Where content lies: in blocks; its end behind the inode; in blocks of a device that is named
-# behind the inode.
+# The place of content: in blocks; in blocks, but its end behind the inode; in blocks of a device
+# that is named behind the inode.
 _PLAIN, _INLINE, _INDEXED = 0 << 1, 2 << 1, 4 << 1
 _LARGE_SLOTS = 3  # an inode, and behind it the place of the content
 _LARGE_IN_BLOCK = _SLOTS // _LARGE_SLOTS
@@ -87,22 +87,22 @@ _BATCH = 1 << 18  # entries, or items of folders
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What the tree shows that no snapshot holds: whose the entries are, and who may see them."""
+    """Attributes of the tree that no snapshot holds: owner, permission bits, and access."""
 
     uid: int
     gid: int
     umask: int = 0
     """Permission bits that are taken away from files and folders."""
     private_to: int = -1
-    """From 0 on: the root folder belongs to this user, and only its owner may enter it."""
+    """If not negative: the root folder belongs to this user, and only its owner may enter it."""
 
 
 def check(snapshot: Snapshot) -> None:
-    """Raise CorruptError for columns that contradict each other, and FormatError for what a tree in
-    the kernel cannot show.
+    """Raise CorruptError for columns that contradict each other, and FormatError for entries that a
+    tree in the kernel cannot show.
 
-    A private copy is checked here for the first time since it was written: the kernel trusts a
-    file system, so it must hold whoever wrote the snapshot.
+    This is the first check of a private copy since it was written. It is needed because the kernel
+    trusts a file system, and anybody may have written the snapshot.
     """
     columns = snapshot.columns
     layout.check(snapshot.header, columns)
@@ -115,7 +115,7 @@ def check(snapshot: Snapshot) -> None:
 
 
 def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
-    """The entries of the root folder, and how many are before `.diesel`: by their names, since a
+    """The entries of the root folder, and how many come before `.diesel`. Compares names, since a
     snapshot's lookup index may be wrong."""
     in_root = snapshot.children(ROOT_INDEX)
     return in_root, bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
@@ -127,8 +127,8 @@ def _packed(
     """Cut `count` items into runs whose costs add up to `limit` at most, as few as possible; a new
     run begins at each of `starts`, the first of which is 0.
 
-    `costs(first, end)` has the costs of a range of items; none is above `limit`. Returns of each
-    run its first item and its cost.
+    `costs(first, end)` returns the costs of a range of items; none is above `limit`. Returns the
+    first item and the cost of each run.
     """
     firsts, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     done = 0
@@ -157,18 +157,17 @@ def _packed(
 
 
 def _ragged(starts: Ints, lengths: Ints) -> Ints:
-    """The positions in ranges that begin at `starts`, one range after the other."""
     ends = np.cumsum(lengths)
     return np.repeat(starts - ends + lengths, lengths) + np.arange(ends[-1] if len(ends) else 0)
 
 
 class _Items:
-    """What the folders list. An **item** is one name in one folder; items have numbers, in the
-    order of folders and, in a folder, of names (as bytes).
+    """The items of folders. An **item** is one name in one folder; items are numbered in the order
+    of folders and, within a folder, of names (as bytes).
 
-    Each folder lists its entries, `.` and `..`; the root folder lists `.diesel`, too, which has the
-    number of entries for its index. Entries stand in this order already, so that an item's entry is
-    its number less the number of the other, **special** items before it.
+    Each folder lists its entries, `.` and `..`; the root folder also lists `.diesel`, whose index
+    is the number of entries. Entries already stand in this order, so an item's entry is the item's
+    number minus the number of **special** items (`.`, `..` and `.diesel`) before it.
     """
 
     _SPECIAL_NAMES = np.frombuffer(b".." + CONTROL_FOLDER, np.uint8)
@@ -176,7 +175,7 @@ class _Items:
     _SPECIAL_NAME_BYTES = np.array([1, 2, len(CONTROL_FOLDER)])
 
     def __init__(self, snapshot: Snapshot, folders: Ints) -> None:
-        """`folders` has the indices of all folders, ascending; the last is `.diesel`."""
+        """`folders` has the indices of all folders, ascending; the last one is `.diesel`."""
         self._columns = columns = snapshot.columns
         control = len(snapshot)
         counts = np.append(columns.offset[folders[:-1]].astype(np.int64), 0) + 2
@@ -197,7 +196,7 @@ class _Items:
         self._special_name = np.repeat([0, 1, 2], [len(folders), len(folders), 1])[order]
 
     def of(self, items: Ints) -> "_Listed":
-        """What to list for items, in their order."""
+        """The entries and names of these items, in their order."""
         before = np.searchsorted(self._special, items)
         entry = items - before + 1
         special = np.flatnonzero(self._special[np.minimum(before, len(self._special) - 1)] == items)
@@ -210,8 +209,8 @@ class _Items:
         return _Listed(entry, start, length, special, self._SPECIAL_NAME_AT[special_name])
 
     def costs(self, first: int, end: int) -> Ints:
-        """The bytes that a range of items takes in a listing. `.diesel` counts with the item before
-        it, which is thereby always in the same block."""
+        """The bytes that each item of a range takes in a listing. `.diesel` counts with the item
+        before it, so both are always in one block."""
         costs = self.of(np.arange(first, end)).length + _ITEM_BYTES
         at = self.control - first
         if 0 < at < len(costs):
@@ -234,7 +233,7 @@ class _Items:
 
 
 class _Listed(NamedTuple):
-    """Items as columns. The names of special ones lie elsewhere."""
+    """Items as columns. The names of special items lie elsewhere."""
 
     entry: Ints
     name_start: Ints
@@ -245,13 +244,13 @@ class _Listed(NamedTuple):
 
 
 def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
-    """By position in `folders`: how many entries come before `.`, and how many before `..`."""
+    """The number of entries before `.`, and before `..`, by position in `folders`."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
     for start in range(1, len(columns.parent), _BATCH):
         name_at = columns.name_start[start : min(start + _BATCH, len(columns.parent))]
         first, second = columns.names[name_at], columns.names[name_at + np.uint64(1)]
-        # A name that begins with a dot has two bytes at least.
+        # A name that begins with a dot has at least two bytes.
         for counts, smaller in (
             (before_dot, first < dot),
             (before_dots, (first < dot) | ((first == dot) & (second < dot))),
@@ -262,7 +261,7 @@ def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[
 
 
 class ImageTree:
-    """The file system of an image: where its inodes and blocks lie, and what is in them.
+    """The file system of an image: the places of its inodes and blocks, and their bytes.
 
     Raises ImageTooLarge.
     """
@@ -271,18 +270,18 @@ class ImageTree:
         self.snapshot, self.shown, self.addresses = snapshot, shown, addresses
         control = len(snapshot)
         self._kind = np.append(layout.kinds(snapshot.columns.flags), Kind.FOLDER).astype(np.uint8)
-        """By index of an entry; `.diesel` counts as the last one, here and in the others."""
+        """By index of an entry; `.diesel` counts as the last one, here and in the other columns."""
         self._folders = np.flatnonzero(self._kind == Kind.FOLDER)
         self._links = np.flatnonzero(self._kind == Kind.LINK)
         self._items = items = _Items(snapshot, self._folders)
         self._run_first, self._run_bytes = _packed(
             items.costs, items.count, items.first, BLOCK_BYTES
         )
-        """A run is the items in one block of a folder, or, of its last block, perhaps behind the
-        folder's inode."""
+        """A run is the items in one block of a folder. A folder's last run may stand behind the
+        folder's inode instead."""
         self._run_end = np.append(self._run_first[1:], items.count)
         self._run_folder = np.searchsorted(items.first, self._run_first, "right") - 1
-        """Of each run the position of its folder in `_folders`."""
+        """The position of each run's folder in `_folders`."""
         is_last = np.append(np.diff(self._run_folder) > 0, True)
         self.root_blocks = int(np.searchsorted(self._run_folder, 1))
         self._is_inline = is_last & (self._run_bytes <= _INLINE_BYTES_MAX)
@@ -296,8 +295,8 @@ class ImageTree:
         self._place_blocks()
 
     def _number_inodes(self, control: int, tails: Ints) -> None:
-        """Give each inode its number. Folders and links come first, each with what lies behind it
-        in its block; then the files of at most one block; then all other files."""
+        """Number the inodes. Folders and links come first, each with its data behind it in its
+        block; then the files of at most one block; then all other files."""
         is_short = self._link_bytes <= _INLINE_BYTES_MAX
         behind = np.concatenate([tails, np.where(is_short, self._link_bytes, 0)])
         slots = _INODE_SLOTS - (-behind // _SLOT_BYTES)
@@ -326,8 +325,9 @@ class ImageTree:
         self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
-        """Give addresses to the blocks behind the inodes: those of folders, then those of links.
-        The blocks of the root folder follow them, on another device; then the content file."""
+        """Give addresses to the blocks behind the inodes: first those of folders, then those of
+        links. Behind these come the blocks of the root folder, on another device, and then the
+        content file."""
         at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False
@@ -347,7 +347,6 @@ class ImageTree:
         )
 
     def pieces(self) -> Iterator[Bytes]:
-        """The bytes of the file system."""
         yield self._head()
         yield from self._mixed_inodes()
         yield from self._small_inodes()
@@ -357,12 +356,11 @@ class ImageTree:
             yield self.snapshot.link(entry).ljust(BLOCK_BYTES, b"\0")
 
     def root(self) -> Iterator[Bytes]:
-        """The blocks of the root folder."""
         return self._blocks_of_runs(np.arange(self.root_blocks))
 
     def hidden_block(self) -> tuple[int, Bytes]:
-        """The number of the block of the root folder that lists `.diesel`, and this block without
-        it. Other names are in it, since the first one of a block is never `.diesel`."""
+        """The number of the root folder's block that lists `.diesel`, and this block without that
+        name. The block has other names, since `.diesel` is never the first one of a block."""
         run = int(np.searchsorted(self._run_first, self._items.control, "right")) - 1
         items = np.arange(self._run_first[run], self._run_end[run])
         out = np.zeros(BLOCK_BYTES, np.uint8)
@@ -371,10 +369,10 @@ class ImageTree:
         return run, out.data
 
     def _head(self) -> Bytes:
-        """The first block: superblock and device table."""
+        """The superblock and the device table."""
         snapshot = self.snapshot
         head = bytearray(BLOCK_BYTES)
-        # File handles (NFS) name the file system by this, so it is another one for each version.
+        # File handles (NFS) name the file system by this UUID, so each version has its own.
         uuid = xxh3_128_digest(snapshot.identity.bytes + snapshot.version.to_bytes(8, "little"))
         _SUPERBLOCK.pack_into(
             *(head, SUPERBLOCK_AT, MAGIC, _COMPAT_MTIME, BLOCK_BYTES.bit_length() - 1, 0),
@@ -392,7 +390,7 @@ class ImageTree:
     def _inodes(
         self, entries: Ints, layouts: Ints, size: Ints, block: Ints
     ) -> npt.NDArray[np.void]:
-        """The inodes of entries, whose content lies as `layouts` says."""
+        """The inodes of entries; `layouts` says how the content of each lies."""
         columns, shown = self.snapshot.columns, self.shown
         is_control = entries == len(self.snapshot)
         source = np.where(is_control, ROOT_INDEX, entries)  # `.diesel` is as old as the root folder
@@ -413,7 +411,7 @@ class ImageTree:
         return rows
 
     def _mixed_inodes(self) -> Iterator[Bytes]:
-        """The blocks with the inodes of folders and links, and what lies behind them."""
+        """The blocks with the inodes of folders and links, and the data behind these."""
         number = self._number[self._folders], self._number[self._links]
         tails = np.flatnonzero(self._is_inline)
         tail_at = number[0][self._run_folder[tails]].astype(np.int64) * _SLOT_BYTES + _INODE_BYTES
@@ -440,7 +438,6 @@ class ImageTree:
             yield out.data
 
     def _put_links(self, links: Span, base: int, out: layout.Bytes) -> None:
-        """Write the inodes of links, and the targets of short ones."""
         columns, size = self.snapshot.columns, self._link_bytes[links]
         is_short = size <= _INLINE_BYTES_MAX
         entries = self._links[links]
@@ -461,14 +458,13 @@ class ImageTree:
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """The files of more than one block, or the others, in batches."""
+        """The files of more than one block, or all others, in batches."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
             yield first + np.flatnonzero((self._kind[some] == Kind.FILE) & (is_large == large))
 
     def _small_inodes(self) -> Iterator[Bytes]:
-        """The blocks with the inodes of files of at most one block."""
         written = 0
         for files in self._files(large=False):
             block = self.addresses.first_block[files].astype(np.int64)
@@ -480,10 +476,9 @@ class ImageTree:
         yield bytes(self._small_blocks * BLOCK_BYTES - written * _INODE_BYTES)
 
     def _large_inodes(self) -> Iterator[Bytes]:
-        """The blocks with the inodes of all other files. Their contents are found by the number of
-        the device: the kernel then reads many blocks at once, where it would read each alone if it
-        had to find the device by the block.
-        """
+        """The blocks with the inodes of all other files. These name the device of their content:
+        the kernel then reads many blocks at once. If it had to find the device by the block, it
+        would read each block alone."""
         before = np.zeros(0, np.int64)
         for files in self._files(large=True):
             files = np.concatenate([before, files])
@@ -493,7 +488,7 @@ class ImageTree:
         yield self._large_blocks_of(before)
 
     def _large_blocks_of(self, files: Ints) -> Bytes:
-        """The blocks of some of these inodes; the last one is filled with zeros."""
+        """Blocks of these inodes; the last block is filled with zeros."""
         size = self.snapshot.columns.size[files].astype(np.int64)
         kind = np.full(len(files), _PLACES_ARE_LONG | _PLACE_BITS_MAX)
         inodes = self._inodes(files, np.full(len(files), _INDEXED), size, kind)
@@ -511,7 +506,6 @@ class ImageTree:
         return out.reshape(-1).data
 
     def _blocks_of_runs(self, runs: Ints) -> Iterator[Bytes]:
-        """A block for each of these runs."""
         for start in range(0, len(runs), _BATCH_BLOCKS):
             some = runs[start : start + _BATCH_BLOCKS]
             out = np.zeros(len(some) * BLOCK_BYTES, np.uint8)
@@ -519,13 +513,13 @@ class ImageTree:
             yield out.data
 
     def _list_runs(self, runs: Ints, at: Ints, out: layout.Bytes) -> None:
-        """Write the items of runs, each from byte `at` of `out` on."""
+        """Write the items of runs; `at` has the byte of `out` at which each run starts."""
         count = self._run_end[runs] - self._run_first[runs]
         self._list(_ragged(self._run_first[runs], count), count, at, out)
 
     def _list(self, items: Ints, count: Ints, at: Ints, out: layout.Bytes) -> None:
-        """Write items, of which `count` each belong to one run that is written from byte `at` of
-        `out` on: first a record for each, then the names."""
+        """Write the items of some runs: `count` items for each run, written from byte `at` of `out`
+        on. A run has first a record for each item, then the names."""
         listed = self._items.of(items)
         run = np.repeat(np.arange(len(count)), count)
         first = np.cumsum(count) - count

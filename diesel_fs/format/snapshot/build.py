@@ -4,17 +4,17 @@ A **row** is one changed entry of a dataset (`Rows` in `format/entries.py`): a f
 that is new or replaced, or a tombstone for one that was deleted. A folder without an entry of its
 own is **implicit**: it exists because something is in it. Such a folder **shadows** a file or link
 that has the same path, which is stored but not visible. `build_snapshot` works in three steps:
-`_MergePlan` decides which entry is visible at each path, `_EntryOrder` where each entry then
-stands, and `_Assembly` makes the columns of the result.
+`_MergePlan` decides which entry is visible at each path, `_EntryOrder` gives each entry its
+position, and `_Assembly` makes the columns of the result.
 
-The result depends on the state alone, never on the way to it: a merge gives the same bytes as a
-full build. Surviving entries keep their relative order, since that is by depth, folder and name. So
-the next snapshot is the previous one without some entries, with new ones inserted at known places.
+The result depends on the state alone, not on its history: a merge gives the same bytes as a full
+build. Surviving entries keep their relative order, since that is by depth, folder and name. So the
+next snapshot is the previous one without some entries, with new ones inserted at known positions.
 Python code runs once per changed row and per folder that holds one; all other entries stay in
 arrays. Pure functions; safe from any thread.
 
-A **source** is an array that says, for each item of a result, which item of (previous items, then
-new ones) it is; each column of the result is one `take` by a source.
+A **source** is an array that has, for each item of a result, the number of its origin among
+(previous items, then new ones); each column of the result is one `take` by a source.
 """
 
 import operator
@@ -40,9 +40,9 @@ from . import layout
 from .entry_digest import EntryDigest, check_entry_digests
 from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
-_NO_CHUNK = 0xFFFFFFFF  # instead of the number of a chunk that is not in the chunk table
+_NO_CHUNK = 0xFFFFFFFF  # stands for a chunk that is not in the chunk table
 _BLOCK = 1 << 18  # entries for which several columns are made at one time
-_BLOCK_ROWS = 1 << 16  # rows whose names are Python objects at one time
+_BLOCK_ROWS = 1 << 16  # rows at a time that have their names as Python objects
 
 
 def build_snapshot(
@@ -60,11 +60,11 @@ def build_snapshot(
 
     `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` has all chunks of
     the new version, in any order. `version` and `digest` (of the chunks' IDs) are those of the
-    dataset's head. A row of the root's own path, `b""`, gives the root's mode and time. The files
+    dataset's head. A row with the root's own path, `b""`, sets the root's mode and time. The files
     of each chunk in `entry_digests` are compared with its digest. Raises UsageError for an
-    impossible row, and CorruptError for a file whose chunk is not in `chunks` or whose digest
-    differs. With many rows the caller should keep no reference to them: this function frees them
-    as it goes.
+    impossible row, and CorruptError for a file that lies in a chunk outside `chunks` or whose
+    digest differs. A caller with many rows should keep no reference to them: this function frees
+    them as it goes.
     """
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
@@ -76,7 +76,7 @@ def build_snapshot(
     plan = _MergePlan(old, rows, _ChangedFolders(old, rows))
     del rows
     order = _order_of(plan)
-    del plan.hash, plan.ascends, plan.new_rows  # the order has what is needed of them
+    del plan.hash, plan.ascends, plan.new_rows  # the order has all that is needed of them
     columns = _Assembly(plan, order, table).columns()
     del plan, order
     check_entry_digests(columns, entry_digests)
@@ -137,8 +137,8 @@ class _ChangedFolders:
             self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
-        """Number the folders in directory order. Until then they have IDs, in the order of rows:
-        `ids` has them by (ID of the parent, name), `levels` their depths by ID."""
+        """Number the folders in directory order. Before, they have IDs in the order of rows: `ids`
+        maps (ID of the parent, name) to an ID, and `levels` has the depths by ID."""
         self._rank = np.zeros(len(levels), np.int64)  # by ID: the number
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
@@ -156,11 +156,11 @@ class _ChangedFolders:
 
 
 class _MergePlan:
-    """What happens to each path: which entry is visible there, which are removed, which are new.
+    """The changes to each path: which entry is visible there, which are removed, which are new.
 
-    What an entry is beside its name (mode, size, where its bytes lie) is its **data**. Data is
-    numbered: first the visible entries of the previous snapshot, then its shadowed ones, then the
-    rows, and last one number for all implicit folders.
+    An entry's attributes without its name (mode, size, place of its bytes) are its **data**. Data
+    is numbered: first the visible entries of the previous snapshot, then its shadowed ones, then
+    the rows, and last one number for all implicit folders.
     """
 
     def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
@@ -170,18 +170,18 @@ class _MergePlan:
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
         self.data: Indices = np.arange(old.entry_count)
-        """By index in the previous snapshot: the number of the data that is now visible there."""
+        """The number, by index in the previous snapshot, of the data that is now visible there."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
-        """By index of a folder in the previous snapshot: the data of the entry it shadows now."""
+        """The data of the entry that a folder shadows now, by its previous index."""
         self.new_shadow: dict[int, int] = {}
-        """By number of a new folder: the data of the entry it shadows."""
+        """The data of the entry that a new folder shadows, by its number."""
         self.entry_changes = np.zeros(len(folders), np.int64)
-        """By number of a folder: by how many its entries become more or fewer."""
+        """The change of the number of entries of each folder."""
         self.new_data: dict[int, int] = {}
-        """By number of a new folder: the data that is visible there."""
+        """The data that is visible at each new folder, by its number."""
         self.new_rows: Indices
         """The rows that become new entries, ascending; without those of `_ChangedFolders`."""
         self._check_rows()
@@ -201,9 +201,9 @@ class _MergePlan:
             raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
 
     def _hash_names(self) -> None:
-        """The hash of each row's path, and whether its name is smaller than the next row's.
+        """Hash each row's path, and compare its name with the next row's.
 
-        Works on blocks of rows, so that few names are Python objects at one time.
+        Works on blocks of rows, so that few names are Python objects at a time.
         """
         count, folders = len(self.rows), self.folders
         self.hash = np.zeros(count, np.uint64)
@@ -224,7 +224,7 @@ class _MergePlan:
             )
 
     def _rows_of_folders(self) -> dict[int, int]:
-        """By number in `_ChangedFolders`: the row whose path is that folder's own."""
+        """The row of each changed folder that has one, by number in `_ChangedFolders`."""
         folders = self.folders
         wanted = np.sort(np.array(folders.hash, np.uint64))
         has_prefix = np.zeros(1 << 16, np.bool_)  # a filter that one row in thousands passes
@@ -243,12 +243,11 @@ class _MergePlan:
         return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
-        """Plan the rows that are not in `own_row`. If there is anything below their paths, no row
-        changes it."""
+        """Plan the rows that are not in `own_row`. No row changes anything below their paths."""
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
-        if old.entry_count == 1:  # only the root, whose row is not among these
+        if old.entry_count == 1:  # only the root, and its row is not among these
             self.new_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
             counted = folders.of_row[self.new_rows]
             self.entry_changes += np.bincount(counted, minlength=len(folders))
@@ -269,7 +268,6 @@ class _MergePlan:
         self.entry_changes -= np.bincount(removed_from, minlength=len(folders))
 
     def _change(self, at: Indices, row: Indices, kind: npt.NDArray[np.uint8]) -> None:
-        """Plan rows whose path exists in the previous snapshot, at the indices `at`."""
         if len(np.unique(at)) != len(at):
             raise UsageError("two rows have one path")
         is_folder, child_count = self.old_kind[at] == Kind.FOLDER, self.old.columns.offset[at]
@@ -315,7 +313,7 @@ class _MergePlan:
                     self.new_shadow[number] = own
 
     def _own(self, at: int) -> tuple[int, Kind]:
-        """The data and the kind of the own entry at the path of a previous entry, visible or
+        """The data and the kind of the entry stored at the path of a previous entry, visible or
         shadowed; -1 if the folder there is only implied."""
         if at < 0:  # no previous entry
             return -1, Kind.TOMBSTONE
@@ -323,36 +321,36 @@ class _MergePlan:
         if not flags & layout.IMPLICIT:
             return at, Kind(int(self.old_kind[at]))
         if at in self.shadow:
-            return self.shadow[at], Kind.FILE  # or a link: both are shadowed alike
+            return self.shadow[at], Kind.FILE  # or a link: both are treated alike
         return -1, Kind.TOMBSTONE
 
 
 @dataclass(frozen=True, slots=True)
 class _EntryOrder:
-    """Where entries stand in the result. The columns `new_*` are the new entries, in directory
+    """The positions of entries in the result. The columns `new_*` are the new entries, in directory
     order.
 
-    A new entry is made from an **item**; items are numbered: first the new folders, then all rows.
+    A new entry is made from an **item**. Items are numbered: first the new folders, then all rows.
     """
 
     made: list[int]
     """The folders that are new, as numbers of `_ChangedFolders`."""
     new_folder: layout.U4
-    """The folder of each, a number of `_ChangedFolders`."""
+    """The folder of each entry, a number of `_ChangedFolders`."""
     new_item: layout.U4
-    """The item of each."""
+    """The item of each entry."""
     new_hash: layout.U8
     new_index: layout.U4
-    """The index of each in the result."""
+    """The index of each entry in the result."""
     old_index: Indices
     """The index in the result of each previous entry; meaningless for removed ones."""
     folder_index: Indices
-    """The index in the result of each of `_ChangedFolders`; meaningless for those that do not
-    exist."""
+    """The index in the result of each of `_ChangedFolders`; meaningless for removed folders."""
 
 
 def _order_of(plan: _MergePlan) -> _EntryOrder:
-    """The order of what the plan keeps and adds. Raises UsageError where two rows have one path."""
+    """The order of the entries that the plan keeps and adds. Raises UsageError if two rows have one
+    path."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
@@ -386,7 +384,6 @@ def _order_of(plan: _MergePlan) -> _EntryOrder:
 
 
 def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]:
-    """The names of items."""
     is_row = item >= len(made)
     of_rows = iter(plan.names.take(item[is_row].astype(np.int64) - len(made)))
     of_made = (plan.folders.name[made[i]] for i in item[~is_row].tolist())
@@ -396,11 +393,11 @@ def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]
 def _sorted_by_name(
     plan: _MergePlan, made: list[int], folder: layout.U4, item: layout.U4
 ) -> Indices:
-    """The order of items by folder, then name. The rows of a folder are mostly sorted already, so
-    only folders whose rows are not are sorted by name."""
+    """The order of items by folder, then name. The rows of most folders are sorted already; only
+    the other folders are sorted by name."""
     order = np.argsort(folder, kind="stable")
     fits: layout.Mask = np.zeros(len(item), np.bool_)
-    """Whether the next item follows this one by its name, too."""
+    """Whether the next item's name comes after this one's."""
     fits[:-1] = (item[:-1] >= len(made)) & (np.diff(item) == 1)
     fits[fits] = plan.ascends[item[fits] - np.uint32(len(made))]
     sorted_folder = folder[order]
@@ -418,7 +415,7 @@ def _sorted_by_name(
 
 
 def _runs(values: layout.U4) -> tuple[Indices, Indices]:
-    """Where each run of equal values starts, and how long it is."""
+    """The starts of runs of equal values, and their lengths."""
     change = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=change[1:])
     starts = np.flatnonzero(change)
@@ -433,7 +430,7 @@ def _places(
     made_position: dict[int, int],
 ) -> Indices:
     """The index of the previous entry before which each new one is inserted, ascending; the number
-    of previous entries means the end."""
+    of previous entries stands for the end."""
     old, folders = plan.old, plan.folders
     old_folders = np.flatnonzero(plan.old_kind == Kind.FOLDER)
     places = np.empty(len(folder), np.int64)
@@ -458,8 +455,8 @@ def _places(
 
 
 def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]:
-    """Before which entry of a folder each of these names is inserted; both are sorted."""
-    if len(names) * 64 > len(inside):  # then listing all names costs less than the searches
+    """The entry of a folder before which each name is inserted; both are sorted."""
+    if len(names) * 64 > len(inside):  # listing all names costs less than the searches
         known = old.names(inside)
         at = [bisect_left(known, name) for name in names]
     else:
@@ -471,10 +468,10 @@ def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]
 
 
 class _Data(NamedTuple):
-    """What entries are beside their names: the columns of `layout.Columns` of the same names.
+    """The data of entries: the columns of `layout.Columns` of the same names.
 
-    At first the numbers of chunks, targets and extents count (previous ones, then those of the
-    rows); `_targets`, `_extents` and `_number_chunks` change them to numbers of the result.
+    At first, chunks, targets and extents are numbered as (previous ones, then those of the rows);
+    `_targets`, `_extents` and `_number_chunks` change these to numbers of the result.
     """
 
     flags: layout.U4
@@ -493,7 +490,7 @@ class _Assembly:
     """The columns of the result, from the previous snapshot and the rows.
 
     Arrays as long as all rows are written in place: beside the rows and the result, memory holds
-    little more than one number for each entry.
+    little more than one number per entry.
     """
 
     def __init__(self, plan: _MergePlan, order: _EntryOrder, table: Sequence[ChunkInfo]) -> None:
@@ -506,14 +503,13 @@ class _Assembly:
         self.count = len(self.kept) + len(order.new_item)
 
     def columns(self) -> layout.SnapshotColumns:
-        """All columns of the result."""
         n = self.count
         data_source, shadowed_entries = self._data_source()
         data, tails, extents = self._data(data_source)
         target_start, targets = self._targets(data, tails)
         extents = self._extents(data, data_source, extents)
         self._number_chunks(data, data_source)
-        del data_source, self.plan.rows  # all but their names is in `data` now
+        del data_source, self.plan.rows  # `data` now has all but their names
         parent = self._parent()
         held = np.bincount(parent[1:], minlength=n)
         ends = 1 + np.cumsum(held)
@@ -546,14 +542,13 @@ class _Assembly:
         )
 
     def _parent(self) -> layout.U4:
-        """The index of each entry's folder."""
         parent = np.empty(self.count, np.uint32)
         parent[self.kept_index] = self.order.old_index[self.old.parent[self.kept]]
         parent[self.order.new_index] = self.order.folder_index[self.order.new_folder]
         return parent
 
     def _names(self) -> tuple[layout.U8, layout.Bytes]:
-        """Where each name of the result starts, and all names."""
+        """The start of each name of the result, and all names."""
         plan, order = self.plan, self.order
         made_starts, made = _joined([plan.folders.name[number] for number in order.made])
         row_starts, packed = plan.names.packed()
@@ -572,7 +567,6 @@ class _Assembly:
         return _splice((self.old.name_start, self.old.names), (starts, names), source, padding)
 
     def _check_new(self, starts: layout.U8, names: layout.Bytes) -> None:
-        """Raise UsageError for a new name that is not allowed in a path."""
         item = self.order.new_item
         bad = np.concatenate(
             [
@@ -600,7 +594,7 @@ class _Assembly:
         return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
 
     def _data_source(self) -> tuple[Indices, Indices]:
-        """The number of the data of each entry, then of each shadowed one (see `_MergePlan`); and
+        """The number of the data (see `_MergePlan`) of each entry, then of each shadowed one; and
         the index of the folder that hides each shadowed one."""
         plan, order = self.plan, self.order
         shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
@@ -617,7 +611,7 @@ class _Assembly:
         return source, entries
 
     def _data(self, source: Indices) -> tuple[_Data, list[bytes], layout.Records]:
-        """The data with the numbers `source`; the targets and the extents of the rows."""
+        """The data with the numbers `source`; and the targets and the extents of the rows."""
         records = self.plan.rows.records
         kind = records["kind"]
         links = np.flatnonzero(kind == Kind.LINK)
@@ -646,7 +640,7 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """The data of some rows; `links` and `many` are all rows that are links, or files of
+        """The data of `rows`. `links` has all rows that are links, `many` all that are files of
         several extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
@@ -681,7 +675,6 @@ class _Assembly:
         return tail
 
     def _row_extents(self, many: list[int]) -> layout.Records:
-        """The extents of the rows that have several, as the snapshot stores them."""
         records = self.plan.rows.records
         for i in many:
             if len(self._tail(i)) != EXTENT.itemsize * int(records["extents"][i]):
@@ -695,7 +688,7 @@ class _Assembly:
         return result
 
     def _targets(self, data: _Data, tails: list[bytes]) -> tuple[layout.U8, layout.Bytes]:
-        """Where each target starts, and all targets, in the order of their links in `data`."""
+        """The start of each target, and all targets, in the order of their links in `data`."""
         link = layout.kinds(data.flags) == Kind.LINK
         source = data.chunk[link].astype(np.int64)
         data.chunk[link] = np.arange(len(source))
@@ -720,7 +713,6 @@ class _Assembly:
         return extents
 
     def _number_chunks(self, data: _Data, data_source: Indices) -> None:
-        """Give each file of one extent the number of its chunk in the new chunk table."""
         of_rows = [self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.rows.chunks]
         numbers = np.concatenate([self._number_of_old, np.array(of_rows, np.uint32)])
         for start in range(0, len(data_source), _BLOCK):
@@ -740,7 +732,7 @@ class _Assembly:
             self._check_places(data, data_source, one)
 
     def _check_places(self, data: _Data, data_source: Indices, one: Indices) -> None:
-        """Raise CorruptError for a row whose place its chunk cannot hold: readers refuse such a
+        """Raise CorruptError for a row that lies outside its chunk, since readers refuse such a
         snapshot."""
         new = one[data_source[one] >= self.plan.first_row]
         object_bytes = self.object_bytes[data.chunk[new]]
@@ -751,7 +743,6 @@ class _Assembly:
             raise CorruptError(f"{shown(path)} lies where its chunk cannot hold it")
 
     def _path(self, data: int) -> bytes:
-        """The path of the data with a number (see `_MergePlan`)."""
         plan = self.plan
         if data >= plan.first_row:
             return plan.rows.path(data - plan.first_row)
@@ -760,7 +751,7 @@ class _Assembly:
         return plan.old.path(int(plan.old.shadowing_folders()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
-        """Raise CorruptError for the file whose data is at this position of `_data_source`."""
+        """Raise CorruptError for the file at position `at` of `_data_source`."""
         path = self._path(int(data_source[at]))
         raise CorruptError(
             f"{shown(path)} lies in a chunk that is not in the dataset's chunk table"
@@ -768,13 +759,13 @@ class _Assembly:
 
     @cached_property
     def _number_of_old(self) -> layout.U4:
-        """The number in the new chunk table of each chunk in the previous one."""
+        """The numbers of the previous chunks in the new chunk table."""
         numbers = (self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.old.chunk_ids)
         return np.fromiter(numbers, np.uint32, len(self.plan.old.chunk_ids))
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """Where each item starts (and where the last ends), and the bytes of all."""
+    """The start of each item (and the end of the last), and the bytes of all."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)
@@ -786,7 +777,7 @@ def _splice(
     source: Indices,
     behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of different lengths, taken from (old, then new): where each starts, and the bytes of
+    """Items of different lengths, taken from (old, then new): the start of each, and the bytes of
     all, followed by `behind`.
 
     Runs of items that stay side by side are copied at once, so the cost is that of the changes.

@@ -1,10 +1,10 @@
-"""Compares two versions of a dataset: which entries of the later one are unchanged.
+"""Compares two versions of a dataset, to find the entries of the later one that are unchanged.
 
-A mount that switches to another version uses this to keep what the kernel has cached of unchanged
-files. An entry has the **same path** as one of the earlier version if path and kind are equal. It
-is **unchanged** if, in addition, nothing differs that a reader can see: a file's mode, time, size
-and checksums, or a link's mode, time and target. The chunks that hold a file's contents may differ,
-since a purge moves contents. A folder with the same path always counts as unchanged.
+A mount that switches to another version uses this to keep the kernel's cache of unchanged files.
+Two entries have the **same path** if path and kind are equal. An entry is **unchanged** if, in
+addition, nothing differs that a reader can see: a file's mode, time, size and checksums, or a
+link's mode, time and target. The chunks of a file's contents may differ, since a purge moves
+contents. A folder with the same path always counts as unchanged.
 
 In each snapshot the entries stand in directory order: by depth, then by folder, then by name. Pure
 functions of two snapshots; safe from any thread. 1.28 million entries take about a second.
@@ -26,7 +26,7 @@ OldIndices = npt.NDArray[np.int32]
 
 @dataclass(frozen=True, slots=False, eq=False)
 class SnapshotDiff:
-    """For each entry of `new`, which entry of `old` it is; both are versions of one dataset."""
+    """Maps each entry of `new` to its entry of `old`; both are versions of one dataset."""
 
     old: Snapshot
     new: Snapshot
@@ -37,14 +37,14 @@ class SnapshotDiff:
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """By index in `old`: whether the entry is missing in `new`, or has changed."""
+        """Whether each entry of `old` is missing in `new` or has changed."""
         result = np.ones(len(self.old), np.bool_)
         result[self.unchanged[self.unchanged >= 0]] = False
         return result
 
     @cached_property
     def changed_folders(self) -> Indices:
-        """The folders that both versions have and whose listing differs, by index in `new`."""
+        """The folders that both versions have, but with different listings, by index in `new`."""
         differs = np.zeros(len(self.new), np.bool_)
         differs[self.new.columns.parent[self.unchanged < 0]] = True
         is_unchanged = self.unchanged >= 0
@@ -58,7 +58,7 @@ class SnapshotDiff:
 
     @cached_property
     def folders_with_new_attributes(self) -> Indices:
-        """The folders that both versions have and whose mode or time differs, by index in `new`."""
+        """The folders that both versions have, but with another mode or time, by index in `new`."""
         old, new = self.old.columns, self.new.columns
         folders = np.flatnonzero((layout.kinds(new.flags) == Kind.FOLDER) & (self.unchanged >= 0))
         in_old = self.unchanged[folders]
@@ -88,9 +88,9 @@ def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
     old_kind, kind = layout.kinds(old.columns.flags), layout.kinds(new.columns.flags)
     result: OldIndices = np.full(len(new), -1, np.int32)
     result[ROOT_INDEX] = ROOT_INDEX
-    start, end_above = 1, 1  # where this level starts, and where the one above it ends
+    start, end_above = 1, 1  # the start of this level, and the end of the level above
     while start < len(new):
-        # Entries are sorted by their folder, so those whose folder is above form one range.
+        # Entries are sorted by folder, so the entries of one level's folders form one range.
         end = int(np.searchsorted(new.columns.parent, end_above))
         folder = result[new.columns.parent[start:end]]
         candidate = candidates[start:end]
@@ -121,7 +121,6 @@ def _candidates(old: Snapshot, new: Snapshot) -> tuple[OldIndices, layout.Mask]:
 def _same_names(
     old: Snapshot, old_entries: "OldIndices | Indices", new: Snapshot, new_entries: Indices
 ) -> layout.Mask:
-    """Whether pairs of entries have the same names."""
     sides = []
     for snapshot, entries in ((old, old_entries), (new, new_entries)):
         bounds = snapshot.columns.name_start
@@ -152,5 +151,5 @@ def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices) -> OldIndice
 
 
 def _contents(snapshot: Snapshot, file: int) -> list[tuple[int, int, int]]:
-    """What the extents of a file hold, wherever they lie."""
+    """The contents of the extents, without their places."""
     return [(extent.start, extent.size, extent.checksum) for extent in snapshot.extents(file)]

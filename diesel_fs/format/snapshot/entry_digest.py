@@ -1,14 +1,14 @@
-"""Checks that a new snapshot says of a chunk's files what the chunk's own header says.
+"""Checks a new snapshot's data about a chunk's files against the chunk's own header.
 
 A writer computes the **entry digest** of each chunk from its header when it commits the chunk, and
-compares it with the columns of the snapshot that it is about to publish. Between the two lie the
-metadata store, the merge of snapshots and the memory of this process, none of which has checksums
-of single entries.
+compares it with the columns of the snapshot that it is about to publish. Between these two steps
+the data passes through the metadata store, the merge of snapshots and the memory of this process,
+none of which has checksums of single entries.
 
-The digest is the number of the chunk's file contents, and the sum of a hash of the attributes of
-each; so it does not depend on their order. Paths are not part of it. If a snapshot has fewer of a
-chunk's contents, the others were replaced meanwhile, and the chunk is not compared. Pure functions;
-safe from any thread.
+The digest is the number of the chunk's file contents, and the sum of a hash of each one's
+attributes; so it does not depend on their order. Paths are not part of it. If a snapshot has fewer
+of a chunk's contents, the others have been replaced since, and the chunk is not compared. Pure
+functions; safe from any thread.
 """
 
 from bisect import bisect_left
@@ -93,8 +93,8 @@ def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, Entr
 
 
 class _Sums:
-    """The digests of some chunks, while they are summed up. `group` maps chunk numbers to positions
-    in the sums; -1 for chunks that are not compared."""
+    """Sums up the digests of some chunks. `group` maps chunk numbers to positions in the sums; -1
+    for chunks that are not compared."""
 
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
@@ -105,13 +105,13 @@ class _Sums:
     def add_files(
         self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Add those of these entries, given as columns, that are files of one extent."""
+        """Add the entries, given as columns, that are files of one extent."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """Add file contents, given their chunks (which are all compared) and their hashes."""
+        """Add file contents, given as their chunks (which are all compared) and their hashes."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (
@@ -129,7 +129,6 @@ def _hashed_extents(extents: npt.NDArray[np.void]) -> _Hashes:
 
 
 def _hashed(*columns: _Column) -> _Hashes:
-    """A hash of each row of these columns."""
     found: _Hashes = np.zeros(len(columns[0]), np.uint64)
     for factor, column in zip(_FACTORS, columns, strict=True):
         found += column.astype(np.uint64) * np.uint64(factor)

@@ -92,35 +92,35 @@ class SnapshotColumns(NamedTuple):
     parent: U4
     """n; the index of each entry's folder; the root's is 0."""
     name_start: U8
-    """n + 1; where each name starts in `names`, and where the last ends."""
+    """n + 1; the offset of each name in `names`, and the end of the last."""
     flags: U4
     """n; mode, kind, codec, IMPLICIT and MANY_EXTENTS."""
     size: U8
-    """n; of a link the length of its target, of a folder 0."""
+    """n; for a link the length of its target, for a folder 0."""
     mtime_ns: I8
     """n."""
     chunk: U4
-    """n; the number of the file's chunk; of a folder the index of its first child; of a link the
+    """n; the number of the file's chunk; for a folder the index of its first child; for a link the
     number of its target."""
     offset: U4
-    """n; bytes from the start of the chunk object; of a folder the number of its children, of a
+    """n; bytes from the start of the chunk object; for a folder the number of its children, for a
     link 0."""
     stored: U4
     """n; bytes in the chunk."""
     checksum: U8
     """n; xxh3-64 of the content."""
     fingerprint: U4
-    """n - 1, ascending; the upper half of the hash of each entry but the root."""
+    """n - 1, ascending; the upper half of the hash of each entry except the root."""
     slot: U4
-    """n - 1; the index of the entry of each fingerprint; ascending where fingerprints are equal."""
+    """n - 1; the index of the entry of each fingerprint; ascending among equal fingerprints."""
     names: Bytes
     """All names in the order of entries, then NAME_PADDING."""
     target_start: U8
-    """Number of targets + 1; where each target starts in `targets`, and where the last ends."""
+    """Number of targets + 1; the offset of each target in `targets`, and the end of the last."""
     targets: Bytes
     """The targets of links in the order of entries, then those of shadowed links."""
     extents: Records
-    """STORED_EXTENT; of files in the order of entries, then of shadowed files."""
+    """STORED_EXTENT; first of files in the order of entries, then of shadowed files."""
     chunk_id: Bytes
     """16 c; the IDs of the chunks, ascending."""
     chunk_bytes: U8
@@ -161,7 +161,7 @@ class SnapshotHeader:
 def header_of(
     columns: SnapshotColumns, identity: UUID, dataset: str, version: int, digest: int
 ) -> SnapshotHeader:
-    """The header for these columns; this function counts the entries."""
+    """The header for these columns; counts the entries."""
     kind = kinds(columns.flags)
     sizes = columns.size[kind == Kind.FILE]
     return SnapshotHeader(
@@ -178,12 +178,10 @@ def header_of(
 
 
 def kinds(flags: U4) -> U4:
-    """The kinds in a column of flags."""
     return flags >> np.uint32(KIND_SHIFT) & np.uint32(3)
 
 
 def codecs(flags: U4) -> U4:
-    """The codecs in a column of flags."""
     return flags >> np.uint32(CODEC_SHIFT) & np.uint32(1)
 
 
@@ -242,7 +240,7 @@ def check_magic(start: bytes) -> None:
 
 
 def _parse_header(view: memoryview) -> SnapshotHeader:
-    """The header, checked but for the sections. Raises a leaf of FormatError."""
+    """The header, checked except for the sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -279,7 +277,7 @@ def _parse_header(view: memoryview) -> SnapshotHeader:
 
 
 FRONT_BYTES = HEADER_BYTES
-"""How many bytes of a file `parse_front` needs."""
+"""The bytes of a file that `parse_front` needs."""
 
 _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
@@ -297,7 +295,7 @@ def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
-    """A mark of everything in a snapshot but its version: the counts in its header, and the
+    """A mark of everything in a snapshot except its version: the counts in its header, and the
     checksums of all sections."""
     view = memoryview(front)
     counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
@@ -319,8 +317,7 @@ def _truncated(length: int, expected: int) -> FormatError:
 def _parse_sections(
     view: memoryview, header: SnapshotHeader
 ) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
-    """The columns; and of each section its start, its end, the end of its padding, and its
-    checksum."""
+    """The columns; and each section's start, end, end of its padding, and checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES
@@ -356,10 +353,10 @@ def words(names: Bytes) -> U8:
 
 
 def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
-    """Whether pairs of names are equal. Each side is (`words` of its names, where each name starts,
-    how long it is).
+    """Whether pairs of names are equal. Each side is (`words` of its names, the start of each name,
+    the length of each name).
 
-    Compares 8 bytes of all pairs at a time, and goes on with those that are equal so far.
+    Compares 8 bytes of all pairs at a time, and continues with the pairs that are equal so far.
     """
     (one_words, one_at, lengths), (other_words, other_at, other_lengths) = one, other
     same: Mask = lengths == other_lengths
@@ -376,7 +373,7 @@ def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
 
 
 def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
-    """The 8 bytes of each name from `position` on, as a little-endian word, with zeros behind the
+    """The 8 bytes of each name from `position` on, as a little-endian word, with zeros beyond the
     name's end.
 
     `source` is the result of `words`.
@@ -389,7 +386,8 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Which names cannot be components of a path. `starts` has one item more than names."""
+    """Which names cannot be components of a path. `starts` has one more item than there are
+    names."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -403,7 +401,8 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
 
 
 def longest_path_bytes(parent: U4, name_start: U8, child_end: Callable[[int], int]) -> int:
-    """The length of the longest path. `child_end(i)` is where the children of entries 0..i end.
+    """The length of the longest path. `child_end(i)` returns the end of the children of entries
+    0..i.
 
     Returns a number above PATH_BYTES_MAX, early, if folders are nested too deeply.
     """
@@ -460,7 +459,7 @@ def _check_names(columns: SnapshotColumns) -> None:
 
 
 def _batches(count: int) -> Iterator["slice[int, int, None]"]:
-    """Slices of all items: a check of one at a time needs little memory."""
+    """Slices that cover all items; checking one slice at a time needs little memory."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 
@@ -497,7 +496,7 @@ def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
 
 def _check_order(columns: SnapshotColumns) -> None:
     """Raise CorruptError unless the names in each folder ascend strictly. Compares 8 bytes of all
-    neighbours at a time, and goes on with those that are equal so far."""
+    neighbours at a time, and continues with those that are equal so far."""
     source, parent = words(columns.names), columns.parent
     for first in range(1, len(parent) - 1, _BATCH):
         last = min(first + _BATCH, len(parent) - 1)
@@ -519,7 +518,7 @@ def _check_order(columns: SnapshotColumns) -> None:
 
 
 def _check_index(columns: SnapshotColumns) -> None:
-    """Check that the lookup index holds each entry but the root once, in order."""
+    """Check that the lookup index holds each entry except the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
     if len(slot) and int(slot.max()) < n:
@@ -543,7 +542,7 @@ def _check_shadowed(columns: SnapshotColumns) -> None:
 
 
 class _Data(NamedTuple):
-    """Where the contents of some entries lie: items of the columns of these names."""
+    """The places of entries' contents: items of the columns with these names."""
 
     flags: U4
     size: U8
@@ -553,7 +552,6 @@ class _Data(NamedTuple):
     checksum: U8
 
     def only(self, which: Mask) -> "_Data":
-        """Some of these entries."""
         flags, size, chunk, offset, stored, checksum = self
         places = chunk[which], offset[which], stored[which], checksum[which]
         return _Data(flags[which], size[which], *places)
@@ -610,7 +608,8 @@ def _check_places(one: _Data, object_bytes: U8) -> None:
 
 
 def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
-    """Check the links that follow `before` others against their targets. Returns their number."""
+    """Check links against their targets; `before` links come before them. Returns the number of
+    links."""
     bounds = columns.target_start[before : before + len(link.size) + 1]
     target_bytes = np.diff(bounds)  # unsigned: a descent is a huge length
     if (
@@ -627,7 +626,6 @@ def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
 
 
 def _check_files_of_many(many: _Data, columns: SnapshotColumns) -> None:
-    """Check files of several extents against these."""
     counts = many.offset.astype(np.int64)
     ends = np.cumsum(counts)
     if (
@@ -642,8 +640,8 @@ def _check_files_of_many(many: _Data, columns: SnapshotColumns) -> None:
 
 
 def check_extents(extents: Records, ends: I8, counts: I8, sizes: U8, object_bytes: U8) -> None:
-    """Raise CorruptError unless each run of extents (it ends at `ends` and has `counts`) makes up a
-    file of `sizes` bytes, and lies in chunks of `object_bytes`."""
+    """Raise CorruptError unless each run of extents (which ends at `ends` and has `counts` extents)
+    makes up a file of `sizes` bytes, and lies in chunks of `object_bytes`."""
     if not len(extents):
         return
     start, size = extents["start"], extents["size"]

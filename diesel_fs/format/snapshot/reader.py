@@ -1,13 +1,13 @@
-"""Reads a snapshot: looks up paths, lists folders, and says where the bytes of a file lie.
+"""Reads a snapshot: looks up paths, lists folders, and finds the places of a file's bytes.
 
 An entry's **index** is its position in directory order (by depth, then folder, then name): the root
 is 0, and the children of a folder are contiguous. The **hash** of an entry depends on its path
 alone. A lookup searches the column `fingerprint` (sorted) for the upper half of the hash; the
 column `slot` has the index of the entry of each fingerprint. FORMAT.md, section 7, has both.
 
-A snapshot is immutable and safe from any thread; what it memoizes of folders can be computed again.
-The buffer (a mapped file) stays in use as long as the snapshot, or an array that it returned,
-lives.
+A snapshot is immutable and safe from any thread; the folders that it memoizes can be computed
+again. The buffer (a mapped file) stays in use until the snapshot, and every array that it returned,
+are gone.
 """
 
 import operator
@@ -35,7 +35,7 @@ Span: TypeAlias = "slice[int, int, None]"
 
 ROOT_INDEX = 0
 ROOT_HASH = 0
-"""The hash of the root; of other entries: hash(entry) = xxh3_64(name, seed=hash(folder))."""
+"""The hash of the root. For other entries, hash(entry) = xxh3_64(name, seed=hash(folder))."""
 
 _EQUAL_TRIED_MAX = 16  # equal fingerprints that a lookup tries before it bisects the folder's names
 _MEMO_FOLDERS_MAX = 65_536  # a memo is emptied at this size, about 15 MB
@@ -44,12 +44,12 @@ _BATCH = 8_192  # paths in one pass of `lookup_many`: its temporaries stay in th
 _PATHS_BATCH = 4_096  # paths in memory at a time while many are iterated over
 _BLOCK_ENTRIES = 1 << 20  # entries per step of a scan of all
 _BUCKET_BITS_MAX = 22  # 16 MB; `lookup_many` of more than 8 million entries gets slower instead
-_BUCKET_STEPS_MAX = 16  # after so many steps in a bucket, the whole column is bisected
+_BUCKET_STEPS_MAX = 16  # after 16 steps in a bucket, the whole column is bisected
 _KINDS = tuple(Kind)
 
 
 class Extent(NamedTuple):
-    """Where one part of a file lies; sizes and offsets in bytes."""
+    """The place of one part of a file; sizes and offsets in bytes."""
 
     chunk: int  # number in the chunk table
     offset: int  # from the start of the chunk object
@@ -61,7 +61,7 @@ class Extent(NamedTuple):
 
 
 PlainExtent = tuple[int, int, int, int]
-"""Where a file lies that is one uncompressed extent: chunk, offset, bytes, checksum, as in
+"""The place of a file that is one uncompressed extent: chunk, offset, bytes, checksum, as in
 `Extent`."""
 
 _EXTENT_BITS, _PLAIN_FILE = layout.EXTENT_BITS, layout.PLAIN_FILE
@@ -95,7 +95,6 @@ class Stats:
 
     @classmethod
     def missing(cls, count: int) -> "Stats":
-        """The columns of `count` missing paths."""
         return cls(
             np.full(count, Kind.TOMBSTONE, np.uint8),
             np.zeros(count, np.uint16),
@@ -144,8 +143,8 @@ class Snapshot:
     """All metadata of one dataset at one version (see the module)."""
 
     def __init__(self, buffer: "ReadableBuffer", *, verify: bool = True) -> None:
-        """Raises a leaf of FormatError. `verify=False` is for a private copy, whose columns were
-        verified when it was written: then only checksums are compared, at 30 GB/s.
+        """Raises a leaf of FormatError. `verify=False` is for a private copy, which was verified
+        when it was written: then only checksums are compared, at 30 GB/s.
         """
         header, columns = layout.parse(buffer, verify=verify)
         self.buffer = memoryview(buffer)
@@ -202,7 +201,6 @@ class Snapshot:
         return index
 
     def _missing(self, path: bytes) -> NoSuchPath:
-        """The error for a path that leads to no entry."""
         text = cut(path.decode("utf-8", "surrogateescape"))
         at = 0
         for name in path.split(b"/"):
@@ -235,12 +233,11 @@ class Snapshot:
         return self._names[self._name_start[i] : self._name_start[i + 1]].tobytes()
 
     def parent(self, i: int) -> int:
-        """The index of the folder that an entry is in; of the root, its own."""
+        """The index of an entry's folder; the root is its own folder."""
         self._check(i)
         return self._parent[i]
 
     def path(self, i: int) -> bytes:
-        """The path of an entry."""
         self._check(i)
         components = []
         while i:
@@ -255,7 +252,7 @@ class Snapshot:
         return Stat(_KINDS[kind], self._flags[i] & 0xFFF, self._size[i], self._mtime_ns[i])
 
     def size(self, i: int) -> int:
-        """The size that `stat` returns, without the rest."""
+        """The size that `stat` returns, without the other attributes."""
         self._check(i)
         return self._size[i]
 
@@ -270,9 +267,10 @@ class Snapshot:
         return self.columns.targets[start:end].tobytes()
 
     def extents(self, i: int, start: int = 0, end: int | None = None) -> tuple[Extent, ...]:
-        """Where the content of a file lies, in order; empty for empty files and other kinds.
+        """The places of a file's content, in order; empty for empty files and other kinds.
 
-        With `start` and `end` (None: the file's end), only the extents that have bytes between.
+        With `start` and `end` (None: the file's end), only the extents that have bytes in this
+        range.
         """
         size = self._size[i] if self._kind(i) == Kind.FILE else 0
         if start >= size:
@@ -290,15 +288,16 @@ class Snapshot:
         return tuple(map(Extent, *(rows[name].tolist() for name in order)))
 
     def plain_extent(self, i: int) -> PlainExtent | None:
-        """Where the content of a file lies that is one uncompressed extent and not empty; None for
-        any other entry."""
+        """The place of a file that is one uncompressed extent and not empty; None for any other
+        entry."""
         if not 0 <= i < self.entry_count or self._flags[i] & _EXTENT_BITS != _PLAIN_FILE:
             return None
         size = self._stored[i]
         return (self._chunk[i], self._offset[i], size, self._checksum[i]) if size else None
 
     def hash(self, i: int) -> int:
-        """The hash of an entry's path; of a folder, the seed for the hashes of names in it."""
+        """The hash of an entry's path. For a folder, this is the seed for the hashes of its
+        names."""
         memo, climbed = self._hash_of_folder, []
         while (found := memo.get(i)) is None:
             climbed.append(i)
@@ -340,8 +339,8 @@ class Snapshot:
     def find_many(self, folders: Indices, hashes: layout.U8, names: Sequence[bytes]) -> Indices:
         """The indices of `names` in the folders with the indices `folders`; -1 if there is none.
 
-        A folder may be -1, too: then the result is -1. `hashes` are those of the names, with the
-        hash of their folder as seed. Folder and name of each candidate are compared exactly.
+        A folder may be -1; then the result is -1, too. `hashes` are the hashes of the names, with
+        the hash of their folder as seed. Folder and name of each candidate are compared exactly.
         """
         if not len(self._slot) or not len(names):
             return np.full(len(hashes), -1, np.int64)
@@ -351,7 +350,7 @@ class Snapshot:
         candidates = column.slot[at].astype(np.int64)
         is_match = column.parent[candidates] == folders
         is_match &= self._same_names(candidates, names)
-        # Another entry may have the same fingerprint: this is looked up by itself.
+        # Another entry may have the same fingerprint. Such an entry is looked up by itself.
         is_open = ~is_match & (column.fingerprint[at] == fingerprints) & (folders >= 0)
         candidates[~is_match] = -1
         for i in np.flatnonzero(is_open).tolist():
@@ -381,14 +380,13 @@ class Snapshot:
 
     @cached_property
     def _bucket_start(self) -> layout.U4:
-        """By the upper bits of a fingerprint: the position of the first that has them. There is
-        about one fingerprint for each value of these bits."""
+        """The position of the first fingerprint with each value of the upper bits. There is about
+        one fingerprint for each value."""
         lowest = np.arange(0, 1 << 32, 1 << int(self._bucket_shift)).astype(np.uint32)
         start = np.searchsorted(self.columns.fingerprint, lowest)
         return np.minimum(start, len(self._slot) - 1).astype(np.uint32)
 
     def _same_names(self, candidates: Indices, names: Sequence[bytes]) -> npt.NDArray[np.bool_]:
-        """Whether each name is that of its candidate."""
         lengths = np.fromiter(map(len, names), np.int64, len(names))
         asked = layout.words(np.frombuffer(b"".join(names) + layout.NAME_PADDING, np.uint8))
         start = self.columns.name_start
@@ -461,7 +459,7 @@ class Snapshot:
         return paths
 
     def iter_paths(self, entries: Indices) -> Iterator[bytes]:
-        """As `paths`, for any number of entries: only a batch of paths is in memory at a time."""
+        """Like `paths`, for any number of entries: only a batch of paths is in memory at a time."""
         for start in range(0, len(entries), _PATHS_BATCH):
             yield from self.paths(entries[start : start + _PATHS_BATCH])
 
@@ -475,7 +473,8 @@ class Snapshot:
         return chunk
 
     def used_bytes(self) -> npt.NDArray[np.float64]:
-        """By chunk: how many of its stored bytes are contents of files, shadowed files included.
+        """The number of stored bytes of each chunk that are contents of files, including shadowed
+        files.
 
         Works in steps: a fraction of a second for 10 million entries, with little memory.
         """
@@ -493,7 +492,7 @@ class Snapshot:
         return used
 
     def _add_used(self, used: npt.NDArray[np.float64], chunk: layout.U4, stored: layout.U4) -> None:
-        is_there = chunk < self.chunk_count  # else it is damaged, which its reader finds out
+        is_there = chunk < self.chunk_count  # the others are damaged; their reader will notice
         used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
@@ -518,8 +517,8 @@ class Snapshot:
         return np.concatenate(ranges)
 
     def shadowing_folders(self) -> Indices:
-        """The indices of the folders that shadow a file or link: one that has the same path, and
-        is therefore not visible."""
+        """The indices of the folders that shadow a file or link of the same path, which is
+        therefore invisible."""
         return self.columns.shadowed["entry"].astype(np.int64)
 
     def _kind(self, i: int) -> int:
@@ -527,7 +526,7 @@ class Snapshot:
         return self._flags[i] >> layout.KIND_SHIFT & 3
 
     def _check(self, i: int) -> None:
-        if not 0 <= operator.index(i) < self.entry_count:  # a TypeError for what is no number
+        if not 0 <= operator.index(i) < self.entry_count:  # raises TypeError for no integer
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":
@@ -555,7 +554,8 @@ class Snapshot:
         """The index and the hash of the folder at `path`, from the memo or step by step; -1 if
         there is none.
 
-        Here a folder's path ends with a slash, unless it is the root's: so `/a` is not `a`.
+        Here a folder's path ends with a slash, except the root's, so that `/a` is not taken for
+        `a`.
         """
         found = self._folder_of_path.get(path)
         if found:
@@ -573,7 +573,7 @@ class Snapshot:
         return folder, seed
 
     def _find(self, folder: int, hash_: int, name: bytes) -> int:
-        """The index of the entry `name`, which has this hash, in a folder; -1 if there is none."""
+        """The index of the entry `name` with this hash in a folder; -1 if there is none."""
         fingerprint = hash_ >> 32
         fingerprints, slot = self._fingerprint, self._slot
         first = bisect_left(fingerprints, fingerprint)
@@ -585,6 +585,6 @@ class Snapshot:
                 return i
         if folder < 0 or first + _EQUAL_TRIED_MAX >= len(slot):
             return -1
-        inside = self.children(folder)  # names were chosen to have equal fingerprints
+        inside = self.children(folder)  # somebody chose names with equal fingerprints
         at = bisect_left(inside, name, key=self.name)
         return inside[at] if at < len(inside) and self.name(inside[at]) == name else -1

@@ -27,26 +27,26 @@ from .. import wire
 from ..handshake import HELLO_S, HandshakeRejected, LocalIdentity, accept_tls, authenticate
 from ..node.chunk_table import ChunkTable
 from ..wire import FAILED, GIVEN, LOAD, NOT_MINE, PLAN, READ, THROUGH, WORKING, Hello, Parts
-from .data_plane import Connection, DataPlane
+from .data_plane import DataPlane, ServedConnection
 
 log = logging.getLogger("diesel.task")
 
 PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 512, 128
-"""Connections whose handshake has not ended, in all and from one address. Beyond that the oldest is
+"""Connections during their handshake, in all and from one address. Beyond that the oldest is
 closed: a real master's handshake takes milliseconds."""
 
 CONNECTIONS_MAX = 16_384
 """Connections after their handshake, of masters and of clients of all nodes; further ones are
 refused, and their clients ask through the master of their own node."""
 
-_LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # so many lines about rejections in each period
+_LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # lines about rejections in each period
 _ACCEPT_PAUSE_S = 0.1  # after one of these errors; the next connection waits in the kernel
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _TOO_MANY = "too many connections"
 
 
 class AnswerSource(Protocol):
-    """Where the bytes of answers come from."""
+    """The source of the bytes of answers."""
 
     @property
     def table(self) -> ChunkTable:
@@ -56,7 +56,7 @@ class AnswerSource(Protocol):
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
         """A status for each part, and the bytes of the parts with status `GIVEN`, which never
-        change. With `through`, other nodes are asked for their parts; `rank` is the node that
+        change. With `through`, it asks other nodes for their parts; `rank` is the node that
         asks."""
 
     def take_plan(self, rank: int, body: bytes) -> int:
@@ -64,7 +64,7 @@ class AnswerSource(Protocol):
 
 
 class _PendingHandshake(NamedTuple):
-    """A connection whose handshake has not ended."""
+    """A connection during its handshake."""
 
     host: str
     scope: trio.CancelScope
@@ -83,7 +83,7 @@ class Acceptor:
         pending_handshakes_per_address: int = PENDING_HANDSHAKES_PER_ADDRESS,
         make_channel: Callable[[socket.socket, LocalIdentity], Channel] | None = None,
     ) -> None:
-        """`make_channel` makes the channel of an accepted connection: with TLS where this master
+        """`make_channel` makes the channel of an accepted connection: with TLS if this master
         has a certificate."""
         self._me = me
         self._source = answers
@@ -121,13 +121,15 @@ class Acceptor:
 
     def adopt_local(self, accepted: socket.socket) -> None:
         """Serve READs of a client of this node on a socket, which belongs to the data plane from
-        now on. It is closed where the data plane does not run."""
+        now on. It is closed if the data plane does not run."""
         if self._plane is None:
             accepted.close()
             return
         channel = Channel(accepted, options=())
         self._plane.adopt(
-            Connection(channel, self._source.table, self._me.rank, is_client=True, is_local=True)
+            ServedConnection(
+                channel, self._source.table, self._me.rank, is_client=True, is_local=True
+            )
         )
 
     def set_identity(self, me: LocalIdentity) -> None:
@@ -138,7 +140,7 @@ class Acceptor:
             self._plane.drop_all()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and what is open now."""
+        """Counters, and the connections that are open now."""
         return {
             **self._counts,
             **(self._plane.stats() if self._plane is not None else {}),
@@ -177,7 +179,9 @@ class Acceptor:
                 self._counts["accepted"] += 1
                 table, is_client = self._source.table, theirs.is_client
                 self._plane.adopt(
-                    Connection(channel, table, theirs.rank, is_client=is_client, is_local=False)
+                    ServedConnection(
+                        channel, table, theirs.rank, is_client=is_client, is_local=False
+                    )
                 )
                 channel = None
         except HandshakeRejected as rejected:
@@ -220,7 +224,6 @@ class Acceptor:
         self._log_rejection(pending.host, _TOO_MANY)
 
     def _log_rejection(self, remote: str, why: str) -> None:
-        """Count a rejection, and log it unless there are very many."""
         self._counts["rejected"] += 1
         now_s = trio.current_time()
         if now_s - self._log_period_began_s > _LOG_PERIOD_S:
@@ -231,30 +234,28 @@ class Acceptor:
         elif self._log_lines == _LOG_LINES_MAX + 1:
             log.warning("many more connections were refused; stats() counts them")
 
-    # Requests for what is not in memory
+    # Requests for chunks that are not in memory
 
     def _forward(
-        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+        self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
-        """See `Forward`. Called in the data plane's thread."""
         assert self._token is not None
         start = partial(self._start_answer, connection, number, flags, parts, size)
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(start)
 
     def _start_answer(
-        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+        self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
         if self._nursery is not None:
             self._nursery.start_soon(self._answer, connection, number, flags, parts, size)
 
-    def _forward_plan(self, connection: Connection, number: int, body: bytes) -> None:
-        """See `ForwardPlan`. Called in the data plane's thread."""
+    def _forward_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
         assert self._token is not None
         with suppress(trio.RunFinishedError):
             self._token.run_sync_soon(self._take_plan, connection, number, body)
 
-    def _take_plan(self, connection: Connection, number: int, body: bytes) -> None:
+    def _take_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
         """Answer a message about plans: `NOT_MINE` where the connection is of another version."""
         plane = self._plane
         if plane is None or not connection.is_open:
@@ -270,9 +271,8 @@ class Acceptor:
         plane.answer(connection, len(body), [answer], len(answer))
 
     async def _answer(
-        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+        self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
-        """Answer a request whose parts are not all in memory."""
         plane = self._plane
         if plane is None or not connection.is_open:
             return
@@ -287,9 +287,9 @@ class Acceptor:
         plane.answer(connection, size, [head, *views], len(head) + given)
 
     async def _find_answer(
-        self, connection: Connection, parts: Parts, *, load: bool, through: bool
+        self, connection: ServedConnection, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """The answer of the source; status `FAILED` for all parts where it has an error, and
+        """The answer of the source; status `FAILED` for all parts if it has an error, and
         `NOT_MINE` where the connection is of another version by now."""
         refused = NOT_MINE
         if connection.table is self._source.table:

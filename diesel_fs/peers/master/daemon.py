@@ -56,7 +56,7 @@ from ..node.ledger import chunk_budget_bytes
 from ..node.node_cache import CacheOptions, NodeCache
 from ..node.sealed_memory import raise_descriptor_limit
 from . import local
-from .master import Master
+from .master import Master, MasterOptions
 
 log = logging.getLogger("diesel.task")
 
@@ -101,7 +101,7 @@ class _Daemon:
     """A master and everything it needs. What can fail at the start fails in its constructor."""
 
     def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
-        """`stack` closes what is opened here. Raises DieselError."""
+        """`stack` closes all that is opened here. Raises DieselError."""
         self._request = request
         self._task = request.name
         self._rank, self._world = resolve_node(os.environ, request.rank, request.world)
@@ -141,7 +141,7 @@ class _Daemon:
             self._disk.jobs.register(self._snapshot.identity, time.time())
 
     def _open_disk(self) -> DiskTier | None:
-        """The disk tier in `--cache-dir`; None without it, where the disk is full, or where the
+        """The disk tier in `--cache-dir`; None without it, if the disk is full, or if the
         folder is for order logs, which the mount itself keeps."""
         if not self._request.cache_dir or self._request.cache_layout == "order":
             return None
@@ -163,7 +163,7 @@ class _Daemon:
         return disk
 
     def _warn_if_small(self, budget_bytes: int, option: str, where: str) -> None:
-        """Warn where the largest chunk does not fit, which would look like a cache that does not
+        """Warn if the largest chunk does not fit, which would look like a cache that does not
         work."""
         largest = int(self._snapshot.chunk_sizes.max(initial=0))
         if budget_bytes < largest:
@@ -173,7 +173,7 @@ class _Daemon:
             )
 
     def _warn_of_replaced(self, address: str) -> None:
-        """Warn where this master took its rank from one at another address: two nodes may have been
+        """Warn if this master took its rank from one at another address: two nodes may have been
         given the same rank. On the same machine it was this node's own master, which was killed."""
         if address and split_address(address).host != split_address(self._member.address).host:
             self._warn(
@@ -182,7 +182,7 @@ class _Daemon:
             )
 
     def _warn_of_higher_rank(self, membership: Membership) -> None:
-        """Warn where --world differs between nodes. They share the chunks all the same."""
+        """Warn if --world differs between nodes. They share the chunks all the same."""
         last = max((each.rank for each in membership.members), default=0)
         if last >= self._world:
             self._warn(
@@ -191,12 +191,10 @@ class _Daemon:
             )
 
     def _warn(self, text: str) -> None:
-        """Log a warning, and report it to the process that starts this master."""
         log.warning("%s", text)
         daemons.report({"warning": text})
 
     def _bind(self) -> socket.socket:
-        """The socket on which other masters reach this one. Raises UsageError."""
         listen = listen_address(self._request, self._rank, self._world)
         try:
             return socket.create_server(
@@ -227,7 +225,7 @@ class _Daemon:
                 await self._flush(master, signals)
 
     async def _serve(self, first: Membership, signals: Signals) -> Master | None:
-        """Run the master until a signal or the lack of clients ends it; returns it then. None where
+        """Run the master until a signal or the lack of clients ends it; returns it then. None if
         it may not be a member any more."""
         identity = LocalIdentity(
             rank=self._rank,
@@ -245,8 +243,7 @@ class _Daemon:
             self._objects,
             self._registry,
             self._make_cache,
-            world=self._world,
-            oneshot=self._request.policy == "oneshot",
+            MasterOptions(self._world, oneshot=self._request.policy == "oneshot"),
         )
         clients = local.LocalServer(master)
         is_member = True

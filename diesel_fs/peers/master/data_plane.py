@@ -1,18 +1,28 @@
-"""The data plane of a master: one thread that answers READs which need not wait, for masters and
-clients of other nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`,
-section 3).
+"""The data plane of a master: answers READs that need not wait, for masters and clients of other
+nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`, section 3).
 
 It knows authenticated connections and, of each version of the dataset, a table from chunks to
-memory and open files (`node/chunk_table.py`). Everything else is the control plane's: trio's thread
-hands connections over after their handshake (`acceptor.py`, `local.py`), and answers the other
-requests.
+memory and open files (`node/chunk_table.py`). The control plane hands connections over after their
+handshake (`acceptor.py`, `local.py`), and answers all requests that the data plane cannot.
 
-The thread is a bare `epoll` loop. A turn of trio's loop costs more than such a request otherwise
-takes; here one request costs one `recv` and one `sendmsg`, straight from the memory where its parts
-lie. A connection whose end does not take its answers is read no further, and is closed when it is
-slower than `net/channel.py` allows; then its answers are dropped.
+Concurrency. One thread serves all connections, in a bare `epoll` loop. A turn of trio's loop costs
+more than such a request otherwise takes; here a request costs one `recv` and one `sendmsg`,
+straight from the memory that holds its parts. The thread never waits for anything but `epoll`:
+sockets do not block, the table is in memory, and lent files are read only from the page cache.
 
-Public methods may be called in any thread.
+All state of connections belongs to this thread. Public methods may be called in any thread: they
+append a command and wake the loop through an eventfd. Commands run between two rounds of events, in
+the order of their calls, so an answer cannot overtake the `adopt` of its connection. After `close`
+the caller runs them itself, when no connection is open any more. The table is shared with trio's
+thread without a lock, since each access is one operation of a dictionary or a queue; a view that
+was found stays valid after its chunk has been dropped.
+
+What may interleave: while the control plane answers a forwarded request (`in_flight`), further
+requests on the same connection are answered, and answers come in any order. A connection with an
+other end that does not take its answers, or with too much in flight, is read no further
+(`is_blocked`), and is closed when it is slower than `net/channel.py` allows; its answers are
+dropped. A connection that sends many requests at once is served `_TURN_REQUESTS` of them a turn, so
+that others are not kept waiting.
 """
 
 import logging
@@ -49,7 +59,7 @@ from ..wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-"""A connection from another node without requests for so long is closed."""
+"""A connection from another node without requests for this time is closed."""
 
 _BUFFER_BYTES = 64 << 10
 """More than the longest request."""
@@ -62,7 +72,7 @@ _no_error_if_full = suppress(BlockingIOError)
 _COPIED_BYTES = 16 << 10  # smaller answers are copied behind their heads, which costs less
 
 
-class Connection:
+class ServedConnection:
     """An authenticated connection to a master. Its fields belong to the data plane."""
 
     __slots__ = (
@@ -103,12 +113,12 @@ class Connection:
         )
 
 
-Forward = Callable[[Connection, int, int, Parts, int], None]
+Forward = Callable[[ServedConnection, int, int, Parts, int], None]
 """Called in the data plane's thread with a READ that cannot be answered at once: connection, ID,
 flags, parts, and their bytes. `DataPlane.answer` answers it."""
 
 
-ForwardPlan = Callable[[Connection, int, bytes], None]
+ForwardPlan = Callable[[ServedConnection, int, bytes], None]
 """The same with a message about plans from another master: connection, ID, message."""
 
 
@@ -122,9 +132,11 @@ class DataPlane:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, EPOLLIN)
         self._commands: deque[Callable[[], None]] = deque()
-        self._connections: dict[int, Connection] = {}  # by descriptor
-        self._masters: dict[int, Connection] = {}  # of each rank, the newest
-        self._ready: deque[Connection] = deque()  # with requests that were left for the next turn
+        self._connections: dict[int, ServedConnection] = {}  # by descriptor
+        self._masters: dict[int, ServedConnection] = {}  # of each rank, the newest
+        self._ready: deque[ServedConnection] = (
+            deque()
+        )  # with requests that were left for the next turn
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._now_s = self._checked_s = monotonic()
         self._is_closed = False
@@ -134,25 +146,27 @@ class DataPlane:
         self._thread = threading.Thread(target=self._run, name="diesel-data", daemon=True)
         self._thread.start()
 
-    def adopt(self, connection: Connection) -> None:
+    def adopt(self, connection: ServedConnection) -> None:
         """Serve a connection, which belongs to the data plane from now on. Of several connections
         from one master the newest stays."""
         self._command(partial(self._adopt, connection))
 
-    def send(self, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
+    def send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
         """Send parts, of `size` bytes in all, in one piece. They must not change any more."""
         self._command(partial(self._send_if_open, connection, parts, size))
 
-    def answer(self, connection: Connection, asked: int, parts: Sequence[Bytes], size: int) -> None:
+    def answer(
+        self, connection: ServedConnection, asked: int, parts: Sequence[Bytes], size: int
+    ) -> None:
         """As `send`: the answer to a request that was forwarded, for `asked` bytes."""
         self._command(partial(self._answer, connection, asked, parts, size))
 
-    def drop(self, connection: Connection) -> None:
-        """Close a connection, and drop what is unsent on it."""
+    def drop(self, connection: ServedConnection) -> None:
+        """Close a connection, and drop the bytes that are unsent on it."""
         self._command(partial(self._close, connection))
 
     def drop_all(self) -> None:
-        """Close all connections that have been adopted so far."""
+        """Close all connections that have been adopted by now."""
         self._command(self._close_all)
 
     @property
@@ -161,7 +175,7 @@ class DataPlane:
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
-        """Counters, and what is open now."""
+        """Counters, and the connections that are open now."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -222,15 +236,14 @@ class DataPlane:
         self._epoll.close()
         os.close(self._wake)
 
-    def _guard(self, connection: Connection, work: Callable[[], None]) -> None:
+    def _guard(self, connection: ServedConnection, work: Callable[[], None]) -> None:
         """Do work for a connection; an error on it ends this connection, and no other."""
         try:
             work()
         except Exception as error:
             self._end(connection, error)
 
-    def _end(self, connection: Connection, error: Exception) -> None:
-        """Close a connection because of an error."""
+    def _end(self, connection: ServedConnection, error: Exception) -> None:
         if isinstance(error, CorruptError):
             log.warning("refused from='node %d' why=%r", connection.rank, error.message)
         elif isinstance(error, ConnectionClosed | OSError):
@@ -239,7 +252,7 @@ class DataPlane:
             log.error("unexpected error with node %d", connection.rank, exc_info=error)
         self._close(connection)
 
-    def _adopt(self, connection: Connection) -> None:
+    def _adopt(self, connection: ServedConnection) -> None:
         if self._is_closed:
             connection.is_open = False
             connection.channel.close_socket()
@@ -252,7 +265,7 @@ class DataPlane:
         self._epoll.register(connection.file, 0)
         self._guard(connection, partial(self._go_on, connection))
 
-    def _close(self, connection: Connection) -> None:
+    def _close(self, connection: ServedConnection) -> None:
         if not connection.is_open:
             return
         connection.is_open = False
@@ -273,7 +286,6 @@ class DataPlane:
             self._close(each)
 
     def _close_slow(self, now_s: float) -> None:
-        """Close the connections that are too slow, and those from other nodes that are idle."""
         for each in list(self._connections.values()):
             is_late = now_s > each.begun_s + GRACE_S + each.moved / RATE_BYTES_PER_S
             if each.unsent and is_late:
@@ -286,8 +298,7 @@ class DataPlane:
 
     # Requests
 
-    def _handle(self, connection: Connection, event: int) -> None:
-        """What epoll has reported. Raises ConnectionClosed, OSError, CorruptError."""
+    def _handle(self, connection: ServedConnection, event: int) -> None:
         if event == EPOLLIN and not connection.is_blocked:
             self._receive(connection)
         elif connection.unsent:
@@ -302,8 +313,8 @@ class DataPlane:
         elif event & (select.EPOLLHUP | select.EPOLLERR):
             raise ConnectionClosed("the other end closed the connection")
 
-    def _go_on(self, connection: Connection) -> None:
-        """Handle what was received before; then wait for more."""
+    def _go_on(self, connection: ServedConnection) -> None:
+        """Handle the bytes that were received before; then wait for more."""
         if not connection.is_open or connection.is_blocked or connection in self._ready:
             self._watch(connection)
             return
@@ -315,7 +326,7 @@ class DataPlane:
             self._receive(connection)
         self._watch(connection)
 
-    def _receive(self, connection: Connection) -> None:
+    def _receive(self, connection: ServedConnection) -> None:
         """Receive once (all that there is of a channel with a buffer of its own), and answer.
         Raises ConnectionClosed, OSError, CorruptError."""
         buffer, is_buffered = self._buffer, connection.buffers_internally
@@ -344,11 +355,11 @@ class DataPlane:
             if connection.is_blocked or connection in self._ready:
                 return
 
-    def _answer_at_once(self, connection: Connection, length: int) -> bool:
-        """Answer the only request in the buffer, of `length` bytes, where all that it asks for is
+    def _answer_at_once(self, connection: ServedConnection, length: int) -> bool:
+        """Answer the only request in the buffer, of `length` bytes, if all that it asks for is
         in memory, as it is with most requests; whether it was. Raises OSError.
 
-        This is what a master does all the time, so it has few operations.
+        A master does this all the time, so it has few operations.
         """
         buffer, table = self._buffer, connection.table
         number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
@@ -388,9 +399,9 @@ class DataPlane:
             self._watch(connection)
         return True
 
-    def _serve(self, connection: Connection, content: memoryview, end: int) -> None:
-        """Answer the requests in the first `end` bytes; what is left of them is held. Raises
-        ConnectionClosed, OSError, CorruptError."""
+    def _serve(self, connection: ServedConnection, content: memoryview, end: int) -> None:
+        """Answer the requests in the first `end` bytes; an incomplete one at their end is held.
+        Raises ConnectionClosed, OSError, CorruptError."""
         connection.used_s = self._now_s
         at = turn = 0
         while end - at >= HEAD_BYTES and not connection.is_blocked:
@@ -408,7 +419,9 @@ class DataPlane:
         if not is_usual or connection.watched != EPOLLIN:
             self._watch(connection)
 
-    def _answer_any(self, connection: Connection, content: memoryview, at: int, end: int) -> int:
+    def _answer_any(
+        self, connection: ServedConnection, content: memoryview, at: int, end: int
+    ) -> int:
         """Answer or forward the request at `at`; returns its length, or 0 where not all of it is
         here. Raises OSError, CorruptError."""
         table = connection.table
@@ -448,29 +461,33 @@ class DataPlane:
             self._send(connection, (head, *found), len(head) + size)
         return length
 
-    def _send_if_open(self, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
+    def _send_if_open(
+        self, connection: ServedConnection, parts: Sequence[Bytes], size: int
+    ) -> None:
         if connection.is_open:
             self._guard(connection, partial(self._send_and_watch, connection, parts, size))
 
     def _answer(
-        self, connection: Connection, asked: int, parts: Sequence[Bytes], size: int
+        self, connection: ServedConnection, asked: int, parts: Sequence[Bytes], size: int
     ) -> None:
         connection.in_flight -= 1
         connection.in_flight_bytes -= asked
         if connection.is_open:
             self._guard(connection, partial(self._send_and_go_on, connection, parts, size))
 
-    def _send_and_go_on(self, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
+    def _send_and_go_on(
+        self, connection: ServedConnection, parts: Sequence[Bytes], size: int
+    ) -> None:
         self._send(connection, parts, size)
         self._go_on(connection)
 
-    def _send_and_watch(self, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
+    def _send_and_watch(
+        self, connection: ServedConnection, parts: Sequence[Bytes], size: int
+    ) -> None:
         self._send(connection, parts, size)
         self._watch(connection)
 
-    def _send(self, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
-        """Send as much as leaves at once; the rest is sent when the socket takes it. Raises
-        OSError."""
+    def _send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
         sent = 0
         if not connection.unsent:
             channel = connection.channel
@@ -481,16 +498,14 @@ class DataPlane:
         if sent != size:
             self._keep_unsent(connection, parts, size - sent)
 
-    def _keep_unsent(self, connection: Connection, parts: Sequence[Bytes], left: int) -> None:
-        """The last `left` bytes of these parts are sent when the socket takes them."""
+    def _keep_unsent(self, connection: ServedConnection, parts: Sequence[Bytes], left: int) -> None:
         views = byte_views(parts)
         drop_written(views, sum(map(len, views)) - left)
         if not connection.unsent:
             connection.begun_s, connection.moved = monotonic(), 0
         connection.unsent += views
 
-    def _send_rest(self, connection: Connection) -> None:
-        """Send what is unsent, as far as the socket takes it. Raises OSError."""
+    def _send_rest(self, connection: ServedConnection) -> None:
         try:
             while connection.unsent:
                 sent = connection.channel.send_some(connection.unsent)
@@ -500,8 +515,7 @@ class DataPlane:
             pass
         self._watch(connection)
 
-    def _watch(self, connection: Connection) -> None:
-        """Have epoll report what the connection waits for."""
+    def _watch(self, connection: ServedConnection) -> None:
         if not connection.is_open:
             return
         if connection.unsent:

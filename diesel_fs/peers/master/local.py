@@ -1,7 +1,7 @@
 """The master's end of the local protocol (`PEERS.md`, section 4): it serves its clients, the
 readers on its own node.
 
-It checks which processes may connect, gives them the table of owners, unpins what a process has
+It checks which processes may connect, gives them the table of owners, unpins all that a process has
 pinned when that process ends, and decides when an unused master ends. Reads go over connections of
 their own, which are handed to the data plane. `wire.py` has the bytes of messages, `master.py` the
 answers. A client that breaks off at any point leaves nothing behind.
@@ -39,7 +39,7 @@ BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
 SWITCH_S = 2.0
-"""For so long after a switch to another version, clients that still ask for the former one do not
+"""For this time after a switch to another version, clients that still ask for the former one do not
 make the master end: its own have yet to connect for the new one."""
 
 _RECEIVE_BYTES = 64 << 10  # of one system call
@@ -86,7 +86,7 @@ class LocalServer:
                 nursery.start_soon(self._serve, accepted, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Returns when no client has read this version for `idle_timeout_s`; at once where none
+        """Returns when no client has read this version for `idle_timeout_s`; at once if none
         does and one comes for another version of the dataset, which then starts a master of its
         own."""
         while True:
@@ -168,7 +168,6 @@ class _Client:
 
     @property
     def _is_current(self) -> bool:
-        """Whether the client reads the master's version."""
         return self._version == self._master.snapshot.version
 
     def close(self) -> None:
@@ -181,7 +180,7 @@ class _Client:
         return socket.socket(fileno=self._socket.detach())
 
     async def serve(self) -> bool:
-        """Answer requests until the client closes; True where the connection is for READs from now
+        """Answer requests until the client closes; True if the connection is for READs from now
         on. Raises CorruptError, UsageError, OSError."""
         while True:
             for _ in range(_TURN_REQUESTS):
@@ -240,7 +239,6 @@ class _Client:
         await self._send(wire.local_answer(head.kind, count, answer, revoked), file)
 
     async def _hello(self, body: bytes) -> None:
-        """Answer HELLO: give the table of owners, or reject another dataset or version."""
         try:
             identity, version = wire.parse_local_hello(body)
         except UsageError as error:
@@ -263,7 +261,7 @@ class _Client:
         await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
-        """Answer SWITCH_VERSION: check the snapshot, and switch the master to it where it is
+        """Answer SWITCH_VERSION: check the snapshot, and switch the master to it if it is
         newer."""
         version = wire.parse_switch_version(body)
         if len(self._files) != 1:
@@ -288,8 +286,6 @@ class _Client:
     # The socket
 
     async def _receive(self, size: int) -> bool:
-        """Wait until `size` bytes have come. False where the client closed the connection
-        before."""
         while len(self._received) < size:
             try:
                 content, control, _, _ = self._socket.recvmsg(
@@ -349,7 +345,7 @@ class LocalSocket:
 
     def close(self) -> None:
         """Close the socket, and remove it from its path. A socket that another master has put there
-        stays, also where it got the inode number of this one after its close. Repeatable."""
+        stays, even if it got the inode number of this one after its close. Repeatable."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

@@ -1,15 +1,29 @@
-"""The master: the process on a node of a task that keeps the node's chunks, and serves them to the
-readers of all nodes and to other masters.
+"""The master's control plane: one node's part in a task.
 
-This is its control plane. For each chunk it knows which node owns it, and tells that its clients
-(`members/owner_table.py`), which ask the owner themselves; its `NodeCache` learns which chunks are
-this node's. It follows the task's members as they come and go. Reads of chunks that are in memory
-never come here: the data plane answers them (`data_plane.py`). Bytes in memory and on disk are in
-`node/node_cache.py`, connections to and from other masters in `peer.py` and `acceptor.py`, this
-node's readers (its clients) in `local.py`, the registry of members in `members/registry.py`.
+It follows the members of the task as they come and go, knows which node owns each chunk, and tells
+that to its clients (`members/owner_table.py`), which ask the owners themselves. Its `NodeCache`
+keeps the chunks that this node owns. It answers the reads that the data plane cannot answer at once
+(`AnswerSource`), asks other masters (`peer.py`) and the store for chunks, and exchanges the plans
+of readers with other masters. Reads of chunks in memory never come here (`data_plane.py`).
 
-What the master cannot give it reports at once, and the reader reads from the store: nothing that
-happens to members is an error of a reader. One thread (trio); calls that block run in threads.
+The master reports at once which parts it cannot give, and the reader reads them from the store:
+nothing that happens to members is an error of a reader.
+
+Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
+owners, checking chunks) run in threads. `run` holds these tasks: the node's cache, the plan, the
+acceptor, the renewal of the registration, `_fill` with `oneshot`, and for each other master the
+connection with its publisher of plans and, without a registry, its pings. Requests come as tasks of
+the acceptor, and clients as tasks of `local.py`.
+
+Three things change under the feet of a task that waits. Members: `_peers` is replaced entry by
+entry by the task that renews, and cancelling an entry's scope ends all requests to that
+master; so a request looks its peer up and does not keep it. Owners: `_owners_lock` lets one
+assignment be computed at a time, and `_assign_owners` gives the result up if the version has
+changed meanwhile. The version: `switch_version` computes the new owners first, and then changes
+snapshot, owner table, cache, plan and identity between two waits, so no task sees a mixture; a task
+that keeps `owners` across a wait compares it with `_owners` afterwards. A new version, or a new
+secret of the task, ends all connections: requests on them are never answered by chunk numbers of
+another version.
 """
 
 import logging
@@ -17,7 +31,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,15 +44,15 @@ from ...format.object_names import chunk_object
 from ...format.snapshot.reader import Snapshot
 from ...storage.objects.store import ObjectStore
 from ..handshake import LocalIdentity
+from ..members.chunk_owners import ChunkOwners, Ranks
 from ..members.membership import ANY_INSTANCE, TTL_S, Member, Membership
 from ..members.owner_table import OwnerTable
-from ..members.ownership import Ownership
 from ..members.registry import Registry
 from ..node.chunk_table import ChunkTable
 from ..node.fetches import FETCHES, FILL_FETCHES, Fetch
 from ..node.node_cache import NodeCache
-from ..plan.messages import TAKEN, UNKNOWN, PlanMessage, held_pieces, plan_body, value_pieces
-from ..plan.publisher import PlanTeller
+from ..plan.messages import UNKNOWN
+from ..plan.publisher import PlanPublisher
 from ..plan.task_plan import EXCHANGE_S, TaskPlan
 from ..wire import (
     ABSENT,
@@ -57,25 +71,18 @@ from .peer import Peer
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""Seconds between renewals of the registration: a third of what it lasts."""
+"""Seconds between renewals of the registration: a third of its lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
-"""For so long after its start, until all nodes are there, a master renews at this shorter interval
-to learn of new members: a chunk that it fetches and another node owns a moment later crosses the
-network twice."""
+"""For this time after its start, until all nodes are there, a master renews at this shorter
+interval to learn of new members: a chunk that it fetches and another node owns a moment later
+crosses the network twice."""
 
 LOAD_S = 3.0
 """How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
 s. For several parts it is longer by as much as the asker waits longer (`wire.working_s`)."""
 
-HELD_S = 30.0
-"""How often another master is told which chunks this node has although nothing has changed: it may
-have forgotten this node meanwhile."""
-
 _LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up to an eighth
-_PREVIOUS_OWNERS_MAX = 8  # earlier assignments that are remembered: those owners may hold chunks
-
-Ranks = npt.NDArray[np.int64]
 
 _COUNTS = (
     "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
@@ -91,61 +98,17 @@ class _PeerEntry(NamedTuple):
     scope: trio.CancelScope
 
 
-class _ChunkOwners:
-    """Which node owns each chunk of a version, now and under earlier memberships."""
+@dataclass(frozen=True, slots=True)
+class MasterOptions:
+    """How a master takes part in its task."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
-        self.snapshot = snapshot
-        self.ranks: list[int] = []  # of the members among which the chunks are shared
-        # The part of each chunk's bytes that files of this version have; 1 until it is computed
-        self.live_fraction: npt.NDArray[np.float64] = np.ones(snapshot.chunk_count)
-        self._has_live_fraction = False
-        self.owner: Ranks = np.full(snapshot.chunk_count, -1, np.int64)  # of each chunk; -1: none
-        self._previous: list[Ranks] = []  # the newest first
-        self._ownership: Ownership | None = None
-        self._world = 0
-
-    def compute(self, ranks: Sequence[int], world: int) -> Ranks:
-        """The owners where these ranks of a task of `world` nodes are members. Takes 0.3 s for
-        1,000 nodes."""
-        if self._ownership is None or self._world < world:
-            ids, sizes = self.snapshot.chunk_ids, self.snapshot.chunk_sizes
-            self._ownership, self._world = Ownership(ids, sizes, world), world
-        living = np.zeros(self._world, np.bool_)
-        living[list(ranks)] = True
-        return self._ownership.owners(living)
-
-    def compute_live_fraction(self) -> None:
-        """Compute `live_fraction`: nobody reads bytes of files that were overwritten or removed.
-        Takes 0.2 s for 10 million files."""
-        if not self._has_live_fraction:
-            sizes = np.maximum(self.snapshot.chunk_sizes, 1)
-            self.live_fraction = self.snapshot.used_bytes() / sizes
-            self._has_live_fraction = True
-
-    def live_owned(self, rank: int, owner: Ranks | None = None) -> npt.NDArray[np.bool_]:
-        """The chunks of a node, without those that are known to hold no live bytes; `owner` gives
-        other owners than the current ones."""
-        mine: npt.NDArray[np.bool_] = (self.owner if owner is None else owner) == rank
-        return mine & (self.live_fraction > 0)
-
-    def shares(self) -> dict[str, int]:
-        """How many chunks each member owns, by its rank."""
-        counts = np.bincount(self.owner[self.owner >= 0], minlength=max(self.ranks, default=-1) + 1)
-        return {str(rank): int(counts[rank]) for rank in self.ranks}
-
-    def set_owners(self, ranks: list[int], owner: Ranks, previous: Ranks | None = None) -> None:
-        """Set the members and the owners. `previous` has the owners as they may have been before
-        this node came."""
-        self.ranks = ranks
-        known = [self.owner, *self._previous]
-        self._previous = (known if previous is None else [previous, *known])[:_PREVIOUS_OWNERS_MAX]
-        self.owner = owner
-
-    def possible_holders(self, chunk: int) -> list[int]:
-        """The ranks that may hold a chunk, the most likely first."""
-        ranks = dict.fromkeys(int(owner[chunk]) for owner in (self.owner, *self._previous))
-        return [rank for rank in ranks if rank >= 0]
+    world: int
+    """The number of nodes of the task."""
+    oneshot: bool = False
+    """Fetch all chunks of this node from the start."""
+    renew_s: float = RENEW_S
+    gather_renew_s: float = GATHER_RENEW_S
+    ttl_s: float = TTL_S
 
 
 class Master:
@@ -159,29 +122,22 @@ class Master:
         objects: ObjectStore,
         registry: Registry,
         make_cache: Callable[[Fetch], NodeCache],
-        *,
-        world: int,
-        oneshot: bool,
-        renew_s: float = RENEW_S,
-        gather_renew_s: float = GATHER_RENEW_S,
-        ttl_s: float = TTL_S,
+        options: MasterOptions,
     ) -> None:
         """`member` is this node's registration; `make_cache` makes its cache, given how to fetch a
-        chunk. With `oneshot`, all chunks of this node are fetched from the start."""
+        chunk."""
         self.rank = member.rank
         self._me = me
         self._member = member
         self._objects = objects
         self._registry = registry
-        self._world = world
-        self._oneshot = oneshot
-        self._renew_s, self._gather_renew_s, self._ttl_s = renew_s, gather_renew_s, ttl_s
+        self._options, self._world = options, options.world
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
         self.cache = make_cache(self._fetch)  # the chunks that this node keeps
-        self._owners = _ChunkOwners(snapshot)
+        self._owners = ChunkOwners(snapshot)
         self.plan = TaskPlan(snapshot, self.rank, self.cache)  # what all readers will read
         self.owner_table = OwnerTable(snapshot.chunk_count)  # for this node's clients
-        self._view: TaskView | None = None  # what they last could learn
+        self._view: TaskView | None = None  # as they could learn it last
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
         # Members from before an outage of the registry that have not renewed since, and how long
@@ -207,7 +163,7 @@ class Master:
 
     @property
     def task_view(self) -> TaskView:
-        """What this node's clients have to know to ask the owners of chunks."""
+        """All that this node's clients need to ask the owners of chunks."""
         return TaskView(
             rank=self.rank,
             task=self._me.task.digest,
@@ -235,7 +191,7 @@ class Master:
             await self._apply_membership(first)
             await self._nursery.start(self._acceptor.serve, listeners)
             task_status.started()
-            if self._oneshot:
+            if self._options.oneshot:
                 self._nursery.start_soon(self._fill)
             await self._renew_always()
             self._nursery.cancel_scope.cancel()
@@ -243,11 +199,12 @@ class Master:
     async def _renew_always(self) -> None:
         """Renew the registration and follow its answers, until this master may not be a member any
         more."""
+        options = self._options
         gather_until_s = trio.current_time() + GATHER_S
         registry_answers = True
         while True:
             gathers = trio.current_time() < gather_until_s and not self._all_present.is_set()
-            with trio.move_on_after(self._gather_renew_s if gathers else self._renew_s):
+            with trio.move_on_after(options.gather_renew_s if gathers else options.renew_s):
                 await self._renew_now.wait()
             self._renew_now = trio.Event()
             try:
@@ -264,7 +221,7 @@ class Master:
                 log.info("the registry answers again")
             if not registry_answers or membership.was_forgotten:
                 self._not_renewed = {rank: entry.member for rank, entry in self._peers.items()}
-                self._not_renewed_until_s = trio.current_time() + self._ttl_s
+                self._not_renewed_until_s = trio.current_time() + self._options.ttl_s
             registry_answers = True
             await self._apply_membership(membership)
 
@@ -295,7 +252,6 @@ class Master:
             self._all_present.set()
 
     def _note_view(self) -> None:
-        """Have clients ask again where what they know is not true any more."""
         view = self.task_view
         if view != self._view:
             self._view = view
@@ -304,7 +260,7 @@ class Master:
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
         """Members that may still have to register again. All may have been forgotten while the
         registry could not be reached, and each renews in its own time. If they did not count until
-        then, connections would end and other nodes would fetch what they hold."""
+        then, connections would end and other nodes would fetch the chunks that they hold."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in membership.members:
@@ -313,7 +269,7 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """Take over the task's new secret: where the registry has lost the old one, the master that
+        """Take over the task's new secret: when the registry has lost the old one, the master that
         registers first makes another."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
@@ -323,13 +279,12 @@ class Master:
         self._peers.clear()
 
     async def _update_owners(self) -> None:
-        """Compute who owns what from the members that answer."""
         async with self._owners_lock:  # the last caller knows the members best
             owners = self._owners
             if await self._assign_owners(owners, self._peers.keys() - self._silent):
                 self.cache.set_owned(owners.live_owned(self.rank))
 
-    async def _assign_owners(self, owners: _ChunkOwners, others: Iterable[int]) -> bool:
+    async def _assign_owners(self, owners: ChunkOwners, others: Iterable[int]) -> bool:
         """Share the chunks of a version among this node and others. Returns whether the owners
         changed and the version is still the current one."""
         others = sorted(others)
@@ -339,7 +294,7 @@ class Master:
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
         previous = None
-        if not owners.ranks and others:  # other nodes hold what this one will own
+        if not owners.ranks and others:  # other nodes hold the chunks that this one will own
             previous = await trio.to_thread.run_sync(owners.compute, others, world)
         owners.set_owners(ranks, owner, previous)
         if owners is not self._owners:
@@ -348,46 +303,23 @@ class Master:
         return True
 
     async def _run_peer(self, entry: _PeerEntry) -> None:
-        """Run the connection to one other master, until its entry is dropped."""
         with entry.scope:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(entry.peer.run)
-                nursery.start_soon(self._tell_plan, entry.peer)
+                nursery.start_soon(self._publish_plan, entry.peer)
                 if entry.member.instance == ANY_INSTANCE:
                     nursery.start_soon(self._probe, entry)
 
-    async def _tell_plan(self, peer: Peer) -> None:
-        """Where any stream is known, tell another master every `EXCHANGE_S` what this node's
-        readers will read, where they are, which chunks this node has, and what chunks are worth."""
-        entry_count = len(self.snapshot)
-        teller = PlanTeller(entry_count)
-        held_told: npt.NDArray[np.bool_] | None = None
-        values_told: npt.NDArray[np.float32] | None = None
-        retell_s = 0.0
-
-        async def is_taken(messages: Iterable[PlanMessage]) -> bool:
-            bodies = [plan_body(each, entry_count) for each in messages]
-            return {await peer.tell_plan(each) for each in bodies} <= {TAKEN}
-
+    async def _publish_plan(self, peer: Peer) -> None:
+        publisher = PlanPublisher(len(self.snapshot))
         while True:
-            if not teller.has_told:
+            if not publisher.has_published:
                 await self.plan.known.wait()
-            news = teller.news(self.plan.own_streams, self.plan.order_of)
+            news = publisher.news(self.plan.announcement())
             with suppress(StopIteration):
                 body = next(news)
                 while True:
-                    body = news.send(await peer.tell_plan(body))
-            held, values = self.cache.held, self.plan.own_values
-            is_told = held_told is not None and trio.current_time() < retell_s
-            if self.plan.known.is_set() and not (is_told and (held == held_told).all()):
-                held_told = held if await is_taken(held_pieces(held)) else None
-                retell_s = trio.current_time() + HELD_S
-                values_told = None  # the other master may have been started anew
-            if values is not None:
-                is_told = values_told is not None and np.array_equal(values, values_told)
-                if not is_told and not await is_taken(value_pieces(values)):
-                    values = None
-            values_told = values
+                    body = news.send(await peer.send_plan(body))
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:
@@ -396,17 +328,17 @@ class Master:
         while True:
             if await entry.peer.ping():
                 heard_s = trio.current_time()
-            is_silent = trio.current_time() > heard_s + self._ttl_s
+            is_silent = trio.current_time() > heard_s + self._options.ttl_s
             if is_silent != (rank in self._silent):
                 self._silent ^= {rank}
                 log.info("node %d %s", rank, "does not answer" if is_silent else "answers again")
                 await self._update_owners()
-            await trio.sleep(self._renew_s)
+            await trio.sleep(self._options.renew_s)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
         """Switch to another version of the dataset; chunks that are in both stay. The new version
         has owners from the start: the members that are known to hold it."""
-        owners = _ChunkOwners(snapshot)
+        owners = ChunkOwners(snapshot)
         holders = self._membership.of_version(snapshot.version)
         await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
         if snapshot.version <= self.snapshot.version:  # another client's switch came first
@@ -430,7 +362,7 @@ class Master:
         await self._apply_membership(self._membership)
         self._renew_now.set()
 
-    # What this node's readers call
+    # Calls of this node's readers
 
     def adopt_local(self, accepted: socket.socket) -> None:
         """Serve READs of a client of this node on a socket, which is the data plane's from now
@@ -438,7 +370,7 @@ class Master:
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None where
+        """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None if
         it is not in memory. With `load`, it is fetched first."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
@@ -460,7 +392,7 @@ class Master:
             log.error("%s sent damaged data: %s", entry.peer, what)
             entry.peer.record_damage()
 
-    # What is requested and not in memory (`AnswerSource`)
+    # Requests for chunks that are not in memory (`AnswerSource`)
 
     @property
     def table(self) -> ChunkTable:
@@ -509,7 +441,6 @@ class Master:
         rows: npt.NDArray[np.int64],
         found: dict[int, memoryview],
     ) -> None:
-        """Ask another node for these rows of `parts`, and add what it gives to `found`."""
         wanted = parts[rows]
         ends = np.cumsum(wanted[:, 2], dtype=np.int64)
         room = np.empty(int(ends[-1]), np.uint8).data
@@ -527,9 +458,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Contents of parts, by their row in `parts`: those whose chunk is here, and with `load`
-        those in `mine` (a flag for each row) whose chunk can be loaded in time (`LOAD_S`). Chunks
-        that could not be fetched are added to `failed`."""
+        """Contents of parts, by their row in `parts`: those of chunks that are here, and with
+        `load` those in `mine` (a flag for each row), if the chunk can be loaded in time (`LOAD_S`).
+        Chunks that could not be fetched are added to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):

@@ -1,8 +1,8 @@
 """One other master of the task, and the connection on which this master sends it requests.
 
 A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
-to where the caller wants them, and enforces deadlines. Its circuit breaker (`../../net/breaker.py`)
-decides whether the peer is asked now; `master.py` decides which peer is asked for which chunk.
+into the caller's memory, and enforces deadlines. Its circuit breaker (`../../net/breaker.py`)
+decides whether it asks the peer now; `master.py` decides which peer to ask for which chunk.
 
 Concurrency: trio's. Any number of tasks read. Each sends its request itself, and one task receives
 the answers of all, straight into the memory of the tasks that wait. A reader that is cancelled
@@ -29,7 +29,7 @@ log = logging.getLogger("diesel.task")
 
 Statuses = npt.NDArray[np.uint8]
 
-_BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones so much is copied
+_BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones this part is copied
 
 _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
 """Requests of more than the first have at most the second in flight, or one request: small answers
@@ -39,7 +39,7 @@ _IDS = 1 << 32  # IDs of requests, which have four bytes
 
 
 class _PendingRequest:
-    """A request that waits for its answer, whose bytes go to `room`; it is late after `due_s`."""
+    """A request that waits for its answer. The bytes go to `room`; it is late after `due_s`."""
 
     __slots__ = (
         "body", "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room",
@@ -86,7 +86,7 @@ class Peer:
             "connections requests parts bytes timed_out failed skipped damaged".split(), 0
         )
 
-    # What the master calls
+    # Calls of the master
 
     async def read(self, parts: Parts, room: memoryview, *, load: bool) -> Statuses:
         """Read parts of chunks. The parts with status `GIVEN` lie in `room`, each at the sum of the
@@ -107,8 +107,8 @@ class Peer:
                 break
         return statuses
 
-    async def tell_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). The status of the answer; None where the
+    async def send_plan(self, body: bytes) -> int | None:
+        """Send a message about plans (`plan/messages.py`). The status of the answer; None if the
         peer is not asked now or does not answer in time, which does not count as its failure: it
         may have other work, and reads do not wait for this."""
         pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)
@@ -162,7 +162,6 @@ class Peer:
                 self._drop_channel(self._channel)
 
     async def _attempt(self) -> Channel | None:
-        """Try to connect once; None where that failed."""
         try:
             channel = await connect(self._me.connector, self.member)
         except Exception as error:  # no failure of a peer may end this task or the master
@@ -196,7 +195,6 @@ class Peer:
         self._drop_channel(channel)
 
     def _drop_channel(self, channel: Channel) -> None:
-        """Close the connection, and wake all requests that wait for an answer on it."""
         if self._channel is not channel:
             return
         self._channel = None
@@ -213,14 +211,13 @@ class Peer:
         self._is_paused = True
 
     async def _send_rest(self, channel: Channel) -> None:
-        """Send requests that did not leave at once."""
         while True:
             await self._unsent.wait()
             self._unsent = trio.Event()
             await channel.drain()
 
     async def _expire_late(self, channel: Channel) -> None:
-        """Wake callers whose requests are late. A cancel scope for each request would cost more
+        """Wake the callers of late requests. A cancel scope for each request would cost more
         than all the rest of the request."""
         while True:
             due_s = (
@@ -240,11 +237,10 @@ class Peer:
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
         """Send a request and wait; returns the status of each part. A request without parts has no
-        status, or one that is not `GIVEN` where it failed."""
+        status, or one that is not `GIVEN` if it failed."""
         return await self._ask_pending(_PendingRequest(kind, parts, room[:size], size), flags)
 
     async def _ask_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
-        """As `_ask`."""
         parts, now_s = pending.parts, trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
@@ -316,7 +312,6 @@ class Peer:
             pending.abandon()
 
     async def _connection(self, ticket: int) -> Channel | None:
-        """The channel after an attempt to connect; None where that failed."""
         if not self._is_over:
             self._connect_ticket = ticket
             self._connect_wanted.set()
@@ -324,7 +319,6 @@ class Peer:
         return self._channel
 
     def _fits(self, size: int) -> bool:
-        """Whether a request may be sent now."""
         if len(self._pending) >= wire.REQUESTS_MAX:
             return False
         if size <= _BULK_BYTES:
@@ -346,7 +340,6 @@ class Peer:
     # Answers
 
     async def _receive(self, channel: Channel) -> None:
-        """Receive answers, one after the other. Raises ConnectionClosed, CorruptError."""
         reader = FrameReader(channel, _BUFFER_BYTES)
         counts = self._counts
         while True:
@@ -392,7 +385,6 @@ class Peer:
 async def _fill(
     reader: FrameReader, pending: _PendingRequest, ranges: Sequence[tuple[int, int]]
 ) -> None:
-    """Receive into ranges of the request's room; drop the bytes where its caller was cancelled."""
     for at, end in ranges:
         while at < end:
             room = pending.room
@@ -409,7 +401,6 @@ def _wake(pending: _PendingRequest) -> None:
 
 
 def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
-    """The ranges of the room where the given parts belong, one for each run of parts."""
     ends = np.cumsum(parts[:, 2], dtype=np.int64)
     given = np.concatenate(([False], statuses == GIVEN, [False]))
     edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, the end of it, and so on
@@ -430,5 +421,4 @@ def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
 
 
 def _statuses(status: int, parts: Parts | None) -> Statuses:
-    """This status for each part; for a request without parts, once."""
     return np.full(1 if parts is None else len(parts), status, np.uint8)

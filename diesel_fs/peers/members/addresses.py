@@ -29,8 +29,8 @@ def listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
     """The address (not a name) and port to bind; port 0 means any.
 
     Without `listen` it is the address that `peers` has for this rank. Without `peers` it is
-    loopback where this is the only node, else the address by which this machine reaches the server
-    or Redis. Raises UsageError for a bad address, and where other nodes could not reach this one;
+    loopback if this is the only node, else the address by which this machine reaches the server
+    or Redis. Raises UsageError for a bad address, and if other nodes could not reach this one;
     some of these cases are warnings only (see the module).
     """
     chosen = _choose_listen_address(request, rank, world)
@@ -73,7 +73,6 @@ def advertised_address(advertise: str, bound: HostPort) -> str:
 
 
 def _parse_advertise(text: str) -> HostPort:
-    """HOST or HOST:PORT; port 0 where there is none."""
     try:
         return HostPort.parse(text, 0)
     except ValueError:  # an IPv6 address without brackets, or a text that `Member` refuses
@@ -81,7 +80,6 @@ def _parse_advertise(text: str) -> HostPort:
 
 
 def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
-    """The address and port in `listen`, whose host may be a name. Raises UsageError."""
     try:
         given = HostPort.parse(listen)
     except ValueError:
@@ -90,7 +88,7 @@ def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
         ) from None
     if _address(given.host):
         if _is_any(given.host) and world > 1 and not advertise:
-            advertised_address("", given)  # its error says what is missing
+            advertised_address("", given)  # its error names the missing part
         return given
     addresses = _looked_up(given.host, f"--listen {listen}")
     reachable = [each for each in addresses if not _is_loopback(each)]
@@ -100,7 +98,7 @@ def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
 
 
 def _check_reachable(advertise: str, host: str, peers: Sequence[str]) -> None:
-    """Raises UsageError where no other node can reach this one; warns where only nodes on this
+    """Raises UsageError if no other node can reach this one; warns if only nodes on this
     machine can."""
     announced = _parse_advertise(advertise).host if advertise else host
     if not _address(announced):
@@ -127,7 +125,6 @@ def _loopback_error(name: str, address: str, option: str) -> UsageError:
 
 
 def _looked_up(host: str, option: str) -> list[str]:
-    """The addresses of a name, at least one. Raises UsageError."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:  # UnicodeError: not a valid name
@@ -137,7 +134,7 @@ def _looked_up(host: str, option: str) -> list[str]:
 
 def _own_loopback() -> str:
     """A loopback address that differs between machines. Nodes that run alone are all rank 0 of one
-    task; by this address they are told apart."""
+    task; this address tells them apart."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -154,7 +151,6 @@ def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
 
 
 def _source_address(endpoint: HostPort) -> str:
-    """The address of this machine's end of a connection to an endpoint. Nothing is sent."""
     try:
         found = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)
     except OSError:
@@ -170,7 +166,6 @@ def _source_address(endpoint: HostPort) -> str:
 
 
 def _address(host: str) -> IPv4Address | IPv6Address | None:
-    """The address that a host is; None for a name."""
     try:
         return ip_address(host)
     except ValueError:
@@ -178,12 +173,10 @@ def _address(host: str) -> IPv4Address | IPv6Address | None:
 
 
 def _is_any(host: str) -> bool:
-    """Whether a host means all interfaces of the machine that uses it."""
     address = _address(host)
     return address is not None and address.is_unspecified
 
 
 def _is_loopback(host: str) -> bool:
-    """Whether a host is a loopback address; a name is none."""
     address = _address(host)
     return address is not None and address.is_loopback

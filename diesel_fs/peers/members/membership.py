@@ -1,9 +1,9 @@
-"""Who is in a task: its name, its masters, which node this is, and registrations as bytes and
+"""The members of a task: its name, its masters, which node this is, and registrations as bytes and
 messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5).
 
 A task is a training job, a node one of its machines, and a master the process on a node that the
 others reach. A master registers in a member store (Redis, or a server in front of it) and learns
-there which masters are in its task. This module has the values and checks them where they arrive;
+there which masters are in its task. This module has the values and checks them when they arrive;
 all checks raise UsageError. It is pure, and its values may be used in any thread.
 """
 
@@ -79,7 +79,7 @@ class Member:
     instance: bytes  # random; each process has its own
     address: str  # host:port, by which other masters reach it
     version: int  # of the dataset
-    certificate: bytes = b""  # its SHA-256; empty without TLS, or where it is not known
+    certificate: bytes = b""  # its SHA-256; empty without TLS, or if it is not known
     has_key_file: bool = False  # the task's secret comes from a key file
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class Membership:
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)  # the task's, by which masters prove that they belong to it
-    replaced_address: str = ""  # of the master whose rank the caller has just taken over
+    replaced_address: str = ""  # of the master that had the caller's rank until just now
     was_forgotten: bool = False  # the caller's registration was gone; those of others may be, too
 
     @classmethod
@@ -138,7 +138,7 @@ def split_address(address: str) -> HostPort:
 def secret_from_key(key: bytes) -> bytes:
     """The task's secret: SHA-256 of the content of a key file, without the space around it.
 
-    Raises UsageError, whose text says nothing of the key.
+    Raises UsageError; its text does not show the key.
     """
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
@@ -208,24 +208,24 @@ _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """What a master remembers of its registration, and sends again at each renewal, so that Redis
+    """The registration that a master remembers and sends again at each renewal, so that Redis
     may lose it."""
 
     since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
     state: int = 0  # the number of the membership that it last received
-    secret: bytes = field(default=b"", repr=False)  # empty where it has none, or may not send it
+    secret: bytes = field(default=b"", repr=False)  # empty if it has none, or may not send it
 
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The answer to a registration. `members` is None where the caller knows the current
+    """The answer to a registration. `members` is None if the caller knows the current
     members."""
 
     since: int
     state: int
     secret: bytes = field(repr=False)
     members: tuple[Member, ...] | None
-    replaced_address: str = ""  # of the master whose rank the caller has just taken over
+    replaced_address: str = ""  # of the master that had the caller's rank until just now
     was_forgotten: bool = False  # the caller's registration was gone
 
 
@@ -236,7 +236,7 @@ class MemberStore(Protocol):
         """Register, or renew a registration. A master without a key file receives the task's
         secret. Idempotent.
 
-        Raises ConflictError where a newer instance has this rank.
+        Raises ConflictError if a newer instance has this rank.
         """
         ...
 
@@ -283,7 +283,7 @@ def join_message(task: TaskName, member: Member, record: MemberRecord) -> Messag
 
 
 def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
-    """The name of the task, the master that registers, and what it remembers. Raises
+    """The name of the task, the master that registers, and its record. Raises
     UsageError."""
     name = fields.text("task")
     member = parse_member(fields)

@@ -4,8 +4,8 @@ The nodes of a task train on one dataset together and share a cache of its chunk
 process that keeps one node's part of that cache (`PEERS.md`).
 
 `TaskOptions` declares each option once: the options of `dlcmd mount` and the keyword arguments of
-`diesel_fs.connect` and `diesel_fs.mount` come from its fields. `TaskRequest` adds what a master
-needs besides; it travels to the master over a pipe, as arguments of programs are no secret.
+`diesel_fs.connect` and `diesel_fs.mount` come from its fields. `TaskRequest` adds the values that a
+master needs besides; it travels to the master over a pipe, as arguments of programs are no secret.
 
 All values are immutable. The module imports no numpy, so that a mount starts fast.
 """
@@ -35,7 +35,7 @@ FillPolicy = Literal["on-demand", "oneshot"]
 """When a node's chunks are fetched: when they are first read, or all from the start."""
 
 Eviction = Literal["plan", "importance", "lrfu", "lru", "lfu", "none"]
-"""What is evicted from a full cache of the task (`cache/policy.py`); the first is the default."""
+"""How a full cache chooses victims (`cache/policy.py`); the first is the default."""
 
 
 def chunk_policy(evict: str) -> str:
@@ -45,7 +45,7 @@ def chunk_policy(evict: str) -> str:
 
 
 CacheLayout = Literal["auto", "chunks", "order"]
-"""What a mount keeps in its cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
+"""The content of a mount's cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
 
 
 class TaskKwargs(TypedDict, total=False):
@@ -68,7 +68,7 @@ class TaskKwargs(TypedDict, total=False):
 
 
 OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
-"""What a user gives. A count may also be text, as an environment variable has it; addresses are a
+"""The kinds of values. A count may also be text, as an environment variable has it; addresses are a
 list, or a text with commas between; a size is in bytes."""
 
 
@@ -185,7 +185,7 @@ class TaskOptions(DaemonRequest):
     def or_single_node(
         self, shared_name: str, spelled: Callable[[str], str] = cli_name
     ) -> "TaskOptions":
-        """These options; or, where they name a cache folder and no task, those of a task of one
+        """These options; or, if they name a cache folder and no task, those of a task of one
         node, which all callers with the same `shared_name` on this machine share. Raises as
         `check`."""
         is_alone = self.rank is None and self.world is None
@@ -195,7 +195,7 @@ class TaskOptions(DaemonRequest):
         return replace(self, task=single_node_task(shared_name), rank=0, world=1)
 
     def check(self, spelled: Callable[[str], str] = cli_name) -> None:
-        """Raises UsageError for options that need a task where none is named and for options that
+        """Raises UsageError for options that need a task if none is named and for options that
         contradict each other, and ConfigError for a blank key. `spelled` gives the name by which
         the user knows a field."""
         if self.cache_bytes and not self.cache_dir:
@@ -301,7 +301,6 @@ def _checked_value(option: "Field[object]", value: object) -> object:
 
 
 def _addresses(word: str, value: object) -> tuple[str, ...]:
-    """Addresses from a list of texts, or from one text with commas between."""
     if isinstance(value, str):
         return tuple(filter(None, map(str.strip, value.split(","))))
     if value is None:
@@ -326,8 +325,8 @@ _MASTER_OPTIONS |= {"memory_bytes"}
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest(TaskOptions):
-    """What a master is started with: the task's options, the dataset and its version, and access to
-    the repository."""
+    """All that a master is started with: the task's options, the dataset and its version, and
+    access to the repository."""
 
     url: str = ""
     user: str = ""  # the account at a DIESEL server
@@ -389,7 +388,7 @@ def single_node_task(shared_name: str) -> str:
 
 def read_key_file(path: Path) -> str:
     """The content of a task's key file, without the space around it. Raises ConfigError, and
-    PermissionDenied where other users may read the file."""
+    PermissionDenied if other users may read the file."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
     if not text.isascii():
         raise ConfigError(f"{path} is not ASCII text", advice=_MAKE_A_KEY)

@@ -63,7 +63,7 @@ class OwnerTableView:
     """The table as a client maps it."""
 
     def __init__(self, descriptor: int, chunks: int) -> None:
-        """The descriptor stays the caller's. Raises CorruptError where it has another size or could
+        """The descriptor stays the caller's. Raises CorruptError if it has another size or could
         shrink, and OSError."""
         size = _HEAD.size + 4 * chunks
         if os.fstat(descriptor).st_size != size:

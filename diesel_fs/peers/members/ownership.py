@@ -2,14 +2,14 @@
 live nodes, so every master computes the same owners.
 
 Each chunk prefers nodes by a score that depends on chunk and node alone (highest random weight:
-Thaler and Ravishankar, 1998). With scores alone, shares differ by chance: by a third where a node
+Thaler and Ravishankar, 1998). With scores alone, shares differ by chance: by a third if a node
 has a hundred chunks. So nodes choose, too: chunks propose to nodes in the order of their scores,
 and a node keeps those of the highest scores that fit its capacity (deferred acceptance: Gale and
 Shapley, 1962). A node that is left with too few bytes then takes chunks that prefer it next from
 nodes that have enough.
 
 When a node leaves, its chunks propose to other nodes, and few chunks of those move. When it is
-back, it has what it had. Objects are immutable and may be used in any thread.
+back, it has the same chunks as before. Objects are immutable and may be used in any thread.
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ class Ownership:
 
     def owners(self, living: npt.NDArray[np.bool_]) -> Nodes:
         """The owner of each chunk, as a node's number; `living` has a flag for each node. All
-        owners are -1 where no node lives."""
+        owners are -1 if no node lives."""
         count = len(self._hashes)
         owner = np.full(count, -1, np.int64)
         if not living.any() or not count:
@@ -80,7 +80,7 @@ class Ownership:
         self, rows: Rows, below: Scores, living: npt.NDArray[np.bool_]
     ) -> tuple[Nodes, Scores]:
         """For each chunk, the live node that it prefers most among those with scores below `below`;
-        -1 where there is none."""
+        -1 if there is none."""
         eligible = living[self._nodes[rows]] & (self._scores[rows] < below[:, None])
         first = eligible.argmax(axis=1)
         at = np.arange(len(rows))
@@ -97,7 +97,7 @@ class Ownership:
         return nodes, scores
 
     def _reject(self, rows: Rows, owner: Nodes, score: Scores, capacity: float) -> Rows:
-        """Of all chunks of some nodes, those for which chunks with higher scores leave no
+        """Of all chunks of some nodes, return those for which chunks with higher scores leave no
         capacity."""
         rows = rows[np.lexsort((~score[rows], owner[rows]))]
         at = owner[rows]

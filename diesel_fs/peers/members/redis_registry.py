@@ -79,8 +79,8 @@ end
 # KEYS: the task's hash of masters, and their ends by rank.
 # ARGV: rank, instance, since (0: first registration), packed member, secret to set if there is none
 # (or nothing), lifetime in us, state that the master knows, greatest number of masters.
-# Reply: since, state, secret, packed member of the master whose rank it took over, whether its own
-# registration was gone; and all ranks and values where the state is another one.
+# Reply: since, state, secret, packed member of the master that had this rank, whether its own
+# registration was gone; and all ranks and values if the state has changed.
 JOIN = script(
     _TASK
     + """
@@ -189,7 +189,6 @@ class RedisMemberStore(MemberStore):
 
 
 def _address(me: Member, packed: object) -> str:
-    """The address of the master whose rank this one has taken over; empty where there was none."""
     with contextlib.suppress(UsageError):
         if isinstance(packed, bytes):
             return unpack_member(me.rank, me.instance, packed).address
@@ -197,7 +196,6 @@ def _address(me: Member, packed: object) -> str:
 
 
 def _members(ranks: object, values: object) -> tuple[Member, ...]:
-    """The members that a reply holds. Values that are not members are left out."""
     found = []
     for rank, value in zip(listed(ranks), listed(values), strict=True):
         try:

@@ -2,7 +2,7 @@
 registration, and learns which other masters are in its task.
 
 A registry works with Redis, either directly or through a DIESEL server, or it is a fixed list of
-addresses (`--peers`). It remembers what a master must send again at its next renewal.
+addresses (`--peers`). It remembers the record that a master sends again at its next renewal.
 `redis_registry.py` stores registrations; `master/master.py` decides when to renew and acts on the
 answers.
 
@@ -53,7 +53,7 @@ FIRST_S = 5.0
 """The time limit of one attempt of the first registration: all nodes of a task start at once, and
 log in first."""
 
-_ATTEMPTS = 2  # the second goes to another server, where there is one
+_ATTEMPTS = 2  # the second goes to another server, if there is one
 _UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
 """Errors of the member store that mean "no answer now"."""
 
@@ -61,13 +61,13 @@ _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
 
 class Registry(ABC):
-    """Where one master registers and learns the members of its task."""
+    """By this, one master registers and learns the members of its task."""
 
     @abstractmethod
     def renew(self, me: Member) -> Membership:
         """Register, or renew a registration. Returns all current members, this master among them.
 
-        Raises ConflictError where a newer instance has this rank, and MetadataError where the
+        Raises ConflictError if a newer instance has this rank, and MetadataError if the
         registry cannot answer now and a later renewal may succeed. Other errors of the tree say
         that this master may not be in this task, or not with these options.
         """
@@ -85,8 +85,8 @@ class Registry(ABC):
 def open_registrations(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> MemberStore:
-    """The member store of a repository whose object store is open. `deadline_s` limits each call.
-    Raises UsageError where the repository has no Redis; ConfigError, MetadataError."""
+    """The member store of a repository; its object store is open. `deadline_s` limits each call.
+    Raises UsageError if the repository has no Redis; ConfigError, MetadataError."""
     if not url.meta:
         raise UsageError(
             f"the nodes of a task find each other through Redis, and {url} has none",
@@ -108,9 +108,9 @@ def open_registry(
     peers: Sequence[str] = (),
 ) -> Registry:
     """The registry of a task. `peers` are the masters' addresses, in the order of their ranks,
-    where there is no Redis; `key` is the content of the key file. The first renewal connects.
+    if there is no Redis; `key` is the content of the key file. The first renewal connects.
 
-    Raises UsageError where there is neither Redis nor `peers`, or no key where one is needed.
+    Raises UsageError if there is neither Redis nor `peers`, or no key where one is needed.
     """
     secret = None if key is None else secret_from_key(key)
     if peers:
@@ -178,9 +178,8 @@ class RedisRegistry(Registry):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        """As before the first registration."""
         self._instance = b""  # of the master that registered last
-        self._record = MemberRecord()  # what it sends again at its next renewal
+        self._record = MemberRecord()  # it is sent again at the next renewal
         self._members: tuple[Member, ...] = ()  # as the store knew them then
 
     def renew(self, me: Member) -> Membership:
@@ -205,7 +204,7 @@ class RedisRegistry(Registry):
             )
 
     def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
-        """Raises UsageError where only some of the task's nodes have a key file: their secrets
+        """Raises UsageError if only some of the task's nodes have a key file: their secrets
         differ, so they could not talk to each other."""
         others = [each for each in members if each.has_key_file != mine.has_key_file]
         if others:

@@ -1,7 +1,7 @@
-"""What the readers of a task will read of each chunk, and when fetching a whole chunk pays.
+"""The reads of each chunk that are still to come, and when fetching a whole chunk pays.
 
 A node's cache gets a `ChunkFuture` when the orders of the task's readers are known
-(`plan/task_plan.py` makes it). The eviction policy `plan` decides by it what is replaced. How often
+(`plan/task_plan.py` makes it). The eviction policy `plan` uses it to choose victims. How often
 a chunk must be read to be worth a fetch depends on costs, so that is computed here, for memory and
 for the disk.
 
@@ -18,14 +18,14 @@ import numpy.typing as npt
 from ...orders.future import NEVER, FutureUses, Units
 
 READ_FRACTION_MIN = 0.75
-"""A chunk is fetched whole, where it would replace another, only if so much of its live bytes will
+"""A chunk that would replace another is fetched whole only if this part of its live bytes will
 be read before the other is needed again. In a chunk-wise order that is all of them, but for the
-reads that came before the fetch. Where each chunk is read all the time, as in a full shuffle, it is
+reads that came before the fetch. When each chunk is read all the time, as in a full shuffle, it is
 a small part: fetching would read much more from the store than the readers want, and time alone
-would not show that where the store is slow to answer."""
+would not show that if the store is slow to answer."""
 
 Cost = Callable[[int], float]
-"""Seconds for one read of so many bytes."""
+"""Seconds for one read of `n` bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +33,7 @@ class ChunkFuture:
     """The reads to come of each chunk of a version, by its number."""
 
     uses: FutureUses
-    """Of all readers of all nodes: the owner of a chunk serves all of its reads."""
+    """The reads of all readers of all nodes: the owner of a chunk serves all of its reads."""
     live_bytes: npt.NDArray[np.float64]
     """Stored bytes of each chunk that files of this version have."""
     read_bytes: npt.NDArray[np.float64]

@@ -6,9 +6,9 @@ call is one operation of a dictionary or a queue, so no lock is needed. A view t
 valid as long as it exists: the memory behind it is never written again.
 
 A chunk on the disk is read by the control plane, in threads, which a disk may keep waiting. After
-such a read it *lends* the chunk's open file to the data plane, which reads only what the kernel has
-in its page cache, and so never waits. A loan is for a few requests: then a request comes to the
-control plane again, which decides whether the chunk should come to memory.
+such a read it *lends* the chunk's open file to the data plane, which reads only bytes that the
+kernel has in its page cache, and so never waits. A loan is for a few requests: then a request comes
+to the control plane again, which decides whether the chunk should come to memory.
 """
 
 from collections import deque
@@ -22,10 +22,10 @@ from ...cache.tiers import CacheHandle
 from ..wire import PART, PARTS_BYTES_MAX, Sizes
 
 LOAN_REQUESTS = 16
-"""After so many requests the control plane decides whether the chunk should come to memory."""
+"""After this number of requests the control plane decides whether the chunk comes to memory."""
 
 LOAN_S = 60.0
-"""The file of a chunk that was removed takes room on the disk for at most so long."""
+"""The file of a chunk that was removed takes room on the disk for at most this time."""
 
 LOANS_MAX = 256
 """So many files are lent at once. For one more, the file that was lent first is taken back."""
@@ -51,7 +51,7 @@ class _Loan:
 
 
 class ChunkTable:
-    """What the data plane knows of a version: it answers from `views` and from files that were
+    """The data plane's view of a version: it answers from `views` and from files that were
     lent, and nothing else."""
 
     def __init__(self, sizes: Sizes) -> None:
@@ -68,7 +68,7 @@ class ChunkTable:
         self._file_reads: deque[tuple[int, int]] = deque(maxlen=_READS_REMEMBERED)
 
     def find(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
-        """The bytes of parts, given by their records, and how many these are. None where not all
+        """The bytes of parts, given by their records, and how many these are. None if not all
         of them can be had without waiting, a part lies outside its chunk, or they are more than
         one request may ask for."""
         views, found, size = self.views, [], 0
@@ -114,7 +114,7 @@ class ChunkTable:
         return found, size
 
     def lend(self, chunk: int, file: CacheHandle) -> None:
-        """Lend the open file of a chunk. The table closes it. Of the control plane."""
+        """Lend the open file of a chunk. The table closes it. Called by the control plane."""
         loans = self._loans
         loans.pop(chunk, None)
         loans[chunk] = _Loan(file)
@@ -122,14 +122,14 @@ class ChunkTable:
             del loans[next(iter(loans))]
 
     def take_back(self, chunk: int | None = None) -> None:
-        """Lend the file of a chunk, or of all chunks, no longer. Of the control plane."""
+        """Lend the file of a chunk, or of all chunks, no longer. Called by the control plane."""
         if chunk is None:
             self._loans.clear()
         else:
             self._loans.pop(chunk, None)
 
     def take_back_old(self) -> None:
-        """End the loans whose time is over. Of the control plane."""
+        """End the loans that are too old. Called by the control plane."""
         loans, now_s = self._loans, monotonic()
         while loans and loans[first := next(iter(loans))].until_s <= now_s:
             del loans[first]
@@ -144,7 +144,7 @@ class ChunkTable:
             self._reads.append((chunks, size))
 
     def take_reads(self) -> list[tuple[Sequence[int], int]]:
-        """What was recorded since the last call. Any thread."""
+        """The reads that were recorded since the last call. Any thread."""
         return _taken(self._reads)
 
 

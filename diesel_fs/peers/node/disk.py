@@ -3,8 +3,8 @@
 Chunks that the memory has no room for wait in the ledger's queue until they are written;
 `replacement.py` chooses the chunks that leave the disk for them. Before that, the tier evicts for
 this dataset (`CacheFolder.make_room`), as long as chunks of it are not here. At the end of a node,
-`flush` writes what it has in memory. Other tasks of the user may use the same folder and dataset,
-so chunks may come and go without this process: it scans the folder again when it notices.
+`flush` writes the chunks that are in memory. Other tasks of the user may use the same folder and
+dataset, so chunks may come and go without this process: it scans the folder again when it notices.
 
 A chunk that was just read is lent to the data plane (`chunk_table.py`), which reads further parts
 of it without the threads, as far as the kernel has them in its page cache.
@@ -51,11 +51,11 @@ DISK_PAUSE_S = 30.0
 """How long a disk is not used after it did not answer in time, or could not be written."""
 
 RESCAN_S = 60.0
-"""How soon the folder is scanned after a chunk was not where it had been: others may be gone, or
+"""How soon the folder is scanned after a chunk was found to be gone: others may be gone, too, or
 back. Also how soon the tier is asked for room again after it had too little."""
 
 NOTE_USE_S = 60.0
-"""How often a dataset is marked as used while its job lives, also where memory serves all reads:
+"""How often a dataset is marked as used while its job lives, even if memory serves all reads:
 its chunks cool down from the job's end on (`cache/disk`)."""
 
 OTHER_WRITER_WAIT_S = 0.2
@@ -66,7 +66,7 @@ _THREADS = 8
 _READS_PER_THREAD = 8  # of one chunk each; the first read of a chunk reads and checks all of it
 
 Spans = Sequence[tuple[int, int]]
-"""Ranges of one chunk: where each starts, and its bytes."""
+"""Ranges of one chunk: the start of each, and its bytes."""
 
 Made = TypeVar("Made")
 
@@ -78,7 +78,7 @@ class _DiskRead:
         self._key, self._spans = key, spans
         self.ended = trio.Event()
         self.contents: list[memoryview] | None = None
-        self.file: CacheHandle | None = None  # of the chunk, still open where it could be read
+        self.file: CacheHandle | None = None  # of the chunk, still open if it could be read
         self.is_there: bool | None = None  # whether the chunk is; None: nobody has looked
 
     def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
@@ -129,7 +129,7 @@ class Disk:
         self.wake()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """Bytes of a chunk, by start and size; None where it turns out not to be here. Reads that
+        """Bytes of a chunk, by start and size; None if it turns out not to be here. Reads that
         begin together share threads, as to enter one costs more than to read a few files."""
         ledger, table = self._ledger, self._ledger.table
         wanted = _DiskRead(ledger.key(chunk), spans)
@@ -150,14 +150,13 @@ class Disk:
         return wanted.contents
 
     async def _read_wanted(self, nursery: trio.Nursery) -> None:
-        """Read what is wanted by now: this task runs after those that began together."""
+        """Serve all reads that wait by now: this task runs after those that began together."""
         wanted, self._wanted = self._wanted, []
         for first in range(0, len(wanted), _READS_PER_THREAD):
             some = wanted[first : first + _READS_PER_THREAD]
             nursery.start_soon(self._read_all, some)
 
     async def _read_all(self, wanted: "Sequence[_DiskRead]") -> None:
-        """Read these in one thread. Where this is cancelled, they end without a result."""
 
         def work(
             disk: DiskTier,
@@ -174,7 +173,7 @@ class Disk:
                 each.ended.set()
 
     async def load(self, chunk: int) -> SealedMemory | None:
-        """A whole chunk, checked, in memory; None where it turns out not to be here. Raises OSError
+        """A whole chunk, checked, in memory; None if it turns out not to be here. Raises OSError
         where there is no memory."""
         key, size = self._ledger.key(chunk), self._ledger.sizes[chunk]
 
@@ -200,7 +199,7 @@ class Disk:
         return loaded
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes of a chunk: check it, and drop it where it is damaged."""
+        """A reader got damaged bytes of a chunk: check it, and drop it if it is damaged."""
         self._ledger.table.take_back(chunk)
         if self._ledger.on_disk[chunk]:
             key = self._ledger.key(chunk)
@@ -213,7 +212,7 @@ class Disk:
                 self._failed(chunk, is_there=False)
 
     def stats(self) -> dict[str, int]:
-        """What this process has evicted from the folder to make room, as all datasets share it."""
+        """Evictions of this process from the folder, which all datasets share, to make room."""
         folder = None if self._tier is None else self._tier.folder
         return {
             "disk_room_evictions": 0 if folder is None else folder.room_evictions,
@@ -221,7 +220,7 @@ class Disk:
         }
 
     async def run(self) -> None:
-        """Scan the folder, then write what is enqueued, and read. Ends when cancelled."""
+        """Scan the folder, then write enqueued chunks, and read. Ends when cancelled."""
         if self._tier is None:
             return
         async with trio.open_nursery() as nursery:
@@ -299,14 +298,13 @@ class Disk:
             )  # fmt: skip
 
     async def _write(self, chunk: int, content: memoryview) -> None:
-        """Write one chunk of the queue, where there is room for it or can be made."""
         victims = self._replacement.disk_victims(len(content))
         if victims is None:
             self._counts["disk_refused"] += 1
             self._next_scan_s = min(self._next_scan_s, trio.current_time() + RESCAN_S)
             return
         if not self._replacement.may_write(chunk, victims):
-            self._counts["disk_plan_bypassed"] += 1  # what is there is needed sooner
+            self._counts["disk_plan_bypassed"] += 1  # the chunks on the disk are needed sooner
             return
         is_there, other_writes = await self._put(chunk, content, victims)
         if is_there:
@@ -353,7 +351,7 @@ class Disk:
             self._next_scan_s = now_s  # it makes room
         return is_there, other_writes
 
-    # What is known about the disk
+    # The state of the disk
 
     async def _scan(self, *, makes_room: bool) -> None:
         """Make room for the queue, as far as chunks are not here, then find out which are."""
@@ -363,7 +361,7 @@ class Disk:
         queue_bytes = ledger.room.queue_bytes if makes_room else 0
 
         def work(disk: DiskTier) -> tuple[list[ChunkId], int, int]:
-            disk.note_use(identity)  # also where all reads came from memory
+            disk.note_use(identity)  # even if all reads came from memory
             here = {*disk.list_chunks(identity)}
             absent_bytes = sum(
                 size for name, size in zip(ids, sizes, strict=True) if name not in here
@@ -392,7 +390,7 @@ class Disk:
         self._counts["disk_evictions"] += 1
 
     def _failed(self, chunk: int, *, is_there: bool) -> None:
-        """A chunk could not be read. Where it is still there, the disk has failed."""
+        """A chunk could not be read. If it is still there, the disk has failed."""
         now_s = trio.current_time()
         if is_there:
             self._ledger.disk_rests_until_s = now_s + DISK_PAUSE_S
@@ -405,7 +403,6 @@ class Disk:
     # Threads
 
     async def _in_thread(self, work: Callable[[DiskTier], Made], within_s: float) -> Made | None:
-        """The result of `work` in a thread; None where it fails or takes longer than `within_s`."""
         tier = self._tier
         assert tier is not None
         with trio.move_on_after(within_s):

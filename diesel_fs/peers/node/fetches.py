@@ -187,7 +187,6 @@ class Fetches:
             self._land(flight, memory)
 
     def _land(self, flight: Flight, memory: SealedMemory | None) -> None:
-        """A fetch or load has ended, with or without the chunk."""
         chunk, is_known, ledger = flight.chunk, flight.chunk >= 0, self._ledger
         if flight.to_memory:
             ledger.release(flight.size)
@@ -249,7 +248,7 @@ class Fetches:
                 f"{here_bytes:,}", f"{self._ledger.room.memory_bytes:,}", error,
             )  # fmt: skip
 
-    # What nobody has asked for yet
+    # Fetching ahead
 
     async def prefetch_owned(self, order: npt.NDArray[np.int64]) -> None:
         """Fetch this node's chunks that are not here, in this order, while room is free; again
@@ -287,7 +286,7 @@ class Fetches:
         self, left: Iterator[int], version: int, future: ChunkFuture | None = None
     ) -> None:
         """Fetch these chunks one after the other, until one does not fit. With `future`, each also
-        in place of what is needed later, as long as that is the future."""
+        in place of chunks that are needed later, while `future` is the current one."""
         ledger, replacement = self._ledger, self._replacement
         for chunk in left:
             while self._awaited:
@@ -316,7 +315,7 @@ class Fetches:
     async def in_thread(
         self, work: Callable[Given, Made], *args: Given.args, **named: Given.kwargs
     ) -> Made:
-        """The result of `work`, which runs in a thread; not more than so many fetches at once."""
+        """Run `work` in a thread of the fetches' own limit."""
         return await trio.to_thread.run_sync(lambda: work(*args, **named), limiter=self._threads)
 
 

@@ -2,13 +2,13 @@
 a client, or owned by this node; and how much room is left. Every fact has one place, here.
 
 The memory budget covers chunks that are in memory, that are being fetched, or that a client has
-pinned. A pinned chunk is not replaced. It is revoked: its clients are asked to unpin it. Until they
-have, its memory serves reads and counts in the budget, even when the chunk has been dropped. Bytes
-that are being sent when their chunk is dropped are not counted. When the machine has no memory,
-descriptor or mapping left, the budget shrinks to what is here, for a while.
+pinned. A pinned chunk is not replaced. It is revoked: the master asks its clients to unpin it.
+Until they have, its memory serves reads and counts in the budget, even when the chunk has been
+dropped. Bytes that are being sent when their chunk is dropped are not counted. When the machine has
+no memory, descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
 
 `replacement.py` decides which chunk makes room; this module only keeps the books. Both eviction
-policies are tables of what is in memory and on the disk, so the ledger keeps them up to date.
+policies are tables of the chunks in memory and on the disk, so the ledger keeps them up to date.
 
 Pure: nothing waits, and the clock is handed in. All calls come from one trio loop, so each call is
 atomic. A new version changes all numbers of chunks at once (`switch_version`).
@@ -55,7 +55,7 @@ def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a node has room for."""
+    """The room of a node."""
 
     memory_bytes: int
     """The budget of chunks in memory."""
@@ -165,7 +165,7 @@ class Ledger:
         self.tables = tables
         self.pins = PinTable()
         self.counts: Counter[str] = Counter()
-        """What the parts of the cache count, by the names in `COUNTS`."""
+        """Counters of all parts of the cache, by the names in `COUNTS`."""
         self.owned: Mask = np.zeros(len(ids), np.bool_)
         self.held_elsewhere: Mask | None = None
         """The chunks that other nodes have, as far as is known."""
@@ -284,8 +284,8 @@ class Ledger:
     def shrink_budget(self) -> int:
         """The machine has no memory, descriptor, mapping or thread for another chunk.
 
-        The first time, the budget becomes what is here. The second time it becomes 0, so that no
-        chunk is dropped for one that cannot come. Returns the bytes that are here.
+        The first time, the budget becomes the bytes that are here. The second time it becomes 0, so
+        that no chunk is dropped for one that cannot come. Returns the bytes that are here.
         """
         here_bytes = self.tables.memory.bytes + self._pinned_dropped_bytes
         is_first = self._budget_bytes == self.room.memory_bytes
@@ -373,7 +373,7 @@ class Ledger:
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
         """Switch to the chunks of another version; returns the number that each had, or -1. Chunks
-        in both stay where they are, and stay this node's. Pins keep the old numbers, and the data
+        in both keep their places, and stay this node's. Pins keep the old numbers, and the data
         plane's connections of the old version keep the old table until they are closed."""
         old = {key: number for number, key in enumerate(zip(self.ids, self.sizes, strict=True))}
         before = [old.get(key, -1) for key in zip(ids, map(int, sizes), strict=True)]

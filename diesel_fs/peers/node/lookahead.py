@@ -1,7 +1,8 @@
 """Which chunks a node should fetch before anyone asks for them, and how many at a time.
 
-The masters know where each reader is, up to a second late. This module measures how fast readers
-advance, and names the chunks of this node that are read within `PREFETCH_S`, the soonest first.
+The masters know the position of each reader, up to a second late. This module measures how fast
+readers advance, and names the chunks of this node that are read within `PREFETCH_S`, the soonest
+first.
 
 Pure: the caller gives the time, and fetches (`fetches.py`).
 """
@@ -19,7 +20,8 @@ PREFETCH_S = 4.0
 second old, and a fetch may take that long, too."""
 
 PREFETCH_DIVISOR = 8
-"""What is fetched ahead and not read yet takes at most this part (an eighth) of the memory."""
+"""Chunks that are fetched ahead and not read yet take at most this part (an eighth) of the
+memory."""
 
 RATE_PERIOD_S = 2.0
 """The rate of the readers is measured over at least this long, as each tells its position once a
@@ -54,7 +56,7 @@ class Lookahead:
         self, future: ChunkFuture, positions: Sequence[int], now_s: float
     ) -> npt.NDArray[np.int64] | None:
         """Move each reader of the future to a position in its order; it may go back. Returns the
-        chunks whose uses were passed; None if no reader has moved."""
+        chunks that readers have passed; None if no reader has moved."""
         uses = future.uses
         passed = [
             uses.seek(reader, position).astype(np.int64)
@@ -72,7 +74,7 @@ class Lookahead:
 
     def next_chunks(self, future: ChunkFuture) -> list[int]:
         """This node's chunks that are not here and are read soon, the soonest first, within the
-        limits of what is fetched ahead. They count as fetched ahead from now on."""
+        limits of fetching ahead. They count as fetched ahead from now on."""
         now, uses, ledger = future.uses.now, future.uses, self._ledger
         ahead = np.array([*self._ahead], np.int64)
         times = dict(zip(ahead.tolist(), uses.next_time(ahead).tolist(), strict=True))

@@ -1,8 +1,9 @@
 """The chunks that a node keeps: in memory that its readers can map, and on its disk.
 
-This is the face of the package, for the master and its clients. `ledger.py` knows where each chunk
-is, `replacement.py` which chunk makes room for which; both are pure. `fetches.py` and `disk.py` do
-what has to wait. What is not kept is read from the disk in parts, or by the caller from the store.
+This is the face of the package, for the master and its clients. `ledger.py` keeps the place of each
+chunk and `replacement.py` decides which chunk makes room for which; both are pure. `fetches.py` and
+`disk.py` do all waiting. Chunks that are not kept are read from the disk in parts, or by the caller
+from the store.
 
 Concurrency. The callers are tasks of the master's one trio loop: requests that the data plane could
 not answer (`get`, `read`), clients (`pin`), the plan (`set_future`, `set_positions`), members
@@ -47,7 +48,7 @@ _TRIES = 4  # of one call, if a chunk that it has found is evicted before it is 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOptions:
-    """What a node gives to its cache."""
+    """The resources that a node gives to its cache."""
 
     memory_bytes: int
     """Memory for chunks, those that wait to be written to the disk included."""
@@ -55,7 +56,8 @@ class CacheOptions:
     """Makes the policies that choose victims in memory and on the disk, one for each."""
     disk: DiskTier | None = None
     costs: ReadCosts | None = None
-    """Of fetching a chunk, measured by the caller; without them, the fetches are measured."""
+    """The costs of fetching a chunk, measured by the caller; without them, the fetches are
+    measured."""
 
 
 class NodeCache:
@@ -103,7 +105,7 @@ class NodeCache:
 
     @property
     def table(self) -> ChunkTable:
-        """What the data plane reads from."""
+        """The table that the data plane reads from."""
         return self.ledger.table
 
     def holds(self, chunk: int) -> bool:
@@ -143,7 +145,7 @@ class NodeCache:
     async def _load(
         self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
     ) -> list[memoryview] | None:
-        """What a caller wants of a chunk that is not in memory: `spans` of it, or all."""
+        """`spans` of a chunk that is not in memory, or all of it."""
         ledger = self.ledger
         key, size, is_new = ledger.key(chunk), ledger.sizes[chunk], True
         self.replacement.record_absent(chunk)
@@ -260,7 +262,7 @@ class NodeCache:
         self.replacement.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """Set where each reader of the future is, as a position in its order; it may have gone
+        """Set the position of each reader of the future in its order; it may have gone
         back. Positions are up to a second old: decisions on them may cost time, and never
         bytes that are wrong."""
         future = self.replacement.future
@@ -299,7 +301,7 @@ class NodeCache:
                 self.ledger.drop(chunk)
 
     def stats(self) -> dict[str, int]:
-        """As `Ledger.stats`, and what was evicted from the folder of the disk tier."""
+        """As `Ledger.stats`, with the evictions from the folder of the disk tier."""
         self.replacement.flush_file_reads()
         self.replacement.flush_hits()
         return {**self.ledger.stats(), **self._disk.stats()}

@@ -67,7 +67,7 @@ class Replacement:
         """`costs` are those of fetching a chunk from the store."""
         self._ledger, self._costs, self._counts = ledger, costs, ledger.counts
         self.admission = SkiRentalAdmission(ledger.sizes, costs.read_s, ledger.room.memory_bytes)
-        """Of chunks that are fetched from the store; `disk_admission`: loaded from the disk."""
+        """Decides about chunks from the store; `disk_admission` about those from the disk."""
         self.disk_admission = SkiRentalAdmission(
             ledger.sizes, SSD_COSTS.read_s, ledger.room.memory_bytes
         )
@@ -75,7 +75,7 @@ class Replacement:
         self._hits: list[int] = []
         self._hit_bytes = 0
 
-    # What is read
+    # Reads
 
     def record_hits(self, chunks: Sequence[int], size: int) -> None:
         """Reads of these chunks, of `size` bytes in all, were served from memory."""
@@ -103,7 +103,7 @@ class Replacement:
 
     def flush_hits(self) -> None:
         """Tell the policy and the admissions of the collected hits, those of the data plane among
-        them. Called before a policy is told or asked anything else."""
+        them. Called before a policy hears or decides anything else."""
         ledger = self._ledger
         for chunks, size in ledger.table.take_reads():
             self._hits += chunks
@@ -122,7 +122,7 @@ class Replacement:
         self._hit_bytes = 0
 
     def flush_file_reads(self) -> None:
-        """Tell the policies and admissions of what the data plane has read from lent files."""
+        """Tell the policies and admissions of the data plane's reads of lent files."""
         ledger = self._ledger
         for chunk, size in ledger.table.take_file_reads():
             self.flush_hits()
@@ -171,7 +171,7 @@ class Replacement:
     def place(
         self, chunk: int, wanted_bytes: int, *, from_disk: bool, is_new: bool
     ) -> Placement | None:
-        """Where a chunk goes that a caller wants and that is not in memory; None where it should
+        """The place for a chunk that a caller wants and that is not in memory; None if it should
         not come. `from_disk`: it would be loaded from this node's disk. `is_new`: this miss has not
         been counted yet."""
         admission = self.disk_admission if from_disk else self.admission
@@ -227,8 +227,9 @@ class Replacement:
     def _place_by_plan(
         self, chunk: int, *, from_disk: bool, is_ahead: bool = False
     ) -> tuple[bool, Placement | None] | None:
-        """Whether an absent chunk of this node replaces others, by what will be read, and where it
-        then goes. None where the future or the policy cannot tell: then admission decides."""
+        """Whether an absent chunk of this node replaces others, by what will be read, and the place
+        to which it then goes. None if the future or the policy cannot tell: then admission
+        decides."""
         future, ledger = self.future, self._ledger
         if future is None or not ledger.owned[chunk]:
             return None
@@ -270,7 +271,7 @@ class Replacement:
     # Victims in memory
 
     def _memory_victims(self, chunk: int, *, has_credit: bool) -> list[int] | None:
-        """The chunks that an absent chunk would replace; None where it should not come. Without
+        """The chunks that an absent chunk would replace; None if it should not come. Without
         `has_credit` (`cache/admission.py`) it replaces only chunks of other nodes."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
@@ -294,7 +295,7 @@ class Replacement:
 
     def _planned_victims(self, chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
         """Whether the policy has an absent chunk of this node replace others in memory, and the
-        others; None where it cannot tell. Pinned chunks are passed over, and revoked only where the
+        others; None if it cannot tell. Pinned chunks are passed over, and revoked only where the
         chunk may replace them."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
@@ -323,7 +324,6 @@ class Replacement:
         return (replaces, victims) if has_room or replaces is None else (False, [])
 
     def _unneeded_copies(self) -> list[int]:
-        """The chunks of other nodes in memory that may be replaced before all others."""
         copies = np.flatnonzero(self._ledger.present & ~self._ledger.owned)
         if len(copies):
             copies = copies[~self._are_last_copies(copies)]
@@ -349,7 +349,7 @@ class Replacement:
     # Victims on the disk
 
     def disk_victims(self, size: int, evictable: Mask | None = None) -> list[int] | None:
-        """The chunks on the disk that leave for `size` bytes; None where they do not suffice. With
+        """The chunks on the disk that leave for `size` bytes; None if they do not suffice. With
         `evictable` only chunks of that set leave, and as many as there are."""
         ledger = self._ledger
         first = self._first_on_disk() if evictable is None else evictable
@@ -368,7 +368,7 @@ class Replacement:
 
     def _disk_victims_by_policy(self, chunk: int) -> list[int] | None:
         """The chunks on the disk that a new one would replace, without those that are replaced
-        first anyway; None where it would not be written."""
+        first anyway; None if it would not be written."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         if not ledger.takes(size) or not ledger.tables.disk.admits(
@@ -383,7 +383,7 @@ class Replacement:
         return [each for each in victims if not first[each]]
 
     def _first_on_disk(self) -> Mask:
-        """The chunks that are replaced on the disk before the policy is asked: those of other
+        """The chunks that are replaced on the disk before the policy decides: those of other
         nodes, unless they are last copies that are needed, and those that are in memory, too."""
         ledger = self._ledger
         first = ~ledger.owned

@@ -22,7 +22,7 @@ RESERVED_DESCRIPTORS, RESERVED_MAPS = 24 << 10, 4 << 10
 """Descriptors and mappings that are left for connections, libraries and threads; at most half of
 the process's limit."""
 
-# Of each chunk: Python before 3.13 keeps a descriptor for a mapping, too
+# For each chunk; Python before 3.13 keeps a descriptor for a mapping, too
 _DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2
 _MAPS_MAX_DEFAULT = 65_530
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
@@ -46,7 +46,7 @@ class WritableMemory:
         self.room = memoryview(self._map)
 
     def seal(self) -> "SealedMemory":
-        """Make the content unchangeable. Raises BufferError where a part of `room` is still in use,
+        """Make the content unchangeable. Raises BufferError if a part of `room` is still in use,
         and OSError; the caller then discards it."""
         self.room.release()
         self._map.close()  # the kernel refuses the seal while a writable mapping exists
@@ -65,7 +65,7 @@ class WritableMemory:
             self._map.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_file", -1) >= 0:  # made in a thread whose caller has gone
+        if getattr(self, "_file", -1) >= 0:  # made in a thread, and the caller has gone
             os.close(self._file)
 
 

@@ -1,7 +1,7 @@
-"""The plan of a task: which files its readers will read, in which order, and where they are.
+"""The plan of a task: which files its readers will read, in which order, and how far they are.
 
 Readers announce it to their node's master, and masters to each other, so that a node's cache can
-replace what is needed last and fetch what is needed next. `messages.py` has the bytes,
-`publisher.py` decides what one receiver still has to be told, `sender.py` tells it from a training
+replace the chunks that are needed last and fetch those that are needed next. `messages.py` has the
+bytes, `publisher.py` decides what one receiver still lacks, `sender.py` sends it from a training
 process, and `task_plan.py` collects all of it in a master.
 """

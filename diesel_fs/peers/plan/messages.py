@@ -4,7 +4,7 @@
 A *stream* is one reader with the epochs that it will read. An order that can be computed travels as
 its parameters; any other travels once, in *pieces* of entry indices with as many bits each as the
 dataset needs, and is known by a digest of all of it. Then come positions, every second, and which
-chunks a node has. Where training has told what is important to it, chunks have values.
+chunks a node has. When training has ranked its samples by importance, chunks have values.
 
 Any bytes give a message or one error, and nothing is allocated for a length before that length is
 known to be allowed. Pure.
@@ -31,11 +31,12 @@ from ..wire import ABSENT, BUSY, FAILED, GIVEN, NOT_MINE, PLAN_BYTES_MAX
 TAKEN, UNKNOWN, REFUSED, NO_ROOM, DAMAGED = GIVEN, ABSENT, NOT_MINE, BUSY, FAILED
 """The status in the answer to a message: it was taken over; it is about a stream or an order that
 the receiver does not know, and has to be announced again; it is for another dataset or version; the
-receiver has no room for so many orders, or no use for them; it is no message."""
+receiver has no room for these orders, or no use for them; it is no message."""
 
 DIGEST_BYTES = 16
 KEY_CHARS_MAX = 80
-"""Of a stream's key: the number of the process that announced it, and the stream's name."""
+"""The longest key of a stream: the number of the process that announced it, and the stream's
+name."""
 
 KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
 """Streams of one node: those of several mounts and readers."""
@@ -55,9 +56,9 @@ class OrderPiece:
     """Some entries of an order, from the position `first` on."""
 
     digest: bytes
-    """Of the whole order (`order_digest`)."""
+    """The digest of the whole order (`order_digest`)."""
     length: int
-    """Of the whole order."""
+    """The length of the whole order."""
     first: int
     entries: Entries = field(compare=False)
 
@@ -75,7 +76,7 @@ class PlannedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStream:
-    """A stream, and where its reader is: at `position` in the epoch of the number `at_epoch`."""
+    """A stream. Its reader is at `position` in the epoch of the number `at_epoch`."""
 
     key: str
     identity: UUID  # of the dataset
@@ -94,7 +95,7 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Where the readers of streams are: by key, the number of the epoch and the position in it."""
+    """The positions of readers: by key, the number of the epoch and the position in it."""
 
     by_key: Mapping[str, tuple[int, int]]
 
@@ -190,7 +191,7 @@ def plan_body(message: PlanMessage, entry_count: int) -> bytes:
 
 
 def parse_plan(body: Bytes, entry_count: int, chunk_count: int) -> PlanMessage:
-    """The message in these bytes, for a dataset of so many entries and chunks. Raises CorruptError,
+    """The message in these bytes, for a dataset of this size. Raises CorruptError,
     UsageError."""
     if len(body) > PLAN_BYTES_MAX:
         raise CorruptError(f"a message of {len(body)} bytes (at most {PLAN_BYTES_MAX})")
@@ -296,12 +297,10 @@ def _key(fields: Fields) -> str:
 
 
 def _bits(entry_count: int) -> int:
-    """The bits of an entry's index."""
     return max((entry_count - 1).bit_length(), 1)
 
 
 def _packed(entries: Entries, bits: int) -> bytes:
-    """Entries with so many bits each, the most significant first."""
     each = np.unpackbits(entries.astype(">u4").view(np.uint8).reshape(-1, 4), axis=1)
     return np.packbits(each[:, 32 - bits :]).tobytes()
 

@@ -1,10 +1,9 @@
-"""Tells a node's master which files a process's readers will read, where they are, and what chunks
-are worth to them.
+"""Publishes the plan of a process's readers to its node's master, from a thread.
 
 A `PlanSender` has a thread of its own, so that the caller never waits: for a master that does not
 answer, or while an order of millions of files is sent. The thread sends the newest state, at most
-every `SEND_S`. A master that has ended is told everything again when there is one; meanwhile the
-readers read without a plan. `publisher.py` decides what to send.
+every `SEND_S`. When a master has ended, the next one gets everything again; meanwhile the readers
+read without a plan. `publisher.py` decides which messages are missing.
 
 Thread-safe. A forked child makes one of its own.
 """
@@ -16,20 +15,11 @@ from typing import NamedTuple
 
 from ...format.snapshot.reader import Snapshot
 from ...orders.plan import Entries, Epoch
-from .messages import (
-    TAKEN,
-    UNKNOWN,
-    PlannedEpoch,
-    PlannedStream,
-    Values,
-    order_digest,
-    plan_body,
-    value_pieces,
-)
-from .publisher import PlanTeller
+from .messages import UNKNOWN, PlannedEpoch, PlannedStream, Values, order_digest
+from .publisher import Announcement, PlanPublisher
 
 SEND_S = 0.5
-"""How often positions are sent at most: masters tell each other every second."""
+"""How often positions are sent at most: masters exchange them every second."""
 
 RETRY_S = 1.0
 """How long a master that does not answer is left alone."""
@@ -45,21 +35,20 @@ class StreamProgress(NamedTuple):
 
 
 class PlanSender:
-    """Tells one master of the streams of this process (see the module)."""
+    """The thread, and the newest streams of this process."""
 
     def __init__(
-        self, snapshot: Snapshot, tell: Callable[[bytes], int | None], *, send_s: float = SEND_S
+        self, snapshot: Snapshot, send: Callable[[bytes], int | None], *, send_s: float = SEND_S
     ) -> None:
-        """`tell` sends a message, and returns the status of its answer or None; it may block."""
+        """`send` sends a message, and returns the status of its answer or None; it may block."""
         self._identity, self._version = snapshot.identity, snapshot.version
-        self._tell = tell
+        self._send_body = send
         self._send_s = send_s
         self._entry_count = len(snapshot)
-        self._teller = PlanTeller(len(snapshot))
+        self._publisher = PlanPublisher(len(snapshot))
         self._changed = threading.Condition()
         self._wanted: Mapping[str, StreamProgress] = {}
         self._values: Values | None = None
-        self._values_told: Values | None = None
         self._is_new = self._is_closed = False
         self._digests: dict[int, tuple[Epoch, bytes]] = {}  # by the identity of the epoch
         self._orders: dict[bytes, Entries] = {}
@@ -102,7 +91,6 @@ class PlanSender:
             time.sleep(self._send_s)
 
     def _send(self, wanted: Mapping[str, StreamProgress]) -> bool:
-        """Send what is new of these streams; returns whether the master knows all of it."""
         streams = {
             name: planned
             for name, each in wanted.items()
@@ -113,30 +101,23 @@ class PlanSender:
         self._digests = {key: each for key, each in self._digests.items() if key in used}
         digests = {each.digest for epochs in self._last.values() for each in epochs}
         self._orders = {key: each for key, each in self._orders.items() if key in digests}
-        news = self._teller.news(streams, lambda epoch: self._orders.get(epoch.digest))
-        status: int | None = 0
+        publisher = self._publisher
+        news = publisher.news(
+            Announcement(streams, lambda epoch: self._orders.get(epoch.digest), self._values)
+        )
         try:
             body = next(news)
             while not self._is_closed:
-                status = self._tell(body)
-                body = news.send(status)
+                body = news.send(self._send_body(body))
         except StopIteration:
             pass
-        values = self._values
-        if status is None or status == UNKNOWN:
-            self._values_told = None
-        elif values is not None and values is not self._values_told and not self._is_closed:
-            bodies = (plan_body(each, self._entry_count) for each in value_pieces(values))
-            statuses = {self._tell(each) for each in bodies}
-            status = None if None in statuses else status
-            self._values_told = values if statuses <= {TAKEN} else None
-        if status is None:
-            self._teller.forget()
-        return status not in (None, UNKNOWN)
+        if publisher.last_status is None:
+            publisher.forget()
+        return publisher.last_status not in (None, UNKNOWN)
 
     def _planned(self, name: str, progress: StreamProgress) -> PlannedStream | None:
-        """A stream as the master is told of it. One that was read to its end stays as it was, as
-        its next epoch may be foreseen; None where nothing is known of it."""
+        """A stream as the master gets it. One that was read to its end stays as it was, as its next
+        epoch may be foreseen; None if nothing is known of it."""
         if progress.epochs:
             epochs = tuple(map(self._planned_epoch, progress.epochs))
             at_epoch, position = progress.at_epoch, progress.position

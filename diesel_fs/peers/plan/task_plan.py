@@ -1,15 +1,15 @@
 """The plan of a task: which files all readers of all nodes will read, as one master knows it.
 
 Mounts tell their node's master of their streams, and masters tell each other (`PEERS.md`, section
-5). `TaskPlan` checks what it is told, keeps it within limits, makes a `ChunkFuture` of it for the
-node's cache, and has the cache follow the readers' positions. For a stream whose order is computed
-it foresees one more epoch than was announced.
+5). `TaskPlan` checks their messages, keeps the plan within limits, makes a `ChunkFuture` of it for
+the node's cache, and has the cache follow the readers' positions. For a stream with a computed
+order it foresees one more epoch than was announced.
 
 The future is made in a thread, since that takes 1.5 s for two epochs of 14 million files, when
-streams were announced or have ended. It begins where the readers are then: the next read of each
-stream has the time 0, as readers advance together. A stream whose reader has stood still for
-`STILL_S` while others went on is left out until it goes on: a validation set that is read later, or
-a job that was killed.
+streams were announced or have ended. It begins at the readers' positions then: the next read of
+each stream has the time 0, as readers advance together. A stream without progress for `STILL_S`
+while others went on is left out until it goes on: a validation set that is read later, or a job
+that was killed.
 
 Everything else runs in the master's trio loop and never waits. What others say is checked and may
 be wrong; it can cost time, but no reader gets a byte from here.
@@ -49,7 +49,7 @@ from .messages import (
     order_digest,
     parse_plan,
 )
-from .publisher import keyed
+from .publisher import Announcement
 
 log = logging.getLogger("diesel.task")
 
@@ -57,10 +57,10 @@ EXCHANGE_S = 1.0
 """How often masters tell each other where their readers are."""
 
 APPLY_S = 0.2
-"""How long positions and streams are collected before the cache is told of them."""
+"""How long positions and streams are collected before the cache learns of them."""
 
 STILL_S = 60.0
-"""A stream without progress for so long, while others go on, is not planned for."""
+"""A stream without progress for this time, while others go on, is not planned for."""
 
 PARTIAL_ORDERS_MAX = 4
 """Orders of one sender of which some pieces have come; further ones replace the oldest."""
@@ -72,7 +72,7 @@ UNUSED_ORDER_S = 60.0
 """How long a whole order waits for a stream that uses it."""
 
 VALUED_MAX = 256
-"""Clients of all nodes whose values count; further ones are refused."""
+"""Tables of values from clients of all nodes; further ones are refused."""
 
 Units = npt.NDArray[np.uint32]
 Values = npt.NDArray[np.float32]
@@ -107,7 +107,7 @@ class _KnownStream:
 
     @property
     def epochs(self) -> tuple[PlannedEpoch, ...]:
-        """Its epochs, and one more where that can be computed."""
+        """Its epochs, and one more if that can be computed."""
         epochs = self.stream.epochs
         last = epochs[-1] if epochs else None
         following = None if last is None or last.computed is None else last.computed.following
@@ -117,7 +117,7 @@ class _KnownStream:
 
     @property
     def position(self) -> int:
-        """Where the reader is, counted over all epochs."""
+        """The reader's position, counted over all epochs."""
         before = 0
         for epoch in self.epochs:
             if epoch.number == self.stream.at_epoch:
@@ -130,8 +130,8 @@ class _KnownStream:
 
 @dataclass(slots=True)
 class _Planned:
-    """A stream as the future has it: from which position on, and where the uses of each position
-    end, where a file may lie in several chunks."""
+    """A stream as the future has it: from which position on, and the ends of the uses of each
+    position, if a file may lie in several chunks."""
 
     key: Key
     epochs: tuple[PlannedEpoch, ...]
@@ -141,7 +141,7 @@ class _Planned:
 
 
 class ChunksOfEntries:
-    """Which chunks a read of each entry needs, and what a read of each chunk costs."""
+    """Which chunks a read of each entry needs, and the costs of a read of each chunk."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Takes 0.3 s for 10 million entries."""
@@ -163,7 +163,7 @@ class ChunksOfEntries:
         self.read_bytes = self.live_bytes / np.maximum(reads, 1)
 
     def units(self, entries: Entries) -> tuple[Units, Positions64 | None]:
-        """The chunks of these entries, in their order; and where those of each entry end, or None
+        """The chunks of these entries, in their order; and the ends of those of each entry, or None
         where each has one."""
         if not len(self._many) or not self._is_many[entries].any():
             return self._first[entries], None
@@ -231,7 +231,8 @@ class TaskPlan:
             case OrderPiece():
                 return self._take_piece(rank, str(client), message)
             case PlannedStream():
-                return self._take_stream(rank, keyed(message, _key_of(client, message.key)))
+                key = _key_of(client, message.key)
+                return self._take_stream(rank, replace(message, key=key))
             case StreamEnd(key):
                 ended = (rank, _key_of(client, key))
                 self._forget_streams([ended] if ended in self._streams else [])
@@ -364,7 +365,6 @@ class TaskPlan:
         return status
 
     def _whole_orders(self, new: _KnownStream, key: Key) -> int:
-        """How many orders of the whole dataset have to be computed with this stream."""
         streams = [new, *(each for other, each in self._streams.items() if other != key)]
         epochs = [epoch for each in streams for epoch in each.epochs]
         return len({each.computed.whole for each in epochs if each.computed is not None})
@@ -383,18 +383,15 @@ class TaskPlan:
             elif now_s > self._orders[digest].since_s + UNUSED_ORDER_S:
                 del self._orders[digest]
 
-    # What this node tells others
+    # Publishing
 
-    @property
-    def own_streams(self) -> dict[str, PlannedStream]:
-        """The streams of this node's readers, by their keys, with their positions."""
-        return {key: each.stream for (rank, key), each in self._streams.items()
+    def announcement(self) -> Announcement:
+        """The news of this node for the masters of other nodes."""
+        mine = {key: each.stream for (rank, key), each in self._streams.items()
                 if rank == self._rank}  # fmt: skip
-
-    @property
-    def own_values(self) -> Values | None:
-        """What this node's clients find chunks worth; None where none has said it."""
-        return self._sum_of_values([key for key in self._values if key[0] == self._rank])
+        values = self._sum_of_values([key for key in self._values if key[0] == self._rank])
+        held = self._cache.held if self.known.is_set() else None
+        return Announcement(mine, self._order_of, values, held)
 
     def _sum_of_values(self, keys: Collection[tuple[int, int]]) -> Values | None:
         if not keys:
@@ -402,8 +399,7 @@ class TaskPlan:
         total: Values = np.sum([self._values[key] for key in keys], axis=0, dtype=np.float32)
         return total
 
-    def order_of(self, epoch: PlannedEpoch) -> Entries | None:
-        """The entries of an epoch that is not computed; None where they are not known any more."""
+    def _order_of(self, epoch: PlannedEpoch) -> Entries | None:
         order = self._orders.get(epoch.digest)
         return None if order is None else order.entries
 
@@ -432,14 +428,12 @@ class TaskPlan:
             self._apply_positions()
 
     def _moving(self) -> dict[Key, _KnownStream]:
-        """The streams whose readers go on, as far as is known."""
         newest_s = max((each.moved_s for each in self._streams.values()), default=0.0)
         return {
             key: each for key, each in self._streams.items() if newest_s < each.moved_s + STILL_S
         }
 
     async def _build(self, moving: dict[Key, _KnownStream]) -> None:
-        """Make the future of these streams, and give it to the cache."""
         self._is_dirty = False
         snapshot = self._snapshot
         parts = [_Planned(key, each.epochs, each.position) for key, each in moving.items()]
@@ -466,15 +460,14 @@ class TaskPlan:
         self._cache.set_future(future)
 
     def _apply_positions(self) -> None:
-        """Tell the cache where the readers are."""
         if not self._has_future:
             return
         for each in self._planned:
             known = self._streams.get(each.key)
             if known is None or known.epochs != each.epochs:
-                continue  # it stays where it was until the next future
+                continue  # its position stays until the next future
             at = known.position - each.start
-            if at < 0:  # it has gone back behind what the future has
+            if at < 0:  # it has gone back behind the start of the future
                 self._is_dirty = True
                 self._wake.set()
             if at > 0 and each.ends is not None:
@@ -483,7 +476,7 @@ class TaskPlan:
         self._cache.set_positions([each.at for each in self._planned])
 
     def stats(self) -> dict[str, int]:
-        """What is known, and counters since the start."""
+        """The number of streams, and counters since the start."""
         return {
             "streams": len(self._streams),
             "nodes": len({rank for rank, _ in self._streams}),
@@ -508,12 +501,12 @@ class _Build:
     ) -> None:
         self.chunks = chunks
         self.computed: dict[ComputedOrder, Entries] = {}  # those that are used
-        self.bad: dict[Key, str] = {}  # streams whose orders cannot be computed, and why
+        self.bad: dict[Key, str] = {}  # streams with orders that cannot be computed, and why
         self._known = computed
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 
     def future(self) -> ChunkFuture:
-        """The future of the parts, whose `ends` it sets. Raises MemoryError."""
+        """The future of the parts; sets their `ends`. Raises MemoryError."""
         chunks = self.chunks = self.chunks or ChunksOfEntries(self._snapshot)
         orders = []
         for part in self._parts:
@@ -542,7 +535,6 @@ class _Build:
 
 
 def _key_of(client: int, key: str) -> str:
-    """The key of a stream of a client in this node's master; other masters say it themselves."""
     return f"{client}/{key}" if client else key
 
 

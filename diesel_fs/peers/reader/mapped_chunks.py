@@ -20,8 +20,10 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from .request_socket import start_anew_in_forks
+
 MAPPED_BYTES_MAX = 8 << 30
-"""Address space, not memory: the memory is the master's. The page tables of what is touched take a
+"""Address space, not memory: the memory is the master's. The page tables of touched pages take a
 512th of it in each process."""
 
 MAPPED_CHUNKS_MAX = 16_384
@@ -94,8 +96,8 @@ class MappedChunks:
     ) -> None:
         """`chunks` is how many the version has."""
         self.sources: Sources = np.full(chunks, NOBODY, np.int32)
-        """Where a reader finds each chunk: `MAPPED` while the table keeps it, else the rank of its
-        owner. It may be out of date at once: see `find_many`."""
+        """The place of each chunk for a reader: `MAPPED` while the table keeps it, else the rank of
+        its owner. It may be out of date at once: see `find_many`."""
 
         self.source_of = self.sources.data
         """The same, for single look-ups."""
@@ -108,15 +110,15 @@ class MappedChunks:
         self._on_revoke: dict[int, Callable[[], None]] = {}
         self._clock = 0
         self.kept_bytes = 0
-        self._reset_after_fork()
-        _TABLES.add(self)
+        self.start_anew()
+        start_anew_in_forks(self)
 
-    def _reset_after_fork(self) -> None:
+    def start_anew(self) -> None:
+        """See `Inherited`."""
         self._lock = threading.Lock()
         self._begin_count()
 
     def _begin_count(self) -> None:
-        """Start counting anew: nothing that is mapped now will be unpinned."""
         # Appended to by whichever thread drops the last view, so without a lock
         self._unmapped: deque[_Memory] = deque()
         self._map_counts: Counter[_Memory] = Counter()
@@ -250,14 +252,3 @@ class MappedChunks:
             count -= 1
             excess.append(chunk)
         return excess
-
-
-_TABLES: "weakref.WeakSet[MappedChunks]" = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for each in list(_TABLES):
-        each._reset_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

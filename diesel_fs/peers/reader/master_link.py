@@ -1,10 +1,10 @@
 """A reader's control connections to its node's master (`PEERS.md`, section 4), and whether the
-master is asked at all.
+reader asks the master at all.
 
-The reader is the master's client. A `Connection` is one blocking socket. A `MasterLink` keeps
+The reader is the master's client. A `MasterConnection` is one blocking socket. A `MasterLink` keeps
 connections, limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`), which
 the first failure opens. A failure is never raised: the caller gets None and reads from the store.
-`store.py` decides what to ask for; `launch.py` starts masters. What is read goes over other
+`store.py` decides what to ask for; `launch.py` starts masters. Reads of chunks go over other
 connections (`owner_link.py`).
 
 Concurrency: many threads; each exchange (a request and its answer) uses a connection of its own. A
@@ -15,7 +15,6 @@ without connections ends.
 import logging
 import os
 import socket
-import struct
 import threading
 import time
 import weakref
@@ -28,6 +27,7 @@ from ...system.unix_sockets import connect_unix, received_descriptors
 from .. import wire
 from ..members.owner_table import OwnerTableView
 from .mapped_chunks import MappedChunks
+from .request_socket import RequestSocket, start_anew_in_forks
 
 log = logging.getLogger("diesel.task")
 
@@ -46,7 +46,6 @@ _BUFFER_BYTES = (
     8 << 10
 )  # an answer to PIN, some revoked chunks; a longer one gets memory of its own
 _CONTROL_BYTES = socket.CMSG_SPACE(4)
-_TIMEVAL = struct.Struct("ll")
 
 
 class ExchangeFailed(Exception):
@@ -57,23 +56,21 @@ class RequestRejected(ExchangeFailed):
     """The master has rejected the request."""
 
 
-class Connection:
+class MasterConnection(RequestSocket):
     """One connection to the master. For one thread at a time."""
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
         """Connects and says hello. Raises ExchangeFailed."""
         self.revoked: list[int] = []  # chunks that the last answer revokes
         self._buffer = bytearray(_BUFFER_BYTES)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        super().__init__(unconnected, receive_limit_s=deadline_s, send_limit_s=deadline_s)
         table = -1
         try:
-            limit = _TIMEVAL.pack(int(deadline_s), int(deadline_s % 1 * 1e6))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-            connect_unix(self._socket, path)
+            connect_unix(self.socket, path)
             hello = wire.local_hello(identity, version)
-            self.send(wire.local_request(wire.LOCAL_HELLO, body=hello))
-            body, table = self.receive(wire.LOCAL_HELLO, 0, expects_descriptor=True)
+            self.send_request(wire.local_request(wire.LOCAL_HELLO, body=hello))
+            body, table = self.receive_answer(wire.LOCAL_HELLO, 0, expects_descriptor=True)
             self.rank, chunks = wire.parse_local_welcome(body)
             if table < 0:
                 raise ExchangeFailed("the master gave no table of owners")
@@ -88,32 +85,32 @@ class Connection:
             if table >= 0:
                 os.close(table)
 
-    def send(self, request: bytes, *, descriptor: int = -1) -> None:
+    def send_request(self, request: bytes, *, descriptor: int = -1) -> None:
         """Send a request, and a descriptor with it unless that is -1. Raises ExchangeFailed."""
         try:
             if descriptor >= 0:
-                sent = socket.send_fds(self._socket, [request], [descriptor])
+                sent = socket.send_fds(self.socket, [request], [descriptor])
                 request = request[sent:]
             if request:
-                self._socket.sendall(request)
+                self.socket.sendall(request)
         except BlockingIOError as error:
             raise ExchangeFailed("the master does not answer") from error
         except OSError as error:
             raise ExchangeFailed(str(error)) from error
 
-    def receive(
+    def receive_answer(
         self, kind: int, count: int, *, expects_descriptor: bool = False
     ) -> tuple[memoryview, int]:
         """The body of the answer to a request of this kind and count, valid until the next is sent;
         and with `expects_descriptor` the descriptor that came with it, else -1. Raises
-        ExchangeFailed; RequestRejected where the master rejects the request."""
+        ExchangeFailed; RequestRejected if the master rejects the request."""
         descriptor = -1
         try:
             room = memoryview(self._buffer)
             if expects_descriptor:
                 got, descriptor = self._receive_with_descriptor(room)
             else:
-                got = self._socket.recv_into(room)
+                got = self.socket.recv_into(room)
             while got < wire.HEAD_BYTES:
                 got += self._receive_more(room[got:])
             head = wire.parse_local_answer(room[: wire.HEAD_BYTES], kind, count)
@@ -139,15 +136,13 @@ class Connection:
         return proper, descriptor
 
     def _receive_more(self, room: memoryview) -> int:
-        """Wait for bytes; returns how many came. Raises ExchangeFailed, OSError."""
-        got = self._socket.recv_into(room)
+        got = self.socket.recv_into(room)
         if not got:
             raise ExchangeFailed("the master has ended")
         return got
 
     def _receive_with_descriptor(self, room: memoryview) -> tuple[int, int]:
-        """Receive bytes, and the descriptor that comes with them, or -1."""
-        got, control, flags, _ = self._socket.recvmsg_into(
+        got, control, flags, _ = self.socket.recvmsg_into(
             [room], _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
         )
         descriptors = received_descriptors(control)
@@ -160,18 +155,9 @@ class Connection:
             raise ExchangeFailed("a descriptor was lost: this process can open no more files")
         return got, descriptor
 
-    def close(self) -> None:
-        """Close the socket. Repeatable."""
-        self._socket.close()
-
     def detach(self) -> socket.socket:
         """The socket, which is the caller's from now on."""
-        return socket.socket(fileno=self._socket.detach())
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether it is closed, for example by a forked child, which closes its copy."""
-        return self._socket.fileno() < 0
+        return socket.socket(fileno=self.socket.detach())
 
 
 class MasterLink:
@@ -210,15 +196,21 @@ class MasterLink:
 
         self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}
-        self._reset_after_fork()
-        _LINKS.add(self)
+        self._make_locks()
+        start_anew_in_forks(self)
 
-    def _reset_after_fork(self) -> None:
+    def start_anew(self) -> None:
+        """See `Inherited`."""
+        for connection in list(self._open):
+            connection.close_copy()
+        self._make_locks()
+
+    def _make_locks(self) -> None:
         self._lock = threading.Lock()
         self._breaker.cancel(self._breaker.ticket)  # only a thread of the parent goes on connecting
         self._restarting = threading.Lock()
-        self._idle: list[Connection] = []
-        self._open: weakref.WeakSet[Connection] = weakref.WeakSet()  # all, idle or in use
+        self._idle: list[MasterConnection] = []
+        self._open: weakref.WeakSet[MasterConnection] = weakref.WeakSet()  # all, idle or in use
 
     def connect(self) -> bool:
         """Make sure that there is a connection; returns whether there is. Other calls do so
@@ -248,8 +240,8 @@ class MasterLink:
         self._last_warning = ""
 
     def pin(self, chunk: int, *, fetch: bool) -> int | None:
-        """Pin a whole chunk; `fetch`: also where the master has to fetch it. A descriptor, which
-        the caller closes; None where the chunk is not in memory or the master does not answer."""
+        """Pin a whole chunk; `fetch`: even if the master has to fetch it. A descriptor, which
+        the caller closes; None if the chunk is not in memory or the master does not answer."""
         answer = self._request(
             wire.LOCAL_PIN, 1, wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
@@ -267,7 +259,7 @@ class MasterLink:
         return None
 
     def task_view(self) -> wire.TaskView | None:
-        """What is needed to ask the masters of other nodes; None where the master does not
+        """All that is needed to ask the masters of other nodes; None if the master does not
         answer."""
         answer = self._request(wire.LOCAL_MEMBERS, 0, b"", is_read=True)
         try:
@@ -284,8 +276,8 @@ class MasterLink:
             raise MetadataError("this node's master does not answer")
         is_ready = False
         try:
-            connection.send(wire.local_request(wire.LOCAL_DATA))
-            connection.receive(wire.LOCAL_DATA, 0)
+            connection.send_request(wire.local_request(wire.LOCAL_DATA))
+            connection.receive_answer(wire.LOCAL_DATA, 0)
             is_ready = True
         except ExchangeFailed as error:
             self._note_failure(ticket, str(error))
@@ -298,8 +290,8 @@ class MasterLink:
         self._note_answer()
         return connection.detach()
 
-    def tell_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). The status of the answer; None where the
+    def send_plan(self, body: bytes) -> int | None:
+        """Send a message about plans (`plan/messages.py`). The status of the answer; None if the
         master does not answer."""
         answer = self._request(wire.LOCAL_PLAN, len(body), body)
         try:
@@ -309,17 +301,17 @@ class MasterLink:
             return None
 
     def notify(self, kind: int, count: int, body: bytes) -> bool:
-        """Send a request whose answer has no content; returns whether the answer came."""
+        """Send a request that is answered without content; returns whether the answer came."""
         return self._request(kind, count, body) is not None
 
     def switch_version(self, body: bytes, snapshot: int) -> bool:
-        """Announce another version, whose snapshot is in the file `snapshot`; returns whether the
+        """Announce another version, with its snapshot in the file `snapshot`; returns whether the
         master accepted it. The connection then belongs to that version, and is closed."""
         kind = wire.LOCAL_SWITCH_VERSION
         return self._request(kind, 0, body, descriptor=snapshot, closes=True) is not None
 
     def stats(self) -> bytes:
-        """What the master reports of itself, as JSON; empty where it does not answer."""
+        """The master's statistics, as JSON; empty if it does not answer."""
         answer = self._request(wire.LOCAL_STATS, 0, b"")
         return b"" if answer is None else answer[0]
 
@@ -359,8 +351,9 @@ class MasterLink:
         closes: bool = False,
     ) -> tuple[bytes, int] | None:
         """Send a request, and a descriptor with it unless that is -1. Returns the body of the
-        answer, and a descriptor as `Connection.receive` does; None where the master does not
-        answer. `is_read`: see `_acquire`; `closes`: the connection cannot be used again."""
+        answer, and a descriptor as `MasterConnection.receive_answer` does; None if the master
+        does not answer. `is_read`: see `_acquire`; `closes`: the connection cannot be used
+        again."""
         connection = self._acquire(is_read=is_read)
         if connection is None:
             return None
@@ -383,12 +376,11 @@ class MasterLink:
         return received
 
     def _send(
-        self, connection: Connection, ticket: int, request: bytes, *, descriptor: int = -1
+        self, connection: MasterConnection, ticket: int, request: bytes, *, descriptor: int = -1
     ) -> bool:
-        """Send a request; returns whether it was sent. A connection that failed is closed."""
         self.counts["requests"] += 1
         try:
-            connection.send(request, descriptor=descriptor)
+            connection.send_request(request, descriptor=descriptor)
         except ExchangeFailed as error:
             self._discard(connection, ticket, str(error))
             return False
@@ -399,16 +391,15 @@ class MasterLink:
 
     def _answer(
         self,
-        connection: Connection,
+        connection: MasterConnection,
         ticket: int,
         kind: int,
         count: int,
         *,
         expects_descriptor: bool = False,
     ) -> tuple[memoryview, int] | None:
-        """Receive the answer to a request; None where that failed."""
         try:
-            answer = connection.receive(kind, count, expects_descriptor=expects_descriptor)
+            answer = connection.receive_answer(kind, count, expects_descriptor=expects_descriptor)
         except RequestRejected as error:  # the connection stays usable
             self._release(connection)
             self._note_failure(ticket, str(error))
@@ -431,8 +422,8 @@ class MasterLink:
             log.info("the task's master answers again")
             self.retry()
 
-    def _acquire(self, *, is_read: bool = True) -> Connection | None:
-        """A connection for the caller alone; None where the master is not to be asked now. During a
+    def _acquire(self, *, is_read: bool = True) -> MasterConnection | None:
+        """A connection for the caller alone; None if the master is not to be asked now. During a
         pause, reads get none, and other requests (`is_read` is False) any idle one."""
         with self._lock:
             if self._closed and not self._idle:
@@ -444,17 +435,17 @@ class MasterLink:
         return self._open_connection(ticket) if ticket else None
 
     def _admit(self) -> int:
-        """A ticket of the breaker for a new connection; 0: do not ask the master now."""
         with self._lock:
             is_over = self._closed or self._is_ending
             ticket = 0 if is_over else self._breaker.admit(time.monotonic())
         self.counts["skipped"] += not ticket
         return ticket
 
-    def _open_connection(self, ticket: int) -> Connection | None:
-        """Connect; None where that failed."""
+    def _open_connection(self, ticket: int) -> MasterConnection | None:
         try:
-            connection = Connection(self._path, self._identity, self._version, self._deadline_s)
+            connection = MasterConnection(
+                self._path, self._identity, self._version, self._deadline_s
+            )
         except ExchangeFailed as error:
             self._note_failure(ticket, str(error))
             if self._restart is not None:
@@ -465,7 +456,7 @@ class MasterLink:
         finally:
             with self._lock:  # a connection alone does not close the breaker: an answer does
                 self._breaker.cancel(ticket)
-        stale: list[Connection] = []
+        stale: list[MasterConnection] = []
         with self._lock:
             before = self.owners
             if not self._open or before is None or before.inode != connection.owners.inode:
@@ -482,7 +473,6 @@ class MasterLink:
         return connection
 
     def _run_restart(self) -> None:
-        """Run `restart` in this thread, unless another thread does."""
         assert self._restart is not None
         if self._restarting.acquire(blocking=False):
             try:
@@ -496,7 +486,7 @@ class MasterLink:
             finally:
                 self._restarting.release()
 
-    def _release(self, connection: Connection) -> None:
+    def _release(self, connection: MasterConnection) -> None:
         """The exchange on a connection has ended; another caller may use it."""
         self.exchanged_s = time.monotonic()
         with self._lock:
@@ -506,7 +496,7 @@ class MasterLink:
             self._open.discard(connection)
         connection.close()
 
-    def _discard(self, connection: Connection, ticket: int, why: str) -> None:
+    def _discard(self, connection: MasterConnection, ticket: int, why: str) -> None:
         """Close a connection that failed, and all idle ones: they lead to the same master."""
         connection.close()
         with self._lock:
@@ -519,7 +509,6 @@ class MasterLink:
         self._note_failure(ticket, why)
 
     def _note_failure(self, ticket: int, why: str) -> None:
-        """An exchange failed that began with this ticket of the breaker."""
         self.counts["failures"] += 1
         with self._lock:
             if not self._breaker.record_failure(ticket, time.monotonic()):
@@ -527,16 +516,3 @@ class MasterLink:
         if why and why != self._last_warning:
             log.warning("the task's master cannot be asked (%s): reading from the store", why)
             self._last_warning = why
-
-
-_LINKS: "weakref.WeakSet[MasterLink]" = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for link in list(_LINKS):
-        for connection in list(link._open):
-            connection.close()  # closes the child's copy of the descriptor only
-        link._reset_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

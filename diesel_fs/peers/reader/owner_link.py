@@ -1,10 +1,10 @@
-"""A reader's connections to the masters that own what it reads (`PEERS.md`, section 3): one
+"""A reader's connections to the masters that own the chunks it reads (`PEERS.md`, section 3): one
 connection for each node, made when it is first needed.
 
 An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
 flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
 never raises an error: when a request fails, the caller gets None and reads from the store.
-`task_chunks.py` decides which node is asked for what.
+`task_chunks.py` decides which node to ask for which parts.
 
 Concurrency: many threads. The sockets block, as a wake-up by an event loop would cost more than a
 request. Of the threads that wait for answers on one connection, one (the *leader*) receives them
@@ -13,15 +13,11 @@ nearly always its own. A forked child opens connections of its own.
 """
 
 import logging
-import os
 import socket
-import struct
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 
 import numpy as np
 
@@ -31,6 +27,7 @@ from ...net.breaker import PeerBreaker
 from ...net.tls import TlsSocket
 from .. import wire
 from ..wire import HEAD_BYTES, PART_BYTES, READ, Parts
+from .request_socket import RequestSocket, start_anew_in_forks
 
 log = logging.getLogger("diesel.task")
 
@@ -38,15 +35,14 @@ CONNECT_WAIT_S = 2.5
 """How long a reader waits for a connection that is being made; making it goes on."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""Requests that are not answered yet: so many fit the sockets' buffers, so sending never waits for
+"""Requests that are not answered yet: these fit the sockets' buffers, so sending never waits for
 a master that waits for this reader to receive."""
 
 _TICK_S = 0.05  # how often a waiting thread looks at its deadline
-_TIMEVAL = struct.Struct("ll")
-_SEND_TIMEOUT = _TIMEVAL.pack(1, 0)
+_SEND_LIMIT_S = 1.0
 _SCRATCH_BYTES = 64 << 10  # longer answers have memory of their own
 _SINGLE_HEAD = wire.SINGLE_ANSWER.size
-_SAMPLED = 8  # of so many single reads, the time of one is noted
+_SAMPLED = 8  # the time of one in this number of single reads is noted
 _SEND_WAIT_S = 1.0  # for another thread; or, in a signal handler, for the thread itself
 _IDS = 1 << 32
 
@@ -59,7 +55,7 @@ _SomeParts = Parts | tuple[int, int, int]
 
 
 class PendingRead:
-    """A READ whose answer has not been taken; it may be dropped."""
+    """A READ that waits for its answer; it may be dropped."""
 
     __slots__ = (
         "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
@@ -67,7 +63,12 @@ class PendingRead:
     )  # fmt: skip
 
     def __init__(
-        self, connection: "_Connection", number: int, parts: "_SomeParts", size: int, ticket: int
+        self,
+        connection: "_OwnerConnection",
+        number: int,
+        parts: "_SomeParts",
+        size: int,
+        ticket: int,
     ) -> None:
         self.connection = connection
         self.number = number
@@ -84,33 +85,23 @@ class PendingRead:
 
 Answer = tuple[memoryview, bytes]
 """The bytes of the parts that were given, one behind the other; and the status of each part, empty
-where all were given."""
+if all were given."""
 
 
-class _Connection:
+class _OwnerConnection(RequestSocket):
     """One connection, and the requests on it that are not answered yet.
 
     `pending` and `has_leader` are used under the link's lock, the other fields by the leader.
     """
 
     def __init__(self, connected: socket.socket | TlsSocket) -> None:
-        self.socket = connected.plain if isinstance(connected, TlsSocket) else connected
+        super().__init__(connected, receive_limit_s=_TICK_S, send_limit_s=_SEND_LIMIT_S)
         self.pending: dict[int, PendingRead] = {}  # the first sent first
         self.has_leader = self.is_lost = False
         self.unanswered_bytes = self.payload_bytes = 0  # of all in `pending`
         self.room: memoryview | None = None  # of the answer that has begun to come
-        self.got = 0  # bytes of it so far
+        self.got = 0  # bytes of it that have come
         self.carried = b""  # bytes behind it
-        self.receive: Callable[[memoryview], int] = connected.recv_into
-        self.receive_rest = self.receive
-        """As `receive`, where more bytes must come: returns when they have, or after a tick."""
-
-        if not isinstance(connected, TlsSocket):
-            self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
-        self.send: Callable[[bytes], object] = connected.sendall
-        receive_limit = _TIMEVAL.pack(0, int(_TICK_S * 1e6))
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, receive_limit)
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _SEND_TIMEOUT)
 
     def take_carried(self, room: memoryview) -> int:
         """Move bytes that were received behind another answer into `room`; returns how many."""
@@ -123,11 +114,9 @@ class _Connection:
         return count
 
     def close(self) -> None:
-        """Close the socket, also while a thread receives on it."""
+        """As `RequestSocket.close`; those that wait for answers see `is_lost`."""
         self.is_lost = True
-        with suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
-        self.socket.close()
+        super().close()
 
 
 class OwnerLink:
@@ -156,21 +145,29 @@ class OwnerLink:
         self._singles = 0  # requests of `read_one` that went its short way
         self._is_closed = False
         self._is_paused = False  # that the master is not asked has been logged
-        self._reset_after_fork()
-        _LINKS.add(self)
+        self._make_locks()
+        start_anew_in_forks(self)
 
-    def _reset_after_fork(self) -> None:
+    def start_anew(self) -> None:
+        """See `Inherited`."""
+        connection = self._connection
+        self._make_locks()
+        if connection is not None:
+            connection.is_lost = True
+            connection.close_copy()
+
+    def _make_locks(self) -> None:
         self._lock = threading.RLock()  # a signal handler may read while its thread has it
         self._sending = threading.Lock()  # taken before `_lock` where both are
-        self._connection: _Connection | None = None
+        self._connection: _OwnerConnection | None = None
         self._attempt: threading.Event | None = None  # set when an attempt to connect has ended
-        self._wait_until_s = 0.0  # so long readers wait for it
+        self._wait_until_s = 0.0  # until then readers wait for it
         self._last_number = 0
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # used under `_sending`
 
     def begin(self, parts: _SomeParts, size: int) -> PendingRead | None:
         """Send a READ of parts, or of one part (chunk, start, bytes). They have `size` bytes in
-        all, within the limits of one request, and at least one each. None where the master is not
+        all, within the limits of one request, and at least one each. None if the master is not
         to be asked now."""
         ticket = self._breaker.ticket
         connection = self._connection
@@ -207,10 +204,10 @@ class OwnerLink:
         return pending
 
     def read_one(self, chunk: int, start: int, size: int) -> Bytes | None:
-        """One part of at least one byte; None where the master does not give it.
+        """One part of at least one byte; None if the master does not give it.
 
         A small part on a connection that nobody uses goes this short way: the request and its
-        answer are one exchange, for which nothing is set up. Where it turns out otherwise, the
+        answer are one exchange, for which nothing is set up. If it turns out otherwise, the
         request goes on as any other.
         """
         connection = self._connection
@@ -256,7 +253,6 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _register(self, pending: PendingRead) -> PendingRead:
-        """A request is about to be sent: its answer will be expected."""
         connection = pending.connection
         with self._lock:
             connection.pending[pending.number] = pending
@@ -269,8 +265,8 @@ class OwnerLink:
         answer = None if pending is None else self.finish(pending)
         return None if answer is None or answer[1] else answer[0]
 
-    def _make_room(self, connection: _Connection, parts: _SomeParts) -> bool:
-        """Wait until another request may be sent; False where earlier ones are not answered."""
+    def _make_room(self, connection: _OwnerConnection, parts: _SomeParts) -> bool:
+        """Wait until another request may be sent; False if earlier ones are not answered."""
         count = 1 if isinstance(parts, tuple) else len(parts)
         most = max(UNANSWERED_BYTES_MAX - HEAD_BYTES - count * PART_BYTES, 0)
         while connection.pending and (
@@ -283,7 +279,7 @@ class OwnerLink:
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
-        """Wait for the answer, within the time limit; None where there is none. A request whose
+        """Wait for the answer, within the time limit; None if there is none. A request whose
         connection was closed is sent once more, over another one."""
         begun_s = time.monotonic()
         is_here = pending.is_done or self._receive_alone(pending, begun_s)
@@ -327,7 +323,7 @@ class OwnerLink:
 
     # Connecting
 
-    def _connected(self, ticket: int) -> _Connection | None:
+    def _connected(self, ticket: int) -> _OwnerConnection | None:
         """The connection; it is made by a thread, for which all readers wait for a while."""
         with self._lock:
             if self._connection is not None and not self._connection.is_lost:
@@ -346,10 +342,9 @@ class OwnerLink:
         return self._connection
 
     def _run_connect(self, ticket: int, attempt: threading.Event) -> None:
-        """Try to connect once, in a thread."""
         connection, why = None, ""
         try:
-            connection = _Connection(self._connect())
+            connection = _OwnerConnection(self._connect())
             self.is_refused = False
             self.counts["connections"] += 1
         except (DieselError, OSError) as error:
@@ -370,8 +365,7 @@ class OwnerLink:
         if is_new:
             self._log_pause(why)
 
-    def _lose(self, connection: _Connection, why: str) -> None:
-        """Close a connection; those that wait for answers on it notice."""
+    def _lose(self, connection: _OwnerConnection, why: str) -> None:
         if why:
             log.debug("node %d: %s", self.rank, why)
         connection.close()
@@ -385,7 +379,6 @@ class OwnerLink:
             _wake(each)
 
     def _note_failure(self, ticket: int, why: str) -> None:
-        """A request has failed that was admitted with this ticket."""
         self.counts["failed"] += 1
         with self._lock:
             is_open = self._breaker.record_failure(ticket, time.monotonic())
@@ -400,7 +393,6 @@ class OwnerLink:
     # Answers
 
     def _answer(self, pending: PendingRead) -> Answer | None:
-        """What a whole answer holds; None where nothing was given."""
         room, count = pending.room, pending.count
         payload = room[HEAD_BYTES + count :]
         if len(payload) == pending.size:
@@ -409,9 +401,9 @@ class OwnerLink:
         return payload.toreadonly(), statuses
 
     def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
-        """Receive the answer to the only request on a connection, where it is as most answers are:
-        it comes in time and gives all parts. Otherwise False, and `_wait` goes on from what has
-        come. Few operations, as with `read_one`."""
+        """Receive the answer to the only request on a connection, if it is as most answers are: it
+        comes in time and gives all parts. Otherwise False, and `_wait` goes on from the bytes that
+        have come. Few operations, as with `read_one`."""
         connection, room = pending.connection, pending.room
         with self._lock:
             if (
@@ -454,7 +446,7 @@ class OwnerLink:
         return pending.is_done
 
     def _wait(self, pending: PendingRead, begun_s: float) -> bool:
-        """Wait until a request is answered; False where it is late, or the connection is lost. The
+        """Wait until a request is answered; False if it is late, or the connection is lost. The
         wait began at `begun_s`."""
         connection = pending.connection
         is_over = False
@@ -494,16 +486,15 @@ class OwnerLink:
             self._is_paused = False
             log.info("node %d answers again", self.rank)
 
-    def _is_late(self, connection: _Connection, pending: PendingRead, begun_s: float) -> bool:
-        """Whether a request has been waited for too long, by now."""
+    def _is_late(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
         limit_s = self._breaker.timeout_s(connection.payload_bytes)
         if pending.is_working:
             limit_s += wire.working_s(pending.count)
         return time.monotonic() - begun_s > limit_s
 
-    def _lead(self, connection: _Connection, pending: PendingRead, begun_s: float) -> bool:
+    def _lead(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
         """Be the leader until a request is answered; then one of the threads that wait takes over.
-        False where the request is late. Any error ends the connection."""
+        False if the request is late. Any error ends the connection."""
         try:
             return self._receive_until(connection, pending, begun_s)
         except (OSError, _ConnectionLost) as error:
@@ -522,7 +513,7 @@ class OwnerLink:
                 self._end_lead(connection)
         return True
 
-    def _end_lead(self, connection: _Connection) -> None:
+    def _end_lead(self, connection: _OwnerConnection) -> None:
         """This thread is no longer the leader; one that waits takes over. Under the lock."""
         connection.has_leader = False
         for each in connection.pending.values():
@@ -530,8 +521,10 @@ class OwnerLink:
                 _wake(each)
                 return
 
-    def _receive_until(self, connection: _Connection, pending: PendingRead, begun_s: float) -> bool:
-        """Receive answers until that of `pending` is there; False where it is late. Raises OSError,
+    def _receive_until(
+        self, connection: _OwnerConnection, pending: PendingRead, begun_s: float
+    ) -> bool:
+        """Receive answers until that of `pending` is there; False if it is late. Raises OSError,
         _ConnectionLost, CorruptError."""
         receive = connection.receive
         while not pending.is_done:
@@ -563,7 +556,7 @@ class OwnerLink:
                     return False  # it sends, but too slowly
         return True
 
-    def _next_room(self, connection: _Connection) -> tuple[memoryview, int]:
+    def _next_room(self, connection: _OwnerConnection) -> tuple[memoryview, int]:
         """The room for the answer that comes next, which may have begun, and how many bytes of it
         are there."""
         if connection.room is None:
@@ -574,7 +567,7 @@ class OwnerLink:
             connection.room, connection.got = first.room, 0
         return connection.room, connection.got
 
-    def _answered(self, connection: _Connection, room: memoryview) -> tuple[PendingRead, int]:
+    def _answered(self, connection: _OwnerConnection, room: memoryview) -> tuple[PendingRead, int]:
         """The request that the answer in `room` belongs to, and the length of the whole answer.
         Raises CorruptError."""
         head = wire.parse_answer(room)
@@ -584,8 +577,8 @@ class OwnerLink:
         wire.check_answer(head, READ, answered.count, answered.size)
         return answered, HEAD_BYTES + head.counted + head.payload_bytes
 
-    def _complete(self, connection: _Connection, answered: PendingRead, total: int) -> None:
-        """An answer of `total` bytes is whole; keep what came behind it."""
+    def _complete(self, connection: _OwnerConnection, answered: PendingRead, total: int) -> None:
+        """An answer of `total` bytes is whole; keep the bytes behind it."""
         room, got = answered.room, connection.got
         if got > total:
             connection.carried = bytes(room[total:got]) + connection.carried
@@ -603,7 +596,6 @@ class OwnerLink:
         _wake(answered)
 
     def _settle(self, answered: PendingRead) -> None:
-        """A request is answered. Under the lock."""
         connection = answered.connection
         del connection.pending[answered.number]
         connection.unanswered_bytes -= answered.request_bytes
@@ -611,8 +603,8 @@ class OwnerLink:
         answered.is_done = True
 
 
-def _move(connection: _Connection, room: memoryview, size: int) -> None:
-    """The first `size` received bytes belong to another answer, whose room this is."""
+def _move(connection: _OwnerConnection, room: memoryview, size: int) -> None:
+    """The first `size` received bytes belong to another answer: `room` is its room."""
     before, got = connection.room, connection.got
     assert before is not None
     room[:size] = before[:size]
@@ -625,19 +617,3 @@ def _wake(pending: PendingRead) -> None:
     if waiter is not None:
         with suppress(RuntimeError):  # it was woken already
             waiter.release()
-
-
-_LINKS: "weakref.WeakSet[OwnerLink]" = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for link in list(_LINKS):
-        connection = link._connection
-        link._reset_after_fork()
-        if connection is not None:
-            connection.is_lost = True
-            with suppress(OSError):
-                os.close(connection.socket.detach())  # the child's copy; the parent's stays
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

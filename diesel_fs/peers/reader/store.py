@@ -1,7 +1,7 @@
-"""The object store of a reader in a task: what it reads of the task's version comes from the nodes
-of the task as far as they have it, and from the store behind it otherwise.
+"""The object store of a reader in a task: its reads of the task's version are served by the nodes
+of the task as far as they have the chunks, and by the store behind it otherwise.
 
-`TaskStore` has the names of objects, the way to the store behind, and what the reader tells its
+`TaskStore` has the names of objects, the way to the store behind, and the reader's messages to its
 node's master; `task_chunks.py` reads chunks by their numbers. The caller checks the bytes, and
 reports damage by `read_uncached`.
 
@@ -165,7 +165,7 @@ class TaskStore(StoreWrapper):
             os.close(file)
 
     def at_version(self, snapshot: Snapshot) -> "TaskStore":
-        """The store for another version of the dataset, through the same master, which is told of
+        """The store for another version of the dataset, through the same master, which learns of
         that version. This store stays as it is."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
@@ -175,13 +175,13 @@ class TaskStore(StoreWrapper):
             store.connect()  # else the master would count as idle until the first read
         return store
 
-    def tell_plan(self, body: bytes) -> int | None:
-        """Tell the master about plans (`plan/messages.py`). The status of its answer; None where it
+    def send_plan(self, body: bytes) -> int | None:
+        """Tell the master about plans (`plan/messages.py`). The status of its answer; None if it
         does not answer."""
-        return self._link.tell_plan(body)
+        return self._link.send_plan(body)
 
     def stats(self) -> dict[str, object]:
-        """What the master reports, and where this reader's bytes came from."""
+        """The master's statistics, and the sources of this reader's bytes."""
         text = self._link.stats()
         try:
             reported = json.loads(text) if text else {}
@@ -216,7 +216,6 @@ class TaskStore(StoreWrapper):
         self._stored.close()
 
     def _number(self, name: str) -> int:
-        """The number of a chunk by its object's name; -1 for all other objects."""
         number = self._number_by_name.get(name)
         if number is None:
             chunk = chunk_of_object(name)
@@ -301,7 +300,6 @@ class _TaskReads(FastReads):
         return number >= 0 and self._store._mapped.find(number) is not None
 
     def _begin(self, parts: Sequence[Part]) -> "_Batch":
-        """Begin to read parts that one request may have."""
         names, starts, sizes = zip(*parts, strict=True)
         numbers = list(map(self._store._number_by_name.get, names))
         if None in numbers:
@@ -316,7 +314,6 @@ class _TaskReads(FastReads):
         return _Batch(parts, places.tolist(), reading)
 
     def _finish(self, batch: "_Batch") -> Iterable[memoryview]:
-        """The contents of all parts, in their order."""
         parts, places = batch.parts, batch.places
         found: dict[int, memoryview] = {}
         for group in batch.reading:
@@ -335,9 +332,9 @@ class _Batch(NamedTuple):
 
 
 def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
-    """Start a master at this socket where it was killed, and returns whether it was started.
-    `has_served` says whether the master has served this reader. Where it has not, it served readers
-    of another version, which may have ended by now: a master is started where there is none. Raises
+    """Start a master at this socket if it was killed, and return whether it was started.
+    `has_served` says whether the master has served this reader. If it has not, it served readers
+    of another version, which may have ended by now: a master is started if there is none. Raises
     DieselError."""
     if has_served:
         return restart_killed(request, socket_path)

@@ -4,8 +4,8 @@ are.
 A part comes from a chunk that this process has mapped, else from the chunk's owner (the master of
 this or another node), else from the object store. Chunks of this node that are read often are
 pinned (the master keeps them until they are unpinned) and mapped: from then on a read of them is a
-look-up and a slice. The master has checked them whole, so nobody checks them again; what comes over
-a connection is unchecked.
+look-up and a slice. The master has checked them whole, so nobody checks them again; bytes that come
+over a connection are unchecked.
 
 `master_link.py` has the connections to this node's master, `owner_link.py` those to the owners,
 `mapped_chunks.py` the mappings. Thread-safe; a forked child may go on with its parent's object.
@@ -41,16 +41,17 @@ from ..members.owner_table import OwnerTableView
 from .mapped_chunks import MAPPED, NOBODY, MappedChunks
 from .master_link import MasterLink
 from .owner_link import OwnerLink, PendingRead
+from .request_socket import start_anew_in_forks
 
 log = logging.getLogger("diesel.task")
 
 PIN_COST_S = 60e-6
-"""What it costs to pin a chunk: an exchange with the master, and the mapping."""
+"""The cost of pinning a chunk: an exchange with the master, and the mapping."""
 
 READ_COST_S = 40e-6
 PART_S = 2e-6
 BYTES_PER_S = 8e9
-"""What a read over the connection to this node's master costs more than a read of a mapped chunk: a
+"""The cost of a read over the connection to this node's master beyond a read of a mapped chunk: a
 share of the request, the work for each part, and the copies. A chunk is mapped when its reads have
 cost as much as mapping it (ski rental): then both together cost at most twice the minimum, whatever
 is read."""
@@ -59,16 +60,16 @@ PINS_PER_READ_MAX = 32
 """Chunks that one read pins at most, so that it does not wait for more."""
 
 EAGER_BYTES = 1 << 20
-"""A chunk of which one request wants so much is pinned first: the copies of that cost more than to
-hear that the chunk is not here."""
+"""A chunk of which one request wants this many bytes is pinned first: their copies cost more than
+to hear that the chunk is not here."""
 
 READS_REMEMBERED = 64
-"""Of so many requests the nodes that answered are remembered, to report the one that sent damaged
+"""For the last requests the nodes that answered are remembered, to report the one that sent damaged
 bytes."""
 
 HEARTBEAT_S = 1.0
 """How often a reader that has mapped chunks tells its master which ones it has unmapped, and hears
-which ones the master revokes, where no read does."""
+which ones the master revokes, if no read does."""
 
 COUNTS = (
     "mapped_reads",
@@ -79,11 +80,11 @@ COUNTS = (
     "pins",
     "damaged",
 )
-"""Parts by where they came from (mapped memory, this node's master, another node, the object
+"""Parts by their source (mapped memory, this node's master, another node, the object
 store), late answers, chunks that were pinned, and parts that did not match their checksums."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
-"""Parts and the ranks of the nodes that were asked for them; or one part, and the rank."""
+"""Parts and the ranks of the nodes that got the requests; or one part, and the rank."""
 
 
 class TaskChunks:
@@ -99,8 +100,8 @@ class TaskChunks:
         through_master: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """`stored` reads past the cache. With `through_master`, other nodes are asked by this
-        node's master."""
+        """`stored` reads past the cache. With `through_master`, requests to other nodes go through
+        this node's master."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
@@ -121,10 +122,11 @@ class TaskChunks:
         self._generation = -1  # and its generation
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
-        self._reset_after_fork()
-        _ALL.add(self)
+        self.start_anew()
+        start_anew_in_forks(self)
 
-    def _reset_after_fork(self) -> None:
+    def start_anew(self) -> None:
+        """See `Inherited`."""
         self._lock = threading.Lock()
 
     @property
@@ -138,7 +140,7 @@ class TaskChunks:
         """See `ChunkReader`. Several parts have at most `wire.PARTS_MAX` parts and
         `wire.PARTS_BYTES_MAX` bytes.
 
-        The parts are sorted by where they come from, and from then on handled in groups: very
+        The parts are sorted by their source, and from then on handled in groups: very
         little is done for each part.
         """
         self._refresh()
@@ -179,7 +181,7 @@ class TaskChunks:
         asked: list[tuple[OwnerLink, PendingRead, int, int]],
         not_here: list[int],
     ) -> Iterator[ReadGroup]:
-        """The contents of parts that are sorted by where they come from; the caller's position of
+        """The contents of parts that are sorted by their source; the caller's position of
         each is in `order`. The first ones are `mapped`; those that a node was `asked` for lie from
         its first number to its last; those `not_here` come from the store."""
         counts, own = self.counts, self._master.rank
@@ -251,7 +253,7 @@ class TaskChunks:
         return self.stored.read_part(chunk, start, size)
 
     def try_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """As `read_part`, but None where the task does not have the part."""
+        """As `read_part`, but None if the task does not have the part."""
         view = self._mapped.find(chunk)
         if view is not None:
             self.counts["mapped_reads"] += 1
@@ -272,7 +274,7 @@ class TaskChunks:
         """As `try_part`, of a chunk of this node that is not mapped."""
         if self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES:
             view = self.pin(chunk, fetch=False)
-            self._read_cost_s[chunk] = 0.0  # also where it was not here: do not ask at each read
+            self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
             if view is not None:
                 self.counts["mapped_reads"] += 1
                 return view[start : start + size], True
@@ -285,7 +287,7 @@ class TaskChunks:
         return content, False
 
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        """Pin and map a chunk; None where the master does not have it. With `fetch`, the master may
+        """Pin and map a chunk; None if the master does not have it. With `fetch`, the master may
         fetch it."""
         descriptor = self._master.pin(chunk, fetch=fetch)
         if descriptor is None:
@@ -309,7 +311,7 @@ class TaskChunks:
         return view
 
     def report_damage(self, chunk: int, start: int, size: int) -> None:
-        """A part did not match its checksum: tell the master which node gave it, where that is
+        """A part did not match its checksum: tell the master which node gave it, if that is
         known."""
         rank = self._master.rank if self._mapped.drop_damaged(chunk) else -1
         for remembered in reversed(list(self._recent)):
@@ -364,7 +366,7 @@ class TaskChunks:
     # The owners
 
     def _refresh(self) -> None:
-        """Learn the owners and members anew where they have changed. Links to members that are as
+        """Learn the owners and members anew if they have changed. Links to members that are as
         before stay."""
         table = self._master.owners
         if table is None:
@@ -401,7 +403,6 @@ class TaskChunks:
             self.counts["timed_out"] += each.counts["timed_out"]
 
     def _link(self, rank: int) -> OwnerLink | None:
-        """The link by which a node is asked; None where the node is not known."""
         own = self._master.rank
         if rank != own:
             if self._through_master:
@@ -413,7 +414,6 @@ class TaskChunks:
         return self._own_link(wire.LOAD)
 
     def _own_link(self, flags: int) -> OwnerLink:
-        """The link to this node's master for requests with these flags."""
         link = self._own_links.get(flags)
         if link is None:
             with self._lock:
@@ -449,18 +449,16 @@ class TaskChunks:
         if is_due.any():
             for chunk in np.unique(chunks[is_due])[:PINS_PER_READ_MAX].tolist():
                 has_pinned |= self.pin(chunk, fetch=False) is not None
-                self._read_cost_s[chunk] = 0.0  # also where it is not here: do not ask each time
+                self._read_cost_s[chunk] = 0.0  # even if it is not here: do not ask each time
         return has_pinned
 
     def _add_cost(self, parts: wire.Parts) -> None:
-        """These parts of this node's chunks are read over a connection."""
         cost_s = READ_COST_S / len(parts) + PART_S + parts[:, 2] / BYTES_PER_S
         np.add.at(self._read_cost_s, parts[:, 0], cost_s)
 
     # Heartbeat
 
     def _start_heartbeat(self) -> None:
-        """Start the heartbeat thread, unless this process has one."""
         if self._heartbeat_pid == os.getpid():
             return
         self._heartbeat_pid = os.getpid()
@@ -473,7 +471,6 @@ class TaskChunks:
 
 
 def _cut(payload: memoryview, sizes: Sequence[int]) -> list[memoryview]:
-    """Parts of these sizes that lie one behind the other."""
     contents, begin = [], 0
     for size in sizes:
         end = begin + size
@@ -483,7 +480,6 @@ def _cut(payload: memoryview, sizes: Sequence[int]) -> list[memoryview]:
 
 
 def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[memoryview]:
-    """The parts of chunks whose views these are, none of which is None."""
     starts, sizes = parts[:, 1].tolist(), parts[:, 2].tolist()
     held = cast(Sequence[memoryview], views)
     return [
@@ -505,14 +501,3 @@ def _run_heartbeat(
         if mapped.has_unmapped or (mapped.has_mapped and quiet_s >= every_s):
             link.return_unmapped()
     link.close()
-
-
-_ALL: "weakref.WeakSet[TaskChunks]" = weakref.WeakSet()
-
-
-def _after_fork_in_child() -> None:
-    for each in list(_ALL):
-        each._reset_after_fork()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache import order_log
 from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.disk.folder import CacheFolder
 from diesel_fs.cache.disk.logs import OrderLogFiles
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.order_log import LoggedReader, LogPlan, OrderLogs
+from diesel_fs.cache.order_logs.logs import STAGED_BYTES, LoggedReader, OrderLogs
+from diesel_fs.cache.order_logs.streams import LogPlan
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.plan import Entries
@@ -196,7 +196,7 @@ def _sides(data: Stored, part: float, disk: LimitedDisk | None) -> dict[str, Sid
         with data.bench.scratch() as place, LocalRepository.open(data.dlcmd.url) as repository:
             view = repository.view(shape.name)
             store = _SlowStore(repository.objects, data.dlcmd.store)
-            room = int(shape.bytes * part) + 2 * order_log.STAGED_BYTES + (32 << 20)
+            room = int(shape.bytes * part) + 2 * STAGED_BYTES + (32 << 20)
             room += shape.bytes // 2 if part == 1 else 0
             folder = CacheFolder(
                 prepare_cache_folder(place / "cache"), repository.objects.store_id, room

@@ -30,7 +30,7 @@ def shared() -> RedisServer:
 
 @pytest.fixture
 def link(shared: RedisServer) -> WatchedLink:
-    """The connections of `stored`, whose steps a test can watch."""
+    """The connections of `stored`; a test can watch their steps."""
     return watched_link(shared.url)
 
 

@@ -66,7 +66,7 @@ class RedisProxy:
                 server.sendall(request)
                 if what == "swallow":
                     server.shutdown(socket.SHUT_WR)
-                    time.sleep(0.02)  # Redis runs what it has read, without a client too
+                    time.sleep(0.02)  # Redis runs a request that it has read, client or not
                     return
 
     def _answer(self, server: socket.socket, client: socket.socket) -> None:

@@ -188,7 +188,7 @@ def test_late_chunks_without_a_batch_are_requested_once(
 
 
 def test_chunks_committed_before_a_rebuild_are_not_requested(meta: MetadataStore) -> None:
-    """A rebuild leaves out chunks that were committed before, and whose objects are lost."""
+    """A rebuild leaves out chunks that were committed before, if their objects are lost."""
     store = Chunks(files(1, b"a"), files(3, b"orphan"))
     commit(meta, files(1, b"a"), files(2, b"lost"))
     store.rebuild(meta)

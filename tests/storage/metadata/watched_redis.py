@@ -1,4 +1,4 @@
-"""Redis metadata stores whose steps a test can watch, delay or cut off.
+"""Redis metadata stores; a test can watch, delay or cut off their steps.
 
 A step is a script that runs inside Redis, or a command: a test does something between two steps of
 a client, or ends the client there as a crash would.

@@ -3,8 +3,8 @@
     with FaultyStore(store, Fault("get", "chunks/", error=ObjectStoreError("503"), times=2)) as s:
         ...
 
-By the end of the `with`, every fault must have hit exactly `times` times: a test whose fault did
-not hit proves nothing, so it fails.
+The end of the `with` checks that every fault has hit exactly `times` times: a test without its
+fault proves nothing, so it fails.
 """
 
 from collections import Counter
@@ -27,10 +27,11 @@ from tests.storage.objects.fault_script import FaultScript, PlannedFault
 
 @dataclass(slots=True)
 class Fault(PlannedFault):
-    """What happens to the next calls of the method `operation`.
+    """A fault of the next calls of the method `operation`.
 
     `act` is called first. `error` is raised before the call's effect, or, with `done`, after it (a
-    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it."""
+    lost answer). `keep` shortens the result of a read; `flip` flips that bit of it.
+    """
 
     error: Exception | None = None
     done: bool = False
@@ -40,7 +41,7 @@ class Fault(PlannedFault):
 
 
 class ListedHousekeeping(Housekeeping):
-    """That of a wrapped store; names come from the wrapper's own `list`."""
+    """The housekeeping of a wrapped store; names come from the wrapper's own `list`."""
 
     _store: StoreWrapper
 
@@ -64,7 +65,7 @@ class FaultyStore(ReadWrapper, FaultScript[Fault]):
 
     @contextmanager
     def _call(self, operation: str, name: str) -> Iterator[Fault]:
-        """Do what the fault of this call says, before and after the call."""
+        """Apply the fault of this call, before and after the call."""
         with self._script_lock:
             self.calls[operation] += 1
         fault = self.next_fault(operation, name) or Fault(operation)

@@ -1,11 +1,10 @@
-"""A small S3 server for tests, whose answers fail as a script says.
+"""A small S3 server for tests, with answers that fail by a script.
 
     with ScriptedS3(Rule("GET", "chunks/", status=503, times=2)) as server:
         store = CloudStore.create(server.url, ...)
 
-It answers correct requests as S3 does, as far as `CloudStore` uses it. By the end of the `with`,
-every rule must have hit exactly `times` times: a test whose fault did not hit proves nothing, so it
-fails.
+It answers correct requests as S3 does, as far as `CloudStore` uses it. The end of the `with` checks
+that every rule has hit exactly `times` times: a test without its fault proves nothing, so it fails.
 
 Concurrency: a thread per connection, one lock around the objects and the script.
 """
@@ -47,14 +46,14 @@ _CODES = {
 
 @dataclass(slots=True)
 class Rule(PlannedFault):
-    """What happens to the next requests of the method `operation` whose path and query contain
-    `where`.
+    """A fault of the next requests of the method `operation` with `where` in their path and query.
 
-    In this order: `act` is called; with `reset` the connection is torn down before anything is
-    done; `status` (with `code`, `headers`) is answered instead of doing what was asked, or, with
-    `done`, after it; `ignore` leaves out that header of the request; `edit` changes the body of the
-    answer, `flip` that bit of it; after `keep` bytes of the body the connection is reset, closed,
-    or stalls, or goes on at one byte each 50 ms."""
+    In this order: `act` is called; with `reset` the connection is torn down before the request has
+    an effect; the server answers `status` (with `code`, `headers`) instead of carrying the request
+    out, or, with `done`, after it; `ignore` leaves out that header of the request; `edit` changes
+    the body of the answer, `flip` that bit of it; after `keep` bytes of the body the connection is
+    reset, closed, or stalls, or continues at one byte each 50 ms.
+    """
 
     act: Callable[["ScriptedS3"], None] | None = None
     reset: bool = False
@@ -107,7 +106,7 @@ class ScriptedS3(FaultScript[Rule]):
         self.uploads: dict[str, str] = {}  # key by upload ID
         self.parts: dict[tuple[str, int], bytes] = {}  # by upload and number
         self.asked: list[RecordedRequest] = []
-        self.busiest = 0  # the most requests that waited for an answer at once
+        self.busiest = 0  # the most requests that waited for an answer simultaneously
         self.delay_s = 0.0
         self.bytes_per_s = 0.0  # of all bodies to one address together; 0: no limit
         self.stopped = threading.Event()
@@ -156,7 +155,7 @@ class ScriptedS3(FaultScript[Rule]):
             self._busy -= 1
 
     def wait_to_send(self, size: int, address: str) -> None:
-        """Wait until the rate allows that a body of this size has been sent there."""
+        """Wait until the rate allows a body of this size to that address."""
         if self.bytes_per_s:
             with self._lock:
                 begin_s = max(self._sent_s.get(address, 0.0), time.monotonic())

@@ -82,7 +82,7 @@ def kills(
             shutil.rmtree(root)
 
 
-def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
+def test_A2_A3_a_put_killed_at_each_step_leaves_the_object_absent_or_whole(tmp_path: Path) -> None:
     empty = FolderStore.create(tmp_path / "empty")
     calls, outcomes = list[str](), Counter[str]()
     for call, store, pid in kills(tmp_path, "put", NAME, empty):
@@ -110,7 +110,7 @@ def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
     assert outcomes["leftover"] >= 4
 
 
-def test_A3_replace_killed_at_each_step(tmp_path: Path) -> None:
+def test_A3_a_replace_killed_at_each_step_leaves_the_lease_old_or_new(tmp_path: Path) -> None:
     prepared = FolderStore.create(tmp_path / "prepared")
     prepared.replace(LEASE, [b"old"])
     seen: Counter[bytes] = Counter()
@@ -121,7 +121,7 @@ def test_A3_replace_killed_at_each_step(tmp_path: Path) -> None:
     assert len(seen) == 2, "no kill fell after the rename, or none before"
 
 
-def test_O15_fsync_error_of_the_kernel(tmp_path: Path) -> None:
+def test_O15_after_a_failed_fsync_the_put_is_written_again(tmp_path: Path) -> None:
     store = FolderStore.create(tmp_path / "store")
     once = "fsync:error=EIO:when=5"  # after those of the four new folders: the file's
     status, printed = strace(tmp_path / "log", tmp_path / "store", "put", NAME, once)

@@ -31,7 +31,7 @@ PARTS: list[Bytes] = [b"some", b"thing"]
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
-    """A store whose chunk folder exists already and is known to be durable."""
+    """A store with a chunk folder that exists already and is known to be durable."""
     made = FolderStore.create(tmp_path / "store")
     made.put(OTHER, [b"other"])
     return made

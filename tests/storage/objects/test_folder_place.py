@@ -161,7 +161,7 @@ def test_a_folder_that_was_moved_and_linked_is_read(store: FolderStore, tmp_path
 
 @contextmanager
 def another_user() -> Iterator[None]:
-    """If this process is root, become another user, whom permissions bind."""
+    """If this process is root, become another user, to whom permissions apply."""
     if os.geteuid() != 0:
         yield
         return

@@ -72,7 +72,7 @@ object_names = st.from_regex(OBJECT_NAME, fullmatch=True).filter(lambda name: na
 
 
 def reads(store: ObjectStore, name: str) -> list[Callable[[], object]]:
-    """All ways to ask for one object."""
+    """All ways to read one object."""
     return [
         lambda: store.get(name),
         lambda: store.read_into(name, 0, bytearray(1)),
@@ -83,7 +83,7 @@ def reads(store: ObjectStore, name: str) -> list[Callable[[], object]]:
 
 
 def test_get_returns_what_was_put(store: ObjectStore) -> None:
-    """Also more parts than one system call takes."""
+    """Even with more parts than one system call takes."""
     numbers = array.array("I", range(1000))
     parts: list[bytes | bytearray | memoryview] = [
         *(b"head", bytearray(b"er"), b"", memoryview(numbers), memoryview(b"xtailx")[1:-1]),

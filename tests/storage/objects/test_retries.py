@@ -1,4 +1,6 @@
-"""Which calls are retried and for how long, with a clock of the test's own and no network."""
+"""The calls that are retried, and the time for which they are, with a clock of the test's own and
+no network.
+"""
 
 import email.utils
 from collections.abc import Iterator
@@ -69,7 +71,7 @@ def time() -> Time:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> FolderStore:
-    """The store below, which has the object `NAME`."""
+    """The store behind the others, with the object `NAME`."""
     made = FolderStore.create(tmp_path / "store")
     made.put(NAME, [b"0123456789"])
     return made
@@ -212,7 +214,9 @@ def test_after_a_failure_a_listing_continues_behind_its_last_name(
 
 
 class _Flaky(FaultyStore):
-    """A store whose listings break off: the first `dead` before any name, later ones after two."""
+    """A store with listings that break off: the first `dead` before any name, later ones after
+    two.
+    """
 
     def __init__(self, inner: FolderStore, dead: int) -> None:
         super().__init__(inner)
@@ -229,7 +233,7 @@ class _Flaky(FaultyStore):
 def test_ranges_of_a_mutable_object_are_not_continued_after_a_failure(
     time: Time, folder: FolderStore, faulty: FaultyStore, store: RetryingStore
 ) -> None:
-    """Those of others are, up to the deadline."""
+    """Ranges of other objects are, up to the deadline."""
     folder.replace(LEASE, [b"0123456789"])
 
     def second_range(name: str, times: int | None = 1) -> bytes:
@@ -269,7 +273,7 @@ def test_reads_of_parts_are_retried(time: Time, faulty: FaultyStore, store: Retr
 
 
 class NotedPauses(LongPauses):
-    """Pauses that are noted, and take no time."""
+    """Pauses that are recorded, and take no time."""
 
     def __init__(self) -> None:
         super().__init__()
