@@ -250,6 +250,20 @@ def test_links_lead_somewhere_and_named_files_exist(path: Path) -> None:
             assert known or (path.parent / name).exists(), name
 
 
+def sections(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    heads = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@each_row("path", PAGES)
+def test_links_to_a_section_name_one_that_is_there(path: Path) -> None:
+    text = prose(path.read_text(encoding="utf-8"))
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text):
+        linked = path.parent / target if target else path
+        assert anchor in sections(linked.read_text(encoding="utf-8")), (target, anchor)
+
+
 def test_pages_that_sources_name_exist() -> None:
     there = {path.name for path in PAGES}
     for path in SOURCES:

@@ -66,7 +66,10 @@ if "--list" in sys.argv:
 }
 BEFORE = {
     "start": {"README.md python 1": "put pets"},
-    "commands": {"cli/dlcmd/README.md sh 1": "put pets", "cli/dlcmd/README.md sh 2": ""},
+    "commands": {
+        "diesel_fs/forecast/README.md sh 1": "put pets",
+        "diesel_fs/forecast/README.md sh 2": "",
+    },
     "python": {
         "diesel_fs/client/README.md python 2": "put pets",
         "diesel_fs/client/README.md python 3": "flat pets",

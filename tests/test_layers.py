@@ -2,8 +2,8 @@
 
 One rule: a package imports only packages that stand before it in `LAYERS`, and the modules of one
 package do not import each other in a circle. Imports count wherever they stand, inside functions
-and under TYPE_CHECKING too. Two more rules: what is `PURE` computes and does no I/O, and only what
-`OBSTORE` lists may import obstore.
+and under TYPE_CHECKING too. Two more rules: the modules of `PURE` compute and do no I/O, and only
+the modules of `OBSTORE` may import obstore.
 """
 
 import ast

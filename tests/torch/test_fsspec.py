@@ -24,7 +24,7 @@ from diesel_fs.client.dataset import connect, list_datasets
 from diesel_fs.errors import CorruptError, ObjectStoreError, UsageError
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.objects.folder import FolderStore
+from diesel_fs.storage.objects.folder import FolderReads, FolderStore
 from diesel_fs.torch.fsspec import DieselFileSystem
 from tests.examples import examples
 from tests.rows import each_row
@@ -333,9 +333,10 @@ def test_each_chunk_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fs = fsspec.filesystem("diesel", repository=url)
     paths = [f"pets/{i * 77 % 200:03}" for i in range(200)]
     with monkeypatch.context() as patch:
-        reads = [Mock(wraps=getattr(FolderStore, way)) for way in ("read", "read_into")]
-        for way, counted in zip(("read", "read_into"), reads, strict=True):
-            patch.setattr(FolderStore, way, partialmethod(counted))
+        ways = ((FolderReads, "read"), (FolderStore, "read_into"))
+        reads = [Mock(wraps=getattr(owner, way)) for owner, way in ways]
+        for (owner, way), counted in zip(ways, reads, strict=True):
+            patch.setattr(owner, way, partialmethod(counted))
         assert fs.cat(paths) == {f"pets/{name}": content for name, content in files.items()}
     with connect("pets", url) as dataset:
         assert 0 < sum(each.call_count for each in reads) <= dataset.snapshot.chunk_count

@@ -450,7 +450,7 @@ def test_unplannable_datasets_are_named(mounted: Path, tmp_path: Path) -> None:
     joined = run(sys.executable, script, mounted)
     assert "announced 1 of 2 epochs, 50 files" in joined.stderr
     assert "50 of 100 files of a dataset lie in no mount" in joined.stderr
-    assert "Unknown opened no file of a mount" in joined.stderr
+    assert "Unknown opened no visible file of a mount" in joined.stderr
     assert "the files of Endless are not known" in joined.stderr
 
 

@@ -94,7 +94,7 @@ class _Milliseconds(click.types.FloatParamType):
         type=int, metavar="N", default=8, shows_default=True,
     ),
     batch=FieldOption(
-        "Files that each of these reads in one iteration.",
+        "ForecastFiles that each of these reads in one iteration.",
         type=int, metavar="N", shows_default=True,
     ),
     workers=FieldOption(
@@ -135,7 +135,7 @@ class _Milliseconds(click.types.FloatParamType):
 @options_of(
     ForecastJob, "job",
     images_per_s=FieldOption(
-        "Files a second that each rank would train on, if it never waited for one.",
+        "ForecastFiles a second that each rank would train on, if it never waited for one.",
         type=float, metavar="N", shows_default=True,
     ),
     epochs=FieldOption(

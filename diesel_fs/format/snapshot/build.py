@@ -468,7 +468,7 @@ def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]
 
 
 class _Data(NamedTuple):
-    """The data of entries: the columns of `layout.Columns` of the same names.
+    """The data of entries: the columns of `layout.SnapshotColumns` of the same names.
 
     At first, chunks, targets and extents are numbered as (previous ones, then those of the rows);
     `_targets`, `_extents` and `_number_chunks` change these to numbers of the result.

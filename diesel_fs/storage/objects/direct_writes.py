@@ -25,8 +25,7 @@ _BLOCK_BYTES = 4096  # the largest block of disks in use, and a page
 _FILE_SYSTEMS = frozenset("btrfs ext2 ext3 ext4 f2fs xfs".split())
 """File systems on local disks that are known to obey O_DIRECT. Over a network or through FUSE each
 write would wait for the other side; tmpfs has nothing but the page cache; an overlay can be on top
-of any of these.
-"""
+of any of these."""
 
 
 def takes_direct(folder: str) -> bool:
@@ -100,8 +99,7 @@ _buffers = _Buffers()
 
 def _aligned_buffer() -> memoryview:
     """This thread's page-aligned buffer. It is a private mapping, so a forked child does not share
-    it.
-    """
+    it."""
     if _buffers.aligned is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _buffers.aligned = memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags))

@@ -1,14 +1,14 @@
 """The interface of an object store, and the wrapper classes that all wrappers are made from.
 
 An object store keeps named, immutable byte strings: chunks, snapshots, leases. `ObjectStore` is the
-contract that every store keeps (a folder, a bucket, a server). It has seven methods. What only some
-stores can do lies in two values: `FastReads` (many parts in one request, shared memory, reads that
-never wait) and `Housekeeping` (listings of names, leftovers and foreign files). Both have a plain
-form that works on every store, so a new store begins with the seven methods.
+contract that every store keeps (a folder, a bucket, a server). It has seven methods. Abilities that
+only some stores have are in two values: `FastReads` (many parts in one request, shared memory,
+reads that never wait) and `Housekeeping` (listings of names, leftovers and foreign files). Both
+have a plain form that works on every store, so a new store begins with the seven methods.
 
-The names are those of `format/object_names.py`; a store does not know what is inside an object, and
-the repository decides when one may be deleted. The object `DIESEL-STORE`, called the marker, tells
-a store from an empty folder; this module writes and reads its content.
+The names are those of `format/object_names.py`. A store does not interpret the content of an
+object, and the repository decides when an object may be deleted. The object `DIESEL-STORE`, called
+the marker, distinguishes a store from an empty folder; this module writes and reads its content.
 
 Concurrency: every method may be called from many threads and processes at once; all methods are
 synchronous and block. A forked child may use the store of its parent if `fork_safe` is true.
@@ -86,7 +86,7 @@ def check_end(name: str, end: int, size: int) -> None:
 
 
 def encode_marker(store: uuid.UUID) -> bytes:
-    """The content of the marker object: JSON, so that a person who opens it can read it."""
+    """The content of the marker object: JSON, so that a person can open it and read it."""
     return json.dumps({"diesel-fs": store.hex, "format": STORE_FORMAT}).encode() + b"\n"
 
 
@@ -141,7 +141,7 @@ class Leftover:
 
 
 Part = tuple[str, int, int]
-"""A part of an object: the object's name, where the part starts, and its length in bytes."""
+"""A part of an object: the object's name, the part's first byte, and its length in bytes."""
 
 AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
 
@@ -163,14 +163,15 @@ def batched_parts(
 
 
 ChunkParts = npt.NDArray[np.uint32]
-"""Parts of chunks, of the shape (n, 3): the chunk's number, where in it the part starts, bytes."""
+"""Parts of chunks, of the shape (n, 3): the number of the chunk, the part's first byte in it,
+bytes."""
 
 
 class ReadGroup(NamedTuple):
     """The contents of some parts that arrived together."""
 
     places: Sequence[int]
-    """Of each content, the position of its part among those that were asked for."""
+    """For each content, the position of its part in the request."""
 
     contents: Sequence[memoryview]
 
@@ -189,14 +190,15 @@ class ChunkReader(Protocol):
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
         """Read parts. They lie in their chunks, and each has at least one byte.
 
-        All that can be asked for at once has been asked for when this returns; the iterator gives
-        each part once, as it arrives, and may be dropped. It raises as `ObjectStore.read_into`.
+        This sends all requests that may be sent at once before it returns. The iterator gives each
+        part once, as it arrives, and the caller may drop it early. It raises as
+        `ObjectStore.read_into`.
         """
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """From where each of these chunks would be read now, as far as is known: `IN_MEMORY` where
-        that is this process's memory, `IN_STORE` for the object store, else the number of a
-        node."""
+        """The place that each of these chunks would be read from now, as far as this process knows:
+        `IN_MEMORY` for this process's memory, `IN_STORE` for the object store, otherwise the number
+        of a node."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """One part, and whether it has been checked. Raises as `ObjectStore.read_into`."""
@@ -206,9 +208,8 @@ class ObjectStore(ABC):
     """Named, immutable byte strings. Only leases may change (`replace`).
 
     Every method may raise UsageError for a name outside the grammar, PermissionDenied,
-    NoSpaceError, and ObjectStoreError for anything else that the store did not do. ObjectMissing
-    means that the store is there and the object is not; a store that has gone is an
-    ObjectStoreError.
+    NoSpaceError, and ObjectStoreError if the store fails in any other way. ObjectMissing means that
+    the store is there and the object is not; a store that has gone is an ObjectStoreError.
     """
 
     store_id: uuid.UUID
@@ -228,7 +229,7 @@ class ObjectStore(ABC):
 
     @property
     def housekeeping(self) -> "Housekeeping":
-        """Listings for those who repair and purge."""
+        """Listings for programs that repair and purge."""
         return Housekeeping(self)
 
     @abstractmethod
@@ -263,10 +264,10 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """The objects whose names begin with `prefix` and are greater than `after`, in byte order.
+        """The objects with names that begin with `prefix` and come after `after`, in byte order.
 
         Lazy. An object that exists during the whole listing is listed once; one that appears or
-        disappears meanwhile may be listed or not. Temporaries and foreign files are left out. If a
+        disappears meanwhile may be listed or not. Temporary and foreign files are left out. If a
         part of the store cannot be read, the listing raises; it never skips that part.
         """
 
@@ -283,8 +284,8 @@ class ObjectStore(ABC):
 class FastReads:
     """The ways to read from a store besides `get` and `read_into`.
 
-    These here work on every store: each goes through the store's own `read_into`, one read after
-    the other. A store that can do better offers a subclass.
+    These methods work on every store: each calls the store's own `read_into`, for one part after
+    the other. A store with a faster way offers a subclass.
     """
 
     batches_reads: bool = False
@@ -308,8 +309,9 @@ class FastReads:
     ) -> Iterator[memoryview]:
         """The bytes of several ranges (start, size) of one object, one after the other.
 
-        All of them are read into the same buffer, `room`, which must be as large as the largest;
-        so a range's bytes are valid until the next range is asked for. Raises as `read_into`.
+        All of them are read into the same buffer, `room`, which must be as large as the largest
+        range; so the bytes of a range are valid until the caller takes the next one. Raises as
+        `read_into`.
         """
         for start, size in ranges:
             self._store.read_into(name, start, room[:size])
@@ -317,8 +319,8 @@ class FastReads:
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         """The bytes of parts of objects of one dataset, in their order, each in memory of its own.
-        A store that can has begun to fetch them when this returns. Raises as `read_into`, at once
-        or when the bytes are asked for."""
+        A store that can fetch in the background has begun to do so when this returns. Raises as
+        `read_into`, at once or when the caller takes the bytes."""
         for name, start, size in parts:
             yield memoryview(self.read(name, start, size)).toreadonly()
 
@@ -340,12 +342,11 @@ class FastReads:
         return False
 
     def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        """A whole object in memory that is shared with other processes; None if it is in no such
-        memory.
+        """A whole object in memory that other processes share; None if it is in no such memory.
 
         The memory cannot be written, and its owner has checked the object whole against its
-        checksums. The store calls `on_revoke`, in any thread, when the owner wants it back; the
-        caller then drops the view soon.
+        checksums. The store calls `on_revoke`, in any thread, when the owner wants the memory back;
+        the caller then drops the view soon.
         """
         return None
 
@@ -355,8 +356,8 @@ class FastReads:
 
 
 class Housekeeping:
-    """The calls of those who list, repair and purge a store. These here are those of a store that
-    has no leftovers, and in which nothing foreign can lie."""
+    """The calls of programs that list, repair and purge a store. This class suits a store that has
+    no leftovers and can hold nothing foreign; other stores offer a subclass."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store = store
@@ -377,20 +378,22 @@ class Housekeeping:
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
         """Names of foreign files and folders: those among the objects that DIESEL-FS did not write.
-        `verify` reports them, and nothing touches them. A folder's name ends with a slash, and
+        `verify` reports them, and nothing changes them. A folder's name ends with a slash, and
         nothing inside it is listed."""
         check_prefix(prefix)
         return iter(())
 
     def close_idle(self) -> None:
-        """Close what no call is using; the next call opens it again. May be called repeatedly."""
+        """Close everything that no call is using; the next call opens it again. May be called
+        repeatedly."""
 
 
 class StoreWrapper(ObjectStore):
-    """A store that forwards everything to another store. A subclass overrides what it changes.
+    """A store that forwards everything to another store. A subclass overrides the methods that it
+    changes.
 
-    One that changes reads is a `ReadWrapper`, or overrides `fast_reads` too: otherwise callers
-    of that bypass it.
+    A wrapper that changes reads derives from `ReadWrapper`, or overrides `fast_reads` too:
+    otherwise callers that read through `fast_reads` bypass it.
     """
 
     def __init__(self, inner: ObjectStore) -> None:
@@ -436,7 +439,7 @@ class StoreWrapper(ObjectStore):
 
 
 class ReadWrapper(StoreWrapper):
-    """A wrapper that changes reads: those of `fast_reads` go, one by one, through its own
+    """A wrapper that changes reads: each read through `fast_reads` calls the wrapper's own
     `read_into`."""
 
     @property

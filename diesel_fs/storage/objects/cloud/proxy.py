@@ -145,7 +145,7 @@ class CloudProxy(ObjectStore):
         self, *call: object, payload: Sequence[Bytes] = (), room: memoryview | None = None
     ) -> tuple[object, memoryview]:
         """The value and the bytes that a call of the store returns. If the helper has ended, the
-        call is repeated once with a new helper. Raises what the call raised."""
+        call is repeated once with a new helper. Raises the error of the call."""
         try:
             return self._call_once(call, payload, room)
         except HelperDisconnected:

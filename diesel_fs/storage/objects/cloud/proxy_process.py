@@ -2,8 +2,8 @@
 
 `python -m diesel_fs.storage.objects.cloud.proxy_process URL DESCRIPTOR [--create]` opens the store
 at URL and reports on stdout that it is ready. DESCRIPTOR is the helper's end of the control socket.
-Each connection that comes over it is served by a thread of its own. The helper ends when the other
-ends of the control socket and of all connections are closed.
+A thread of its own serves each connection that arrives over it. The helper ends when the other ends
+of the control socket and of all connections are closed.
 """
 
 import logging
