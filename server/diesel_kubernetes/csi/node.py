@@ -47,7 +47,7 @@ moments of each other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class VolumeHealth:
     """How a published volume is."""
 
     trouble: str
@@ -141,7 +141,7 @@ class NodeVolumes:
             remove_target(target)
         self._wake.set()
 
-    def condition(self, target: str) -> Condition:
+    def condition(self, target: str) -> VolumeHealth:
         """How the volume at a target is. Raises NotFoundError if there is none."""
         target = checked_target(target, self._state)
         place, name = MountTable.read(self._state).at(target)
@@ -149,11 +149,11 @@ class NodeVolumes:
             raise NotFoundError(f"no volume of this driver is published at {target}")
         if place is TargetState.STALE or not lives(self._state.root(name)):
             trouble = "the mount has ended: reads fail until kubelet publishes the volume again"
-            return Condition(f"{trouble}, and then until the container restarts", None)
+            return VolumeHealth(f"{trouble}, and then until the container restarts", None)
         try:
-            return Condition("", usage_of(target))
+            return VolumeHealth("", usage_of(target))
         except OSError as error:
-            return Condition(f"the mount does not answer: {error.strerror}", None)
+            return VolumeHealth(f"the mount does not answer: {error.strerror}", None)
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[None]:

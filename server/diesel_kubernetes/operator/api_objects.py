@@ -93,7 +93,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class ContainerResources:
     """The resources of a container, as quantities: `500m`, `16Gi`."""
 
     limits: Json = field(default_factory=dict)
@@ -112,11 +112,11 @@ class Container:
     """A container in the specification of a pod."""
 
     env: tuple[NamedField, ...] = ()
-    resources: Resources = field(default_factory=Resources)
+    resources: ContainerResources = field(default_factory=ContainerResources)
 
 
 @dataclass(frozen=True, slots=True)
-class CsiVolume:
+class PodCsiVolume:
     """A volume that a CSI driver mounts."""
 
     volume_attributes: Mapping[str, str] = field(default_factory=dict)
@@ -127,7 +127,7 @@ class PodVolume:
     """A volume of a pod."""
 
     name: str = ""
-    csi: CsiVolume = field(default_factory=CsiVolume)
+    csi: PodCsiVolume = field(default_factory=PodCsiVolume)
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,10 +45,10 @@ from .objects import (
 from .placement import Holding
 from .resources import (
     RECLAIM_FINALIZER,
+    ConditionContent,
     DatasetObject,
     DatasetPhase,
     DatasetStatus,
-    Finding,
     NodeShare,
     Progress,
     with_condition,
@@ -411,7 +411,7 @@ def _in_phase(
     """The status with a phase and the reason of its condition."""
     seen = situation.seen
     made = replace(seen.status, phase=phase.value, observed_generation=seen.generation)
-    found = Finding("Ready", reason, message, holds=phase is DatasetPhase.READY)
+    found = ConditionContent("Ready", reason, message, holds=phase is DatasetPhase.READY)
     return with_condition(made, found, seen, situation.now_s)
 
 

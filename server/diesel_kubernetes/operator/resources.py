@@ -223,7 +223,7 @@ def decode_training(raw: Json) -> TrainingObject:
 
 
 @dataclass(frozen=True, slots=True)
-class BucketSource:
+class GivenBucket:
     """`source.bucket`."""
 
     url: str = ""
@@ -233,7 +233,7 @@ class BucketSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ArchivesSource:
+class GivenArchives:
     """`source.archives`."""
 
     urls: tuple[str, ...] = ()
@@ -241,23 +241,23 @@ class ArchivesSource:
 
 
 @dataclass(frozen=True, slots=True)
-class ExistingSource:
+class GivenExisting:
     """`source.existing`."""
 
     version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class DatasetSource:
+class GivenSource:
     """`source`: exactly one of the three is there."""
 
-    bucket: BucketSource | None = None
-    archives: ArchivesSource | None = None
-    existing: ExistingSource | None = None
+    bucket: GivenBucket | None = None
+    archives: GivenArchives | None = None
+    existing: GivenExisting | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class GivenPlacement:
     """`placement`."""
 
     node_selector: Mapping[str, str] = field(default_factory=dict)
@@ -265,7 +265,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Preparation:
+class GivenPreparation:
     """`preparation`."""
 
     jobs: int = 2
@@ -284,12 +284,12 @@ class GivenDataset:
     region: str = ""
     endpoint: str = ""
     secret_name: str = ""
-    source: DatasetSource = field(default_factory=DatasetSource)
+    source: GivenSource = field(default_factory=GivenSource)
     keep: int = -1
     reclaim_policy: str = ""
     warm_up: bool = False
-    placement: Placement = field(default_factory=Placement)
-    preparation: Preparation = field(default_factory=Preparation)
+    placement: GivenPlacement = field(default_factory=GivenPlacement)
+    preparation: GivenPreparation = field(default_factory=GivenPreparation)
 
 
 # The specification of a TrainingJob
@@ -320,7 +320,7 @@ class GivenTraining:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ConditionContent:
     """The content of a condition: whether it holds, and why."""
 
     kind: str
@@ -332,7 +332,7 @@ class Finding:
 S = TypeVar("S", bound=Status)
 
 
-def with_condition(status: S, found: Finding, seen: Object, now_s: float) -> S:
+def with_condition(status: S, found: ConditionContent, seen: Object, now_s: float) -> S:
     """A status with a condition set. The condition's time changes only with its truth value."""
     value = "True" if found.holds else "False"
     old = status.condition(found.kind)

@@ -16,13 +16,13 @@ from ..names import ATTRIBUTES
 from .api_objects import PodSpec
 from .decoding import Json, decode
 from .resources import (
-    BucketSource,
     DatasetObject,
-    DatasetSource,
     DatasetUse,
+    GivenBucket,
     GivenDataset,
-    Placement,
-    Preparation,
+    GivenPlacement,
+    GivenPreparation,
+    GivenSource,
     TrainingObject,
 )
 
@@ -90,8 +90,8 @@ class DatasetSpec:
     """Whether the data are deleted with the object."""
     warms_up: bool
     """Whether the volumes of TrainingJobs load everything from the start."""
-    placement: Placement
-    preparation: Preparation
+    placement: GivenPlacement
+    preparation: GivenPreparation
 
     @property
     def named(self) -> str:
@@ -133,7 +133,7 @@ def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
     )
 
 
-def _put_arguments(source: DatasetSource, jobs: int, name: str) -> tuple[str, ...]:
+def _put_arguments(source: GivenSource, jobs: int, name: str) -> tuple[str, ...]:
     words = ["put", f"--jobs={jobs}"]
     if archives := source.archives:
         if not archives.urls:
@@ -144,7 +144,7 @@ def _put_arguments(source: DatasetSource, jobs: int, name: str) -> tuple[str, ..
             _check_address("manifest", archives.manifest)
             words.append(f"--manifest={archives.manifest}")
         return (*words, "--unpack", "--", *archives.urls, name)
-    bucket = source.bucket or BucketSource()
+    bucket = source.bucket or GivenBucket()
     if not bucket.url.startswith(_BUCKETS) or "@" in _host(bucket.url):
         raise UsageError(f"spec.source.bucket.url: bad address {_shown(bucket.url)}")
     if bucket.delete:

@@ -32,10 +32,10 @@ from .objects import (
 from .placement import Amounts, NodeState, admission, in_order
 from .resources import (
     ChosenNode,
+    ConditionContent,
     DatasetObject,
     DatasetPhase,
     DatasetUse,
-    Finding,
     PlannedVolume,
     TrainingObject,
     TrainingPhase,
@@ -101,7 +101,7 @@ def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision
             return _with_event(situation, _running(situation, spec))
         return _with_event(situation, _waiting(situation, spec, defaults))
     except UsageError as error:
-        found = Finding("Admitted", "InvalidSpec", str(error))
+        found = ConditionContent("Admitted", "InvalidSpec", str(error))
         made = _with(situation, status, found, TrainingPhase.FAILED)
         return _with_event(situation, TrainingDecision(made))
 
@@ -138,7 +138,7 @@ def _waiting(
 
 
 def _not_ready(situation: TrainingSituation, reason: str, message: str) -> TrainingDecision:
-    found = Finding("DatasetsReady", reason, message)
+    found = ConditionContent("DatasetsReady", reason, message)
     made = _with(situation, situation.seen.status, found, TrainingPhase.PENDING)
     return TrainingDecision(made, again_s=RETRY_S)
 
@@ -156,15 +156,15 @@ def _admitted(
         f"the datasets need {sums.needed_bytes} bytes; {len(nodes)} nodes have"
         f" {sums.free_bytes} free and {sums.preemptible_bytes} preemptible"
     )
-    are_ready = Finding("DatasetsReady", "AllReady", holds=True)
+    are_ready = ConditionContent("DatasetsReady", "AllReady", holds=True)
     made = _with(situation, situation.seen.status, are_ready)
     if spec.checks_storage and not sums.fits:
-        no_space = Finding("Admitted", "NoSpace", message)
+        no_space = ConditionContent("Admitted", "NoSpace", message)
         return TrainingDecision(_with(situation, made, no_space, TrainingPhase.REJECTED))
     holdings = [holding_of(dataset.status) for dataset, _ in chosen]
     order = in_order(nodes, holdings, pod_requests(spec.pod))
     reason = "Fits" if spec.checks_storage else "NotChecked"
-    found = Finding("Admitted", reason, message, holds=True)
+    found = ConditionContent("Admitted", reason, message, holds=True)
     made = _with(situation, made, found, TrainingPhase.STARTING)
     made = replace(
         made,
@@ -220,16 +220,16 @@ def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecisi
     if failed := [each for each in current.values() if each.status.phase == "Failed"]:
         message = f"{failed[0].name} has failed{_why_it_failed(failed[0])}"
         if restarts < spec.restarts:
-            found = Finding("Finished", "Restarting", message)
+            found = ConditionContent("Finished", "Restarting", message)
             made = _with(situation, made, found, TrainingPhase.STARTING)
             return TrainingDecision(replace(made, restarts=restarts + 1), again_s=0.0)
-        found = Finding("Finished", "PodFailed", message)
+        found = ConditionContent("Finished", "PodFailed", message)
         return TrainingDecision(_with(situation, made, found, TrainingPhase.FAILED), again_s=0.0)
     if succeeded == spec.replicas:
-        found = Finding("Finished", "Succeeded", holds=True)
+        found = ConditionContent("Finished", "Succeeded", holds=True)
         return TrainingDecision(_with(situation, made, found, TrainingPhase.SUCCEEDED), again_s=0.0)
     is_up = running + succeeded == spec.replicas
-    found = Finding("Finished", "Running", f"{running} of {spec.replicas} pods run")
+    found = ConditionContent("Finished", "Running", f"{running} of {spec.replicas} pods run")
     phase = TrainingPhase.RUNNING if is_up else TrainingPhase.STARTING
     made = _with(situation, made, found, phase)
     if old:  # their names are needed again
@@ -275,7 +275,7 @@ def _why_it_failed(pod: Pod) -> str:
 def _with(
     situation: TrainingSituation,
     status: TrainingStatus,
-    found: Finding,
+    found: ConditionContent,
     phase: TrainingPhase | None = None,
 ) -> TrainingStatus:
     """The status with a condition, and with a phase if one is given."""
@@ -309,14 +309,16 @@ def _with_event(situation: TrainingSituation, decision: TrainingDecision) -> Tra
 
 def hindered(situation: TrainingSituation, reason: str, message: str) -> TrainingStatus:
     """The status of a job for which the operator could not make something. It tries again."""
-    return _with(situation, situation.seen.status, Finding(MADE, reason, message))
+    return _with(situation, situation.seen.status, ConditionContent(MADE, reason, message))
 
 
 def unhindered(situation: TrainingSituation, status: TrainingStatus) -> TrainingStatus:
     """A status, now that all objects of the job have been made."""
     if status.condition(MADE).status != "False":
         return status
-    return _with(situation, status, Finding(MADE, "AllMade", "all has been made", holds=True))
+    return _with(
+        situation, status, ConditionContent(MADE, "AllMade", "all has been made", holds=True)
+    )
 
 
 def amounts(resources: Json) -> dict[str, Fraction]:
