@@ -254,13 +254,13 @@ class PrefetchWorker:
             if self._mounts_changed and not presence.is_mounted():
                 return
             self._mounts_changed = False
-            self._page_cache.set_planned(is_planned=self._planner.has_streams)
-            if self._has_logs and self._planner.has_streams:
+            self._page_cache.set_planned(is_planned=self._planner.views.has_streams)
+            if self._has_logs and self._planner.views.has_streams:
                 self._follow_plan(now_s)
             if self._invalidations:
                 wait_s = self._invalidate_some()
             elif self._retired is not None:
-                if self._planner.has_streams:
+                if self._planner.views.has_streams:
                     self._act(now_s)  # readers of a plan do not wait
                 wait_s = self._take_over_some()
             else:
@@ -373,7 +373,7 @@ class PrefetchWorker:
             if not self._planner.take_over(np.unique(some).astype(np.uint32), time.monotonic()):
                 return
             self._page_cache.store(Batch(some, batch.starts, batch.contents))
-            self._planner.set_known_entries(self._page_cache.known_entries)
+            self._planner.memory.set_known_entries(self._page_cache.known_entries)
             self._stats_changed = True
             yield
 
@@ -433,7 +433,7 @@ class PrefetchWorker:
         if now_s < self._logs_looked_s + LOGS_LOOK_S:
             return
         self._logs_looked_s = now_s
-        reading = self._planner.reading()
+        reading = self._planner.views.reading()
         if self._logs is None:
             is_wanted = self._request.task_options.cache_layout == "order" or is_log_worthwhile(
                 self._snapshot,
@@ -450,8 +450,8 @@ class PrefetchWorker:
                 return
             keep_large_allocations(self._push_bytes // LOGS_DIVISOR)
             self._batches = LoggedReader(self._batches, self._logs)
-            self._planner.set_logged(self._logs.holds)
-            self._planner.set_budget(
+            self._planner.streams.set_logged(self._logs.holds)
+            self._planner.memory.set_budget(
                 self._planner.stats()["budget_bytes"] - self._push_bytes // LOGS_DIVISOR
             )
         plans = {
@@ -470,8 +470,8 @@ class PrefetchWorker:
             self._logs.set_plan([*self._log_plans.values()])
             for name, plan in plans.items():
                 if before.get(name) != plan:  # what was pushed before belongs to the next log, too
-                    self._note_late(self._planner.pushed_early(name))
-        for skipped in self._planner.take_skipped():
+                    self._note_late(self._planner.views.pushed_early(name))
+        for skipped in self._planner.streams.take_skipped():
             self._note_late(skipped)
         for each in reading:
             self._logs.passed(each.name, each.read_up_to)
@@ -522,7 +522,7 @@ class PrefetchWorker:
     def _push(self, push: Push) -> None:
         if not push.is_urgent:  # else what is under way goes on
             self._batches.prefetch([push.entries, *self._planner.upcoming(UNITS_AHEAD)])
-        soon = [push.entries, *self._planner.planned(UNITS_SOON)]
+        soon = [push.entries, *self._planner.views.planned(UNITS_SOON)]
         if self._content is not None and self._logs is None and not self._batches.is_slow:
             # Files of many chunks, each pushed by a write of its own, come faster by READs. From a
             # slow store each would be read twice then, for the READ and for the push.
@@ -551,7 +551,7 @@ class PrefetchWorker:
             done = np.setdiff1d(np.concatenate(stored), absent) if stored else NO_ENTRIES
         self._planner.pushed(push, done, absent, time.monotonic(), failed=failed)
         self._planner.set_store_is_slow(is_slow=self._batches.is_slow)
-        self._planner.set_known_entries(self._page_cache.known_entries)
+        self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
     def _contents(self, entries: Entries) -> Iterator[Batch]:
         """The contents of files. Raises DieselError."""
@@ -600,9 +600,9 @@ class PrefetchWorker:
                 self._plan_sender.set_streams(
                     {
                         name: StreamProgress(*progress)
-                        for name, progress in self._planner.progress_of_streams().items()
+                        for name, progress in self._planner.views.progress_of_streams().items()
                     },
-                    self._planner.take_chunk_values(),
+                    self._planner.importances.take_chunk_values(),
                 )
 
 

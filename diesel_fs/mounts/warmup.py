@@ -41,8 +41,9 @@ from . import launcher
 from .mountpoint import DatasetMount, is_alive, locate, mounted_at
 from .plans.control import Control, explicit
 from .prefetch.content_page_cache import STAGING_DIVISOR
-from .prefetch.planner import KNOWN_DIVISOR, PAUSE_S_MAX
-from .prefetch.units import KNOWN_ENTRY_BYTES, PAGE_BYTES
+from .prefetch.memory import KNOWN_DIVISOR, KNOWN_ENTRY_BYTES
+from .prefetch.planner import PAUSE_S_MAX
+from .prefetch.units import PAGE_BYTES
 from .source import MemorySplit
 
 Show = Callable[[int, int, int], None]

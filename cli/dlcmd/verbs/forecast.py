@@ -17,8 +17,7 @@ from diesel_fs.forecast.reads import ForecastFiles
 from diesel_fs.forecast.report import ForecastOptions
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Indices, Snapshot
-from diesel_fs.mounts.prefetch.planner import KNOWN_DIVISOR
-from diesel_fs.mounts.prefetch.units import KNOWN_ENTRY_BYTES
+from diesel_fs.mounts.prefetch.memory import KNOWN_DIVISOR, KNOWN_ENTRY_BYTES
 from diesel_fs.mounts.source import MemorySplit
 from diesel_fs.peers.node.ledger import chunk_budget_bytes
 from diesel_fs.system.available_memory import default_memory_bytes

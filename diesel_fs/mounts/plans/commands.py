@@ -122,7 +122,7 @@ class PlanCommands:
     def _running(self, fields: Fields, now_s: float) -> Message:
         """The streams that are being read; the switch waits for them."""
         fields.end()
-        return {"running": [*self._planner.running(now_s)]}
+        return {"running": [*self._planner.views.running(now_s)]}
 
     def _freeze(self, fields: Fields, now_s: float) -> Message:
         """As `_running`; if no stream is being read, plans are refused until `_unfreeze`."""
@@ -144,7 +144,7 @@ class PlanCommands:
         lag = fields.integer("lag_entries", 0, high=EPOCH_ENTRIES_MAX)
         epochs = parse_epochs(fields, self._snapshot)
         fields.end()
-        self._planner.announce(Stream(name, tuple(epochs), tentative, lag), now_s)
+        self._planner.streams.announce(Stream(name, tuple(epochs), tentative, lag), now_s)
         self._lists.pop(name, None)
         return {"entries": sum(map(len, epochs))}
 
@@ -152,20 +152,20 @@ class PlanCommands:
         name = self._stream_field(fields)
         epochs = parse_epochs(fields, self._snapshot)
         fields.end()
-        self._planner.extend(name, epochs)
+        self._planner.streams.extend(name, epochs)
         return {"entries": sum(map(len, epochs))}
 
     def _replace(self, fields: Fields, now_s: float) -> Message:
         name = self._stream_field(fields)
         position = fields.integer("position", 0, high=EPOCH_ENTRIES_MAX)
         epoch = parse_epoch(fields, self._snapshot)
-        self._planner.replace(name, epoch, position)
+        self._planner.streams.replace(name, epoch, position)
         return {"entries": len(epoch)}
 
     def _withdraw(self, fields: Fields, now_s: float) -> Message:
         name = fields.text("stream")
         fields.end()
-        self._planner.withdraw(name)
+        self._planner.streams.withdraw(name)
         self._lists.pop(name, None)
         return {}
 
@@ -174,7 +174,7 @@ class PlanCommands:
         position = fields.integer("position")
         epoch = fields.integer("epoch") if "epoch" in fields else None
         fields.end()
-        self._planner.progress(name, position, now_s, epoch)
+        self._planner.streams.progress(name, position, now_s, epoch)
         return {}
 
     def _value(self, fields: Fields, now_s: float) -> Message:
@@ -191,7 +191,7 @@ class PlanCommands:
                 f"bad job {job[:64]!r} or benefit {benefit}: a name has at most {JOB_NAME_MAX}"
                 f" characters, and a benefit is 0 to {BENEFIT_MAX:g}"
             )
-        jobs = self._planner.set_importances(
+        jobs = self._planner.importances.set(
             entries, importances, more=more, job=job, benefit=benefit, substitutes=substitutes
         )
         return {"jobs": jobs}
@@ -254,13 +254,13 @@ class PlanCommands:
         stream, name = fields.text("stream"), _list_name(fields)
         fields.end()
         known = self._lists.get(stream)
-        stats = self._planner.stream_stats(stream)
+        stats = self._planner.views.stream_stats(stream)
         if known is None or stats is None or not self._continues(known, stats, name):
             self._make_room(stream)
             plan = Stream(stream, (self._epoch(name, exact=True),), tentative=True)
-            self._planner.announce(plan, now_s)
+            self._planner.streams.announce(plan, now_s)
         elif name.epoch > known.name.epoch:
-            self._planner.extend(stream, [self._epoch(name, exact=True)])
+            self._planner.streams.extend(stream, [self._epoch(name, exact=True)])
         else:
             self._lists.move_to_end(stream)
             known.is_predicted = known.is_predicted and name.epoch != known.name.epoch
@@ -281,7 +281,7 @@ class PlanCommands:
         unknown."""
         stream = fields.text("stream")
         fields.end()
-        known, stats = self._lists.get(stream), self._planner.stream_stats(stream)
+        known, stats = self._lists.get(stream), self._planner.views.stream_stats(stream)
         if known is None or (stats is None and known.finished_s == math.inf):
             return {"epoch": -1}
         if stats is None or stats["epoch"] < 0:  # it has read all announced epochs
@@ -298,14 +298,14 @@ class PlanCommands:
             return
         self._checked_s = now_s
         for stream, known in tuple(self._lists.items()):
-            stats = self._planner.stream_stats(stream)
+            stats = self._planner.views.stream_stats(stream)
             if stats is None:
                 if known.finished_s == math.inf:  # withdrawn, as no reader followed it
                     del self._lists[stream]
             elif stats["epoch"] < 0:  # the reader has read all announced epochs
                 known.finished_s = min(known.finished_s, now_s)
                 if now_s - known.finished_s >= FINISHED_S:
-                    self._planner.withdraw(stream)
+                    self._planner.streams.withdraw(stream)
             elif (
                 not known.is_predicted
                 and (stats["length"] >= PREDICT_ENTRIES_MIN or self._predicts_early)
@@ -318,7 +318,7 @@ class PlanCommands:
             ):
                 following = replace(known.name, epoch=known.name.epoch + 1)
                 try:
-                    self._planner.extend(stream, [self._epoch(following, exact=False)])
+                    self._planner.streams.extend(stream, [self._epoch(following, exact=False)])
                     self._lists[stream] = _ListStream(following, is_predicted=True)
                 except UsageError:  # the plan is full: the epoch begins without being announced
                     known.is_predicted = True
@@ -332,8 +332,8 @@ class PlanCommands:
         self._lists.pop(stream, None)
         while len(self._lists) >= LIST_STREAMS_MAX:
             oldest, _ = self._lists.popitem(last=False)
-            if self._planner.stream_stats(oldest) is not None:
-                self._planner.withdraw(oldest)
+            if self._planner.views.stream_stats(oldest) is not None:
+                self._planner.streams.withdraw(oldest)
 
 
 def _bitmap(mask: npt.NDArray[np.bool_]) -> Message:

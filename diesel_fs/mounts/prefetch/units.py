@@ -14,14 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...orders.plan import Entries
+from ...errors import UsageError
+from ...orders.plan import Entries, EntryOrder
 
 Positions = npt.NDArray[np.int32]
 """Positions in one epoch, 4 bytes each: an epoch has fewer than 2**31 entries."""
 
 PAGE_BYTES = 4_096
-KNOWN_ENTRY_BYTES = 1_150
-"""Kernel memory for the name and inode of one file: measured as 1.5 GB for 1.28 million files."""
 
 MIXED_ENTRIES = 256
 """Entries of a mixed unit: enough to spread the cost of a decision, and few enough that a reader
@@ -60,6 +59,13 @@ class Columns:
     def bytes_of(self, entries: Entries) -> int:
         """The bytes that these entries take together."""
         return int(self.pages[entries].sum(dtype=np.int64)) * PAGE_BYTES
+
+    def checked(self, entries: EntryOrder) -> Entries:
+        """The entries as an array. Raises UsageError for numbers outside the dataset."""
+        array = np.asarray(entries)
+        if len(array) and (array.min() < 0 or array.max() >= len(self.pages)):
+            raise UsageError(f"no entry {array.max()} among {len(self.pages)}")
+        return array.astype(np.uint32, copy=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -295,7 +295,7 @@ def _planned(losses: Losses, cache: float, *, substitutes: bool) -> tuple[float,
     for epoch, (drawn, chances) in enumerate(draws):
         order = drawn.copy()
         if epoch:
-            planner.set_importances(everything, chances, substitutes=substitutes)
+            planner.importances.set(everything, chances, substitutes=substitutes)
         if epoch and substitutes:
             low, cached = is_low(chances), planner.resident(everything)
             places, others = substituted(order, low, cached, low, chunks, 1, epoch)
@@ -312,7 +312,9 @@ def _read(planner: PrefetchPlanner, epoch: int, orders: Sequence[Indices], now_s
     """Announce and read an epoch of each stream ("0", "1"), side by side, as readers that never
     overtake the mount. Returns the time at its end."""
     for stream, order in enumerate(orders):
-        planner.announce(Stream(str(stream), (Epoch(epoch, order.astype(np.uint32)),)), now_s)
+        planner.streams.announce(
+            Stream(str(stream), (Epoch(epoch, order.astype(np.uint32)),)), now_s
+        )
     position = 0
     while True:
         now_s += 1e-4
@@ -326,11 +328,11 @@ def _read(planner: PrefetchPlanner, epoch: int, orders: Sequence[Indices], now_s
             case _:
                 if position >= max(map(len, orders)):
                     for stream in range(len(orders)):
-                        planner.withdraw(str(stream))
+                        planner.streams.withdraw(str(stream))
                     return now_s
                 position += READ_AT_ONCE
                 for stream, order in enumerate(orders):
-                    planner.progress(str(stream), min(position, len(order)), now_s, epoch)
+                    planner.streams.progress(str(stream), min(position, len(order)), now_s, epoch)
 
 
 def jobs(bench: Workbench) -> list[Row]:
@@ -369,7 +371,7 @@ def _shared(losses: Sequence[Losses], told: Sequence[int]) -> tuple[float, ...]:
     for epoch in range(epochs):
         for job in told if epoch else ():
             chances, benefit = draws[job][epoch][1], JOB_BENEFITS[job]
-            planner.set_importances(everything, chances, job=str(job), benefit=benefit)
+            planner.importances.set(everything, chances, job=str(job), benefit=benefit)
         orders = [of_job[epoch][0] for of_job in draws]
         if epoch >= epochs - COUNTED:
             for job, order in enumerate(orders):

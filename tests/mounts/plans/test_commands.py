@@ -113,7 +113,7 @@ def test_a_plan_may_give_batches_and_a_lag(bench: Bench) -> None:
     files = SNAPSHOT.files()[:20]
     epoch = explicit(epoch=0, entries=files, bounds=[8, 16, 20])
     bench.ask(**announce(epochs=[epoch], lag_entries=300))
-    stream = bench.residency.streams["s"]
+    stream = bench.residency.views.plan["s"]
     assert stream.lag_entries == 300
     assert stream.epoch(0).batch_entries_max == 8
     with pytest.raises(UsageError, match="bounds"):
@@ -133,7 +133,7 @@ def test_an_epoch_by_parameters_is_drawn_as_by_the_library(bench: Bench, epoch: 
     else:
         order = chunk_shuffle(SNAPSHOT, 4, 3, group_size=2, rank=1, world=3)
     bench.ask(**announce(epochs=[epoch]))
-    drawn_there = bench.residency.streams["s"].epoch(3).entries
+    drawn_there = bench.residency.views.plan["s"].epoch(3).entries
     assert drawn_there.tolist() == order.tolist()
 
 
@@ -342,13 +342,13 @@ def test_the_next_epoch_is_predicted_and_its_list_confirms_it() -> None:
     read_list(bench, 0)
     bench.settle()
     bench.messages.predict_next_epochs(bench.now_s + 2)
-    announced = bench.residency.streams
+    announced = bench.residency.views.plan
     assert len(announced["filelist"].epochs) == 1, "nobody follows it yet"
     middle = len(orders[0]) // 2 + 600
     for entry in orders[0][:middle].tolist():
         bench.residency.opened(entry, bench.now_s)
     bench.messages.predict_next_epochs(bench.now_s + 4)
-    first, second = bench.residency.streams["filelist"].epochs
+    first, second = bench.residency.views.plan["filelist"].epochs
     assert (first.number, second.number, second.exact) == (0, 1, False)
     assert second.entries.tolist() == orders[1].tolist()
     assert looked_up(bench) == 0

@@ -94,7 +94,7 @@ class Job:
                 )
             ]
             self.orders.append(order)
-            self.planner.announce(stream(f"rank{rank}", order), self.now_s)
+            self.planner.streams.announce(stream(f"rank{rank}", order), self.now_s)
         self.pushed_s = np.full(count, np.inf)
         self._in_flight: dict[frozenset[int], float] = {}
         self._started_s = self.now_s
@@ -181,7 +181,7 @@ class Job:
                 there_s = float(self.pushed_s[self.orders[rank][at : at + BATCH]].max())
                 if there_s <= self.now_s:
                     self._finished[rank] = max(there_s, self._started_s)
-                    self.planner.progress(f"rank{rank}", at + BATCH, self.now_s)
+                    self.planner.streams.progress(f"rank{rank}", at + BATCH, self.now_s)
             if len(self._finished) < len(active):
                 return
             waited_s = [each - self._started_s for each in self._finished.values()]

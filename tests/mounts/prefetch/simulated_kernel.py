@@ -210,7 +210,7 @@ def pushed_ahead(part: float, *streams: Stream) -> Machine:
     dataset."""
     machine = Machine(make_planner(N, part), N)
     for each in streams:
-        machine.planner.announce(each, machine.now_s)
+        machine.planner.streams.announce(each, machine.now_s)
     machine.run_until_idle()
     return machine
 

@@ -97,7 +97,7 @@ def test_no_stream_is_starved_by_costs(costs_s: float) -> None:
     part = N // RANKS
     for rank in range(RANKS):
         order = [rank * part + each for each in shuffled(rank, part)]
-        planner.announce(stream(f"rank{rank}", order), 0.0)
+        planner.streams.announce(stream(f"rank{rank}", order), 0.0)
     pushed = np.zeros(RANKS, np.int64)
     now_s = 0.0
     while isinstance(push := planner.next(now_s), Push):
@@ -114,7 +114,7 @@ def test_one_stream_costs_no_prediction() -> None:
         raise AssertionError("there is nothing to balance")
 
     planner = make_planner(N, 0.25, costs=costs)
-    planner.announce(stream("a", shuffled(1)), 0.0)
+    planner.streams.announce(stream("a", shuffled(1)), 0.0)
     while isinstance(push := planner.next(0.0), Push):
         planner.upcoming(UNITS_AHEAD)
         planner.pushed(push, push.entries, [], 0.0)

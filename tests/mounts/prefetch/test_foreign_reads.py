@@ -7,7 +7,8 @@ import pytest
 
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle, Push
-from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, STILL_S, PrefetchPlanner
+from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, PrefetchPlanner
+from diesel_fs.mounts.prefetch.stream_views import STILL_S
 from diesel_fs.orders.plan import STREAMS_MAX, Epoch
 from tests.rows import each_row
 
@@ -35,7 +36,7 @@ def test_an_old_list_and_a_new_plan_come_to_rest() -> None:
     """They must not take each other's memory in turns for ever."""
     machine = pushed_ahead(0.3, stream("list", shuffled(1), tentative=True))
     machine.now_s += STILL_S + 1
-    machine.planner.announce(stream("job", shuffled(2)), machine.now_s)
+    machine.planner.streams.announce(stream("job", shuffled(2)), machine.now_s)
     machine.run_until_idle(2_000)
 
 
@@ -44,7 +45,7 @@ def test_random_reads_of_another_program_do_not_move_the_reader(budget: float) -
     entries = 200_000
     machine = Machine(make_planner(entries, budget), entries)
     order = shuffled(1, entries)
-    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.planner.streams.announce(stream("a", order), machine.now_s)
     machine.run_until_idle()
     strange = random.Random(3).choices(range(entries), k=24_000)
     machine.run({"a": Reader(order[:40_000], 5_000, 4), "stranger": Reader(strange, 3_000)})
@@ -106,7 +107,7 @@ def test_a_reader_that_begins_again_is_found() -> None:
 def test_pushing_goes_on_after_a_failure_of_the_store() -> None:
     machine = Machine(make_planner(N, 0.5), N)
     order = chunk_wise(CHUNKS, 20, 1)
-    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.planner.streams.announce(stream("a", order), machine.now_s)
     failures = 0
     while machine.now_s < 101.0:
         decision = machine.planner.next(machine.now_s)
@@ -143,7 +144,7 @@ def test_what_a_push_left_out_is_pushed_again_only_if_the_push_failed(failed: bo
 def test_an_epoch_that_was_announced_in_parts_ends() -> None:
     order = shuffled(1)
     machine = pushed_ahead(0.1, stream("a", order[:1_000]))
-    machine.planner.extend("a", [Epoch(0, np.array(order[1_000:]))])
+    machine.planner.streams.extend("a", [Epoch(0, np.array(order[1_000:]))])
     machine.run({"a": Reader(order, 20_000)})
     machine.run_until_idle()
     assert reader_position(machine) == (-1, 0)
@@ -152,13 +153,13 @@ def test_an_epoch_that_was_announced_in_parts_ends() -> None:
 def test_ended_streams_get_no_share() -> None:
     machine = Machine(make_planner(N, 0.25), N)
     for number in range(15):
-        machine.planner.announce(stream(f"s{number}", [number]), machine.now_s)
+        machine.planner.streams.announce(stream(f"s{number}", [number]), machine.now_s)
         machine.run_until_idle()
         machine.open_and_read(f"s{number}", number)
         machine.run_until_idle()
     order = chunk_wise(CHUNKS, 20, 1)
     machine.pushes_of.clear()
-    machine.planner.announce(stream("a", order), machine.now_s)
+    machine.planner.streams.announce(stream("a", order), machine.now_s)
     machine.run_until_idle()
     machine.run({"a": Reader(order, 10_000)})
     assert max(machine.pushes_of.values()) <= 2
@@ -169,23 +170,23 @@ def test_a_new_stream_name_for_each_epoch_is_never_refused() -> None:
     machine = Machine(make_planner(N, 0.25), N)
     for number in range(STREAMS_MAX + 10):
         order = shuffled(number)[:100]
-        machine.planner.announce(stream(f"epoch-{number}", order), machine.now_s)
+        machine.planner.streams.announce(stream(f"epoch-{number}", order), machine.now_s)
         machine.run_until_idle()
         for entry in order:
             machine.open_and_read("x", entry)
         machine.run_until_idle()
     assert len(machine.planner.stats()["streams"]) <= STREAMS_MAX
     for number in range(STREAMS_MAX):  # but of those that are under way there are only so many
-        machine.planner.announce(stream(f"new-{number}", order), machine.now_s)
+        machine.planner.streams.announce(stream(f"new-{number}", order), machine.now_s)
     with pytest.raises(UsageError):
-        machine.planner.announce(stream("more", order), machine.now_s)
+        machine.planner.streams.announce(stream("more", order), machine.now_s)
 
 
 def test_positions_may_exceed_2_to_the_31() -> None:
     """They do after some days of a short epoch."""
     machine = Machine(make_planner(N, 0.1), N)
-    machine.planner.announce(stream("a", shuffled(1)), machine.now_s)
-    follow = machine.planner._trackers["a"]
+    machine.planner.streams.announce(stream("a", shuffled(1)), machine.now_s)
+    follow = machine.planner.streams.trackers["a"]
     follow.epoch_states.clear()
     follow.frontier_index = 0
     follow.end = follow.floor = follow.low = follow.high = (1 << 31) + 5
@@ -199,8 +200,8 @@ def test_positions_may_exceed_2_to_the_31() -> None:
 def test_progress_back_to_passed_entries_pushes_them() -> None:
     order = shuffled(1)
     machine = pushed_ahead(0.2, stream("a", order))
-    machine.planner.progress("a", 15_000, machine.now_s)
+    machine.planner.streams.progress("a", 15_000, machine.now_s)
     machine.run_until_idle()
-    machine.planner.progress("a", 14_700, machine.now_s)
+    machine.planner.streams.progress("a", 14_700, machine.now_s)
     machine.run_until_idle()
     assert machine.planner.resident(order[14_700:15_000]).all()

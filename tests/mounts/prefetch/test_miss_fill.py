@@ -42,11 +42,11 @@ def test_contents_that_a_READ_brought_and_were_dropped_are_pushed() -> None:
     machine = Machine(make_planner(N, 0.1), N)
     machine.open_and_read("x", 7)
     machine.run_until_idle()
-    machine.planner.set_budget(0)
+    machine.planner.memory.set_budget(0)
     machine.run_until_idle()
     assert not machine.cached
-    machine.planner.set_budget(N * ENTRY_BYTES)
-    machine.planner.announce(stream("a", [*range(CHUNK_ENTRIES)]), machine.now_s)
+    machine.planner.memory.set_budget(N * ENTRY_BYTES)
+    machine.planner.streams.announce(stream("a", [*range(CHUNK_ENTRIES)]), machine.now_s)
     machine.run_until_idle()
     assert machine.cached == set(range(CHUNK_ENTRIES))
 
@@ -81,7 +81,7 @@ def test_misses_are_wanted_while_one_may_lead_to_a_push() -> None:
     machine.run_until_idle()
     assert planner.resident(np.arange(CHUNK_ENTRIES)).all()
     assert not planner.wants_misses
-    planner.announce(stream("a", [7, 8]), machine.now_s)
+    planner.streams.announce(stream("a", [7, 8]), machine.now_s)
     assert planner.wants_misses  # they tell where the reader is
 
 
@@ -121,7 +121,7 @@ def test_forgotten_entries_are_pushed_again_when_missed() -> None:
 
 def test_unknown_inodes_are_not_tried_again_at_once() -> None:
     machine = Machine(make_planner(N, 0.1), N, unknown=set(range(0, N, 2)))
-    machine.planner.announce(stream("a", list(range(N))), machine.now_s)
+    machine.planner.streams.announce(stream("a", list(range(N))), machine.now_s)
     machine.run_until_idle()
     pushes = machine.planner.stats()["pushes"]
     machine.run_until_idle()
@@ -133,6 +133,6 @@ def test_files_that_never_fit_are_left_to_reads() -> None:
     size = np.array([1 << 30, 10, 0, 10], np.int64)
     planner = PrefetchPlanner(np.zeros(4, np.int64), size, 1, budget_bytes=1 << 20)
     machine = Machine(planner, 4)
-    planner.announce(stream("a", [0, 1, 2, 3]), machine.now_s)
+    planner.streams.announce(stream("a", [0, 1, 2, 3]), machine.now_s)
     machine.run_until_idle()
     assert planner.resident([0, 1, 2, 3]).tolist() == [False, True, True, True]

@@ -15,8 +15,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts.prefetch.decisions import Idle
-from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, TENTATIVE_S, PrefetchPlanner
+from diesel_fs.mounts.prefetch.planner import PAUSE_S_MAX, PrefetchPlanner
 from diesel_fs.mounts.prefetch.resident_set import ResidentSet
+from diesel_fs.mounts.prefetch.stream_views import TENTATIVE_S
 from diesel_fs.mounts.prefetch.units import PAGE_BYTES, Columns
 from diesel_fs.orders.plan import Entries, Epoch, Stream
 from tests.examples import examples
@@ -102,9 +103,9 @@ def ranks_and_validation() -> tuple[Machine, dict[str, Reader]]:
     per_rank = len(train) // 8
     for rank in range(8):
         order = train[rank * per_rank : (rank + 1) * per_rank]
-        machine.planner.announce(stream(f"rank{rank}", order), machine.now_s)
+        machine.planner.streams.announce(stream(f"rank{rank}", order), machine.now_s)
         readers[f"rank{rank}"] = Reader(order, 4_000, 4)
-    machine.planner.announce(stream("validation", held_out), machine.now_s)
+    machine.planner.streams.announce(stream("validation", held_out), machine.now_s)
     readers["validation"] = Reader(held_out, 8_000, 4, start_s=1.0)
     return machine, readers
 
@@ -134,7 +135,7 @@ def test_a_stream_that_stands_still_gives_its_memory_up() -> None:
     machine = pushed_ahead(0.1, stream("still", shuffled(1)))
     order = shuffled(2)
     machine.now_s += 100
-    machine.planner.announce(stream("read", order), machine.now_s)
+    machine.planner.streams.announce(stream("read", order), machine.now_s)
     machine.run_until_idle()
     for position, entry in enumerate(order[:8_192]):
         machine.now_s += 0.01
@@ -167,7 +168,7 @@ def test_a_replaced_rest_of_an_epoch_is_pushed() -> None:
     machine = pushed_ahead(0.1, stream("a", old))
     half = Reader(old[: N // 2], 20_000, 4)
     machine.run({"a": half})
-    machine.planner.replace("a", Epoch(0, np.array(new[N // 2 :])), N // 2)
+    machine.planner.streams.replace("a", Epoch(0, np.array(new[N // 2 :])), N // 2)
     machine.run_until_idle()
     before = machine.misses["a"]
     machine.run({"a": Reader(new[N // 2 :], 20_000, 4, start_s=machine.now_s - START_S)})
@@ -180,7 +181,7 @@ def test_a_wrong_prediction_is_replaced_when_its_epoch_starts() -> None:
     first, guess, true = shuffled(1), shuffled(2), shuffled(3)
     machine = pushed_ahead(0.1, stream("a", first, guess))
     machine.run({"a": Reader(first, 20_000)})
-    machine.planner.replace("a", Epoch(1, np.array(true)))
+    machine.planner.streams.replace("a", Epoch(1, np.array(true)))
     machine.run_until_idle()
     machine.run({"a": Reader(true, 20_000, start_s=machine.now_s - START_S)})
     assert machine.misses["a"] <= 0.01 * N
@@ -197,19 +198,19 @@ def test_a_reader_that_starts_in_the_middle_is_found() -> None:
 def test_progress_that_a_reader_reports_overrides_opens_of_marker_files() -> None:
     order = shuffled(1)
     machine = pushed_ahead(0.1, stream("a", order))
-    machine.planner.progress("a", N // 2, machine.now_s)
+    machine.planner.streams.progress("a", N // 2, machine.now_s)
     machine.run_until_idle()
     assert machine.planner.resident(order[N // 2 : N // 2 + 1_000]).all()
-    machine.planner.progress("a", 100, machine.now_s)
+    machine.planner.streams.progress("a", 100, machine.now_s)
     machine.run_until_idle()
     assert machine.planner.resident(order[100:400]).all()
     with pytest.raises(UsageError):
-        machine.planner.progress("a", N + 1, machine.now_s)
+        machine.planner.streams.progress("a", N + 1, machine.now_s)
 
 
 def test_what_is_resident_is_not_fetched_ahead() -> None:
     planner = make_planner(N, 0.5)
-    planner.announce(stream("a", shuffled(1)), START_S)
+    planner.streams.announce(stream("a", shuffled(1)), START_S)
     push_next(planner)
     foreseen = planner.upcoming(4)
     already = np.concatenate([unit[::3] for unit in foreseen])
@@ -231,7 +232,7 @@ def test_a_tentative_stream_costs_nothing_until_it_is_followed() -> None:
     machine = pushed_ahead(0.1, stream("a", shuffled(1)))
     pushed = machine.pushed
     listed = shuffled(2)
-    machine.planner.announce(stream("list", listed, tentative=True), machine.now_s)
+    machine.planner.streams.announce(stream("list", listed, tentative=True), machine.now_s)
     machine.run_until_idle()
     assert (machine.pushed, machine.dropped) == (pushed, 0)
     machine.open_and_read("list", listed[0])
@@ -267,7 +268,7 @@ def test_files_between_workers_that_read_far_apart_are_kept() -> None:
 def test_a_smaller_budget_drops_what_is_farthest() -> None:
     order = shuffled(1)
     machine = pushed_ahead(0.2, stream("a", order))
-    machine.planner.set_budget(int(0.05 * N * ENTRY_BYTES))
+    machine.planner.memory.set_budget(int(0.05 * N * ENTRY_BYTES))
     machine.run_until_idle()
     assert machine.planner.resident_set.bytes <= 0.05 * N * ENTRY_BYTES
     assert machine.planner.resident(order[:300]).all()
@@ -278,9 +279,9 @@ def test_names_that_the_kernel_knows_count_in_the_budget(known: int, charged: in
     """Each takes 1,150 bytes of it, but all together at most an eighth."""
     budget = int(0.5 * N * ENTRY_BYTES)
     planner = make_planner(N, 0.5)
-    planner.set_known_entries(known)
+    planner.memory.set_known_entries(known)
     machine = Machine(planner, N)
-    planner.announce(stream("a", shuffled(1)), machine.now_s)
+    planner.streams.announce(stream("a", shuffled(1)), machine.now_s)
     machine.run_until_idle()
     room = budget - (budget // 8 if charged is None else charged)
     assert 0.9 * room < planner.resident_set.bytes <= room
@@ -302,17 +303,17 @@ def test_the_least_valuable_are_dropped_first(filled: Machine, switches: bool) -
     """Another version takes over what is important."""
     precious, twos = np.arange(512, 1_536), np.full(1_024, 2, np.float32)
     planner = filled.planner
-    assert planner.set_importances(precious, twos) == 1
+    assert planner.importances.set(precious, twos) == 1
     if switches:
         filled.run_until_idle()
         planner = make_planner(N, 0.1)
         planner.inherit(filled.planner, np.arange(N, dtype=np.int32))
         filled = Machine(planner, N)
-    planner.announce(stream("a", list(range(N - 1_024, N))), filled.now_s)
+    planner.streams.announce(stream("a", list(range(N - 1_024, N))), filled.now_s)
     filled.run_until_idle()
     assert planner.resident(precious).all()
     assert planner.resident(np.arange(N - 1_024, N)).all()
-    assert planner.set_importances(precious, twos, job="a") == (1 if switches else 2)  # jobs
+    assert planner.importances.set(precious, twos, job="a") == (1 if switches else 2)  # jobs
 
 
 def test_important_entries_that_are_still_read_outlive_more_important_ones() -> None:
@@ -344,17 +345,17 @@ def test_chunks_are_worth_what_this_mount_does_not_keep() -> None:
         planner = PrefetchPlanner(
             chunk, np.full(30, 4096), 3, budget_bytes=1 << 20, keeps_important=keeps
         )
-        assert planner.take_chunk_values() is None
-        planner.set_importances(np.arange(30, dtype=np.uint32), importance)
-        values = planner.take_chunk_values()
+        assert planner.importances.take_chunk_values() is None
+        planner.importances.set(np.arange(30, dtype=np.uint32), importance)
+        values = planner.importances.take_chunk_values()
         assert values is not None
         assert values.tolist() == pytest.approx([of_first, 2.5, 2.5])
-        assert planner.take_chunk_values() is None  # nothing is new
-        planner.set_importances(np.arange(30, dtype=np.uint32), importance * np.float32(0.5))
-        assert planner.take_chunk_values() is None  # not sorted yet
+        assert planner.importances.take_chunk_values() is None  # nothing is new
+        planner.importances.set(np.arange(30, dtype=np.uint32), importance * np.float32(0.5))
+        assert planner.importances.take_chunk_values() is None  # not sorted yet
         for _ in range(3):
             assert isinstance(planner.next(0.0), Idle)
-        values = planner.take_chunk_values()
+        values = planner.importances.take_chunk_values()
         assert values is not None
         assert values.tolist() == pytest.approx([of_first / 2, 1.25, 1.25])
 
@@ -368,10 +369,10 @@ def test_a_stream_leaves_the_important_entries_in_memory() -> None:
     machine.run_until_idle()
     everything = np.arange(N)
     importance = np.where(everything < 2_048, 0.9, 0.1).astype(np.float32)
-    planner.set_importances(everything, importance)
+    planner.importances.set(everything, importance)
     before = np.count_nonzero(planner.resident(everything[:2_048]))
     order = [each for each in shuffled(1) if each >= 2_048]
-    planner.announce(stream("a", order), machine.now_s)
+    planner.streams.announce(stream("a", order), machine.now_s)
     machine.run_until_idle()
     assert np.count_nonzero(planner.resident(everything[:2_048])) > 0.8 * before
     assert planner.resident(order[:32]).all()
@@ -379,7 +380,7 @@ def test_a_stream_leaves_the_important_entries_in_memory() -> None:
 
 def test_resident_entries_of_a_plan_are_not_dropped_for_earlier_ones(filled: Machine) -> None:
     order = [*range(N - 1_024, N), *range(1_024)]
-    filled.planner.announce(stream("a", order), filled.now_s)
+    filled.planner.streams.announce(stream("a", order), filled.now_s)
     filled.run_until_idle()
     assert filled.planner.resident(order).all()
     assert filled.pushed == 2_048 + 1_024 - 32  # the 32 misses brought a file each by themselves
@@ -387,7 +388,7 @@ def test_resident_entries_of_a_plan_are_not_dropped_for_earlier_ones(filled: Mac
 
 def test_files_of_many_chunks_are_pushed_in_mixed_units() -> None:
     planner = make_planner(N, 0.1)
-    planner.announce(stream("a", list(range(0, N, CHUNK_ENTRIES))), 0.0)
+    planner.streams.announce(stream("a", list(range(0, N, CHUNK_ENTRIES))), 0.0)
     first = next_push(planner, 0.0)
     assert (first.chunk, len(first.entries)) == (-1, 256)
     assert first.markers.tolist() == [0]
@@ -401,7 +402,7 @@ def test_units_shrink_as_streams_join() -> None:
     machine = Machine(make_planner(N, 0.4), N)
     orders = [chunk_wise(CHUNKS, 40, seed) for seed in range(4)]
     for number, order in enumerate(orders):
-        machine.planner.announce(stream(str(number), order), machine.now_s)
+        machine.planner.streams.announce(stream(str(number), order), machine.now_s)
         machine.run_until_idle()
     machine.run({str(number): Reader(order, 5_000) for number, order in enumerate(orders)})
     assert sum(machine.misses.values()) <= 0.02 * 4 * N
@@ -409,29 +410,29 @@ def test_units_shrink_as_streams_join() -> None:
 
 def test_read_epochs_and_withdrawn_streams_are_removed() -> None:
     planner = make_planner(N, 0.1)
-    planner.announce(stream("a", [1], [2]), 0.0)
-    planner.progress("a", 1, 1.0, epoch=1)
+    planner.streams.announce(stream("a", [1], [2]), 0.0)
+    planner.streams.progress("a", 1, 1.0, epoch=1)
     planner.next(1.0)
-    assert planner.streams["a"].epochs == ()
-    planner.withdraw("a")
-    for wrong in (planner.withdraw, lambda name: planner.extend(name, [])):
+    assert planner.views.plan["a"].epochs == ()
+    planner.streams.withdraw("a")
+    for wrong in (planner.streams.withdraw, lambda name: planner.streams.extend(name, [])):
         with pytest.raises(UsageError, match="no stream"):
             wrong("a")
 
 
 def test_a_change_of_the_plan_that_is_refused_changes_nothing() -> None:
     planner = make_planner(N, 0.1)
-    planner.announce(stream("a", shuffled(1)), 0.0)
+    planner.streams.announce(stream("a", shuffled(1)), 0.0)
     before = planner.stats()
     wrongs: list[Callable[[], object]] = [
-        lambda: planner.announce(stream("b", [N]), 0.0),
-        lambda: planner.extend("a", [Epoch(0, np.array([N]))]),
-        lambda: planner.replace("a", Epoch(3, np.array([1]))),
-        lambda: planner.replace("a", Epoch(0, np.array([N]))),
-        lambda: planner.withdraw("b"),
-        lambda: planner.set_importances([1], np.array([np.nan], np.float32)),
-        lambda: planner.set_importances([1], np.array([-1], np.float32)),
-        lambda: planner.set_importances([N], np.array([1], np.float32)),
+        lambda: planner.streams.announce(stream("b", [N]), 0.0),
+        lambda: planner.streams.extend("a", [Epoch(0, np.array([N]))]),
+        lambda: planner.streams.replace("a", Epoch(3, np.array([1]))),
+        lambda: planner.streams.replace("a", Epoch(0, np.array([N]))),
+        lambda: planner.streams.withdraw("b"),
+        lambda: planner.importances.set([1], np.array([np.nan], np.float32)),
+        lambda: planner.importances.set([1], np.array([-1], np.float32)),
+        lambda: planner.importances.set([N], np.array([1], np.float32)),
         lambda: planner.forgotten([-1]),
     ]
     for wrong in wrongs:
@@ -462,36 +463,38 @@ class AnyReports(RuleBasedStateMachine):
 
     @rule(name=names, order=orders, more=orders, tentative=st.booleans())
     def announce(self, name: str, order: list[int], more: list[int], tentative: bool) -> None:
-        self.planner.announce(stream(name, order, more, tentative=tentative), self.machine.now_s)
+        self.planner.streams.announce(
+            stream(name, order, more, tentative=tentative), self.machine.now_s
+        )
 
     @rule(name=names, order=orders, at=st.integers(0, 9))
     def replace(self, name: str, order: list[int], at: int) -> None:
-        if name not in self.planner.streams:
+        if name not in self.planner.views.plan:
             return
         for number in (0, 1):
             try:
-                self.planner.replace(name, Epoch(number, np.array(order)), at)
+                self.planner.streams.replace(name, Epoch(number, np.array(order)), at)
             except UsageError:
                 continue
 
     @rule(name=names, order=orders, number=st.integers(0, 9))
     def extend(self, name: str, order: list[int], number: int) -> None:
-        if name in self.planner.streams:
+        if name in self.planner.views.plan:
             try:
-                self.planner.extend(name, [Epoch(number, np.array(order))])
+                self.planner.streams.extend(name, [Epoch(number, np.array(order))])
             except UsageError:
                 return
 
     @rule(name=names)
     def withdraw(self, name: str) -> None:
-        if name in self.planner.streams:
-            self.planner.withdraw(name)
+        if name in self.planner.views.plan:
+            self.planner.streams.withdraw(name)
 
     @rule(name=names, position=st.integers(0, 1_024))
     def progress(self, name: str, position: int) -> None:
-        if name in self.planner.streams:
+        if name in self.planner.views.plan:
             try:
-                self.planner.progress(name, position, self.machine.now_s)
+                self.planner.streams.progress(name, position, self.machine.now_s)
             except UsageError:
                 return
 
@@ -515,7 +518,7 @@ class AnyReports(RuleBasedStateMachine):
 
     @rule(part=st.floats(0, 1.5))
     def budget(self, part: float) -> None:
-        self.planner.set_budget(int(part * 1_024 * ENTRY_BYTES))
+        self.planner.memory.set_budget(int(part * 1_024 * ENTRY_BYTES))
 
     @rule(steps=st.integers(1, 8))
     def work(self, steps: int) -> None:
@@ -577,13 +580,13 @@ def whole(*numbers: int) -> tuple[Epoch, ...]:
 
 def test_what_is_claimed_need_not_be_fetched_again() -> None:
     planner = make_planner(64, 1, chunk_entries=8)
-    assert planner.progress_of_streams() == {}
+    assert planner.views.progress_of_streams() == {}
     known = whole(3, 4)
-    planner.announce(Stream("train", known), START_S)
-    assert planner.progress_of_streams() == {"train": (known, 3, 0)}
+    planner.streams.announce(Stream("train", known), START_S)
+    assert planner.views.progress_of_streams() == {"train": (known, 3, 0)}
     push = push_next(planner)
     planner.next(START_S)
-    told, epoch, position = planner.progress_of_streams()["train"]
+    told, epoch, position = planner.views.progress_of_streams()["train"]
     assert (told, epoch) == (known, 3)
     assert position >= len(push.entries) > 0, "before the reader has read anything"
 
@@ -591,10 +594,10 @@ def test_what_is_claimed_need_not_be_fetched_again() -> None:
 def test_a_reader_ahead_of_the_pushes_counts_as_far_as_it_is() -> None:
     """A stream that nobody follows yet is not told."""
     planner = make_planner(64, 1, chunk_entries=8)
-    planner.announce(Stream("list", whole(0), tentative=True), 0.0)
-    planner.announce(Stream("train", whole(3, 4)), 0.0)
-    planner.progress("train", 40, 1.0)
-    assert planner.progress_of_streams()["train"][1:] == (3, 40)
-    planner.progress("train", 64, 2.0)
-    assert planner.progress_of_streams()["train"][1:] == (4, 0)
-    assert list(planner.progress_of_streams()) == ["train"]
+    planner.streams.announce(Stream("list", whole(0), tentative=True), 0.0)
+    planner.streams.announce(Stream("train", whole(3, 4)), 0.0)
+    planner.streams.progress("train", 40, 1.0)
+    assert planner.views.progress_of_streams()["train"][1:] == (3, 40)
+    planner.streams.progress("train", 64, 2.0)
+    assert planner.views.progress_of_streams()["train"][1:] == (4, 0)
+    assert list(planner.views.progress_of_streams()) == ["train"]

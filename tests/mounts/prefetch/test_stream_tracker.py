@@ -14,7 +14,7 @@ COUNT = 20_000
 def followed(lag: int = 0) -> PrefetchPlanner:
     """A planner with one stream in the order of the entries, and memory for a fifth of them."""
     planner = make_planner(COUNT, 0.2, chunk_entries=1_000)
-    planner.announce(stream("a", list(range(COUNT)), lag=lag), START_S)
+    planner.streams.announce(stream("a", list(range(COUNT)), lag=lag), START_S)
     return planner
 
 
@@ -37,14 +37,14 @@ def test_entries_that_the_reader_has_passed_are_not_pushed() -> None:
 def test_what_the_reader_has_passed_before_its_push_is_told() -> None:
     """Order logs want it: READs have brought it, some of which named other files."""
     planner = followed()
-    planner.set_logged(lambda _: False)
+    planner.streams.set_logged(lambda _: False)
     for entry in range(1_400):
         planner.missed(entry, 100.1)
     first = first_pushed(planner)
-    told = np.concatenate(planner.take_skipped())
+    told = np.concatenate(planner.streams.take_skipped())
     assert np.unique(told).tolist() == [*range(first)]
     assert first >= 1_000
-    assert planner.take_skipped() == []
+    assert planner.streams.take_skipped() == []
 
 
 def test_signs_that_may_be_of_files_read_ahead_need_to_be_nearer_than_chance() -> None:
@@ -108,11 +108,11 @@ def test_the_next_epoch_has_not_begun_where_its_first_file_is_one_of_the_last_of
     """The file is watched for the next epoch, and opened in this one."""
     planner = make_planner(500, 2, chunk_entries=500)
     first = list(range(500))
-    planner.announce(stream("a", first, [490, *reversed(first[:490]), *first[491:]]), 100.0)
+    planner.streams.announce(stream("a", first, [490, *reversed(first[:490]), *first[491:]]), 100.0)
     while isinstance(push := planner.next(100.0), Push):
         planner.pushed(push, push.entries, [], 100.0)
     assert planner.watches.is_watched(490)
-    planner.progress("a", 480, 100.1)
+    planner.streams.progress("a", 480, 100.1)
     planner.opened(490, 100.1)
     assert high(planner) == 491
     assert planner.stats()["streams"][0]["epoch"] == 0
@@ -126,7 +126,7 @@ def test_scattered_signs_do_not_move_the_reader() -> None:
     signs."""
     count = 200_000
     planner = make_planner(count, 0.1, chunk_entries=1_000)
-    planner.announce(stream("a", list(range(count))), 100.0)
+    planner.streams.announce(stream("a", list(range(count))), 100.0)
     planner.missed(5, 100.0)
     rng = np.random.default_rng(1)
     for entry in rng.integers(20_000, count, 200).tolist():

@@ -39,7 +39,7 @@ def planner_of(
 ) -> PrefetchPlanner:
     """A planner that knows of a stream, with memory for all."""
     planner = make_planner(COUNT, 2, file_bytes=file_bytes)
-    planner.announce(stream("a", *orders, lag=lag), 0.0)
+    planner.streams.announce(stream("a", *orders, lag=lag), 0.0)
     planner.set_store_is_slow(is_slow=is_slow)
     return planner
 
@@ -73,7 +73,7 @@ def read(
             position += 1
         if now_s >= told_s + TICK_S:
             told_s = now_s
-            planner.progress("a", position, now_s)
+            planner.streams.progress("a", position, now_s)
     return Outcome(reader_s, pushed)
 
 
@@ -116,7 +116,7 @@ def test_the_next_epoch_is_not_urgent_before_the_reader_comes_to_it() -> None:
     while pushed < half:
         pushed += len(push_next(planner, 0.0).entries)
     assert not push_next(planner, 0.0).is_urgent
-    planner.progress("a", half - 100, 0.0)
+    planner.streams.progress("a", half - 100, 0.0)
     assert next_push(planner, 0.0).is_urgent
 
 
@@ -128,7 +128,7 @@ def test_what_is_ahead_stays_ahead_where_the_loop_is_behind_its_workers() -> Non
         planner.missed(entry, 0.1)
     foreseen = planner.upcoming(4)
     stats = planner.stats()["streams"][0]
-    planner.progress("a", 64, 0.2)
+    planner.streams.progress("a", 64, 0.2)
     after = planner.stats()["streams"][0]
     assert (after["low"], after["high"]) == (stats["low"], stats["high"])
     assert all(map(np.array_equal, planner.upcoming(4), foreseen))

@@ -1,0 +1,102 @@
+"""Finds pushed files whose pages the kernel has freed, and has them pushed again.
+
+The kernel does not report that it frees pages of the page cache. There are two ways to notice: a
+READ of a pushed file reaches the mount, or a *sample* shows that a file is not resident any more. A
+sample looks at a few files that a reader will come to next. Files near a freed one are assumed to
+be gone as well, because the kernel frees pages in about the order in which they were used.
+
+Pure: the time is an argument (`now_s`). Used by one thread.
+"""
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...orders.plan import Entries
+from .decisions import PrefetchCounters, Sample
+from .miss_fill import ChunkEntries
+from .resident_set import Clock, ResidentSet
+from .stream_tracker import MARKER_STRIDE, StreamTracker
+from .stream_views import SAMPLE_S, STILL_S, StreamViews
+from .units import Columns
+from .watches import Watches
+
+LATE_READ_S = 1.0
+"""A miss that is reported later than this after its file was pushed means that the kernel has freed
+the pages. An earlier one may be of a READ that began before the push."""
+SAMPLE_ENTRIES = 32
+"""How many entries one sample looks at, evenly chosen from the next `SAMPLE_AHEAD_ENTRIES`."""
+SAMPLE_AHEAD_ENTRIES = 8_192
+
+
+@dataclass(slots=True)
+class FreedPages:
+    """The freed files of one planner (see the module)."""
+
+    columns: Columns
+    resident_set: ResidentSet
+    chunk_entries: ChunkEntries
+    views: StreamViews
+    watches: Watches
+    clock: Clock
+    _push_again: deque[Entries] = field(default_factory=deque)
+
+    def push_again(self, entries: Entries) -> None:
+        """Have entries pushed again, whose pages were freed or whose push has failed."""
+        self._push_again.append(entries)
+
+    def next(self, room_bytes: int) -> Entries | None:
+        """The entries to push again, as far as there is room, in the order of their contents."""
+        while self._push_again:
+            wanted = self.resident_set.missing(self._push_again.popleft())
+            if self.views.trackers:
+                wanted = wanted[self.resident_set.claims[wanted] > 0]
+            wanted = self.chunk_entries.fetch_order(np.unique(wanted))
+            wanted = wanted[np.cumsum(self.columns.cost(wanted)) <= room_bytes]
+            if len(wanted):
+                return wanted
+        return None
+
+    def was_read_late(self, entry: int, now_s: float) -> bool:
+        """Whether a READ of a resident entry shows that the kernel has freed its pages."""
+        pushed_s = float(self.resident_set.pushed_s[entry])
+        return self.clock.since_start_s(now_s) - pushed_s >= LATE_READ_S
+
+    def note_freed(
+        self,
+        entry: int,
+        tracker: StreamTracker | None,
+        position: int,
+        counters: PrefetchCounters,
+    ) -> None:
+        """Pages that were pushed are gone: assume that those around are gone as well, and push them
+        again."""
+        neighbours = np.array([entry], np.uint32)
+        chunk = int(self.columns.chunk[entry])
+        if self.chunk_entries.may_push(chunk, self.clock.now_s):
+            neighbours = self.chunk_entries.of(chunk)
+            if tracker is not None:
+                following = tracker.claimed_entries(position, MARKER_STRIDE)
+                neighbours = np.concatenate([neighbours, following])
+            since_start_s = self.clock.since_start_s(self.clock.now_s)
+            pushed_ago_s = since_start_s - self.resident_set.pushed_s[neighbours]
+            freed = (pushed_ago_s >= LATE_READ_S) | (neighbours == entry)
+            neighbours = np.unique(neighbours[self.resident_set.resident[neighbours] & freed])
+            self._push_again.append(neighbours)
+        counters["lost_entries"] += len(neighbours)
+        self.resident_set.remove(neighbours)
+
+    def sample(self, now_s: float) -> Sample | None:
+        """A few entries that the reader of a stream will read next; the streams take turns."""
+        for tracker in self.views.trackers.values():
+            if now_s < tracker.sampled_s + SAMPLE_S or now_s - tracker.last_sign_s >= STILL_S:
+                continue
+            tracker.sampled_s = now_s
+            ahead = tracker.claimed_entries(tracker.high, SAMPLE_AHEAD_ENTRIES)
+            ahead = ahead[:: max(1, len(ahead) // SAMPLE_ENTRIES)][:SAMPLE_ENTRIES]
+            ahead = np.unique(ahead[self.resident_set.resident[ahead]])
+            unwatched = [not self.watches.is_watched(entry) for entry in ahead.tolist()]
+            if any(unwatched):
+                return Sample(ahead[unwatched])
+        return None

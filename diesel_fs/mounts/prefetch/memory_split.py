@@ -1,0 +1,125 @@
+"""Divides the memory between entries of high and of low importance, as iCache does (HPCA 2023).
+
+Programs may report how important each entry is: how likely it is that the next epoch reads it
+again. Of the entries that no stream claims, the least important one is dropped first
+(`ImportanceHeap`). With `keeps_important` (`--evict importance`), streams do not claim the whole
+memory ahead of their readers, because that would drop the important entries of the next epoch. The
+memory then has two parts. Their sizes are proportional to how often readers access entries of high
+and of low importance (section III-A, the sizes of H-cache and L-cache):
+
+- The first part keeps the most important entries that were read.
+- Streams share a sixteenth of the second part ahead of their readers. The rest keeps the entries of
+  low importance that were read last, if a sampler accepts such entries in place of others that
+  would have to be loaded. Otherwise the rest belongs to the first part.
+
+iCache's packages of entries of low importance are chunks here (`orders/importance.py`).
+
+Pure; used by one thread.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...orders.plan import Entries, EntryOrder
+from .memory import Memory
+from .units import Columns
+
+HIGH_FIRST, ACCESSES_MIN, ACCESSES_MAX = 9.0, 1 << 10, 1 << 17
+"""Before accesses are counted, nine in ten are assumed to be to important entries, as in iCache
+(section V-A). The assumption counts as this many thousand accesses. The counts are halved when they
+reach ACCESSES_MAX, so that older accesses count less."""
+AHEAD_PART_MIN, AHEAD_PART_STEP = 1 / 16, 1 / 64
+"""The least part of the memory that is not for entries of high importance. It changes by no less
+than a step, because units are cut anew then."""
+
+
+@dataclass(slots=True)
+class AccessCounts:
+    """Counts accesses of readers to entries of high and of low importance."""
+
+    high: float = HIGH_FIRST * ACCESSES_MIN
+    low: float = float(ACCESSES_MIN)
+
+    def add(self, high: int, low: int) -> None:
+        """Count accesses that have just been made."""
+        self.high += high
+        self.low += low
+        if self.high + self.low > ACCESSES_MAX:
+            self.high /= 2
+            self.low /= 2
+
+    def low_part(self) -> float:
+        """The part of the memory that is not for entries of high importance."""
+        return max(self.low / (self.high + self.low), AHEAD_PART_MIN)
+
+
+class Importances:
+    """What programs report about the importance of entries, and the division that follows."""
+
+    def __init__(self, columns: Columns, memory: Memory, *, divides: bool) -> None:
+        """`divides`: the memory has two parts (`keeps_important`)."""
+        self._columns = columns
+        self._memory = memory
+        self._divides = divides
+        self._counts = AccessCounts()
+        self._valued = 0  # changes of importance for which chunks have values
+
+    def set(
+        self,
+        entries: EntryOrder,
+        values: npt.NDArray[np.float32],
+        *,
+        more: bool = False,
+        job: str = "",
+        benefit: float = 1.0,
+        substitutes: bool = False,
+    ) -> int:
+        """Set the importance of entries, one number for each: unclaimed entries of less importance
+        are dropped first. Returns the number of jobs that have set any.
+
+        `more`: others follow. Several jobs are distinguished by `job`, and merged by their
+        `benefit` (`cache/importance.py`). `substitutes`: the job accepts resident entries of low
+        importance in place of others. Raises UsageError for numbers outside the dataset, and for
+        NaN, infinite and negative values.
+        """
+        jobs = self._memory.resident_set.set_importances(
+            self._columns.checked(entries), values, more=more, job=job, benefit=benefit
+        )
+        self._memory.has_substitutes = substitutes
+        self._memory.shares_changed()
+        if self._divides and self._memory.ahead_part == 1:
+            self._divide()
+        return jobs
+
+    def take_chunk_values(self) -> npt.NDArray[np.float32] | None:
+        """By chunk: how many of its entries an epoch is likely to read, without those that this
+        mount keeps. None if no importance has changed since the last call."""
+        heap = self._memory.resident_set.heap
+        if heap is None or heap.changes == self._valued:
+            return None
+        self._valued = heap.changes
+        chunk = self._columns.chunk
+        everything = np.arange(len(chunk), dtype=np.uint32)
+        values = heap.importance(everything)
+        if self._divides:
+            values[heap.is_high(everything)] = 0
+        is_here = chunk >= 0
+        count = self._columns.chunk_count
+        return np.bincount(chunk[is_here], values[is_here], count).astype(np.float32)
+
+    def note_accesses(self, passed: Entries) -> None:
+        """Readers have read these entries: divide the memory anew."""
+        heap = self._memory.resident_set.heap
+        if not self._divides or heap is None or not len(passed):
+            return
+        high = int(np.count_nonzero(heap.is_high(passed)))
+        self._counts.add(high, len(passed) - high)
+        self._divide()
+
+    def _divide(self) -> None:
+        part = self._counts.low_part()
+        if abs(part - self._memory.ahead_part) > AHEAD_PART_STEP:
+            self._memory.ahead_part = part
+            self._memory.shares_changed()

@@ -1,0 +1,169 @@
+"""Holds the announced streams, and carries out changes of the plan.
+
+A *stream* is a reader with a known order. Programs announce, extend, replace and withdraw streams,
+and may report their progress; the planner ends claims on entries that readers have passed. Each
+stream has a `StreamTracker`. A stream that gives claims up also gives up the watches that belong to
+them (`watches.py`).
+
+Pure: the time is an argument (`now_s`). Used by one thread.
+"""
+
+from collections.abc import Callable, Sequence
+
+from ...errors import UsageError
+from ...orders.plan import STREAMS_MAX, Entries, Epoch, Stream, check_plan
+from .memory import Memory
+from .memory_split import Importances
+from .resident_set import Clock, Mask
+from .stream_tracker import StreamTracker, never_logged
+from .stream_views import TENTATIVE_S
+from .units import Columns
+from .watches import Watches
+
+
+class Streams:
+    """The streams of one planner (see the module)."""
+
+    def __init__(
+        self,
+        columns: Columns,
+        is_file: Mask,
+        memory: Memory,
+        importances: Importances,
+        watches: Watches,
+        clock: Clock,
+    ) -> None:
+        """`memory.trackers` is the registry of streams: only this class changes it."""
+        self.trackers = memory.trackers  # of each stream, by its name
+        self._columns = columns
+        self._is_file = is_file
+        self._memory = memory
+        self._importances = importances
+        self._watches = watches
+        self._clock = clock
+        self._finished: dict[str, None] = {}  # streams read to their end; an ordered set
+        self._is_logged: Callable[[Entries], bool] = never_logged
+        self._keeps_skipped = False
+
+    # Changes of the plan
+
+    def announce(self, stream: Stream, now_s: float) -> None:
+        """Announce a stream; one of the same name is replaced. Raises UsageError, as the next three
+        methods do, and then nothing has changed.
+
+        If there are as many streams as allowed, the first that was read to its end makes room,
+        so programs that use a new name for each epoch need not withdraw any.
+        """
+        self._clock.tick(now_s)
+        is_full = stream.name not in self.trackers and len(self.trackers) >= STREAMS_MAX
+        if is_full and self._finished:
+            self.withdraw(next(iter(self._finished)))
+        self._check(stream, stream.epochs)
+        self._remove(stream.name)
+        self.trackers[stream.name] = tracker = StreamTracker(self._columns, stream, now_s)
+        tracker.is_logged = self._is_logged
+        tracker.skipped = [] if self._keeps_skipped else None
+        self._memory.shares_changed()
+
+    def extend(self, name: str, epochs: Sequence[Epoch]) -> None:
+        """Add epochs to a stream, or entries to its last one (see `Stream.extended`)."""
+        tracker = self._tracker(name)
+        tracker.extended(self._check(tracker.stream.extended(epochs), epochs))
+        self._memory.shares_changed()
+
+    def replace(self, name: str, epoch: Epoch, position: int = 0) -> None:
+        """Replace an epoch of a stream, whole or from a position on."""
+        tracker = self._tracker(name)
+        stream = self._check(tracker.stream.replaced(epoch, position), [epoch])
+        self.release(tracker, tracker.replaced(stream, epoch.number, position), behind=False)
+        self._memory.shares_changed()
+
+    def withdraw(self, name: str) -> None:
+        """Remove a stream: it will not be read any more."""
+        self._tracker(name)
+        self._remove(name)
+        self._finished.pop(name, None)
+
+    def progress(self, name: str, position: int, now_s: float, epoch: int | None = None) -> None:
+        """The reader of a stream reports which position it reads next, in the current epoch unless
+        another is named. This overrides what opens of marker files show. Raises UsageError.
+        """
+        self._clock.tick(now_s)
+        tracker = self._tracker(name)
+        state = tracker.current_epoch() if epoch is None else tracker.epoch_numbered(epoch)
+        if state is None or not 0 <= position <= len(state.epoch):
+            raise UsageError(f"stream {name} has no position {position} there")
+        position += state.base
+        if not tracker.has_workers_ahead(position) and tracker.has_gaps(position):
+            self.take_back(tracker, 0)  # something there was given up: claim all again
+        tracker.progress(position, now_s)
+
+    # Order logs
+
+    def set_logged(self, is_logged: Callable[[Entries], bool]) -> None:
+        """Order logs are in use: `is_logged` reports whether one has an order, which then is not
+        cut by chunks."""
+        self._is_logged, self._keeps_skipped = is_logged, True
+        for tracker in self.trackers.values():
+            tracker.is_logged, tracker.skipped = is_logged, []
+
+    def take_skipped(self) -> list[Entries]:
+        """The entries that readers have passed before their pushes, since the last call, some of
+        them twice: so READs have brought them, perhaps those of other files. Only after
+        `set_logged`."""
+        skipped: list[Entries] = []
+        for tracker in self.trackers.values():
+            if tracker.skipped:
+                skipped += tracker.skipped
+                tracker.skipped = []
+        return skipped
+
+    # Ending claims
+
+    def release_passed(self, now_s: float) -> None:
+        """End the claims on what readers have passed, and tentative streams that nobody follows."""
+        for name, tracker in tuple(self.trackers.items()):
+            if tracker.tentative and now_s - tracker.last_sign_s >= TENTATIVE_S:
+                self.withdraw(name)
+                continue
+            epochs_before = tracker.stream.epochs
+            passed = tracker.pass_floor()
+            self._importances.note_accesses(passed)
+            self.release(tracker, passed, behind=True)
+            if tracker.stream.epochs != epochs_before:
+                self._memory.shares_changed()
+                if not tracker.stream.epochs:
+                    self._finished[name] = None
+
+    def take_back(self, tracker: StreamTracker, position: int) -> bool:
+        """End a stream's claims from a position on; the farthest entries are dropped first.
+        Returns whether there were any."""
+        released = tracker.retreat(position)
+        self.release(tracker, released[::-1], behind=True)
+        return len(released) > 0
+
+    def release(self, tracker: StreamTracker, entries: Entries, *, behind: bool) -> None:
+        """Take note of claims that a stream has given up, and of watches that it needs no more.
+        `behind`: these entries are the first to be dropped."""
+        self._memory.resident_set.unclaim(entries, passed=behind)
+        self._watches.remove(tracker.stream.name, tracker.take_unwatched())
+
+    def _tracker(self, name: str) -> StreamTracker:
+        if name not in self.trackers:
+            raise UsageError(f"no stream {name[:64]!r}")
+        return self.trackers[name]
+
+    def _check(self, stream: Stream, new_epochs: Sequence[Epoch]) -> Stream:
+        """A new or changed stream, if the plan with it keeps the limits. Raises UsageError."""
+        plan = {name: tracker.stream for name, tracker in self.trackers.items()}
+        check_plan({**plan, stream.name: stream}.values(), new_epochs, self._is_file)
+        if stream.epochs:
+            self._finished.pop(stream.name, None)
+        return stream
+
+    def _remove(self, name: str) -> None:
+        tracker = self.trackers.get(name)
+        if tracker is not None:
+            self.release(tracker, tracker.retreat(0), behind=False)
+            del self.trackers[name]
+            self._memory.shares_changed()

@@ -1,0 +1,54 @@
+"""Records which files the worker watches for opens (inotify), and for which streams.
+
+The file at every 256th position of an order is a *marker*. When a reader opens one, the planner
+learns where the reader is. Several streams may need the watch of one file. Pure; used by one
+thread.
+"""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ...orders.plan import Entries
+
+MARKERS_MAX = 2_048
+"""Watches of all streams together: a quarter of the lowest limit that kernels set for a user."""
+
+
+@dataclass(slots=True)
+class Watches:
+    """The watched entries, by the streams that need each watch."""
+
+    users: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    """By entry: the streams that need its watch, each with its position of the entry."""
+    unneeded: dict[int, None] = field(default_factory=dict)
+    """Entries that are still watched although no stream needs it; an ordered set."""
+
+    def add(self, entry: int, name: str, position: int) -> bool:
+        """Note that a stream needs a watch. Returns whether the worker has to make it."""
+        users = self.users.setdefault(entry, [])
+        users.append((name, position))
+        if entry in self.unneeded:
+            del self.unneeded[entry]
+            return False
+        return len(users) == 1
+
+    def remove(self, name: str, markers: list[tuple[int, int]]) -> None:
+        """Note that a stream does not need the watches of these markers (position, entry)."""
+        for position, entry in markers:
+            users = self.users.get(entry, [])
+            if (name, position) in users:
+                users.remove((name, position))
+                if not users:
+                    del self.users[entry]
+                    self.unneeded[entry] = None
+
+    def is_watched(self, entry: int) -> bool:
+        """Whether the worker watches an entry."""
+        return entry in self.users or entry in self.unneeded
+
+    def take_unneeded(self) -> Entries:
+        """The entries that need not be watched; the caller has the worker stop watching them."""
+        entries = np.fromiter(self.unneeded, np.uint32)
+        self.unneeded.clear()
+        return entries
