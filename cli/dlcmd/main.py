@@ -139,7 +139,6 @@ def program() -> None:
 
 
 def main() -> NoReturn:
-    """Run `dlcmd` with the arguments of this process."""
     prepare_process()
     if COMPLETE in os.environ:  # set by the code that `dlcmd completion` prints
         complete(program, os.environ[COMPLETE])

@@ -263,7 +263,6 @@ def _load_environment(path: Path) -> None:
 
 
 def _is_mounted(mountpoint: str, name: str, version: int) -> bool:
-    """Whether this dataset is mounted there, in this version if one is named."""
     found = mounted_at(mountpoint)
     if found is None or not is_alive(mountpoint):
         return False
@@ -282,7 +281,6 @@ def _forbid_programs(mountpoint: str) -> None:
 
 
 def _note_helper(mountpoint: str) -> None:
-    """Note in utab that `umount.diesel` unmounts this."""
     found = mounted_at(mountpoint)
     if found is not None:
         update_utab(found.source, mountpoint)
@@ -311,10 +309,8 @@ def _run_program(program: click.Command) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run `mount.diesel`."""
     _run_program(mount_program)
 
 
 def umount_main() -> NoReturn:
-    """Run `umount.diesel`."""
     _run_program(umount_program)

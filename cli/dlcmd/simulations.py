@@ -40,7 +40,6 @@ class Comparison:
     job: ForecastJob
 
     def run(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> Forecast:
-        """Simulate it."""
         return forecast(self.job, files, self.policy, given=given, progress=progress)
 
     def size(self, files: ForecastFiles, given: Indices | None, progress: OnProgress) -> int | None:

@@ -6,8 +6,8 @@ and on disk. Readers (a mount, a DataLoader worker) ask the master that owns a c
 From the bottom up; a package imports only those before it, and a test checks that:
 
 - `members/`: which nodes are in a task, which node owns which chunk, and what a task is asked for.
-- `wire.py`: all bytes that processes of a task exchange. `handshake.py`: how two of them prove to
-  each other that they belong to the task. `launch.py`: finding or starting a master.
+- `wire.py`, `local_wire.py`: all bytes that processes of a task exchange. `handshake.py`: how two
+  of them prove that they belong to the task. `launch.py`: finding or starting a master.
 - `reader/`: what a training process uses: an object store that asks masters first.
 - `node/`: the chunks that a node keeps, and which chunk makes room for which.
 - `plan/`: which files the readers of a task will read, and how masters learn it.

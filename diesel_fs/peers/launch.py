@@ -41,7 +41,7 @@ from ..system import daemons
 from ..system.available_memory import default_memory_bytes
 from ..system.unix_sockets import connect_unix
 from ..urls import SERVER_SCHEMES, parse_url
-from . import wire
+from . import local_wire, wire
 from .members.addresses import listen_address
 from .members.membership import resolve_node
 from .members.options import TaskRequest
@@ -174,8 +174,8 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
         # A reader that has just ended may still count for a moment.
         if not _poll(lambda: _readers(client) == 0 or None, _ENDED_READER_S):
             return False
-        hello = wire.local_hello(UUID(hex=request.identity), 0)
-        client.sendall(wire.local_request(wire.LOCAL_HELLO, body=hello))
+        hello = local_wire.hello(UUID(hex=request.identity), 0)
+        client.sendall(local_wire.request(local_wire.HELLO, body=hello))
         return _poll(lambda: None if is_alive(socket_path) else True, _ANSWER_S) is not None
     return False
 
@@ -183,10 +183,10 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
 def _readers(client: socket.socket) -> int:
     """Ask a master on this connection for its number of readers; -1 if it does not answer that.
     Raises OSError, CorruptError."""
-    client.sendall(wire.local_request(wire.LOCAL_STATS))
+    client.sendall(local_wire.request(local_wire.STATS))
     with client.makefile("rb", buffering=0) as answers:
         head = answers.read(wire.HEAD_BYTES) or b""
-        size = wire.parse_local_answer(head, wire.LOCAL_STATS, 0).body_bytes
+        size = local_wire.parse_answer(head, local_wire.STATS, 0).body_bytes
         body = b""
         while len(body) < size and (more := answers.read(size - len(body))):
             body += more

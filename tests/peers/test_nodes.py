@@ -92,7 +92,7 @@ def test_each_process_makes_one_connection_to_each_other_node_at_most(task: Runn
     assert max(made.values()) <= 3 + 1  # readers of a node, and its master
 
 
-def test_where_readers_may_not_connect_to_other_nodes_their_master_asks_for_them(
+def test_if_readers_may_not_connect_to_other_nodes_their_master_asks_for_them(
     task: RunningTask,
 ) -> None:
     """`--peers-through-master`, for processes and mounts: only masters make connections."""

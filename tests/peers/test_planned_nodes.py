@@ -84,7 +84,7 @@ def test_a_master_that_was_killed_learns_the_plan_again(task: RunningTask) -> No
     assert sum(each.right for each in outcomes) == FILES
 
 
-def test_what_is_important_reaches_all_masters(task: RunningTask) -> None:
+def test_importance_reaches_all_masters(task: RunningTask) -> None:
     """A program tells one mount, and reads there."""
     task.world, task.part = 2, 0
     folders = [task.mount(rank, "--memory", "64M", "--evict", "importance") for rank in range(2)]

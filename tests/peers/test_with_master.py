@@ -98,7 +98,7 @@ def check(dataset: Dataset, seed: int) -> None:
     assert dataset.get(paths[0]) == FILES[paths[0]]
 
 
-def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
+def test_workers_of_a_node_share_chunks_that_were_fetched_once(node: Node) -> None:
     """Forked processes, as a DataLoader's, and one that was started separately."""
     with node.join() as dataset:
         check(dataset, 0)

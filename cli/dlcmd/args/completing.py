@@ -86,7 +86,6 @@ def completions(
 
 
 def _command(program: click.Command, words: Sequence[str]) -> click.Command:
-    """The command that these words lead to."""
     context = click.Context(program)
     for word in words:
         found = program.get_command(context, word) if isinstance(program, click.Group) else None

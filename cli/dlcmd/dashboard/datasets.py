@@ -110,14 +110,13 @@ class DatasetsSource(Source):
         return None
 
     def all(self) -> Described:
-        """All datasets. Any thread."""
+        """All datasets. Any thread may call it."""
         with self.lock:
             rows = [_row(info, self._details.get(info.identity)) for info in self._infos]
             return {"change": self.change, "datasets": rows}
 
 
 def _details(repository: Repository, info: DatasetInfo) -> _Details:
-    """The kept versions of a dataset, and its holes."""
     version = info.head.version if info.head else 0
     try:
         kept = repository.snapshots.kept(info.identity)

@@ -185,7 +185,6 @@ class MountSource(Source):
 
     @property
     def stats(self) -> Stats | None:
-        """The newest statistics."""
         with self.lock:
             return self._newest
 

@@ -67,7 +67,6 @@ class Site:
 
 
 def _page_files() -> Mapping[str, Answer]:
-    """The files of the page, by their paths."""
     found = {}
     for each in (files(__package__) / "page").iterdir():
         kind = _KINDS.get(each.name, _SCRIPT if each.name.endswith(".js") else "")

@@ -72,7 +72,6 @@ class Source(ABC):
             self._wanted.set()
 
     def end(self) -> None:
-        """Ask no more."""
         self._is_ended = True
         self._wanted.set()
 

@@ -76,7 +76,6 @@ class Watcher:
             return self._state
 
     def datasets(self) -> bytes:
-        """All datasets as JSON."""
         return json.dumps(self._datasets.all()).encode()
 
     def history(self, source_id: str, since_s: float) -> bytes | None:
@@ -170,7 +169,6 @@ class Watcher:
         }
 
     def _find_mounts(self, now_s: float) -> None:
-        """Notice mounts that have been made, and those that have gone."""
         found = self._own_mounts.find()
         for place, source in list(self._mounts.items()):
             if place in found:

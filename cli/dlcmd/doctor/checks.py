@@ -85,7 +85,6 @@ class FuseFacts:
 
 
 def fuse_findings(facts: FuseFacts) -> Iterator[Finding]:
-    """Whether this process can mount anything."""
     match facts.device_errno:
         case "":
             yield Finding("fuse.device", "ok", f"/dev/fuse can be opened (Linux {facts.linux})")
@@ -143,7 +142,6 @@ class MemoryFacts:
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
-    """Whether a mount has the memory that it needs."""
     limit, free = bytes_text(facts.limit_bytes), bytes_text(facts.available_bytes)
     figures: dict[str, Figure] = {
         "limit_bytes": facts.limit_bytes,
@@ -173,7 +171,6 @@ def _more_memory(facts: MemoryFacts) -> str:
 
 
 def files_finding(soft: int, hard: int) -> Finding:
-    """Whether a process may open enough files."""
     found = f"a process may open {soft:,} files"
     figures: dict[str, Figure] = {"soft": soft, "hard": hard}
     cure = f"`ulimit -n {hard}`" if hard > soft else "raise nofile in /etc/security/limits.conf"
@@ -204,7 +201,6 @@ class FolderFacts:
 
 
 def folder_finding(facts: FolderFacts) -> Finding:
-    """Whether one of the user's folders can be used."""
     check, where = f"folder.{facts.what}", f"{facts.path} ({facts.use})"
     figures: dict[str, Figure] = {
         "path": facts.path, "free_bytes": facts.free_bytes, "total_bytes": facts.total_bytes,
@@ -247,7 +243,6 @@ class OldCopies:
 
 
 def old_copies_finding(facts: OldCopies) -> Finding | None:
-    """Whether old copies waste room."""
     if facts.bytes < OLD_CACHE_BYTES:
         return None
     found = (
@@ -470,7 +465,6 @@ class PlaceFacts:
 
 
 def place_findings(facts: PlaceFacts) -> Iterator[Finding]:
-    """Whether a folder can be a mount point, or hold a cache."""
     path = facts.path
     if not facts.is_folder:
         yield Finding("place", "fault", f"{path} is no folder", "name a folder")

@@ -27,7 +27,6 @@ class Finding:
     """Measured values, for programs."""
 
     def described(self) -> dict[str, object]:
-        """The finding in JSON."""
         return {
             "check": self.check,
             "state": self.state,

@@ -104,8 +104,6 @@ def mount_probe(
 
 
 def place_probe(path: Path) -> Probe:
-    """Whether a folder can be a mount point, or hold a cache."""
-
     def work(emit: Emit) -> None:
         for finding in place_findings(place_facts(path)):
             emit(finding)
@@ -172,11 +170,9 @@ class Trial:
 
     @property
     def mountpoint(self) -> str:
-        """The mount point."""
         return str(self._folder / MOUNTPOINT)
 
     def work(self, emit: Emit) -> None:
-        """Try the mount."""
         own = {f"XDG_{name}": str(self._folder / name) for name in _FOLDERS}
         (self._folder / "XDG_RUNTIME_DIR").mkdir(mode=0o700)
         own["XDG_RUNTIME_DIR"] = str(self._folder / "XDG_RUNTIME_DIR")

@@ -148,7 +148,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _ask(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
-    """Open the repository, and ask it everything. Raises DieselError."""
     try:
         repository = open_for_reading(question.settings)
     except ObjectMissing as error:

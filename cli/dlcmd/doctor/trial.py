@@ -50,7 +50,6 @@ def try_mount(folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the program."""
     try:
         answer = try_mount(Path(sys.argv[1]))
     except DieselError as error:

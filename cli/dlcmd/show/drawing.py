@@ -36,5 +36,4 @@ class Bar:
         self._rich.refresh()
 
     def close(self) -> None:
-        """Remove the bar."""
         self._rich.stop()

@@ -40,7 +40,6 @@ class ForecastResult:
 
     @property
     def best(self) -> Forecast:
-        """The forecast to recommend."""
         return recommended(self.forecasts)
 
     @property
@@ -77,7 +76,6 @@ class ForecastResult:
         }  # fmt: skip
 
     def _sentence(self) -> str:
-        """The command to type, and why."""
         best, options, mount = self.best, self.options, self.commands[0]
         later, node, machines = best.later, best.job.node, best.job.nodes
         name = f"{options.dataset} ({bytes_text(self.files.bytes)})"

@@ -110,7 +110,6 @@ def _streams(streams: list[object]) -> Iterator[str]:
 
 
 def _stream(stats: Mapping[str, object]) -> tuple[str, ...]:
-    """The row of one reader: how far it is in its plan."""
     number = {key: value for key, value in stats.items() if isinstance(value, int | float)}
     name, epoch = str(stats.get("name", "?")), number.get("epoch", -1)
     if epoch < 0:  # so a mount says that the plan has been read to its end

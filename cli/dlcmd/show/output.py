@@ -50,7 +50,6 @@ def _write_stderr(text: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a result as one line of JSON."""
     write_stdout([json.dumps(value).encode() + b"\n"])
 
 

@@ -19,7 +19,6 @@ td:first-child, th:first-child { text-align: left }
 
 
 def report_page(command: str, code: int, summary: Summary) -> str:
-    """The page as HTML, which needs no other file."""
     lines = "".join(f"<li>{escape(line)}</li>" for line in summary.lines(again=True))
     loops = "".join(_loop(each) for each in summary.loops.values())
     return (

@@ -42,9 +42,9 @@ def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> 
     """Show mounts, tasks, servers and datasets live, as a page in the browser.
 
     The page shows all mounts that you have made on this machine, also later ones, the tasks that
-    they are in, the datasets of the repository (--url), and the servers that you name. It says what
-    readers wait for, where reads are answered from, how far each rank is in its plan, and how all
-    that went in the last hour. It changes nothing, and works without the internet.
+    they are in, the datasets of the repository (--url), and the servers that you name. It shows the
+    causes of waits, the sources of reads, the progress of each rank in its plan, and all that over
+    the last hour. It changes nothing, and works without the internet.
 
     Without a token the page can be reached from this machine only. From another one, use
     `ssh -L 9320:localhost:9320 HOST`; or give a token, of 16 characters at least, and open

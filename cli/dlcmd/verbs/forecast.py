@@ -94,7 +94,7 @@ class _Milliseconds(click.types.FloatParamType):
         type=int, metavar="N", default=8, shows_default=True,
     ),
     batch=FieldOption(
-        "ForecastFiles that each of these reads in one iteration.",
+        "Files that each of these reads in one iteration.",
         type=int, metavar="N", shows_default=True,
     ),
     workers=FieldOption(
@@ -135,7 +135,7 @@ class _Milliseconds(click.types.FloatParamType):
 @options_of(
     ForecastJob, "job",
     images_per_s=FieldOption(
-        "ForecastFiles a second that each rank would train on, if it never waited for one.",
+        "Files a second that each rank would train on, if it never waited for one.",
         type=float, metavar="N", shows_default=True,
     ),
     epochs=FieldOption(
@@ -185,10 +185,10 @@ def forecast(
     policy and order. The columns `memory` to `store` show the sources of the files of a later
     epoch; then come the bytes and requests that it takes from the store, the bytes that it writes
     to the SSDs, the times of the first and of later epochs, and how much of that is waiting. The
-    first line says what to type, and why; the last lines are the commands for the best of the rows:
-    the fastest, and among equally fast ones the cheapest.
+    first line gives the command to type, and the reason; the last lines are the commands for the
+    best of the rows: the fastest, and among equally fast ones the cheapest.
 
-    What you do not say is assumed, and named in a note. Nothing is read but the snapshot.
+    Options that you leave out are assumed, and a note names them. Only the snapshot is read.
 
     \b
     Examples:
@@ -232,7 +232,6 @@ def forecast(
 
 
 def _policies(evict: Sequence[str], cache_size: int) -> list[str]:
-    """The policies to compare, each once. Raises UsageError."""
     names = [*dict.fromkeys(evict)]
     if ORDER_LOG in names and not cache_size:
         if _is_given("evict"):

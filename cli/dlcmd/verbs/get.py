@@ -110,7 +110,6 @@ def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
 
 
 def _print_report(report: GetReport, source: Address, *, quiet: bool) -> None:
-    """Print the result, and on stderr the entries that failed. Raises PartialError."""
     if not quiet:
         described = {
             "event": "done",

@@ -57,8 +57,8 @@ _DELETIONS_SHOWN = 10
 )
 @option(
     "--unpack", is_flag=True,
-    help="Put what is in the archives SRC, of which there may be several: paths, globs, s3:// and"
-    " https:// addresses of tar, zip, gzip, bzip2, xz and Zstandard files.",
+    help="Put the contents of the archives SRC, of which there may be several: paths, globs, s3://"
+    " and https:// addresses of tar, zip, gzip, bzip2, xz and Zstandard files.",
 )  # fmt: skip
 @option(
     "--manifest", type=file_or_dash, metavar="FILE",
@@ -113,14 +113,14 @@ def put(
 
     With --unpack each archive is fetched once, and none lies on a disk of this machine meanwhile.
     An archive is skipped if it was put before and has not changed, and if the dataset still has all
-    that it brought. After an address, #sha256= and 64 hex digits say which content it must have. Of
-    files with one path, that in the last archive counts.
+    that it brought. An address may end in #sha256= and the 64 hex digits of the content that it
+    must have. If several archives have a file with one path, the last archive counts.
 
-    The --manifest says which file is which sample, and what its target is. Its first line is
-    `path,target`; each further line names a file, relative to DATASET/path, and a class, a number
-    or a text. (With `path,target_path` the target is a file, too.) If the dataset lacks a file that
-    the manifest names, the files are put, the manifest is not, and the exit code is 3. Training
-    scripts read it by DieselDataset(..., manifest=True).
+    The --manifest names the file and the target of each sample. Its first line is `path,target`;
+    each further line names a file, relative to DATASET/path, and a class, a number or a text. (With
+    `path,target_path` the target is a file, too.) If the dataset lacks a file that the manifest
+    names, the files are put, the manifest is not, and the exit code is 3. Training scripts read it
+    by DieselDataset(..., manifest=True).
 
     \b
     Examples:
@@ -251,7 +251,6 @@ def _is_folder(repository: Repository, target: Address) -> bool:
 def _print_report(
     report: PutReport, source: SourceArgument, target: Address, *, dry_run: bool
 ) -> None:
-    """Print the result, and on stderr the entries that failed. Raises PartialError."""
     with suppress(BrokenPipeError):  # the put is done, even if nobody reads the result
         _print_result(report, target, dry_run=dry_run)
     if report.all_left_out:

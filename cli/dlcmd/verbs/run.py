@@ -39,7 +39,7 @@ _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as wel
 @verb("run")
 @option(
     "--ahead", type=click.IntRange(0, 7), metavar="EPOCHS", default=1, show_default=True,
-    help="Announce so many further epochs, where they can be foreseen.",
+    help="Number of further epochs to announce, if they can be foreseen.",
 )  # fmt: skip
 @option(
     "--shuffle", type=click.Choice(SHUFFLES), default="full", show_default=True,
@@ -52,7 +52,7 @@ _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as wel
 @option(
     "--own-seed", is_flag=True,
     help="Give samplers that draw from PyTorch's global generator one of their own, so that their"
-    " further epochs can be foreseen. Their orders are others then.",
+    " further epochs can be foreseen. Their orders then differ.",
 )  # fmt: skip
 @option(
     "--report", type=file_path, metavar="FILE.html",
@@ -70,9 +70,9 @@ def run(
     """Run a training command, and have the mounts load its files before it reads them.
 
     The command is not changed: each DataLoader gives the same samples in the same order, unless
-    --shuffle or --own-seed say otherwise. What its sampler will give is announced to the mount that
-    has the files, when an epoch begins. Without PyTorch, or without files in a mount, the command
-    runs as it would alone.
+    --shuffle or --own-seed say otherwise. When an epoch begins, the samples that its sampler will
+    give are announced to the mount that has the files. Without PyTorch, or without files in a
+    mount, the command runs as it would alone.
 
     The exit code is the command's (128 + N where signal N ended it); 126 and 127 if it cannot be
     started. Signals are passed on to it.
@@ -157,7 +157,6 @@ def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanSe
 
 
 def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
-    """The next signal; None if none has come in time."""
     wanted = {*_FORWARDED, signal.SIGCHLD}
     if patience_s is None:
         return signal.sigwaitinfo(wanted)

@@ -24,7 +24,8 @@ def warmup(place: str) -> None:
     The path is a mount point, or a folder or file below one. Files are loaded into the kernel's
     page cache, as far as the mount's --memory goes; with --cache-dir or --task, all of them also
     into that cache, as far as that has room. Exit code 3 means that there was no room for all of
-    them, or that some cannot be read. Without room, files that were loaded for no plan make way.
+    them, or that some cannot be read. If there is no room, files that were loaded for no plan make
+    way.
 
     \b
     Examples:
@@ -56,7 +57,7 @@ def warmup(place: str) -> None:
 
 
 def _print_report(place: str, job: Warmup, report: WarmupReport) -> None:
-    """Print the result. Raises PartialError where not all is loaded."""
+    """Print the result. Raises PartialError if not all is loaded."""
     described = {
         "event": "done",
         "mountpoint": job.mountpoint,
@@ -93,7 +94,6 @@ def _print_report(place: str, job: Warmup, report: WarmupReport) -> None:
 
 
 def _advice(job: Warmup) -> str:
-    """Which options make room."""
     if job.has_cache:
         return "mount with a larger --cache-size or --memory, or warm up a part of it"
     wanted_bytes = job.memory_wanted_bytes()

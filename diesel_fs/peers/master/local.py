@@ -27,7 +27,7 @@ import trio
 from ...errors import CorruptError, DieselError, UsageError
 from ...format.snapshot.reader import Snapshot
 from ...system.unix_sockets import bind_unix, received_descriptors
-from .. import wire
+from .. import local_wire, wire
 from .master import Master
 
 log = logging.getLogger("diesel.task")
@@ -186,68 +186,68 @@ class _Client:
             for _ in range(_TURN_REQUESTS):
                 if not await self._receive(wire.HEAD_BYTES):
                     return False
-                head = wire.parse_local_request(self._received[: wire.HEAD_BYTES])
+                head = local_wire.parse_request(self._received[: wire.HEAD_BYTES])
                 if not await self._receive(wire.HEAD_BYTES + head.body_bytes):
                     return False
                 body = bytes(self._received[wire.HEAD_BYTES : wire.HEAD_BYTES + head.body_bytes])
                 del self._received[: wire.HEAD_BYTES + head.body_bytes]
                 await self._answer(head, body)
                 self._drop_files()
-                if head.kind == wire.LOCAL_DATA and self._is_current:
+                if head.kind == local_wire.DATA and self._is_current:
                     if self._received:
                         raise CorruptError("the client does not wait for answers")
                     return True
             await trio.lowlevel.checkpoint()
 
-    async def _answer(self, head: wire.LocalRequestHead, body: bytes) -> None:
-        if head.kind == wire.LOCAL_HELLO:
+    async def _answer(self, head: local_wire.LocalRequestHead, body: bytes) -> None:
+        if head.kind == local_wire.HELLO:
             await self._hello(body)
             return
-        if head.kind == wire.LOCAL_SWITCH_VERSION and self._version >= 0:
+        if head.kind == local_wire.SWITCH_VERSION and self._version >= 0:
             await self._switch_version(body)
             return
-        if head.kind == wire.LOCAL_STATS:
+        if head.kind == local_wire.STATS:
             text = json.dumps({**self._master.stats(), "readers": self._server.readers}).encode()
-            await self._send(wire.local_answer(head.kind, body=text))
+            await self._send(local_wire.answer(head.kind, body=text))
             return
-        if head.kind == wire.LOCAL_UNPIN and self._version >= 0:  # of any version
-            self._master.cache.unpin(self._pid, wire.parse_chunks(body, _ANY_CHUNK))
+        if head.kind == local_wire.UNPIN and self._version >= 0:  # of any version
+            self._master.cache.unpin(self._pid, local_wire.parse_chunks(body, _ANY_CHUNK))
             revoked = self._master.cache.revoked(self._pid)
-            await self._send(wire.local_answer(head.kind, revoked=revoked))
+            await self._send(local_wire.answer(head.kind, revoked=revoked))
             return
         if not self._is_current:
             await self._refuse(head.kind, "the task reads another version of the dataset")
             return
         sizes = self._master.snapshot.chunk_sizes
         answer, file = b"", None
-        if head.kind == wire.LOCAL_MEMBERS:
-            members = wire.members_body(self._master.task_view)
-            await self._send(wire.local_answer(head.kind, body=members))
+        if head.kind == local_wire.MEMBERS:
+            members = local_wire.members_body(self._master.task_view)
+            await self._send(local_wire.answer(head.kind, body=members))
             return
-        if head.kind == wire.LOCAL_PIN:
-            (chunk,) = wire.parse_chunks(body, len(sizes))
+        if head.kind == local_wire.PIN:
+            (chunk,) = local_wire.parse_chunks(body, len(sizes))
             load = bool(head.flags & wire.LOAD)
             file = await self._master.pin(self._pid, chunk, load=load)
-            answer = wire.pinned_body(is_pinned=file is not None)
-        elif head.kind == wire.LOCAL_PLAN:
+            answer = local_wire.pinned_body(is_pinned=file is not None)
+        elif head.kind == local_wire.PLAN:
             status = self._master.plan.take(self._master.rank, body, client=self._pid)
-            answer = wire.plan_status_body(status)
-        elif head.kind == wire.LOCAL_DAMAGED:
-            await self._master.report_damage(wire.parse_damaged(body, sizes))
-        count = head.counted if head.kind == wire.LOCAL_PIN else 0
+            answer = local_wire.plan_status_body(status)
+        elif head.kind == local_wire.DAMAGED:
+            await self._master.report_damage(local_wire.parse_damaged(body, sizes))
+        count = head.counted if head.kind == local_wire.PIN else 0
         revoked = self._master.cache.revoked(self._pid)
-        await self._send(wire.local_answer(head.kind, count, answer, revoked), file)
+        await self._send(local_wire.answer(head.kind, count, answer, revoked), file)
 
     async def _hello(self, body: bytes) -> None:
         try:
-            identity, version = wire.parse_local_hello(body)
+            identity, version = local_wire.parse_hello(body)
         except UsageError as error:
-            await self._refuse(wire.LOCAL_HELLO, error.message)
+            await self._refuse(local_wire.HELLO, error.message)
             raise
         current = self._master.snapshot
         if (identity, version) != (current.identity, current.version):
             await self._refuse(
-                wire.LOCAL_HELLO,
+                local_wire.HELLO,
                 f"the task reads version {current.version} of {current.identity}, not {version} of"
                 f" {identity}",
             )
@@ -256,14 +256,14 @@ class _Client:
         if not self.is_accepted:
             self._server.reader_joined()
         self._version = version
-        welcome = wire.local_welcome(self._master.rank, current.chunk_count)
+        welcome = local_wire.welcome(self._master.rank, current.chunk_count)
         table = self._master.owner_table.descriptor
-        await self._send(wire.local_answer(wire.LOCAL_HELLO, body=welcome), table)
+        await self._send(local_wire.answer(local_wire.HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
         """Answer SWITCH_VERSION: check the snapshot, and switch the master to it if it is
         newer."""
-        version = wire.parse_switch_version(body)
+        version = local_wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("SWITCH_VERSION without a snapshot")
         try:
@@ -278,10 +278,10 @@ class _Client:
             await self._master.switch_version(snapshot)
         self._version = version
         self._server.switched()
-        await self._send(wire.local_answer(wire.LOCAL_SWITCH_VERSION))
+        await self._send(local_wire.answer(local_wire.SWITCH_VERSION))
 
     async def _refuse(self, kind: int, sentence: str) -> None:
-        await self._send(wire.local_refusal(kind, sentence))
+        await self._send(local_wire.refusal(kind, sentence))
 
     # The socket
 
@@ -297,7 +297,7 @@ class _Client:
             self._files += received_descriptors(control)
             if not content:
                 return False
-            if len(self._received) + len(content) > wire.HEAD_BYTES + wire.LOCAL_BODY_BYTES_MAX:
+            if len(self._received) + len(content) > wire.HEAD_BYTES + local_wire.BODY_BYTES_MAX:
                 raise CorruptError("the client does not wait for answers")
             self._received += content
         return True

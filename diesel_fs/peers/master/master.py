@@ -44,6 +44,7 @@ from ...format.object_names import chunk_object
 from ...format.snapshot.reader import Snapshot
 from ...storage.objects.store import ObjectStore
 from ..handshake import LocalIdentity
+from ..local_wire import DamagedPart, TaskView
 from ..members.chunk_owners import ChunkOwners, Ranks
 from ..members.membership import ANY_INSTANCE, TTL_S, Member, Membership
 from ..members.owner_table import OwnerTable
@@ -54,17 +55,7 @@ from ..node.node_cache import NodeCache
 from ..plan.messages import UNKNOWN
 from ..plan.publisher import PlanPublisher
 from ..plan.task_plan import EXCHANGE_S, TaskPlan
-from ..wire import (
-    ABSENT,
-    FAILED,
-    GIVEN,
-    NOT_MINE,
-    WORKING_S,
-    DamagedPart,
-    Parts,
-    TaskView,
-    working_s,
-)
+from ..wire import ABSENT, FAILED, GIVEN, NOT_MINE, WORKING_S, Parts, working_s
 from .acceptor import Acceptor
 from .peer import Peer
 

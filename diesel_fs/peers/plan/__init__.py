@@ -3,5 +3,6 @@
 Readers announce it to their node's master, and masters to each other, so that a node's cache can
 replace the chunks that are needed last and fetch those that are needed next. `messages.py` has the
 bytes, `publisher.py` decides what one receiver still lacks, `sender.py` sends it from a training
-process, and `task_plan.py` collects all of it in a master.
+process. In a master, `task_plan.py` collects the plans of all readers, and `future_build.py` makes
+of them the reads of chunks that its cache decides by.
 """

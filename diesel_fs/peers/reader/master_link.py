@@ -24,7 +24,7 @@ from uuid import UUID
 from ...errors import DieselError, MetadataError
 from ...net.breaker import BreakerState, CircuitBreaker
 from ...system.unix_sockets import connect_unix, received_descriptors
-from .. import wire
+from .. import local_wire, wire
 from ..members.owner_table import OwnerTableView
 from .mapped_chunks import MappedChunks
 from .request_socket import RequestSocket, start_anew_in_forks
@@ -68,10 +68,10 @@ class MasterConnection(RequestSocket):
         table = -1
         try:
             connect_unix(self.socket, path)
-            hello = wire.local_hello(identity, version)
-            self.send_request(wire.local_request(wire.LOCAL_HELLO, body=hello))
-            body, table = self.receive_answer(wire.LOCAL_HELLO, 0, expects_descriptor=True)
-            self.rank, chunks = wire.parse_local_welcome(body)
+            hello = local_wire.hello(identity, version)
+            self.send_request(local_wire.request(local_wire.HELLO, body=hello))
+            body, table = self.receive_answer(local_wire.HELLO, 0, expects_descriptor=True)
+            self.rank, chunks = local_wire.parse_welcome(body)
             if table < 0:
                 raise ExchangeFailed("the master gave no table of owners")
             self.owners = OwnerTableView(table, chunks)
@@ -113,7 +113,7 @@ class MasterConnection(RequestSocket):
                 got = self.socket.recv_into(room)
             while got < wire.HEAD_BYTES:
                 got += self._receive_more(room[got:])
-            head = wire.parse_local_answer(room[: wire.HEAD_BYTES], kind, count)
+            head = local_wire.parse_answer(room[: wire.HEAD_BYTES], kind, count)
             end = wire.HEAD_BYTES + head.body_bytes
             if end > len(room):
                 room = memoryview(bytearray(end))
@@ -122,9 +122,9 @@ class MasterConnection(RequestSocket):
                 got += self._receive_more(room[got:end])
             if got > end:
                 raise ExchangeFailed("the master sent more bytes than its answer has")
-            proper, self.revoked = wire.split_revoked(head, room[wire.HEAD_BYTES : end])
-            if head.status != wire.LOCAL_OK:
-                raise RequestRejected(wire.parse_refusal(proper))
+            proper, self.revoked = local_wire.split_revoked(head, room[wire.HEAD_BYTES : end])
+            if head.status != local_wire.OK:
+                raise RequestRejected(local_wire.parse_refusal(proper))
         except BaseException as error:
             if descriptor >= 0:
                 os.close(descriptor)
@@ -243,14 +243,14 @@ class MasterLink:
         """Pin a whole chunk; `fetch`: even if the master has to fetch it. A descriptor, which
         the caller closes; None if the chunk is not in memory or the master does not answer."""
         answer = self._request(
-            wire.LOCAL_PIN, 1, wire.chunks_body([chunk]), is_read=True,
+            local_wire.PIN, 1, local_wire.chunks_body([chunk]), is_read=True,
             flags=wire.LOAD if fetch else 0, expects_descriptor=True,
         )  # fmt: skip
         if answer is None:
             return None
         body, descriptor = answer
         try:
-            if wire.parse_pinned(body):
+            if local_wire.parse_pinned(body):
                 return descriptor if descriptor >= 0 else None
         except DieselError as error:
             log.error("the task's master violates the protocol: %s", error)
@@ -258,12 +258,12 @@ class MasterLink:
             os.close(descriptor)
         return None
 
-    def task_view(self) -> wire.TaskView | None:
+    def task_view(self) -> local_wire.TaskView | None:
         """All that is needed to ask the masters of other nodes; None if the master does not
         answer."""
-        answer = self._request(wire.LOCAL_MEMBERS, 0, b"", is_read=True)
+        answer = self._request(local_wire.MEMBERS, 0, b"", is_read=True)
         try:
-            return None if answer is None else wire.parse_members(answer[0])
+            return None if answer is None else local_wire.parse_members(answer[0])
         except DieselError as error:
             log.error("the task's master violates the protocol: %s", error)
             return None
@@ -276,8 +276,8 @@ class MasterLink:
             raise MetadataError("this node's master does not answer")
         is_ready = False
         try:
-            connection.send_request(wire.local_request(wire.LOCAL_DATA))
-            connection.receive_answer(wire.LOCAL_DATA, 0)
+            connection.send_request(local_wire.request(local_wire.DATA))
+            connection.receive_answer(local_wire.DATA, 0)
             is_ready = True
         except ExchangeFailed as error:
             self._note_failure(ticket, str(error))
@@ -293,9 +293,9 @@ class MasterLink:
     def send_plan(self, body: bytes) -> int | None:
         """Send a message about plans (`plan/messages.py`). The status of the answer; None if the
         master does not answer."""
-        answer = self._request(wire.LOCAL_PLAN, len(body), body)
+        answer = self._request(local_wire.PLAN, len(body), body)
         try:
-            return None if answer is None else wire.parse_plan_status(answer[0])
+            return None if answer is None else local_wire.parse_plan_status(answer[0])
         except DieselError as error:
             log.error("the task's master violates the protocol: %s", error)
             return None
@@ -307,20 +307,20 @@ class MasterLink:
     def switch_version(self, body: bytes, snapshot: int) -> bool:
         """Announce another version, with its snapshot in the file `snapshot`; returns whether the
         master accepted it. The connection then belongs to that version, and is closed."""
-        kind = wire.LOCAL_SWITCH_VERSION
+        kind = local_wire.SWITCH_VERSION
         return self._request(kind, 0, body, descriptor=snapshot, closes=True) is not None
 
     def stats(self) -> bytes:
         """The master's statistics, as JSON; empty if it does not answer."""
-        answer = self._request(wire.LOCAL_STATS, 0, b"")
+        answer = self._request(local_wire.STATS, 0, b"")
         return b"" if answer is None else answer[0]
 
     def return_unmapped(self) -> None:
         """Unpin chunks that are unmapped, and receive those that the master revokes."""
         while True:
             chunks = self._mapped.take_unmapped()
-            sent = chunks[: wire.UNPINNED_MAX]
-            if not self.notify(wire.LOCAL_UNPIN, len(sent), wire.chunks_body(sent)):
+            sent = chunks[: local_wire.UNPINNED_MAX]
+            if not self.notify(local_wire.UNPIN, len(sent), local_wire.chunks_body(sent)):
                 return  # the master unpins them when the connections close
             if not self._mapped.has_unmapped:
                 return
@@ -358,7 +358,7 @@ class MasterLink:
         if connection is None:
             return None
         ticket = self._breaker.ticket
-        request = wire.local_request(kind, count, body, flags)
+        request = local_wire.request(kind, count, body, flags)
         if not self._send(connection, ticket, request, descriptor=descriptor):
             return None
         answer = self._answer(
@@ -412,7 +412,7 @@ class MasterLink:
             raise
         if connection.revoked:
             self._mapped.release(connection.revoked)
-        if kind in (wire.LOCAL_PIN, wire.LOCAL_MEMBERS):
+        if kind in (local_wire.PIN, local_wire.MEMBERS):
             self._note_answer()
         return answer
 

@@ -35,7 +35,7 @@ from ...storage.objects.store import (
     batched_parts,
     check_range,
 )
-from .. import wire
+from .. import local_wire, wire
 from ..launch import is_alive, join, restart_killed, wait_until_gone
 from ..members.options import TaskOptions, TaskRequest
 from .mapped_chunks import MappedChunks
@@ -159,7 +159,7 @@ class TaskStore(StoreWrapper):
         except OSError:
             return False
         try:
-            body = wire.switch_version_body(snapshot.version)
+            body = local_wire.switch_version_body(snapshot.version)
             return self._link.switch_version(body, file)
         finally:
             os.close(file)

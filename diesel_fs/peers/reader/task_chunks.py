@@ -34,7 +34,7 @@ from ...format.entries import Bytes
 from ...format.snapshot.reader import Snapshot
 from ...net.tls import TlsSocket
 from ...storage.objects.store import ChunkReader, ReadGroup
-from .. import wire
+from .. import local_wire, wire
 from ..handshake import Connector, connect_blocking
 from ..members.membership import INSTANCE_BYTES, Member
 from ..members.owner_table import OwnerTableView
@@ -332,8 +332,8 @@ class TaskChunks:
         self.counts["damaged"] += 1
         if rank != self._master.rank and (link := self._links.get(rank)) is not None:
             link.record_damage()
-        part = wire.DamagedPart(chunk, start, size, rank)
-        self._master.notify(wire.LOCAL_DAMAGED, 1, wire.damaged_body(part))  # one part
+        part = local_wire.DamagedPart(chunk, start, size, rank)
+        self._master.notify(local_wire.DAMAGED, 1, local_wire.damaged_body(part))  # one part
 
     def stats(self) -> dict[str, object]:
         """Where parts came from, and the connections to the nodes."""

@@ -23,13 +23,14 @@ from diesel_fs.errors import ConflictError, MetadataError
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.peers.handshake import LocalIdentity
+from diesel_fs.peers.local_wire import DamagedPart
 from diesel_fs.peers.master.master import LOAD_S, Master, MasterOptions
 from diesel_fs.peers.members import chunk_owners
 from diesel_fs.peers.members.membership import ANY_INSTANCE, Member, Membership, TaskName
 from diesel_fs.peers.members.registry import Registry
 from diesel_fs.peers.node.fetches import Fetch
 from diesel_fs.peers.node.node_cache import CacheOptions, NodeCache
-from diesel_fs.peers.wire import ABSENT, GIVEN, DamagedPart
+from diesel_fs.peers.wire import ABSENT, GIVEN
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ...waiting import soon

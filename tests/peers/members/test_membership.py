@@ -150,7 +150,7 @@ task_names = st.builds(
 
 
 @given(task_names, task_names)
-def test_S17_tasks_differ_where_dataset_user_or_name_does(one: TaskName, other: TaskName) -> None:
+def test_S17_tasks_differ_if_dataset_user_or_name_does(one: TaskName, other: TaskName) -> None:
     assert (one.digest == other.digest) == (one == other)
 
 

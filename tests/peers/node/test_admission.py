@@ -81,7 +81,7 @@ def test_uniform_reads_hit_as_much_as_fits(policy: str, fits: float) -> None:
     assert found.hits / found.reads == pytest.approx(fits, abs=0.03)
 
 
-def test_lfu_keeps_what_is_read_most() -> None:
+def test_lfu_keeps_the_chunks_that_are_read_most() -> None:
     """With Zipf's law, the tenth of the files that fits gets more than half of the reads."""
     chunks, room = 300, 30
     weights = 1 / np.arange(1, chunks + 1)

@@ -269,7 +269,7 @@ def open_files(place: Path) -> list[str]:
     return sorted(found)
 
 
-async def test_the_data_plane_reads_files_that_are_lent_for_so_many_requests(shelf: Shelf) -> None:
+async def test_the_data_plane_reads_a_lent_file_for_a_number_of_requests(shelf: Shelf) -> None:
     async with shelf.cache(None) as cache:
         assert await shelf.read_all(cache) == CHUNKS
         before = cache.stats()
@@ -340,7 +340,7 @@ async def test_files_are_lent_for_a_time_and_the_oldest_of_too_many_is_taken_bac
         assert plane_reads(cache, 0) == 0
 
 
-async def test_a_file_system_that_cannot_tell_what_is_in_memory_is_read_in_threads(
+async def test_a_file_system_without_reads_from_the_page_cache_is_read_in_threads(
     small: Path,
 ) -> None:
     shelf = Shelf(small)
@@ -586,7 +586,7 @@ async def test_reads_of_many_chunks_that_begin_together_share_threads(
             assert list(map(bytes, contents)) == [content[9:59], content[3 : number + 4]]
 
 
-async def test_who_waits_for_the_disk_when_the_cache_ends_gets_nothing(
+async def test_a_caller_that_waits_for_the_disk_when_the_cache_ends_gets_nothing(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
@@ -633,7 +633,7 @@ async def read_until_all_are_here(cache: NodeCache, shelf: Shelf) -> None:
     assert cache.stats()["disk_chunks"] == CHUNKS
 
 
-async def test_a_node_takes_the_room_of_what_no_job_uses_and_then_no_more(shelf: Shelf) -> None:
+async def test_a_node_takes_the_room_of_chunks_that_no_job_uses_and_no_more(shelf: Shelf) -> None:
     """It does so bit by bit, and evicts none of its own chunks meanwhile."""
     limit_bytes = 2 * total_bytes(shelf.source)
     tier = fill_for_others(shelf, limit_bytes)
@@ -655,7 +655,7 @@ async def test_a_node_takes_the_room_of_what_no_job_uses_and_then_no_more(shelf:
     assert set(shelf.source.fetches.values()) == {1}
 
 
-async def test_where_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(shelf: Shelf) -> None:
+async def test_if_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(shelf: Shelf) -> None:
     limit_bytes = total_bytes(shelf.source)
     tier = fill_for_others(shelf, limit_bytes)
     job = tier_at(shelf.place, limit_bytes)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("quick")
 
 @pytest.mark.parametrize("lag_s", [0.05, 1.0])
 @pytest.mark.parametrize("prefetches", [False, True])
-async def test_in_chunk_wise_order_the_store_gives_what_min_says(
+async def test_in_chunk_wise_order_the_store_gives_as_much_as_beladys_min(
     lag_s: float, prefetches: bool, autojump_clock: MockClock
 ) -> None:
     task = PlannedTask(lag_s=lag_s, prefetches=prefetches)
@@ -39,7 +39,7 @@ async def test_in_chunk_wise_order_the_store_gives_what_min_says(
         assert task.late < 0.03 * CHUNKS * FILES * 3, "reads found their chunks there"
 
 
-async def test_in_a_full_shuffle_what_is_in_memory_stays(autojump_clock: MockClock) -> None:
+async def test_in_a_full_shuffle_chunks_in_memory_stay(autojump_clock: MockClock) -> None:
     """In a random epoch no cache gives more than it holds; replacing would only cost."""
     egress = await PlannedTask(full).run(4)
     assert egress[0].total <= 1.02 * CHUNKS
@@ -118,7 +118,7 @@ async def load(cache: NodeCache, *chunks: int) -> None:
         await cache.read(chunk, [(0, 500)], load=True)
 
 
-async def test_a_chunk_that_nobody_reads_any_more_goes_first(
+async def test_a_chunk_without_further_reads_is_replaced_first(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
     await load(cache, 0, 1)
@@ -131,7 +131,7 @@ async def test_a_chunk_that_nobody_reads_any_more_goes_first(
     assert cache.stats()["plan_replacements"] == 2
 
 
-async def test_what_is_needed_sooner_is_not_replaced_and_reads_go_past_the_cache(
+async def test_chunks_that_are_needed_sooner_stay_and_reads_go_past_the_cache(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
     await load(cache, 0, 1)

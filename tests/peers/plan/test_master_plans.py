@@ -132,7 +132,7 @@ async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
         await soon(is_known)
 
 
-async def test_all_masters_know_what_chunks_are_worth(task: Task) -> None:
+async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
     """Also one that was started anew."""
     values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
 

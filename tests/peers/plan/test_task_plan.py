@@ -20,6 +20,7 @@ from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.orders.plan import Entries
 from diesel_fs.peers.node.chunk_future import ChunkFuture
 from diesel_fs.peers.node.node_cache import NodeCache
+from diesel_fs.peers.plan.future_build import ChunksOfEntries
 from diesel_fs.peers.plan.messages import (
     DAMAGED,
     NO_ROOM,
@@ -39,7 +40,7 @@ from diesel_fs.peers.plan.messages import (
     plan_body,
 )
 from diesel_fs.peers.plan.publisher import Announcement, PlanPublisher
-from diesel_fs.peers.plan.task_plan import STILL_S, ChunksOfEntries, TaskPlan
+from diesel_fs.peers.plan.task_plan import STILL_S, TaskPlan
 from tests.examples import examples
 
 
@@ -206,7 +207,7 @@ async def test_another_version_or_dataset_is_refused_and_named_once(
     assert f"version {view.version} of {view.identity}" in caplog.text
 
 
-async def test_orders_that_are_not_what_they_say_are_refused(view: Snapshot) -> None:
+async def test_orders_that_contradict_their_announcement_are_refused(view: Snapshot) -> None:
     here = Receiver(view)
     order = order_of(view, 1)
     digest = order_digest(order)
@@ -276,7 +277,7 @@ async def test_clients_of_one_node_may_use_one_name_and_end_alone(view: Snapshot
     assert here.take(Positions({"t": (0, 1)}), 0, 1) == UNKNOWN
 
 
-async def test_what_other_nodes_have_is_put_together(
+async def test_the_chunks_of_all_other_nodes_are_put_together(
     view: Snapshot, here: Receiver, jumping_clock: MockClock
 ) -> None:
     count = view.chunk_count
@@ -415,7 +416,7 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
     assert (here.plan._values[1, 0] == values).all()
 
 
-async def test_an_order_is_told_once_and_again_only_where_it_changed(view: Snapshot) -> None:
+async def test_an_order_is_sent_once_and_again_only_if_it_changed(view: Snapshot) -> None:
     here = Receiver(view)
     orders = [order_of(view, seed) for seed in range(3)]
     by_digest = {order_digest(each): each for each in orders}

@@ -301,7 +301,7 @@ def test_answers_split_and_reordered_arbitrarily(
     ],
     ids=["two parts", "many parts"],
 )
-def test_a_working_master_is_waited_for_longer_where_many_parts_are_wanted(
+def test_a_reader_waits_longer_for_a_working_master_if_it_wants_many_parts(
     parts: Sequence[Part], pause_s: float
 ) -> None:
     def script(requests: Requests) -> None:

@@ -148,7 +148,9 @@ def test_F9_without_a_master_all_bytes_come_from_the_store(
 
 
 @pytest.mark.parametrize("in_child", [False, True])
-def test_what_no_node_has_is_read_at_once_from_a_slow_store(client: Client, in_child: bool) -> None:
+def test_chunks_that_no_node_has_are_read_at_once_from_a_slow_store(
+    client: Client, in_child: bool
+) -> None:
     """Also by a forked child, which has none of its parent's threads."""
     client.inner.delay_s = 0.02
     client.check_parts(1)

@@ -45,7 +45,7 @@ from tests.server.fake_server import ThreadedServer as StandIn
 from tests.server.server_with_redis import ServerWithRedis, server_with_redis
 from tests.storage.metadata.redis_servers import RedisServer, execute, until
 
-from ..redis_places import master
+from .redis_places import master
 
 KEY = b"a key of some length"
 READER = {"ds": Role.READ}
@@ -388,7 +388,7 @@ def test_a_client_cannot_choose_how_long_a_registration_lasts(two: ServerWithRed
         repository.ask_task("leave", task.identity, message, 10)
 
 
-def test_without_redis_a_server_says_what_to_do(tmp_path: Path) -> None:
+def test_without_redis_a_server_names_the_options_that_help(tmp_path: Path) -> None:
     with LocalRepository.open(tmp_path.as_uri(), create=True) as repository:
         message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
         for do in ("join", "leave"):

@@ -24,7 +24,7 @@ from diesel_fs.peers.node.sealed_memory import (
 )
 from tests.rows import each_row
 
-from ..node_caches import (
+from .node_caches import (
     ChunkSource,
     in_memory,
     kept_numbers,
@@ -36,7 +36,7 @@ from ..node_caches import (
     total,
     total_bytes,
 )
-from ..node_caches import memory_is_released as memory_is_released
+from .node_caches import memory_is_released as memory_is_released
 
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 
