@@ -14,7 +14,9 @@ import pytest
 from tests.test_layers import SOURCES, TREE, imports, modules, owner
 
 FOLDERS = {"diesel_server": "server", "dlcmd": "cli", "diesel_kubernetes": "kubernetes"}
-"""Where the tests of a program are; those of `diesel_fs.x.y` are in `tests/x/y`, or `tests/x`."""
+"""The folders of the programs' tests; the tests of `diesel_fs.x.y` are in `tests/x/y`, or
+`tests/x`.
+"""
 
 EVERYTHING = "tests"
 
@@ -40,7 +42,8 @@ def folders(changed: Iterable[str]) -> set[str]:
             found.add(str(each.parent))
         elif each.suffix in (".py", ".toml") and each.parts[0] not in SOURCES:
             found.add(EVERYTHING)
-    # What stands at the top of `diesel_fs`, as errors.py, has no folder but those of its importers
+    # A module at the top of `diesel_fs`, such as errors.py, has no folder of tests but those of its
+    # importers
     return found | ({_folder(name) for name in _with_importers(reached)} - {EVERYTHING})
 
 

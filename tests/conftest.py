@@ -28,7 +28,7 @@ register_profiles()
 def pytest_configure(config: pytest.Config) -> None:
     """Count what tests cost, in the processes that run them."""
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
-        config.pluginmanager.register(costs.Plugin())
+        config.pluginmanager.register(costs.CostsPlugin())
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -85,7 +85,7 @@ def device_for_all() -> Iterator[None]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that chooses tests by what was changed."""
+    """Add the option that chooses tests by the changed files."""
     parser.addoption(
         "--affected",
         metavar="COMMIT",
@@ -95,8 +95,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # before marks deselect tests
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the tests marked `alone`, for which other processes wait. Skip those marked
-    `fuse`, with the reason, where /dev/fuse cannot be opened."""
+    """Begin with the tests marked `alone`, for which other processes wait. If /dev/fuse cannot be
+    opened, skip those marked `fuse`, with the reason.
+    """
     if commit := config.getoption("--affected"):
         affected.mark(items, affected.folders(affected.changed_files(commit)))
     items.sort(key=lambda item: not _is_alone(item))
@@ -110,14 +111,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the collection has made, which lives as long as the process, out of all later
-    garbage collections: there are a million objects of it."""
+    """Exclude the objects of the collection, which live as long as the process, from all later
+    garbage collections: there are a million of them.
+    """
     gc.collect()
     gc.freeze()
 
 
 _TURN = pytest.StashKey[ExitStack]()
-"""The turn of the test that ran last, where it was alone and the next one is, too."""
+"""The turn of the test that ran last, if it was alone and the next one is, too."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -134,7 +136,7 @@ def pytest_runtest_protocol(
             turn.enter_context(_turn(alone=alone))
         result = yield
         if alone and nextitem is not None and _is_alone(nextitem):
-            stash[_TURN] = turn.pop_all()  # else it would wait for a test of another process
+            stash[_TURN] = turn.pop_all()  # otherwise it would wait for a test of another process
         return result
 
 
@@ -147,7 +149,8 @@ def _turn(*, alone: bool) -> Iterator[None]:
     """Take part in the turns of this checkout's test processes, by locks on two files.
 
     Each test holds the room, shared, or alone if it needs that. A test that waits to be alone holds
-    the door meanwhile, so that no other test enters; else it would wait forever."""
+    the door meanwhile, so that no other test enters; otherwise it would wait forever.
+    """
     with open(__file__, "rb") as door, Path(__file__).with_name("__init__.py").open("rb") as room:
         fcntl.flock(door, fcntl.LOCK_EX)
         fcntl.flock(room, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)

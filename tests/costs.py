@@ -1,21 +1,22 @@
-"""Counts what each test costs, and prints where the time of a run goes.
+"""Counts the costs of each test, and prints which folders and tests take the time of a run.
 
 A pytest plugin (`tests/conftest.py` loads it) adds to each test's report the processor time of the
-test with all processes that it started, and what it started: programs, mounts, processes that
-import torch, servers. `pytest --junitxml=FILE` keeps them; `python -m tests.costs FILE` prints them
-by folder and by kind of cost, with the slowest tests. `.ci/run` prints that for each run.
+test with all processes that it started, and the numbers of programs, mounts, processes that import
+torch, and servers that it started. `pytest --junitxml=FILE` keeps them; `python -m tests.costs
+FILE` prints them by folder and by kind of cost, with the slowest tests. `.ci/run` prints that for
+each run.
 
-Processor time is read from a control group that each pytest process makes for itself. Where it may
-not make one, only processes that have ended are counted.
+Processor time is read from a control group that each pytest process makes for itself. If it may not
+make one, only processes that have ended are counted.
 
-Counts hardly depend on how busy the machine is, so they are what guards the suite against growth:
+Counts hardly depend on how busy the machine is, so they guard the suite against growth:
 `tests/budget.json` has the programs, mounts and torch processes that each folder may start in the
 fast tier, and `python -m tests.costs --check FILE` fails beyond them. If a change needs more,
 `--write` writes the table anew, and the change shows it. It leaves some room: some tests start a
 program again and again until something has happened.
 
-Counted are programs that a test starts from its own process, and daemons that it starts without a
-program; what these start in their turn is in the processor time alone.
+Programs that a test starts from its own process are counted, and daemons that it starts without a
+program; programs that these start are only in the processor time.
 """
 
 import argparse
@@ -54,10 +55,10 @@ _TORCH = re.compile(r"^\s*(?:import|from) torch\b", re.MULTILINE)
 
 
 class Counts(Counter[str]):
-    """What has been started so far by this process; an audit hook counts it."""
+    """The numbers of things that this process has started; an audit hook counts them."""
 
     def hear(self, event: str, arguments: tuple[object, ...]) -> None:
-        """Hear of an audit event of the interpreter (`sys.addaudithook`)."""
+        """Handle an audit event of the interpreter (`sys.addaudithook`)."""
         if event == "subprocess.Popen":
             command = arguments[1]
             words = [os.fsdecode(each) for each in command] if isinstance(command, Sequence) else []
@@ -71,7 +72,7 @@ class Counts(Counter[str]):
         """Count a program that is started with these words."""
         is_python = any(Path(word).name.startswith("python") for word in words[:6])
         if words[1:4] == _PROBE and words[1:5] != [*DETACH]:
-            self["probes"] += 1  # of a mount: as many as a test waits long
+            self["probes"] += 1  # of a mount: the longer a test waits, the more
             return
         self["programs" if is_python else "other programs"] += 1
         if _mounts(words):
@@ -119,7 +120,7 @@ class ProcessorTime:
                 group.rmdir()
 
     def seconds(self) -> float:
-        """So far."""
+        """The processor time until now."""
         if self._group is None:
             return _own_cpu_s()
         try:
@@ -136,8 +137,8 @@ class ProcessorTime:
                 self._group.rmdir()
 
 
-class Plugin:
-    """Adds to each test's report what its three phases cost."""
+class CostsPlugin:
+    """Adds the cost of its three phases to each test's report."""
 
     def __init__(self) -> None:
         self.counts = Counts()
@@ -167,7 +168,7 @@ class Plugin:
 
 
 def examples(statistics: str) -> int:
-    """How many examples Hypothesis tried, by what it says of a test."""
+    """The number of examples that Hypothesis tried, from its statistics of a test."""
     return sum(int(number) for row in _EXAMPLES.findall(statistics) for number in row)
 
 
@@ -176,7 +177,7 @@ def examples(statistics: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TestCosts:
-    """One test: its name, the seconds that it took, and what it cost."""
+    """One test: its name, its seconds, and its other costs."""
 
     name: str
     wall_s: float
@@ -202,7 +203,7 @@ def read(junit: Path) -> list[TestCosts]:
 
 
 def by_folder(tests: Iterable[TestCosts]) -> dict[str, Counter[str]]:
-    """The sums of each folder, and how many tests it has (`tests`)."""
+    """The sums of each folder, and its number of tests (`tests`)."""
     sums: dict[str, Counter[str]] = {}
     for each in tests:
         row = sums.setdefault(each.folder, Counter())
@@ -238,7 +239,7 @@ def table(tests: Sequence[TestCosts]) -> str:
 
 
 def beyond(tests: Iterable[TestCosts], budget: Mapping[str, Mapping[str, int]]) -> list[str]:
-    """What a run started beyond the budget, a line each."""
+    """The excesses of a run over the budget, a line each."""
     return [
         f"{folder} starts {row[kind]:.0f} {kind}, the budget is {allowed}"
         for folder, row in by_folder(tests).items()
@@ -252,7 +253,7 @@ def _with_room(count: float) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table of a run; with `--check`, hold it against the budget."""
+    """Print the table of a run; with `--check`, compare it with the budget."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.costs", description=__doc__.split("\n")[0]
     )

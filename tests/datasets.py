@@ -1,4 +1,4 @@
-"""What a dataset holds, in forms that tests compare."""
+"""The content of a dataset, in forms that tests compare."""
 
 import os
 import shutil
@@ -40,7 +40,7 @@ def file_contents(view: Snapshot, repository: Repository) -> dict[bytes, bytes]:
 
 
 def content(repository: Repository, path: bytes, name: str = "ds") -> bytes | None:
-    """The bytes of one file at the current version; None where nothing stands at the path."""
+    """The bytes of one file at the current version; None if the path has no entry."""
     view = repository.view(name)
     index = view.lookup(path)
     if index < 0:
@@ -49,7 +49,7 @@ def content(repository: Repository, path: bytes, name: str = "ds") -> bytes | No
 
 
 def stored_bytes(repository: Repository, name: str = "ds") -> int:
-    """How many bytes the chunks of a dataset take in the object store."""
+    """The number of bytes that the chunks of a dataset take in the object store."""
     prefix = chunk_prefix(repository.dataset(name).identity)
     return sum(info.bytes for info in repository.objects.list(prefix))
 

@@ -1,8 +1,8 @@
-"""How many examples property tests draw, in each tier.
+"""The number of examples that property tests draw, in each tier.
 
-A test says how many it draws in the deep tier. In the fast tier it draws at most `QUICK_EXAMPLES`,
-in runs of at most `QUICK_STEPS` steps: enough for the faults that a change brings in, not for the
-rare ones that the deep tier keeps searching for.
+A test sets its number of examples in the deep tier. In the fast tier it draws at most
+`QUICK_EXAMPLES`, in runs of at most `QUICK_STEPS` steps: enough for the faults that a change brings
+in, not for the rare ones that the deep tier keeps searching for.
 """
 
 import os
@@ -17,11 +17,12 @@ _DEEP_STEPS = 50  # hypothesis' own
 
 
 def register_profiles() -> None:
-    """Make the profiles of both tiers known to hypothesis, and choose the quick one.
+    """Register the profiles of both tiers with hypothesis, and choose the quick one.
 
-    On a busy machine a single example may be slow; that is no failure. Where the environment
-    variable `CI` is set (`.ci/run` sets it), examples are derived from each test's code, so that
-    the verdict on a commit does not depend on a seed."""
+    On a busy machine a single example may be slow; that is no failure. If the environment variable
+    `CI` is set (`.ci/run` sets it), examples are derived from each test's code, so that the verdict
+    on a commit does not depend on a seed.
+    """
     common = settings(
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
@@ -39,7 +40,8 @@ def examples(
     count: int, *, steps: int = _DEEP_STEPS, suppress: tuple[HealthCheck, ...] = ()
 ) -> settings:
     """The settings of a test that draws `count` examples in the deep tier; a state machine takes up
-    to `steps` steps in each. `suppress` are further health checks that it does not want."""
+    to `steps` steps in each. `suppress` are further health checks to suppress.
+    """
     if settings.get_current_profile_name() != DEEP_PROFILE:
         count, steps = min(count, QUICK_EXAMPLES), min(steps, QUICK_STEPS)
     return settings(

@@ -1,4 +1,4 @@
-"""Which loop devices are in use, for tests that must leave none behind."""
+"""Lists the loop devices in use, for tests that must leave none behind."""
 
 import fcntl
 import os

@@ -1,7 +1,7 @@
 """A mount namespace for a program of a test, without the mounts of other tests.
 
-A new namespace has copies of all mounts. What another test unmounts meanwhile would stay mounted in
-it: the daemon of that mount would not end, and `umount` would say so.
+A new namespace has copies of all mounts. If another test unmounts one meanwhile, it would stay
+mounted in the namespace: the daemon of that mount would not end, and `umount` would report that.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """Checks every row of a table in one test, and names each row that fails.
 
-`each_row` stands in the place of `pytest.mark.parametrize` where rows are cheap: to collect,
-distribute and report a test for each of them would cost more than the rows do.
+`each_row` takes the place of `pytest.mark.parametrize` if rows are cheap: to collect, distribute
+and report a test for each of them would cost more than the rows do.
 """
 
 import functools
@@ -21,7 +21,9 @@ Result = TypeVar("Result")
 Values = dict[str, object]
 
 _OUTCOMES = (pytest.fail.Exception, pytest.skip.Exception)
-"""They are no `Exception`. A row that is skipped counts as failed, since nobody would miss it."""
+"""These are not derived from `Exception`. A skipped row counts as failed, since its absence would
+go unnoticed.
+"""
 
 
 class RowsFailed(AssertionError):
@@ -36,11 +38,11 @@ class RowsFailed(AssertionError):
 def each_row(
     names: str | Sequence[str], rows: Iterable[object], ids: Sequence[str] = ()
 ) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
-    """Call the test for each row. The first failure is shown whole, of all others one line.
+    """Call the test for each row. The first failure is shown whole, each other one in one line.
 
     The arguments are those of `parametrize`; without `ids`, its values name a row. Each row has a
-    new `tmp_path`, and its `monkeypatch`, `caplog` and `capsys` know of no other row. The rows
-    share all other fixtures, so this is not for rows that change one.
+    new `tmp_path`, and its `monkeypatch`, `caplog` and `capsys` are not shared with other rows. The
+    rows share all other fixtures, so this is not for rows that change one.
     """
     parts = [each.strip() for each in (names.split(",") if isinstance(names, str) else names)]
     rows = list(rows)
@@ -108,7 +110,7 @@ def _values(names: list[str], row: object) -> Values:
 
 @contextmanager
 def _fresh(fixtures: Mapping[str, object], number: int) -> Iterator[Values]:
-    """What each row has of its own."""
+    """The fixtures that each row has to itself."""
     own: Values = {}
     if isinstance(path := fixtures.get("tmp_path"), Path):
         own["tmp_path"] = path / str(number)

@@ -1,6 +1,7 @@
-"""The public surface is what the documents say: names, verbs, options, exit codes, modules, links.
+"""The documents describe the public surface: names, verbs, options, exit codes, modules, links.
 
-The documents are all pages of the tree; the programs' own tables and sources are the other side.
+The documents are all pages of the tree; they are compared with the programs' own tables and
+sources.
 """
 
 import ast
@@ -18,7 +19,7 @@ import click
 
 import diesel_fs
 from diesel_fs import errors
-from diesel_fs.peers.options import TaskKwargs
+from diesel_fs.peers.members.options import TaskKwargs
 from diesel_kubernetes import names as kubernetes_names
 from diesel_kubernetes.csi import main as csi
 from diesel_kubernetes.operator import main as operator
@@ -39,11 +40,10 @@ TESTS = sorted({*SOURCES} - {*PRODUCT})
 
 
 def page(name: str) -> str:
-    """The text of a page."""
     return (TREE / name).read_text(encoding="utf-8")
 
 
-README = page("README.md")
+ARCHITECTURE = page("ARCHITECTURE.md")
 REFERENCE = page("cli/dlcmd/README.md")
 PYTHON_API = page("diesel_fs/client/README.md")
 
@@ -60,12 +60,12 @@ def rows(text: str, section: str) -> list[list[str]]:
 
 
 def words_of(cell: str) -> str:
-    """The words by which a verb is called, out of the cell that shows its use."""
+    """The words that call a verb, from the cell that shows its use."""
     return " ".join(takewhile(str.islower, CODE.findall(cell)[0].split()))
 
 
 def metavar(option: click.Option) -> str:
-    """What a command's help writes behind an option; nothing behind a flag."""
+    """The text after an option in a command's help; empty after a flag."""
     if option.is_flag:
         return ""
     if isinstance(option.type, click.Choice):
@@ -74,14 +74,14 @@ def metavar(option: click.Option) -> str:
 
 
 def options_of(command: click.Command) -> dict[str, str]:
-    """All options of a command, with what is written behind each."""
+    """All options of a command, with the text after each."""
     context = command.make_context(command.name, [], resilient_parsing=True)
     found = [each for each in command.get_params(context) if isinstance(each, click.Option)]
     return {name: metavar(each) for each in found for name in each.opts}
 
 
 def documented_options(text: str) -> dict[str, str]:
-    """The options among the code in a text, likewise."""
+    """The options among the code in a text, with the text after each."""
     found = [code.partition(" ") for code in CODE.findall(text) if code.startswith("-")]
     return {name: behind for name, _, behind in found}
 
@@ -106,7 +106,7 @@ def test_every_error_that_a_caller_can_meet_is_public() -> None:
 
 
 def test_the_python_interface_is_documented() -> None:
-    """Each public name, each public part of a dataset, and no parameter that there is not."""
+    """Each public name, each public part of a dataset, and only existing parameters."""
     calls = [code for row in rows(PYTHON_API, "Calls") for code in CODE.findall(row[0])]
     by_object = defaultdict(set)
     for call in calls:
@@ -127,7 +127,7 @@ def test_the_python_interface_is_documented() -> None:
 
 
 def test_every_verb_and_its_options_are_documented() -> None:
-    """Exactly those, with what is written behind each: one that is gone has to leave the page."""
+    """Exactly those, with the text after each: removed options must leave the page."""
     documented = {
         words_of(verb): documented_options(options) for verb, options, _ in rows(REFERENCE, "Verbs")
     }
@@ -171,7 +171,7 @@ def test_the_options_of_the_operator_are_documented() -> None:
     assert documented_options(" ".join(cells)) == known
 
 
-def test_what_a_volume_may_name_is_documented() -> None:
+def test_attributes_and_secrets_of_volumes_are_documented() -> None:
     """Exactly the attributes and the keys of Secrets that the driver takes."""
     text = page("server/diesel_kubernetes/csi/VOLUMES.md")
     tables = text.partition("## What a volume names")[2].partition("\n## ")[0].split("\n\n")
@@ -192,7 +192,7 @@ PROGRAMS_WITH_PREFIXES = (
 
 
 def test_every_variable_of_the_environment_is_documented() -> None:
-    """And none that nothing reads."""
+    """And no variable that nothing reads."""
     named = re.compile(r"\b(?:DIESEL|XDG)(?:_[A-Z]+)+\b(?!_)")
     sources = [path for path in SOURCES if path in PRODUCT]
     read = {name for path in sources for name in named.findall(path.read_text(encoding="utf-8"))}
@@ -219,16 +219,16 @@ def test_every_exit_code_is_documented() -> None:
 
 
 def test_the_map_names_every_package() -> None:
-    """From the bottom up, and none that is not there."""
-    table = README.partition("| package |")[2].partition("\n\n")[0]
+    """From the bottom up, and only existing ones."""
+    table = ARCHITECTURE.partition("| package |")[2].partition("\n\n")[0]
     named = [CODE.findall(line)[0].rstrip("/") for line in table.splitlines()[2:]]
     assert named == list(LAYERS)
 
 
 def test_the_paths_that_data_takes_name_modules() -> None:
-    paths = README.partition("Three paths that data takes")[2].partition("\n## ")[0]
+    paths = ARCHITECTURE.partition("Three paths that data takes")[2].partition("\n## ")[0]
     named = CODE.findall(paths)
-    assert len(named) > 20
+    assert len(named) > 15
     known = modules()
     assert [name for name in named if not {name, f"diesel_fs.{name}"} & known.keys()] == []
 
@@ -239,7 +239,7 @@ def prose(text: str) -> str:
 
 
 @each_row("path", PAGES)
-def test_links_lead_somewhere_and_files_that_are_named_exist(path: Path) -> None:
+def test_links_lead_somewhere_and_named_files_exist(path: Path) -> None:
     text = prose(path.read_text(encoding="utf-8"))
     for target in re.findall(r"\]\(([^)#:]+)\)", text):
         assert (path.parent / target).exists(), target
@@ -248,6 +248,20 @@ def test_links_lead_somewhere_and_files_that_are_named_exist(path: Path) -> None
         if re.fullmatch(r"[\w./@-]+\.(py|md|sh|yaml)", name):
             known = any(file.endswith(f"/{name}") for file in there)
             assert known or (path.parent / name).exists(), name
+
+
+def sections(text: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub and mkdocs make them."""
+    heads = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads}
+
+
+@each_row("path", PAGES)
+def test_links_to_a_section_name_one_that_is_there(path: Path) -> None:
+    text = prose(path.read_text(encoding="utf-8"))
+    for target, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", text):
+        linked = path.parent / target if target else path
+        assert anchor in sections(linked.read_text(encoding="utf-8")), (target, anchor)
 
 
 def test_pages_that_sources_name_exist() -> None:
@@ -270,9 +284,10 @@ def test_targets_of_make_exist() -> None:
 EXTRA = re.compile(r"\.whl\)?\[(\w+)\]|extra `(\w+)`")
 
 
-def test_what_is_installed_comes_from_the_wheel() -> None:
-    """No index has a release, so no page and no message tells to install DIESEL-FS by its name; and
-    each extra that one names is there."""
+def test_pages_install_the_wheel_and_no_release() -> None:
+    """No index has a release, so no page and no message may tell users to install DIESEL-FS by its
+    name; and each extra that one names exists.
+    """
     extras = tomllib.loads(page("pyproject.toml"))["project"]["optional-dependencies"]
     named = set[str]()
     for path in [*PAGES, *(each for each in SOURCES if each in PRODUCT)]:
@@ -287,8 +302,8 @@ def test_what_is_installed_comes_from_the_wheel() -> None:
 COMMAND = re.compile(r"(?:^ *|`|\| )(dlcmd [a-z][^`\n#|<>&;)]*)", re.MULTILINE)
 
 
-def test_commands_in_pages_name_verbs_and_options_that_there_are() -> None:
-    """Also where no test runs them: in the text, and in blocks that are indented."""
+def test_commands_in_pages_name_existing_verbs_and_options() -> None:
+    """Even if no test runs them: commands in the text, and in indented blocks."""
     known, tried = commands(), 0
     for path in PAGES:
         for line in COMMAND.findall(path.read_text(encoding="utf-8")):
@@ -313,7 +328,6 @@ def syntax(path: Path) -> ast.Module:
 
 
 def functions_in(path: Path) -> list[str]:
-    """The names of the functions in a source."""
     nodes = ast.walk(syntax(path))
     return [e.name for e in nodes if isinstance(e, ast.FunctionDef | ast.AsyncFunctionDef)]
 
@@ -327,7 +341,7 @@ def fast_tests(path: Path) -> Iterable[str]:
 
 
 def unmarked_tests(tree: ast.Module) -> Iterator[str]:
-    """As `fast_tests`, of a module in which something is marked."""
+    """As `fast_tests`, for a module that marks something."""
     whole = [node.value for node in tree.body if isinstance(node, ast.Assign)]
     if any(
         "pytest.mark.deep" in ast.unparse(value) and "param" not in ast.unparse(value)
@@ -360,7 +374,7 @@ def spans_in(name: str) -> Iterator[tuple[str, str]]:
 
 
 def test_every_fault_that_a_test_names_is_described() -> None:
-    """And each that is described is carried by a test, or says by what it is shown, or why not."""
+    """And each described fault has a test, or its text says how it is shown, or why not."""
     listed = re.findall(r"^\| ([A-Z]\d+) \| (.*) \|$", page("tests/FAULTS.md"), re.MULTILINE)
     described = dict(listed)
     assert len(described) == len(listed) > 150
@@ -396,10 +410,10 @@ def left_out(tree: ast.AST) -> Iterator[str]:
 def test_fields_that_a_request_may_leave_out_are_documented() -> None:
     """`WIRE.md`, section 5, names the fields for which the readers of requests have a default."""
     readers: list[ast.AST] = [
-        ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").glob("*.py")
+        ast.parse(path.read_bytes()) for path in (TREE / "server/diesel_server").rglob("*.py")
     ]
     for name, parts in (
-        ("diesel_fs/peers/membership.py", {"parse_join", "parse_member"}),
+        ("diesel_fs/peers/members/membership.py", {"parse_join", "parse_member"}),
         ("diesel_fs/repository/interface.py", {"PurgeOptions"}),
     ):
         body = ast.parse(page(name)).body
@@ -411,4 +425,4 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         .partition("Every other field")[0]
     )
     assert len(found) > 8
-    assert set(CODE.findall(said)) == found | {"since_s", "chunks"}  # which are looked for by name
+    assert set(CODE.findall(said)) == found | {"since_s", "chunks"}  # these two are read by name

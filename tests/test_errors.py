@@ -48,7 +48,7 @@ def drawing(text: str) -> list[Drawn]:
 
 
 def tree(top: type[DieselError] = DieselError) -> Iterator[Drawn]:
-    """The lines that the classes of the module would be drawn as, in the order of definition."""
+    """The lines of a drawing of the module's classes, in the order of definition."""
     for kind in top.__subclasses__():
         if kind.__module__ == errors.__name__:
             code = errno.errorcode[kind.errno]
@@ -57,7 +57,7 @@ def tree(top: type[DieselError] = DieselError) -> Iterator[Drawn]:
 
 
 def all_kinds(top: type[DieselError] = DieselError) -> Iterator[type[DieselError]]:
-    """Every class below `top`, wherever it is defined."""
+    """Every class below `top`, defined in any module."""
     for kind in top.__subclasses__():
         yield kind
         yield from all_kinds(kind)
@@ -115,7 +115,7 @@ def test_a_missing_path_is_a_file_not_found_error_too() -> None:
 
 
 class _ErrorWithPaths(errors.BusyError):
-    """An error class whose constructor takes more than a message and an advice."""
+    """An error class with a constructor that takes more than a message and an advice."""
 
     def __init__(self, message: str, paths: list[str]) -> None:
         super().__init__(message)

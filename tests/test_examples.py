@@ -1,9 +1,9 @@
 """Every block of code in the pages works as written.
 
-Blocks run in worlds of their own: a home, `/mnt`, and a network whose `localhost` has nothing but
-what the blocks start. `BEFORE` has what a reader has done before a block, and `INSTEAD` has words
-that stand for something of the reader's (a host, 90 epochs). Blocks that run elsewhere, or need
-what no test can have, are in `ELSEWHERE`, with the reason.
+Blocks run in worlds of their own: a home, `/mnt`, and a network with nothing on `localhost` but the
+servers that the blocks start. `BEFORE` has the steps that a reader has done before a block, and
+`INSTEAD` replaces words that stand for something of the reader's (a host, 90 epochs). Blocks that
+run elsewhere, or need things that no test can have, are in `ELSEWHERE`, with the reason.
 """
 
 import os
@@ -40,7 +40,7 @@ ELSEWHERE = {
 }
 
 OWN_TEST = "deploy/KUBERNETES.md"
-"""tests/deploy/test_kubernetes_page.py and tests/image run what it says."""
+"""tests/deploy/test_kubernetes_page.py and tests/image run its commands."""
 
 FILES_OF_THE_READER = {
     "put.py": """
@@ -66,7 +66,10 @@ if "--list" in sys.argv:
 }
 BEFORE = {
     "start": {"README.md python 1": "put pets"},
-    "commands": {"cli/dlcmd/README.md sh 1": "put pets", "cli/dlcmd/README.md sh 2": ""},
+    "commands": {
+        "diesel_fs/forecast/README.md sh 1": "put pets",
+        "diesel_fs/forecast/README.md sh 2": "",
+    },
     "python": {
         "diesel_fs/client/README.md python 2": "put pets",
         "diesel_fs/client/README.md python 3": "flat pets",
@@ -99,7 +102,7 @@ BEFORE = {
             redis""",
     },
 }
-"""The worlds, their blocks in order, and what stands before each: functions of `WORLD` and more."""
+"""The worlds, their blocks in order, and the code before each: functions of `WORLD` and more."""
 
 PYTHON_BEFORE = {
     "diesel_fs/client/README.md python 2": "import diesel_fs\nds = diesel_fs.connect('pets')\n",
@@ -185,7 +188,7 @@ BLOCKS = blocks()
 
 
 def commands(name: str, before: str) -> str:
-    """What a shell shall run for a block."""
+    """The text that a shell must run for a block."""
     body = BLOCKS[name]
     for said, meant in INSTEAD.items():
         body = body.replace(said, meant)
@@ -194,7 +197,7 @@ def commands(name: str, before: str) -> str:
     return f"{before}\n{body}"
 
 
-def test_each_block_is_run_or_it_is_said_why_not() -> None:
+def test_each_block_is_run_or_has_a_reason_why_not() -> None:
     assert sorted(BLOCKS) == sorted(
         [*ELSEWHERE, *(name for world in BEFORE.values() for name in world)]
     )

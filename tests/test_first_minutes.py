@@ -47,7 +47,7 @@ def home() -> Iterator[Path]:
 
 def typed(home: Path, tree: Path, *who: str) -> str:
     """Run the commands one after the other, then the program on the repository that they have made;
-    return what they print. None may fail.
+    return their output. None may fail.
     """
     environment = {"HOME": str(home), "PATH": os.environ["PATH"], "PYTHONDONTWRITEBYTECODE": "1"}
     output = ""
@@ -62,8 +62,9 @@ def typed(home: Path, tree: Path, *who: str) -> str:
 
 
 def check(home: Path, output: str) -> None:
-    """Check that all files came back, that a mount showed them, and that nothing of the mount is
-    left."""
+    """Check that all files came back, that a mount showed them, and that the mount left nothing
+    behind.
+    """
     there = facts(home / "images")
     assert len(there) > 1000
     assert facts(home / "copy") == there
@@ -103,7 +104,7 @@ def tree_of_the_user(home: Path) -> Path:
 
 def test_the_first_minutes_in_the_readme(home: Path) -> None:
     """As the user who runs the tests, on most machines root."""
-    # does nothing if it was done since the last change of its inputs
+    # does nothing if its inputs have not changed since the last time
     subprocess.run(["make", "install"], cwd=TREE, check=True, capture_output=True)
     check(home, typed(home, TREE))
 

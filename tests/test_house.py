@@ -1,4 +1,4 @@
-"""The house rules that no tool checks: what files may hold, names, and what is installed."""
+"""The house rules that no tool checks: contents of files, names, and the installed package."""
 
 import ast
 import inspect
@@ -21,8 +21,8 @@ NAMED = re.compile(r"`([\w/]+(?:\.py|/))`")
 
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "base", "manager", "misc"}
 
-# Put together here, so that this file does not hold them itself. A package host or an index option
-# belongs into a machine's own configuration: the project installs from wherever that points.
+# Put together here, so that this file does not contain them itself. A package host or an index
+# option belongs into a machine's own configuration: the project installs from wherever that points.
 FOREIGN = [
     re.compile(b"(?<![\\w.~-])" + b"/wo" + b"rk/"),
     re.compile(b"/op" + b"t/(pypi|wheels)"),
@@ -34,7 +34,7 @@ FOREIGN = [
 
 
 def project_files() -> list[Path]:
-    """All files that are or would be committed; without git, those that stand in our folders."""
+    """All files that are or would be committed; without git, those in our folders."""
     try:
         command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
         names = subprocess.run(command, cwd=TREE, check=True, capture_output=True).stdout
@@ -48,11 +48,11 @@ def project_files() -> list[Path]:
 
 FILES = project_files()
 SOURCES = [path for path in FILES if path.suffix == ".py" and not path.name.endswith("_pb2.py")]
-"""All modules, but for generated ones."""
+"""All modules except generated ones."""
 
 
 def foreign(content: bytes) -> list[bytes]:
-    """What in a file's content is true of one machine only."""
+    """The parts of a file's content that are true of one machine only."""
     return [match.group() for pattern in FOREIGN for match in pattern.finditer(content)]
 
 
@@ -70,11 +70,11 @@ def test_a_foreign_name_is_found(content: bytes) -> None:
     assert not foreign(content.replace(b"/", b"~").replace(b"-", b"~").replace(b".", b"~"))
 
 
-def test_names_say_what_a_thing_is() -> None:
+def test_module_names_are_not_generic() -> None:
     assert [path for path in SOURCES if VAGUE_NAMES & {path.stem, path.parent.name}] == []
 
 
-def test_every_module_says_what_it_is() -> None:
+def test_every_module_has_a_docstring() -> None:
     texts = {path: path.read_text(encoding="utf-8") for path in SOURCES}
     silent = [path for path, text in texts.items() if text and not text.startswith('"""')]
     assert silent == []
@@ -97,9 +97,9 @@ def test_every_package_has_a_page_for_newcomers(path: Path) -> None:
 
 
 def cut_sentences(source: str) -> list[str]:
-    """The paragraphs of docstrings after which a blank line stands in the middle of a sentence.
+    """The paragraphs of docstrings that are followed by a blank line in the middle of a sentence.
 
-    What is indented, or begins with a backslash or a bar, is code, a list or a table.
+    Paragraphs that are indented, or begin with a backslash or a bar, are code, lists or tables.
     """
     found = []
     for node in ast.walk(ast.parse(source)):
@@ -157,7 +157,6 @@ def test_a_users_process_gets_no_foreign_runtime() -> None:
 
 
 def server(*arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs `diesel-server`."""
     command = [sys.executable, "-m", "diesel_server", *arguments]
     return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
 

@@ -2,8 +2,8 @@
 
 One rule: a package imports only packages that stand before it in `LAYERS`, and the modules of one
 package do not import each other in a circle. Imports count wherever they stand, inside functions
-and under TYPE_CHECKING too. Two more rules: what is `PURE` computes and does no I/O, and only what
-`OBSTORE` lists may import obstore.
+and under TYPE_CHECKING too. Two more rules: the modules of `PURE` compute and do no I/O, and only
+the modules of `OBSTORE` may import obstore.
 """
 
 import ast
@@ -20,19 +20,22 @@ LAYERS = (
     *"mounts forecast torch diesel_fs diesel_server dlcmd".split(),
     "diesel_kubernetes",
 )
-"""From the bottom up. `torch` is what training scripts import. The last four are
-`diesel_fs/__init__.py` (what users import), the two programs, and the programs for Kubernetes."""
+"""From the bottom up. Training scripts import `torch`. The last four are `diesel_fs/__init__.py`
+(which users import), the two programs, and the programs for Kubernetes.
+"""
 
 PROGRAMS = frozenset({"diesel_server", "dlcmd", "diesel_kubernetes"})
-"""What does not import one another. A program may run another one."""
+"""Programs do not import one another. A program may run another one."""
 
-# What may only compute. What reads a clock, a file, a socket, the environment or chance lies
-# elsewhere, or its value is handed in by the caller.
+# These may only compute. Code that reads a clock, a file, a socket, the environment or chance lies
+# elsewhere, or the caller passes the value.
 PURE = (
     *"format orders net.messages net.frames net.breaker cache.policy".split(),
     *"cache.admission cache.importance cache.lrfu storage.accounts.account".split(),
-    *"peers.ownership peers.membership".split(),
-    *"peers.wire peers.plan_wire peers.plan_teller peers.chunk_future".split(),
+    *"peers.members.ownership peers.members.membership peers.members.chunk_owners".split(),
+    *"peers.wire peers.local_wire peers.plan.messages peers.plan.publisher".split(),
+    *"peers.node.chunk_future peers.node.ledger peers.node.replacement".split(),
+    *"peers.node.lookahead peers.plan.future_build".split(),
     *"mounts.plans.control_wire".split(),
     *"mounts.sessions.protocol mounts.prefetch.planner mounts.prefetch.stream_tracker".split(),
     *"mounts.prefetch.resident_set mounts.prefetch.miss_fill mounts.prefetch.units".split(),
@@ -53,12 +56,12 @@ IMPURE_CALLS = frozenset(
 )
 
 # obstore's runtime hangs in a forked child, and users' training processes fork. Only the cloud
-# store itself and our own programs may bring it into a process.
+# store itself and our own programs may load it into a process.
 OBSTORE_MODULES = ("storage.objects.cloud.store", "storage.objects.cloud.requests")
 OBSTORE = (
     *OBSTORE_MODULES,
     *("storage.objects.cloud.proxy_process", "storage.objects.cloud.direct"),
-    *("peers.daemon", "mounts", "dlcmd", "diesel_server"),
+    *("peers.master.daemon", "mounts", "dlcmd", "diesel_server"),
 )
 
 TREE = Path(__file__).resolve().parents[1]
@@ -103,7 +106,7 @@ def _imports(source: str, module: str, *, is_package: bool) -> Iterator[tuple[in
 
 
 def owner(name: str, known: frozenset[str]) -> str | None:
-    """The module of ours that an imported name is, or lies in; None for other people's."""
+    """The module of ours that contains an imported name; None for other people's."""
     while name:
         if name in known:
             return name
@@ -126,7 +129,7 @@ def within(module: str, places: tuple[str, ...]) -> bool:
 def breaches(
     source: str, module: str, *, is_package: bool = False, known: frozenset[str]
 ) -> list[str]:
-    """What in this source the rules do not allow, one line each."""
+    """The breaches of the rules in this source, one line each."""
     if layer(module) not in LAYERS:
         return [f"{module}: its package is not in LAYERS"]
     is_pure = within(module, PURE)
@@ -156,7 +159,7 @@ def breaches(
 
 
 def circle(graph: Mapping[str, set[str]]) -> list[str]:
-    """The names along one circle of a graph; empty where there is none."""
+    """The names along one circle of a graph; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -180,7 +183,7 @@ def test_imports_point_downwards(module: str) -> None:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Which modules of ours each module imports."""
+    """For each module, the modules of ours that it imports."""
     graph = {}
     for module, path in ALL.items():
         source, is_package = path.read_text(encoding="utf-8"), path.name == "__init__.py"
@@ -197,18 +200,20 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}})
 
 
-def test_folders_of_mounts_import_each_other_in_one_direction() -> None:
+@each_row("package", ["mounts", "peers"])
+def test_folders_of_a_package_import_each_other_in_one_direction(package: str) -> None:
     """Its `__init__` names the order. A module beside the folders counts as one of its own."""
+    inside = f"diesel_fs.{package}."
 
     def part(module: str) -> str:
         return ".".join(module.split(".")[:3])
 
     graph: dict[str, set[str]] = {}
     for module, imported in import_graph().items():
-        if module.startswith("diesel_fs.mounts."):
-            parts = {part(each) for each in imported if each.startswith("diesel_fs.mounts.")}
+        if module.startswith(inside):
+            parts = {part(each) for each in imported if each.startswith(inside)}
             graph.setdefault(part(module), set()).update(parts - {part(module)})
-    assert "diesel_fs.mounts.sessions" in graph
+    assert {"diesel_fs.mounts.sessions", "diesel_fs.peers.members"} & set(graph)
     assert circle(graph) == []
 
 
@@ -276,5 +281,5 @@ def test_a_breach_is_found(module: str, source: str, complaint: str) -> None:
         ("dlcmd.main", "from diesel_fs.storage.objects.cloud.store import open_cloud"),
     ],
 )
-def test_what_is_allowed_passes(module: str, source: str) -> None:
+def test_allowed_imports_pass(module: str, source: str) -> None:
     assert breaches(source, module, known=MADE_UP) == []

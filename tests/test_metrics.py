@@ -22,7 +22,7 @@ def value(said: str, line: str) -> float:
     return float(found)
 
 
-def test_the_text_is_what_Prometheus_reads() -> None:
+def test_the_text_has_the_format_of_Prometheus() -> None:
     cells = private_cells()
     cells.add("diesel_requests_total", "read", "ok")
     cells.observe("diesel_request_seconds", "read", value=0.003)

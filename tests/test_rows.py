@@ -11,7 +11,7 @@ from .rows import RowsFailed, each_row
 
 
 def failures(table: Callable[..., None]) -> list[str]:  # type: ignore[explicit-any]
-    """What a table that fails says."""
+    """The lines of a failing table's error."""
     with pytest.raises(RowsFailed) as failed:
         table()
     assert failed.value.__cause__ is not None
@@ -48,7 +48,7 @@ async def test_the_rows_of_a_coroutine_run_in_trio() -> None:
     assert ran == [1, 2, 3]
 
 
-def test_an_error_that_did_not_come_a_group_of_errors_and_a_skip_are_failures() -> None:
+def test_a_missing_error_a_group_of_errors_and_a_skip_are_failures() -> None:
     def raise_all(errors: list[BaseException]) -> None:
         if errors:
             raise BaseExceptionGroup("of a nursery", errors) if errors[1:] else errors[0]

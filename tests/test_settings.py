@@ -10,7 +10,7 @@ import pytest
 
 from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, PermissionDenied
-from diesel_fs.peers.options import read_key_file
+from diesel_fs.peers.members.options import read_key_file
 from diesel_fs.settings import KEY_FILE_BYTES_MAX, Settings, load_settings
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 
@@ -130,7 +130,7 @@ def test_N9_every_verb_reports_it_in_one_line(config: Path, dlcmd: Dlcmd, tmp_pa
 
 
 def test_a_bad_key_file_is_refused_and_its_content_never_shown(tmp_path: Path) -> None:
-    """So is one that others may read. No error shows the content of the file."""
+    """A key file that others may read is refused, too. No error shows the content of the file."""
     file = tmp_path / "key"
     settings = Settings("diesel://server", "ann", str(file))
     with pytest.raises(ConfigError, match="cannot read the key"):

@@ -1,6 +1,6 @@
 """N8: no module reads a format that can run code from data: tests of the lint rule, and beyond.
 
-No rule of ruff knows that `recv()` of a `multiprocessing` pipe unpickles: a test here finds it.
+No rule of ruff covers `recv()` of a `multiprocessing` pipe, which unpickles: a test here finds it.
 """
 
 import ast

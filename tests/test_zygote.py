@@ -35,7 +35,7 @@ ENDS = {
 
 
 def both_ways(command: list[str], **options: object) -> list[tuple[int, bytes, bytes]]:
-    """How a command ends by `exec`, and by a fork of the zygote."""
+    """The results of a command that is started by `exec`, and by a fork of the zygote."""
     results = []
     for way in (zygote.by_exec, zygote.only_by_fork):
         with way():
@@ -45,7 +45,7 @@ def both_ways(command: list[str], **options: object) -> list[tuple[int, bytes, b
 
 
 @pytest.mark.parametrize("way", ["-c", "-m", "script"])
-def test_a_forked_program_finds_what_a_new_one_finds(way: str, tmp_path: Path) -> None:
+def test_a_forked_program_finds_the_state_of_a_new_one(way: str, tmp_path: Path) -> None:
     code = ["-c", REPORT.read_text()]
     words = {"-c": code, "-m": ["-m", "tests.zygote_report"], "script": [str(REPORT)]}[way]
     passed = os.pipe()
@@ -84,7 +84,7 @@ def test_a_forked_program_ends_as_a_new_one_ends() -> None:
     assert not wrong
 
 
-def test_output_that_nobody_reads_ends_a_forked_program_as_a_new_one() -> None:
+def test_a_closed_output_ends_a_forked_program_as_a_new_one() -> None:
     codes = []
     for way in (zygote.by_exec, zygote.only_by_fork):
         reader, writer = os.pipe()
@@ -121,8 +121,8 @@ def test_many_threads_start_programs_at_once() -> None:
     assert sorted(ended) == list(range(20))
 
 
-def test_descriptors_stay_open_whatever_their_numbers() -> None:
-    """Also those numbers that the zygote itself uses; other programs run meanwhile."""
+def test_descriptors_of_any_numbers_stay_open() -> None:
+    """Even those numbers that the zygote itself uses; other programs run meanwhile."""
     command = [sys.executable, "-c", "input()"]
     others = [subprocess.Popen(command, stdin=subprocess.PIPE) for _ in "abc"]
     file = os.open(os.devnull, os.O_RDONLY)
@@ -163,7 +163,7 @@ def test_signals_and_waits_reach_a_forked_program() -> None:
         assert process.wait() == -signal.SIGTERM
 
 
-def test_what_a_zygote_cannot_do_is_started_by_exec() -> None:
+def test_commands_that_a_zygote_cannot_run_are_started_by_exec() -> None:
     words = {
         "a shell": ["sh", "-c", "true"],
         "another interpreter": ["python3", "-c", "pass"],

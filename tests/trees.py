@@ -12,7 +12,7 @@ Facts = dict[bytes, tuple[object, ...]]
 
 
 def facts(top: Path, *, times: bool = True) -> Facts:
-    """By path, every entry below `top`: kind, mode, mtime, and content or target."""
+    """Every entry below `top` by path: kind, mode, mtime, and content or target."""
     found: Facts = {}
     for path, status in _walk(os.fsencode(top)):
         mtime_ns = status.st_mtime_ns if times else 0

@@ -17,7 +17,7 @@ _SPAWN = "import json, subprocess, sys; subprocess.run([sys.executable, '-c', ''
 
 
 def as_user() -> list[str]:
-    """The words before a command that the user shall run."""
+    """The words before a command that make it run as the user."""
     return ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "--"]
 
 

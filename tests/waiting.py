@@ -1,4 +1,4 @@
-"""How tests wait for something that another process, thread or task does."""
+"""Waits for the effect of another process, thread or task in tests."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import trio
 
 PATIENCE_S = 60.0
-"""What a test waits for comes far earlier, on a busy machine too."""
+"""The limit of a wait; even on a busy machine the wait is far shorter."""
 
 
 def wait_until(

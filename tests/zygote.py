@@ -2,11 +2,11 @@
 
 The start of a program costs 0.3 to 0.5 s of a processor, and nearly all of it is imports: numpy,
 trio, our own modules. A test run starts some thousands of programs. So each pytest process has a
-*zygote*: a process without threads that has imported what programs need, and waits. `installed`
-replaces `subprocess.Popen` by a class that, for a command such as `python -m dlcmd ls`, sends
-arguments, environment and descriptors to the zygote, which forks. The child takes them over and
-runs the module, script or code as a new interpreter would, after 20 ms. A second zygote, for
-programs that import torch, starts when the first of these programs does.
+*zygote*: a process without threads that has imported the modules of the programs, and waits.
+`installed` replaces `subprocess.Popen` by a class that, for a command such as `python -m dlcmd ls`,
+sends arguments, environment and descriptors to the zygote, which forks. The child takes them over
+and runs the module, script or code as a new interpreter would, after 20 ms. A second zygote, for
+programs that import torch, starts with the first of these programs.
 
 As with `exec`, it is a process of its own, with memory, descriptors, environment and arguments (in
 `/proc`, too), folder, session, limits, signals and exit status of its own; `tests/test_zygote.py`
@@ -54,14 +54,14 @@ from diesel_fs.system import syscalls
 from diesel_fs.system.daemons import DETACH
 
 OURS = ("diesel_fs", "diesel_server", "dlcmd")
-"""The packages that a zygote imports, with what they import, but without what needs torch."""
+"""The packages that a zygote imports, with their imports, but without modules that need torch."""
 
 PREPARED = (*OURS, "tests", "torch")
-"""The packages whose programs may be forked."""
+"""Programs of these packages may be forked."""
 
 _ROOT = Path(__file__).parents[1]
 PATH = [str(_ROOT), str(_ROOT / "server"), str(_ROOT / "cli")]
-"""Where the modules of this tree are."""
+"""The folders of this tree's modules."""
 
 _EXECUTABLE = sys.executable
 _DIES_WITH_PARENT = ["setpriv", "--pdeathsig", "KILL"]
@@ -131,8 +131,6 @@ class Command:
 
 
 class _State:
-    """What `Popen` of this process uses."""
-
     def __init__(self) -> None:
         self.is_on = False  # whether commands are forked
         self.must_exec = self.must_fork = False
@@ -154,7 +152,7 @@ _Plain = subprocess.Popen
 
 
 class Popen(subprocess.Popen):  # type: ignore[type-arg]  # of bytes or text, as the other
-    """`subprocess.Popen`, which has a zygote fork the programs that it can."""
+    """`subprocess.Popen`; a zygote forks the programs that it can run."""
 
     _relay: socket.socket | None = None
 
@@ -231,7 +229,9 @@ def _forkable(words: list[str], environment: Mapping[str, str] | None) -> Comman
 
 
 def _identity() -> list[object]:
-    """What a forked process would have of the zygote, and not of who starts it."""
+    """The properties that a forked process gets from the zygote, not from the process that starts
+    it.
+    """
     spaces: list[object] = [os.stat(f"/proc/self/ns/{name}").st_ino for name in _NAMESPACES]
     return [*spaces, *os.getresuid(), *os.getresgid(), *sorted(os.getgroups()), os.stat("/").st_ino]
 
@@ -244,8 +244,9 @@ def _fork(
     passed: Sequence[int],
     new_session: bool,
 ) -> tuple[socket.socket, int]:
-    """Have a zygote run a command. Returns the connection that will report its end, and its
-    process number. Raises OSError."""
+    """Let a zygote run a command. Returns the connection that will report its end, and its process
+    number. Raises OSError.
+    """
     ignored = [
         int(number)
         for number in signal.valid_signals()
@@ -322,8 +323,9 @@ _zygotes: list["subprocess.Popen[bytes]"] = []
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Fork programs that this process starts from now on, if this kernel lets a process say what
-    `/proc` shows of it (CONFIG_CHECKPOINT_RESTORE)."""
+    """Fork programs that this process starts from now on, if this kernel lets a process set the
+    texts that `/proc` shows of it (CONFIG_CHECKPOINT_RESTORE).
+    """
     if not _can_show():
         yield
         return
@@ -353,7 +355,7 @@ def by_exec() -> Iterator[None]:
 
 @contextmanager
 def only_by_fork() -> Iterator[None]:
-    """Fail during the `with` where a program would be started by `exec`."""
+    """Fail during the `with` if a program would be started by `exec`."""
     before, _state.must_fork = _state.must_fork, True
     try:
         yield
@@ -365,8 +367,9 @@ def only_by_fork() -> Iterator[None]:
 
 
 def main() -> "Job | None":
-    """Serve requests until who started this process ends. Returns in each child that is forked,
-    with what it has to run."""
+    """Serve requests until the process that started this one ends. Returns in each forked child,
+    with the job to run.
+    """
     listening, path, with_torch = socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3]
     _import_all(with_torch == "1")
     _state.is_on, _state.only_detached, _state.folder = True, True, os.path.dirname(path)
@@ -391,7 +394,7 @@ def _import_all(with_torch: bool) -> None:
 
 
 class Job(types.SimpleNamespace):
-    """A request, as the child that is to run it has received it."""
+    """A request, as received by the child that must run it."""
 
 
 class _Zygote:
@@ -402,7 +405,7 @@ class _Zygote:
         self._woken.setblocking(False)
         wake.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for those that it has forked
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is meant for its forked programs
         signal.set_wakeup_fd(wake.fileno())
         self._wake = wake
         self._selector = selectors.DefaultSelector()
@@ -424,8 +427,9 @@ class _Zygote:
                     return job
 
     def _close(self) -> None:
-        """Close all, in a child: an object that is collected later would close the descriptor that
-        has its number then."""
+        """Close everything, in a child: otherwise an object that is collected later would close the
+        descriptor that has its number then.
+        """
         signal.set_wakeup_fd(-1)
         self._selector.close()
         for each in (self._listening, self._woken, self._wake, *self._relays.values()):
@@ -462,7 +466,7 @@ class _Zygote:
 
 
 def _prepared(request: dict[str, object], files: list[int], relay: socket.socket) -> Job:
-    """Make this new process what a new program would find; called once."""
+    """Give this new process the state of a newly started program; called once."""
     job = Job(**request)
     command = job.command = Command(**job.command)
     for number in (signal.SIGCHLD, signal.SIGINT):
@@ -498,7 +502,7 @@ def _prepared(request: dict[str, object], files: list[int], relay: socket.socket
 
 
 def _take_over(files: list[int], targets: list[int]) -> None:
-    """Have the received descriptors under their numbers, and no others."""
+    """Move the received descriptors to their numbers, and close all others."""
     above = max(targets) + 1
     high = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, above) for each in files]
     for each in map(int, os.listdir("/proc/self/fd")):
@@ -512,7 +516,7 @@ def _take_over(files: list[int], targets: list[int]) -> None:
 
 
 def _show(words: list[str], environment: Mapping[str, str]) -> None:
-    """Have `/proc/self/cmdline` and `environ` show these. Raises OSError."""
+    """Let `/proc/self/cmdline` and `environ` show these. Raises OSError."""
     texts = [b"".join(os.fsencode(word) + b"\0" for word in words)]
     texts.append(b"".join(os.fsencode(f"{key}={text}\0") for key, text in environment.items()))
     places = []
@@ -545,7 +549,7 @@ _shown: list[ctypes.Array[ctypes.c_char]] = []  # the kernel reads it
 
 
 def run(job: Job) -> None:
-    """Run a program as the interpreter does that is started for it."""
+    """Run a program as an interpreter would that was started for it."""
     command = job.command
     own = len(_state.variables.get("PYTHONPATH", "").split(os.pathsep))
     sys.path[: 1 + own] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
@@ -565,8 +569,9 @@ def run(job: Job) -> None:
 
 
 def end(job: Job) -> NoReturn:
-    """Run a program to its end, as `Py_FinalizeEx` ends it. Only its modules are left to the
-    kernel: to take them apart would copy the zygote's memory, page by page."""
+    """Run a program to its end, as `Py_FinalizeEx` ends it, except for its modules: destroying them
+    would copy the zygote's memory, page by page.
+    """
     code, is_interrupted = 0, False
     try:
         run(job)

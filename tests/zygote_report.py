@@ -1,4 +1,4 @@
-"""Prints all that a program finds when it starts, as JSON; `test_zygote.py` compares it."""
+"""Prints the state that a program finds when it starts, as JSON; `test_zygote.py` compares it."""
 
 import json
 import os

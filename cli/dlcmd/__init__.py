@@ -5,6 +5,6 @@ table of verbs, and how errors become exit codes), then `options` (global option
 `addresses` (DATASET@VERSION/path), and the module of a verb. `output` prints results, `progress`
 shows how far a verb has come.
 
-The modules of verbs are imported when their verb is used, since each start pays for what it
-imports. Nothing here imports the server.
+The modules of verbs are imported when their verb is used, since each start pays for its imports.
+Nothing here imports the server.
 """

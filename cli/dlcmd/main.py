@@ -1,7 +1,7 @@
 """The program `dlcmd`: finds the verb, runs it, and turns errors into exit codes.
 
-The table `VERBS` names the module of each verb. A module is imported only when its verb is used, so
-that the program starts fast. How results look is decided in `output.py`.
+`VERBS` lists the verbs. The module of one, `verbs/NAME.py`, is imported only when the verb is used,
+so that the program starts fast. How results look is decided in `show/output.py`.
 
 Ctrl-C ends the program with 130, SIGTERM with 143, a closed terminal (SIGHUP) with 129. Everything
 that was committed by then stays, and the same command finishes the work when it is run again. When
@@ -26,46 +26,40 @@ from typing import NoReturn
 import click
 
 from diesel_fs.errors import DieselError, NoSpaceError, NotFoundError, PermissionDenied, UsageError
-from dlcmd.completing import COMPLETE, complete
-from dlcmd.options import HELP_NAMES, Flags, global_options
-from dlcmd.output import print_error
+from dlcmd.args.completing import COMPLETE, complete
+from dlcmd.args.options import HELP_NAMES, Flags, global_options
+from dlcmd.show.output import print_error
 
 VERBS = {
-    "put": ("putting", "Pack a folder, a file or a tar into a dataset."),
-    "get": ("getting", "Write a dataset back to a folder, or into a tar."),
-    "ls": ("listing", "List datasets, or the entries of one."),
-    "stat": ("listing", "Show the metadata of a dataset or an entry."),
-    "cat": ("getting", "Write the contents of files to standard output."),
-    "rm": ("removing", "Delete files, links or folders."),
-    "du": ("listing", "Count files, their bytes, and the space that they take."),
-    "diff": ("comparing", "Compare two versions, two datasets, or a dataset and a folder."),
-    "save-meta": ("metadata", "Write a dataset's metadata to a snapshot file."),
-    "load-meta": ("metadata", "Check a snapshot file and show what it holds."),
-    "delete-dataset": ("removing", "Delete a dataset for good."),
-    "purge": ("purging", "Free the space of replaced and deleted files."),
-    "compact": ("purging", "The same as purge."),
-    "verify": ("metadata", "Check the metadata against the chunks, and every checksum."),
-    "recover": ("metadata", "Rebuild the metadata from the chunks."),
-    "mount": ("mounting", "Mount a dataset as a read-only folder."),
-    "umount": ("mounting", "Unmount a dataset."),
-    "stats": ("mounting", "Show the counters and the state of a mount."),
-    "top": ("watching", "Show live how long readers of a mount wait, and for what."),
-    "dashboard": ("dashboard.command", "Show mounts, tasks, servers and datasets as a live page."),
-    "warmup": ("warming", "Load what lies at a path of a mount before it is read."),
-    "run": ("running", "Run a training command whose reads the mounts know ahead."),
-    "shuffle": ("shuffling", "Print the files in chunk-wise random order."),
-    "plan": ("planning", "Say beforehand what a training job will read, hit, cost and wait for."),
-    "bench": ("benching", "Measure how fast this machine puts, lists and reads a dataset."),
-    "doctor": ("diagnosing", "Check what a job needs here, and say what to do."),
-    "support": (
-        "supporting",
-        "Pack versions, settings and logs, without secrets, for help.",
-    ),
-    "user": ("accounts", "Add, remove, list, export or import the users of a server."),
-    "grant": ("accounts", "Give a user a role on a dataset."),
-    "completion": ("completing", "Print the code with which a shell completes dlcmd."),
+    "put": "Pack a folder, a file or a tar into a dataset.",
+    "get": "Write a dataset back to a folder, or into a tar.",
+    "ls": "List datasets, or the entries of one.",
+    "stat": "Show the metadata of a dataset or an entry.",
+    "cat": "Write the contents of files to standard output.",
+    "rm": "Delete files, links or folders.",
+    "du": "Count files, their bytes, and the space that they take.",
+    "diff": "Compare two versions, two datasets, or a dataset and a folder.",
+    "save-meta": "Write a dataset's metadata to a snapshot file.",
+    "load-meta": "Check a snapshot file and show its contents.",
+    "delete-dataset": "Delete a dataset for good.",
+    "purge": "Free the space of replaced and deleted files.",
+    "verify": "Check the metadata against the chunks, and every checksum.",
+    "recover": "Rebuild the metadata from the chunks.",
+    "mount": "Mount a dataset as a read-only folder.",
+    "umount": "Unmount a dataset.",
+    "stats": "Show the counters and the state of a mount.",
+    "top": "Show live how long readers of a mount wait, and for what.",
+    "dashboard": "Show mounts, tasks, servers and datasets as a live page.",
+    "warmup": "Load the files at a path of a mount before they are read.",
+    "run": "Run a training command whose reads the mounts know ahead.",
+    "shuffle": "Print the files in chunk-wise random order.",
+    "forecast": "Predict what a training job will read, hit, cost and wait for.",
+    "doctor": "Check what a job needs here, and say what to do.",
+    "user": "Add, remove, list, export or import the users of a server.",
+    "grant": "Give a user a role on a dataset.",
+    "completion": "Print the code with which a shell completes dlcmd.",
 }
-"""Of each verb: the module that has a function of its name, and its line in `dlcmd --help`."""
+"""Each verb, and its line in `dlcmd --help`."""
 
 ENDLESS = {"top", "dashboard"}
 """The verbs that go on until they are ended, so that there is nothing to finish."""
@@ -73,8 +67,9 @@ ENDLESS = {"top", "dashboard"}
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
     "info": "stat", "delete": "rm", "remove": "rm", "del": "rm", "unmount": "umount",
-    "check": "verify", "fsck": "verify", "repair": "recover", "gc": "purge", "status": "stats",
-    "diagnose": "doctor", "debug": "support",
+    "check": "verify", "fsck": "verify", "repair": "recover", "gc": "purge", "compact": "purge",
+    "status": "stats", "diagnose": "doctor", "debug": "doctor", "bench": "doctor",
+    "support": "doctor", "plan": "forecast",
 }  # fmt: skip
 """Words of other programs, and the verb of ours that does the same."""
 
@@ -99,8 +94,8 @@ class _Verbs(click.Group):
     def get_command(self, _: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
             return None
-        module = import_module(f"dlcmd.{VERBS[name][0]}")
-        command = getattr(module, name.replace("-", "_"))
+        word = name.replace("-", "_")
+        command = getattr(import_module(f"dlcmd.verbs.{word}"), word)
         assert isinstance(command, click.Command)
         return command
 
@@ -118,7 +113,7 @@ class _Verbs(click.Group):
 
     def format_commands(self, _: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Verbs (`dlcmd VERB --help` has examples)"):
-            formatter.write_dl([(name, text) for name, (_, text) in VERBS.items()])
+            formatter.write_dl([*VERBS.items()])
 
 
 @global_options
@@ -131,7 +126,7 @@ def program() -> None:
     \b
     Examples:
       dlcmd put ~/images pets           pack a folder
-      dlcmd ls -l pets/train            list what is in it
+      dlcmd ls -l pets/train            list the entries of a folder
       dlcmd mount pets /mnt/pets        mount it
       dlcmd umount /mnt/pets            unmount it
 
@@ -144,7 +139,6 @@ def program() -> None:
 
 
 def main() -> NoReturn:
-    """Run `dlcmd` with the arguments of this process."""
     prepare_process()
     if COMPLETE in os.environ:  # set by the code that `dlcmd completion` prints
         complete(program, os.environ[COMPLETE])
@@ -274,7 +268,7 @@ def _folder_is_gone() -> bool:
 
 
 def _reader_gone() -> bool:
-    """Whether stdout is a pipe whose reader has ended."""
+    """Whether stdout is a pipe without a reader."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

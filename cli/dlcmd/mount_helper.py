@@ -4,18 +4,16 @@ The device of a line in fstab is `DATASET[@VERSION]`, and each option of `dlcmd 
 option without its dashes. So the options are read from the verb itself, and this module only
 translates: it knows no option of a mount but those of mount(8).
 
-libmount's file `utab` tells umount(8) to start `umount.diesel` for what `mount.diesel` has mounted:
-a native mount is two mounts, which umount(8) alone would call busy.
+libmount's file `utab` (`utab.py`) tells umount(8) to start `umount.diesel` for the mounts that
+`mount.diesel` has made: a native mount is two mounts, which umount(8) alone would call busy.
 """
 
-import ctypes
 import difflib
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,10 +23,11 @@ from diesel_fs.errors import DieselError, PermissionDenied, UsageError
 from diesel_fs.mounts.mountpoint import is_alive, mounted_at, real_path
 from diesel_fs.settings import private_bytes
 
+from .args.options import HELP_NAMES, Flags, versioned_dataset
 from .main import as_diesel_error, prepare_process, run
-from .mounting import mount as mount_verb
-from .options import HELP_NAMES, Flags, versioned_dataset
-from .output import print_error
+from .show.output import print_error
+from .utab import update_utab
+from .verbs.mount import mount as mount_verb
 
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
 """Exit codes of mount(8) and umount(8)."""
@@ -47,21 +46,21 @@ _NOT_FOR_MOUNTS = {"foreground", "help", "json", "quiet", "url", "user", "verbos
 """Options of the verb that are no mount options, or are spelled in another way."""
 
 STATE_FOLDER, CACHE_FOLDER = "/var/lib/diesel-mount", "/var/cache/diesel-mount"
-"""Where a mount of root has its logs and sockets, and its copies of snapshots: the folders of the
+"""The folders for logs and sockets, and for copies of snapshots, of a mount of root: those of the
 systemd unit. At boot there is no home folder."""
 
 ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """The options of `dlcmd mount`, by what they are called behind `-o`."""
+    """The options of `dlcmd mount`, by their names behind `-o`."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
             long = max(each.opts, key=len).removeprefix("--")
             if long not in _NOT_FOR_MOUNTS:
                 names[long] = each
-            elif long in ("url", "user"):  # to mount(8), `user` says who may mount
+            elif long in ("url", "user"):  # `user` has another meaning to mount(8)
                 names[{"user": "username"}.get(long, long)] = each
     return dict(sorted(names.items()))
 
@@ -229,11 +228,11 @@ def umount_program(
     if code:
         raise click.exceptions.Exit(_EXIT_CODES.get(code, FAILED))
     if not os.geteuid():
-        _update_utab(None, mountpoint)
+        update_utab(None, mountpoint)
 
 
 def _last_of(given: Sequence[str], *names: str) -> str | None:
-    """Of options that take back each other, the one that counts."""
+    """The last of these options, which take back each other; None if none is given."""
     return next((each for each in reversed(given) if each in names), None)
 
 
@@ -264,7 +263,6 @@ def _load_environment(path: Path) -> None:
 
 
 def _is_mounted(mountpoint: str, name: str, version: int) -> bool:
-    """Whether this dataset is mounted there, in this version if one is named."""
     found = mounted_at(mountpoint)
     if found is None or not is_alive(mountpoint):
         return False
@@ -283,35 +281,9 @@ def _forbid_programs(mountpoint: str) -> None:
 
 
 def _note_helper(mountpoint: str) -> None:
-    """Note in utab that `umount.diesel` unmounts this."""
     found = mounted_at(mountpoint)
     if found is not None:
-        _update_utab(found.source, mountpoint)
-
-
-def _update_utab(source: str | None, mountpoint: str) -> None:
-    """Add a mount to utab, or take it out where `source` is None.
-
-    Where libmount or its folder is missing, nothing happens: `umount -R` unmounts without it, too.
-    """
-    with suppress(OSError, AttributeError):
-        library = ctypes.CDLL("libmount.so.1")
-        for name in ("mnt_new_fs", "mnt_new_update"):
-            getattr(library, name).restype = ctypes.c_void_p
-        target, filesystem = os.fsencode(mountpoint), None
-        if source is not None:
-            filesystem = ctypes.c_void_p(library.mnt_new_fs())
-            library.mnt_fs_set_source(filesystem, source.encode())
-            library.mnt_fs_set_target(filesystem, target)
-            library.mnt_fs_set_root(filesystem, b"/")
-            library.mnt_fs_set_options(filesystem, b"ro,helper=diesel")
-        update = ctypes.c_void_p(library.mnt_new_update())
-        removed = target if source is None else None
-        if library.mnt_update_set_fs(update, ctypes.c_ulong(0), removed, filesystem) == 0:
-            library.mnt_update_table(update, None)
-        library.mnt_free_update(update)
-        if filesystem is not None:
-            library.mnt_unref_fs(filesystem)
+        update_utab(found.source, mountpoint)
 
 
 def _run_program(program: click.Command) -> NoReturn:
@@ -337,10 +309,8 @@ def _run_program(program: click.Command) -> NoReturn:
 
 
 def main() -> NoReturn:
-    """Run `mount.diesel`."""
     _run_program(mount_program)
 
 
 def umount_main() -> NoReturn:
-    """Run `umount.diesel`."""
     _run_program(umount_program)

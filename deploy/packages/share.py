@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 from diesel_server.main import program as diesel_server
-from dlcmd.completing import SCRIPTS
 from dlcmd.main import program as dlcmd
 from dlcmd.mount_helper import mount_program, umount_program
+from dlcmd.verbs.completion import SCRIPTS
 
 from .man_pages import man_pages
 

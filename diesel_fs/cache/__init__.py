@@ -5,15 +5,17 @@ cache which fails or is full costs time and never an error.
 
 Three classes read, each for one kind of caller. `reader.py` has files for the Python API and the
 server of a mount, out of chunks in memory (`chunk_cache.py`, `order_prefetch.py`).
-`coalescing_reader.py` has many files at once for the prefetch worker of a mount, in front of it
-`order_log.py`. `range_reader.py` has parts of chunks for the clients of a server. They share
-`coalesce.py` (which bytes are read together, and what is done about damage), `stored_parts.py` (how
-a store is asked for parts) and `costs.py` (what reads cost).
+`coalescing_reader.py` has many files at once for the prefetch worker of a mount: `read_plan.py`
+cuts them into spans, and `span_fetcher.py` has the spans under way. `order_logs/` may stand in
+front of it. `range_reader.py` has parts of chunks for the clients of a server.
+
+All of them stand on `coalesce.py` (which bytes are read together, and how damage is repaired),
+`stored_parts.py` (one way to ask any store for parts) and `costs.py` (the costs of reads).
 
 Three places keep whole chunks near a server or a node: `tiers.py` (memory), `disk/`, and
 `read_through.py`, which fills one of them. `policy.py`, `lrfu.py`, `admission.py` and
-`replacement.py` decide what a full cache takes in and what leaves it. These four and `costs.py` are
-pure: they do no I/O and know no clock.
+`replacement.py` decide what a full cache takes in and what leaves it. These four,
+`costs.py` and `read_plan.py` are pure: they do no I/O and know no clock.
 
 Start with `reader.py`.
 """

@@ -94,7 +94,7 @@ class ChunkSource:
     def __init__(self, snapshot: Snapshot, objects: ObjectStore, counts: Counter[str]) -> None:
         """Adds to `fetches`, `fetched_bytes`, `healed` and `damaged` in `counts`."""
         self._snapshot = snapshot
-        self._objects = objects
+        self._reads = objects.fast_reads
         self._counts = counts
         self._names = ChunkNames(snapshot)
 
@@ -111,9 +111,9 @@ class ChunkSource:
         try:
             if fresh:
                 buffer = new_buffer(size)
-                self._objects.read_uncached(self.name(chunk), offset, buffer)
+                self._reads.read_uncached(self.name(chunk), offset, buffer)
             else:
-                buffer = self._objects.read(self.name(chunk), offset, size)
+                buffer = self._reads.read(self.name(chunk), offset, size)
         except ObjectMissing as error:
             raise self.lost_chunk_error(chunk, error) from error
         self._counts["fetches"] += 1

@@ -105,17 +105,18 @@ class EntryReader:
         """
         self.snapshot = snapshot
         self._objects = objects
+        self._reads = objects.fast_reads
         self._cache = ChunkCache(
             memory_bytes,
             self._load_chunk,
-            load_cause=WaitCause.PEER if objects.can_pin else WaitCause.STORE,
+            load_cause=WaitCause.PEER if self._reads.can_pin else WaitCause.STORE,
         )
         self._everything_fits = int(snapshot.chunk_sizes.sum()) <= memory_bytes
         self._prefers_entries = prefer_entries and not self._everything_fits
         self._ahead_chunks = 1
         self._counts: Counter[str] = Counter()
         self._source = ChunkSource(snapshot, objects, self._counts)
-        self._chunks = objects.chunk_reader(snapshot.identity, snapshot.version)
+        self._chunks = self._reads.chunk_reader(snapshot.identity, snapshot.version)
         self._stored = StoredParts(snapshot, objects)
         self._parts = self._stored if self._chunks is None else self._chunks
         self._single_bytes_max = 0
@@ -330,7 +331,7 @@ class EntryReader:
         `_check` only after a mismatch.
         """
         whole, columns, followed = window.whole, self.snapshot.columns, window.followed
-        joins = self._objects.batches_reads and followed is None and not self._everything_fits
+        joins = self._reads.batches_reads and followed is None and not self._everything_fits
         single = (
             index
             for index, number in zip(window.wanted.tolist(), window.chunks.tolist(), strict=True)
@@ -506,7 +507,7 @@ class EntryReader:
 
     def _is_pinned(self, number: int) -> bool:
         """Whether the store has the whole chunk in memory that it shares."""
-        return self._objects.can_pin and self._objects.can_pin_nowait(self._source.name(number))
+        return self._reads.can_pin and self._reads.can_pin_nowait(self._source.name(number))
 
     def _held_bytes(self, number: int) -> int:
         """What a whole chunk counts in the memory."""
@@ -582,7 +583,7 @@ class EntryReader:
         if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
             return None
         room = new_buffer(extent.stored)
-        if not self._objects.read_nowait(self._source.name(extent.chunk), extent.offset, room):
+        if not self._reads.read_nowait(self._source.name(extent.chunk), extent.offset, room):
             return None
         try:
             content = _decoded(room.toreadonly(), extent)
@@ -640,7 +641,7 @@ class EntryReader:
         """A whole chunk: pinned, and then checked; or read from the store, and not checked yet."""
         size = int(self.snapshot.chunk_sizes[number])
         on_revoke = partial(_revoke, weakref.ref(self._cache), number)
-        pinned = self._objects.pin(self._source.name(number), on_revoke)
+        pinned = self._reads.pin(self._source.name(number), on_revoke)
         if pinned is not None:
             self._counts["pinned_chunks"] += 1
             return LoadedChunk(pinned[:size], is_pinned=True)
@@ -654,7 +655,7 @@ class EntryReader:
         try:
             self._check_preamble(number, view)
         except ForeignError:  # another chunk, or damaged on its way: the store itself decides
-            self._objects.read_uncached(self._source.name(number), 0, view[:PREAMBLE_BYTES])
+            self._reads.read_uncached(self._source.name(number), 0, view[:PREAMBLE_BYTES])
             self._check_preamble(number, view)
         self._single_bytes_max = 0  # the next file may be in it
         return LoadedChunk(view)

@@ -40,7 +40,7 @@ class StoredParts:
     """
 
     def __init__(self, snapshot: Snapshot, objects: ObjectStore) -> None:
-        self._objects = objects
+        self._reads = objects.fast_reads
         self._names = ChunkNames(snapshot)
         self.costs = ReadCosts()
         """Of the reads so far."""
@@ -53,7 +53,7 @@ class StoredParts:
         wanted: list[Part] = [
             (self._names[chunk], start, size) for chunk, start, size in parts.tolist()
         ]
-        if self._objects.batches_reads:
+        if self._reads.batches_reads:
             requests = batched_parts(wanted, BATCH_PARTS_MAX, BATCH_BYTES_MAX)
             return _Arriving([self._pool().submit(self._together, some) for some in requests])
         if self.costs.is_slow:
@@ -89,7 +89,7 @@ class StoredParts:
         begun_s = time.monotonic()
         at_once = next(self._begun) - self._ended + 1
         try:
-            contents = list(self._objects.read_parts(parts))
+            contents = list(self._reads.read_parts(parts))
         finally:
             self._ended = next(self._ends) + 1
             size = sum(size for _, _, size in parts)

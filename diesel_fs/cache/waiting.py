@@ -14,9 +14,10 @@ from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from enum import IntEnum
 from typing import Protocol, TypeVar
+from uuid import UUID
 
 from ..format.entries import Bytes
-from ..storage.objects.store import ObjectStore, Part, StoreWrapper
+from ..storage.objects.store import ChunkReader, FastReads, ObjectStore, Part, StoreWrapper
 
 _T = TypeVar("_T")
 
@@ -94,26 +95,50 @@ class MarkedStore(StoreWrapper):
         with waiting_for(self._cause):
             self.inner.read_into(name, start, buffer)
 
+    @property
+    def fast_reads(self) -> FastReads:
+        return _MarkedReads(self, self.inner.fast_reads, self._cause)
+
+
+class _MarkedReads(FastReads):
+    """The reads of another store, marked with a cause if they may wait."""
+
+    def __init__(self, store: ObjectStore, inner: FastReads, cause: WaitCause) -> None:
+        super().__init__(store)
+        self._inner = inner
+        self._cause = cause
+        self.batches_reads = inner.batches_reads
+        self.can_pin = inner.can_pin
+
+    def chunk_reader(self, identity: UUID, version: int) -> ChunkReader | None:
+        return self._inner.chunk_reader(identity, version)
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        return self._inner.read_nowait(name, start, buffer)
+
+    def can_pin_nowait(self, name: str) -> bool:
+        return self._inner.can_pin_nowait(name)
+
     def read(self, name: str, start: int, size: int) -> Bytes:
         with waiting_for(self._cause):
-            return self.inner.read(name, start, size)
+            return self._inner.read(name, start, size)
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         with waiting_for(self._cause):
-            self.inner.read_uncached(name, start, buffer)
+            self._inner.read_uncached(name, start, buffer)
 
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        return self._marked(self.inner.read_ranges(name, ranges, room))
+        return self._marked(self._inner.read_ranges(name, ranges, room))
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
         with waiting_for(self._cause):
-            return self._marked(self.inner.read_parts(parts))
+            return self._marked(self._inner.read_parts(parts))
 
     def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
         with waiting_for(self._cause):
-            return self.inner.pin(name, on_revoke)
+            return self._inner.pin(name, on_revoke)
 
     def _marked(self, pieces: Iterator[_T]) -> Iterator[_T]:
         """The same pieces; waiting for the next one is marked, what the caller does between is

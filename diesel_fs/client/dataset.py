@@ -13,18 +13,14 @@ are not flushed stay with the process that made them.
 """
 
 import inspect
-import io
 import logging
 import os
 import reprlib
-import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple, Self, Unpack
+from typing import NamedTuple, Self, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -37,51 +33,39 @@ from ..errors import (
     ForeignError,
     IsAFolder,
     NoSuchDataset,
-    NoSuchFile,
     NoSuchPath,
     ObjectMissing,
-    PermissionDenied,
     UsageError,
 )
-from ..format.chunk import CHUNK_BYTES_DEFAULT
-from ..format.entries import Kind, Stat, check_path, split, whole_object
+from ..format.entries import Kind, Stat, whole_object
 from ..format.snapshot import layout
 from ..format.snapshot.reader import Snapshot, Stats
-from ..ingest.concurrent_writers import finish_put
-from ..ingest.options import COMPRESSIONS, PutReport
-from ..ingest.packer import MTIMES_NS, FileSkipped, Packer, start_packer
-from ..ingest.paths import is_reserved
+from ..ingest.options import COMPRESSIONS
 from ..names import cut, parse_versioned_name
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, chunk_order
-from ..peers.client import TaskStore, master_request
-from ..peers.options import NO_TASK, TaskKwargs, TaskOptions
+from ..peers.members.options import NO_TASK, TaskKwargs, TaskOptions
+from ..peers.reader.store import TaskStore, master_request
 from ..remote.open import open_configured
 from ..repository.interface import PurgeOptions, PurgeReport, Repository
 from ..repository.private_copies import open_snapshot_file, save_snapshot
-from ..repository.writing import WriteSession
 from ..settings import Settings, load_settings
 from ..storage.objects.store import ObjectStore
-from ..system.atomic_file import close_folder
 from .addressing import (
     EntryKey,
     EntryKeys,
     PathText,
-    encoded,
     index_of,
     indices_of,
     is_path,
     names_of,
 )
+from .pending_puts import PendingPuts, Source
 from .reopening import DatasetReference
 
 log = logging.getLogger("diesel.client")
 
 MEMORY_BYTES_DEFAULT = 256 << 20
 """Memory for chunks in each process; small, since a DataLoader has many processes."""
-
-_READ_BYTES = 1 << 20
-_MODE_MAX = 0o177777  # with the bits of the file's type, as `st_mode` has them
-_SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,9 +224,8 @@ class Dataset:
         self._version_fixed = is_version_fixed  # only `refresh` moves on from this version
         self._kept = is_kept  # opened at a named version: nothing can be written
         self._closed = False
-        self._newest = view  # the newest version that was shown; `load_meta` may go back
+        self._pending = PendingPuts(repository, view, options.compress)
         self._switch_version(view)
-        self._forget_writes()
 
     def __reduce__(self) -> tuple[object, ...]:
         """For a pickle: how another process opens the same version, with the order of reading.
@@ -423,7 +406,7 @@ class Dataset:
 
     def put(
         self,
-        source: str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO,
+        source: Source,
         path: PathText,
         *,
         mode: int = 0o644,
@@ -439,29 +422,8 @@ class Dataset:
         the last `flush` are lost: `put` and `flush` raise the error until the dataset is opened
         again.
         """
-        packer = self._writer()
-        target = self._target(path)
-        mode = whole_number("mode", mode, 0, _MODE_MAX)
-        now = time.time_ns()
-        if mtime_ns is not None:
-            now = whole_number("mtime_ns", mtime_ns, MTIMES_NS.start, MTIMES_NS.stop - 1)
-        try:
-            if isinstance(source, str | os.PathLike):
-                self._put_file(packer, local_path("source", source), target, now)
-            elif isinstance(source, bytes | bytearray | memoryview):
-                content = source if isinstance(source, bytes) else bytes(source)
-                self._add_parents(packer, target, now)
-                packer.add_stream(io.BytesIO(content), len(content), split(target), mode, now)
-            else:
-                with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
-                    _copy(source, spool)
-                    size = spool.tell()
-                    spool.seek(0)
-                    self._add_parents(packer, target, now)
-                    packer.add_stream(spool, size, split(target), mode, now)
-        except FileSkipped as reason:
-            raise ConflictError(f"{cut(os.fsdecode(target))!r} is not put: {reason}") from None
-        self._new_files.add(target)
+        self._check_writable()
+        self._pending.add(self._view, source, path, mode, mtime_ns)
 
     def flush(self) -> int:
         """Make all puts durable (DL_flush), and move on to the version that has them; return it.
@@ -470,17 +432,10 @@ class Dataset:
         file, or the other way round; the dataset then has the folder.
         """
         self._check_open()
-        if self._session is None or self._writer_pid != os.getpid():
+        if (report := self._pending.flush()) is None:
             return self._view.version
-        assert self._packer is not None
-        self._packer.finish()
-        report = PutReport()
-        if finish_put(self._repository, self._session, report):
-            self._packer.close()
-            self._forget_session()
         if not self._version_fixed:  # else the version that is shown stays, without the new files
-            self._new_folders.clear()
-            self._new_files.clear()
+            self._pending.forget_paths()
             self.refresh()
         for path, reason in report.failed:
             raise ConflictError(f"{os.fsdecode(path)!r}: {reason}")
@@ -502,12 +457,7 @@ class Dataset:
                 f"{reprlib.repr(path)} is a folder with entries",
                 advice="recursive=True deletes them too",
             )
-        self._writer()
-        assert self._session is not None
-        paths = [self._view.path(i) for i in reversed(entries)]
-        self._session.delete(paths)
-        self._new_folders.difference_update(paths)
-        self._new_files.difference_update(paths)
+        self._pending.delete(self._view, [self._view.path(i) for i in reversed(entries)])
         self.flush()
 
     # Metadata
@@ -563,7 +513,7 @@ class Dataset:
     def delete_dataset(self) -> None:
         """Delete the dataset for good (DL_delete_dataset), and close this object."""
         self._check_writable()
-        self._forget_writes()
+        self._pending.close()
         self._repository.delete_dataset(self.name)
         self.close()
 
@@ -607,9 +557,7 @@ class Dataset:
             )
 
     def _release(self) -> None:
-        if self._packer is not None and self._writer_pid == os.getpid():
-            self._packer.close()
-        self._forget_writes()
+        self._pending.close()
         self._reader.close()
         if self._task is not None:
             self._task.close()
@@ -621,7 +569,7 @@ class Dataset:
         if not self._version_fixed and (warning := self._repository.staleness_warning(view)):
             log.warning("%s", warning)
         self._view = view
-        self._newest = max(self._newest, view, key=_version)
+        self._pending.note_version(view)
         self._order = None
         limit = self._options.memory_bytes
         memory_bytes = MEMORY_BYTES_DEFAULT if limit is None else limit
@@ -643,88 +591,6 @@ class Dataset:
             former.close()
         self._task, self._task_version = task, view.version
         return task
-
-    def _forget_session(self) -> None:
-        """The next put begins a session of its own."""
-        self._session: WriteSession | None = None
-        self._packer: Packer | None = None
-
-    def _forget_writes(self) -> None:
-        """Start as a process that has put nothing."""
-        self._forget_session()
-        self._writer_pid = os.getpid()
-        self._new_folders: set[bytes] = set()  # put, and not in the version that is shown
-        self._new_files: set[bytes] = set()  # likewise
-
-    def _writer(self) -> Packer:
-        """The packer of this process, which is made first; a forked child makes its own."""
-        self._check_writable()
-        if self._writer_pid != os.getpid():
-            self._forget_writes()
-        if self._packer is None:
-            session = self._session = self._repository.begin(self.name, create=False)
-            session.use_view(self._view)
-            _ = session.view  # loads the version of now: conflicts are found against it
-            self._packer = start_packer(session, CHUNK_BYTES_DEFAULT, self._options.compress)
-        return self._packer
-
-    def _put_file(self, packer: Packer, source: Path, target: bytes, now: int) -> None:
-        """Put a file of this machine. Raises FileSkipped, NoSuchFile, PermissionDenied."""
-        try:
-            real = Path(os.path.realpath(source, strict=True))
-            folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                self._add_parents(packer, target, now)
-                packer.add_file(folder, os.fsencode(real.name), split(target))
-            finally:
-                close_folder(folder)
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise NoSuchFile(
-                f"there is no file {cut(str(source))!r} to put",
-                advice="`source` is the path of a file of this machine, or bytes: text is put by"
-                " text.encode(), and `path` comes second",
-            ) from error
-        except OSError as error:
-            raise PermissionDenied(f"cannot read {cut(str(source))!r}: {error.strerror}") from error
-
-    def _target(self, path: PathText) -> bytes:
-        """The path of a file to be put. Raises UsageError, and ConflictError for a folder."""
-        target = check_path(encoded(path))
-        if not target or is_reserved(target):
-            raise UsageError(
-                f"{reprlib.repr(path)} cannot be the path of a file: it is the root or reserved"
-            )
-        if target in self._new_folders or self._kind_at(target) == Kind.FOLDER:
-            raise ConflictError(
-                f"{cut(os.fsdecode(target))!r} is a folder", advice="delete it first"
-            )
-        return target
-
-    def _kind_at(self, path: bytes) -> Kind | None:
-        """The kind of the entry at a path, in the newest version that this writer knows.
-
-        Other writers may have put it after the version that is shown.
-        """
-        assert self._session is not None
-        view = max(self._newest, self._session.view, key=_version)
-        index = view.lookup(path)
-        return view.stat(index).kind if index >= 0 else None
-
-    def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
-        """Put the folders above a path, where they are missing. Raises ConflictError."""
-        folder = split(target)[0]
-        missing = []
-        while folder and folder not in self._new_folders:
-            kind = self._kind_at(folder)
-            if folder in self._new_files or kind not in (None, Kind.FOLDER):
-                raise ConflictError(f"{os.fsdecode(folder)!r} is a file", advice="delete it first")
-            if kind == Kind.FOLDER:
-                break
-            missing.append(folder)
-            folder = split(folder)[0]
-        for path in reversed(missing):
-            packer.add_folder(split(path), 0o755, mtime_ns)
-            self._new_folders.add(path)
 
     def _index(self, key: EntryKey) -> int:
         """The index of an entry. Raises as `_find`."""
@@ -781,19 +647,6 @@ def _indices(word: str, value: object) -> npt.NDArray[np.int64]:
     return found.astype(np.int64, copy=False)
 
 
-def _copy(source: object, spool: "tempfile.SpooledTemporaryFile[bytes]") -> None:
-    """Copy a file object to its end. Raises UsageError for what is none, and for text."""
-    read = getattr(source, "read", None)
-    if not callable(read):
-        raise wrong_type("source", "the path of a file, bytes, or a binary file object", source)
-    while data := read(_READ_BYTES):
-        if not isinstance(data, bytes | bytearray | memoryview):
-            raise UsageError(
-                f"source reads {type(data).__name__}, not bytes", advice="open it in binary mode"
-            )
-        spool.write(data)
-
-
 def _check_file(view: Snapshot, index: int) -> None:
     """Raises IsAFolder for a folder, and UsageError for a link."""
     kind = view.stat(index).kind
@@ -804,10 +657,6 @@ def _check_file(view: Snapshot, index: int) -> None:
         raise IsAFolder(f"{shown_path!r} is not a file: it is a folder")
     target = cut(os.fsdecode(view.link(index)))
     raise UsageError(f"{shown_path!r} is not a file: it is a link to {target!r}")
-
-
-def _version(view: Snapshot) -> int:
-    return view.version
 
 
 def _reopen(

@@ -11,7 +11,7 @@ from typing import Self
 from ..credentials import Credentials
 from ..errors import ConfigError, UsageError
 from ..format.snapshot.reader import Snapshot
-from ..peers.options import TaskOptions
+from ..peers.members.options import TaskOptions
 from ..remote.open import open_repository, same_view
 from ..repository.interface import Repository
 from ..settings import load_settings

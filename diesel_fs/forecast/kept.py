@@ -3,9 +3,9 @@ caches of its nodes, with the eviction policies of `cache/policy.py` themselves.
 
 There are three layouts of a cache:
 
-- **chunks**: the cache of a task (`peers/node_cache.py`). Each chunk has an owner among the nodes
-  (`peers/ownership.py`), which keeps it in memory, or else on its SSD. A chunk that misses is
-  fetched whole while there is free room. In a full cache the policy decides whether it replaces
+- **chunks**: the cache of a task (`peers/node/`). Each chunk has an owner among the nodes
+  (`peers/members/ownership.py`), which keeps it in memory, or else on its SSD. A chunk that misses
+  is fetched whole while there is free room. In a full cache the policy decides whether it replaces
   others; where the policy cannot tell, ski rental does (`cache/admission.py`). What is not fetched
   is read past the cache, from the store.
 - **files**: single files in a node's memory. Whatever was read is offered to the policy.
@@ -16,8 +16,8 @@ There are three layouts of a cache:
 What is simplified: memory and SSD of a node are one cache, whose chunks stay where they came; only
 owners keep chunks; all fetches succeed, and none takes so long that another read misses meanwhile.
 A policy that knows the future knows all reads of all epochs. A chunk is decided on by the reads of
-its files, as in a node's cache, where those of a push are still to come (`peers/chunk_future.py`);
-a single file when it has been read. Pure.
+its files, as in a node's cache, where those of a push are still to come
+(`peers/node/chunk_future.py`); a single file when it has been read. Pure.
 """
 
 from collections import Counter
@@ -35,10 +35,10 @@ from ..cache.policy import POLICIES, EvictionPolicy
 from ..cache.replacement import Shortage
 from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
-from ..peers.chunk_future import ChunkFuture
-from ..peers.ownership import Ownership
-from .nodes import Job
-from .reads import ALONE, IN_TASK, EpochReads, Files, Mask, Numbers
+from ..peers.members.ownership import Ownership
+from ..peers.node.chunk_future import ChunkFuture
+from .nodes import ForecastJob
+from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 
 Layout = Literal["chunks", "files", "log"]
 
@@ -97,8 +97,8 @@ def _knows_future(policy: EvictionPolicy) -> bool:
 
 
 def replay(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     epochs: Sequence[EpochReads],
     policy: str,
     layout: Layout,
@@ -258,8 +258,8 @@ class UnitCache:
 
 
 def _replay_chunks(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     epochs: Sequence[EpochReads],
     following: EpochReads | None,
     policy: str,
@@ -309,7 +309,7 @@ def _replay_chunks(
 
 
 def _pushes_of_nodes(
-    job: Job, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
+    job: ForecastJob, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
 ) -> npt.NDArray[np.int32]:
     """The push that each of these nodes loads while another one loads `push`: its last before that
     one, or its first."""
@@ -324,8 +324,8 @@ def _pushes_of_nodes(
 
 
 def _replay_files(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     epochs: Sequence[EpochReads],
     following: EpochReads | None,
     policy: str,
@@ -356,7 +356,10 @@ def _replay_files(
 
 
 def _replay_log(
-    job: Job, files: Files, epochs: Sequence[EpochReads], following: EpochReads | None
+    job: ForecastJob,
+    files: ForecastFiles,
+    epochs: Sequence[EpochReads],
+    following: EpochReads | None,
 ) -> list[EpochSources]:
     logged_by = np.full(len(files), -1, np.int32)  # the node that has each file, for this epoch
     sources = []
@@ -382,7 +385,7 @@ def _replay_log(
     return sources
 
 
-def _node_of_rows(job: Job, reads: EpochReads) -> npt.NDArray[np.int32]:
+def _node_of_rows(job: ForecastJob, reads: EpochReads) -> npt.NDArray[np.int32]:
     """The node that reads each row."""
     return reads.rank[reads.push[reads.access]] // np.int32(job.ranks)
 
@@ -398,7 +401,7 @@ class _Found:
 
 
 def _summed(
-    files: Files,
+    files: ForecastFiles,
     reads: EpochReads,
     source: Sources,
     is_fetched: Mask,

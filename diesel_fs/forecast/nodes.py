@@ -13,7 +13,7 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
 Shuffle = Literal["full", "chunk"]
 
 CONNECTIONS = 64
-"""Requests to the store at once: `FETCH_THREADS` of `cache/coalescing_reader.py`."""
+"""Requests to the store at once: `FETCH_THREADS` of `cache/stored_parts.py`."""
 
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
 RANKS_MAX = 1 << 12
@@ -21,7 +21,7 @@ RANKS_MAX = 1 << 12
 
 
 @dataclass(frozen=True, slots=True)
-class Store:
+class ForecastStore:
     """The object store, as one node sees it.
 
     A request takes `request_s` until its first byte comes, and then gets `connection_bytes_per_s`
@@ -41,7 +41,7 @@ class Store:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class ForecastNode:
     """One machine of the job; all are alike.
 
     `window_bytes`: memory into which the mount loads files before they are read. `memory_bytes`:
@@ -61,7 +61,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class ForecastJob:
     """A data-parallel training job. Its constructor raises UsageError.
 
     In each iteration, each of `nodes` x `ranks` processes reads `batch` files, and the slowest one
@@ -70,8 +70,8 @@ class Job:
     batches under way.
     """
 
-    node: Node
-    store: Store = Store()
+    node: ForecastNode
+    store: ForecastStore = ForecastStore()
     nodes: int = 1
     ranks: int = 1
     batch: int = 64

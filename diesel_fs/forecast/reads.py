@@ -24,7 +24,7 @@ from ..format.snapshot.reader import Indices, Snapshot
 from ..mounts.prefetch.units import PAGE_BYTES, Columns, cut
 from ..orders.parts import part_positions
 from ..orders.shuffle import ChunkedFiles
-from .nodes import Job
+from .nodes import ForecastJob
 
 Mask = npt.NDArray[np.bool_]
 Numbers = npt.NDArray[np.int64]
@@ -35,7 +35,7 @@ _LIMITS = ReadLimits()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Files:
+class ForecastFiles:
     """The files of a dataset, and the chunks that hold them. It can be pickled.
 
     `chunk`, `offset`, `stored` and `pages` have a value for each file, in the order of `shuffled`:
@@ -50,7 +50,7 @@ class Files:
     chunk_bytes: npt.NDArray[np.uint64]
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> "Files":
+    def of(cls, snapshot: Snapshot) -> "ForecastFiles":
         """All files of a snapshot. Raises UsageError where it has none, CorruptError."""
         entries = snapshot.files()
         if not len(entries):
@@ -85,7 +85,9 @@ class Files:
         return int(self.stored.sum())
 
 
-def epoch_order(job: Job, files: Files, epoch: int, given: Indices | None = None) -> Indices:
+def epoch_order(
+    job: ForecastJob, files: ForecastFiles, epoch: int, given: Indices | None = None
+) -> Indices:
     """What each rank reads in an epoch: positions in `files`, by rank and place in its order.
 
     `given` is the order of all ranks together, where the user has one; else it is drawn by the
@@ -124,7 +126,9 @@ class EpochReads:
     access: Small
     place: Small
 
-    def requests(self, files: Files, is_wanted: Mask, limits: "Limits") -> tuple[Numbers, Numbers]:
+    def requests(
+        self, files: ForecastFiles, is_wanted: Mask, limits: "MergeLimits"
+    ) -> tuple[Numbers, Numbers]:
         """How many requests bring the rows for which `is_wanted` holds, and their bytes: by push.
 
         Neighbours in one chunk are read in one request, as `CoalescingReader` reads them.
@@ -147,7 +151,7 @@ class EpochReads:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class MergeLimits:
     """Which neighbours are read in one request: with at most `gap_bytes` between them, and at most
     `span_bytes` in all."""
 
@@ -155,14 +159,16 @@ class Limits:
     span_bytes: int
 
 
-IN_TASK = Limits(_LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
+IN_TASK = MergeLimits(_LIMITS.batched_gap_bytes, _LIMITS.span_bytes)
 """Of what a reader of a task's cache reads past it."""
 
-ALONE = Limits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
+ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
 """Of a mount without a cache, at a slow store."""
 
 
-def cut_epoch(job: Job, files: Files, order: Indices, *, push_files: int = 0) -> EpochReads:
+def cut_epoch(
+    job: ForecastJob, files: ForecastFiles, order: Indices, *, push_files: int = 0
+) -> EpochReads:
     """What the mounts ask for in an epoch. With `push_files`, each push has so many files in the
     rank's order, as other systems read; else the mount's rule decides."""
     world, length = order.shape
@@ -205,7 +211,9 @@ def cut_epoch(job: Job, files: Files, order: Indices, *, push_files: int = 0) ->
     )
 
 
-def _mount_pushes(job: Job, files: Files, order: Indices) -> tuple[Small, Small, Small]:
+def _mount_pushes(
+    job: ForecastJob, files: ForecastFiles, order: Indices
+) -> tuple[Small, Small, Small]:
     """The push of each rank and place, and of each push its rank and first place."""
     world, length = order.shape
     columns = Columns(files.chunk.astype(np.int32), files.pages, len(files.chunk_bytes))

@@ -18,7 +18,7 @@ UNITS = {"chunks": "whole chunks", "files": "files", "log": "files, in the next 
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ForecastOptions:
     """How the user would mount: sizes as they are written after the options."""
 
     dataset: str
@@ -39,14 +39,14 @@ def recommended(forecasts: Sequence[Forecast]) -> Forecast:
     )
 
 
-def needs_no_cache(forecast: Forecast, options: Options) -> bool:
+def needs_no_cache(forecast: Forecast, options: ForecastOptions) -> bool:
     """Whether a mount of its own suffices: one machine has memory for all, and the user has named
     no SSD that would keep it for later jobs."""
     job = forecast.job
     return options.fits_alone and job.nodes == 1 and not job.node.disk_bytes
 
 
-def commands(forecast: Forecast, options: Options) -> list[str]:
+def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
     """The commands that a user pastes: the mount on each node, then the training."""
     job = forecast.job
     is_plain = needs_no_cache(forecast, options)

@@ -32,8 +32,8 @@ from ..cache.coalesce import ReadLimits
 from ..format.snapshot.reader import Indices
 from ..mounts.prefetch.units import PAGE_BYTES
 from .kept import ORDER_LOG, STORE, TIERS, EpochSources, Layout, OnProgress, looks_ahead, replay
-from .nodes import CONNECTIONS, Job
-from .reads import EpochReads, Files, Mask, Numbers, cut_epoch, epoch_order
+from .nodes import CONNECTIONS, ForecastJob
+from .reads import EpochReads, ForecastFiles, Mask, Numbers, cut_epoch, epoch_order
 
 IMBALANCE = 0.1
 """An iteration is imbalanced where the waits of two ranks differ by more than this part of the time
@@ -79,7 +79,7 @@ class Forecast:
 
     policy: str
     layout: Layout
-    job: Job
+    job: ForecastJob
     epochs: tuple[EpochForecast, ...]
 
     @property
@@ -104,7 +104,9 @@ def layout_of(policy: str) -> Layout:
     return "log" if policy == ORDER_LOG else "chunks"
 
 
-def read_epochs(job: Job, files: Files, given: Indices | None = None) -> list[EpochReads]:
+def read_epochs(
+    job: ForecastJob, files: ForecastFiles, given: Indices | None = None
+) -> list[EpochReads]:
     """What the mounts ask for in all epochs; `given` as in `epoch_order`."""
     return [
         cut_epoch(job, files, epoch_order(job, files, epoch, given)) for epoch in range(job.epochs)
@@ -112,8 +114,8 @@ def read_epochs(job: Job, files: Files, given: Indices | None = None) -> list[Ep
 
 
 def forecast(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     policy: str,
     *,
     given: Indices | None = None,
@@ -133,8 +135,8 @@ def forecast(
 
 
 def timed(
-    job: Job,
-    files: Files,
+    job: ForecastJob,
+    files: ForecastFiles,
     reads: Sequence[EpochReads],
     sources: Sequence[EpochSources],
     *,
@@ -197,8 +199,8 @@ class _Clock:
 
     def __init__(
         self,
-        job: Job,
-        files: Files,
+        job: ForecastJob,
+        files: ForecastFiles,
         reads: Sequence[EpochReads],
         sources: Sequence[EpochSources],
         *,
@@ -225,7 +227,7 @@ class _Clock:
         ]
         self._lanes = self._make_lanes(files, sources)
 
-    def _make_lanes(self, files: Files, sources: Sequence[EpochSources]) -> list[_Lane]:
+    def _make_lanes(self, files: ForecastFiles, sources: Sequence[EpochSources]) -> list[_Lane]:
         job, lanes = self._job, []
         pages = []  # by push
         for each, found in zip(self._reads, sources, strict=True):
@@ -264,7 +266,7 @@ class _Clock:
             )
         return lanes
 
-    def _window(self, files: Files, node: int) -> Seconds:
+    def _window(self, files: ForecastFiles, node: int) -> Seconds:
         """The memory of a node's window, by iteration. A kept file is of use from one read to the
         next that finds it."""
         job, numbers, rows, hits, first = self._job, [], [], [], 0
@@ -340,7 +342,9 @@ class _Clock:
         lane.begun, lane.free_s = until, float(ends[-1])
 
 
-def _service_s(job: Job, files: Files, reads: EpochReads, found: EpochSources) -> Seconds:
+def _service_s(
+    job: ForecastJob, files: ForecastFiles, reads: EpochReads, found: EpochSources
+) -> Seconds:
     """How long a node takes for each push, beside the latency of the first request."""
     node, store = job.node, job.store
     mean_bytes = found.store_bytes / np.maximum(found.requests, 1)
@@ -361,7 +365,7 @@ def _service_s(job: Job, files: Files, reads: EpochReads, found: EpochSources) -
     return slowest_s
 
 
-def _latency_s(job: Job, found: EpochSources) -> Seconds:
+def _latency_s(job: ForecastJob, found: EpochSources) -> Seconds:
     """How long the first byte of each push takes where nothing else is under way."""
     network_s = np.where(found.peer_bytes > 0, job.node.network_request_s, 0.0)
     return np.where(found.requests > 0, job.store.request_s, network_s)

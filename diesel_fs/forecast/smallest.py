@@ -9,7 +9,7 @@ what. So the size is bisected. More room is assumed to be no worse. Pure.
 from collections.abc import Callable
 from dataclasses import replace
 
-from .nodes import Job
+from .nodes import ForecastJob
 from .simulate import Forecast
 
 STALL_PART_MAX = 0.01
@@ -25,7 +25,9 @@ def stalls(forecast: Forecast) -> bool:
     return later.seconds > later.compute_s * (1 + STALL_PART_MAX)
 
 
-def smallest_disk(job: Job, data_bytes: int, run: Callable[[Job], Forecast]) -> int | None:
+def smallest_disk(
+    job: ForecastJob, data_bytes: int, run: Callable[[ForecastJob], Forecast]
+) -> int | None:
     """How many bytes of SSD each node needs, so that the job does not stall; None where the whole
     dataset on the SSDs is not enough, as something else is too slow.
 

@@ -121,7 +121,7 @@ class Preamble:
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ChunkHeader:
     """A chunk's preamble and the columns of its n entries, checked.
 
     `folder` holds for each entry an index in `folders`. Mappings are keyed by place. Offsets in
@@ -344,7 +344,7 @@ def parse_preamble(
     return preamble
 
 
-def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
+def parse_header(preamble: Preamble, data: bytes | memoryview) -> ChunkHeader:
     """The header, from its stored bytes (`data` begins behind the preamble). Raises TruncatedError
     or CorruptError."""
     if len(data) < preamble.header_stored:
@@ -370,7 +370,7 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> Header:
     links = _links(columns["links"], records)
     extents = _extents(columns["extents"], records)
     _check_bodies(preamble, records, extents)
-    return Header(
+    return ChunkHeader(
         preamble=preamble,
         folders=folders,
         folder=folder,
@@ -403,7 +403,9 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
     return content
 
 
-def damaged_places(header: Header, body: memoryview, body_start: int | None = None) -> list[int]:
+def damaged_places(
+    header: ChunkHeader, body: memoryview, body_start: int | None = None
+) -> list[int]:
     """The places of the entries whose bytes in `body` contradict the header. `body_start` is the
     offset that `body` has in the object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start

@@ -16,9 +16,9 @@ from ..errors import CorruptError
 from .chunk import (
     ENTRIES_MAX,
     EXTENT_ALIGNMENT,
+    ChunkHeader,
     Entries,
     ExtentInfo,
-    Header,
     damaged_places,
     pack_body,
     parse_header,
@@ -165,7 +165,7 @@ class ChunkBuilder:
         """Add a tombstone: an entry that says that this path is deleted."""
         self._add(path, Kind.TOMBSTONE, 0, 0, 0, 0, _RAW, 0)
 
-    def add_copy(self, source: Header, place: int, stored: memoryview) -> None:
+    def add_copy(self, source: ChunkHeader, place: int, stored: memoryview) -> None:
         """Add an entry of another chunk unchanged, with its stamp; `stored` is its body there.
 
         The body is not decoded here; `seal` checks it.
@@ -189,7 +189,7 @@ class ChunkBuilder:
         """Give the entry that was added last another stamp than this chunk's ID and its place."""
         self._entries.stamps[len(self) - 1] = value
 
-    def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], Header]:
+    def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], ChunkHeader]:
         """The buffers of the chunk with this ID, in order, and its header, parsed back from them.
 
         The body's buffer belongs to the builder: use it before `clear()`. Raises CorruptError if

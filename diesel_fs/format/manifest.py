@@ -66,7 +66,7 @@ class Manifest:
         return len(self.lines)
 
 
-class Fault(NamedTuple):
+class ManifestFault(NamedTuple):
     """The reason why a line of a manifest names no sample of a dataset."""
 
     line: int
@@ -81,7 +81,7 @@ class FoundSamples(NamedTuple):
     """The entry of each sample."""
     target_entries: npt.NDArray[np.int32] | None
     """The entry of each class, if the targets are files."""
-    faults: list[Fault]
+    faults: list[ManifestFault]
     """The first ones, in the order of the lines."""
     fault_count: int
 
@@ -161,7 +161,7 @@ def find_samples(manifest: Manifest, snapshot: Snapshot, folder: bytes) -> Found
         if not reason:
             first = int(manifest.lines[np.flatnonzero(entries == entries[at])[0]])
             reason = f"line {first} names it, too"
-        faults.append(Fault(int(manifest.lines[at]), path, reason))
+        faults.append(ManifestFault(int(manifest.lines[at]), path, reason))
     return FoundSamples(entries, target_entries, faults, int(np.count_nonzero(is_bad)))
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from ..cache.reader import EntryFile, EntryReader
 from ..errors import FormatError, ObjectMissing
-from ..format.chunk import CHUNK_BYTES_DEFAULT, Header
+from ..format.chunk import CHUNK_BYTES_DEFAULT, ChunkHeader
 from ..format.chunk_id import chunk_id_text
 from ..format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from ..format.snapshot.build import build_snapshot
@@ -43,7 +43,7 @@ class _Entry(NamedTuple):
     """An entry of a new chunk, by its position in the chunk's header."""
 
     stamp: Stamp
-    header: Header
+    header: ChunkHeader
     position: int
     is_own: bool  # written by this session
 
@@ -129,7 +129,7 @@ def _files_replaced_by_folders(
     return {path: extents for path, extents in replaced.items() if extents}
 
 
-def _possible_conflicts(header: Header, session: WriteSession) -> Iterator[bytes]:
+def _possible_conflicts(header: ChunkHeader, session: WriteSession) -> Iterator[bytes]:
     """The paths of another writer's chunk that may conflict: its files and links, and its folders
     inside a folder to which this session has committed something."""
     kinds = header.records["kind"]
@@ -168,7 +168,7 @@ def _replaced_extents(entries: list[_Entry]) -> list[_Entry]:
 
 def _headers(
     repository: Repository, session: WriteSession, chunks: Iterable[ChunkId]
-) -> Iterator[Header]:
+) -> Iterator[ChunkHeader]:
     for chunk in sorted(chunks):
         try:
             yield repository.read_header(session.identity, chunk)

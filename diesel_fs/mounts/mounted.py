@@ -12,7 +12,7 @@ from typing import Self, Unpack
 from ..arguments import flag, keyword_errors, local_path, text, whole_number, words_of
 from ..client.dataset import Dataset
 from ..names import parse_versioned_name
-from ..peers.options import TaskKwargs, TaskOptions
+from ..peers.members.options import TaskKwargs, TaskOptions
 from ..settings import load_settings
 from . import launcher
 from .options import MountRequest

@@ -12,7 +12,7 @@ from typing import ClassVar
 from ..credentials import Credentials, parse_key
 from ..errors import UsageError
 from ..net.endpoints import parse_endpoint
-from ..peers.options import NO_TASK, FillPolicy, TaskOptions
+from ..peers.members.options import NO_TASK, FillPolicy, TaskOptions
 from ..settings import READ_DEADLINE_S
 from ..system.available_memory import memory_limit_bytes
 from ..system.daemons import DaemonRequest

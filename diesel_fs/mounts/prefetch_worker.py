@@ -31,7 +31,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.coalescing_reader import Batch, BatchSource
-from ..cache.order_log import LoggedReader, LogPlan, OrderLogs, is_log_worthwhile
+from ..cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
+from ..cache.order_logs.streams import LogPlan
 from ..errors import DieselError
 from ..format.entries import Kind
 from ..format.image import Image
@@ -40,8 +41,8 @@ from ..format.snapshot.layout import MANY_EXTENTS, kinds
 from ..format.snapshot.reader import Snapshot
 from ..net.messages import Message, Value
 from ..orders.plan import NO_ENTRIES, Entries
-from ..peers.plan_sender import PlanSender, StreamProgress
-from ..peers.sealed_memory import raise_descriptor_limit
+from ..peers.node.sealed_memory import raise_descriptor_limit
+from ..peers.plan.sender import PlanSender, StreamProgress
 from ..system.syscalls import keep_large_allocations
 from .mountpoint import MountPresence
 from .options import MountRequest

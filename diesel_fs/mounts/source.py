@@ -27,9 +27,9 @@ from ..cache.disk.folder import CacheFolder
 from ..cache.disk.jobs import Jobs
 from ..cache.disk.logs import OrderLogFiles
 from ..cache.disk.marker import prepare_cache_folder
-from ..cache.log_addresses import LogAddresses, LogEntryReader
-from ..cache.log_layout import SEGMENT_BYTES
-from ..cache.order_log import STAGED_BYTES, OrderLogs
+from ..cache.order_logs.addresses import LogAddresses, LogEntryReader
+from ..cache.order_logs.layout import SEGMENT_BYTES
+from ..cache.order_logs.logs import STAGED_BYTES, OrderLogs
 from ..cache.reader import EntryReader as ChunkEntryReader
 from ..cache.waiting import MarkedStore, WaitCause
 from ..errors import (
@@ -42,8 +42,8 @@ from ..errors import (
 )
 from ..format.snapshot.diff import OldIndices, SnapshotDiff
 from ..format.snapshot.reader import Snapshot
-from ..peers.client import MASTER_END_WAIT_S, TaskStore, master_request
-from ..peers.plan_sender import PlanSender
+from ..peers.plan.sender import PlanSender
+from ..peers.reader.store import MASTER_END_WAIT_S, TaskStore, master_request
 from ..remote.open import open_repository
 from ..repository.catalog import DatasetInfo
 from ..repository.interface import Repository
@@ -244,7 +244,7 @@ class MountSource:
         """What tells the task's cache of plans for a version; None without a task, and where the
         cache of that version was not joined."""
         store = self._stores.get(snapshot.version)
-        return None if store is None else PlanSender(snapshot, store.tell_plan)
+        return None if store is None else PlanSender(snapshot, store.send_plan)
 
     def switch_version(self, snapshot: Snapshot) -> None:
         """Tells the task's cache that the mount has switched to a version. Blocks for a moment."""

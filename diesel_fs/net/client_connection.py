@@ -310,7 +310,7 @@ class Connection:
     # Frames
 
     def _receive_frame(
-        self, limits: wire.Limits, room: memoryview | None, deadline: Deadline
+        self, limits: wire.FrameLimits, room: memoryview | None, deadline: Deadline
     ) -> Answer:
         lengths = wire.parse_lengths(self._exactly(wire.LENGTHS_BYTES, deadline), limits)
         message = wire.parse_head(self._exactly(lengths.head, deadline), limits)

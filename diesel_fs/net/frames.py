@@ -156,7 +156,7 @@ def login_challenge(nonce: bytes, binding: bytes, user: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FrameLimits:
     """The largest frame that is allowed: bytes of its head, items in the message, bytes of its
     payload."""
 
@@ -165,12 +165,12 @@ class Limits:
     payload_bytes: int
 
 
-BEFORE_LOGIN_LIMITS = Limits(4 << 10, 64, 0)
-REQUEST_LIMITS = Limits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
+BEFORE_LOGIN_LIMITS = FrameLimits(4 << 10, 64, 0)
+REQUEST_LIMITS = FrameLimits(8 << 20, 1 << 10, (1 << 30) + (64 << 20))
 READ_BYTES_MAX = REQUEST_LIMITS.payload_bytes
 """Bytes that one request may read: a whole chunk, the largest range that there is."""
 
-ANSWER_LIMITS = Limits(64 << 20, 1 << 22, (1 << 32) - 1)
+ANSWER_LIMITS = FrameLimits(64 << 20, 1 << 22, (1 << 32) - 1)
 
 
 class Lengths(NamedTuple):
@@ -180,7 +180,7 @@ class Lengths(NamedTuple):
     payload: int
 
 
-def frame(message: Message, limits: Limits, payload_bytes: int = 0) -> bytes:
+def frame(message: Message, limits: FrameLimits, payload_bytes: int = 0) -> bytes:
     """The lengths and head of a frame; the caller sends the payload behind them. Raises UsageError
     beyond the limits."""
     head: bytes = msgpack.packb(message)
@@ -188,7 +188,7 @@ def frame(message: Message, limits: Limits, payload_bytes: int = 0) -> bytes:
     return _LENGTHS.pack(len(head), payload_bytes) + head
 
 
-def parse_lengths(content: bytes | bytearray, limits: Limits) -> Lengths:
+def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
     """The lengths in the first 8 bytes of a frame. Raises CorruptError beyond the limits."""
     lengths = Lengths(*_LENGTHS.unpack(content))
     try:
@@ -198,7 +198,7 @@ def parse_lengths(content: bytes | bytearray, limits: Limits) -> Lengths:
     return lengths
 
 
-def parse_head(content: bytes | bytearray | memoryview, limits: Limits) -> Message:
+def parse_head(content: bytes | bytearray | memoryview, limits: FrameLimits) -> Message:
     """The message in the head of a frame. Raises CorruptError."""
     return unpack(content, limits.items)
 
@@ -213,7 +213,7 @@ def check_required_fields(message: Message) -> None:
             )
 
 
-def _check(lengths: Lengths, limits: Limits) -> None:
+def _check(lengths: Lengths, limits: FrameLimits) -> None:
     if not 0 < lengths.head <= limits.head_bytes:
         raise UsageError(f"a message of {lengths.head} bytes (at most {limits.head_bytes})")
     if lengths.payload > limits.payload_bytes:

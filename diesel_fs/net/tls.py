@@ -3,8 +3,8 @@
 A server's certificate comes from files (`load_certificate`), and its clients check it against the
 authorities that they trust. A master of a task makes its own certificate when it starts, with a key
 that is never written to a disk; its SHA-256 travels with the master's registration
-(`peers/membership.py`). So no authority signs a master's certificate, and nobody checks the names
-and dates in it.
+(`peers/members/membership.py`). So no authority signs a master's certificate, and nobody checks the
+names and dates in it.
 
 Logins and handshakes sign the SHA-256 of the certificate (`WIRE.md`, section 3).
 

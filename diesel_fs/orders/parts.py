@@ -21,7 +21,7 @@ from ..format.snapshot.reader import Indices
 
 
 @dataclass(frozen=True, slots=True)
-class Deal:
+class Partition:
     """How an order was dealt, until the ranks stopped."""
 
     world: int
@@ -44,13 +44,13 @@ def part_positions(files: int, rank: int, world: int, *, drop_last: bool) -> Ind
     return np.arange(rank * length, (rank + 1) * length) % files
 
 
-def rest(order: Indices, deal: Deal) -> Indices:
+def remaining(order: Indices, partition: Partition) -> Indices:
     """What no rank has received, in its order."""
     files = len(order)
-    length = part_length(files, deal.world, drop_last=deal.drop_last)
-    if not length or not deal.position:
+    length = part_length(files, partition.world, drop_last=partition.drop_last)
+    if not length or not partition.position:
         return order
-    starts = np.arange(deal.world)[:, np.newaxis] * length
+    starts = np.arange(partition.world)[:, np.newaxis] * length
     is_given = np.zeros(files, np.bool_)
-    is_given[(starts + np.arange(deal.position)) % files] = True
+    is_given[(starts + np.arange(partition.position)) % files] = True
     return order[~is_given]

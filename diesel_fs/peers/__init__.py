@@ -1,13 +1,19 @@
 """The cache that the nodes of a training task share (DIESEL, section 4.2).
 
-Each node runs one master, a process that keeps the node's share of the dataset's chunks in memory
-and on disk, for the readers of all nodes and for other masters. Readers never depend on a master:
-what it does not give, they read from the object store.
+Each node runs one *master*, a process that keeps the node's share of the dataset's chunks in memory
+and on disk. Readers (a mount, a DataLoader worker) ask the master that owns a chunk.
 
-`PEERS.md` defines the protocols. Read on in `client.py` and `task_chunks.py` (a reader's object
-store, and where it finds chunks), `owner_link.py` (its connections to the owners), `launch.py` and
-`daemon.py` (how a master starts and ends), `data_plane.py` (a master answers what is in memory),
-`master.py` (the rest of one node of a task), `node_cache.py` (the chunks that it keeps),
-`ownership.py` (which node keeps which chunk), `peer.py` and `acceptor.py` (connections from and to
-masters), and `registry.py` (the members of a task).
+From the bottom up; a package imports only those before it, and a test checks that:
+
+- `members/`: which nodes are in a task, which node owns which chunk, and what a task is asked for.
+- `wire.py`, `local_wire.py`: all bytes that processes of a task exchange. `handshake.py`: how two
+  of them prove that they belong to the task. `launch.py`: finding or starting a master.
+- `reader/`: what a training process uses: an object store that asks masters first.
+- `node/`: the chunks that a node keeps, and which chunk makes room for which.
+- `plan/`: which files the readers of a task will read, and how masters learn it.
+- `master/`: the process itself: a data plane that answers from memory, and a control plane.
+
+One rule: a reader never depends on a master; what none gives in time, it reads from the store.
+`PEERS.md` defines the protocols. To follow a read, start in `reader/store.py` and
+`reader/owner_link.py`; on the other node in `master/data_plane.py` and `node/node_cache.py`.
 """

@@ -1,8 +1,8 @@
-"""`python -m diesel_fs.peers` runs a master (`daemon.py`)."""
+"""`python -m diesel_fs.peers` runs a master (`master/daemon.py`)."""
 
 import sys
 
-from .daemon import main
+from .master.daemon import main
 
 if __name__ == "__main__":
     sys.exit(main())

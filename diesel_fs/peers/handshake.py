@@ -5,7 +5,8 @@
 connecting end, `accept_tls` and `authenticate` are the accepting end. Each end proves that it knows
 the task's secret, a key that all masters and clients of the task have. A process without it learns
 only that its proof was wrong, and nothing but its hello is read before. The bytes are in `wire.py`;
-`peer.py` and `owner_link.py` decide when to connect, `acceptor.py` limits how many may try.
+`master/peer.py` and `reader/owner_link.py` decide when to connect, `master/acceptor.py` limits how
+many may try.
 """
 
 import os
@@ -32,7 +33,7 @@ from ..net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES
 from ..net.messages import error_message, parse_error
 from ..net.tls import Certificate, TlsSocket, certificate_digest, client_context
 from . import wire
-from .membership import Member, TaskName, split_address
+from .members.membership import Member, TaskName, split_address
 from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0
@@ -43,7 +44,7 @@ _SILENT, _CLOSED = "the other master does not answer", "the other master closed 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalIdentity:
-    """What this master shows of itself to other masters."""
+    """The identity that this master shows to other masters."""
 
     rank: int
     instance: bytes
@@ -63,7 +64,7 @@ class LocalIdentity:
 
     @property
     def connector(self) -> "Connector":
-        """What this master shows when it connects."""
+        """The identity that this master shows when it connects."""
         return Connector(
             self.rank, self.instance, self.identity, self.version, self.task.digest, self.secret,
             has_tls=self.certificate is not None, is_client=False,
@@ -72,7 +73,7 @@ class LocalIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Connector:
-    """What a process shows when it connects to a master."""
+    """The identity that a process shows when it connects to a master."""
 
     rank: int  # of its node
     instance: bytes  # of the process
@@ -102,7 +103,7 @@ _Proving = Generator[bytes | int, bytearray, None]
 
 async def connect(me: Connector, member: Member) -> Channel:
     """Connect to a member; both ends have proved that they know the secret when this returns.
-    Raises DieselError, whose text says what went wrong."""
+    Raises DieselError with the reason."""
     channel: Channel | None = None
     is_ready = False
     try:
@@ -171,7 +172,6 @@ def _receive_exactly(connected: socket.socket | TlsSocket, size: int) -> bytearr
 
 
 async def _open_channel(me: Connector, member: Member) -> Channel:
-    """A connection; with TLS where either end has a certificate."""
     stream = await trio.open_tcp_stream(*split_address(member.address))
     plain = socket.socket(fileno=stream.socket.detach())
     if not me.has_tls and not member.certificate:
@@ -186,7 +186,6 @@ async def _open_channel(me: Connector, member: Member) -> Channel:
 
 
 async def _prove(channel: Channel, me: Connector, member: Member) -> None:
-    """The connector's part of greeting, hello and proofs."""
     certificate = channel.peer_certificate if isinstance(channel, TlsChannel) else b""
     dialogue = _prove_steps(me, member, certificate)
     wanted = next(dialogue)
@@ -200,7 +199,7 @@ async def _prove(channel: Channel, me: Connector, member: Member) -> None:
 
 
 def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
-    """The dialogue of a connector; `certificate` is what the acceptor has shown (empty without
+    """The dialogue of a connector; `certificate` is the acceptor's (empty without
     TLS). Raises DieselError."""
     binding = certificate_digest(certificate) if certificate else NO_BINDING
     if member.certificate and binding != member.certificate:
@@ -229,7 +228,7 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
 
 
 def _why(error: OSError) -> str:
-    """What connecting failed with. trio tries all addresses of a host, and raises one error, whose
+    """Why connecting failed. trio tries all addresses of a host, and raises one error, whose
     cause has those of all addresses."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):
@@ -242,7 +241,7 @@ def _why(error: OSError) -> str:
 
 
 async def accept_tls(channel: Channel) -> None:
-    """The TLS handshake, where the channel uses TLS. Raises HandshakeRejected."""
+    """The TLS handshake, if the channel uses TLS. Raises HandshakeRejected."""
     if isinstance(channel, TlsChannel):
         try:
             await channel.do_handshake()
@@ -279,7 +278,6 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
 
 
 async def _greet(channel: Channel, nonce: bytes) -> None:
-    """The acceptor's part of the greeting."""
     try:
         version = wire.parse_greeting(await channel.receive_exactly(GREETING_BYTES))
     except ForeignError as error:

@@ -1,15 +1,15 @@
-"""Finding the master of a task on this node, and starting it where there is none.
+"""Finds the master of a task on this node, and starts it if there is none.
 
 A task has a folder in the user's runtime folder, with one folder for each node of it on this
-machine. A node's folder has three files: `socket`, where the master listens; `lock`, which a
+machine. A node's folder has three files: `socket`, at which the master listens; `lock`, which a
 process holds while it starts a master; and `options`, the request that the master was started with,
 without secrets and without addresses that may hold passwords. A master that ends by itself removes
 `options`. So `options` beside a dead socket means that the master was killed, and says which node
 it was: a process that joins without a rank must not become another node. Remains of an old job are
 removed by the next one, and the folders by the last master.
 
-`daemon.py` is the master's program, `link.py` talks to it. Calls may come from any thread and any
-process.
+`master/daemon.py` is the master's program, `reader/master_link.py` talks to it. Calls may come from
+any thread and any process.
 """
 
 import fcntl
@@ -41,10 +41,10 @@ from ..system import daemons
 from ..system.available_memory import default_memory_bytes
 from ..system.unix_sockets import connect_unix
 from ..urls import SERVER_SCHEMES, parse_url
-from . import wire
-from .addresses import listen_address
-from .membership import resolve_node
-from .options import TaskRequest
+from . import local_wire, wire
+from .members.addresses import listen_address
+from .members.membership import resolve_node
+from .members.options import TaskRequest
 
 log = logging.getLogger("diesel.task")
 
@@ -78,7 +78,7 @@ _OPTIONS, _LOCK = "options", "lock"
 _POLL_S = 0.02
 _ANSWER_S = 1.0  # how long a master without readers may take to answer, and to end
 _ENDED_READER_S = 0.1
-_CONNECT_S = 5.0  # a master that accepts no connection for so long hangs
+_CONNECT_S = 5.0  # a master that accepts no connection for this time hangs
 _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")  # a process's number on its node
 _NODE_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
 
@@ -92,7 +92,7 @@ def join(
     first_process_wait_s: float = FIRST_PROCESS_WAIT_S,
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Path:
-    """The socket of this node's master, which is started by `program` where none is alive. A
+    """The socket of this node's master, which is started by `program` if none is alive. A
     running master that has readers keeps its options; if the request asks for others, a warning
     names them. One that nobody reads any more (of a mount that has just ended, say) makes way.
 
@@ -144,7 +144,6 @@ def _find_or_start(
 
 
 def _running_request(socket_path: Path) -> TaskRequest | None:
-    """The request that the master at a socket was started with; None if that is not known."""
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
@@ -155,7 +154,6 @@ def _running_request(socket_path: Path) -> TaskRequest | None:
 
 
 def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
-    """The options that ask for something else than the running master was started with."""
     running = _running_request(socket_path)
     return [] if running is None else request.differing_options(running)
 
@@ -176,19 +174,19 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
         # A reader that has just ended may still count for a moment.
         if not _poll(lambda: _readers(client) == 0 or None, _ENDED_READER_S):
             return False
-        hello = wire.local_hello(UUID(hex=request.identity), 0)
-        client.sendall(wire.local_request(wire.LOCAL_HELLO, body=hello))
+        hello = local_wire.hello(UUID(hex=request.identity), 0)
+        client.sendall(local_wire.request(local_wire.HELLO, body=hello))
         return _poll(lambda: None if is_alive(socket_path) else True, _ANSWER_S) is not None
     return False
 
 
 def _readers(client: socket.socket) -> int:
-    """How many readers a master has, which is asked on this connection; -1 if it does not say.
+    """Ask a master on this connection for its number of readers; -1 if it does not answer that.
     Raises OSError, CorruptError."""
-    client.sendall(wire.local_request(wire.LOCAL_STATS))
+    client.sendall(local_wire.request(local_wire.STATS))
     with client.makefile("rb", buffering=0) as answers:
         head = answers.read(wire.HEAD_BYTES) or b""
-        size = wire.parse_local_answer(head, wire.LOCAL_STATS, 0).body_bytes
+        size = local_wire.parse_answer(head, local_wire.STATS, 0).body_bytes
         body = b""
         while len(body) < size and (more := answers.read(size - len(body))):
             body += more
@@ -202,7 +200,7 @@ def _readers(client: socket.socket) -> int:
 def restart_killed(
     request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
 ) -> bool:
-    """Start the master at a socket again where it was killed; returns whether it was. Raises as
+    """Start the master at a socket again if it was killed; returns whether it was. Raises as
     `join`. After an error that may pass it may be called again; after a permanent one it does
     nothing any more."""
     if is_alive(socket_path):
@@ -222,8 +220,8 @@ def mark_ended(socket_path: Path) -> None:
 
 
 def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S) -> None:
-    """Remove a node's folder, and its task's with the last one. They stay where a master is
-    running, starting, or was killed."""
+    """Remove a node's folder, and its task's with the last one. They stay while a master is
+    running or starting, and after it was killed."""
     with (
         suppress(OSError, DieselError),
         _locked(socket_path, 0.0, folders_wait_s),
@@ -308,7 +306,7 @@ def _locked(
     socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
 ) -> AbstractContextManager[None]:
     """Hold the lock of a socket: no other process starts a master there, or removes its folder.
-    The folder is made where it is missing. Raises BusyError."""
+    The folder is made if it is missing. Raises BusyError."""
 
     def attempt() -> int | None:
         with _folders_locked(folders_wait_s):
@@ -320,7 +318,6 @@ def _locked(
 
 
 def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager[None]:
-    """Hold the lock that guards making and removing folders of tasks. Raises BusyError."""
     tasks = _tasks()
     return _held(
         lambda: _try_lock(tasks / _LOCK), timeout_s, _POLL_S / 10,
@@ -332,7 +329,7 @@ def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager
 def _held(
     attempt: Callable[[], int | None], timeout_s: float, every_s: float, otherwise: str
 ) -> Iterator[None]:
-    """Hold the lock that `attempt` returns. Raises BusyError with this message where it returns
+    """Hold the lock that `attempt` returns. Raises BusyError with this message if it returns
     none in time."""
     lock = _poll(attempt, timeout_s, every_s)
     if lock is None:
@@ -345,7 +342,6 @@ def _held(
 
 
 def _try_lock(path: Path) -> int | None:
-    """The held lock at a path; None where another process has it."""
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -368,7 +364,6 @@ def _poll(
 def _start_locked(
     request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
 ) -> None:
-    """Start a master unless there is one by now. Raises DieselError."""
     try:
         with _locked(socket_path, deadline_s + _CONNECT_S):
             if not is_alive(socket_path):
@@ -380,7 +375,7 @@ def _start_locked(
 
 
 def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
-    """Start a master that was killed as the same node; False where it ended by itself. Options that
+    """Start a master that was killed as the same node; False if it ended by itself. Options that
     the request does not give stay as they were. Raises DieselError."""
     try:
         before = TaskRequest.from_json(socket_path.with_name(_OPTIONS).read_bytes())
@@ -398,8 +393,8 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """Save what a master was started with, without secrets and addresses that may hold a
-    password."""
+    """Save the request that a master was started with, without secrets and addresses that may hold
+    a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:
@@ -414,7 +409,6 @@ def _save_options(request: TaskRequest, socket_path: Path) -> None:
 def _start(
     request: TaskRequest, socket_path: Path, program: Sequence[str], deadline_s: float
 ) -> None:
-    """Start a master whose rank and world are known. Raises DieselError."""
     rank, world = request.rank, request.world
     assert rank is not None
     assert world is not None
@@ -447,7 +441,7 @@ def _start(
 
 
 def _check_descriptors(world: int) -> None:
-    """Raises UsageError where a task of so many nodes needs more connections than the hard limit of
+    """Raises UsageError if a task of `world` nodes needs more connections than the hard limit of
     open files allows. A master raises its soft limit itself."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = DESCRIPTORS_MIN + 2 * world  # one connection to each other node, and one from it
@@ -459,20 +453,18 @@ def _check_descriptors(world: int) -> None:
 
 
 def _is_registered(request: TaskRequest) -> bool:
-    """Whether nodes of the task find each other through a registry."""
     url = parse_url(request.url)
     return url.scheme in SERVER_SCHEMES or bool(url.meta)
 
 
 def socket_path(request: TaskRequest) -> Path:
-    """Where the master for a request with a rank listens. Its folder exists while one is running or
+    """The socket of the master for a request with a rank. Its folder exists while one is running or
     starting."""
     assert request.rank is not None
     return _folder(request) / str(request.rank) / "socket"
 
 
 def _folder(request: TaskRequest) -> Path:
-    """The folder of a task on this machine."""
     return _tasks() / request.name.digest.hex()[:32]
 
 

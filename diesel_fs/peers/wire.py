@@ -1,9 +1,10 @@
-"""Every byte that the processes of a task exchange (`PEERS.md`, sections 3 and 4): requests for
-parts of chunks, which masters and readers send to masters, and what a reader asks of its own master
-besides.
+"""Every byte that the processes of a task exchange about chunks (`PEERS.md`, section 3): the
+greeting of a connection, and requests for parts of chunks, which masters and readers send to
+masters.
 
 This module has the messages and every limit on them. Any bytes give a value or one error, and
-nothing is allocated for a length before that length is known to be allowed. Pure.
+nothing is allocated for a length before that length is known to be allowed. `local_wire.py` has
+what a reader and its own master exchange besides. Pure.
 
 Chunks are numbered as in the snapshot of the dataset's version. A *part* is a range of a chunk's
 bytes.
@@ -11,8 +12,7 @@ bytes.
 
 import hmac
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 from uuid import UUID
 
@@ -20,23 +20,14 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptError, UsageError
+from ..errors import CorruptError
 from ..format.entries import Bytes
-from ..names import shown
-from ..net.frames import BINDING_BYTES, NONCE_BYTES, GreetingCodec, Limits, frame, parse_head
-from ..net.messages import Fields, Message, unpack
-from .membership import (
+from ..net.frames import BINDING_BYTES, NONCE_BYTES, FrameLimits, GreetingCodec, frame, parse_head
+from ..net.messages import Fields, Message
+from .members.membership import (
     INSTANCE_BYTES,
-    MEMBERS_MAX,
     RANK_MAX,
-    SECRET_BYTES,
-    Member,
-    member_message,
-    parse_member,
 )
-
-SENTENCE_BYTES_MAX = 512
-"""The longest reason of a master that rejects a client's request."""
 
 PARTS_MAX, PARTS_BYTES_MAX = 4096, 32 << 20
 """Parts of one request, and their bytes; a single part may have any size."""
@@ -47,7 +38,8 @@ REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
 HEAD_BYTES, PART_BYTES = 16, 12
 
 PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
-"""The longest message about plans (`plan_wire.py`): as long as the records of the longest READ."""
+"""The longest message about plans (`plan/messages.py`): as long as the records of the longest
+READ."""
 
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
 """Kinds of requests and answers; 2 is free."""
@@ -82,15 +74,16 @@ _HEAD = struct.Struct("<IBBHII")
 PART = struct.Struct("<III")
 """The record of a part: chunk, start, bytes."""
 
-_VIEW_ITEMS_MAX = 64 + 16 * MEMBERS_MAX
-_LOOP_PARTS_MAX = 8  # up to so many parts are checked in a loop: calls of numpy would take longer
+_LOOP_PARTS_MAX = (
+    8  # up to this number, parts are checked in a loop: calls of numpy would take longer
+)
 
 VERSION = 3
 """The version of the protocol over TCP."""
 
 PROOF_BYTES = TASK_DIGEST_BYTES = 32
 
-HELLO_LIMITS = Limits(4 << 10, 64, 0)
+HELLO_LIMITS = FrameLimits(4 << 10, 64, 0)
 """All that is read from a connector that has not proved that it knows the secret."""
 
 _GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "connector", "master")
@@ -104,10 +97,10 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def working_s(count: int) -> float:
-    """How much longer the answer to a READ of so many parts is waited for after `WORKING`: the
+    """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`: the
     master fetches from a slow store, and the reads of a chunk on all nodes wait for one fetch. Each
-    part may be of another chunk, so many take longer; and nobody waits for many parts as for a
-    single file. What the asker reads itself, the store has to give twice."""
+    part may be of another chunk, so more parts take longer; and nobody waits for many parts as for
+    a single file. Parts that the asker reads itself, the store has to give twice."""
     return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 
@@ -124,7 +117,7 @@ def version_mismatch(version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """What a connector, a master or a client of one, says of itself, and which master it wants."""
+    """How a connector, a master or a client of one, names itself and the master that it wants."""
 
     rank: int  # of the connector's node
     is_client: bool
@@ -148,7 +141,7 @@ class Hello:
 
 
 class Proofs:
-    """By these 32 bytes each end of a connection, `connector` and `acceptor`, shows that it knows
+    """With these 32 bytes each end of a connection, `connector` and `acceptor`, shows that it knows
     the task's secret."""
 
     def __init__(
@@ -171,7 +164,7 @@ def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
 
 
 def proofs_equal(proof: bytes, other: bytes) -> bool:
-    """Compare two proofs in a time that does not depend on where they differ."""
+    """Compare two proofs in a time that does not depend on their difference."""
     return hmac.compare_digest(proof, other)
 
 
@@ -218,7 +211,7 @@ def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> 
 
     One part may have any size; several have at most `PARTS_BYTES_MAX` together. Raises CorruptError
     for a part outside its chunk, and beyond the limit. `content` must have all records:
-    `parse_request` says where they end.
+    `parse_request` gives their length.
     """
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
     if count <= _LOOP_PARTS_MAX:
@@ -335,300 +328,3 @@ def check_statuses(answer: Bytes, parts: Parts, length: int) -> None:
     statuses = np.frombuffer(answer, np.uint8, len(parts), HEAD_BYTES)
     if given_bytes(parts, statuses) != payload_bytes:
         raise CorruptError("an answer of another length")
-
-
-# the local protocol -------------------------------------------------------------------------------
-
-LOCAL_VERSION = 3
-"""The version of the protocol between a master and its clients."""
-
-(
-    LOCAL_HELLO, LOCAL_MEMBERS, LOCAL_PIN, LOCAL_UNPIN, LOCAL_DAMAGED, LOCAL_STATS,
-    LOCAL_SWITCH_VERSION, LOCAL_DATA, LOCAL_PLAN,
-) = range(1, 10)  # fmt: skip
-LOCAL_OK, LOCAL_REFUSED = range(2)
-"""Statuses: done; the request is rejected, with a reason."""
-
-UNPINNED_MAX = 1 << 16
-"""How many chunks a client unpins, or a master revokes, in one message."""
-
-DOCUMENT_BYTES_MAX = 4 << 20
-"""The longest answer to STATS or MEMBERS."""
-
-LOCAL_BODY_BYTES_MAX = 4 * UNPINNED_MAX
-"""The longest body of a request: a master has to make room for it."""
-
-_LOCAL = struct.Struct("<BBHIII")
-_LOCAL_HELLO = struct.Struct("<HH16sQ")
-_LOCAL_WELCOME = struct.Struct("<II")
-_CHUNK = struct.Struct("<I")
-_PINNED = struct.Struct("<H")
-_PLAN_STATUS = struct.Struct("<H")
-_DAMAGED = struct.Struct("<IIIH")
-_SWITCH_VERSION = struct.Struct("<Q")
-
-# Length of each body: fixed bytes, bytes for each counted item, and the least and most items.
-_REQUEST_BODY_SIZES = {
-    LOCAL_HELLO: (_LOCAL_HELLO.size, 0, 0, 0),
-    LOCAL_MEMBERS: (0, 0, 0, 0),
-    LOCAL_PIN: (0, _CHUNK.size, 1, 1),
-    LOCAL_UNPIN: (0, _CHUNK.size, 0, UNPINNED_MAX),
-    LOCAL_DAMAGED: (0, _DAMAGED.size, 1, 1),
-    LOCAL_STATS: (0, 0, 0, 0),
-    LOCAL_SWITCH_VERSION: (_SWITCH_VERSION.size, 0, 0, 0),
-    LOCAL_DATA: (0, 0, 0, 0),
-    LOCAL_PLAN: (0, 1, 1, PLAN_BYTES_MAX),
-}
-_ANSWER_BODY_SIZES = {
-    LOCAL_HELLO: (_LOCAL_WELCOME.size, 0),
-    LOCAL_PIN: (0, _PINNED.size),
-    LOCAL_UNPIN: (0, 0),
-    LOCAL_DAMAGED: (0, 0),
-    LOCAL_SWITCH_VERSION: (0, 0),
-    LOCAL_DATA: (0, 0),
-    LOCAL_PLAN: (_PLAN_STATUS.size, 0),
-}
-
-
-class LocalRequestHead(NamedTuple):
-    """The first 16 bytes of a client's request; its body follows."""
-
-    kind: int
-    flags: int
-    counted: int
-    body_bytes: int
-
-
-def local_request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) -> bytes:
-    """A whole request."""
-    return _LOCAL.pack(kind, flags, 0, count, len(body), 0) + body
-
-
-def parse_local_request(content: Bytes) -> LocalRequestHead:
-    """The head of a request; its body must be as long as its kind demands. Raises CorruptError."""
-    if len(content) != HEAD_BYTES:
-        raise CorruptError("these bytes are not a request")
-    kind, flags, status, count, body_bytes, zero = _LOCAL.unpack(content)
-    fixed, each, low, high = _REQUEST_BODY_SIZES.get(kind, (0, 0, 1, 0))
-    if not low <= count <= high or body_bytes != fixed + each * count or status or zero:
-        raise CorruptError("these bytes are not a request")
-    if flags & ~LOAD or (flags and kind != LOCAL_PIN):
-        raise CorruptError("these bytes are not a request")
-    return LocalRequestHead(kind, flags, count, body_bytes)
-
-
-class LocalAnswerHead(NamedTuple):
-    """The first 16 bytes of a master's answer. Its body follows, with the numbers of `revoked`
-    chunks at its end."""
-
-    status: int
-    counted: int
-    body_bytes: int
-    revoked: int
-
-
-def local_answer(
-    kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()
-) -> bytes:
-    """A whole answer. `revoked` are chunks that the client should unmap."""
-    return _local_answer(kind, LOCAL_OK, count, body, revoked)
-
-
-def local_refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> bytes:
-    """An answer that rejects the request, with the reason in one sentence."""
-    return _local_answer(kind, LOCAL_REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], revoked)
-
-
-def _local_answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequence[int]) -> bytes:
-    if not revoked:
-        return _LOCAL.pack(kind, 0, status, count, len(body), 0) + body
-    tail = chunks_body(revoked[:UNPINNED_MAX])
-    head = _LOCAL.pack(kind, 0, status, count, len(body) + len(tail), len(tail) // _CHUNK.size)
-    return head + body + tail
-
-
-def parse_local_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
-    """The head of an answer to a request of this kind and count. Raises CorruptError."""
-    if len(content) != HEAD_BYTES:
-        raise CorruptError("these bytes are not an answer")
-    answered, flags, status, counted, body_bytes, revoked = _LOCAL.unpack(content)
-    if answered != kind or flags or revoked > UNPINNED_MAX:
-        raise CorruptError("these bytes are not an answer")
-    own_bytes = body_bytes - _CHUNK.size * revoked
-    if status != LOCAL_OK:
-        fits = counted == 0 and 0 <= own_bytes <= SENTENCE_BYTES_MAX
-    elif kind in (LOCAL_STATS, LOCAL_MEMBERS):
-        fits = counted == 0 and 0 <= own_bytes <= DOCUMENT_BYTES_MAX
-    else:
-        fixed, each = _ANSWER_BODY_SIZES[kind]
-        fits = counted == (count if each else 0) and own_bytes == fixed + each * counted
-    if not fits:
-        raise CorruptError("these bytes are not an answer")
-    return LocalAnswerHead(status, counted, body_bytes, revoked)
-
-
-def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
-    """The body without the revoked chunks at its end, and these chunks."""
-    view = memoryview(body)
-    own_bytes = head.body_bytes - _CHUNK.size * head.revoked
-    chunks = np.frombuffer(view, "<u4", head.revoked, own_bytes) if head.revoked else None
-    return view[:own_bytes], [] if chunks is None else chunks.tolist()
-
-
-def parse_refusal(body: Bytes) -> str:
-    """Why the master rejected the request, as text that may be printed."""
-    return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "the master gave no reason"
-
-
-def local_hello(identity: UUID, version: int) -> bytes:
-    """The body of a client's HELLO."""
-    return _LOCAL_HELLO.pack(LOCAL_VERSION, 0, identity.bytes, version)
-
-
-def parse_local_hello(body: Bytes) -> tuple[UUID, int]:
-    """The dataset's identity and version. Raises CorruptError; UsageError for a client that speaks
-    another version of the protocol."""
-    _check_size(_LOCAL_HELLO, body, "hello")
-    protocol, zero, identity, version = _LOCAL_HELLO.unpack(body)
-    if protocol != LOCAL_VERSION:
-        raise UsageError(
-            f"the master speaks version {LOCAL_VERSION} of the local protocol, the client"
-            f" {protocol}",
-            advice="run the same diesel-fs",
-        )
-    if zero:
-        raise CorruptError("no hello")
-    return UUID(bytes=identity), version
-
-
-def local_welcome(rank: int, chunks: int) -> bytes:
-    """The body of a master's answer to HELLO."""
-    return _LOCAL_WELCOME.pack(rank, chunks)
-
-
-def parse_local_welcome(body: Bytes) -> tuple[int, int]:
-    """The master's rank, and how many chunks the dataset has. Raises CorruptError."""
-    _check_size(_LOCAL_WELCOME, body, "answer to hello")
-    rank, chunks = _LOCAL_WELCOME.unpack(body)
-    if rank > RANK_MAX:
-        raise CorruptError("no answer to hello")
-    return rank, chunks
-
-
-@dataclass(frozen=True, slots=True)
-class TaskView:
-    """What a client has to know to ask the masters of other nodes: its own node's rank, the task
-    (SHA-256 of its name), the secret, whether all connections use TLS, and the other masters."""
-
-    rank: int
-    task: bytes
-    secret: bytes = field(repr=False)
-    has_tls: bool
-    members: tuple[Member, ...]
-
-
-def members_body(view: TaskView) -> bytes:
-    """The body of an answer to MEMBERS."""
-    body: bytes = msgpack.packb(
-        {
-            "rank": view.rank,
-            "task": view.task,
-            "secret": view.secret,
-            "tls": view.has_tls,
-            "members": [member_message(each) for each in view.members],
-        }
-    )
-    return body
-
-
-def parse_members(body: Bytes) -> TaskView:
-    """The view in an answer to MEMBERS. Raises CorruptError, UsageError."""
-    fields = Fields(unpack(body, _VIEW_ITEMS_MAX), "answer to members")
-    view = TaskView(
-        rank=fields.integer("rank", high=RANK_MAX),
-        task=fields.octets("task", TASK_DIGEST_BYTES),
-        secret=fields.octets("secret", SECRET_BYTES),
-        has_tls=fields.flag("tls", default=False),
-        members=tuple(map(parse_member, fields.maps("members", MEMBERS_MAX))),
-    )
-    fields.end()
-    return view
-
-
-def pinned_body(*, is_pinned: bool) -> bytes:
-    """The body of an answer to PIN: whether the chunk is pinned."""
-    return _PINNED.pack(is_pinned)
-
-
-def parse_pinned(body: Bytes) -> bool:
-    """Whether the chunk is pinned. Raises CorruptError."""
-    _check_size(_PINNED, body, "answer to pin")
-    return bool(_PINNED.unpack(body)[0])
-
-
-def plan_status_body(status: int) -> bytes:
-    """The body of an answer to PLAN."""
-    return _PLAN_STATUS.pack(status)
-
-
-def parse_plan_status(body: Bytes) -> int:
-    """The status in an answer to PLAN. Raises CorruptError."""
-    _check_size(_PLAN_STATUS, body, "answer to plan")
-    status: int = _PLAN_STATUS.unpack(body)[0]
-    if status > FAILED:
-        raise CorruptError("an unknown status")
-    return status
-
-
-def chunks_body(chunks: Sequence[int]) -> bytes:
-    """The body of a PIN or UNPIN."""
-    return np.array(chunks, "<u4").tobytes()
-
-
-def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
-    """The chunks of a PIN or UNPIN. Raises CorruptError for a chunk that does not exist."""
-    if len(body) % _CHUNK.size:
-        raise CorruptError("no chunks")
-    chunks: list[int] = np.frombuffer(body, "<u4").tolist()
-    if chunks and max(chunks) >= chunk_count:
-        raise CorruptError("a chunk that does not exist")
-    return chunks
-
-
-class DamagedPart(NamedTuple):
-    """A part that did not match its checksum, and the node that gave it."""
-
-    chunk: int
-    start: int
-    size: int
-    rank: int  # of the node that gave it
-
-
-def damaged_body(damaged: DamagedPart) -> bytes:
-    """The body of a DAMAGED."""
-    return _DAMAGED.pack(*damaged)
-
-
-def parse_damaged(body: Bytes, sizes: Sizes) -> DamagedPart:
-    """The part and the node that gave it. Raises CorruptError."""
-    _check_size(_DAMAGED, body, "part")
-    damaged = DamagedPart(*_DAMAGED.unpack(body))
-    if damaged.chunk >= len(sizes) or damaged.start + damaged.size > sizes[damaged.chunk]:
-        raise CorruptError("a part lies outside its chunk")
-    return damaged
-
-
-def switch_version_body(version: int) -> bytes:
-    """The body of a SWITCH_VERSION."""
-    return _SWITCH_VERSION.pack(version)
-
-
-def parse_switch_version(body: Bytes) -> int:
-    """The dataset's new version. Raises CorruptError."""
-    _check_size(_SWITCH_VERSION, body, "version")
-    return int(_SWITCH_VERSION.unpack(body)[0])
-
-
-def _check_size(layout: struct.Struct, body: Bytes, what: str) -> None:
-    if len(body) != layout.size:
-        raise CorruptError(f"no {what}")

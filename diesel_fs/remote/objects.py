@@ -24,7 +24,8 @@ from ..net.client import RpcClient
 from ..net.messages import Message
 from ..settings import READ_DEADLINE_S
 from ..storage.objects.store import (
-    Leftover,
+    FastReads,
+    Housekeeping,
     ObjectInfo,
     ObjectStore,
     Part,
@@ -46,7 +47,6 @@ class RemoteObjects(ObjectStore):
     """The chunks behind a server, to read and to put."""
 
     fork_safe = True
-    batches_reads = True
 
     def __init__(self, link: RpcClient) -> None:
         self._link = link
@@ -55,6 +55,14 @@ class RemoteObjects(ObjectStore):
     def store_id(self) -> UUID:  # type: ignore[override]  # known once a server has been asked
         """The UUID of the object store behind the server. Connects if nothing has yet."""
         return self._link.store_id
+
+    @property
+    def fast_reads(self) -> FastReads:
+        return _ServerReads(self)
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        raise _not_for_clients("keeps its store in order itself, and lists no objects")
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         identity, _ = _parse_name(name)
@@ -102,39 +110,6 @@ class RemoteObjects(ObjectStore):
         identity, chunk = _parse_name(name)
         self._read(identity, [(chunk, start, len(buffer))], memoryview(buffer))
 
-    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        check_range(name, start, len(buffer))
-        identity, chunk = _parse_name(name)
-        part = chunk, start, len(buffer)
-        self._read(identity, [part], memoryview(buffer), fresh=True)
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        yield from self.read_parts([(name, start, size) for start, size in ranges])
-
-    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Read parts of one dataset's chunks, many in one request."""
-        for batch in batched_parts(parts, PARTS_MAX, _REQUEST_BYTES):
-            yield from self._read_batch(batch)
-
-    def _read_batch(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Read parts by one request."""
-        parsed = {name: _parse_name(name) for name, _, _ in parts}
-        identities = {identity for identity, _ in parsed.values()}
-        if len(identities) != 1:
-            raise UsageError("parts of several datasets at once")
-        buffer = np.empty(sum(size for _, _, size in parts), np.uint8).data
-        self._read(
-            identities.pop(),
-            [(parsed[name][1], start, size) for name, start, size in parts],
-            buffer,
-        )
-        at = 0
-        for _, _, size in parts:
-            yield buffer[at : at + size].toreadonly()
-            at += size
-
     def _read(
         self,
         identity: UUID,
@@ -165,14 +140,46 @@ class RemoteObjects(ObjectStore):
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         raise _not_for_clients("lists no objects")
 
-    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        raise _not_for_clients("lists no objects")
 
-    def discard(self, leftover: Leftover) -> None:
-        raise _not_for_clients("deletes no objects")
+class _ServerReads(FastReads):
+    """Many parts in one request."""
 
-    def foreign(self, prefix: str = "") -> Iterator[str]:
-        raise _not_for_clients("lists no objects")
+    _store: RemoteObjects
+
+    batches_reads = True
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        check_range(name, start, len(buffer))
+        identity, chunk = _parse_name(name)
+        part = chunk, start, len(buffer)
+        self._store._read(identity, [part], memoryview(buffer), fresh=True)
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        yield from self.read_parts([(name, start, size) for start, size in ranges])
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Read parts of one dataset's chunks, many in one request."""
+        for batch in batched_parts(parts, PARTS_MAX, _REQUEST_BYTES):
+            yield from self._read_batch(batch)
+
+    def _read_batch(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Read parts by one request."""
+        parsed = {name: _parse_name(name) for name, _, _ in parts}
+        identities = {identity for identity, _ in parsed.values()}
+        if len(identities) != 1:
+            raise UsageError("parts of several datasets at once")
+        buffer = np.empty(sum(size for _, _, size in parts), np.uint8).data
+        self._store._read(
+            identities.pop(),
+            [(parsed[name][1], start, size) for name, start, size in parts],
+            buffer,
+        )
+        at = 0
+        for _, _, size in parts:
+            yield buffer[at : at + size].toreadonly()
+            at += size
 
 
 def _check_lease(name: str) -> None:

@@ -286,7 +286,7 @@ class RemoteRepository(Repository):
         return result
 
     def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
-        """The answer to a request about a task that reads a dataset (`peers/membership.py`)."""
+        """The answer to a request about a task (`peers/members/membership.py`)."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
     def delete_dataset(self, name: str) -> Deletion:

@@ -120,7 +120,9 @@ class Catalogue:
     def _identities(self) -> Iterator[UUID]:
         """The identities. Each is found by a listing of one name, so the chunks are not listed."""
         after = DATASETS
-        while (name := next(iter(self._objects.names(DATASETS, after)), None)) is not None:
+        while (
+            name := next(iter(self._objects.housekeeping.names(DATASETS, after)), None)
+        ) is not None:
             identity = identity_of_object(name)
             if identity is not None:
                 yield identity

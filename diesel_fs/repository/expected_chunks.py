@@ -35,14 +35,20 @@ from ..errors import (
     ObjectMissing,
     ObjectStoreError,
 )
-from ..format.chunk import ENTRIES_MAX, Header, parse_header, parse_preamble
+from ..format.chunk import ENTRIES_MAX, ChunkHeader, parse_header, parse_preamble
 from ..format.chunk_id import LOWEST, chunk_id_text, id_seconds
 from ..format.entries import EXTENT, ChunkId
 from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix
 from ..format.snapshot import layout as layout
 from ..format.snapshot.reader import Snapshot
 from ..names import shown
-from ..storage.metadata.store import DIGEST_MODULUS, Batch, DatasetHead, MetadataStore, chunk_digest
+from ..storage.metadata.store import (
+    DIGEST_MODULUS,
+    CommitBatch,
+    DatasetHead,
+    MetadataStore,
+    chunk_digest,
+)
 from ..storage.objects.store import ObjectStore
 from .interface import Findings, ReportProgress, no_progress
 from .leases import purge_is_under_way
@@ -65,13 +71,13 @@ _NO_CHUNKS: frozenset[ChunkId] = frozenset()
 T = TypeVar("T")
 
 
-class ChunkReader(Protocol):
+class HeaderReader(Protocol):
     """The part of a repository that this module needs."""
 
     objects: ObjectStore
     snapshots: VersionStore
 
-    def read_header(self, identity: UUID, chunk: ChunkId) -> Header:
+    def read_header(self, identity: UUID, chunk: ChunkId) -> ChunkHeader:
         """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
 
     def chunk_ids(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
@@ -155,7 +161,7 @@ class AbsentChunks:
 
 
 def absent_chunks(
-    reader: ChunkReader,
+    reader: HeaderReader,
     meta: MetadataStore | None,
     identity: UUID,
     expected: ExpectedChunks,
@@ -178,7 +184,7 @@ def absent_chunks(
 
 
 @dataclass(frozen=True, slots=True)
-class Loss:
+class LostChunk:
     """A chunk that is named and cannot be read: why, and the files in it."""
 
     chunk: ChunkId
@@ -193,7 +199,7 @@ class LostChunks(CorruptError):
     """Chunks that the metadata or the newest snapshot name are lost or damaged."""
 
 
-def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[Loss]:
+def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[LostChunk]:
     """The losses of chunks (each with its reason). The files in a chunk are those that the first of
     `views` which knows the chunk has in it."""
     files = {chunk: list[bytes]() for chunk in chunks}
@@ -204,7 +210,7 @@ def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[
             left -= known
             for chunk, path in _files_in(view, known):
                 files[chunk].append(path)
-    return [Loss(chunk, why, files[chunk]) for chunk, why in sorted(chunks.items())]
+    return [LostChunk(chunk, why, files[chunk]) for chunk, why in sorted(chunks.items())]
 
 
 def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[ChunkId, bytes]]:
@@ -221,7 +227,7 @@ def _files_in(view: Snapshot, chunks: Collection[ChunkId]) -> Iterator[tuple[Chu
         yield view.chunk_ids[number], path
 
 
-def loss_lines(losses: Sequence[Loss]) -> list[str]:
+def loss_lines(losses: Sequence[LostChunk]) -> list[str]:
     """A line for each chunk and, up to FILES_NAMED_MAX, one for each file."""
     lines, left = [str(loss) for loss in losses], FILES_NAMED_MAX
     for loss in losses:
@@ -238,7 +244,7 @@ def first_of(texts: Sequence[str]) -> str:
     return ", ".join([*texts[:3], *["..."][: len(texts) > 3]])
 
 
-def lost_chunks_error(name: str, losses: Sequence[Loss], text: str = "") -> LostChunks:
+def lost_chunks_error(name: str, losses: Sequence[LostChunk], text: str = "") -> LostChunks:
     """The error for a state that is not replaced, since the new one would lack these chunks. `text`
     replaces the list of chunks where it is not known which they are."""
     files = [shown(path) for loss in losses for path in loss.files]
@@ -267,7 +273,7 @@ class RebuildSource:
 
     def __init__(
         self,
-        reader: ChunkReader,
+        reader: HeaderReader,
         meta: MetadataStore,
         name: str,
         identity: UUID,
@@ -292,7 +298,7 @@ class RebuildSource:
         self._expected = ExpectedChunks()
         self._done = self._total = 0  # chunks
 
-    def since(self, first: ChunkId) -> Iterator[Batch]:
+    def since(self, first: ChunkId) -> Iterator[CommitBatch]:
         """The entries of the chunks after an ID, and of those before it that the newest snapshot
         names and the metadata store does not know.
 
@@ -316,7 +322,7 @@ class RebuildSource:
         there = listed | absent.unlisted
         yield from self._read({each for each in there if each > first or each in acknowledged})
 
-    def late(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def late(self, chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         """The entries of chunks that writers have committed meanwhile."""
         self._known |= frozenset(chunks)
         yield from self._read(chunks)
@@ -358,7 +364,7 @@ class RebuildSource:
                 raise lost_chunks_error(self._name, [], text)
             report.notes.append(f"forgotten: {text}")
 
-    def _read(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def _read(self, chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         self._total += len(chunks)
         report = self._report
         outcomes = prefetch_headers(self._reader, self._identity, sorted(chunks))
@@ -421,7 +427,7 @@ def lost_text(chunk: ChunkId) -> str:
     return f"lost chunk {chunk_id_text(chunk)}: the store does not have it"
 
 
-def skipped_entries(header: Header) -> Iterator[str]:
+def skipped_entries(header: ChunkHeader) -> Iterator[str]:
     """Notes about entries of a chunk that no reader shows, since their paths are not allowed."""
     text = chunk_id_text(header.preamble.id)
     for place, fault in header.faults.items():
@@ -443,7 +449,7 @@ class UnknownChunks:
 
 
 def find_unknown_chunks(
-    reader: ChunkReader, meta: MetadataStore, head: DatasetHead, *, needs_repair: bool
+    reader: HeaderReader, meta: MetadataStore, head: DatasetHead, *, needs_repair: bool
 ) -> UnknownChunks:
     """The chunks that the metadata store lacks.
 
@@ -497,7 +503,7 @@ def _sealed_s(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> float:
     return objects.stat(chunk_object(identity, chunk)).modified_ns / 1e9
 
 
-def unreadable_paths(reader: ChunkReader, meta: MetadataStore, identity: UUID) -> list[bytes]:
+def unreadable_paths(reader: HeaderReader, meta: MetadataStore, identity: UUID) -> list[bytes]:
     """`Repository.unreadable_paths`, as one listing of chunks tells. Raises ObjectStoreError,
     MetadataError."""
     records = [each for each in meta.chunks(identity) if each.holes < each.entries]
@@ -529,7 +535,9 @@ def unreadable_paths(reader: ChunkReader, meta: MetadataStore, identity: UUID) -
 # Reading chunks
 
 
-def read_chunk(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> tuple[Header, memoryview]:
+def read_chunk(
+    objects: ObjectStore, identity: UUID, chunk: ChunkId
+) -> tuple[ChunkHeader, memoryview]:
     """The checked header of a whole chunk, and its bodies, which are not checked. Raises
     FormatError, ObjectStoreError."""
     data = memoryview(objects.get(chunk_object(identity, chunk)))
@@ -539,23 +547,23 @@ def read_chunk(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> tuple[He
     return header, data[preamble.body_start :]
 
 
-Outcome = Callable[[], Header]
+Outcome = Callable[[], ChunkHeader]
 """Returns the header, or raises the reason why there is none."""
 
 
 def prefetch_headers(
-    reader: ChunkReader, identity: UUID, chunks: Iterable[ChunkId]
+    reader: HeaderReader, identity: UUID, chunks: Iterable[ChunkId]
 ) -> Generator[tuple[ChunkId, Outcome]]:
     """Headers in the order of `chunks`, some of which are read ahead while the caller works.
 
     Fewer are read ahead where headers are large. How large they are is guessed from the headers
     before; of the first, few are read ahead.
     """
-    waiting, left = deque[tuple[ChunkId, Future[Header]]](), iter(chunks)
+    waiting, left = deque[tuple[ChunkId, Future[ChunkHeader]]](), iter(chunks)
     entries = ENTRIES_MAX  # of the next header, as a guess
     threads = ThreadPoolExecutor(HEADERS_AHEAD, "header")
 
-    def read(chunk: ChunkId) -> Header:
+    def read(chunk: ChunkId) -> ChunkHeader:
         return read_with_retries(lambda: reader.read_header(identity, chunk))
 
     try:

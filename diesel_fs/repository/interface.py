@@ -18,7 +18,7 @@ from uuid import UUID
 
 from ..credentials import Credentials
 from ..errors import DieselError, MetadataBehind, NotFoundError, UsageError
-from ..format.chunk import Header, parse_header, parse_preamble
+from ..format.chunk import ChunkHeader, parse_header, parse_preamble
 from ..format.chunk_id import LOWEST, IdSource
 from ..format.entries import ChunkId, Rows, Stat
 from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix
@@ -247,7 +247,7 @@ class Repository(ABC):
     def list(self, name: str, folder: bytes = b"") -> Rows:
         """What lies in a folder, as it is now. Raises NoSuchPath where it is no folder."""
 
-    def read_header(self, identity: UUID, chunk: ChunkId) -> Header:
+    def read_header(self, identity: UUID, chunk: ChunkId) -> ChunkHeader:
         """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
         name = chunk_object(identity, chunk)
         size = self.objects.stat(name).bytes
@@ -262,7 +262,7 @@ class Repository(ABC):
     def chunk_ids(self, identity: UUID, since: ChunkId = LOWEST) -> Iterator[ChunkId]:
         """The IDs of the durable chunks greater than `since`, ascending."""
         after = "" if since == LOWEST else chunk_object(identity, since)
-        for name in self.objects.names(chunk_prefix(identity), after):
+        for name in self.objects.housekeeping.names(chunk_prefix(identity), after):
             chunk = chunk_of_object(name)
             if chunk is not None:
                 yield chunk

@@ -204,6 +204,6 @@ def read_records(objects: ObjectStore, identity: UUID) -> list[ArchiveRecord]:
             log.warning("%s is left out: %s", name, error.message)
             return None
 
-    names = list(objects.names(archive_prefix(identity)))
+    names = list(objects.housekeeping.names(archive_prefix(identity)))
     with ThreadPoolExecutor(_READS, "records") as threads:
         return [record for record in threads.map(read, names) if record is not None]

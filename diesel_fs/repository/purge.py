@@ -22,7 +22,7 @@ from ..errors import (
     NoSuchDataset,
     ObjectMissing,
 )
-from ..format.chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, Header, damaged_places
+from ..format.chunk import CHUNK_BYTES_DEFAULT, CHUNK_BYTES_MAX, ChunkHeader, damaged_places
 from ..format.chunk_builder import ChunkBuilder
 from ..format.chunk_id import LOWEST, chunk_id_text
 from ..format.entries import ChunkId
@@ -45,9 +45,9 @@ from .leases import EVERY_VERSION, PurgeLease, is_abandoned, leased_versions, le
 from .retention import (
     GRACE_S,
     ActiveTombstone,
+    ChunkUse,
     DeletableChunks,
     RetentionPolicy,
-    Usage,
     active_tombstones,
     chunk_usage,
     droppable_tombstones,
@@ -72,7 +72,7 @@ process number may be that of a container with the same host name."""
 _ENDED_LEASE_AGE_S = 86_400  # before the object of a lease that is over is removed
 _LEASE_CHECK_S = 10.0  # how often a deletion looks for new readers
 _HEADER_ENTRY_BYTES = 60  # of an entry in a chunk's header, with a name of some 20 bytes
-_UNUSED = Usage(0, 0)  # of a chunk that a version does not name
+_UNUSED = ChunkUse(0, 0)  # of a chunk that a version does not name
 
 
 def purge(
@@ -229,10 +229,10 @@ class _Purge:
         log.info("%s: %s", self._info.name, text)
         self._report.notes.append(text)
 
-    def _header(self, chunk: ChunkId) -> Header:
+    def _header(self, chunk: ChunkId) -> ChunkHeader:
         return self._repository.read_header(self._identity, chunk)
 
-    def _purgeable_header(self, chunk: ChunkId) -> Header | None:
+    def _purgeable_header(self, chunk: ChunkId) -> ChunkHeader | None:
         """The header of a chunk; None for a chunk that cannot be purged, which is noted."""
         if chunk in self._left_alone:
             return None
@@ -253,7 +253,7 @@ class _Purge:
     # What there is to do
 
     def _find_droppable(
-        self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage], began_s: float
+        self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse], began_s: float
     ) -> None:
         """Find the tombstones that hide nothing any more, and whether anything may be deleted."""
         known = {record.id for record in records}
@@ -316,7 +316,7 @@ class _Purge:
         return record.holes + len(self._droppable.get(record.id, ()))
 
     def _choose(
-        self, records: Sequence[ChunkRecord], used: dict[ChunkId, Usage]
+        self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse]
     ) -> list[ChunkRecord]:
         """The chunks to rewrite, in order of their IDs: those that waste space, and small ones if
         fewer chunks come of it."""
@@ -525,12 +525,12 @@ class _Purge:
     def _sweep(self) -> None:
         """Remove leases that ended long ago, and half-written objects of dead writers."""
         now_s = time.time()
-        for leftover in self._objects.leftovers(dataset_prefix(self._identity)):
+        for leftover in self._objects.housekeeping.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):
                 self._report.leftovers += 1
                 if self._session is not None:
                     self._check_lease()
-                    self._objects.discard(leftover)
+                    self._objects.housekeeping.discard(leftover)
         if self._session is None:
             return
         for name, lease, is_valid in list(leases(self._objects, self._identity, now_s)):

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import CorruptError, DieselError, FormatError, ObjectMissing
-from ..format.chunk import Header
+from ..format.chunk import ChunkHeader
 from ..format.chunk_id import chunk_id_text, id_seconds, stamp_fields
 from ..format.entries import ChunkId, Kind, Stamp
 from ..format.object_names import (
@@ -171,7 +171,7 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 # Which chunks versions and leases keep
 
 
-class Usage(NamedTuple):
+class ChunkUse(NamedTuple):
     """How much of a chunk the files of a version use: entries, and bytes of bodies."""
 
     entries: int
@@ -194,10 +194,10 @@ def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
     return frozenset(view.chunk_ids[i] for i in np.flatnonzero(extent_counts(view)).tolist())
 
 
-def chunk_usage(view: Snapshot) -> dict[ChunkId, Usage]:
+def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
     """How much of each chunk in a version's table its files use."""
     stored_bytes = map(int, view.used_bytes().tolist())  # exact up to 2^53
-    rows = map(Usage, extent_counts(view).tolist(), stored_bytes)
+    rows = map(ChunkUse, extent_counts(view).tolist(), stored_bytes)
     return dict(zip(view.chunk_ids, rows, strict=True))
 
 
@@ -258,7 +258,7 @@ TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
 """How old a tombstone must be before it can be dropped. A chunk that was sealed before it and is
 committed so much later is refused, so nothing older than the tombstone can still come."""
 
-ReadHeader = Callable[[ChunkId], Header]
+ReadHeader = Callable[[ChunkId], ChunkHeader]
 
 
 class ActiveTombstone(NamedTuple):
@@ -270,7 +270,7 @@ class ActiveTombstone(NamedTuple):
 
 
 def active_tombstones(
-    header: Header, holes: Collection[int]
+    header: ChunkHeader, holes: Collection[int]
 ) -> Iterator[tuple[bytes, ActiveTombstone]]:
     """The tombstones in a chunk that are not in its `holes` (places), with their paths."""
     for place in np.flatnonzero(header.records["kind"] == Kind.TOMBSTONE).tolist():
@@ -356,7 +356,7 @@ def remove_dataset(
     leased = leased_versions(objects, identity, time.time())
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)
     removed = left = 0
-    for name in list(objects.names(dataset_prefix(identity))):
+    for name in list(objects.housekeeping.names(dataset_prefix(identity))):
         if name == dataset_object(identity):
             continue
         chunk = chunk_of_object(name) if name.startswith(chunk_prefix(identity)) else None
@@ -370,9 +370,9 @@ def remove_dataset(
         else:
             objects.delete(name)
             removed += 1
-    for leftover in objects.leftovers(dataset_prefix(identity)):
+    for leftover in objects.housekeeping.leftovers(dataset_prefix(identity)):
         if is_abandoned(leftover, time.time(), 0):
-            objects.discard(leftover)
+            objects.housekeeping.discard(leftover)
         else:
             left += 1
     if not (left or leased or but_name):

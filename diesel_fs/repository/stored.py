@@ -42,7 +42,7 @@ from ..format.object_names import chunk_prefix
 from ..format.snapshot.entry_digest import EntryDigest, entry_digest
 from ..format.snapshot.reader import Snapshot
 from ..names import check_dataset_name
-from ..storage.metadata.store import Batch, DatasetHead, MetadataStore, StoreRestarted
+from ..storage.metadata.store import CommitBatch, DatasetHead, MetadataStore, StoreRestarted
 from ..storage.objects.store import ObjectStore
 from ..storage.open_stores import open_metadata, open_objects, rename_unusable_metadata
 from ..urls import RepositoryUrl, parse_url
@@ -125,7 +125,7 @@ class StoredRepository(Repository):
 
     def close(self) -> None:
         self._close_metadata()
-        self.objects.close_idle()
+        self.objects.housekeeping.close_idle()
 
     def _close_metadata(self) -> None:
         if self._meta is not None:
@@ -239,7 +239,7 @@ class StoredRepository(Repository):
                 )
         if newest:  # the metadata store cannot be used, or lost what the snapshot has
             return self.snapshots.load(info.identity, newest)
-        if next(iter(self.objects.names(chunk_prefix(info.identity))), None) is None:
+        if next(iter(self.objects.housekeeping.names(chunk_prefix(info.identity))), None) is None:
             return empty_snapshot(info.identity, info.name)
         raise self.behind_error(info.name)
 
@@ -352,7 +352,7 @@ class StoredRepository(Repository):
             unknown = find_unknown_chunks(self, self.meta, head, needs_repair=True)
             self.meta.repair(identity, run, self._batches_of(head, unknown))
 
-    def _batches_of(self, head: DatasetHead, chunks: UnknownChunks) -> Iterator[Batch]:
+    def _batches_of(self, head: DatasetHead, chunks: UnknownChunks) -> Iterator[CommitBatch]:
         """The entries of the chunks that the metadata store does not know.
 
         An orphan that cannot be read is logged and left out: it must not stop all others, and every
@@ -367,7 +367,7 @@ class StoredRepository(Repository):
                 view = self.snapshots.load_without_copy(head.identity, newest)
                 raise lost_chunks_error(head.name, losses_in({chunk: why}, [view]))
 
-    def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[Batch | None, str]:
+    def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[CommitBatch | None, str]:
         """The entries of a chunk; None and the reason where it cannot be read."""
         try:
             header = read_with_retries(lambda: self.read_header(identity, chunk))
@@ -376,7 +376,7 @@ class StoredRepository(Repository):
             log.warning("chunk %s is left out: %s", chunk_id_text(chunk), error.message)
             return None, error.message
 
-    def commit_batches(self, identity: UUID, *batches: Batch) -> int:
+    def commit_batches(self, identity: UUID, *batches: CommitBatch) -> int:
         """Commit; returns the version. Where the metadata store has been restarted, it is repaired
         before."""
         for _ in range(_RESTARTS_MAX):

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from uuid import UUID
 
 from ..errors import BusyError, CorruptError, NotFoundError, ObjectStoreRefused
-from ..format.chunk import Header, parse_header, parse_preamble
+from ..format.chunk import ChunkHeader, parse_header, parse_preamble
 from ..format.chunk_id import LOWEST, chunk_id_text, id_seconds, stamp_fields
 from ..format.entries import ChunkId, ChunkInfo, Kind
 from ..format.object_names import chunk_object
-from ..storage.metadata.store import COMMIT_LOCK_S_MAX, Batch, MetadataStore
+from ..storage.metadata.store import COMMIT_LOCK_S_MAX, CommitBatch, MetadataStore
 from ..storage.objects.store import ObjectStore
 
 PUT_WINDOW_S = 3600
@@ -78,7 +78,7 @@ class StaleChunk(BusyError):
 class ValidatedChunk:
     """A chunk that may be committed, and how many files end in it, with their bytes."""
 
-    batch: Batch
+    batch: CommitBatch
     files: int
     content_bytes: int
 
@@ -110,7 +110,7 @@ def validate_chunk(
     return as_validated(parsed)
 
 
-def check_age(header: Header) -> None:
+def check_age(header: ChunkHeader) -> None:
     """Raise StaleChunk where an ID is older than the put window."""
     chunk = header.preamble.id
     if time.time() - id_seconds(chunk) > PUT_WINDOW_S:
@@ -118,7 +118,7 @@ def check_age(header: Header) -> None:
         raise StaleChunk(f"chunk {chunk_id_text(chunk)} came too late", paths)
 
 
-def check_claims(header: Header, meta: MetadataStore, clock: StoreClock) -> None:
+def check_claims(header: ChunkHeader, meta: MetadataStore, clock: StoreClock) -> None:
     """Raise CorruptError for an ID from the future, or stamps that a client may not choose.
 
     Where a committed ID is from the future, the IDs that follow it have to be, too: that is
@@ -153,7 +153,7 @@ def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
     )
 
 
-def as_validated(header: Header) -> ValidatedChunk:
+def as_validated(header: ChunkHeader) -> ValidatedChunk:
     """A chunk that has passed the checks. A file of several extents counts where its last one
     is."""
     files = header.records["kind"] == Kind.FILE
@@ -164,7 +164,11 @@ def as_validated(header: Header) -> ValidatedChunk:
 
 
 def _delete_stale(
-    objects: ObjectStore, meta: MetadataStore, identity: UUID, header: Header, stale: StaleChunk
+    objects: ObjectStore,
+    meta: MetadataStore,
+    identity: UUID,
+    header: ChunkHeader,
+    stale: StaleChunk,
 ) -> None:
     """Delete a chunk that came after the put window and raise `stale`; do nothing where a recovery
     has committed it."""
@@ -180,7 +184,7 @@ def _delete_stale(
     raise stale
 
 
-def batch_of(header: Header, *, stored: bool = False) -> Batch:
+def batch_of(header: ChunkHeader, *, stored: bool = False) -> CommitBatch:
     """What a metadata store commits of a chunk.
 
     `stored`: the chunk was found in the object store, and a purge may have written it. Then its
@@ -191,7 +195,7 @@ def batch_of(header: Header, *, stored: bool = False) -> Batch:
     if stored and any(stamp_fields(value)[0] > own for value in header.stamps.values()):
         raise CorruptError(f"chunk {chunk_id_text(own)} has a stamp greater than its ID")
     rows, stamps = header.rows()
-    return Batch(
+    return CommitBatch(
         chunk=ChunkInfo(own, header.preamble.object_bytes),
         uploaded_ns=time.time_ns(),
         rows=rows,

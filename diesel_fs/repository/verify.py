@@ -26,13 +26,13 @@ from ..errors import (
     PermissionDenied,
     UsageError,
 )
-from ..format.chunk import Header, damaged_places
+from ..format.chunk import ChunkHeader, damaged_places
 from ..format.chunk_id import chunk_id_text, id_seconds
 from ..format.entries import ChunkId
 from ..format.object_names import STORE_MARKER, dataset_prefix
 from ..format.snapshot.build import build_snapshot
 from ..format.snapshot.diff import diff_snapshots
-from ..format.snapshot.layout import Columns, content_mark
+from ..format.snapshot.layout import SnapshotColumns, content_mark
 from ..format.snapshot.reader import Snapshot
 from ..names import shown
 from ..storage.metadata.sqlite.store import SqliteMetadata
@@ -186,11 +186,11 @@ class _Check:
             return prefetch_headers(self._repository, self._info.identity, chunks)
         return ((chunk, partial(self._check_bodies, chunk)) for chunk in chunks)
 
-    def _check_bodies(self, chunk: ChunkId) -> Header:
+    def _check_bodies(self, chunk: ChunkId) -> ChunkHeader:
         """A chunk's header. Bodies that are damaged when they are read a second time are
         problems."""
 
-        def read() -> tuple[Header, list[int]]:
+        def read() -> tuple[ChunkHeader, list[int]]:
             header, bodies = read_chunk(self._repository.objects, self._info.identity, chunk)
             return header, damaged_places(header, bodies)
 
@@ -204,7 +204,7 @@ class _Check:
         ]
         return header
 
-    def _header(self, chunk: ChunkId, outcome: Outcome) -> Header | None:
+    def _header(self, chunk: ChunkId, outcome: Outcome) -> ChunkHeader | None:
         """A header; None where it cannot be read, which is noted."""
         try:
             return outcome()
@@ -219,7 +219,7 @@ class _Check:
             self._findings.unreachable.append(f"chunk {chunk_id_text(chunk)}: {error.message}")
         return None
 
-    def _fold(self, header: Header) -> None:
+    def _fold(self, header: ChunkHeader) -> None:
         self._scratch.commit(self._info.identity, batch_of(header))
         self._folded.add(header.preamble.id)
 
@@ -429,7 +429,7 @@ def _differences(actual: Snapshot, expected: Snapshot) -> Iterator[str]:
     if not lines:
         lines = [
             f"the column {name}"
-            for name in Columns._fields
+            for name in SnapshotColumns._fields
             if not np.array_equal(getattr(actual.columns, name), getattr(expected.columns, name))
         ]
     yield from lines[:_DIFFERENCES_MAX]
@@ -481,8 +481,8 @@ def _check_leftovers(repository: StoredRepository, info: DatasetInfo, findings: 
     except DieselError as error:
         findings.problems.append(error.message)
     prefix = dataset_prefix(info.identity)
-    if leftovers := sum(1 for _ in repository.objects.leftovers(prefix)):
+    if leftovers := sum(1 for _ in repository.objects.housekeeping.leftovers(prefix)):
         files = f"temporary file{'s' * (leftovers > 1)}"
         findings.notes.append(f"{leftovers} {files} of puts under way or killed")
-    if foreign := sum(1 for _ in repository.objects.foreign(prefix)):
+    if foreign := sum(1 for _ in repository.objects.housekeeping.foreign(prefix)):
         findings.notes.append(f"{foreign} foreign object{'s' * (foreign > 1)}, ignored")

@@ -19,7 +19,7 @@ from ..format.entries import RECORD, Bytes, ChunkId, Rows
 from ..format.object_names import snapshot_object, snapshot_prefix, version_of_object
 from ..format.snapshot.build import build_snapshot
 from ..format.snapshot.entry_digest import EntryDigest
-from ..format.snapshot.layout import FRONT_BYTES, Header, content_mark, parse_front
+from ..format.snapshot.layout import FRONT_BYTES, SnapshotHeader, content_mark, parse_front
 from ..format.snapshot.reader import Snapshot
 from ..storage.metadata.store import DatasetHead, MetadataStore
 from ..storage.objects.store import ObjectStore
@@ -75,7 +75,7 @@ class VersionStore(PublishedVersions):
         return max(self.versions(identity), default=0)
 
     def versions(self, identity: UUID) -> list[int]:
-        names = self._objects.names(snapshot_prefix(identity))
+        names = self._objects.housekeeping.names(snapshot_prefix(identity))
         numbers = [version_of_object(name) for name in names if name not in self._damaged]
         return sorted(number for number in numbers if number is not None)
 
@@ -105,7 +105,7 @@ class VersionStore(PublishedVersions):
             kept.append(KeptVersion(version, version * 1000, header.files, header.file_bytes))
         return kept
 
-    def front(self, identity: UUID, version: int) -> tuple[Header, bytes]:
+    def front(self, identity: UUID, version: int) -> tuple[SnapshotHeader, bytes]:
         """The header of a published version, and the mark that equal contents share."""
         name = snapshot_object(identity, version)
         header, mark = parse_front(self._objects.get(name, 0, FRONT_BYTES))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from uuid import UUID
 
 from ..errors import ObjectExists
-from ..format.chunk import Header
+from ..format.chunk import ChunkHeader
 from ..format.chunk_builder import ChunkBuilder
 from ..format.chunk_id import IdSource
 from ..format.entries import Bytes, ChunkId, check_path, split
@@ -138,7 +138,7 @@ def seal_and_store(
     objects: ObjectStore,
     identity: UUID,
     new_id: Callable[[], ChunkId],
-) -> tuple[ChunkId, Sequence[Bytes], Header]:
+) -> tuple[ChunkId, Sequence[Bytes], ChunkHeader]:
     """Seal a chunk and make it durable; returns its ID, its parts (preamble, stored header, bodies)
     and its header. Where another writer has drawn the same ID, the chunk is sealed again.
 

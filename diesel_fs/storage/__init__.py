@@ -6,6 +6,6 @@
 
 Each has one interface (`store.py`) and several implementations, which one suite of tests checks.
 Start with these interfaces. `open_stores.py` chooses the implementation for a URL; code above this
-package should open stores by it alone. What an operation on a dataset means is not decided here,
-but in `repository/`.
+package opens stores through it alone. `repository/` decides what an operation on a dataset means,
+not this package.
 """

@@ -1,9 +1,6 @@
 """Opens the stores at a repository's URL: objects, metadata and accounts.
 
-This is the only module that knows all kinds of stores. Buckets are opened through a helper process
-(`objects/cloud/proxy.py`), since the library for buckets hangs in a forked child, and training
-processes fork. A program that does not fork can register a function that opens buckets directly
-(`register_opener`).
+This is the only module that knows all kinds of stores.
 """
 
 import time
@@ -15,7 +12,7 @@ from ..urls import CLOUD_SCHEMES, RepositoryUrl
 from .accounts.store import FILE, AccountFile, AccountTable
 from .metadata.sqlite.store import SqliteMetadata
 from .metadata.store import MetadataStore
-from .objects.cloud.proxy import CloudProxy
+from .objects.cloud.opening import open_bucket
 from .objects.folder import FolderStore
 from .objects.store import ObjectStore
 
@@ -23,19 +20,18 @@ METADATA_FILE = "meta.sqlite"
 """The name of the SQLite metadata store of a repository in a folder, beside the objects."""
 
 ObjectsOpener = Callable[[RepositoryUrl, bool], ObjectStore]
-"""Opens the object store at a URL; with True it makes one where there is none."""
+"""Opens the object store at a URL; with True it makes one if there is none."""
 
 
 def _folder(url: RepositoryUrl, create: bool) -> ObjectStore:
     return FolderStore.create(url.path) if create else FolderStore.open(url.path)
 
 
-_OPENERS: dict[str, ObjectsOpener] = {"file": _folder}
+def _bucket(url: RepositoryUrl, create: bool) -> ObjectStore:
+    return open_bucket(url.objects_url, create=create)
 
 
-def register_opener(scheme: str, opener: ObjectsOpener) -> None:
-    """Open URLs of a scheme with this function in this process."""
-    _OPENERS[scheme] = opener
+_OPENERS: dict[str, ObjectsOpener] = {"file": _folder, **dict.fromkeys(CLOUD_SCHEMES, _bucket)}
 
 
 def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
@@ -43,8 +39,6 @@ def open_objects(url: RepositoryUrl, *, create: bool) -> ObjectStore:
     opener = _OPENERS.get(url.scheme)
     if opener is not None:
         return opener(url, create)
-    if url.scheme in CLOUD_SCHEMES:  # and this process may fork
-        return CloudProxy.open(url.objects_url, create=create)
     raise ConfigError(
         f"this version has no {url.scheme}:// repository", advice="use file:///folder or s3://"
     )

@@ -22,7 +22,7 @@ from ..format.entries import join, split, whole_object
 from ..format.manifest import MANIFEST_NAME, parse_manifest
 from ..format.snapshot.reader import Indices, Snapshot
 from ..names import cut
-from ..peers.options import TaskKwargs
+from ..peers.members.options import TaskKwargs
 from .folder import (
     IMG_EXTENSIONS,
     FolderSamples,
@@ -36,11 +36,11 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Content = bytes | memoryview
-"""The content of a file. A memoryview comes where a batch is read at once."""
+"""The content of a file. It is a memoryview if a whole batch is read at once."""
 
 
 class ConnectKwargs(TaskKwargs, total=False):
-    """How the dataset is opened: the keyword arguments of `diesel_fs.connect`."""
+    """The keyword arguments of `diesel_fs.connect`, which opens the dataset."""
 
     url: str | None
     user: str | None
@@ -62,8 +62,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
     and targets that a manifest names.
 
     Samples, classes and their order are those of torchvision's `ImageFolder` on the same files. So
-    are the arguments, except that `loader` is called with the content of a file (`bytes` gives the
-    content itself) and not with its path; and that `extensions` chooses other files than images.
+    are the arguments, with two exceptions: `loader` is called with the content of a file (`bytes`
+    returns the content itself) and not with its path, and `extensions` chooses files other than
+    images.
     """
 
     def __init__(
@@ -83,18 +84,17 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         """Open `root`, which is `"DATASET"`, `"DATASET/FOLDER"` or `"DATASET@VERSION/FOLDER"`.
 
         `is_valid_file` is called with the path of a file in the dataset. `extensions` are lower
-        case, and images' if None. `options` are those of `diesel_fs.connect`; with several workers,
-        `task=NAME` lets all processes of a node share one cache of chunks.
+        case; None means those of images. `options` are those of `diesel_fs.connect`; with several
+        workers, `task=NAME` lets all processes of a node share one cache of chunks.
 
         With `manifest=True` the samples are those of the manifest that `dlcmd put --manifest` has
         stored in `root`, in its order; a text names another manifest, by its path below `root`.
         `classes` are its different targets, and a sample's target is an index there;
-        `target_loader` makes another one of its text (`int`, `float`, `str`). Where the targets are
-        files, it makes one of their content, which is given as bytes if it is None.
+        `target_loader` converts its text (`int`, `float`, `str`). If the targets are files,
+        `target_loader` is called with their content, and None returns it as bytes.
 
-        Raises NoSuchPath (a FileNotFoundError) where there are no classes, or classes without files
-        unless `allow_empty`, or where a file of the manifest is missing; UsageError, and as
-        `connect`.
+        Raises NoSuchPath (a FileNotFoundError) if there are no classes, or classes without files
+        unless `allow_empty`, or if a file of the manifest is missing; UsageError, and as `connect`.
         """
         own = words_of(inspect.signature(type(self)))
         check_words(options, [*own, *sorted(ConnectKwargs.__optional_keys__)])
@@ -118,7 +118,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         self.transform = transform
         self.target_transform = target_transform
         self.target_loader = target_loader
-        self._order: tuple[int, Indices, Indices] | None = None  # announced, and by which process
+        self._order: tuple[int, Indices, Indices] | None = None  # announced order and its process
         self._follower = 0  # the process that follows an order
         self._dataset = connect(name, **options)
         try:
@@ -142,7 +142,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     @property
     def samples(self) -> Sequence[tuple[str, int]]:
-        """The path of each sample in the dataset, and its target. Rows are made when asked for."""
+        """The path of each sample in the dataset, and its target. Rows are made on access."""
         return LazyRows(len(self), self._rows)
 
     imgs = samples
@@ -154,16 +154,16 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     @property
     def snapshot(self) -> Snapshot:
-        """All metadata of the version that is read."""
+        """All metadata of the opened version."""
         return self._dataset.snapshot
 
     @property
     def version(self) -> int:
-        """The version that is read."""
+        """The opened version."""
         return self._dataset.version
 
     def entries(self, samples: Sequence[int] | Indices | None = None) -> Indices:
-        """The entries of samples in the snapshot; of all if None."""
+        """The entries of `samples` in the snapshot; of all samples if None."""
         own = self._samples.entries
         return (own if samples is None else own[np.asarray(samples, np.int64)]).astype(np.int64)
 
@@ -175,8 +175,8 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return len(self._samples.entries)
 
     def __getitem__(self, index: int) -> tuple[object, object]:
-        """A sample and its target, transformed. Raises IndexError, and as `diesel_fs.Dataset.get`
-        of the file."""
+        """A sample and its target, transformed. Raises IndexError, and as
+        `diesel_fs.Dataset.get`."""
         at = range(len(self))[index]
         self._about_to_read([at])
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
@@ -190,7 +190,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         first = next(read, memoryview(b""))
         views = chain((first,), read) if wanted else iter(())
         contents: Iterator[Content] = views
-        if type(first.obj) is bytes:  # as are most where files are read one by one
+        if type(first.obj) is bytes:  # usual if files are read one by one
             contents = map(whole_object, views)
         targets: Iterable[object] = self._samples.targets(wanted)
         if isinstance(self._samples, ManifestSamples):
@@ -205,9 +205,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return list(zip(samples, targets, strict=True))
 
     def announce(self, order: Indices, ends: Indices) -> None:
-        """Say that this process will read these samples in this order, in groups that end at the
-        positions `ends`: then each chunk is loaded once for its group. `ChunkShuffleSampler` says
-        it."""
+        """Announce that this process will read these samples in this order, in groups that end at
+        the positions `ends`: then each chunk is loaded once for its group. `ChunkShuffleSampler`
+        calls it."""
         self._order = (os.getpid(), order, ends) if len(order) else None
 
     def close(self) -> None:
@@ -246,7 +246,6 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return named_samples(self.snapshot, split(path)[0], parse_manifest(content, place))
 
     def _targets(self, found: ManifestSamples, samples: Sequence[int]) -> Iterator[object]:
-        """The targets of samples, as the manifest gives them."""
         numbers = found.targets(samples)
         if found.target_entries is not None:
             entries = found.target_entries[numbers].astype(np.int64)
@@ -270,12 +269,14 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return sample, target
 
     def _about_to_read(self, samples: list[int]) -> None:
-        """Check that they can be read, and load chunks in the order that this process has
-        announced, once it reads the first sample of it. A worker reads only some of the samples of
-        an order, so it follows none, and drops the one that its parent followed."""
+        """Check that the samples can be read. If they begin the order that this process has
+        announced, load chunks in that order. A worker reads only some of the samples of an order,
+        so it follows none, and drops the order that its parent followed."""
         for at in self._samples.broken.intersection(samples):
             [(path, _)] = self._rows(range(at, at + 1))
-            raise NoSuchPath(f"{path!r} in {self._dataset.name!r} is a link to no file of it")
+            raise NoSuchPath(
+                f"{path!r} in {self._dataset.name!r} is a link that leads to no file of the dataset"
+            )
         process = os.getpid()
         if self._follower not in (0, process):
             nothing = np.empty(0, np.int64)

@@ -3,10 +3,10 @@
 Without a manifest the folders in `root` are the classes, and each file below a class with a wanted
 name is a sample of it. Classes are sorted by name; the samples of a class by the path of their
 folder, then by name (all as text, so `a-b` stands between `a` and `a/c`). Links are followed inside
-the dataset, as they are on a disk; one that leads nowhere is a sample that cannot be read.
+the dataset, as they are on a disk; a dangling link is a sample that cannot be read.
 
 A dataset of a million files is an array of numbers here. Paths and targets are made from the
-snapshot when they are asked for.
+snapshot on access.
 """
 
 import os
@@ -29,32 +29,28 @@ IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tif
 """The names that torchvision takes for images, in any case."""
 
 _LINKS_MAX = 40  # as Linux: a path through more links is a loop
-_BATCH = 4096  # rows that are made at a time while all are iterated over
+_BATCH = 4096  # rows that are made together during an iteration
 
 _Row = TypeVar("_Row")
 
 
 @dataclass(frozen=True, slots=True)
 class FolderSamples:
-    """The samples of a folder: see the module."""
-
     classes: list[str]
     entries: npt.NDArray[np.int32]
-    """The entry of each sample in the snapshot: a file, or a link that leads nowhere."""
+    """The entry of each sample in the snapshot: a file, or a dangling link."""
     broken: frozenset[int]
-    """The samples that are links that lead nowhere."""
+    """The samples that are dangling links."""
     class_ends: list[int]
-    """Where the samples of each class end."""
+    """The end of each class's samples."""
     linked: dict[int, str] = field(default_factory=dict)
     """The paths of the samples that were reached through links. The others have the path of their
     entry."""
 
     def target(self, sample: int) -> int:
-        """The class of a sample."""
         return bisect_right(self.class_ends, sample)
 
     def targets(self, samples: Sequence[int]) -> list[int]:
-        """The class of each of these samples."""
         found: list[int] = np.searchsorted(self.class_ends, samples, "right").tolist()
         return found
 
@@ -69,22 +65,20 @@ class ManifestSamples:
     numbers: npt.NDArray[np.int32]
     """The class of each sample."""
     target_entries: npt.NDArray[np.int32] | None
-    """Where the targets are files, the entry of each class."""
+    """If the targets are files, the entry of each class."""
     broken: frozenset[int] = frozenset()
     linked: dict[int, str] = field(default_factory=dict)
 
     def target(self, sample: int) -> int:
-        """The class of a sample."""
         return int(self.numbers[sample])
 
     def targets(self, samples: Sequence[int]) -> list[int]:
-        """The class of each of these samples."""
         found: list[int] = self.numbers[np.asarray(samples, np.int64)].tolist()
         return found
 
 
 class LazyRows(Sequence[_Row]):
-    """A list whose rows are made when they are asked for; equal to a list of the same rows."""
+    """A list whose rows are made on access; equal to a list of the same rows."""
 
     def __init__(self, count: int, make: Callable[[range], list[_Row]]) -> None:
         self._count = count
@@ -134,8 +128,9 @@ def find_samples(
     """The samples of the folder `root`.
 
     Either `extensions` or `is_valid_file` chooses the files by their names, or by their paths in
-    the dataset. Raises NoSuchPath (a FileNotFoundError) where there is no class, or a class without
-    samples unless `allow_empty`; UsageError for both or none of the two, and for links in a circle.
+    the dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without
+    samples unless `allow_empty`; UsageError if both or neither of the two are given, and for links
+    in a circle.
     """
     if (extensions is None) == (is_valid_file is None):
         raise UsageError("give either `extensions` or `is_valid_file`, not both and not neither")
@@ -168,11 +163,11 @@ def find_samples(
 
 
 def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> ManifestSamples:
-    """The samples that a manifest names, which lies in `folder`. Raises NoSuchPath (a
-    FileNotFoundError), which names the first line whose file is not there."""
+    """The samples that a manifest names. The manifest lies in `folder`. Raises NoSuchPath (a
+    FileNotFoundError) that names the first line whose file is missing."""
     found = find_named(manifest, snapshot, folder)
     for fault in found.faults:
-        more = f" ({found.fault_count:,} lines are so)" if found.fault_count > 1 else ""
+        more = f" ({found.fault_count:,} lines have such a fault)" if found.fault_count > 1 else ""
         raise NoSuchPath(
             f"{manifest.name}, line {fault.line}: {shown(fault.path)}: {fault.reason}{more}"
         )
@@ -196,7 +191,6 @@ class _Walk:
         self.linked: dict[int, str] = {}
 
     def folders(self, folder: int) -> list[tuple[str, int]]:
-        """The folders in a folder, and the links to folders: names and entries."""
         snapshot, children = self._snapshot, self._snapshot.children(folder)
         if not len(children):
             return []
@@ -209,7 +203,7 @@ class _Walk:
         return found
 
     def add_class(self, path: str, folder: int) -> None:
-        """Add the samples below a folder that stands at this path."""
+        """Add the samples below a folder; `path` is the folder's path."""
         found: list[tuple[str, int]] = []
         left: list[tuple[str, int, tuple[int, ...]]] = [(path, folder, (folder,))]
         while left:
@@ -224,7 +218,6 @@ class _Walk:
             self._add_files(path, folder)
 
     def _add_files(self, path: str, folder: int) -> None:
-        """Add the samples that lie in this folder itself."""
         snapshot, children = self._snapshot, self._snapshot.children(folder)
         if not len(children):
             return
@@ -243,7 +236,7 @@ class _Walk:
                         continue
                     row = followed
             rows.append((name, row, row != entry))
-        rows.sort()  # as text: names that are not UTF-8 stand elsewhere among their bytes
+        rows.sort()  # as text: names that are not UTF-8 have another order as bytes
         for at, (name, _, is_followed) in enumerate(rows):
             if is_linked or is_followed:
                 self.linked[self.count + at] = os.path.join(path, name)
@@ -258,8 +251,8 @@ class _Walk:
 
 
 def resolved(snapshot: Snapshot, entry: int) -> int:
-    """The entry to which a link leads, or the entry itself; -1 where the link leads nowhere, or out
-    of the dataset."""
+    """The entry to which a link leads, or the entry itself; -1 if the link is dangling, or leads
+    out of the dataset."""
     left = _LINKS_MAX
     while entry >= 0 and snapshot.stat(entry).kind == Kind.LINK:
         target, folder = snapshot.link(entry), snapshot.parent(entry)
@@ -277,7 +270,7 @@ def resolved(snapshot: Snapshot, entry: int) -> int:
 
 
 def _step(snapshot: Snapshot, folder: int, name: bytes) -> int:
-    """The entry that one component of a path names; -1 for none."""
+    """The entry that one component of a path names; -1 if there is none."""
     if name in (b"", b"."):
         return folder
     if name == b"..":

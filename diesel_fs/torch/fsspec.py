@@ -1,13 +1,13 @@
 """The file system `diesel://` of fsspec, by which pandas, pyarrow, Hugging Face `datasets`, zarr
-and others read datasets without a mount. README.md says what URLs and options mean.
+and others read datasets without a mount. README.md explains URLs and options.
 
 A path of this file system is a URL without its protocol: `DATASET/path`, or
 `HOST:PORT/DATASET/path`. The server stays in the path, and is no option of the file system: many
-callers keep only the URLs of what they found, and open those with a file system of their own.
+callers keep only the URLs that they found, and open those with a file system of their own.
 
-fsspec makes an instance of a file system for each thread. So the datasets that are open belong to
-the process: instances with the same options share them, and so do forked children, since a dataset
-may be read by many threads and after a fork.
+fsspec makes an instance of a file system for each thread. So the open datasets belong to the
+process: instances with the same options share them, and so do forked children, since a dataset may
+be read by many threads and after a fork.
 
 fsspec ships no types; it is an optional dependency, and torch is not imported.
 """
@@ -30,7 +30,7 @@ from ..errors import DieselError, NotAFolder, NotFoundError, PermissionDenied, U
 from ..format.entries import Kind
 from ..format.snapshot.reader import Snapshot
 from ..names import cut, parse_versioned_name
-from ..peers.options import TaskKwargs
+from ..peers.members.options import TaskKwargs
 from ..urls import HostPort
 
 try:
@@ -45,12 +45,12 @@ except ImportError as error:
 log = logging.getLogger("diesel.fsspec")
 
 BLOCK_BYTES = 256 << 10
-"""How much of a file is read at once. fsspec's own default of 5 MiB would load and copy a second
+"""Bytes of a file that are read at once. fsspec's own default of 5 MiB would load and copy a second
 chunk for most reads; whole chunks stay in the dataset's memory anyway."""
 
 WHOLE_BYTES_MAX = 4 << 20
-"""A file up to the default size of a chunk is most often one extent, which is read whole even for a
-part of it, since its checksum is that of the whole."""
+"""A file up to the default size of a chunk is most often one extent. A read of a part reads all of
+it, since its checksum is that of the whole."""
 
 _LINE_BYTES = 4096
 _BELOW_A_FILE = -2
@@ -72,7 +72,7 @@ _opening = threading.Lock()
 
 
 def _renew_lock() -> None:
-    """In a forked child: no thread of it holds the lock."""
+    """Make a new lock in a forked child: no thread of the child holds the old one."""
     global _opening  # noqa: PLW0603  # a lock that another thread held cannot be released
     _opening = threading.Lock()
 
@@ -81,7 +81,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class _Address(NamedTuple):
-    """What a path names. The root of a repository has no dataset."""
+    """The parts of a path. The root of a repository has no dataset."""
 
     server: str  # its URL; "" for the repository of the options
     dataset: str  # NAME or NAME@VERSION
@@ -120,13 +120,14 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         those of any fsspec file system. Nothing is opened before the first use. (`repository` is
         `url` there, which is the name of an argument of fsspec's own `url_to_fs`.)
 
-        Other options are passed over, as in any fsspec file system: libraries give the options of
-        one protocol to all. One that is nearly ours is warned of. Raises UsageError for `url`.
+        Other options are ignored, as in any fsspec file system: libraries pass the options of one
+        protocol to all. An option with nearly the name of one of ours causes a warning. Raises
+        UsageError for `url`.
         """
         if "fo" in options:
             raise UsageError("diesel:// cannot be opened on top of another file system")
         for name in sorted(options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__):
-            if name == "url":  # of `connect`: another repository would be read without it
+            if name == "url":  # without it, another repository would be read
                 raise UsageError(
                     "diesel:// has no option 'url'", advice=f"known: {', '.join(_OPTIONS)}"
                 )
@@ -141,19 +142,18 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         self._token: str = tokenize(repository, user, key, memory_bytes, self._task)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """For a pickle, which holds no secret. Raises UsageError where the other process would not
-        find a secret in its environment, as far as ours shows."""
-        known = _OF_FSSPEC.union(_OPTIONS)  # what others mean by theirs may be a secret
+        """A pickle, without secrets. Raises UsageError if the other process would not find a secret
+        in its environment, judging by ours."""
+        known = _OF_FSSPEC.union(_OPTIONS)  # other options may hold a secret
         options = {name: each for name, each in self.storage_options.items() if name in known}
         secrets = dict(_SECRETS)
-        if "@" in (
-            options.get("repository") or ""
-        ):  # a wrong yes only means that DIESEL_URL must be set
+        if "@" in (options.get("repository") or ""):  # in doubt, DIESEL_URL must be set
             secrets["repository"] = "DIESEL_URL"
         for name, variable in secrets.items():
             if (value := options.pop(name, None)) and value != os.environ.get(variable):
                 raise UsageError(
-                    f"this file system cannot be pickled: a pickle holds no secret, as {name!r} is",
+                    "this file system cannot be pickled: a pickle may hold no secret,"
+                    f" such as {name!r}",
                     advice=f"set {variable} in all processes",
                 )
         return _make, (type(self), options)
@@ -162,7 +162,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
     @classmethod
     def _strip_protocol(cls, path: object) -> object:
-        """The path that a URL names; slashes at its ends, and several in a row, do not count."""
+        """The path that a URL names. Slashes at its ends are dropped, and several in a row count as
+        one."""
         if isinstance(path, list):
             return [cls._strip_protocol(each) for each in path]
         text = stringify_path(path)
@@ -171,7 +172,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return "/".join(filter(None, text.split("/"))) if "//" in text else text.strip("/")
 
     def _address(self, path: str) -> _Address:
-        """What a path names. Raises UsageError for a bad server, or one that contradicts the
+        """The parts of a path. Raises UsageError for a bad server, or one that contradicts the
         options, and FileNotFoundError for a name that no dataset can have."""
         first, _, rest = path.partition("/")
         server = ""
@@ -224,8 +225,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def _find(self, path: str) -> _Entry:
         """The entry that a path in a dataset names, with links followed.
 
-        Raises FileNotFoundError, which for a path below a file is a NotADirectoryError, too; moves
-        on to a newer version before it does.
+        If there is none, moves on to a newer version and tries again, then raises FileNotFoundError
+        (for a path below a file it is a NotADirectoryError, too).
         """
         address = self._address(path)
         if not address.dataset:
@@ -238,7 +239,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         view = dataset.snapshot
         index = _follow(view, encoded)
         if index < 0:
-            with suppress(FileNotFoundError, UsageError):  # no such path, or none that can be
+            with suppress(FileNotFoundError, UsageError):  # no such path, or an invalid one
                 dataset.stat(encoded)
             view = dataset.snapshot
             index = _follow(view, encoded)
@@ -291,7 +292,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return [_listed(each, view, i) for each, i in zip(paths, children, strict=True)]
 
     def exists(self, path: str, **kwargs: object) -> bool:
-        """Whether there is an entry. (Unlike fsspec's own, it does not take a failure for no.)"""
+        """Whether there is an entry. (Unlike fsspec's own, it raises an error if it cannot
+        know.)"""
         try:
             self.info(path)
         except FileNotFoundError:
@@ -299,7 +301,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return True
 
     def isfile(self, path: str) -> bool:
-        """Whether there is a file. (Unlike fsspec's own, it does not take a failure for no.)"""
+        """Whether there is a file. (Unlike fsspec's own, it raises an error if it cannot know.)"""
         return self.exists(path) and self.info(path)["type"] == "file"
 
     def du(
@@ -312,18 +314,18 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     ) -> int | dict[str, int]:
         """The bytes of the files below a path, or by path with `total=False`."""
         found = self.find(path, maxdepth=maxdepth, withdirs=withdirs, detail=True)
-        if [*found.values()] == [{}]:  # what fsspec returns for a file
+        if [*found.values()] == [{}]:  # fsspec returns this for a file
             found = {each: self.info(each) for each in found}
         sizes = {each: info["size"] for each, info in found.items()}
         return sum(sizes.values()) if total else sizes
 
     def modified(self, path: str) -> datetime:
-        """When a file was last changed."""
+        """The time of a file's last change."""
         _, view, index = self._find(self._text(path))
         return datetime.fromtimestamp(view.stat(index).mtime_ns / 1e9, UTC)
 
     def ukey(self, path: str) -> str:
-        """A token that changes with the content of a file, found without reading it."""
+        """A token that changes with the content of a file, computed without reading it."""
         _, view, index = self._find(self._text(path))
         status = view.stat(index)
         checksums = [extent.checksum for extent in view.extents(index)]
@@ -335,7 +337,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return int(self.ukey(path), 16)
 
     def invalidate_cache(self, path: str | None = None) -> None:
-        """Move on to the current version of the dataset of a path; without one, of all datasets
+        """Move on to the current version of the dataset of a path; without a path, of all datasets
         that are open with the options of this file system."""
         super().invalidate_cache(path)
         address = None if path is None else self._address(self._text(path))
@@ -345,8 +347,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 dataset.refresh()
 
     def close(self) -> None:
-        """Release the datasets that are open with the options of this file system, also by other
-        threads. The next use opens them again."""
+        """Release the datasets that are open with the options of this file system, including those
+        opened by other threads. The next use opens them again."""
         for key in [key for key in _open if key[0] == self._token]:
             if (dataset := _open.pop(key, None)) is not None:
                 dataset.close()
@@ -356,7 +358,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
     ) -> bytes:
-        """The content of a file, or a part of it, by indices as those of a slice."""
+        """The content of a file, or a part of it, by indices like those of a slice."""
         entry = self._find_file(self._text(path))
         if start is None and end is None:
             return entry.dataset.get(entry.path)
@@ -371,11 +373,9 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "raise",
         **kwargs: object,
     ) -> bytes | dict[str, bytes | Exception]:
-        """The content of one file; of many paths, or what a pattern matches, the contents by path.
-
-        Their chunks are loaded ahead. With `recursive`, of all files below folders. `on_error` is
-        "raise", "omit" or "return".
-        """
+        """The content of one file; for many paths, or a pattern, the contents by path. Their chunks
+        are loaded ahead. With `recursive`, the contents of all files below folders. `on_error` is
+        "raise", "omit" or "return"."""
         paths: list[str] = self.expand_path(path, recursive=recursive)
         if not isinstance(path, list) and paths == [self._strip_protocol(path)] and not recursive:
             return self.cat_file(paths[0], **kwargs)  # type: ignore[arg-type]  # start and end
@@ -405,7 +405,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         **kwargs: object,
     ) -> list[bytes | Exception]:
         """Parts of files, in the order of `paths`, each from `starts` to `ends`, which are indices
-        as those of a slice. (`max_gap` has no effect: the reader merges what lies together.)"""
+        like those of a slice. (`max_gap` has no effect: the reader merges neighbouring ranges.)"""
         firsts = [*starts] if isinstance(starts, Sequence) else [starts] * len(paths)
         stops = [*ends] if isinstance(ends, Sequence) else [ends] * len(paths)
         if not len(firsts) == len(stops) == len(paths):
@@ -430,7 +430,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return parts
 
     def _is_small(self, path: str) -> bool:
-        """Whether a file is read whole where a part of it is wanted."""
+        """Whether a read of a part reads the whole file."""
         try:
             _, view, index = self._find_file(path)
         except OSError:
@@ -460,7 +460,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return DieselFile(self, path, mode, *arguments, **kwargs)
 
     def content(self, path: str) -> EntryFile:
-        """The content of a file, in the version that is shown now. Raises as `open`."""
+        """The content of a file, in the current version. Raises as `open`."""
         entry = self._find_file(path)
         return entry.dataset.open(entry.path)
 
@@ -471,7 +471,6 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
     # Writing
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
-        """Raises OSError (EROFS)."""
         raise OSError(
             errno.EROFS,
             f"{self.protocol}:// is read-only; write with `dlcmd put` or `diesel_fs.Dataset.put`",
@@ -488,15 +487,15 @@ class DieselTlsFileSystem(DieselFileSystem):
 
 
 class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
-    """A file that is open for reading. It stays with the version in which it was opened."""
+    """A file that is open for reading. It keeps the version in which it was opened."""
 
     DEFAULT_BLOCK_SIZE = BLOCK_BYTES
 
     def __init__(
         self, fs: DieselFileSystem, path: str, *arguments: object, **kwargs: object
     ) -> None:
-        """The arguments are those of `fsspec.spec.AbstractBufferedFile`. The `size` that a pickle
-        names does not count, as the file may have another one now."""
+        """The arguments are those of `fsspec.spec.AbstractBufferedFile`. The `size` in a pickle is
+        ignored, as the file may have another one now."""
         self._content = fs.content(path)
         super().__init__(fs, path, *arguments, **{**kwargs, "size": self._content.size})
 
@@ -514,8 +513,7 @@ class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no
 
 
 def _make(kind: type[DieselFileSystem], options: dict[str, object]) -> DieselFileSystem:
-    """Make the file system that a pickle refers to."""
-    return kind(**options)  # type: ignore[arg-type]  # they were checked when it was made first
+    return kind(**options)  # type: ignore[arg-type]  # they were checked when it was first made
 
 
 def _absent(path: str) -> FileNotFoundError:
@@ -524,8 +522,8 @@ def _absent(path: str) -> FileNotFoundError:
 
 def _follow(view: Snapshot, path: bytes) -> int:
     """The index of the entry at a path, with links followed as the kernel follows them; -1 if there
-    is none, _BELOW_A_FILE if the path goes on below a file. A link that leads out of the dataset
-    leads nowhere."""
+    is none, _BELOW_A_FILE if the path goes on below a file. A link that leads out of the dataset is
+    dangling."""
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind != Kind.LINK:
         return index
@@ -557,8 +555,8 @@ _TYPES = {Kind.FILE: ("file", stat.S_IFREG), Kind.FOLDER: ("directory", stat.S_I
 
 
 def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object]:
-    """What `info` returns for an entry that is no link; without a view, for a dataset as a folder
-    or the folder of all."""
+    """The result of `info` for an entry that is no link; without a view, for a dataset as a folder
+    or the folder of all datasets."""
     if view is None:
         return {"name": path, "size": 0, "type": "directory", "islink": False}
     status = view.stat(index)
@@ -574,7 +572,6 @@ def _described(path: str, view: Snapshot | None, index: int) -> dict[str, object
 
 
 def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
-    """What `ls` returns for an entry of a folder."""
     if view.stat(index).kind != Kind.LINK:
         return _described(path, view, index)
     target = _follow(view, view.path(index))
@@ -588,7 +585,7 @@ def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
 
 
 def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, object]:
-    """What describes a link to the entry that `info` describes, if `index` is a link."""
+    """Add the fields of a link to `info`, which describes the target, if `index` is a link."""
     if index >= 0 and view.stat(index).kind == Kind.LINK:
         info |= {"islink": True, "destination": os.fsdecode(view.link(index))}
     return info

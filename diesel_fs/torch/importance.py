@@ -1,14 +1,17 @@
-"""`ImportanceSampler`: trains on what matters more often, and on the rest less often.
+"""`ImportanceSampler`: trains on important samples more often, and on the others less often.
+
+Experimental: with half of the samples per epoch, our study found no gain in accuracy over the same
+number of samples at random (README.md has the figures), so arguments and states may still change.
 
 It is the I/O-oriented importance sampling of iCache (HPCA 2023, section III-A), on the rule of
-Selective-Backprop; `orders/importance.py` has both, and the draw. Which samples an epoch reads is
-drawn when it begins, from what the training loop has reported with `update` in earlier epochs. The
-draw is announced to the mount as any other order, and the importance of all samples is told to it,
-so that it keeps the important ones in memory (`--evict importance`).
+Selective-Backprop; `orders/importance.py` has both, and the draw. The samples of an epoch are drawn
+when it begins, from the values that the training loop has reported with `update` in earlier epochs.
+The draw is announced to the mount like any other order. The sampler also sends the importance of
+all samples to the mount, which keeps the important ones in memory (`--evict importance`).
 
-**One table for all ranks.** What a rank reports during an epoch stays with it until the next epoch
-begins; then the ranks exchange it (`torch.distributed`), so all of them draw from the same table,
-and an epoch can be drawn again in its middle. Not safe for concurrent use.
+**One table for all ranks.** The reports that a rank gets during an epoch stay with it until the
+next epoch begins; then the ranks exchange them (`torch.distributed`), so all ranks draw from the
+same table, and an epoch can be drawn again in its middle. Not safe for concurrent use.
 """
 
 import os
@@ -40,23 +43,24 @@ from ..orders.importance import (
     substituted,
     weights,
 )
-from ..orders.parts import Deal, part_length
+from ..orders.parts import Partition, part_length
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .hook.diesel_hook import has_joined
-from .sampler import ChunkShuffleSampler, Place, _Iteration
+from .sampler import ChunkShuffleSampler, EpochPlace, _Iteration
 
 WARM_UP_DEFAULT = 1
 """Epochs of all samples before the first draw, as in the scripts of Selective-Backprop."""
 
 BENEFIT_BATCHES = 20
-"""Batches that are timed without the mount's memory, and as many with it (iCache, III-D)."""
+"""Number of batches that are timed without the mount's memory, and of those with it (iCache,
+III-D)."""
 
 _LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # environment variables
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
 
 _PENDING_MAX = 1 << 16
-"""Values that wait on their device until they are copied at once: a copy waits for the device."""
+"""Values that stay on their device until they are copied together: a copy waits for the device."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
@@ -70,28 +74,29 @@ _DIFFERENCES = (
     "reads another dataset, version or selection of files than rank 0",
     "has other arguments than rank 0",
 )
-"""How ranks can differ that must not: one for each number that they claim."""
+"""Forbidden differences between ranks: one for each number that they claim."""
 
 
 class Importance(ABC):
-    """What a training step says about how much each sample of its batch matters.
+    """Computes, from a training step, how important each sample of its batch is.
 
-    An instance is given to `ImportanceSampler`. Write your own by one method.
+    Pass an instance to `ImportanceSampler`. Your own subclass needs only the method `measure`.
     """
 
     @abstractmethod
     def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
-        """One number for each sample, on any device: the greater, the more it matters.
+        """One number for each sample, on any device: a greater number means a more important
+        sample.
 
-        `losses` has the shape (batch,); `outputs` and `targets` are what the caller of `update`
-        gave, batch first. Only the order of the numbers counts. Those that are negative, infinite
-        or NaN are ignored: such a sample keeps the value that it had. The tensors have no
-        gradients. Raises UsageError where something is missing.
+        `losses` has the shape (batch,); `outputs` and `targets` are those that the caller of
+        `update` passed, batch first. Only the order of the numbers counts. Negative, infinite and
+        NaN numbers are ignored: such a sample keeps its previous value. The tensors have no
+        gradients. Raises UsageError if an argument is missing.
         """
 
 
 class Loss(Importance):
-    """The loss of a sample: what iCache and Selective-Backprop use."""
+    """The loss of a sample, as in iCache and Selective-Backprop."""
 
     def measure(self, losses: Tensor, outputs: Tensor | None, targets: Tensor | None) -> Tensor:
         return losses
@@ -100,7 +105,7 @@ class Loss(Importance):
 class GradientNorm(Importance):
     """The norm of the gradient of a sample's cross entropy with respect to the network's outputs.
 
-    It bounds the gradient of all weights but for a factor that all samples share (Katharopoulos and
+    It bounds the gradient of all weights, up to a factor that all samples share (Katharopoulos and
     Fleuret, "Not All Samples Are Created Equal", ICML 2018, section 3.2). `outputs` has the shape
     (batch, classes), before the softmax; `targets` has classes, of the shape (batch,), or their
     probabilities, of the shape of `outputs`.
@@ -118,18 +123,18 @@ class GradientNorm(Importance):
 
 
 class _Table:
-    """The importance of n samples, as the ranks have agreed on it, and what this rank has reported
-    since."""
+    """The importance of n samples that the ranks have agreed on, and this rank's reports since
+    then."""
 
     def __init__(self, samples: int, importance: Importance) -> None:
         self.agreed: Values = np.full(samples, np.nan, np.float32)
         self.agreed_for = -1
-        """The epoch that is drawn by `agreed`."""
+        """The epoch that is drawn from `agreed`."""
         self.nodes = 1
-        """On how many nodes equally many ranks are; 1: not known."""
+        """The number of nodes, if all have equally many ranks; 1 if that is not known."""
         self.reported: Values = np.full(samples, np.nan, np.float32)
         self.ignored = 0
-        """How many reports were no finite numbers, or negative."""
+        """The number of reports that were infinite, NaN or negative."""
         self._importance = importance
         self._indices: list[Tensor | npt.NDArray[np.int64]] = []
         self._values: list[Tensor] = []
@@ -142,8 +147,7 @@ class _Table:
         outputs: Tensor | None,
         targets: Tensor | None,
     ) -> None:
-        """Take note of a batch. Waits for no device but once in 65,536 samples. Raises
-        UsageError."""
+        """Record a batch. Waits for the device only once in 65,536 samples. Raises UsageError."""
         samples = _copied_row(indices)
         losses = losses if isinstance(losses, Tensor) else torch.as_tensor(losses)
         if losses.ndim != 1 or len(losses) != len(samples):
@@ -159,7 +163,7 @@ class _Table:
             )
         if self._values and self._values[0].device != values.device:
             self.settle_pending()
-        # A copy: the loop may go on to change the losses where they lie. (A conversion makes one.)
+        # A copy, since the loop may change the losses in place. (A conversion makes one.)
         is_float = values.dtype == torch.float32
         self._values.append(values.clone() if is_float else values.to(torch.float32))
         self._indices.append(samples)
@@ -169,16 +173,15 @@ class _Table:
 
     @property
     def has_reports(self) -> bool:
-        """Whether this rank has reported something since the ranks agreed."""
         return self._pending > 0 or not np.isnan(self.reported).all()
 
     def forget_pending(self) -> None:
-        """Forget what waits: a state was loaded."""
+        """Drop the pending reports, because a state was loaded."""
         self._indices, self._values, self._pending = [], [], 0
 
     def settle_pending(self) -> None:
-        """Copy what waits on its device. Raises UsageError for samples that there are not; what was
-        reported of others counts."""
+        """Copy the pending values from their device. Raises UsageError for samples that do not
+        exist; reports of other samples count."""
         if not self._pending:
             return
         given, values = self._indices, torch.cat(self._values).cpu().numpy()
@@ -191,17 +194,18 @@ class _Table:
         _check_samples("update", indices, len(self.agreed))
 
     def agree(self, epoch: int, world: int, claims: Sequence[int], *, has_ranks: bool) -> None:
-        """All ranks take over what each has reported, and forget it. Called by all at once; without
-        `has_ranks` they know nothing of each other.
+        """All ranks take over the reports of all, and clear their own. All ranks call it together;
+        without `has_ranks` they know nothing of each other.
 
-        `claims` are numbers that must be equal on all ranks (`_DIFFERENCES`). Raises UsageError for
-        reports of samples that there are not, and ConflictError on all other ranks; ConflictError
-        on all ranks where claims differ."""
+        `claims` are numbers that must be equal on all ranks (`_DIFFERENCES`). Raises UsageError if
+        this rank has reports of samples that do not exist, and ConflictError on all other ranks
+        then; ConflictError on all ranks if claims differ.
+        """
         fault: UsageError | None = None
         try:
             self.settle_pending()
         except UsageError as error:
-            fault = error  # the other ranks wait for this one to say so
+            fault = error  # raised below, after the other ranks have learnt of it
         indices = np.flatnonzero(~np.isnan(self.reported))
         values, local_worlds = self.reported[indices], [_local_world(world)]
         if has_ranks and world > 1:
@@ -214,7 +218,8 @@ class _Table:
             raise fault
         local_world = local_worlds[0] if len({*local_worlds}) == 1 else world
         self.nodes = world // local_world if world % local_world == 0 else 1
-        # New arrays, since states hold the old ones. Of equal indices the last counts everywhere.
+        # New arrays, since states hold the old ones. If an index comes twice, the last report
+        # counts, on every rank.
         self.agreed = self.agreed.copy()
         self.agreed[indices] = values
         self.reported = np.full(len(self.agreed), np.nan, np.float32)
@@ -223,28 +228,28 @@ class _Table:
 
 @dataclass(slots=True)
 class _Draw:
-    """What was drawn for an epoch."""
+    """The samples that were drawn for an epoch."""
 
     epoch: int
     probabilities: npt.NDArray[np.float32]
     samples: Indices
     replaced: Indices | None = None
-    """Of the shape (2, k): samples of this rank that are substituted, and by which; None: not yet
-    decided."""
+    """An array of the shape (2, k): samples of this rank that are replaced, and their substitutes.
+    None: not yet decided."""
     timed: Indices | None = None
-    """The samples of the batches that are timed, which come first; None: not yet decided."""
+    """The samples of the timed batches, which come first. None: not yet decided."""
 
 
 @dataclass(slots=True)
 class _Sharing:
-    """What a job knows of the mount's memory, which it may share with other jobs."""
+    """A job's view of the mount's memory, which it may share with other jobs."""
 
     jobs: int = 0
     batch_size: int = 0
     benefit: float = 1.0
 
     def note(self, times: Sequence[float], timed: Indices | None, batch_size: int) -> None:
-        """Take note of when the first batches came, after the moment of asking for them."""
+        """Record the times at which the first batches came, after the request for them."""
         count = len(times) - 1
         if timed is None or len(timed) < 2 * BENEFIT_BATCHES * batch_size:
             return
@@ -257,6 +262,7 @@ class _Sharing:
 
 class ImportanceSampler(ChunkShuffleSampler):
     """Gives a share of a dataset's samples in each epoch, the important ones more often.
+    Experimental.
 
         sampler = ImportanceSampler(data)
         loader = DataLoader(data, batch_size=256, sampler=sampler)
@@ -269,31 +275,29 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     `dataset`, `rank`, `world`, `seed`, `group_size` and `drop_last` are those of
     `ChunkShuffleSampler`: an epoch's samples come in chunk-wise random order, each at most once.
-
     `share` is the part of the samples that an epoch has, `floor` the least probability of a sample;
     `orders/importance.py` has the rule. The defaults, half of the samples and no floor, are those
     of Selective-Backprop's rule with the exponent 1 (Jiang et al. 2019), since iCache gives none.
-    The first `warm_up` epochs have all samples. `importance` says what is measured (`Loss()` unless
-    given).
+    The first `warm_up` epochs have all samples. `importance` computes the values (default
+    `Loss()`).
 
-    `substitute` lets a drawn sample of low importance that is not in the mount's memory be replaced
-    by another one of low importance that the epoch has not drawn, and that is there or in a chunk
-    that is read whole (iCache, section III-C). It changes what is trained on, and only helps on a
-    mount. `substituted` counts them.
+    `substitute` lets another sample replace a drawn sample of low importance that is not in the
+    mount's memory. The substitute has low importance too, the epoch has not drawn it, and it is in
+    memory or in a chunk that is read whole (iCache, section III-C). This changes the training data,
+    and only helps on a mount. `substituted` counts the replaced samples.
 
-    Where several jobs use one mount, each is told apart by the ID that torchrun or SLURM gives it,
-    or by its process. Then `enumerate` measures by how many times its batches come faster with the
-    mount's memory (`benefit`): each epoch begins with 20 batches of samples that are not there, if
-    there are as many, and 20 of samples that are; the mount merges what the jobs find important.
+    If several jobs use one mount, each is identified by the ID that torchrun or SLURM gives it, or
+    by its process. Then `enumerate` measures how much faster its batches come with the mount's
+    memory (`benefit`): each epoch begins with 20 batches of samples that are not there, if there
+    are as many, and 20 of samples that are; the mount combines the importances of all jobs. A run
+    that resumes in another world, in the middle of an epoch with substitutes or timed batches, may
+    repeat or miss some samples of it.
 
-    A run that goes on in another world, in the middle of an epoch with substitutes or timed
-    batches, may repeat or miss some samples of it.
-
-    Where ranks are on several nodes (LOCAL_WORLD_SIZE, or SLURM's variable), a sample of high
+    If ranks are on several nodes (LOCAL_WORLD_SIZE, or SLURM's variable), a sample of high
     importance goes to a rank of the same node in each epoch, so that one node's memory keeps it.
 
-    `set_epoch` must be called: an epoch has one draw. Where torch.distributed has as many ranks as
-    `world`, all of them must begin each epoch, since they exchange what they have measured then.
+    `set_epoch` must be called: an epoch has one draw. If torch.distributed has `world` ranks, all
+    of them must begin each epoch, because they exchange their measurements then.
     """
 
     def __init__(
@@ -326,7 +330,8 @@ class ImportanceSampler(ChunkShuffleSampler):
                 advice="give an instance, such as Loss() or GradientNorm()",
             )
         self._table = _Table(len(self._files), importance)
-        # One list for all copies: the hook of `dlcmd run` draws with a copy before we do.
+        # One list for all copies: the hook of `dlcmd run` draws with a copy before this sampler
+        # draws.
         self._draws: list[_Draw] = []
         self._sharing = _Sharing()
 
@@ -338,18 +343,18 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def ignored(self) -> int:
-        """How many reports were ignored, since they were no finite numbers or negative."""
+        """The number of reports that were ignored because they were infinite, NaN or negative."""
         return self._table.ignored
 
     @property
     def benefit(self) -> float:
-        """By how many times batches come faster with the mount's memory than without; 1 until it
-        has been measured, which only several jobs of one mount do."""
+        """How many times as fast batches come with the mount's memory as without it. It is 1 until
+        it has been measured, which happens only if several jobs use one mount."""
         return self._sharing.benefit
 
     @property
     def substituted(self) -> int:
-        """How many samples of this rank were replaced by others in the epoch that began last."""
+        """The number of this rank's samples that were replaced in the epoch that began last."""
         replaced = self._draws[0].replaced if self._draws else None
         return 0 if replaced is None else replaced.shape[1]
 
@@ -363,20 +368,20 @@ class ImportanceSampler(ChunkShuffleSampler):
         """Report a batch: the indices of its samples in the dataset, and their losses, of the shape
         (batch,), on any device, or in an array or list. Later draws use it.
 
-        `outputs` and `targets` are needed by some kinds of importance. Raises UsageError where
+        `outputs` and `targets` are needed by some kinds of importance. Raises UsageError if
         shapes do not fit; an index that does not exist may also be found later.
         """
         self._table.report(indices, losses, outputs, targets)
 
     def weights(self, indices: Numbers, device: torch.device | str = "cpu") -> Tensor:
-        """What to multiply the losses of these samples by, so that their mean is, over many draws,
-        that of all samples. One number for each; all are 1 in warm-up epochs.
+        """Factors for the losses of these samples. With them, the mean over many draws is that of
+        all samples. One number for each sample; all are 1 in warm-up epochs.
 
-        Rare samples get great weights: with a floor of f none is above share / f. Raises UsageError
-        before the epoch has begun.
+        Rare samples get great weights: with a floor of f no weight is above share / f. Raises
+        UsageError before the epoch has begun.
         """
         if not self._draws or self._draws[0].epoch != self.epoch:
-            raise UsageError(f"epoch {self.epoch} has not begun: nothing is drawn for it")
+            raise UsageError(f"epoch {self.epoch} has not begun: its samples are not drawn yet")
         drawn = self._draws[0]
         share = len(drawn.samples) / max(len(self._files), 1)
         rows = _as_row(_copied_row(indices))
@@ -390,7 +395,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         """The batches of a loader over this sampler, each with the indices of its samples.
 
         Raises UsageError for a loader of another sampler or without a batch size. Instead, a
-        dataset may give each sample's index itself.
+        dataset may return each sample's index itself.
         """
         if getattr(loader, "sampler", None) is not self or not loader.batch_size:
             raise UsageError(
@@ -420,8 +425,8 @@ class ImportanceSampler(ChunkShuffleSampler):
     def state_dict(self, received: int | None = None) -> dict[str, object]:
         """As `ChunkShuffleSampler.state_dict`, with the importance of the samples.
 
-        It has what this rank has reported since the epoch began. Where every rank loads its own
-        state nothing is lost; where all load that of one, the others' reports of this epoch are.
+        It includes this rank's reports since the epoch began. If every rank loads its own state,
+        nothing is lost; if all load that of one rank, the others' reports of this epoch are lost.
         """
         self._table.settle_pending()
         state = super().state_dict(received)
@@ -430,15 +435,15 @@ class ImportanceSampler(ChunkShuffleSampler):
             for name, value in state.items()
         }
 
-    # What `ChunkShuffleSampler` asks for
+    # Overrides of `ChunkShuffleSampler`
 
-    def _begin(self, iteration: "_Iteration", own: Place | None) -> tuple[Place, Indices]:
+    def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
         last = self._last
         was_trained = last is not None and last.is_over and self._table.has_reports
         if was_trained and own is None and self._next is None:
             self._say(
-                f"epoch {self.epoch} begins once more, with the samples that it had: call set_epoch"
-                " before each epoch, else nothing new is drawn"
+                f"epoch {self.epoch} begins again with the same samples: call set_epoch before"
+                " each epoch to draw new ones"
             )
         return super()._begin(iteration, own)
 
@@ -446,10 +451,12 @@ class ImportanceSampler(ChunkShuffleSampler):
         count = len(self._files)
         return count if epoch < self.warm_up else self.rule.length(count)
 
-    def _shuffled(self, place: Place) -> tuple[Indices, Indices]:
+    def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
         drawn, nodes = self._draw(place.epoch), self._table.nodes
         sequence, group = self._chunk_wise(drawn.samples, place.epoch)
-        first = place.deals[0] if place.deals else Deal(self.world, self.drop_last, 0)
+        first = (
+            place.partitions[0] if place.partitions else Partition(self.world, self.drop_last, 0)
+        )
         length = part_length(len(sequence), first.world, drop_last=first.drop_last)
         if nodes == 1 or first.world % nodes or place.epoch < self.warm_up or not length:
             return sequence, group
@@ -461,12 +468,11 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.concatenate([each for each, _ in parts]), np.concatenate([to for _, to in parts])
 
     def _chunk_wise(self, samples: Indices, epoch: int) -> tuple[Indices, Indices]:
-        """Samples in chunk-wise order, and the group of each."""
         files = self._files.files.subset(samples)
         sequence, group = files.shuffled(self.seed, epoch, self.group_size)
         return samples[sequence], group
 
-    def _part(self, place: Place) -> tuple[Indices, Indices]:
+    def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
         position = place.position or 0
         samples, ends = super()._part(replace(place, position=0))
         if self.substitute:
@@ -484,8 +490,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             self._tell(lambda control: control.announce(stream, [order]))
         return samples, ends
 
-    def _state(self, place: Place, received: int = 0) -> dict[str, object]:
-        # Torchdata asks for it with each batch, so nothing is copied here.
+    def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
+        # Torchdata requests the state with each batch, so nothing is copied here.
         drawn = [each for each in self._draws if each.epoch == place.epoch]
         replaced, timed = (drawn[0].replaced, drawn[0].timed) if drawn else (None, None)
         return {
@@ -501,7 +507,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             "timed": None if timed is None else torch.from_numpy(timed),
         }
 
-    def _load(self, state: Mapping[str, object]) -> Place:
+    def _load(self, state: Mapping[str, object]) -> EpochPlace:
         before = self.rule, self.warm_up
         count = len(self._files)
         try:
@@ -525,7 +531,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     # Draws
 
     def _draw(self, epoch: int) -> _Draw:
-        """What is drawn for an epoch; the ranks agree on the importance before."""
+        """The draw of an epoch; before drawing, the ranks agree on the importance."""
         if self._draws and self._draws[0].epoch == epoch:
             return self._draws[0]
         table, count = self._table, len(self._files)
@@ -534,8 +540,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             is_known = not np.isnan(table.agreed).all() or not count
             if self.rank == 0 and epoch and epoch >= self.warm_up and not is_known:
                 self._say(
-                    f"all {table.ignored:,} losses that were reported are infinite, negative or no"
-                    " numbers, so samples are drawn at random"
+                    f"all {table.ignored:,} reported losses are infinite, negative or NaN, so"
+                    " samples are drawn at random"
                     if table.ignored
                     else "no loss was reported, so samples are drawn at random: call update"
                 )
@@ -549,21 +555,23 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
-        """What must be the same on all ranks, as numbers (`_DIFFERENCES`)."""
+        """Numbers that must be the same on all ranks (`_DIFFERENCES`)."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
         return epoch, *(xxh3_64_intdigest(text.encode()) >> 1 for text in (samples, arguments))
 
-    def _substitute(self, samples: Indices, ends: Indices, place: Place) -> tuple[Indices, Indices]:
-        """This rank's part with others in place of some samples that the mount has not in memory,
-        in chunk-wise order again. It is decided once in an epoch."""
+    def _substitute(
+        self, samples: Indices, ends: Indices, place: EpochPlace
+    ) -> tuple[Indices, Indices]:
+        """This rank's part with substitutes for some samples that are not in the mount's memory, in
+        chunk-wise order again. The substitutes are chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
-            if not place.position and not place.deals and place.epoch >= self.warm_up:
+            if not place.position and not place.partitions and place.epoch >= self.warm_up:
                 drawn.replaced = self._substitutes(samples, drawn)
-        if place.deals or not drawn.replaced.size:
+        if place.partitions or not drawn.replaced.size:
             return samples, ends
         becomes = np.arange(len(self._files))
         becomes[drawn.replaced[0]] = drawn.replaced[1]
@@ -571,8 +579,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples, group_ends(group)
 
     def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
-        """Which samples of this rank are replaced, and by which."""
-        is_cached = np.ones(len(self._files), np.bool_)  # where nothing is known: nothing replaced
+        """The samples of this rank that are replaced, and their substitutes."""
+        is_cached = np.ones(len(self._files), np.bool_)  # without an answer, nothing is replaced
 
         def ask(control: Control) -> None:
             is_cached[:] = control.resident(self._files.files.entries)
@@ -586,14 +594,14 @@ class ImportanceSampler(ChunkShuffleSampler):
         )
         return np.stack((samples[places], others))
 
-    def _timed(self, samples: Indices, place: Place) -> Indices:
-        """The samples of this rank that come first, so that their batches can be timed. It is
-        decided once in an epoch."""
+    def _timed(self, samples: Indices, place: EpochPlace) -> Indices:
+        """The samples of this rank that come first, so that their batches can be timed. They are
+        chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.timed is None:
             drawn.timed = np.empty(0, np.int64)
             size = self._sharing.batch_size * BENEFIT_BATCHES
-            if self._sharing.jobs > 1 and size and not place.position and not place.deals:
+            if self._sharing.jobs > 1 and size and not place.position and not place.partitions:
                 is_cached = np.zeros(len(self._files), np.bool_)
 
                 def ask(control: Control) -> None:
@@ -613,7 +621,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
         job, entries = (names or [str(os.getpid())])[0][:_JOB_NAME_MAX], self._files.files.entries
         nodes = self._table.nodes
-        if nodes > 1 and self.world % nodes == 0:  # this one does not read those of other nodes
+        if nodes > 1 and self.world % nodes == 0:  # samples of other nodes are not read
             homes = home_nodes(len(entries), nodes, self.seed)
             is_elsewhere = homes != self.rank // (self.world // nodes)
             is_elsewhere &= ~is_low(probabilities)
@@ -631,7 +639,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         self._tell(tell)
 
     def _tell(self, what: Callable[[Control], None]) -> None:
-        """Tell the mount something, where the samples lie on one. Training goes on without it."""
+        """Send something to the mount, if the samples lie on one. Training goes on if that
+        fails."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return
@@ -639,11 +648,12 @@ class ImportanceSampler(ChunkShuffleSampler):
             with Control.connect(mount, identity=files.identity, version=files.version) as control:
                 what(control)
         except DieselError as error:
-            self._say(f"the mount on {mount} does not know what is important: {error}")
+            self._say(f"the mount on {mount} did not get the importances: {error}")
 
 
 class _LoadedImportance:
-    """What a state has beyond that of a `ChunkShuffleSampler`. Raises UsageError for others."""
+    """The part of a state that a `ChunkShuffleSampler` does not have. Raises UsageError for a bad
+    one."""
 
     def __init__(self, state: Mapping[str, object], count: int) -> None:
         share, floor = state.get("share"), state.get("floor")
@@ -690,8 +700,8 @@ def _detached(tensor: Tensor | None) -> Tensor | None:
 
 
 def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
-    """A copy of indices, on their device: the loop may go on to change them. Raises UsageError for
-    what are no whole numbers."""
+    """A copy of indices, on their device: the loop may change them in place. Raises UsageError if
+    they are not whole numbers."""
     if isinstance(indices, Tensor):
         row = indices.detach().reshape(-1).clone()
         if row.is_floating_point() or row.is_complex() or row.dtype == torch.bool:
@@ -707,7 +717,7 @@ def _copied_row(indices: Numbers) -> "Tensor | npt.NDArray[np.int64]":
 
 
 def _check_samples(what: str, indices: Indices, samples: int) -> None:
-    """Raise UsageError where `what` was called for samples that there are not."""
+    """Raise UsageError if `what` was called for samples that do not exist."""
     is_wrong = (indices < 0) | (indices >= samples)
     if is_wrong.any():
         wrong = indices[is_wrong][0]
@@ -721,7 +731,6 @@ def _as_row(indices: Numbers) -> npt.NDArray[np.int64]:
 
 
 def _has_ranks(world: int) -> bool:
-    """Whether torch.distributed has these ranks."""
     distributed = torch.distributed
     if not distributed.is_available() or not distributed.is_initialized():
         return False
@@ -729,7 +738,7 @@ def _has_ranks(world: int) -> bool:
 
 
 def _local_world(world: int) -> int:
-    """How many ranks are on this node, where torchrun or SLURM says it; else all of them."""
+    """The number of ranks on this node, from torchrun or SLURM; if neither gives it, all ranks."""
     said = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
     return next((int(each) for each in said if each.isdecimal() and int(each)), world)
 
@@ -741,7 +750,6 @@ def _device_of_ranks() -> str:
 
 
 def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
-    """The numbers that each rank claims."""
     row = torch.tensor(own, device=_device_of_ranks())
     rows = [torch.zeros_like(row) for _ in range(world)]
     torch.distributed.all_gather(rows, row)
@@ -749,8 +757,8 @@ def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _check_claims(said: Sequence[Sequence[int]]) -> None:
-    """Raise ConflictError where ranks differ (`_DIFFERENCES`), or the last number of one, whether
-    its reports are good, is 0."""
+    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if the last number of a rank is 0:
+    that number is 1 if its reports are valid."""
     for rank, claims in enumerate(said):
         for own, first, what in zip(claims, said[0], _DIFFERENCES, strict=False):
             if own != first:
@@ -759,11 +767,12 @@ def _check_claims(said: Sequence[Sequence[int]]) -> None:
                     advice="give all ranks the same dataset, arguments and epochs",
                 )
         if not claims[-1]:
-            raise ConflictError(f"rank {rank} has reported samples that there are not")
+            raise ConflictError(f"rank {rank} has reported samples that do not exist")
 
 
 def _gathered(indices: Indices, values: Values, lengths: Sequence[int]) -> tuple[Indices, Values]:
-    """The reports of all ranks, those of rank 0 first. `lengths`: how many each has."""
+    """The reports of all ranks, those of rank 0 first. `lengths`: the number of reports of each
+    rank."""
     device = _device_of_ranks()
     row = torch.zeros((2, max(lengths)), dtype=torch.float64, device=device)
     row[0, : len(indices)] = torch.from_numpy(indices.astype(np.float64))

@@ -1,4 +1,4 @@
-"""The library call that does what `dlcmd run` does, from inside a training script."""
+"""`join`: does the work of `dlcmd run` from inside a training script."""
 
 import atexit
 import json
@@ -8,7 +8,7 @@ import sys
 from ..errors import DieselError, UsageError
 from ..orders.shuffle import GROUP_SIZE_DEFAULT
 from .hook.diesel_hook import has_joined, install
-from .hook.diesel_hook.link import Settings
+from .hook.diesel_hook.link import HookSettings
 
 AHEAD_MAX = 7
 SHUFFLES = ("full", "chunk")
@@ -23,16 +23,16 @@ def join(
     group_size: int = GROUP_SIZE_DEFAULT,
     own_seed: bool = False,
 ) -> None:
-    """Have each `DataLoader` of this process announce to the mounts what it will read, from its
-    next epoch on.
+    """Let each `DataLoader` of this process announce its reads to the mounts, from its next epoch
+    on.
 
-    `ahead` is how many further epochs are announced where they can be foreseen, 0 to 7. With
+    `ahead` is the number of further epochs that are announced if they can be foreseen, 0 to 7. With
     `shuffle` "full" the samples and their order stay as they are; with "chunk" random orders are
     replaced by chunk-wise ones, with `group_size` chunks in a group. `own_seed` gives each sampler
-    that draws from torch's global generator one of its own, so that its further epochs can be
-    foreseen; its order is another then. The work is done in a process of its own, which ends with
-    this one. Under `dlcmd run`, and when it is called again, this does nothing. Raises UsageError
-    for bad arguments, and DieselError where the process cannot be started.
+    that draws from torch's global generator a generator of its own, so that its further epochs can
+    be foreseen; this changes its order. A separate process does the work, and ends with this one.
+    Under `dlcmd run`, and after the first call, this does nothing. Raises UsageError for bad
+    arguments, and DieselError if the process cannot be started.
     """
     if not 0 <= ahead <= AHEAD_MAX:
         raise UsageError(f"bad ahead {ahead}: from 0 to {AHEAD_MAX}")
@@ -54,7 +54,7 @@ def join(
     line = planner.stdout.readline()
     if not line:
         raise DieselError("the planner ended before it listened; its error is above")
-    settings: Settings = json.loads(line)
+    settings: HookSettings = json.loads(line)
     settings["ahead"], settings["own_seed"] = ahead, own_seed
     settings["group_size"] = group_size if shuffle == "chunk" else 0
     install(settings)
@@ -62,10 +62,10 @@ def join(
 
 
 def received(sampler: object) -> int | None:
-    """How many indices of a sampler were in the batches that a loop over a `DataLoader` has
+    """The number of indices of a sampler in the batches that a loop over a `DataLoader` has
     received in the current epoch. With workers, the sampler has given more than that.
 
-    None where no loop has begun to iterate the sampler since this process joined.
+    None if no loop has begun to iterate the sampler since this process joined.
     """
     for name in ("diesel_hook.loaders", _HOOK_LOADERS):  # of `dlcmd run`, and of `join`
         loaders = sys.modules.get(name)
@@ -76,7 +76,7 @@ def received(sampler: object) -> int | None:
 
 
 def _end(planner: "subprocess.Popen[bytes]") -> None:
-    """Let the planner say what it has to, and end."""
+    """Let the planner print its notes, and end."""
     assert planner.stdin is not None
     planner.stdin.close()
     try:

@@ -1,13 +1,13 @@
-"""`AutoDataLoader`: a `DataLoader` whose number of workers follows what the loop needs.
+"""`AutoDataLoader`: a `DataLoader` that adapts its number of workers to the speed of the loop.
 
-The batches are those of a stock `DataLoader`, in the same order, and the random generators of this
-process are drawn from as in one epoch of it. While the number of workers stays, so do the workers'
-random numbers. The epoch is a chain of **segments**: each is an iterator of a stock `DataLoader`
-with workers of its own, and all draw their batches from one iterator over the sampler. To change
-the number of workers, the loader closes the sampler for the old segment and starts the next one.
-The loop then gets what the old workers still have in hand, while the new ones already prepare what
-comes behind it. So nothing is lost, repeated or reordered, and the loop does not wait for the
-change. Until the old workers end, both use memory.
+The batches are those of a stock `DataLoader`, in the same order, and each epoch draws as much from
+the random generators of this process as a stock one. While the number of workers stays, so do the
+workers' random numbers. The epoch is a chain of **segments**: each is an iterator of a stock
+`DataLoader` with workers of its own, and all draw their batches from one iterator over the sampler.
+To change the number of workers, the loader closes the sampler for the old segment and starts the
+next one. The loop then gets the batches that the old workers have prepared, while the new ones
+already prepare the following batches. So nothing is lost, repeated or reordered, and the loop does
+not wait for the change. Until the old workers end, both use memory.
 
 DLCache (section III-E) adds single workers and pauses them. This would need the inner parts of
 torch's iterator; of these, only `_get_iterator` and `_reset` are used here, as torchdata does.
@@ -32,16 +32,17 @@ from ..system.available_memory import default_memory_bytes
 from .dataset import DieselDataset
 from .sampler import ChunkShuffleSampler
 from .timing import OnItsWay, Report, TimedCollate, arrived
-from .workers import Controller, Limits, Measured, WorkerController
+from .workers import Controller, Measured, WorkerController, WorkerLimits
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
 
 TUNE_EVERY = 50
-"""Batches between two decisions: enough for averages, and a start of workers is rare among them."""
+"""Batches between two decisions: enough for averages, and few of them include a start of
+workers."""
 
 _PAUSE_FACTOR = 10
-"""A time between two requests that is this many times the median is no part of the loop: it is a
+"""If a time between two requests is this many times the median, it is not part of the loop: it is a
 validation or a checkpoint."""
 
 
@@ -51,13 +52,13 @@ _Batch = TypeVar("_Batch", covariant=True)
 class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]  # mypy skips torch
     """A `DataLoader` (same arguments) that tunes its number of workers every `tune_every` batches.
 
-    `num_workers` is the number to begin with, 1 if it is not given; as an attribute it is the
-    current number. The limits are `workers_max` (if None, the cores that this process may use,
-    divided by LOCAL_WORLD_SIZE) and `memory_bytes` for all workers together (if None, half of what
-    is available, divided likewise). `controller` decides instead of ours.
+    `num_workers` is the number to begin with (default 1); as an attribute it is the current number.
+    The limits are `workers_max` (if None, the cores that this process may use, divided by
+    LOCAL_WORLD_SIZE) and `memory_bytes` for all workers together (if None, half of the available
+    memory, divided likewise). A `controller` replaces the default one.
 
-    Refused: an `IterableDataset`, whose workers each have a part of it that depends on their
-    number; and `in_order=False`, as batches would have no order.
+    Refused: an `IterableDataset`, since the samples of a worker depend on the number of workers;
+    and `in_order=False`, since batches would have no order.
     """
 
     def __init__(
@@ -76,7 +77,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         controller: Controller | None = None,
         **named: object,
     ) -> None:
-        """Raises UsageError for what is refused and for bad limits, and as `DataLoader`."""
+        """Raises UsageError for refused arguments and bad limits, and as `DataLoader`."""
         if isinstance(dataset, IterableDataset):
             raise UsageError(
                 "AutoDataLoader cannot read an IterableDataset: which samples its workers give"
@@ -99,7 +100,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
         shares = _processes_on_this_node()
         self._tune_every = tune_every
         self._controller = controller or WorkerController(
-            Limits(
+            WorkerLimits(
                 workers_max or max(len(os.sched_getaffinity(0)) // shares, 1),
                 memory_bytes or default_memory_bytes() // shares,
             )
@@ -109,14 +110,14 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
     def state_dict(self) -> dict[str, object]:
         """The state of the `ChunkShuffleSampler` after the batches that the loop has received.
 
-        Raises UsageError where the loader has another sampler, or a batch sampler that may not
+        Raises UsageError if the loader has another sampler, or a batch sampler that may not
         give the samples in its order.
         """
         sampler = self._chunk_sampler()
         return sampler.state_dict(self._progress.received if sampler.has_begun else None)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a state: the next iteration gives the rest of its epoch. Raises as
+        """Resume from a state: the next iteration gives the rest of its epoch. Raises as
         `ChunkShuffleSampler.load_state_dict`, and UsageError as `state_dict`."""
         self._chunk_sampler().load_state_dict(state)
         self._progress = _Progress()
@@ -149,17 +150,18 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 
 @dataclass(slots=True)
 class _Progress:
-    """What the loop has received since its iteration began."""
+    """The samples that the loop has received since its iteration began."""
 
     received: int = 0
-    """Samples, up to the last batch that was received."""
+    """Number of samples, up to the last batch that was received."""
 
 
 class _AutoIterator(Iterator[_Batch]):
     """One iteration over an `AutoDataLoader`; with persistent workers, all of them.
 
-    It does not keep the loader, which keeps it where workers persist. In a circle, both would be
-    freed by the garbage collector, which may run in a forked worker, and there end the workers.
+    It holds no reference to the loader, which holds one to it if workers persist. The garbage
+    collector would have to free such a circle; it may run in a forked worker, and would end the
+    workers from there.
     """
 
     def __init__(self, loader: AutoDataLoader[_Batch]) -> None:
@@ -170,13 +172,13 @@ class _AutoIterator(Iterator[_Batch]):
         self._setting = _Setting.of(loader)
         self._workers: int = loader.num_workers
         self._made = 0  # segments
-        # What follows has the order of the stock iterator, for samplers that draw when they are
-        # asked for an iterator: it asks once before it draws the seed of its workers, and where it
-        # has workers, once again.
+        # The following steps have the order of the stock iterator, for samplers that draw when an
+        # iterator is requested: it requests one before it draws the seed of its workers, and
+        # another one if it has workers.
         unused = iter(self._index_sampler)
         generator = loader.generator
         state = torch.get_rng_state() if generator is None else generator.get_state()
-        self._first_generator = torch.Generator()  # for the first segment, which draws as we do:
+        self._first_generator = torch.Generator()  # for the first segment, which draws the same
         self._first_generator.set_state(state)
         self._base_seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator))
         self._segments: deque[_Segment] = deque()
@@ -201,7 +203,7 @@ class _AutoIterator(Iterator[_Batch]):
                 self._segments.popleft()
                 continue
             except Exception:
-                self._pass_over(segment)  # the loop may go on behind a batch that failed
+                self._pass_over(segment)  # the loop may continue after a batch that failed
                 raise
             break
         samples, sample_bytes = self._pass_over(segment)
@@ -234,7 +236,6 @@ class _AutoIterator(Iterator[_Batch]):
         return _Segment(self._setting, self._workers, self._source, generator)
 
     def _tune(self) -> None:
-        """Change the number of workers if the controller says so."""
         measured = self._window.measured(self._setting.prefetch)
         self._window = _Window()
         if measured is None:
@@ -250,21 +251,20 @@ class _AutoIterator(Iterator[_Batch]):
         self._segments.append(self._segment())
 
     def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
-        """Go behind a batch of a segment; return how many samples it has, and their stored size."""
+        """Move past a batch of a segment; return its number of samples, and their stored size."""
         samples, sample_bytes = segment.sizes.popleft() if segment.sizes else (0, 0.0)
         self._passed += samples
         return samples, sample_bytes
 
 
 class _Source:
-    """The batches of indices that a sampler gives in one epoch, and whether it has given all."""
+    """The batches of indices that a sampler gives in one epoch, and whether they are exhausted."""
 
     def __init__(self, inner: Iterator[object]) -> None:
         self._inner = inner
         self.is_over = False
 
     def draw(self) -> object:
-        """The next batch. Raises StopIteration."""
         try:
             return next(self._inner)
         except StopIteration:
@@ -274,11 +274,11 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """The arguments of the loader, for those of its segments."""
+    """The loader's arguments, which its segments use."""
 
     dataset: object
     has_batches: bool
-    """Whether the sampler gives batches of indices, and not single ones."""
+    """Whether the sampler gives batches of indices rather than single ones."""
     prefetch: int
     always: dict[str, object]
     with_workers: dict[str, object]
@@ -302,14 +302,12 @@ class _Setting:
 
 
 class _Segment:
-    """Workers, and the batches that they prepare."""
-
     def __init__(
         self, setting: _Setting, workers: int, source: _Source, generator: torch.Generator
     ) -> None:
         self.workers = workers
         self.sizes: deque[tuple[int, float]] = deque()
-        """Of the batches in hand: how many samples, and their mean stored size."""
+        """For each batch in hand: its number of samples, and their mean stored size."""
         self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
         options = {**setting.always, "num_workers": workers, "generator": generator}
         if workers:
@@ -319,11 +317,10 @@ class _Segment:
         else:
             options |= {"batch_size": None, "sampler": self._hand_over}
         self._inner: DataLoader[object] = DataLoader(setting.dataset, **options)
-        # Not `iter(...)`: what watches the loaders of this process sees the outer one alone.
+        # Not `iter(...)`: the hook that watches loaders must see only the outer one.
         self.batches: Iterator[tuple[object, tuple[float, ...]]] = self._inner._get_iterator()
 
     def begin(self, source: _Source) -> None:
-        """Another epoch, with the same workers."""
         self.sizes.clear()
         self._hand_over.source = source
         if self.workers:
@@ -332,18 +329,17 @@ class _Segment:
             self.batches = self._inner._get_iterator()
 
     def close(self) -> None:
-        """Give the workers no more batches."""
         self._hand_over.source = None
 
 
 class _HandOver:
-    """What a segment takes for its sampler: gives the source's batches until it is closed."""
+    """The sampler of a segment: gives the source's batches until it is closed."""
 
     def __init__(
         self, source: _Source, sizes: deque[tuple[int, float]], dataset: object, workers: int
     ) -> None:
         self.source: _Source | None = source
-        """None: closed."""
+        """None if closed."""
         self._sizes = sizes
         self._dataset = dataset if isinstance(dataset, DieselDataset) else None
         self._has_workers = workers > 0
@@ -365,10 +361,8 @@ class _HandOver:
 
 
 class _Window:
-    """Measurements of the batches since the last decision."""
-
     def __init__(self) -> None:
-        self._left_s = 0.0  # when the loop got its last batch
+        self._left_s = 0.0  # time at which the loop got its last batch
         self._workers = 0
         self._clear()
 
@@ -380,17 +374,15 @@ class _Window:
         self._request_s: list[float] = []
 
     def requested(self, now_s: float) -> None:
-        """The loop asks for a batch."""
         if self._left_s:
             self._request_s.append(now_s - self._left_s)
 
     def left(self, now_s: float) -> None:
-        """The loop gets a batch."""
         self._left_s = now_s
 
     def add(self, workers: int, samples: int, sample_bytes: float, report: Report) -> None:
-        """A batch of a segment with so many workers."""
-        if workers != self._workers:  # of workers that are gone: it says nothing about these
+        """Record a batch of a segment with `workers` workers."""
+        if workers != self._workers:  # the measurements of other workers do not apply
             self._clear()
             self._workers = workers
         self.batches += 1
@@ -399,7 +391,7 @@ class _Window:
         self._reports.append(report)
 
     def measured(self, prefetch: int) -> Measured | None:
-        """The averages; None where there is too little for them."""
+        """The averages; None if there are too few measurements."""
         usual = [each for each in self._reports if not each.is_first]
         if not usual or not self._request_s:
             return None
@@ -419,6 +411,6 @@ class _Window:
 
 
 def _processes_on_this_node() -> int:
-    """How many training processes share this machine: torchrun says it."""
+    """The number of training processes that share this machine, from torchrun."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "1")
     return int(text) if text.isdecimal() and int(text) else 1

@@ -1,6 +1,6 @@
 """`ManifestFolder`: the samples that the manifest of a folder names, read by their paths.
 
-The folder is on a mount, or any other that has a manifest (such as one that `dlcmd get` has made).
+The folder is on a mount, or any other that has a manifest (for example one made by `dlcmd get`).
 """
 
 import os
@@ -23,8 +23,9 @@ def load_image_file(path: str) -> object:
 class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
     """The samples and targets that a manifest names, in its order.
 
-    It has what torchvision's `ImageFolder` has: `samples` (also `imgs`), `targets`, `classes` and
-    `class_to_idx`; so a mount is told what will be read (`dlcmd run`, `ChunkShuffleSampler`).
+    It has the attributes of torchvision's `ImageFolder`: `samples` (also `imgs`), `targets`,
+    `classes` and `class_to_idx`; so its reads can be announced to a mount (`dlcmd run`,
+    `ChunkShuffleSampler`).
     """
 
     def __init__(
@@ -37,12 +38,12 @@ class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]
         manifest: str = os.fsdecode(MANIFEST_NAME),
         target_loader: Callable[[str], object] | None = None,
     ) -> None:
-        """Read the manifest, whose path is below `root`.
+        """Read the manifest; its path is below `root`.
 
-        `loader` is called with the path of a file, as torchvision's is. `target_loader` makes a
-        target of its text; where the targets are files, it is called with the path, and without it
-        the target is the content as bytes. That the files are there is seen when they are read.
-        Raises NoSuchPath (a FileNotFoundError) where there is no manifest, and UsageError.
+        `loader` is called with the path of a file, as torchvision's is. `target_loader` converts
+        the text of a target; if the targets are files, it is called with the path, and without it
+        the target is the content as bytes. Missing files are not detected until they are read.
+        Raises NoSuchPath (a FileNotFoundError) if there is no manifest, and UsageError.
         """
         place = os.path.join(root, manifest)
         try:

@@ -4,11 +4,12 @@ The order is that of DIESEL (ICPP 2020), section 4.3 (`orders/shuffle.py`), over
 dataset. Ranks get parts as torch's `DistributedSampler` gives them, but contiguous
 (`orders/parts.py`).
 
-A state names the version of the dataset and how many samples each rank has received. Workers of a
-`DataLoader` are given batches ahead of the loop, so the sampler cannot count what the loop has
-received: the caller of `state_dict` says it, or torchdata's `StatefulDataLoader` does, which keeps
-the state of the iterator (`_Iteration`) for each batch. A state that could not be resumed exactly
-is refused when it is saved: later, it would be too late. Not safe for concurrent use.
+A state names the version of the dataset and the number of samples that each rank has received.
+Workers of a `DataLoader` take batches ahead of the loop, so the sampler cannot count the samples
+that the loop has received. The caller of `state_dict` passes the number, or torchdata's
+`StatefulDataLoader` does: it keeps the state of the iterator (`_Iteration`) for each batch. A state
+that could not be resumed exactly is refused when it is saved: later, it would be too late. Not safe
+for concurrent use.
 """
 
 import logging
@@ -23,11 +24,11 @@ from torch.utils.data import Sampler
 
 from ..errors import ConflictError, UsageError
 from ..format.snapshot.reader import Indices
-from ..orders.parts import Deal, part_length, part_positions, rest
+from ..orders.parts import Partition, part_length, part_positions, remaining
 from ..orders.shuffle import GROUP_SIZE_DEFAULT, WORLD_MAX, check_number, group_ends
 from .dataset import DieselDataset
 from .join import received as counted_by_hook
-from .sources import SampleFiles, sample_files
+from .sources import SampleSource, sample_files
 
 log = logging.getLogger("diesel.torch")
 
@@ -36,24 +37,24 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """A place in an epoch: where an iteration starts."""
+class EpochPlace:
+    """A position in an epoch, at which an iteration starts."""
 
     epoch: int
-    deals: tuple[Deal, ...] = ()
-    """How the epoch was dealt to other worlds before."""
+    partitions: tuple[Partition, ...] = ()
+    """The earlier partitions of this epoch, to other worlds."""
     position: int | None = 0
-    """In this rank's part; None: not known."""
+    """The position in this rank's part. None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
     """Gives the samples of a dataset in chunk-wise random order: this rank's part of an epoch.
 
-    `dataset` is a `DieselDataset`, or one whose files lie on a mount, such as torchvision's
+    `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
     `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
-    torch.distributed where it is initialized, else 0 and 1. `group_size` is the number of chunks
-    whose samples are shuffled together. `drop_last` is that of `DistributedSampler`: where the
-    parts cannot be equally long, the order loses its end, or else repeats its start.
+    torch.distributed if it is initialized, otherwise 0 and 1. `group_size` is the number of chunks
+    whose samples are shuffled together. `drop_last` is that of `DistributedSampler`: if the parts
+    cannot be equally long, the order loses its end; without it, the order repeats its start.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         group_size: int = GROUP_SIZE_DEFAULT,
         drop_last: bool = False,
     ) -> None:
-        """Raises UsageError for numbers out of range and for a dataset whose files are not known,
+        """Raises UsageError for numbers out of range and for a dataset without known files,
         NoSuchPath for a file that its mount does not have."""
         is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
         if world is None:
@@ -81,17 +82,17 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.seed, self.group_size = int(seed), int(group_size)
         self.drop_last = drop_last
         self.epoch = 0
-        self._files: SampleFiles = sample_files(dataset)
+        self._files: SampleSource = sample_files(dataset)
         self._digest = self._files.digest
         self._reader = dataset if isinstance(dataset, DieselDataset) else None
-        self._next: Place | None = None  # where the next iteration starts: else at the beginning
+        self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
         self._has_set_epoch = True  # since a state was loaded, if one was
         self._said: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:
-        """The number of the epoch that is read next: each has an order of its own. The epoch of a
-        state that was loaded keeps its place. Raises UsageError."""
+        """Set the number of the epoch that is read next: each has an order of its own. If it is the
+        epoch of a loaded state, the sampler keeps that state's place. Raises UsageError."""
         check_number("epoch", epoch)
         if self._next is not None and self._next.epoch != epoch:
             self._next = None
@@ -100,10 +101,10 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self.epoch, self._has_set_epoch = int(epoch), True
 
     def __len__(self) -> int:
-        """How many samples the next iteration gives; while one goes on, that one."""
+        """The number of samples of the next iteration; during an iteration, of that one."""
         if self._next is None and self._last is not None and not self._last.is_over:
             return self._last.length
-        place = self._next or Place(self.epoch)
+        place = self._next or EpochPlace(self.epoch)
         return max(self._part_length(place) - (place.position or 0), 0)
 
     def __iter__(self) -> "Iterator[int]":
@@ -117,15 +118,16 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
     def state_dict(self, received: int | None = None) -> dict[str, object]:
         """The state from which another run reads exactly the rest of the epoch.
 
-        `received` is how many samples the loop has received since its iteration began: batches
-        times the batch size, a shorter last batch counted as a full one. It is the same on all
-        ranks, and so is the state. It need not be given after `diesel_fs.torch.join()` and under
-        `dlcmd run`, which count for torch's `DataLoader`, nor with `AutoDataLoader.state_dict`,
-        `ImportanceSampler.enumerate` and torchdata's `StatefulDataLoader`. Raises UsageError where
-        nobody has counted, and for a number that is greater than what was handed out.
+        `received` is the number of samples that the loop has received since its iteration began:
+        batches times the batch size, with a shorter last batch counted as a full one. It is the
+        same on all ranks, and so is the state. It need not be given after `diesel_fs.torch.join()`
+        and under `dlcmd run`, which count for torch's `DataLoader`, nor with
+        `AutoDataLoader.state_dict`, `ImportanceSampler.enumerate` and torchdata's
+        `StatefulDataLoader`. Raises UsageError if nothing has counted, and if the number is greater
+        than the number of samples handed out.
 
-        The number means the first samples of the iteration. So none fits a batch sampler of your
-        own that takes samples in another order than it gives them, or leaves some out.
+        The number stands for the first samples of the iteration. So no number fits a batch sampler
+        of your own that reorders samples or leaves some out.
         """
         last = self._last if self._next is None else None
         if last is None:
@@ -134,17 +136,17 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                     f"received is {received}, but no sample has been handed out in epoch"
                     f" {self.epoch}"
                 )
-            return self._state(self._next or Place(self.epoch))
+            return self._state(self._next or EpochPlace(self.epoch))
         if received is None and last.given:
             received = last.received()
             if received is None:
                 if _is_torchdata(sys._getframe(1)):  # it has the number in the iterator's state
                     return self._state(last.place)
                 raise UsageError(
-                    f"nobody has counted how many of the {last.given} samples that were handed out"
-                    f" in epoch {self.epoch} the loop has received, so a state would lose some",
+                    f"it is not known how many of the {last.given} samples of epoch {self.epoch}"
+                    " that were handed out the loop has received, so a state would lose some",
                     advice="save with state_dict(received=batches * batch_size), or call"
-                    " diesel_fs.torch.join() before the loop; a batch sampler of your own has to"
+                    " diesel_fs.torch.join() before the loop; a batch sampler of your own must"
                     " keep its own place. Between epochs, call set_epoch with the next one first",
                 )
         received = received or 0
@@ -153,46 +155,48 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             raise UsageError(
                 f"received is {received}, but only {last.given} samples have been handed out in"
                 " this iteration",
-                advice="count what the loop has received since its iteration began",
+                advice="count the samples that the loop has received since its iteration began",
             )
         return self._state(last.start, min(int(received), last.length))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Go on from a state: the next iteration gives the rest of its epoch.
+        """Resume from a state: the next iteration gives the rest of its epoch.
 
         Seed, epoch and group size become those of the state. With another world or `drop_last`, the
         samples that no rank has received are dealt anew. Raises ConflictError for a state of
-        another dataset, version or selection of samples, UsageError for what is no state.
+        another dataset, version or selection of samples, UsageError for a malformed state.
         """
         place = self._load(state)
-        if place.position is not None:  # else torchdata loads an iterator's state next
+        if place.position is not None:  # otherwise torchdata loads an iterator's state next
             self.epoch = place.epoch
         self._next, self._last, self._has_set_epoch = place, None, False
 
-    def _load(self, state: Mapping[str, object]) -> Place:
-        """The place that a state names, in parts of our world. Seed and group size become those of
+    def _load(self, state: Mapping[str, object]) -> EpochPlace:
+        """The place that a state names, in parts of this world. Seed and group size become those of
         the state."""
         self._check_origin(state)
         numbers = _Numbers(state)
         seed, group_size = numbers.get("seed"), numbers.get("group_size", 1)
         epoch = numbers.get("epoch")
-        deals = numbers.deals()
-        deal = Deal(numbers.get("world", 1, WORLD_MAX), bool(state.get("drop_last")), 0)
+        partitions = numbers.partitions()
+        partition = Partition(numbers.get("world", 1, WORLD_MAX), bool(state.get("drop_last")), 0)
         position = None if state.get("position", 0) is None else numbers.get("position")
         left = self._count(epoch)
-        for each in (*deals, replace(deal, position=position or 0)):
+        for each in (*partitions, replace(partition, position=position or 0)):
             if each.position > part_length(left, each.world, drop_last=each.drop_last):
-                raise UsageError(f"the state has a position {each.position} behind the epoch's end")
-            left = len(rest(np.arange(left), each))
+                raise UsageError(f"the state has a position {each.position} beyond the epoch's end")
+            left = len(remaining(np.arange(left), each))
         self.seed, self.group_size = seed, group_size
-        if position is not None and (deal.world, deal.drop_last) != (self.world, self.drop_last):
+        if position is not None and (partition.world, partition.drop_last) != (
+            self.world,
+            self.drop_last,
+        ):
             if position:
-                deals = (*deals, replace(deal, position=position))
+                partitions = (*partitions, replace(partition, position=position))
             position = 0
-        return Place(epoch, deals, position)
+        return EpochPlace(epoch, partitions, position)
 
     def _check_origin(self, state: Mapping[str, object]) -> None:
-        """Raises ConflictError for a state of other samples than ours."""
         files = self._files
         if state.get("format") != _STATE_FORMAT or "identity" not in state:
             raise UsageError(f"this is not a state of {type(self).__name__}")
@@ -212,7 +216,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
                 advice="give the same folder, filter and subset",
             )
 
-    def _state(self, place: Place, received: int = 0) -> dict[str, object]:
+    def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
         files = self._files
         position = None if place.position is None else place.position + received
         return {
@@ -225,40 +229,40 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             "seed": self.seed,
             "epoch": place.epoch,
             "group_size": self.group_size,
-            "deals": [[each.world, each.drop_last, each.position] for each in place.deals],
+            "deals": [[each.world, each.drop_last, each.position] for each in place.partitions],
             "world": self.world,
             "drop_last": self.drop_last,
             "position": position,
         }
 
     def _count(self, epoch: int) -> int:
-        """How many samples an epoch has, of all ranks together."""
+        """The number of samples in an epoch, of all ranks together."""
         return len(self._files)
 
-    def _shuffled(self, place: Place) -> tuple[Indices, Indices]:
+    def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
         """The samples of an epoch in the order of reading, rank after rank, and the group of
         each."""
         return self._files.files.shuffled(self.seed, place.epoch, self.group_size)
 
-    def _part_length(self, place: Place) -> int:
+    def _part_length(self, place: EpochPlace) -> int:
         left = self._count(place.epoch)
-        for deal in place.deals:
-            left = len(rest(np.arange(left), deal))
+        for partition in place.partitions:
+            left = len(remaining(np.arange(left), partition))
         return part_length(left, self.world, drop_last=self.drop_last)
 
-    def _begin(self, iteration: "_Iteration", own: Place | None) -> tuple[Place, Indices]:
-        """An iteration begins: where, and the samples that it gives."""
-        place = own or self._next or Place(self.epoch)
+    def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
+        """Begin an iteration: returns its start, and the samples that it gives."""
+        place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
-                "the state that was loaded does not say how many samples had been received",
-                advice="save it with state_dict(received=...); or, where you know the number, load"
+                "the loaded state does not have the number of samples that had been received",
+                advice="save it with state_dict(received=...); or, if you know the number, load"
                 ' {**state, "position": NUMBER}',
             )
         samples, ends = self._part(place)
         if own is None and place.position and not len(samples) and not self._has_set_epoch:
             self._say(
-                f"the state that was loaded is of the end of epoch {place.epoch}, so this iteration"
+                f"the loaded state is at the end of epoch {place.epoch}, so this iteration"
                 f" gives nothing: call set_epoch({place.epoch + 1}) to begin the next epoch"
             )
         if self._reader is not None:
@@ -266,18 +270,17 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._next, self._last = None, iteration
         return place, samples
 
-    def _part(self, place: Place) -> tuple[Indices, Indices]:
+    def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
         """This rank's samples from a place on, and the positions where their groups end."""
         sequence, group = self._shuffled(place)
         order = np.arange(len(sequence))
-        for deal in place.deals:
-            order = rest(order, deal)
+        for partition in place.partitions:
+            order = remaining(order, partition)
         part = part_positions(len(order), self.rank, self.world, drop_last=self.drop_last)
         chosen = order[part[place.position :]]
         return sequence[chosen], group_ends(group[chosen])
 
     def _say(self, warning: str) -> None:
-        """Log a warning, once."""
         if warning not in self._said:
             self._said.append(warning)
             log.warning("%s", warning)
@@ -285,68 +288,67 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
 class _Iteration(Iterator[int]):
     """One iteration over a sampler. It begins with its first sample: torch makes iterators that it
-    does not use. It has the state that torchdata's `StatefulDataLoader` keeps for each batch."""
+    does not use. Its state is the one that torchdata's `StatefulDataLoader` keeps for each batch.
+    """
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
-        self._own: Place | None = None  # loaded into this iteration alone
+        self._own: EpochPlace | None = None  # loaded into this iteration alone
         self._left: Iterator[int] | None = None
-        self.start = Place(0)
+        self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
-        """What the iteration gives, from its beginning on."""
+        """The samples of the iteration, from its beginning."""
         self.given = 0
         self.delivered: int | None = None
-        """How many of the samples its loop has got, if `ImportanceSampler.enumerate` delivers them:
-        it counts."""
-        self._is_counted = False  # by the hook, from the beginning on
+        """The number of samples that its loop has got, counted by `ImportanceSampler.enumerate` if
+        it delivers them."""
+        self._is_counted = False  # by the hook, from the beginning
 
     def received(self) -> int | None:
-        """How many of the samples the loop has got, if anybody counts."""
+        """The number of samples that the loop has got; None if nothing counts them."""
         if self.delivered is not None:
             return self.delivered
         counted = counted_by_hook(self._sampler) if self._is_counted else None
-        # More than that was counted in another iteration.
+        # A greater number was counted in another iteration.
         return None if counted is None or counted > self.given else counted
 
     @property
     def length(self) -> int:
-        """How many samples the iteration gives."""
         return len(self.samples)
 
     @property
     def is_over(self) -> bool:
-        """Whether all has been handed out."""
         return self._left is not None and self.given >= self.length
 
     @property
-    def place(self) -> Place:
-        """This epoch, at a place that is not known: only the iterator's own state has it."""
+    def place(self) -> EpochPlace:
+        """This epoch, at an unknown place: only the iterator's own state has it."""
         return replace(self.start, position=None)
 
     def __next__(self) -> int:
         if self._left is None:
             self.start, self.samples = self._sampler._begin(self, self._own)
-            self._is_counted = counted_by_hook(self._sampler) == 0  # else it counts another loop
+            self._is_counted = counted_by_hook(self._sampler) == 0  # if not 0: another loop
             self._left = _numbers(self.samples)
         sample = next(self._left)
         self.given += 1
         return sample
 
     def state_dict(self) -> dict[str, object]:
-        """The state after what this iterator has given."""
         sampler = self._sampler
         if self._left is None:
-            return sampler._state(self._own or sampler._next or Place(sampler.epoch))
+            return sampler._state(self._own or sampler._next or EpochPlace(sampler.epoch))
         return sampler._state(self.start, self.given)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Give the rest of the epoch of a state. Raises as the sampler's."""
+        """Give the rest of the epoch of a state. Raises as the sampler's `load_state_dict`."""
         self._own = self._sampler._load(state)
         self._sampler._next = None
 
 
 def _is_torchdata(frame: FrameType | None) -> bool:
-    """Whether torchdata has called what runs in this frame, through functions of ours alone."""
+    """Whether torchdata has called this frame, directly or through functions of this package
+    only."""
     package = __name__.partition(".")[0]
     while frame is not None:
         caller = str(frame.f_globals.get("__name__")).partition(".")[0]
@@ -362,7 +364,7 @@ def _numbers(samples: Indices) -> Iterator[int]:
 
 
 class _Numbers:
-    """Reads the numbers of a state. Raises UsageError for what is none."""
+    """Reads the numbers of a state. Raises UsageError if they are malformed."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self._state = state
@@ -370,7 +372,7 @@ class _Numbers:
     def get(self, name: str, lowest: int = 0, highest: int = 2**63 - 1) -> int:
         return _number(name, self._state.get(name), lowest, highest)
 
-    def deals(self) -> tuple[Deal, ...]:
+    def partitions(self) -> tuple[Partition, ...]:
         rows = self._state.get("deals")
         if not isinstance(rows, list | tuple):
             raise UsageError("this is not a state of ChunkShuffleSampler: it has no deals")
@@ -379,7 +381,7 @@ class _Numbers:
             if not isinstance(row, list | tuple) or len(row) != 3:
                 raise UsageError(f"bad deal {row!r} in a state of ChunkShuffleSampler")
             world = _number("world", row[0], 1, WORLD_MAX)
-            found.append(Deal(world, bool(row[1]), _number("position", row[2])))
+            found.append(Partition(world, bool(row[1]), _number("position", row[2])))
         return tuple(found)
 
 

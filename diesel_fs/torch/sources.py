@@ -1,4 +1,4 @@
-"""Finds the files in a snapshot that the samples of a dataset are.
+"""Finds the files of a dataset's samples in a snapshot.
 
 A dataset is `DieselDataset`, or any with a list of paths on a mount (torchvision's `ImageFolder`),
 or a `Subset` or `ConcatDataset` of such.
@@ -27,32 +27,32 @@ _PART = 1 << 16  # paths that are looked up at a time
 
 
 @dataclass(frozen=True, slots=True)
-class SampleFiles:
-    """The files that samples are, by the index of the sample, in one version of a dataset."""
+class SampleSource:
+    """The files of samples, by the index of the sample, in one version of a dataset."""
 
     dataset: str
     identity: str
     version: int
     files: ChunkedFiles
     mount: str | None
-    """The mount that has the files, where the dataset reads them from one."""
+    """The mount that has the files, if the dataset reads them from one."""
 
     def __len__(self) -> int:
         return len(self.files.entries)
 
     @property
     def digest(self) -> str:
-        """Tells other samples of the same version from these."""
+        """A hash of the files: other samples of the same version have another one."""
         return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
 
     def __str__(self) -> str:
         return f"{self.dataset}@{self.version}"
 
 
-def sample_files(dataset: object) -> SampleFiles:
+def sample_files(dataset: object) -> SampleSource:
     """The files of a dataset's samples.
 
-    Raises UsageError for a dataset whose files are not known, or lie in different datasets or in no
+    Raises UsageError if the dataset's files are not known, or lie in different datasets or in no
     mount; NoSuchPath for a file that its mount does not have.
     """
     snapshot, entries, mount = _found(dataset)
@@ -61,7 +61,7 @@ def sample_files(dataset: object) -> SampleFiles:
         followed = resolved(snapshot, int(entries[at]))
         if followed >= 0:
             entries[at] = followed
-    return SampleFiles(
+    return SampleSource(
         snapshot.dataset,
         str(snapshot.identity),
         snapshot.version,
@@ -119,7 +119,6 @@ def _on_a_mount(dataset: object) -> tuple[Snapshot, Indices, str]:
 
 
 def _path(row: object) -> str:
-    """The path in a row of a dataset's list. Raises UsageError."""
     path = row[0] if isinstance(row, tuple | list) and row else row
     if not isinstance(path, str | os.PathLike):
         raise UsageError(f"{row!r} is not a path, nor a row that begins with one")

@@ -1,4 +1,4 @@
-"""Measures, in a worker of an `AutoDataLoader`, what the preparation of a batch takes.
+"""Measures, in a worker of an `AutoDataLoader`, how long the preparation of a batch takes.
 
 The time begins when the worker takes the indices of the batch (`OnItsWay`), and ends when the batch
 has been collated (`TimedCollate`). A spawned worker imports this module, so it imports little.
@@ -13,13 +13,14 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-_MEMORY_EVERY = 25  # batches between two looks at a worker's memory: each takes about 1 ms
+_MEMORY_EVERY = 25  # batches between two measurements of a worker's memory: each takes about 1 ms
 
-_began_s = 0.0  # when this process took the indices of the batch that it prepares
+_began_s = 0.0  # time at which this process took the indices of the current batch
 
 
 class OnItsWay:
-    """The indices of a batch, for a worker. When the worker takes them, the time is noted there."""
+    """The indices of a batch, for a worker. The worker records the time at which it unpickles
+    them."""
 
     def __init__(self, indices: object) -> None:
         self._indices = indices
@@ -29,14 +30,15 @@ class OnItsWay:
 
 
 def arrived(indices: object) -> object:
-    """The indices of a batch, which this process is about to prepare."""
+    """Returns the indices of a batch, which this process is about to prepare, and records the
+    time."""
     global _began_s  # noqa: PLW0603  (one batch at a time in a worker; torch loads it by name)
     _began_s = time.perf_counter()
     return indices
 
 
 class Report(NamedTuple):
-    """What the preparation of a batch took."""
+    """Measurements of the preparation of a batch."""
 
     fetch_s: float
     batch_bytes: float
@@ -64,7 +66,7 @@ class TimedCollate:
 
 
 def _own_bytes() -> float:
-    """The memory that only this process has: without what it shares with its parent."""
+    """The memory of this process alone, without the memory that it shares with its parent."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
@@ -74,7 +76,6 @@ def _own_bytes() -> float:
 
 
 def _held_bytes(batch: object) -> float:
-    """The bytes of the tensors, arrays and contents in a batch."""
     if isinstance(batch, torch.Tensor | np.ndarray):
         return float(batch.nbytes)
     if isinstance(batch, bytes | bytearray | memoryview):

@@ -1,17 +1,16 @@
-"""Decides how many worker processes a data loader needs, from what was measured.
+"""Decides how many worker processes a data loader needs, from measurements.
 
-`WorkerController` follows DLCache, section III-E (algorithm 2): so many workers that a batch is
-there when the loop asks for it (time to fetch a batch / time between two requests), limited by the
-processor's cores and by memory. That rule takes the time to fetch a batch for independent of the
-number of workers, which it is not: workers share cores and bandwidth. So the time comes from a
-model as in Lobster (ICPP 2022), section 4.1: for each size of samples, a piece-wise linear function
-of the number of workers gives the time for one sample; for a size without measurements, the model
-of the nearest size is used. Where no number of workers suffices, the smallest is taken that
-nearly reaches the highest rate.
+`WorkerController` follows DLCache, section III-E (algorithm 2). It chooses as many workers as are
+needed to have a batch ready when the loop requests it (time to fetch a batch / time between two
+requests), limited by the processor's cores and by memory. That rule assumes that the time to fetch
+a batch does not depend on the number of workers. But workers share cores and bandwidth. So the time
+comes from a model as in Lobster (ICPP 2022), section 4.1: for each size of samples, a piece-wise
+linear function of the number of workers gives the time for one sample; for a size without
+measurements, the model of the nearest size is used. If no number of workers suffices, the smallest
+is chosen that nearly reaches the highest rate.
 
-What was measured at a number of workers moves the whole function of that size up or down, since
-what changes with time (a cache gets warm) changes at all numbers of workers. Pure: no clock and no
-I/O.
+A measurement at one number of workers moves the whole function of that size up or down, since
+changes over time (a cache gets warm) affect all numbers of workers. Pure: no clock and no I/O.
 """
 
 from bisect import bisect_left
@@ -23,14 +22,14 @@ HEADROOM = 0.1
 and a loader that is just fast enough waits at each slow batch."""
 
 SHRINK_HEADROOM = 0.25
-"""A smaller number must have more room than a number that is kept, else the number would go up and
+"""A smaller number must have more room than the current one. Otherwise the number would go up and
 down with the noise of the measurements."""
 
 NEARLY = 0.95
 """The part of a rate that counts as the whole."""
 
 SMOOTHING = 0.5
-"""The share of the newest measurement; the rest is what was known."""
+"""The share of the newest measurement; the earlier value has the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +43,14 @@ class Measured:
     """The loop's own time for a batch: from a batch that it got to its next request."""
     batch_samples: float
     sample_bytes: float = 0
-    """The mean size of the samples as they are stored; 0 where it is not known."""
+    """The mean size of the samples as they are stored; 0 if it is not known."""
     worker_bytes: float = 0
     """The memory of a worker, with the batches that it has prepared."""
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the workers may use. `workers_max` is the number of cores, unless the user says else."""
+class WorkerLimits:
+    """Limits for the workers. `workers_max` is the number of cores, unless the user sets it."""
 
     workers_max: int
     memory_bytes: int
@@ -69,10 +68,9 @@ class FetchModel:
     """Seconds for a sample, by the size of samples and the number of workers (see the module)."""
 
     _curves: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By size class (a power of 2): what was measured at numbers of workers."""
+    """By size class (a power of 2): the measurements at numbers of workers."""
 
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
-        """A measurement."""
         curve = self._curves.setdefault(_size_class(sample_bytes), {})
         fewer = max((each for each in curve if each < workers), default=None)
         more = min((each for each in curve if each > workers), default=None)
@@ -81,7 +79,8 @@ class FetchModel:
             known = curve[workers]
             sample_s = SMOOTHING * sample_s + (1 - SMOOTHING) * known
             level = sample_s / known if known else 1.0
-        # More workers never make a sample cheaper: what contradicts that has changed with time.
+        # More workers never make a sample cheaper. If a measurement contradicts that, the times
+        # have changed meanwhile.
         elif fewer is not None and sample_s < curve[fewer]:
             level = sample_s / curve[fewer]
         elif more is not None and sample_s > curve[more] > 0:
@@ -91,13 +90,14 @@ class FetchModel:
         curve[workers] = sample_s
 
     def measured_below(self, sample_bytes: float, workers: int) -> int:
-        """The greatest number below this one that was measured for this size; 0 for none."""
+        """The greatest number below `workers` that was measured for this size; 0 if there is
+        none."""
         curve = self._curves.get(_size_class(sample_bytes), {})
         return max((each for each in curve if each < workers), default=0)
 
     def predict(self, sample_bytes: float, workers: int) -> float:
         """The time at a number of workers: interpolated; below the measured numbers constant, above
-        them as steep as between the last two, but not falling. 0 where nothing was measured."""
+        them as steep as between the last two, but not falling. 0 if nothing was measured."""
         if not self._curves:
             return 0.0
         wanted = _size_class(sample_bytes)
@@ -117,7 +117,7 @@ class FetchModel:
 class WorkerController:
     """The controller of `AutoDataLoader` (see the module)."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: WorkerLimits) -> None:
         self.limits = limits
         self.model = FetchModel()
 
@@ -138,10 +138,10 @@ class WorkerController:
         return self._fastest(measured, rates)
 
     def _fastest(self, measured: Measured, rates: dict[int, float]) -> int:
-        """The smallest number that has nearly the highest rate, where none suffices.
+        """The smallest number that has nearly the highest rate, if none suffices.
 
-        Between two measured numbers the model is a line, which says little where the workers
-        disturb each other: there, a number in the middle is tried.
+        Between two measured numbers the model is a line, which means little if the workers disturb
+        each other: then a number in the middle is tried.
         """
         best = max(rates.values())
         found = next(each for each, rate in rates.items() if rate >= NEARLY * best)

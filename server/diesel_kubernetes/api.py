@@ -1,5 +1,5 @@
-"""What the CSI plugin and the operator ask of the Kubernetes API alike: the errors of its client as
-those of DIESEL-FS, and the image of the pod in which a program runs.
+"""Calls of the Kubernetes API that the CSI plugin and the operator share: its client's errors
+become those of DIESEL-FS, and a program finds the image of the pod in which it runs.
 
 So an administrator names the image once, in the Deployment or DaemonSet, and the pods that a
 program makes have the same one. Both programs may read pods anyway. This module takes long to
@@ -25,7 +25,7 @@ from diesel_fs.errors import (
 
 @contextmanager
 def api_errors() -> Iterator[None]:
-    """Turn the errors of the client into those of DIESEL-FS. None repeats what was sent."""
+    """Turn the errors of the client into those of DIESEL-FS. They repeat no part of the request."""
     try:
         yield
     except ApiError as error:
@@ -48,7 +48,7 @@ def api_errors() -> Iterator[None]:
 def image_in_pod(client: Client, pod: str, container: str) -> str:
     """The image of a container of a pod in the client's namespace, as its manifest names it.
 
-    Raises ConfigError where the pod has no such container, and what `api_errors` raises.
+    Raises ConfigError if the pod has no such container, and the errors of `api_errors`.
     """
     with api_errors():
         found = client.get(Pod, pod)

@@ -19,7 +19,7 @@ ATTRIBUTES = (
     *"groupSize uid gid umask cacheDir cacheSize cacheLayout task rank world peerTls".split(),
     "peersThroughMaster",
 )
-"""What a volume may name (`csi/VOLUMES.md`)."""
+"""The attributes that a volume may have (`csi/VOLUMES.md`)."""
 
 SECRETS = {
     "user": "DIESEL_USER",

@@ -1,8 +1,9 @@
-"""What a node holds of datasets, as its plugin reports it and the operator reads it. Pure.
+"""Reports of nodes: which share of each dataset a node holds. Pure.
 
-A report is one ConfigMap for each node, in the namespace of the driver. `csi/VOLUMES.md` says what
-is in it and how each figure is measured. Whoever may write ConfigMaps there can write anything into
-one, so a reader checks all types and bounds, and takes a report whole or not at all.
+The plugin of a node writes a report, and the operator reads it. It is one ConfigMap for each node,
+in the namespace of the driver. `csi/VOLUMES.md` says how each figure is measured. Anybody with the
+right to write ConfigMaps there can write anything into one, so a reader checks all types and
+bounds, and takes a report whole or not at all.
 """
 
 import json
@@ -21,16 +22,17 @@ REFRESH_S = 300.0
 """How often a node reports that nothing has changed."""
 
 AGE_S_MAX = 3 * REFRESH_S
-"""An older report is not used: the plugin has gone. Nor is one that is so far in the future."""
+"""An older report is not used: the plugin has gone. Nor is a report that is as far in the
+future."""
 
 NOTICEABLE = 5
-"""By how many percent of a dataset a share must change to be reported before `REFRESH_S`."""
+"""A share that changes by this much, in percent of the dataset, is reported before `REFRESH_S`."""
 
 DATASETS_MAX = 1000
 """How many datasets a report names at most, so that it fits a ConfigMap."""
 
 REPORT_CHARS_MAX = 1 << 20
-"""What a ConfigMap may hold."""
+"""The limit of a ConfigMap."""
 
 _TIME_MAX = 1 << 40
 _VERSION_MAX = (1 << 63) - 1
@@ -43,27 +45,27 @@ Held = tuple[str, UUID]
 
 @dataclass(frozen=True, slots=True)
 class HeldDataset:
-    """What a node holds of a version of a dataset for pods of one namespace, in percent of its
-    stored bytes, rounded down."""
+    """The share of a version of a dataset that a node holds for pods of one namespace, in percent
+    of its stored bytes, rounded down."""
 
     namespace: str
     identity: UUID
     version: int
-    """0: something is held, and nobody can say how much of which version."""
+    """0: something is held, but it is not known how much of which version."""
     share: int = 0
     """In memory or on the disk."""
     disk: int = 0
-    """On the disk, where it stays when no pod reads it."""
+    """On the disk: this stays when no pod reads the dataset."""
     is_used: bool = False
     """Whether a mount of it is shown to a pod."""
 
     @property
     def key(self) -> Held:
-        """What it is of."""
+        """The dataset, as pods of the namespace read it."""
         return self.namespace, self.identity
 
     def joined(self, other: "HeldDataset") -> "HeldDataset":
-        """What is held at least, where two places hold parts that may be the same."""
+        """The lower bound for two places, which may hold the same parts."""
         return HeldDataset(
             self.namespace,
             self.identity,
@@ -76,13 +78,13 @@ class HeldDataset:
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """What one node holds of all datasets."""
+    """The shares of all datasets that one node holds."""
 
     node: str
     time_s: int
     """When it was measured, since 1970, by the node's clock."""
     is_complete: bool
-    """Whether the node holds nothing of what is not named."""
+    """Whether the node holds nothing of the datasets that it does not name."""
     datasets: tuple[HeldDataset, ...] = ()
 
     def is_fresh(self, now_s: float) -> bool:
@@ -100,7 +102,7 @@ def make_report(
 
 
 def differs_noticeably(before: NodeReport, after: NodeReport) -> bool:
-    """Whether the later report tells so much more that it should be written at once."""
+    """Whether the later report differs enough to be written at once."""
     old, new = (
         {(each.key, each.version, each.is_used): each for each in report.datasets}
         for report in (before, after)
@@ -163,7 +165,7 @@ def config_map(report: NodeReport, namespace: str, owner: Json | None) -> Json:
 
 
 def parse_config_map(raw: Mapping[str, object]) -> NodeReport:
-    """The report in a ConfigMap. Raises FormatError where it is none."""
+    """The report in a ConfigMap. Raises FormatError if it is malformed."""
     match raw:
         case {"metadata": {"name": str(name)}, "data": {"report": str(content)}}:
             pass

@@ -3,10 +3,17 @@
 It keeps no state of its own: any number of servers may serve one store. `README.md` is the
 operator's page, `diesel_fs/net/WIRE.md` the protocol.
 
-A server is a parent process (`main.py`, `options.py`, `supervisor.py`) and workers (`worker.py`,
-`wiring.py`). Read them in the order of a request: `listener.py` accepts a connection, `channel.py`
-moves its bytes, `connection.py` logs the client in (`authentication.py`) and receives requests,
-`requests.py` runs the handler that `request_table.py` names: `queries.py` (reading), `updates.py`
-(writing), `jobs.py` (long work), `account_handlers.py`, `task_handlers.py`. `limits.py` has every
-limit; `head_cache.py` answers "which version is current".
+Start reading at `connections/connection.py`: it has the life of a connection, from which everything
+else is called.
+
+| package | its secret |
+| --- | --- |
+| `process` | a server is several processes: a supervisor, and workers that it restarts |
+| `connections` | how bytes become requests, and when a client is refused |
+| `accounts` | how a login is checked, and the requests that change accounts |
+| `requests` | what each request about datasets does, and which role it needs |
+
+`main.py` and `options.py` are the command; `limits.py` has every limit with its reason. Imports go
+one way: `process` wires all, `connections` knows a dispatcher of requests but no request, and
+`requests` and `accounts` know no connection.
 """

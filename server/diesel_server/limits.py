@@ -2,7 +2,8 @@
 
 The module also counts: `ConnectionLimits` the connections, `FairByteBudget` the memory that
 requests may take, `RateLimiter` events like failed logins. `listener.py` and `connection.py` refuse
-what is too much. Nothing here has a lock: all but `RateLimiter` belong to the event loop.
+clients and requests beyond these limits. No class here has a lock: all but `RateLimiter` belong to
+the event loop.
 """
 
 import random
@@ -28,7 +29,8 @@ AUTHENTICATE_S = 4.0
 """The time for looking an account up; a client gives up after 10 s."""
 
 IDLE_S = 300.0
-"""A connection without any request for so long ends; clients close unused connections sooner."""
+"""A connection that sends no request for this time is closed; clients close unused connections
+sooner."""
 
 FRAME_S = 10.0
 BYTES_PER_S_MIN = 256 << 10
@@ -38,7 +40,7 @@ HEARTBEAT_S = 1.0
 """The time between two signs of life of a worker."""
 
 DRAIN_S = 30.0
-"""The time that requests under way get when the server is told to stop."""
+"""When the server stops, requests under way get this time to finish."""
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
@@ -47,15 +49,15 @@ THREAD_WAIT_S = 10.0
 RETRY_AFTER_S = 1.0
 
 CONNECTIONS_MAX = 8192
-"""Each takes some 20 KB. Fewer where the process may not open so many files."""
+"""Each takes some 20 KB. A process that may open fewer files takes fewer connections."""
 
 GREETING_MAX = 1024
 """Connections that have not logged in yet, from everywhere."""
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network that have not logged in yet. The processes of a node all start at once
-and log in within milliseconds. For a connection too many a random one of the network is closed, so
-that a client that connects all the time does not keep out users who have a key."""
+and log in within milliseconds. Beyond the limit, a random connection of the network is closed, so
+that a client that connects again and again does not keep out users with a key."""
 
 REFUSING_S = 2.0
 REFUSING_MAX = 64
@@ -65,7 +67,7 @@ FILES_RESERVED = 256
 """File descriptors that connections leave for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
-"""While so many requests of a connection are under way, no more of it are read."""
+"""Once this number of requests of a connection is under way, it is not read until one has ended."""
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
@@ -85,7 +87,7 @@ SMALL_BYTES = 64 << 10
 """Sizes up to this are not taken from the budget: the number of requests is limited, too."""
 
 HEAD_FACTOR = 6
-"""The Python objects of a head of many small items take so many times its bytes."""
+"""The Python objects of a head with many small items take this multiple of its bytes."""
 
 _PIECE_BYTES = 16 << 20  # for a snapshot: one piece is being sent, one is being made
 _LIST_BYTES = 8 << 20  # for a list: names and columns, and the frame that they are copied into
@@ -122,14 +124,15 @@ def network_of(address: str) -> str:
 
 
 class Rate(NamedTuple):
-    """A rate limit: so many at once, and then one each so many seconds."""
+    """A rate limit: `burst` events at once, and then one event each `each_s` seconds."""
 
     burst: int
     each_s: float
 
 
 class RateLimiter:
-    """Counts events by key against a rate. Of too many keys, the longest silent are forgotten."""
+    """Counts events by key against a rate. Beyond `keys_max` keys, it forgets the longest
+    silent."""
 
     def __init__(
         self, rate: Rate, clock: Callable[[], float], keys_max: int = RATE_KEYS_MAX
@@ -153,7 +156,7 @@ class RateLimiter:
 
 
 @dataclass(slots=True)
-class _Waiting:
+class _WaitingRequest:
     """A request that waits for memory."""
 
     owner: str
@@ -170,17 +173,17 @@ class FairByteBudget:
         self._share = share
         self.held = 0
         self._held_by: Counter[str] = Counter()
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_WaitingRequest] = deque()
 
     async def acquire(self, owner: str, size: int, seconds: float) -> bool:
-        """Take `size` bytes as soon as they are free. Returns False where that takes longer than
-        `seconds`, or where the share of an owner is smaller."""
+        """Take `size` bytes as soon as they are free. Returns False if that takes longer than
+        `seconds`, or if the share of an owner is smaller."""
         if size > self._share:
             return False
         if not self._queue and self._fits(owner, size):
             self._grant(owner, size)
             return True
-        waiting = _Waiting(owner, size)
+        waiting = _WaitingRequest(owner, size)
         self._queue.append(waiting)
         self._serve()  # the owners before it may be waiting only for their own shares
         try:
@@ -198,7 +201,7 @@ class FairByteBudget:
         return waiting.granted.is_set()
 
     def release(self, owner: str, size: int) -> None:
-        """Give bytes back."""
+        """Return bytes to the budget."""
         self.held -= size
         self._held_by[owner] -= size
         if self._held_by[owner] <= 0:
@@ -262,8 +265,9 @@ class ConnectionLimits:
 
     @contextmanager
     def greeting(self, network: str, leave: Callable[[], None]) -> Iterator[None]:
-        """The time until a connection has logged in. Where there are too many, a random connection
-        of the network, or else of the network that has most, is closed: its `leave` is called."""
+        """The time until a connection has logged in. If there are too many such connections, it
+        closes a random one, by calling its `leave`: of this network if the network has too many, or
+        else of the network that has most."""
         by_network = Counter(each for each, _ in self._greeting.values())
         if by_network[network] >= self._per_network:
             self._dismiss(network)
@@ -294,7 +298,7 @@ class ConnectionLimits:
 
 
 def count_down(counts: Counter[str], key: str) -> None:
-    """Count one less; a key whose count is 0 is removed."""
+    """Count one less, and remove the key when its count is 0."""
     counts[key] -= 1
     if not counts[key]:
         del counts[key]

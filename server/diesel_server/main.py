@@ -11,7 +11,7 @@ import diesel_fs
 from diesel_fs.errors import DieselError, UsageError
 
 from .options import PREFIX, checked, options
-from .supervisor import Supervisor
+from .process.supervisor import Supervisor
 
 _INTERRUPTED = 130
 

@@ -1,7 +1,7 @@
 """The server's options: from the command line, the environment and a TOML file, in this order.
 
-`options` declares them for click, and `checked` turns their values into `Options` or raises
-ConfigError where they do not fit together. No error or help text shows a value that may hold a
+`options` declares them for click, and `checked` turns their values into `ServerOptions` or raises
+ConfigError if they contradict each other. No error or help text shows a value that may hold a
 password.
 """
 
@@ -32,7 +32,7 @@ _P = ParamSpec("_P")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class ServerOptions:
     """The options of a server, checked."""
 
     listen: HostPort
@@ -127,7 +127,7 @@ def checked(
     cache_size: str | None,
     metrics: str | None,
     insecure: bool,
-) -> tuple[Options, list[str]]:
+) -> tuple[ServerOptions, list[str]]:
     """The options, and warnings for the operator. Raises ConfigError."""
     endpoint = parse_endpoint(listen)
     url = _repository(store, meta)
@@ -151,7 +151,7 @@ def checked(
             " change the data"
         )
     return (
-        Options(
+        ServerOptions(
             listen=endpoint,
             url=url,
             workers=workers,
@@ -193,7 +193,7 @@ def _redis_warnings(url: RepositoryUrl) -> list[str]:
 
 
 def _key_warnings(key: Path | None) -> list[str]:
-    """Warnings about the key's file. Where it cannot be read, loading it raises the error."""
+    """Warnings about the key's file. If it cannot be read, loading it raises the error later."""
     with suppress(OSError):
         if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             return [f"every user of this machine can read the key {key}: run chmod o= on it"]

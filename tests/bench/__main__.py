@@ -26,12 +26,11 @@ from .workbench import NATIVE, Workbench
 
 ROUNDS = 5
 ROUNDS_QUICK = 1
-DURATION_S_MAX = 150 * 60  # benchmarks that have not begun by then are reported as failed
+DURATION_S_MAX = 150 * 60  # benchmarks that have not begun then count as failed
 TREE = Path(__file__).resolve().parents[2]
 
 
 def arguments() -> argparse.Namespace:
-    """Parse the command line. Exits with 2 for bad arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m tests.bench", description=__doc__.partition("\n")[0]
     )
@@ -89,8 +88,8 @@ def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> dict[str, 
 
 
 def lasting_rows(by_name: Mapping[str, list[Row]], *, whole: bool) -> list[Row]:
-    """The rows that the page of results gets from a run with inputs of full size: all of a `whole`
-    one, else only those for which neither rounds nor a busy machine matter."""
+    """The rows of a run with inputs of full size that go to the page of results: all rows of a
+    `whole` run, otherwise only those that do not depend on rounds or on a busy machine."""
     return [row for name, rows in by_name.items() if whole or name in UNTIMED for row in rows]
 
 

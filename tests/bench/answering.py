@@ -1,4 +1,4 @@
-"""What the programs share that read on a node as they are told (`client_process.py`).
+"""Shared code of the programs that read on a node by orders (`client_process.py`).
 
 They read orders as lines of JSON, and answer each with a line of JSON. Some of the programs run in
 the peers' environment, so this needs nothing but Python. Each of them knows these orders, and more:
@@ -6,7 +6,7 @@ the peers' environment, so this needs nothing but Python. Each of them knows the
     {"do": "steady_batches", "seed": S, "seconds": T, "start_s": B, "size": M}
     {"do": "steady_singles", "seed": S, "seconds": T, "start_s": B}
 
-They read random files for some seconds from B of `time.monotonic()` on, M files with one request or
+They read random files for T seconds from B of `time.monotonic()` on, M files with one request or
 each by itself, and answer the files a second.
 """
 
@@ -34,7 +34,6 @@ def answer_orders(reader: object) -> None:
 
 
 def drawn_singles(files: Sequence[_File], seed: int) -> list[_File]:
-    """Random files to read one by one."""
     return random.Random(seed).choices(files, k=DRAWN_SINGLES)
 
 
@@ -45,8 +44,8 @@ def steady(
     start_s: float,
     size: int = 1,
 ) -> dict[str, float]:
-    """Call `read` for some seconds, with what is wanted, again and again; each call reads `size`
-    files. The first call is not timed."""
+    """Call `read` for some seconds with the elements of `wanted`, again and again; each call reads
+    `size` files. The first call is not timed."""
     read(wanted[0])
     calls, start_s = 0, wait_until(start_s)
     now_s, end_s = start_s, start_s + seconds
@@ -80,6 +79,6 @@ def series_of(
 
 
 def wait_until(start_s: float) -> float:
-    """Wait until this moment of `time.monotonic()`; the moment when that was over."""
+    """Wait until this moment of `time.monotonic()`; returns the moment at which the wait ended."""
     time.sleep(max(0.0, start_s - time.monotonic()))
     return time.monotonic()

@@ -1,4 +1,5 @@
-"""The table of benchmarks: `cases/` has them, and `experiments/` those that repeat papers.
+"""The table of benchmarks. Their functions are in `cases/`; in `experiments/` if they repeat
+papers.
 
 Each is a function that takes the workbench, returns rows, and cleans up.
 """
@@ -95,15 +96,13 @@ UNTIMED = frozenset(
     "accuracy importance-accuracy importance-less importance-hits lobster-hits lobster-imbalance"
     " lrfu".split()
 )
-"""Benchmarks that measure no time, and have a number of repetitions of their own: their figures are
-the same on a busy machine, and with `--quick`."""
+"""Benchmarks that measure no time, and set their own number of repetitions: their figures are the
+same on a busy machine, and with `--quick`."""
 
 
 def chosen(names: list[str]) -> dict[str, Benchmark]:
-    """The benchmarks whose names begin with one of `names`; all of them if `names` is empty.
-
-    Raises KeyError for a name that chooses nothing.
-    """
+    """The benchmarks with names that begin with one of `names`; all of them if `names` is empty.
+    Raises KeyError for an element that chooses nothing."""
     for name in names:
         if not any(each.startswith(name) for each in BENCHMARKS):
             raise KeyError(name)

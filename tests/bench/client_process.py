@@ -1,4 +1,4 @@
-"""Programs that read on a node of a task, and are told what to read: ours, and those of the peers.
+"""Programs that read on a node of a task by orders: ours, and those of the peers.
 
 Each reads orders as lines of JSON, and answers each with a line of JSON. They stay for a whole
 benchmark, so that no start of a program is in a figure.
@@ -16,7 +16,7 @@ from tests.peers.nodes import NodeHost, end
 from .samples import say
 
 HEAD_START_S = 0.5
-"""What clients that begin together have to draw their files."""
+"""The time for clients that begin together to draw their files."""
 
 RATE = "files/s"
 _ANSWER_S = 600.0  # to fill a memcached file by file, and to refill it, takes minutes
@@ -24,7 +24,7 @@ _END_S = 20.0
 
 
 class ClientProcess:
-    """A program on a node that answers orders. Where it ends by itself, `failure` is raised."""
+    """A program on a node that answers orders. If it ends by itself, `failure` is raised."""
 
     def __init__(
         self, place: NodeHost, *words: str | Path, failure: type[Exception] = AssertionError
@@ -35,7 +35,7 @@ class ClientProcess:
         self._process = place.start(*words, log=self._log, stdin=subprocess.PIPE)
 
     def send_order(self, order: Mapping[str, object]) -> None:
-        """Send an order, whose answer `answer` waits for."""
+        """Send an order; `answer` waits for its answer."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
@@ -85,7 +85,8 @@ def rate_together(
     clients: Sequence[ClientProcess], seconds: float, order: Mapping[str, object]
 ) -> dict[str, float]:
     """The files a second that all clients read together: for some seconds, from the same moment on,
-    each in an order of its own. A client may answer how many files it `missed`: there are none."""
+    each in an order of its own. A client may report a number of files that it `missed`: it must be
+    0."""
     order = {**order, "seconds": seconds, "start_s": time.monotonic() + HEAD_START_S}
     said = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
     assert not any(each.get("missed") for each in said), "files are missing from a cache"

@@ -1,6 +1,6 @@
 """Measures the peak memory of programs by a control group: all memory that is charged to them.
 
-That is their own memory, the page cache that they filled, and what the kernel keeps for them. Both
+That is their own memory, the page cache that they filled, and the kernel's memory for them. Both
 versions of control groups work, if this user (mostly root) may make a group.
 """
 
@@ -14,22 +14,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MOUNTED = Path("/sys/fs/cgroup")
-REMOVAL_S = 5.0  # its last process may end a moment after the mount
+REMOVAL_S = 5.0  # the last process may end a moment after
 
 _numbers = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
 class ControlGroup:
-    """A control group, and its file with the peak."""
-
     folder: Path
     peak_file: Path
 
     @property
     def prefix(self) -> list[str]:
-        """Arguments to put before a command, so that it runs in the group with all that it
-        starts."""
+        """Arguments to put before a command, so that it and its children run in the group."""
         script = 'echo $$ > "$0/cgroup.procs" && exec "$@"'
         return ["sh", "-c", script, str(self.folder)]
 
@@ -38,7 +35,7 @@ class ControlGroup:
         return int(self.peak_file.read_text())
 
     def add(self, pid: int) -> None:
-        """Move a process into the group. What it has already stays charged to its old one."""
+        """Move a process into the group. Its present memory stays charged to its old group."""
         (self.folder / "cgroup.procs").write_text(str(pid))
 
     def kernel_bytes(self) -> int:
@@ -64,8 +61,7 @@ def control_group() -> Iterator[ControlGroup | None]:
 
 
 def _candidates() -> Iterator[tuple[Path, str]]:
-    """The folders where a group may be made, and the file of its peak: version 1, then version
-    2."""
+    """Folders in which a group may be made, and the file of its peak: version 1, then version 2."""
     try:
         listed = Path("/proc/self/cgroup").read_text(encoding="utf-8")
     except OSError:

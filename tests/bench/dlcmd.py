@@ -22,8 +22,8 @@ DEADLINE_S = 900.0  # commands take a minute at most; a hang must not use up the
 
 @cache
 def compile_program() -> None:
-    """Write the program's bytecode, as an installation does. Where Python is told not to write it
-    (as often in containers), every command would compile the modules again."""
+    """Write the program's bytecode, as an installation does. If Python does not write it (a common
+    setting in containers), every command would compile the modules again."""
     for package in ("diesel_fs", "cli/dlcmd"):
         compileall.compile_dir(TREE / package, quiet=2)
 
@@ -48,7 +48,7 @@ def last_line(
 
 
 class Dlcmd:
-    """`dlcmd` of a user with caches and logs in `folder`, and the store too unless `store` is
+    """`dlcmd` of a user with caches and logs in `folder`. The store is there too, unless `store` is
     given."""
 
     def __init__(self, folder: Path, *, store: Path | None = None) -> None:
@@ -80,7 +80,7 @@ class Dlcmd:
         return sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
 
     def output(self, *arguments: str) -> bytes:
-        """Run a command, and return what it printed. Raises CalledProcessError."""
+        """Run a command, and return its output. Raises CalledProcessError."""
         return self._run(*arguments, kept=subprocess.PIPE).stdout
 
     @contextmanager

@@ -56,7 +56,6 @@ class Shape:
         return [f"{name}/{file}" for number, name in folders for file in self.file_names(number)]
 
     def contents(self, folder: int) -> Bytes:
-        """The contents of one folder's files, one a row."""
         generator = np.random.default_rng([self.files, self.file_bytes, folder])
         rows, size = self.files_per_folder, self.file_bytes
         return np.frombuffer(generator.bytes(rows * size), np.uint8).reshape(rows, size)
@@ -123,7 +122,8 @@ def tar_stream(shape: Shape) -> Iterator[bytes]:
 
 
 def pipe(pieces: Iterable[bytes], command: Sequence[str], **environment: str) -> int:
-    """Give a program its stdin; returns its exit code, which tells the error if it closes early."""
+    """Write `pieces` to a program's stdin; returns its exit code, which shows the error if it
+    closes early."""
     with subprocess.Popen(
         command, env=environment or None, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
     ) as process:

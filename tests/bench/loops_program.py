@@ -27,7 +27,7 @@ def stock(paths: Sequence[str]) -> int:
 
 
 def system_calls(paths: Sequence[str]) -> int:
-    """The same by `os.open`, which asks less of the kernel than `open` does."""
+    """The same with `os.open`, which makes fewer requests to the kernel than `open`."""
     total = 0
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
@@ -56,7 +56,7 @@ LOOPS: dict[str, Callable[[Sequence[str]], int]] = {
 def in_processes(
     loop: Callable[[Sequence[str]], int], paths: Sequence[str], processes: int
 ) -> list[dict[str, float]]:
-    """Run the loop in processes that begin together; what each of them reports."""
+    """Run the loop in processes that begin together; returns their reports."""
     gate, gate_end = os.pipe()
     reports, reports_end = os.pipe()
     for number in range(processes):

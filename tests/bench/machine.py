@@ -1,5 +1,4 @@
-"""Describes the machine that is measured on: printed above the table, and written beside the
-rows."""
+"""Describes the machine of a run: printed above the table, and written beside the rows."""
 
 import os
 import platform
@@ -11,11 +10,12 @@ import diesel_fs
 
 from .report import Json
 
-_BUSY_PART_MAX = 0.125  # of the processors' time; above it, other programs would be measured, too
+_BUSY_PART_MAX = 0.125  # of the processors' time; above it, other programs affect the figures
 _LOOK_S = 5.0
 
 _VM_SETTINGS = ("swappiness", "vfs_cache_pressure", "dirty_ratio", "dirty_background_ratio")
-"""Settings of how long pages and names stay in memory, and when a writer waits for the disk."""
+"""Settings that decide how long pages and names stay in memory, and when a writer waits for the
+disk."""
 
 _DAMON = Path("/sys/kernel/mm/damon/admin/kdamonds")
 
@@ -38,8 +38,9 @@ def machine(folder: Path) -> dict[str, Json]:
 
 
 def is_busy() -> bool:
-    """Whether other programs use this machine, so that figures mean little. Looks for 5 s: the load
-    average would still tell of what has ended minutes ago, such as the benchmark before."""
+    """Whether other programs use this machine, so that figures mean little. Measures for 5 s: the
+    load average would still include programs that ended minutes ago, such as the benchmark before.
+    """
     before = _processor_ticks()
     time.sleep(_LOOK_S)
     all_ticks, idle = (now - then for now, then in zip(_processor_ticks(), before, strict=True))
@@ -47,13 +48,12 @@ def is_busy() -> bool:
 
 
 def _processor_ticks() -> tuple[int, int]:
-    """All time of the processors since the start, and that in which they had nothing to do."""
+    """The total time of the processors since the start, and their idle time."""
     ticks = [int(word) for word in _text("/proc/stat").splitlines()[0].split()[1:9]]
     return sum(ticks), ticks[3]  # a processor that waits for the disk is not idle
 
 
 def described(state: dict[str, Json]) -> str:
-    """The state as one paragraph."""
     load, vm = state["load"], state["vm"]
     assert isinstance(load, list)
     assert isinstance(vm, dict)
@@ -67,8 +67,8 @@ def described(state: dict[str, Json]) -> str:
 
 
 def _idle_reclaim() -> str:
-    """Whether the kernel reclaims idle pages even when memory is free, as in `on (DAMON pageout)`.
-    Then a pause between loading and reading is measured, too."""
+    """Whether the kernel reclaims idle pages even when memory is free, for example `on (DAMON
+    pageout)`. Then a pause between loading and reading affects the figures."""
     found = []
     if _text("/sys/module/damon_reclaim/parameters/enabled") == "Y":
         found.append("damon_reclaim")

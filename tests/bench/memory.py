@@ -1,5 +1,4 @@
-"""Measures the peak memory of a program and all that it starts, as PSS, which counts shared pages
-once.
+"""Measures the peak memory of a program and its children, as PSS, which counts shared pages once.
 
 The program runs in a session of its own, and all processes of that session are counted. The memory
 is sampled, so a peak shorter than the interval may be missed.
@@ -28,7 +27,6 @@ def peak_pss_bytes(command: Sequence[str], environment: Mapping[str, str]) -> in
 
 
 def members(session: int) -> list[int]:
-    """The processes of a session."""
     return [pid for pid in map(_number, _PROC.iterdir()) if pid and _session(pid) == session]
 
 
@@ -53,7 +51,7 @@ def available_bytes() -> int:
 
 
 def _number(entry: Path) -> int:
-    """The number of the process that an entry of /proc stands for; 0 if it is none."""
+    """The process ID of an entry of /proc; 0 if it is not a process."""
     return int(entry.name) if entry.name.isdigit() else 0
 
 

@@ -1,6 +1,7 @@
-"""Tells whether a folder is a mount point, and reads the counters of our mounts.
+"""Detects whether a folder is a mount point, and reads the counters of our mounts.
 
-The kernel's table of mounts is read, which also has mounts whose process died."""
+It reads the kernel's table of mounts, which also has mounts of dead processes.
+"""
 
 import ctypes
 import json
@@ -19,12 +20,11 @@ LOADED_INTERVAL_S = 0.2
 
 
 def is_mounted(folder: Path) -> bool:
-    """Whether there is a mount at `folder`."""
     return kind_of(folder) != ""
 
 
 def kind_of(folder: Path) -> str:
-    """The type of the file system that is mounted at `folder`; empty where there is none."""
+    """The type of the file system that is mounted at `folder`; empty if there is none."""
     for line in Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines():
         _, point, kind, *_ = line.split()
         if point == str(folder):
@@ -47,7 +47,7 @@ class Counts:
 
 @dataclass(slots=True)
 class Mount:
-    """A mount of ours, with the seconds that the command took, and when it returned
+    """A mount of ours, with the seconds that the command took, and the time of its return
     (`time.monotonic()`)."""
 
     path: Path
@@ -56,9 +56,9 @@ class Mount:
     _looked_s: float = field(default=0.0, init=False)
 
     def counts(self) -> Counts:
-        """The counters of now. The first call does not wait; a second one soon after it waits for
-        new statistics. So call it before and after what is measured, and measure right after the
-        first."""
+        """The present counters. The first call does not wait; a second one soon after it waits for
+        new statistics. So call it before and after the measured work, and begin the work right
+        after the first call."""
         time.sleep(max(0.0, self._looked_s + STILL_S - time.monotonic()))
         said = json.loads(self._stats())
         self._looked_s = time.monotonic()
@@ -67,7 +67,7 @@ class Mount:
         return Counts(reads, asked, sum(requests.values()), said["pid"], said["server_pid"])
 
     def wait_until_loaded(self) -> None:
-        """Wait until all has been pushed, on a mount with `--policy oneshot`."""
+        """Wait until all files have been pushed, on a mount with `--policy oneshot`."""
         end_s = time.monotonic() + LOADED_S
         while True:
             loaded = json.loads(self._stats())["residency"]

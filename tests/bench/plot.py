@@ -1,5 +1,6 @@
-"""Draws plots with `plot_program.py`, which runs in the peers' environment, as only that has
-matplotlib."""
+"""Draws plots with `plot_program.py`, which runs in the peers' environment: only that has
+matplotlib.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -40,7 +41,7 @@ class Plot:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What is drawn of one side: a value for each x value, and how far it may be off, if known."""
+    """The line of one side: a value for each x value, and its error if known."""
 
     name: str
     values: Sequence[float]
@@ -48,8 +49,8 @@ class Line:
 
 
 def plot_medians(bench: Workbench, plot: Plot, rounds: Rounds, shown: Mapping[str, str]) -> None:
-    """Draw the median of each figure, for the sides of `shown` that were measured, which are given
-    other names in the plot."""
+    """Draw the median of each figure, for the measured sides of `shown`, under the names that
+    `shown` gives."""
     lines = []
     for side, name in shown.items():
         measured = [rounds.of(side, quantity) for quantity in plot.quantities]
@@ -61,8 +62,8 @@ def plot_medians(bench: Workbench, plot: Plot, rounds: Rounds, shown: Mapping[st
 
 
 def draw(plot: Plot, lines: Sequence[Line], *, is_whole: bool) -> None:
-    """Draw lines, beside the bench if that `is_whole`. Without matplotlib there is no plot, which
-    is said."""
+    """Draw lines, into the bench's folder if the run `is_whole`. Without matplotlib there is no
+    plot, and a message."""
     file = (PROGRAM.parent if is_whole else TRIED) / f"{plot.name}.png"
     file.parent.mkdir(exist_ok=True)
     drawn = json.dumps({**asdict(plot), "lines": [asdict(line) for line in lines]})

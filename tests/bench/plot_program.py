@@ -27,7 +27,7 @@ def main(file: str, text: str) -> None:
         if not drawn["differences"]:
             axes.set_ylim(bottom=0)
         elif drawn["events"]:
-            axes.set_xticks([])  # the events say what is there
+            axes.set_xticks([])  # the events name the positions
     else:
         axes.set_xscale("log", base=2)
         axes.set_yscale("symlog" if drawn["differences"] else "log")  # symlog: linear up to 1

@@ -2,8 +2,8 @@
 as people write it (`loops_program.py`), in any Python.
 
 A list is mostly an epoch: all files of a shape, once, in some order. It is written before a dataset
-is mounted, so that it is read right after. A pause would be measured, too, since the kernel may
-reclaim idle pages of its page cache.
+is mounted, so that it is read right after mounting. A pause would affect the figures, since the
+kernel may reclaim idle pages of its page cache.
 """
 
 import json
@@ -28,8 +28,8 @@ _LOOPS = Path(__file__).with_name("loops_program.py")
 
 @dataclass(frozen=True, slots=True)
 class ReadReport:
-    """What the readers have read. `sum` adds all bytes as 64-bit words modulo 2^64; loops of Python
-    only count them.
+    """The result of readers. `sum` adds all bytes as 64-bit words modulo 2^64; loops of Python only
+    count them.
 
     `seconds` is the time from the first open to the last close, which was at `end_s` of
     `time.monotonic()`. `walked` is the number of entries of the walk before.
@@ -57,7 +57,7 @@ class Order:
     sum: int
 
     def check(self, report: ReadReport, *, with_sum: bool, walked: bool) -> None:
-        """Raise AssertionError if a reader has read something else, or has not `walked` before."""
+        """Raise AssertionError if a reader has read other data, or has not `walked` before."""
         got, wanted = (
             (each.files, each.bytes, each.sum if with_sum else 0) for each in (report, self)
         )
@@ -76,7 +76,6 @@ def compiled(source: Path, folder: Path, *options: str) -> Path:
 
 
 def write_list(paths: Iterable[str], file: Path) -> Path:
-    """Write the list of files for a reader."""
     file.write_bytes(b"".join(os.fsencode(path) + b"\0" for path in paths))
     return file
 
@@ -125,8 +124,8 @@ def waiting_loop(
 ) -> Iterator[Callable[[], ReadReport]]:
     """Start a loop that has read its list and waits; it begins when the yielded function is called.
 
-    So the start of Python is not measured with a mount that loads ahead meanwhile. The function
-    raises an error if a file cannot be read, or has another size.
+    So the start of Python does not count, while a mount loads ahead. The function raises an error
+    if a file cannot be read, or has another size.
     """
     arguments = [str(order.list_file), str(processes), loop, *([] if walk is None else [str(walk)])]
     with subprocess.Popen(
@@ -154,6 +153,5 @@ def waiting_loop(
 
 
 def run_loop(python: str, order: Order, loop: str, *, processes: int = 1) -> ReadReport:
-    """Start a loop and run it at once; the start of Python is not in its figures."""
     with waiting_loop(python, order, loop, processes=processes) as run:
         return run()

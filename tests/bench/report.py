@@ -118,12 +118,12 @@ class Row:
 
 
 def no_more_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
-    """A row whose figure must be at most a fixed limit."""
+    """A row with a figure that must be at most a fixed limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_most(1), note)
 
 
 def no_less_than(name: str, unit: str, ours: Measured, limit: float, note: str = "") -> Row:
-    """A row whose figure must be at least a fixed limit."""
+    """A row with a figure that must be at least a fixed limit."""
     return Row(name, unit, ours, LIMIT, Samples((limit,)), at_least(1), note)
 
 
@@ -138,7 +138,7 @@ def against(
     side: str = OURS,
 ) -> list[Row]:
     """A row for each of these peers: a figure of ours, or of another side, and the same of theirs.
-    Its name is `of`, or that of the unit."""
+    The row's name is `of`, or that of the unit."""
     measured = rounds.of(side, of or unit)
     return [
         Row(name, unit, measured, peer, rounds.of(peer, of or unit), target, note)

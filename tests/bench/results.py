@@ -14,11 +14,11 @@ _HEAD_LINES = 2
 
 
 def update(page: Path, rows: Sequence[Row], measured: str) -> None:
-    """Write the rows into the page's table; `measured` says when, and at which commit.
+    """Write the rows into the page's table; `measured` gives the date and the commit.
 
     A row replaces that of the same benchmark, unit and peer. Rows of benchmarks that were not run
-    stay, and so do those whose new figure could not be measured. Raises ValueError for a page
-    without the two comments between which the table stands.
+    stay, and so do those without a new figure. Raises ValueError if the page lacks the two comments
+    around the table.
     """
     text = page.read_text(encoding="utf-8")
     page.write_text(updated(text, rows, measured), encoding="utf-8")
@@ -49,6 +49,6 @@ def _line(values: Sequence[str]) -> str:
 
 
 def _key(line: str) -> tuple[str, str, str]:
-    """The benchmark, the unit, and the peer that it is held against."""
+    """The benchmark, the unit, and the peer that it is compared with."""
     values = [value.strip() for value in re.split(r"(?<!\\)\|", line)[1:-1]]
     return values[0], values[2], values[4]

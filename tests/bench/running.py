@@ -1,9 +1,9 @@
 """A task of some nodes for a benchmark: its dataset, a master on each node, and clients.
 
-Nodes are network namespaces of this machine (loopback addresses where there are none), so all of
-them share its processors with their readers; all sides do. The store is an S3 server of the bench's
-own in this process, whose every request takes `STORE_S`, which is quick for an object store; where
-nothing else is said, the data are in the caches before anything is timed.
+Nodes are network namespaces of this machine (loopback addresses if there are none), so all of them
+share its processors with their readers; this holds for all sides. The store is an S3 server of the
+bench's own in this process. Every request to it takes `STORE_S`, which is quick for an object
+store. Unless stated otherwise, the data are in the caches before anything is timed.
 """
 
 import sys
@@ -26,8 +26,8 @@ NODES = 4
 BATCH = 128  # files in one request
 STORE_S = 0.005
 CLIENT_BYTES, CLIENT_PART = 8 << 20, 1 / 16
-"""Memory of each client, at most so much, and this part of the dataset: nearly nothing of it, so
-that the task's cache serves what it reads."""
+"""The most memory of each client, and the most as a part of the dataset: nearly nothing of it, so
+that the task's cache serves its reads."""
 
 MASTER_PART = 1.5 / NODES  # the part of the dataset that fits the memory of a node
 CHUNK_BYTES, CHUNK_BYTES_MIN = 4 << 20, 64 << 10
@@ -36,16 +36,14 @@ SECONDS = 2.0
 
 
 def connected(place: NodeHost, options: Mapping[str, object]) -> ClientProcess:
-    """Start a process that opens a dataset on a node (`probes/task.py`); its first answer tells
-    that it has."""
+    """Start a process that opens a dataset on a node (`probes/task.py`); its first answer comes
+    when the dataset is open."""
     client = ClientProcess(place, sys.executable, "-m", "tests.bench.probes.task")
     client.send_order(options)
     return client
 
 
 class Running:
-    """A task of some nodes, and its clients."""
-
     def __init__(self, shape: Shape, source: Path, nodes: Nodes, task: RunningTask) -> None:
         self.shape, self.source, self.nodes, self.task = shape, source, nodes, task
         self.task.s3.delay_s = STORE_S
@@ -63,7 +61,8 @@ class Running:
         self.task.gathered()
 
     def join(self, ranks: Sequence[int], **options: object) -> list[ClientProcess]:
-        """Start a client of the task on each of these nodes, with a master where there is none."""
+        """Start a client of the task on each of these nodes, which starts a master if the node has
+        none."""
         clients = [connected(self.nodes[rank], {**self.member(rank), **options}) for rank in ranks]
         for client in clients:
             client.answer()
@@ -140,7 +139,7 @@ class Running:
 
     @property
     def files_store(self) -> str:
-        """Where a client of memcached finds what `put_files` has put."""
+        """The address at which a client of memcached finds the objects of `put_files`."""
         return f"{self.task.s3.endpoint.removeprefix('http://')}/bucket/files"
 
 
@@ -167,7 +166,7 @@ NO_MEMCACHED = "no memcached, or no client of it"
 
 
 def filled(stack: ExitStack, task: Running, *, copies: int = 1) -> Memcached:
-    """A memcached on each node, which has all files, and room for as many copies of them."""
+    """A memcached on each node that has all files, and room for `copies` copies of them."""
     cluster = Memcached(task.nodes, 2 * copies * task.shape.bytes + (256 << 20))
     stack.enter_context(cluster)
     client = cluster.client(task.nodes[0])
@@ -176,7 +175,7 @@ def filled(stack: ExitStack, task: Running, *, copies: int = 1) -> Memcached:
 
 
 def filled_if_installed(stack: ExitStack, task: Running, *, copies: int = 1) -> Memcached | None:
-    """The same; None if memcached is not installed."""
+    """As `filled`; None if memcached is not installed."""
     try:
         return filled(stack, task, copies=copies)
     except PeerMissing as error:
@@ -187,7 +186,7 @@ def filled_if_installed(stack: ExitStack, task: Running, *, copies: int = 1) -> 
 def reading_together(
     clients: Sequence[ClientProcess], order: Mapping[str, object], seconds: float
 ) -> Side:
-    """A side whose clients read for some seconds together; without a client, it is missing."""
+    """A side with clients that read for some seconds together; without a client, it is missing."""
 
     def run() -> dict[str, float]:
         if not clients:
@@ -198,5 +197,5 @@ def reading_together(
 
 
 def seconds_of(bench: Workbench) -> float:
-    """How long clients read for a sample: less if the bench is only tried."""
+    """The time for which clients read for a sample: shorter if the bench is only tried."""
     return max(SECONDS / bench.divisor, 0.2)

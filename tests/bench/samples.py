@@ -1,5 +1,4 @@
-"""Repeats measurements of two or more sides (ours and peers) that take turns, and takes the
-medians.
+"""Repeats measurements of two or more sides (ours and peers) in turns, and takes the medians.
 
 The sides alternate within a round, and each round starts with another side. So a drift of the
 machine (its disk, its neighbours, its clock) affects all sides alike.
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Side = Callable[[], Mapping[str, float]]
-"""One run of one side: it prepares what it needs, and returns its figures by name."""
+"""One run of one side: it makes its preparations, and returns its figures by name."""
 
 OURS = "ours"
 
@@ -23,7 +22,7 @@ class PeerMissing(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What one side measured of one quantity, round by round."""
+    """The figures of one side for one quantity, round by round."""
 
     values: tuple[float, ...]
 
@@ -32,7 +31,6 @@ class Samples:
         return statistics.median(self.values)
 
     def map(self, convert: Callable[[float], float]) -> "Samples":
-        """The samples in another unit."""
         return Samples(tuple(map(convert, self.values)))
 
 
@@ -68,7 +66,7 @@ class Rounds:
 
 
 def alternate(rounds: int, sides: Mapping[str, Side]) -> Rounds:
-    """Run each side `rounds` times, in turns. A peer that is missing is left out from then on."""
+    """Run each side `rounds` times, in turns. A missing peer is left out from then on."""
     names = list(sides)
     runs: dict[str, list[Mapping[str, float]]] = {name: [] for name in names}
     missing: dict[str, NotMeasured] = {}

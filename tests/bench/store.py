@@ -32,7 +32,7 @@ class StoreCounts:
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A running store: its endpoint, and the folder whose files are the objects of `BUCKET`."""
+    """A running store: its endpoint, and the folder with the objects of `BUCKET` as files."""
 
     endpoint: str
     bucket: Path
@@ -51,10 +51,10 @@ class Store:
 
 @contextmanager
 def serving(folder: Path, *, delay_s: float, bytes_per_s: float) -> Iterator[Store]:
-    """Serve what is, and what will be, in a new folder `BUCKET` of a folder.
+    """Serve the present and future files in a new folder `BUCKET` of a folder.
 
-    Each request takes `delay_s` at least, and all connections share `bytes_per_s`. It ends with
-    this process, however that ends.
+    Each request takes at least `delay_s`, and all connections share `bytes_per_s`. The server ends
+    with this process in any case.
     """
     bucket = folder / BUCKET
     bucket.mkdir()
@@ -76,14 +76,14 @@ def serving(folder: Path, *, delay_s: float, bytes_per_s: float) -> Iterator[Sto
 
 @dataclass(frozen=True, slots=True)
 class SlowStore:
-    """A store that has a dataset, whose metadata are in a Redis with this URL."""
+    """A store with a dataset; the metadata are in a Redis with this URL."""
 
     store: Store
     redis: str
     bytes_per_s: float
 
     def user(self, folder: Path) -> Dlcmd:
-        """A user who has nothing of the dataset yet."""
+        """A user without any cached data of the dataset."""
         dlcmd = Dlcmd(folder)
         dlcmd.environment |= self.store.environment
         dlcmd.environment["DIESEL_URL"] = f"s3://{BUCKET}?meta={self.redis}"

@@ -1,5 +1,6 @@
 """The files of a shape in each form that a side reads: in a folder on the disk, in a repository of
-ours, and in the images and archives of peers, which are made when they are first read."""
+ours, and in the images and archives of peers, which are made when they are first read.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -23,8 +24,8 @@ PLAIN = (trees.TMPFS, EXT4)
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """All files below a folder, as a side shows them: how long its mount command took, when it
-    returned (`time.monotonic()`), and the mount if it is ours."""
+    """All files below a folder, as a side shows them: the time of its mount command, the moment of
+    its return (`time.monotonic()`), and the mount if it is ours."""
 
     root: Path
     mount_s: float = 0.0
@@ -32,11 +33,11 @@ class Tree:
     mount: Mount | None = None
 
     def requests(self) -> int:
-        """READs, OPENs and GETATTRs so far (`Mount.counts`); 0 for a peer."""
+        """The number of READs, OPENs and GETATTRs until now (`Mount.counts`); 0 for a peer."""
         return 0 if self.mount is None else self.mount.counts().requests
 
     def reads(self) -> int:
-        """READs so far; 0 for a peer."""
+        """The number of READs until now; 0 for a peer."""
         return 0 if self.mount is None else self.mount.counts().reads
 
 
@@ -56,7 +57,8 @@ class Stored:
         self._orders: dict[tuple[Path, int], Order] = {}
 
     def mount_once(self, *options: str) -> None:
-        """Afterwards this user has a copy of the snapshot, and an image where there are such."""
+        """Mount and unmount; afterwards this user has a copy of the snapshot, and an image if the
+        session uses images."""
         with self.dlcmd.mounted(self.shape.name, self.mountpoint, *options):
             pass
 
@@ -65,7 +67,6 @@ class Stored:
         return self._stack.enter_context(trees.in_memory(self.shape))
 
     def root(self, side: str) -> Path:
-        """The folder below which a side shows the files."""
         if side == trees.TMPFS:
             return self._in_memory
         return self.source if side == EXT4 else self.mountpoint
@@ -79,7 +80,7 @@ class Stored:
         return [self._orders[root, seed] for seed in range(count)]
 
     def prepare(self, side: str, *, cold: bool = False) -> None:
-        """Read what a side reads into the page cache; `cold` drops all from it, snapshots too."""
+        """Read a side's data into the page cache; `cold` drops all from it, snapshots too."""
         if side in PLAIN:
             return
         content = self.dlcmd.store if side == OURS else self._image(side).parent
@@ -105,7 +106,7 @@ class Stored:
 
     @contextmanager
     def opened(self, side: str, *options: str, group: ControlGroup | None = None) -> Iterator[Tree]:
-        """The same after what is read was read into the page cache."""
+        """As `mounted`, after the side's data was read into the page cache."""
         self.prepare(side)
         with self.mounted(side, *options, group=group) as tree:
             yield tree

@@ -107,7 +107,7 @@ def test_a_target_is_met_or_not(row: Row, met: bool | None) -> None:
         assert row.against != "limit" or "= 0" in table([row])
 
 
-def test_a_missing_peer_is_said_loudly_and_the_others_go_on() -> None:
+def test_a_missing_peer_is_reported_and_the_others_go_on() -> None:
     def missing() -> dict[str, float]:
         raise PeerMissing("not installed")
 
@@ -138,7 +138,7 @@ def test_the_input_is_the_same_each_time_and_of_different_contents(tmp_path: Pat
     assert len(np.unique(contents, axis=0)) == SMALL.files
 
 
-def test_readers_share_a_list_and_walk_before_and_sum_what_they_read(tmp_path: Path) -> None:
+def test_readers_walk_first_then_share_a_list_and_sum_its_bytes(tmp_path: Path) -> None:
     folder, program = make(SMALL, tmp_path), compiled(READER, tmp_path)
     order = whole_order(SMALL, folder, SMALL.paths(), tmp_path / "list")
     start_s = time.monotonic()
@@ -165,7 +165,7 @@ def test_orders_of_folders_with_one_name_are_files_of_their_own(tmp_path: Path) 
 
 
 @each_row(("loop", "processes"), [(loop, processes) for loop in LOOPS for processes in (1, 3)])
-def test_loops_of_python_read_all_files_when_they_are_told_to(
+def test_loops_of_python_read_all_files_on_the_signal(
     tmp_path: Path, loop: str, processes: int
 ) -> None:
     folder = make(SMALL, tmp_path)
@@ -203,7 +203,7 @@ def test_another_python_is_found_where_pyenv_has_it(
 
 
 @pytest.mark.parametrize("name", [trees.SQUASHFS, trees.EROFS])
-def test_the_kernel_shows_what_was_packed_into_an_image(tmp_path: Path, name: str) -> None:
+def test_the_kernel_shows_the_files_of_an_image(tmp_path: Path, name: str) -> None:
     source, mountpoint = make(SMALL, tmp_path), tmp_path / "mount"
     order = whole_order(SMALL, mountpoint, SMALL.paths(), tmp_path / "list")
     try:
@@ -228,8 +228,8 @@ class JsonRow(TypedDict):
 
 
 def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
-    """Run some benchmarks with tiny inputs, and with the peers that are installed. Each must
-    measure our side, say which peers are missing, and clean up. Returns the rows."""
+    """Run some benchmarks with tiny inputs, and with the installed peers. Each must measure our
+    side, name the missing peers, and clean up. Returns the rows."""
     file = folder / "rows.json"
     words = ["--quick", "--divisor", "100", "--keep", str(folder / "work"), "--json", str(file)]
     command = [sys.executable, "-m", "tests.bench", *words, *options, names]
@@ -294,7 +294,7 @@ def test_the_group_native_measures_every_row_of_a_session(
     ],
 )
 def test_each_benchmark_measures_every_row(tmp_path: Path, name: str, count: int) -> None:
-    """Some have more rows where links can be limited, or where clients connect to all masters."""
+    """Some have more rows if links can be limited, or if clients connect to all masters."""
     rows = rows_of(tmp_path, name)
     assert len(rows) >= count
     assert not [row for row in rows if row["against"] == OBJECTS and row["other"] is None]
@@ -304,7 +304,7 @@ def test_each_benchmark_measures_every_row(tmp_path: Path, name: str, count: int
         assert all(row["ours"] > 0 for row in rates if "after" not in row["name"])
 
 
-def test_a_busy_machine_keeps_only_what_is_timed_from_the_page_of_results() -> None:
+def test_a_busy_machine_keeps_only_timed_rows_from_the_page_of_results() -> None:
     rows = {name: [Row(name, "s", Samples((1.0,)))] for name in ("put-D4L", "accuracy")}
     assert [row.name for row in lasting_rows(rows, whole=True)] == ["put-D4L", "accuracy"]
     assert [row.name for row in lasting_rows(rows, whole=False)] == ["accuracy"]
@@ -328,7 +328,7 @@ def test_the_store_answers_as_s3_does_later_and_at_its_rate(tmp_path: Path) -> N
         start_s = time.monotonic()
         assert ask("GET", "folder/object") == (200, content)
         assert time.monotonic() - start_s > delay_s + size / rate / 2
-        wait_until(lambda: store.counts().bytes == size)  # it counts what it has written
+        wait_until(lambda: store.counts().bytes == size)  # it counts the bytes that it has written
         counted = store.counts()
         assert counted.requests == 1
         assert ask("GET", "folder/object", Range="bytes=5-9") == (206, content[5:10])
@@ -374,7 +374,7 @@ def test_the_prototype_gives_right_files_and_its_client_finds_wrong_ones(tmp_pat
             server.kill()
 
 
-def test_a_session_that_this_version_lacks_is_said(tmp_path: Path) -> None:
+def test_a_session_that_this_version_lacks_is_reported(tmp_path: Path) -> None:
     with pytest.raises(SessionMissing, match="this version has no session nothing"):
         _ = Workbench(tmp_path, 1, session="nothing").session_options
 
@@ -402,7 +402,7 @@ def test_memory_counts_all_processes_of_a_program() -> None:
     assert taken < peak < 4 * taken
 
 
-def test_a_control_group_counts_what_its_processes_take() -> None:
+def test_a_control_group_counts_the_memory_of_its_processes() -> None:
     taken = 64 << 20
     with control_group() as group:
         if group is None:

@@ -1,4 +1,5 @@
-"""The folders of the bench, and what its benchmarks share: inputs, the reader, a large dataset.
+"""The folders of the bench, and the shared parts of its benchmarks: inputs, the reader, a large
+dataset.
 
 Everything lies in one folder, on one disk: `inputs/`, which `--keep` keeps, and `work/`, which is
 removed at the end. A benchmark takes a `scratch` folder and leaves nothing outside it.
@@ -21,11 +22,11 @@ from .reading import READER, Order, ReadReport, compiled, read_files, write_list
 from .samples import say
 
 NATIVE = "native"
-"""The session whose tree is in the kernel."""
+"""The session that has its tree in the kernel."""
 
 
 class SessionMissing(Exception):
-    """This version of DIESEL-FS cannot make the mounts that are to be measured."""
+    """This version of DIESEL-FS does not have the session to be measured."""
 
 
 class Workbench:
@@ -44,11 +45,10 @@ class Workbench:
         shutil.rmtree(self._work, ignore_errors=True)
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape to use for a shape: a smaller one if the bench is only tried."""
+        """The shape to use instead of `shape`: a smaller one if the bench is only tried."""
         return shape if self.divisor == 1 else shape.scaled(self.divisor)
 
     def input(self, shape: Shape) -> Path:
-        """The folder with the files of a shape."""
         say(f"input {shape.name}: {shape.files:,} files of {shape.file_bytes:,} bytes")
         return make(shape, self._inputs)
 
@@ -91,7 +91,7 @@ class Workbench:
 
     def drop_page_cache(self, folder: Path) -> None:
         """Drop the contents of a folder's files from the page cache; their inodes stay."""
-        os.sync()  # else dirty pages would stay
+        os.sync()  # otherwise dirty pages would stay
         for path in filter(os.path.isfile, _files(folder)):  # a socket cannot be opened
             descriptor = os.open(path, os.O_RDONLY)
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -99,8 +99,8 @@ class Workbench:
 
     @cached_property
     def session_options(self) -> tuple[str, str]:
-        """The options of a mount of `session`. Raises SessionMissing where this version has none
-        such."""
+        """The options of a mount of `session`. Raises SessionMissing if this version has no such
+        session."""
         if f"|{self.session}" not in help_of_mounting():
             raise SessionMissing(f"this version has no session {self.session}")
         return "--session", self.session
@@ -112,7 +112,7 @@ class Workbench:
 
     @property
     def n1m_put_seconds(self) -> float:
-        """How long `dlcmd put --tar -` of N1M took."""
+        """The time that `dlcmd put --tar -` of N1M took."""
         return self._n1m[1]
 
     @cached_property

@@ -19,7 +19,7 @@ from diesel_fs.errors import DieselError
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts import stats as stats_of
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.local import LocalRepository
 from tests.cli.dashboards import Dashboard, Object, at, item
@@ -156,12 +156,12 @@ def page(browser: Browser, board: Dashboard) -> Iterator[Page]:
     opened.wait_for_selector("#link.live")
     yield opened
     context.close()
-    # while no dashboard answers, the browser says so
+    # while no dashboard answers, the browser logs that
     assert [each for each in messages if "net::ERR_" not in each] == []
 
 
 def check_accessibility(page: Page) -> None:
-    """Axe finds no fault that it calls serious or critical."""
+    """Axe reports no serious or critical fault."""
     page.evaluate(AXE.read_text(encoding="utf-8"))
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")
     faults = [
@@ -232,7 +232,7 @@ def test_a_thousand_datasets_are_filtered_and_shown_by_and_by(page: Page, board:
 
 
 def test_fifty_mounts_and_a_hostile_name(page: Page, board: Dashboard, scene: Scene) -> None:
-    """The name is shown as it is, and nothing of it is an element."""
+    """The name is shown literally, and no part of it becomes an element."""
     scene.mount(HOSTILE)
     for number in range(MOUNTS - len(scene.mounted)):
         scene.mount(f"mount-{number:02}")
@@ -257,7 +257,9 @@ def _shown(path: Path) -> str:
 
 
 def test_figures_equal_those_of_stats(page: Page, scene: Scene) -> None:
-    """The counters of a mount; when all is quiet, the next state has what `dlcmd stats` says."""
+    """The counters of a mount; when all is quiet, the next state has the values of `dlcmd
+    stats`.
+    """
     scene.rest()
     page.get_by_role("button", name=str(scene.read_from)).click()
 
@@ -285,7 +287,9 @@ def test_figures_equal_those_of_stats(page: Page, scene: Scene) -> None:
     wait_until(is_equal)
 
 
-def test_what_goes_away_is_said(page: Page, scene: Scene, board: Dashboard) -> None:
+def test_a_lost_server_and_dashboard_are_reported(
+    page: Page, scene: Scene, board: Dashboard
+) -> None:
     """A server that is killed, and then the dashboard itself."""
     scene.server.kill()
     page.wait_for_selector("#server-table .badge.lost")

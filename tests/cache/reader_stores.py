@@ -17,6 +17,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.storage.objects.store import (
     ChunkParts,
     ChunkReader,
+    FastReads,
     ObjectStore,
     ReadGroup,
     ReadWrapper,
@@ -54,8 +55,11 @@ class Slow(ReadWrapper):
 class Batching(Slow):
     """A store that takes many parts in one request, and records the requests."""
 
-    batches_reads = True
     delay_s = 0.0
+
+    @property
+    def fast_reads(self) -> FastReads:
+        return _BatchedReads(self)
 
     def __init__(self, inner: ObjectStore) -> None:
         super().__init__(inner)
@@ -64,16 +68,33 @@ class Batching(Slow):
     def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
         self.requests.append(list(parts))
         with self._delayed():
-            return self.inner.read_parts(parts)
+            return self.inner.fast_reads.read_parts(parts)
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self.inner.read_into(name, start, buffer)
 
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_into(name, start, buffer)
 
 
+class _BatchedReads(FastReads):
+    _store: Batching
+
+    batches_reads = True
+
+    def read_parts(self, parts: Sequence[tuple[str, int, int]]) -> Iterator[memoryview]:
+        return self._store.read_parts(parts)
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self._store.read_uncached(name, start, buffer)
+
+
 class Columns(ReadWrapper):
     """A store whose parts arrive in groups that are drawn at random, and may be damaged."""
 
-    batches_reads = True
+    @property
+    def fast_reads(self) -> FastReads:
+        return _ColumnReads(self)
 
     def __init__(self, inner: ObjectStore, view: Snapshot, seed: int = 0, groups: int = 3) -> None:
         super().__init__(inner)
@@ -119,3 +140,12 @@ class Columns(ReadWrapper):
         if (chunk, start) in self.damaged:
             room[size // 2] ^= 1
         return memoryview(room).toreadonly()
+
+
+class _ColumnReads(FastReads):
+    _store: Columns
+
+    batches_reads = True
+
+    def chunk_reader(self, identity: UUID, version: int) -> ChunkReader | None:
+        return self._store.chunk_reader(identity, version)

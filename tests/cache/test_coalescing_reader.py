@@ -24,7 +24,7 @@ from .reader_stores import Batching, Positions, Slow
 
 def wait_for_flights(reader: CoalescingReader) -> None:
     """Wait until all that was asked ahead is here."""
-    flights = [each.contents for each in reader._in_flight.values()]
+    flights = [each.contents for each in reader._fetcher._in_flight.values()]
     wait([each for each in flights if isinstance(each, Future)], timeout=10)
 
 
@@ -165,7 +165,7 @@ def test_a_slow_store_is_asked_for_several_spans_at_once(data: Dataset) -> None:
 def slow_reader(slow: Slow, data: Dataset, limits: ReadLimits | None = None) -> CoalescingReader:
     """A reader that knows that its store is slow."""
     reader = data.reader(slow, limits)
-    reader._stored.costs.observe(100_000, 1.0)
+    reader._fetcher._stored.costs.observe(100_000, 1.0)
     return reader
 
 
@@ -175,7 +175,7 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(data:
     large, text, small = data.rows(b"large"), data.rows(b"text"), data.rows(b"small")
     reader.prefetch([large, text])
     reader.prefetch([text, small])  # the plan has changed
-    assert set(reader._in_flight) == {
+    assert set(reader._fetcher._in_flight) == {
         span for each in (text, small) for span in reader._plan(each).spans
     }
     wait_for_flights(reader)
@@ -183,7 +183,7 @@ def test_announced_units_are_read_ahead_and_given_up_when_the_plan_changes(data:
     data.check(reader, text)
     data.check(reader, small)
     assert slow.reads == before
-    assert not reader._in_flight
+    assert not reader._fetcher._in_flight
 
 
 def all_read_ahead(slow: Slow, data: Dataset) -> CoalescingReader:
@@ -203,7 +203,7 @@ def test_a_unit_that_loses_entries_is_not_read_again(data: Dataset) -> None:
         reader.prefetch([left])
     data.check(reader, whole[2:3])
     assert slow.reads == 0
-    assert not reader._in_flight
+    assert not reader._fetcher._in_flight
 
 
 def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(data: Dataset) -> None:
@@ -216,7 +216,7 @@ def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(data: Dataset) -
     reader.prefetch([rest])
     data.check(reader, rest)
     assert slow.reads == 0
-    assert not reader._in_flight
+    assert not reader._fetcher._in_flight
 
 
 def test_what_is_wanted_is_read_at_once_though_other_units_fill_the_memory(data: Dataset) -> None:
@@ -237,7 +237,7 @@ def test_nothing_is_read_ahead_from_a_fast_store(data: Dataset) -> None:
     reader.prefetch([data.files])
     data.check(reader, data.files)
     reader.prefetch([data.files])
-    assert reader._stored._threads is None
+    assert reader._fetcher._stored._threads is None
 
 
 # A store that takes many parts in one request
@@ -262,7 +262,7 @@ def test_requests_keep_their_limits_and_several_are_in_flight(data: Dataset) -> 
     for parts in batching.requests:
         assert len(parts) <= 20
         assert len(parts) == 1 or sum(size for _, _, size in parts) <= 100_000
-    assert not reader._in_flight
+    assert not reader._fetcher._in_flight
 
 
 def test_announced_units_share_requests_to_a_batching_store(data: Dataset) -> None:
@@ -282,9 +282,9 @@ def test_announced_units_share_requests_to_a_batching_store(data: Dataset) -> No
     assert len(batching.requests) == 2
     reader.prefetch([rest])
     reader.prefetch([one])
-    assert set(reader._in_flight) == set(reader._plan(one).spans)
+    assert set(reader._fetcher._in_flight) == set(reader._plan(one).spans)
     data.check(reader, one)
-    assert not reader._in_flight
+    assert not reader._fetcher._in_flight
 
 
 def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(data: Dataset) -> None:
@@ -302,7 +302,7 @@ def test_a_unit_that_lost_entries_since_it_was_announced_is_not_read_again(data:
     wait_for_flights(reader)
     asked = [part for parts in batching.requests for part in parts]
     assert len(asked) == len(set(asked)) == len(apart)
-    assert not reader._in_flight
+    assert not reader._fetcher._in_flight
 
 
 def test_an_announced_unit_is_planned_once(data: Dataset, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,13 +329,13 @@ def test_reading_ahead_keeps_its_memory_limit(data: Dataset) -> None:
     for _ in range(60):
         some = [units[at] for at in draw.choice(len(units), 6)]
         reader.prefetch(some)
-        in_flight_bytes = sum(size for _, _, size in reader._in_flight)
+        in_flight_bytes = sum(size for _, _, size in reader._fetcher._in_flight)
         most = max(most, in_flight_bytes)
-        assert in_flight_bytes == reader._in_flight_bytes <= 200_000
+        assert in_flight_bytes == reader._fetcher._in_flight_bytes <= 200_000
         data.check(reader, some[int(draw.integers(3))])  # not always the first
     assert most > 100_000
     reader.prefetch([])
-    assert (reader._in_flight, reader._in_flight_bytes) == ({}, 0)
+    assert (reader._fetcher._in_flight, reader._fetcher._in_flight_bytes) == ({}, 0)
 
 
 def test_damage_in_a_request_is_read_again_past_caches(data: Dataset) -> None:

@@ -14,12 +14,15 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import pytest
 
-from diesel_fs.cache import order_log
 from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.disk.folder import CacheFolder
 from diesel_fs.cache.disk.logs import OrderLogFiles
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.order_log import LoggedReader, LogPlan, OrderLogs
+from diesel_fs.cache.order_logs import segments, writer
+from diesel_fs.cache.order_logs.log_set import read_once
+from diesel_fs.cache.order_logs.logs import LoggedReader, OrderLogs
+from diesel_fs.cache.order_logs.streams import LogPlan
+from diesel_fs.cache.order_logs.writer import LogWriter
 from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
@@ -132,10 +135,10 @@ class Job:
     def kill(self) -> None:
         """End as a killed process does: what is staged is lost, all locks are free."""
         self.has_ended = True
-        self.logs._thread.shutdown(wait=True, cancel_futures=True)
-        for each in self.logs._logs.values():
+        self.logs._writer._thread.shutdown(wait=True, cancel_futures=True)
+        for each in self.logs._set.by_order.values():
             os.close(each.file)
-        self.logs._files.close()
+        self.logs._writer._files.close()
 
     def close(self) -> None:
         if not self.has_ended:
@@ -306,7 +309,7 @@ def test_what_is_released_while_it_is_read_is_not_called_damaged(
 ) -> None:
     """The reader of an order has passed a segment that is wanted again, and its room is given back
     between the look into the index and the read."""
-    hold, read_once = threading.Event(), order_log._read_once
+    hold = threading.Event()
     job = jobs.start(8 * TOTAL, staged=2 * TOTAL)
     job.epoch(0, 1)
     job.begin(1, 2)
@@ -316,10 +319,10 @@ def test_what_is_released_while_it_is_read_is_not_called_damaged(
         until(lambda: job.logs.stats()["log_released_bytes"], "the room")
         return read_once(file, start, size)
 
-    job.logs._thread.submit(hold.wait)  # what releases segments is busy
+    job.logs._writer._thread.submit(hold.wait)  # what releases segments is busy
     job.pass_all(len(job.order(1)))
     job.logs.flush()
-    monkeypatch.setattr(order_log, "_read_once", late)
+    monkeypatch.setattr(segments, "read_once", late)
     job.check(job.order(1)[:20])
     assert hold.is_set()
     assert job.logs.stats()["log_wrong"] == warned("damaged") == 0
@@ -402,7 +405,7 @@ def test_a_file_system_that_cannot_punch(
     def refuse(file: int, start: int, size: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
 
-    monkeypatch.setattr(order_log, "punch_hole", refuse)
+    monkeypatch.setattr(writer, "punch_hole", refuse)
     job = jobs.start(NEARLY_TOTAL)
     for number in range(3):
         job.epoch(number, number + 1)
@@ -487,14 +490,14 @@ def _die_at(point: str) -> None:
 
     patch = pytest.MonkeyPatch()  # the process ends with it
     patch.setattr(os, "pwrite", pwrite)
-    patch.setattr(order_log, "punch_hole", punch)
+    patch.setattr(writer, "punch_hole", punch)
     patch.setattr(os, "fdatasync", before("sync", os.fdatasync))
     patch.setattr(OrderLogFiles, "remove", before("remove", OrderLogFiles.remove))
-    change = OrderLogs._change_logs
+    change = LogWriter._change_logs
 
-    def switched(self: OrderLogs, gone: Sequence[object], *rest: object) -> None:
+    def switched(self: LogWriter, gone: Sequence[object], *rest: object) -> None:
         if point == "switch" and gone:
             os.kill(os.getpid(), signal.SIGKILL)
         change(self, gone, *rest)  # type: ignore[arg-type]  # handed on as they came
 
-    patch.setattr(OrderLogs, "_change_logs", switched)
+    patch.setattr(LogWriter, "_change_logs", switched)

@@ -170,7 +170,8 @@ def test_the_order_of_plan_is_that_of_the_next_uses(
     calls: list[Call], orders: list[list[int]], moves: list[tuple[int, int]], old_keys: int
 ) -> None:
     """Whatever came before: the unneeded first, then by falling next use. A unit replaces only what
-    is needed later. This is Belady's MIN; `tests/peers/test_planned_cache.py` compares the hits."""
+    is needed later. This is Belady's MIN; `tests/peers/node/test_planned_cache.py` compares the
+    hits."""
     policy = policy_after("plan", calls)
     future = FutureUses([UnitOrder(np.array(each, np.int64)) for each in orders], 9)
     policy.set_future(future)

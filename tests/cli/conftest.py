@@ -83,7 +83,7 @@ class Dlcmd:
         return result
 
     def fifo(self, *arguments: str | Path) -> bytes:
-        """What is written to a fifo that stands behind the arguments, and stays one."""
+        """The bytes that the command writes to a fifo, its last argument."""
         fifo = self.store.parent / "fifo"
         os.mkfifo(fifo)
         reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

@@ -62,7 +62,7 @@ class Dashboard:
             link.close()
 
     def state(self, after: int = 0) -> Object:
-        """What the page gets each second."""
+        """The state that the page gets each second."""
         got = self.get(f"/state?after={after}")
         assert (got.status, got.headers["content-type"]) == (200, "application/json")
         found: Object = json.loads(got.body)
@@ -90,7 +90,7 @@ def items(state: Value, kind: str) -> list[Object]:
 
 
 def item(state: Object, kind: str, **values: Value) -> Object:
-    """The first object of a list that has these values; an empty one where there is none."""
+    """The first object of a list that has these values; an empty one if there is none."""
     fitting = (
         each
         for each in items(state, kind)

@@ -1,5 +1,5 @@
 """A bucket as the source of `dlcmd put`, with keys of all kinds that others' programs make: on a
-real S3 server (moto). What a put does with objects is tested in tests/ingest/test_bucket.py.
+real S3 server (moto). The handling of objects in a put is tested in tests/ingest/test_bucket.py.
 """
 
 import json
@@ -12,7 +12,7 @@ import pytest
 from diesel_fs.names import shown
 from diesel_fs.storage.objects.retry import LongPauses
 from diesel_fs.urls import parse_url
-from dlcmd import buckets
+from dlcmd.args import buckets
 from tests.ingest.test_tar import tar_of
 from tests.rows import each_row
 from tests.storage.conftest import s3 as s3
@@ -120,7 +120,7 @@ def test_a_glob_of_archives_takes_keys_as_they_are(dlcmd: Dlcmd, keys: Keys) -> 
 def test_the_settings_of_the_vendors_tools_are_honoured(
     dlcmd: Dlcmd, keys: Keys, s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A profile whose credentials a program gives, of another profile, with its own endpoint."""
+    """A profile with credentials from a program, of another profile, with its own endpoint."""
     keys.put({"file": b"1"})
     for name in s3.environ:
         monkeypatch.delenv(name)

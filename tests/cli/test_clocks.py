@@ -1,5 +1,4 @@
-"""Tests of `dlcmd` and `diesel-server` on hosts whose clock is wrong (K2 and K4 in
-tests/FAULTS.md).
+"""Tests of `dlcmd` and `diesel-server` on hosts with a wrong clock (K2 and K4 in tests/FAULTS.md).
 
 libfaketime shows another time to one program; Redis and the file system have the right time. It is
 loaded by `LD_PRELOAD`: the program `faketime`, when it is killed with a server, leaves a semaphore
@@ -36,7 +35,7 @@ LAST_SECOND = 2**32 - 1
 
 @pytest.fixture(params=fast_first(["sqlite", "redis"]))
 def url(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A repository whose metadata store has the right time."""
+    """A repository with a metadata store that has the right time."""
     url = dlcmd.store.as_uri()
     if request.param == "redis":
         url = f"{url}?meta={emptied_server().url}"

@@ -1,4 +1,4 @@
-"""What the shells make of a TAB behind `dlcmd`: real shells, each at a terminal of its own."""
+"""The shells' own reaction to a TAB behind `dlcmd`: real shells, each at a terminal of its own."""
 
 import os
 import pty
@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dlcmd.completing import SCRIPTS, completions
+from dlcmd.args.completing import completions
 from dlcmd.main import program
+from dlcmd.verbs.completion import SCRIPTS
 from tests.rows import each_row
 from tests.trees import write
 from tests.waiting import wait_until
@@ -90,7 +91,7 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes_verbs_and_addresses(shell: str, pets: str, tmp_path: Path) -> None:
-    """What it inserts is quoted, so that the command gets the name itself."""
+    """The inserted text is quoted, so that the command gets the name itself."""
     (tmp_path / "local file").touch()
     expected = {
         "dlcmd mou": ["dlcmd", "mount"],
@@ -130,7 +131,7 @@ def test_what_is_completed_depends_on_the_place(pets: str, dlcmd: Dlcmd) -> None
 def test_of_a_large_folder_only_the_common_beginning_is_completed(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dlcmd.completing.WORDS_MAX", 3)
+    monkeypatch.setattr("dlcmd.args.completing.WORDS_MAX", 3)
     names = ["all-1", "all-2", "all-30", "all-31", "other"]
     dlcmd("put", write(tmp_path / "source", dict.fromkeys(names, b"")), "pets")
     assert [each.value for each in completions(program, "dlcmd cat pets/a")] == ["pets/all-"]

@@ -25,7 +25,7 @@ from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.metrics import exposition, private_cells
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts import stats as stats_of
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.local import LocalRepository
 from dlcmd.dashboard.history import EVERY_S, POINTS, History
@@ -91,7 +91,7 @@ def board(place: Place) -> Iterator[Dashboard]:
 @pytest.mark.deep
 @pytest.mark.fuse
 def test_figures_of_a_mount_equal_those_of_stats(place: Place, board: Dashboard) -> None:
-    """Counters, and where the reader of a plan is; in the state that follows a read."""
+    """Counters, and the position of the reader of a plan; in the state that follows a read."""
     mounted = place.mount("plain")
     path = str(mounted)
     before = board.until(lambda state: item(state, "mounts", path=path).get("totals"))
@@ -134,7 +134,7 @@ def _stats(mounted: Path) -> Object:
 
 @pytest.mark.fuse
 def test_a_task_shows_its_members_and_their_shares(place: Place, board: Dashboard) -> None:
-    """Two nodes on this machine: each tells what it holds, and both own all chunks."""
+    """Two nodes on this machine: each reports its own part, and both own all chunks."""
     peers = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     for rank in range(2):
         options = TaskOptions.from_kwargs({
@@ -165,7 +165,7 @@ def test_a_task_shows_its_members_and_their_shares(place: Place, board: Dashboar
 
 @pytest.mark.fuse
 def test_hostile_names_are_text(place: Place, board: Dashboard) -> None:
-    """A folder and a reading program whose names are HTML and control characters."""
+    """A folder and a reading program with names of HTML and control characters."""
     mounted = place.mount(HOSTILE)
     path = f"{place.folder}/" + '<img src=x onerror="alert(1)">\\n\\x1b[31m&amp;'
     board.until(lambda state: item(state, "mounts", path=path).get("totals"))
@@ -423,7 +423,7 @@ def test_a_servers_metrics_are_understood() -> None:
 
 
 def test_a_history_keeps_an_hour() -> None:
-    """It forgets what lies in the future when the clock is set back."""
+    """It forgets points in the future when the clock is set back."""
     history, newest = History(("read", "store")), POINTS + 9
     for number in range(POINTS + 10):
         history.add(1000.0 + EVERY_S * number, {"read": number})

@@ -1,7 +1,7 @@
 """`dlcmd doctor` names planted faults and their cures, and leaves nothing behind.
 
 What facts mean is a table of values. How facts are found is tested with real faults: a device is
-hidden in a mount namespace, disks are full, daemons are killed or stopped, servers refuse. Where a
+hidden in a mount namespace, disks are full, daemons are killed or stopped, servers refuse. If a
 fault needs a namespace, or a process of its own, the program runs in one; there it does not see the
 mounts of other tests, which may be dying.
 """
@@ -60,7 +60,7 @@ OUR_PATH = os.pathsep.join(filter(None, sys.path))
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """What the doctor has said: its exit code, its findings, and its output."""
+    """The doctor's answer: its exit code, its findings, and its output."""
 
     code: int
     findings: Sequence[Mapping[str, object]]
@@ -105,8 +105,8 @@ def examined(
     python: str = sys.executable,
     environment: Mapping[str, str] | None = None,
 ) -> Said:
-    """What the program says in a mount namespace of its own, after the commands `before`; `prefix`
-    stands before the program."""
+    """The answer of the program in a mount namespace of its own, after the commands `before`;
+    `prefix` stands before the program."""
     command = [*prefix, python, "-m", "dlcmd", "doctor", "--json", *map(str, words)]
     script = f"set -e\n{before}\nexec {shlex.join(command)}"
     done = subprocess.run(
@@ -131,7 +131,7 @@ class Ask(Protocol):
 @pytest.fixture
 def doctor(capfdbinary: pytest.CaptureFixture[bytes]) -> Ask:
     """Asks the doctor in this process, without a mount that is tried. The mounts of other tests may
-    add to what it says."""
+    add findings."""
 
     def ask(*words: str | Path) -> Said:
         capfdbinary.readouterr()
@@ -387,7 +387,7 @@ def test_a_mount_that_serves_nobody(
                 os.kill(pid, each)
         said = doctor(at / "deeper")
         said.one("mount", "fault", f"on {at}", found, cure=cure.format(at))
-        if number == signal.SIGKILL:  # not only where it is named
+        if number == signal.SIGKILL:  # not only if it is named
             doctor().one("mount", "warning", f"on {at}", found)
         code, says = (10, "has ended") if number == signal.SIGKILL else (14, "does not answer")
         assert says in pets.program("top", "--count", "1", at, code=code).err
@@ -453,7 +453,7 @@ def test_no_repository_is_at_the_address(dlcmd: Dlcmd, doctor: Ask) -> None:
 
 @needs_root
 def test_a_read_only_store(pets: Dlcmd) -> None:
-    """Jobs can read it; so it is a fault only where it is tried to write."""
+    """Jobs can read it; so it is a fault only if a write is tried."""
     store = shlex.quote(str(pets.store))
     before = f"mount --bind {store} {store}; mount -o remount,bind,ro {store}"
     said = examined("--quick", before=before)
@@ -551,7 +551,7 @@ Site = tuple[str, dict[str, Credentials]]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A server with a dataset, an administrator, and a user who may read."""
+    """A server with a dataset, an administrator, and a user with the right to read."""
     folder = tmp_path_factory.mktemp("site")
     url = (folder / "store").as_uri()
     reader = Account("ann", b"\0" * 32, grants={"pets": Role.READ})

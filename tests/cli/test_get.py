@@ -91,7 +91,7 @@ def test_M3_a_link_that_is_there_is_not_followed(dlcmd: Dlcmd, pets: Path, tmp_p
 
 @pytest.fixture
 def ordinary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of an ordinary user, who this process becomes: root ignores modes."""
+    """A folder of an ordinary user. This process becomes that user: root ignores modes."""
     if os.geteuid():
         yield tmp_path
         return

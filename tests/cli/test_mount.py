@@ -13,7 +13,7 @@ import pytest
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoint import mounted_at
-from dlcmd.mount_stats import stats_lines
+from dlcmd.show.mount_stats import stats_lines
 from tests.own_mounts import own_mounts
 from tests.rows import each_row
 from tests.tiers import fast_first

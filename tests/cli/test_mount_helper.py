@@ -76,7 +76,7 @@ class Machine:
         self.url = f"url={(folder / 'store').as_uri()}"
 
     def __call__(self, *command: str | Path, code: int = 0) -> str:
-        """What a command prints, which must end with this code."""
+        """The output of a command, which must end with this code."""
         enter = ["nsenter", f"--target={self._pid}", "--mount", "--pid", "--wd=/"]
         done = subprocess.run(
             [*enter, *command],

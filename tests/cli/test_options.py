@@ -1,5 +1,5 @@
-"""What the options of all verbs take: each value is read as its help says, or refused with the name
-of the option and an example, and nothing is done."""
+"""The values of the options of all verbs: each one is read as its help says, or refused with the
+name of the option and an example, and nothing is done."""
 
 import re
 from pathlib import Path
@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
-from dlcmd.options import duration, size
-from dlcmd.planning import rate
+from dlcmd.args.options import duration, size
+from dlcmd.verbs.forecast import rate
 from tests.rows import each_row
 
 from .conftest import Dlcmd
@@ -110,7 +110,10 @@ def test_what_the_help_says_is_taken(read: type[int], text: str, value: int) -> 
         (["put", "--jobs", "١٢", ".", "pets"], "--jobs: '١٢' is no whole number"),
         (["put", "--manifest", "", ".", "pets"], "--manifest: its value is empty"),
         (["put", "--files-from", ".", "src", "pets"], "'.' is a directory"),
-        (["plan", "pets", "--network", "ten"], "--network: bad rate 'ten'; write bytes a second"),
+        (
+            ["forecast", "pets", "--network", "ten"],
+            "--network: bad rate 'ten'; write bytes a second",
+        ),
         (["top", "--interval", "nan", "mnt"], "--interval: 'nan' is no number; write it as 1"),
         (["run", "--group-size", "1_0", "true"], "--group-size: '1_0' is no whole number"),
         (["purge", "pets", "--grace", "1 day"], "--grace: bad length of time '1 day'; write it as"),

@@ -1,4 +1,4 @@
-"""Tests of a user whose private copy of a snapshot has a flipped bit (E12 in tests/FAULTS.md)."""
+"""Tests of a private copy of a snapshot that has a flipped bit (E12 in tests/FAULTS.md)."""
 
 import os
 import struct

@@ -14,9 +14,8 @@ import click
 import pytest
 
 import diesel_fs
-import dlcmd as dlcmd_package
 from diesel_fs.errors import BusyError
-from dlcmd import main
+from dlcmd import main, verbs
 from tests.rows import each_row
 from tests.trees import write
 
@@ -183,8 +182,7 @@ def test_help_has_examples_and_the_global_options(dlcmd: Dlcmd, name: str) -> No
 
 
 def test_the_table_of_verbs_names_each_command() -> None:
-    """Each command is in the module that the table names, and has the name of its verb. Synonyms
-    are no verbs, and mean verbs."""
+    """Each verb has a module and a command of its name. Synonyms are no verbs, and mean verbs."""
     found = commands()
     assert list(dict.fromkeys(name.split()[0] for name in found)) == list(main.VERBS)
     assert [command.name for command in found.values()] == [name.split()[-1] for name in found]
@@ -199,16 +197,16 @@ def test_the_recipe_for_a_verb_makes_one(
     page = Path(__file__).parents[2].joinpath("CONTRIBUTING.md").read_text(encoding="utf-8")
     recipe = page.partition("### a verb of `dlcmd`")[2].partition("\n### ")[0]
     module, line = map(dedent, re.findall(r"^ +```python\n(.*?)^ +```", recipe, re.M | re.S))
-    [(name, (file, _))] = ast.literal_eval(f"{{{line}}}").items()
-    monkeypatch.setitem(main.VERBS, name, ast.literal_eval(f"{{{line}}}")[name])
-    (tmp_path / f"{file}.py").write_text(module)
-    monkeypatch.setattr(dlcmd_package, "__path__", [*dlcmd_package.__path__, str(tmp_path)])
+    [(name, text)] = ast.literal_eval(f"{{{line}}}").items()
+    monkeypatch.setitem(main.VERBS, name, text)
+    (tmp_path / f"{name}.py").write_text(module)
+    monkeypatch.setattr(verbs, "__path__", [*verbs.__path__, str(tmp_path)])
     dlcmd("put", write(tmp_path / "src", {"a": b"1", "b/c": b"2"}), "pets")
     assert dlcmd(name, "pets").out == b"pets has 2 files\n"
     assert dlcmd(name, "pets", "--json").objects == [{"dataset": "pets", "files": 2}]
     assert f"dlcmd {name} " in dlcmd(name, "--help").out.decode()
-    assert f"`cli/dlcmd/` (a new one for a new noun, here `{file}`)" in recipe
-    monkeypatch.delitem(sys.modules, f"dlcmd.{file}")
+    assert f"`cli/dlcmd/verbs/`; both have the verb's name, here `{name}`" in recipe
+    monkeypatch.delitem(sys.modules, f"dlcmd.verbs.{name}")
 
 
 def test_every_option_is_explained_by_a_sentence() -> None:
@@ -224,7 +222,7 @@ def test_start_up_imports_little() -> None:
     """`dlcmd --version` and `mount` must not wait for imports that they do not need."""
     code = """if True:
         import sys
-        import dlcmd.main, dlcmd.mounting
+        import dlcmd.main, dlcmd.verbs.mount
         slow = {"numpy", "rich", "trio", "pyfuse3", "sqlite3", "multiprocessing", "asyncio"}
         found = slow & set(sys.modules)
         sys.exit(str(found) if found else 0)

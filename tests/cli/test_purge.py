@@ -1,4 +1,4 @@
-"""Tests of `purge` and `compact`, of versions in addresses, and of what `du` shows as
+"""Tests of `purge`, of versions in addresses, and of what `du` shows as
 reclaimable."""
 
 import os
@@ -69,7 +69,7 @@ def test_kept_versions_are_listed_and_read(filled: Dlcmd, tmp_path: Path) -> Non
     ],
 )
 def test_verbs_that_write_refuse_a_version(filled: Dlcmd, words: str) -> None:
-    """And all verbs what is no version."""
+    """All verbs refuse texts that are no version."""
     with chdir(filled.store.parent):
         filled(*words.split(), code=2)
     assert filled("cat", "pets/c").out == b"newer"
@@ -88,7 +88,7 @@ def test_purge_frees_space(filled: Dlcmd) -> None:
         filled("purge", *policy, "--grace", "0", "pets")
         assert filled("cat", f"pets@{first}/c").out == b"old"
     policy = ["--keep", "0", "--grace", "0", "--max-unused", "2.5%"]
-    assert "deleted: 9" in filled("compact", *policy, "pets").out.decode()
+    assert "deleted: 9" in filled("purge", *policy, "pets").out.decode()
     assert len(versions(filled)) == 1
     filled("cat", f"pets@{first}/c", code=10)
     assert filled("--json", "du", "pets").objects[0]["reclaimable_bytes"] == 0

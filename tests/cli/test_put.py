@@ -1,4 +1,4 @@
-"""Tests of `dlcmd put`: where entries go, what is refused, and what is printed."""
+"""Tests of `dlcmd put`: the places of entries, refusals, and the output."""
 
 import base64
 import fcntl
@@ -11,8 +11,8 @@ import termios
 from contextlib import chdir, suppress
 from pathlib import Path
 
-from dlcmd.output import count_text
-from dlcmd.progress import progress_json
+from dlcmd.show.output import count_text
+from dlcmd.show.progress import progress_json
 from tests.ingest.test_tar import tar_of
 from tests.rows import each_row
 from tests.trees import facts, odd_tree, write
@@ -330,7 +330,7 @@ def test_bad_archives_are_named(dlcmd: Dlcmd, arguments: list[str], code: int, s
 
 
 def test_A15_a_signal_ends_a_put_which_can_be_repeated(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Also where the dataset has the name of a verb that has nothing to finish."""
+    """Also if the dataset has the name of a verb that has nothing to finish."""
     whole = tar_of(("a", b"1"), ("b", b"2" * 100_000))
     os.mkfifo(tmp_path / "pipe")
     with (

@@ -58,7 +58,7 @@ class Machine:
             assert (at / source.name).read_bytes() == source.read_bytes()
 
     def end(self, name: str) -> None:
-        """Unmount; the master then writes what it has in memory, and ends."""
+        """Unmount; the master then writes its chunks in memory, and ends."""
         master = self._masters[name]
         self._dlcmd("umount", self._folder / f"{name}.mount")
         with suppress(ProcessLookupError):

@@ -186,7 +186,7 @@ def test_A15_EPIPE_in_the_middle_of_a_folder(
     """The reader of the progress has ended: the put goes on to its end, and puts everything. If
     errors cannot be printed either, only the exit code shows them."""
     if errors_too:
-        os.mkfifo(source / "pipe")  # will be named, where nobody reads it
+        os.mkfifo(source / "pipe")  # will be named, although nobody reads it
     receiver, sender = os.pipe()
     try:
         with stopped_put(dlcmd, source, *options, stdout=sender) as put:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.mounts.waits import CAUSE_NAMES
-from dlcmd.mount_figures import interval, number_at
-from dlcmd.mount_stats import stats_lines
-from dlcmd.mount_top import screen, short_line
+from dlcmd.show.mount_figures import interval, number_at
+from dlcmd.show.mount_stats import stats_lines
+from dlcmd.show.mount_top import screen, short_line
 from tests.rows import each_row
 from tests.trees import write
 
@@ -60,8 +60,8 @@ def sample(
 
 
 def test_what_is_left_of_an_interval_belongs_to_readers_that_were_seen() -> None:
-    """By a request, or by the position of a plan; else nothing was seen. The samples themselves are
-    no sign of a reader."""
+    """A reader is seen by a request, or by the position of a plan; else nothing was seen. The
+    samples themselves are no sign of a reader."""
     first = sample(100.0)
     found = interval(first, sample(102.0, 0.5, rank=40), own_pid=OWN)
     assert (found["interval_s"], found["waited_s"], found["waiting"]) == (2.0, 0.5, 0.25)

@@ -1,4 +1,4 @@
-"""Tests of `dlcmd warmup`, on real mounts: what it has loaded is read without the store."""
+"""Tests of `dlcmd warmup`, on real mounts: loaded files are read without the store."""
 
 import os
 import re
@@ -108,7 +108,7 @@ def assert_loads(dlcmd: Dlcmd, at: Path, place: Path, paths: Iterable[str]) -> N
 
 
 def loaded(result: dict[str, object]) -> tuple[object, ...]:
-    """Of the files: how many there are, are in memory, are in a cache, and had no room."""
+    """The numbers of files that there are, are in memory, are in a cache, and had no room."""
     names = ("files", "memory_files", "cache_files", "left_files")
     return tuple(result[name] for name in names)
 
@@ -172,7 +172,7 @@ def test_too_small_a_memory_is_filled_and_the_right_one_named(
     assert (total, in_memory + left, cached) == (601, 601, 0)
     assert 200 < in_memory < 400
     assert f"{left} files" in before
-    for path in ("a/299", "b/299"):  # what was loaded before makes way
+    for path in ("a/299", "b/299"):  # files that were loaded before make way
         assert_loads(dlcmd, at, at / path, [path])
     dlcmd("umount", at)
     mounted("--memory", match[1])

@@ -19,9 +19,8 @@ import pytest
 
 from diesel_fs.client.dataset import connect
 from diesel_fs.errors import NoSuchDataset, NoSuchPath, ObjectMissing, ObjectStoreError
-from diesel_fs.storage import open_stores as stores
+from diesel_fs.storage.objects.cloud import opening
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
-from diesel_fs.urls import CLOUD_SCHEMES
 from tests.cli.conftest import program_environment
 from tests.cli.conftest import redis_server as redis_server
 from tests.client.test_client import in_child
@@ -39,8 +38,8 @@ DEADLINE_S = 120.0
 def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A new repository in a bucket, with its metadata in a Redis, and a dataset of a few chunks
     that was put from Python. At the end of the test, the helper of the bucket must end, too."""
-    for scheme in CLOUD_SCHEMES:  # a `dlcmd` that ran in this process opens buckets without helper
-        monkeypatch.delitem(stores._OPENERS, scheme, raising=False)
+    # A `dlcmd` that ran in this process opens buckets without a helper
+    monkeypatch.setattr(opening, "_opener", opening._by_helper)
     for name, text in s3.environ.items():
         monkeypatch.setenv(name, text)
     with redis_server.client() as client:
@@ -191,7 +190,7 @@ def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
     """As after Ctrl-C in a notebook, while the helper's answer is awaited."""
     store = CloudProxy.open(url.split("?")[0])
     (helper,) = helpers(url)
-    names = [*store.names("")]
+    names = [*store.housekeeping.names("")]
     sizes = {name: store.stat(name).bytes for name in names}
 
     def interrupt(*_: object) -> None:
@@ -212,7 +211,7 @@ def test_a_call_after_an_interrupted_one_gets_its_own_answer(url: str) -> None:
     for name, size in sizes.items():
         assert len(store.get(name)) == size
     assert helpers(url) == [helper]
-    store.close_idle()
+    store.housekeeping.close_idle()
 
 
 def test_errors_of_opening_pass_through_the_helper(url: str) -> None:

@@ -16,7 +16,7 @@ from diesel_fs.client.reopening import DatasetReference
 from diesel_fs.credentials import Credentials, key_text
 from diesel_fs.errors import ConfigError, ConflictError, NoSuchPath, NotFoundError, UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
-from diesel_fs.peers.options import NO_TASK, TaskOptions
+from diesel_fs.peers.members.options import NO_TASK, TaskOptions
 from diesel_fs.remote.open import open_repository, same_view
 from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.urls import parse_url

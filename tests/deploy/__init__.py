@@ -1,1 +1,1 @@
-"""Tests of what is deployed."""
+"""Tests of the files in `deploy/`."""

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 import yaml
 
-from diesel_kubernetes.operator.fields import Json, fields, items, text
+from tests.kubernetes.fields import Json, fields, items, text
 from tests.test_house import TREE
 
 KUBERNETES = TREE / "deploy" / "kubernetes"
@@ -18,17 +18,16 @@ BASES = sorted(path.parent for path in (KUBERNETES / "base").glob("*/kustomizati
 OVERLAYS = sorted(path.parent for path in (KUBERNETES / "overlays").glob("*/kustomization.yaml"))
 
 GIVEN = {"diesel-store", "diesel-tls", "diesel-redis"}
-"""The Secrets that an administrator makes; `deploy/KUBERNETES.md` says how."""
+"""The Secrets that an administrator makes; `deploy/KUBERNETES.md` describes how."""
 
 
 def read(path: Path) -> list[Json]:
-    """The objects in a file."""
     return [cast("Json", each) for each in yaml.safe_load_all(path.read_text()) if each]
 
 
 @cache
 def render(folder: Path) -> list[Json]:
-    """The objects of an overlay or a base. The test is skipped where there is no kubectl."""
+    """The objects of an overlay or a base. The test is skipped if there is no kubectl."""
     program = shutil.which("kubectl")
     if program is None:
         pytest.skip("kubectl is missing, and this system has no package of it")
@@ -53,7 +52,6 @@ def pod_templates(objects: list[Json]) -> Iterator[tuple[str, Json]]:
 
 
 def containers(template: Json) -> list[Json]:
-    """The containers of a template."""
     spec = fields(template, "spec")
     assert not items(spec, "initContainers")
     return [cast("Json", each) for each in items(spec, "containers")]

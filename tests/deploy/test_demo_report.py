@@ -16,14 +16,14 @@ DEMO = Demo(
 
 
 def page(demo: Demo) -> ET.Element:
-    """The page as a tree, which also says that what is shown is escaped."""
+    """The page as a tree. Parsing it also proves that the shown texts are escaped."""
     text = demo_page(demo).partition("\n")[2]
     for tag in ('<meta charset="utf-8">', 'initial-scale=1">', 'ngZw==">', 'iVBORw==">'):
         text = text.replace(tag, tag[:-1] + "/>")
     return ET.fromstring(text)  # noqa: S314  # it is our own page
 
 
-def test_the_page_shows_what_was_typed_and_the_figures() -> None:
+def test_the_page_shows_the_commands_and_the_figures() -> None:
     found = page(DEMO)
     said = "".join(found.itertext())
     assert "dlcmd put '/tmp/<b>&' shapes" in said

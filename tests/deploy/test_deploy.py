@@ -17,7 +17,7 @@ from tests.test_house import TREE
 
 DEPLOY = TREE / "deploy"
 UNITS = sorted((DEPLOY / "systemd").iterdir())
-EXPOSURE_MAX = "25"  # tenths of systemd's scale of what a service may do: 0 (nothing) to 10
+EXPOSURE_MAX = "25"  # tenths of systemd's scale of exposure: 0 (nothing) to 10
 
 
 def _program(name: str) -> str:

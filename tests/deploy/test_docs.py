@@ -1,5 +1,6 @@
-"""The pages of the documentation site, without the site itself: `make docs` builds it, and fails
-where a link leads nowhere."""
+"""The pages of the documentation site, without the site itself: `make docs` builds it, and fails on
+a dead link.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path

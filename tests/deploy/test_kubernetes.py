@@ -1,7 +1,7 @@
 """The overlays of `deploy/kubernetes`, as an administrator's kubectl renders them.
 
-Their objects have the published schemas, name only what exists, and fit the programs that they
-start. `tests/kubernetes/` tests what the CSI driver and the operator do.
+Their objects have the published schemas, name only existing objects, and fit the programs that they
+start. `tests/kubernetes/` tests the CSI driver and the operator.
 """
 
 import re
@@ -16,9 +16,9 @@ from diesel_fs.settings import parse_size
 from diesel_kubernetes.csi import main as csi
 from diesel_kubernetes.operator import cluster, controller, handlers
 from diesel_kubernetes.operator import main as operator
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from diesel_server.main import program as server
 from diesel_server.options import checked
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 from tests.rows import each_row
 
 from .manifests import (
@@ -49,11 +49,11 @@ OLD_KUSTOMIZE = {
     "apiVersion", "kind", "bases", "resources", "images", "configMapGenerator",
     "patchesStrategicMerge",
 }  # fmt: skip
-"""What both kustomize 2.0.3, which is part of kubectl 1.20, and the newest ones know."""
+"""The fields that kustomize 2.0.3, which is part of kubectl 1.20, and the newest one know."""
 
 
 @each_row("folder", [*BASES, *OVERLAYS])
-def test_an_old_kubectl_knows_what_the_kustomizations_have(folder: Path) -> None:
+def test_an_old_kubectl_knows_all_fields_of_the_kustomizations(folder: Path) -> None:
     """Folders are `bases` and files are `resources`, and no schema has the word `containers` where
     images are named: old kustomize would take it for the containers of a pod."""
     (kustomization,) = read(folder / "kustomization.yaml")
@@ -116,7 +116,7 @@ def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_
 
 @EACH_OVERLAY
 def test_the_server_takes_its_settings(overlay: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the server's own parser, as variables of the environment."""
+    """The server's own parser reads them, as variables of the environment."""
     objects = render(overlay)
     one = container(objects, "server")
     made = environment(objects, one, SECRETS)
@@ -210,7 +210,7 @@ def test_secrets_of_the_examples_are_placeholders() -> None:
 
 
 def references(template: Json) -> set[tuple[str, str]]:
-    """The kinds and names of what a pod needs in its namespace."""
+    """The kinds and names of the objects that a pod needs in its namespace."""
     spec = fields(template, "spec")
     found = {("ServiceAccount", text(spec, "serviceAccountName"))}
     for volume in items(spec, "volumes"):
@@ -226,7 +226,7 @@ def references(template: Json) -> set[tuple[str, str]]:
 
 
 @EACH_OVERLAY
-def test_what_objects_name_exists_or_is_given(overlay: Path) -> None:
+def test_objects_name_only_existing_or_given_objects(overlay: Path) -> None:
     objects = render(overlay)
     there = {(kind, name): namespace for kind, namespace, name in map(key, objects)}
     namespaces = {name for kind, _, name in map(key, objects) if kind == "Namespace"}
@@ -247,7 +247,7 @@ def test_what_objects_name_exists_or_is_given(overlay: Path) -> None:
 
 
 @EACH_OVERLAY
-def test_selectors_find_the_pods_that_they_are_meant_for(overlay: Path) -> None:
+def test_selectors_find_their_pods(overlay: Path) -> None:
     objects = render(overlay)
     labels = {(namespace, *fields(each, "metadata", "labels").items()): each
               for namespace, each in pod_templates(objects)}  # fmt: skip
@@ -274,8 +274,9 @@ def test_selectors_find_the_pods_that_they_are_meant_for(overlay: Path) -> None:
 
 @EACH_OVERLAY
 def test_pods_are_as_restricted_as_their_namespace_says(overlay: Path) -> None:
-    """What Kubernetes' pod security standard "restricted" wants, and besides a read-only root.
-    Only the CSI plugin is privileged, which mounts, and has a namespace apart."""
+    """They meet Kubernetes' pod security standard "restricted", and have a read-only root. Only the
+    CSI plugin, which mounts, is privileged, and it has a namespace of its own.
+    """
     objects = render(overlay)
     names = {"diesel": "restricted", "diesel-system": "privileged"}
     label = "pod-security.kubernetes.io/enforce"
@@ -358,7 +359,7 @@ def test_the_operator_has_exactly_the_rights_that_its_code_uses() -> None:
         plural = names.get(each, each.strip('"'))
         used |= {(plural, "list"), (plural, "watch")}
     assert len(watched) == 4
-    # What owns with blockOwnerDeletion needs this where the cluster enforces it
+    # An owner with blockOwnerDeletion needs this if the cluster enforces it
     used |= {("datasets/finalizers", "update"), ("trainingjobs/finalizers", "update")}
     used.add(("pods", "get"))  # its own image, and the pods that it has seen
     assert rights("operator") | rights("operator-secrets") == used

@@ -1,4 +1,6 @@
-"""The commands and manifests of `deploy/KUBERNETES.md` are right, where they need no cluster."""
+"""The commands and manifests of `deploy/KUBERNETES.md` are right, as far as no cluster is
+needed.
+"""
 
 import itertools
 import re
@@ -12,11 +14,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from diesel_kubernetes.csi.volumes import Limits, parse_volume
+from diesel_kubernetes.csi.volumes import VolumeLimits, parse_volume
 from diesel_kubernetes.names import SECRETS
-from diesel_kubernetes.operator.fields import Json, fields, items, text, texts
-from diesel_kubernetes.operator.resources import parse_dataset, parse_object, parse_training
+from diesel_kubernetes.operator.resources import decode_dataset, decode_training
+from diesel_kubernetes.operator.specs import parse_dataset, parse_training
 from tests.cli.test_program import commands as verbs
+from tests.kubernetes.fields import Json, fields, items, text, texts
 from tests.kubernetes.operator.made import DEFAULTS
 from tests.test_house import TREE
 
@@ -28,7 +31,6 @@ URL = "diesel+tls://diesel-server.diesel.svc:9300"
 
 
 def blocks(language: str) -> list[str]:
-    """The blocks of a language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -47,7 +49,7 @@ def kubectl() -> list[list[str]]:
     return found
 
 
-def test_what_is_applied_and_copied_exists() -> None:
+def test_applied_and_copied_files_exist() -> None:
     made = {"dataset.yaml", "training.yaml"}
     for words in kubectl():
         for option, path in itertools.pairwise(words):
@@ -64,7 +66,7 @@ def test_what_is_applied_and_copied_exists() -> None:
     }  # fmt: skip
 
 
-def test_what_is_named_in_the_cluster_is_in_the_overlays() -> None:
+def test_objects_that_the_page_names_are_in_the_overlays() -> None:
     objects = render(KUBERNETES / "overlays/with-redis")
     there = {(text(each, "kind"), text(each, "metadata", "name")) for each in objects}
     resources = {"datasets", "dataset/pets", "trainingjobs", "pods", "pod", "secret", "namespace"}
@@ -96,7 +98,7 @@ def test_dlcmd_has_the_verbs_and_options() -> None:
         if verb not in known:
             verb, rest = f"{verb} {rest[0]}", rest[1:]
         words = [word for word in rest if not word.startswith(">")]
-        with known[verb].make_context(verb, words):  # raises for what it does not take
+        with known[verb].make_context(verb, words):  # raises for unknown words
             pass
 
 
@@ -134,8 +136,8 @@ def test_the_secrets_are_those_that_pods_read(
 
 def test_the_manifests_are_taken_by_the_operator_and_the_driver() -> None:
     data, job = (cast("Json", yaml.safe_load(each)) for each in blocks("yaml"))
-    spec = parse_dataset(parse_object(data), DEFAULTS)
-    training = parse_training(parse_object(job))
+    spec = parse_dataset(decode_dataset(data), DEFAULTS)
+    training = parse_training(decode_training(job))
     assert training.replicas == 4
     name = text(job, "spec", "datasets", 0, "name")
     assert name == text(data, "metadata", "name")
@@ -147,7 +149,7 @@ def test_the_manifests_are_taken_by_the_operator_and_the_driver() -> None:
     keys = [re.split("[= ]", word)[1] for word in account if word.startswith("--from-literal=")]
     assert keys[:2] == ["user", "key"]
     secret = dict.fromkeys(keys, "x") | {"key": f"diesel-key-1:{'A' * 43}="}
-    assert parse_volume(attributes, secret, Limits()).named.startswith(name)
+    assert parse_volume(attributes, secret, VolumeLimits()).named.startswith(name)
     pod: Json = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
     pod["spec"] = fields(job, "spec", "template", "spec")
     kubernetes_validate.validate(pod, "1.27", strict=True)

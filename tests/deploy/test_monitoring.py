@@ -1,5 +1,6 @@
-"""Dashboards and alerts of `deploy/monitoring`, by a real Prometheus that watches a real server and
-a real mount."""
+"""Dashboards and alerts of `deploy/monitoring`, tested with a real Prometheus that watches a real
+server and a real mount.
+"""
 
 import json
 import os
@@ -96,7 +97,7 @@ def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[st
 
 @contextmanager
 def reading(at: Path) -> Iterator[None]:
-    """A rank that has announced what it reads, and reads."""
+    """A rank that has announced its reads, and reads."""
     program = subprocess.Popen(
         [sys.executable, "-c", READER, str(at)], env={**program_environment(), "RANK": "0"}
     )

@@ -1,5 +1,4 @@
-"""What the packages hold: the sdist, the wheel made from it, man pages and completions.
-
+"""The contents of the packages: the sdist, the wheel made from it, man pages and completions.
 `tests/deploy/clean_root` installs them, and the Debian package.
 """
 
@@ -19,8 +18,8 @@ import pytest
 from deploy.packages.debian import HOME, LINKS
 from deploy.packages.man_pages import man_pages
 from deploy.packages.share import COMPLETIONS, PROGRAMS, write_share
-from dlcmd.completing import SCRIPTS
 from dlcmd.main import program as dlcmd
+from dlcmd.verbs.completion import SCRIPTS
 from tests.test_documents import options_of
 from tests.test_house import FILES, TREE
 from tests.test_layers import SOURCES, modules
@@ -32,7 +31,9 @@ PROJECT = tomllib.loads((TREE / "pyproject.toml").read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the packages of a copy of this tree, which has what git has and no more."""
+    """The folder with the packages of a copy of this tree that has exactly the files that git
+    has.
+    """
     tree = tmp_path_factory.mktemp("copy") / "tree"
     for path in FILES:
         copy = tree / path.relative_to(TREE)
@@ -47,7 +48,7 @@ def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_sdist_has_all_that_the_makefile_needs(dist: Path) -> None:
-    """It has the licence, too, which its metadata name; and it says nothing of who made it."""
+    """It also has the licence that its metadata name; and it does not name its maker."""
     with tarfile.open(next(dist.glob("*.tar.gz"))) as archive:
         members = [each for each in archive if each.isfile()]
         metadata = archive.extractfile(next(each for each in members if "/PKG-INFO" in each.name))
@@ -150,7 +151,7 @@ def test_a_page_is_made_of_the_text_of_the_help() -> None:
     assert ".TP\n\\fB\\-\\-long N\\fR\nWhat it does.\n" in text
 
 
-def test_the_debian_package_links_to_programs_that_there_are() -> None:
+def test_the_debian_package_links_to_existing_programs() -> None:
     assert {*LINKS.values()} <= PROJECT["project"]["scripts"].keys()
     for unit in (TREE / "deploy" / "systemd").iterdir():
         assert f"ExecStart={HOME}/bin/" in unit.read_text(encoding="utf-8")

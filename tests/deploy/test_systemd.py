@@ -65,7 +65,7 @@ class Machine:
         self._pid = pid
 
     def __call__(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """A command that runs there."""
+        """Run a command there."""
         enter = ["nsenter", f"--target={self._pid}", "--mount", "--pid", "--ipc", "--uts"]
         return subprocess.run(
             [*enter, "--cgroup", *command],
@@ -73,7 +73,7 @@ class Machine:
         )  # fmt: skip
 
     def state(self, unit: str) -> dict[str, str]:
-        """What systemd says of a unit."""
+        """The properties of a unit, from systemd."""
         lines = self("systemctl", "show", unit).stdout.splitlines()
         return {name: value for name, _, value in (line.partition("=") for line in lines)}
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
 from diesel_fs.forecast.kept import DISK, MEMORY, NAMES, PEER, STORE
-from diesel_fs.forecast.nodes import Job, Node, Shuffle, Store
-from diesel_fs.forecast.reads import Files, cut_epoch, epoch_order
-from diesel_fs.forecast.report import Options, commands, described, recommended
+from diesel_fs.forecast.nodes import ForecastJob, ForecastNode, ForecastStore, Shuffle
+from diesel_fs.forecast.reads import ForecastFiles, cut_epoch, epoch_order
+from diesel_fs.forecast.report import ForecastOptions, commands, described, recommended
 from diesel_fs.forecast.simulate import Forecast, forecast
 from diesel_fs.forecast.smallest import RUNS_MAX, smallest_disk, stalls
 from diesel_fs.orders.shuffle import ChunkedFiles
@@ -23,8 +23,8 @@ from tests.rows import each_row
 PAGE = 4096
 
 
-def made_files(sizes: Sequence[int], per_chunk: int) -> Files:
-    """Files of these sizes, so many in each chunk, one behind the other from byte 4096 on."""
+def made_files(sizes: Sequence[int], per_chunk: int) -> ForecastFiles:
+    """Files of these sizes, `per_chunk` in each chunk, one after the other from byte 4096 on."""
     size = np.array(sizes, np.int64)
     chunk = np.arange(len(size)) // per_chunk
     end = np.cumsum(size)
@@ -33,12 +33,12 @@ def made_files(sizes: Sequence[int], per_chunk: int) -> Files:
     chunk_bytes = (np.bincount(chunk, size) + PAGE).astype(np.uint64)
     ids = np.random.default_rng(3).integers(0, 256, (len(chunk_bytes), 16), np.uint8)
     chunked = ChunkedFiles(np.arange(len(size)), chunk, ids)
-    return Files(chunked, offset, size, (-(-size // PAGE)).astype(np.uint32), chunk_bytes)
+    return ForecastFiles(chunked, offset, size, (-(-size // PAGE)).astype(np.uint32), chunk_bytes)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A small job of one node whose cache keeps files and whose pushes have one file each."""
+    """A small job of one node with a cache that keeps files and pushes of one file each."""
 
     sizes: list[int]
     order: list[int]
@@ -75,8 +75,9 @@ RATE, LATENCY_S, IMAGES_PER_S = 1e6, 0.005, 100.0
 
 
 def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
-    """Of each epoch the files that were kept, its seconds, and the files that were on time. All is
-    found file by file, with lists."""
+    """For each epoch the kept files, its seconds, and the files that were on time. Everything is
+    computed file by file, with lists.
+    """
     parts = setting.parts
     length = len(parts[0])
     loads: list[Load] = []
@@ -142,7 +143,7 @@ def naive(setting: Setting, policy: str) -> list[tuple[int, float, int]]:
 
 
 def of_use(loads: list[Load], setting: Setting, epoch: int, start: int) -> int:
-    """The bytes that are kept in an iteration from a read before or in it to one behind it."""
+    """The bytes that are kept in an iteration, from a read before or in it to a later read."""
 
     def iteration(load: Load) -> tuple[int, int]:
         return load[0], load[2] // setting.batch
@@ -159,11 +160,11 @@ def of_use(loads: list[Load], setting: Setting, epoch: int, start: int) -> int:
 
 @examples(150)
 @given(setting=small_settings(), policy=st.sampled_from(["lru", "none"]))
-def test_it_does_what_a_naive_simulation_does(setting: Setting, policy: str) -> None:
+def test_it_equals_a_naive_simulation(setting: Setting, policy: str) -> None:
     files = made_files(setting.sizes, len(setting.sizes))
-    node = Node(setting.window, setting.memory, push_bytes_per_s=1e15)
-    job = Job(
-        node, Store(LATENCY_S, RATE), ranks=setting.ranks, batch=setting.batch,
+    node = ForecastNode(setting.window, setting.memory, push_bytes_per_s=1e15)
+    job = ForecastJob(
+        node, ForecastStore(LATENCY_S, RATE), ranks=setting.ranks, batch=setting.batch,
         workers=setting.workers, images_per_s=IMAGES_PER_S, epochs=setting.epochs,
     )  # fmt: skip
     order = np.array(setting.order)
@@ -189,7 +190,7 @@ def test_chunks_that_come_first_are_fetched_whole_and_the_rest_read_past_the_cac
 ) -> None:
     """With the policy none and all files in one push, which is small enough for one."""
     files = made_files(sizes, per_chunk)
-    job = Job(Node(1 << 40, memory, disk), batch=7, epochs=2, seed=seed)
+    job = ForecastJob(ForecastNode(1 << 40, memory, disk), batch=7, epochs=2, seed=seed)
     first, second = forecast(job, files, "none").epochs
     assert second.written_bytes == 0
     chunks = [sizes[at : at + per_chunk] for at in range(0, len(sizes), per_chunk)]
@@ -202,7 +203,7 @@ def test_chunks_that_come_first_are_fetched_whole_and_the_rest_read_past_the_cac
             kept += 1
         counts[tier] += sum(map(bool, chunk))
     order = cut_epoch(job, files, epoch_order(job, files, 0))
-    if kept and len(order.rank) == 1:  # else chunks come in the order of their pushes
+    if kept and len(order.rank) == 1:  # otherwise chunks come in the order of their
         assert second.files == tuple(counts)
         assert first.store_requests == sum(any(chunk) for chunk in chunks)
 
@@ -214,8 +215,8 @@ def test_all_reads_come_from_somewhere(policy: str, shuffle: Shuffle, nodes: int
     rng = np.random.default_rng(5)
     files = made_files(rng.integers(1, 50_000, 900).tolist(), 12)
     data = files.bytes
-    node = Node(data // 10, data // 8, data // 4)
-    job = Job(node, nodes=nodes, ranks=2, batch=8, shuffle=shuffle, group_size=4)
+    node = ForecastNode(data // 10, data // 8, data // 4)
+    job = ForecastJob(node, nodes=nodes, ranks=2, batch=8, shuffle=shuffle, group_size=4)
     found = forecast(job, files, policy)
     assert found == forecast(job, files, policy)
     for number, epoch in enumerate(found.epochs):
@@ -235,7 +236,7 @@ def test_all_reads_come_from_somewhere(policy: str, shuffle: Shuffle, nodes: int
 def test_a_task_whose_caches_hold_all_reads_each_chunk_once() -> None:
     files = made_files([30_000] * 600, 10)
     share = int(files.chunk_bytes.sum())
-    job = Job(Node(1 << 24, share), nodes=4, ranks=2, batch=10)
+    job = ForecastJob(ForecastNode(1 << 24, share), nodes=4, ranks=2, batch=10)
     first, *later = forecast(job, files, "lru").epochs
     assert (first.store_bytes, first.store_requests) == (share, 60)
     for epoch in later:
@@ -247,17 +248,17 @@ def test_owners_fetch_at_the_same_time() -> None:
     """In a full shuffle the first pushes of the first rank want nearly all chunks; each node
     fetches its own, over its own link."""
     files = made_files([100_000] * 8_000, 20)
-    node = Node(1 << 30, 1 << 30, push_bytes_per_s=1e12, network_bytes_per_s=1e12)
-    store = Store(0.0, 1e8, connection_bytes_per_s=1e12)
+    node = ForecastNode(1 << 30, 1 << 30, push_bytes_per_s=1e12, network_bytes_per_s=1e12)
+    store = ForecastStore(0.0, 1e8, connection_bytes_per_s=1e12)
     for nodes in (1, 4):
-        job = Job(node, store, nodes=nodes, images_per_s=1e9, epochs=1)
+        job = ForecastJob(node, store, nodes=nodes, images_per_s=1e9, epochs=1)
         [epoch] = forecast(job, files, "plan").epochs
         assert epoch.seconds == pytest.approx(8.0 / nodes, rel=0.25)
 
 
 def kept_in_random_order(policy: str, part: float) -> float:
     files = made_files([1000] * 4000, 4000)
-    job = Job(Node(1 << 20, int(4_000_000 * part)), ranks=4, batch=10)
+    job = ForecastJob(ForecastNode(1 << 20, int(4_000_000 * part)), ranks=4, batch=10)
     return forecast(job, files, policy, layout="files").later.kept
 
 
@@ -275,14 +276,16 @@ def test_kept_files_in_random_order_match_the_theory() -> None:
 
 @each_row("shuffle", ["full", "chunk"])
 @each_row("nodes", [1, 4])
-def test_plan_reads_what_the_cache_cannot_keep(shuffle: Shuffle, nodes: int) -> None:
+def test_plan_reads_only_bytes_that_the_cache_cannot_keep(shuffle: Shuffle, nodes: int) -> None:
     """As the caches of real nodes do (`tests/peers/test_planned_nodes.py`): with memory for half of
     the dataset, about half of it comes from the store in each epoch, in both orders."""
     files = made_files([100_000] * 8_000, 20)
     total = 8_000 * 100_000
-    node = Node(total // 16, total // 2 // nodes)
-    job = Job(node, Store(0.005, 1e8), nodes=nodes, ranks=2, epochs=3, shuffle=shuffle,
-              group_size=10, batch=16)  # fmt: skip
+    node = ForecastNode(total // 16, total // 2 // nodes)
+    store = ForecastStore(0.005, 1e8)
+    job = ForecastJob(
+        node, store, nodes=nodes, ranks=2, epochs=3, shuffle=shuffle, group_size=10, batch=16
+    )
     found = forecast(job, files, "plan")
     for epoch in found.epochs[1:]:
         assert epoch.store_bytes / total == pytest.approx(0.5, abs=0.04)
@@ -292,7 +295,9 @@ def test_an_order_log_holds_the_first_bytes_of_the_next_order() -> None:
     files = made_files([1000] * 500, 20)
     for part in (0.0, 0.3, 2.0):
         capacity = int(part * files.bytes)
-        found = forecast(Job(Node(1 << 20, 0, capacity), ranks=2, batch=5), files, "order")
+        found = forecast(
+            ForecastJob(ForecastNode(1 << 20, 0, capacity), ranks=2, batch=5), files, "order"
+        )
         first, *later = found.epochs
         assert first.files == (0, 0, 0, 500)
         for epoch in later:
@@ -303,12 +308,14 @@ def test_an_order_log_holds_the_first_bytes_of_the_next_order() -> None:
 
 def test_no_ranks_wait_where_all_is_fast_and_all_do_where_the_store_is_slow() -> None:
     files = made_files([10_000] * 400, 40)
-    fast = Job(Node(1 << 24), Store(1e-6), ranks=4, batch=10, images_per_s=100)
+    fast = ForecastJob(
+        ForecastNode(1 << 24), ForecastStore(1e-6), ranks=4, batch=10, images_per_s=100
+    )
     epoch = forecast(fast, files, "none").later
     assert epoch.seconds == pytest.approx(epoch.compute_s) == 1.0
     assert epoch.on_time == 1.0
     assert epoch.stalled == pytest.approx(0)
-    slow = replace(fast, store=Store(0.0, 1e6))
+    slow = replace(fast, store=ForecastStore(0.0, 1e6))
     assert forecast(slow, files, "none").later.seconds == pytest.approx(4.0, rel=0.05)
 
 
@@ -316,11 +323,11 @@ def test_no_ranks_wait_where_all_is_fast_and_all_do_where_the_store_is_slow() ->
 @examples(60)
 def test_the_smallest_cache_is_found_in_few_runs(needed: int, data: int, nodes: int) -> None:
     files = made_files([1000], 1)
-    job = Job(Node(1 << 20), nodes=nodes)
+    job = ForecastJob(ForecastNode(1 << 20), nodes=nodes)
     template = forecast(replace(job, nodes=1), files, "none")
     runs = []
 
-    def run(wanted: Job) -> Forecast:
+    def run(wanted: ForecastJob) -> Forecast:
         runs.append(wanted.node.disk_bytes)
         wait_s = 0.0 if wanted.node.disk_bytes >= needed else 1.0
         later = replace(template.later, compute_s=1.0, seconds=1.0 + wait_s)
@@ -335,10 +342,10 @@ def test_the_smallest_cache_is_found_in_few_runs(needed: int, data: int, nodes: 
 
 def test_the_smallest_cache_of_a_job_is_that_of_trying_all() -> None:
     files = made_files([20_000] * 300, 30)
-    store = Store(0.0, 3e6)
-    job = Job(Node(1 << 22), store, ranks=2, batch=10, images_per_s=100)
+    store = ForecastStore(0.0, 3e6)
+    job = ForecastJob(ForecastNode(1 << 22), store, ranks=2, batch=10, images_per_s=100)
 
-    def run(wanted: Job) -> Forecast:
+    def run(wanted: ForecastJob) -> Forecast:
         return forecast(wanted, files, "none")
 
     found = smallest_disk(job, files.bytes, run)
@@ -353,7 +360,7 @@ def test_the_smallest_cache_of_a_job_is_that_of_trying_all() -> None:
 
 def test_the_cheapest_of_the_fastest_is_recommended() -> None:
     files = made_files([1000] * 10, 5)
-    made = forecast(Job(Node(1 << 20)), files, "lru")
+    made = forecast(ForecastJob(ForecastNode(1 << 20)), files, "lru")
 
     def variant(seconds: float, requests: int, written: int) -> Forecast:
         epoch = replace(made.later, seconds=seconds, store_requests=requests, written_bytes=written)
@@ -368,14 +375,15 @@ def test_the_cheapest_of_the_fastest_is_recommended() -> None:
 
 def test_the_commands_can_be_pasted() -> None:
     files = made_files([1000] * 10, 5)
-    options = Options("pets@7", "4G", "9G")
+    options = ForecastOptions("pets@7", "4G", "9G")
     for job, policy, mount, run in (
         (
-            Job(Node(1 << 20, 0, 9 << 30)), "order",
+            ForecastJob(ForecastNode(1 << 20, 0, 9 << 30)), "order",
             "--cache-layout order --cache-dir /var/cache/diesel --cache-size 9G", "--shuffle full",
         ),
         (
-            Job(Node(1 << 20, 1 << 20), nodes=2, shuffle="chunk", group_size=30), "plan",
+            ForecastJob(ForecastNode(1 << 20, 1 << 20), nodes=2, shuffle="chunk", group_size=30),
+            "plan",
             '--evict plan --task "$JOB" --rank "$NODE" --world 2',
             "--shuffle chunk --group-size 30",
         ),
@@ -388,9 +396,9 @@ def test_the_commands_can_be_pasted() -> None:
 
 def test_odd_files_can_be_planned() -> None:
     """Empty files, links, a file of many extents, and a chunk without files."""
-    files = Files.of(odd_dataset())
+    files = ForecastFiles.of(odd_dataset())
     for policy in NAMES:
-        epoch = forecast(Job(Node(1 << 20, 1 << 20), batch=2), files, policy).later
+        epoch = forecast(ForecastJob(ForecastNode(1 << 20, 1 << 20), batch=2), files, policy).later
         assert sum(epoch.bytes) == files.bytes
 
 
@@ -404,9 +412,9 @@ def test_odd_files_can_be_planned() -> None:
 )  # fmt: skip
 def test_bad_jobs_are_refused(bad: dict[str, int]) -> None:
     with pytest.raises(UsageError):
-        Job(Node(1 << 20), **bad)  # type: ignore[arg-type]
-    for store in (Store(-1.0), Store(0.0, 0.0), Store(price_per_1000=-1.0)):
+        ForecastJob(ForecastNode(1 << 20), **bad)  # type: ignore[arg-type]
+    for store in (ForecastStore(-1.0), ForecastStore(0.0, 0.0), ForecastStore(price_per_1000=-1.0)):
         with pytest.raises(UsageError):
-            Job(Node(1), store)
+            ForecastJob(ForecastNode(1), store)
     with pytest.raises(UsageError):
-        forecast(Job(Node(1)), made_files([1], 1), "fifo")
+        forecast(ForecastJob(ForecastNode(1)), made_files([1], 1), "fifo")

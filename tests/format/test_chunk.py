@@ -21,8 +21,8 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.chunk import (
     PREAMBLE_BYTES,
+    ChunkHeader,
     ExtentInfo,
-    Header,
     damaged_places,
     decode,
     parse_header,
@@ -36,7 +36,7 @@ from tests.rows import each_row
 from .golden_chunk import EARLIER, GOLDEN, ID, IDENTITY, NOISE, TEXT, build
 
 
-def read(chunk: bytes) -> Header:
+def read(chunk: bytes) -> ChunkHeader:
     """Read a chunk as a reader without metadata does."""
     preamble = parse_preamble(chunk, identity=IDENTITY, id=ID, object_bytes=len(chunk))
     header = parse_header(preamble, chunk[PREAMBLE_BYTES : preamble.body_start])
@@ -44,7 +44,7 @@ def read(chunk: bytes) -> Header:
     return header
 
 
-def content(chunk: bytes, header: Header, place: int) -> bytes:
+def content(chunk: bytes, header: ChunkHeader, place: int) -> bytes:
     record = header.records[place]
     raw = memoryview(chunk)[record["offset"] : record["offset"] + record["stored"]]
     size = header.content_bytes(place)

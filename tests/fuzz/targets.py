@@ -35,8 +35,9 @@ from diesel_fs.mounts.sessions.protocol import Malformed, Op
 from diesel_fs.net import frames as wire
 from diesel_fs.net.messages import frame as control_frame
 from diesel_fs.net.messages import parse_error, unpack
+from diesel_fs.peers import local_wire
 from diesel_fs.peers import wire as peers_wire
-from diesel_fs.peers.membership import Member
+from diesel_fs.peers.members.membership import Member
 from diesel_fs.repository.interface import Repository
 from diesel_fs.repository.versions import empty_snapshot
 from diesel_fs.storage.accounts.account import (
@@ -176,28 +177,28 @@ def _peer_answer(content: bytes) -> None:
 def clients(content: bytes) -> bool:
     """Bytes between a client and its master, both ways."""
     head, body = content[: peers_wire.HEAD_BYTES], content[peers_wire.HEAD_BYTES :]
-    taken = [_taken(CorruptError, lambda: peers_wire.parse_local_request(head))]
+    taken = [_taken(CorruptError, lambda: local_wire.parse_request(head))]
 
     def parse_answer(kind: int) -> None:
-        told = peers_wire.parse_local_answer(head, kind, 1)
+        told = local_wire.parse_answer(head, kind, 1)
         if told.body_bytes == len(body):
-            peers_wire.split_revoked(told, body)
+            local_wire.split_revoked(told, body)
 
-    for kind in range(peers_wire.LOCAL_HELLO, peers_wire.LOCAL_DATA + 1):
+    for kind in range(local_wire.HELLO, local_wire.DATA + 1):
         taken.append(_taken(CorruptError, partial(parse_answer, kind)))
     bodies: list[Callable[[bytes], object]] = [
-        peers_wire.parse_local_hello,
-        peers_wire.parse_local_welcome,
-        peers_wire.parse_pinned,
-        peers_wire.parse_members,
-        peers_wire.parse_switch_version,
-        lambda body: peers_wire.parse_chunks(body, len(SIZES)),
-        lambda body: peers_wire.parse_damaged(body, SIZES),
+        local_wire.parse_hello,
+        local_wire.parse_welcome,
+        local_wire.parse_pinned,
+        local_wire.parse_members,
+        local_wire.parse_switch_version,
+        lambda body: local_wire.parse_chunks(body, len(SIZES)),
+        lambda body: local_wire.parse_damaged(body, SIZES),
     ]
     for parse in bodies:
         _taken((CorruptError, UsageError), partial(parse, body))
-    taken.append(_taken((CorruptError, UsageError), lambda: peers_wire.parse_members(content)))
-    peers_wire.parse_refusal(body)
+    taken.append(_taken((CorruptError, UsageError), lambda: local_wire.parse_members(content)))
+    local_wire.parse_refusal(body)
     return any(taken)
 
 
@@ -208,7 +209,7 @@ def account_text(content: bytes) -> bool:
 
 
 def archive(content: bytes) -> bool:
-    """A tar or a zip: its headers, and what a put makes of its entries. Nothing is packed."""
+    """A tar or a zip: its headers, and the handling of its entries by a put. Nothing is packed."""
     options = PutOptions()
     taken = Filter(options)
     readable = ReadabilityCheck(_NO_REPOSITORY, "", _EMPTY, options)
@@ -277,9 +278,9 @@ def seeds() -> dict[str, list[bytes]]:
     parts, _ = builder.seal(ChunkId(bytes(range(16))))
     said = peers_wire.Hello(1, True, bytes(16), 2, UUID(int=1), 3, bytes(32))
     member = Member(0, bytes(16), "node:1", 3, bytes(32))
-    view = peers_wire.TaskView(1, bytes(32), bytes(32), True, (member,))
-    hello = peers_wire.local_hello(UUID(int=1), 1)
-    pinned = peers_wire.pinned_body(is_pinned=True)
+    view = local_wire.TaskView(1, bytes(32), bytes(32), True, (member,))
+    hello = local_wire.hello(UUID(int=1), 1)
+    pinned = local_wire.pinned_body(is_pinned=True)
     return {
         "request": [_kernel_request(op, *_BODIES.get(op, (b"",))) for op in Op],
         "control": [
@@ -300,12 +301,12 @@ def seeds() -> dict[str, list[bytes]]:
             peers_wire.answer_head(1, peers_wire.READ, b"\0\1", 100) + bytes(100),
         ],
         "clients": [
-            peers_wire.local_request(peers_wire.LOCAL_HELLO, body=hello),
-            peers_wire.local_request(peers_wire.LOCAL_PIN, 1, peers_wire.chunks_body([1])),
-            peers_wire.local_answer(peers_wire.LOCAL_PIN, 1, pinned, [2]),
-            peers_wire.local_answer(peers_wire.LOCAL_MEMBERS, 0, peers_wire.members_body(view)),
-            peers_wire.local_refusal(peers_wire.LOCAL_MEMBERS, "no"),
-            peers_wire.members_body(view),
+            local_wire.request(local_wire.HELLO, body=hello),
+            local_wire.request(local_wire.PIN, 1, local_wire.chunks_body([1])),
+            local_wire.answer(local_wire.PIN, 1, pinned, [2]),
+            local_wire.answer(local_wire.MEMBERS, 0, local_wire.members_body(view)),
+            local_wire.refusal(local_wire.MEMBERS, "no"),
+            local_wire.members_body(view),
         ],
         "accounts": [accounts_text({"a": Account("a", _POINT, True, {"d": Role.READ})}).encode()],
         "archive": [_tar(), _zip()],

@@ -25,7 +25,7 @@ Fuzz = Callable[[Sequence[str | Path]], int]
 
 
 def test_seeds_are_accepted() -> None:
-    """With bad seeds the fuzzer would first have to discover what a message is."""
+    """With bad seeds the fuzzer would first have to discover the form of a message."""
     found = seeds()
     assert found.keys() == TARGETS.keys()
     for name, target in TARGETS.items():
@@ -36,7 +36,7 @@ def test_seeds_are_accepted() -> None:
 
 @pytest.fixture(scope="module")
 def fuzz() -> Iterator[Fuzz]:
-    """In a process that has instrumented the modules once."""
+    """Runs in a process that has instrumented the modules once."""
     with subprocess.Popen(
         [sys.executable, "-m", "tests.fuzz", "-"],
         stdin=subprocess.PIPE,

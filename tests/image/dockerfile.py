@@ -1,7 +1,7 @@
 """Runs the steps of a Dockerfile without a container engine, as root.
 
-`FROM` names an image that has to be pulled. In its place stands a root that debootstrap makes once,
-with Debian's Python in `/usr/local`, where the images of Python have theirs. Each stage is an
+`FROM` names an image that must be pulled. A root that debootstrap makes once takes its place, with
+Debian's Python in `/usr/local`, the place of Python in the images of Python. Each stage is an
 overlay over that root; each of its commands runs in a mount namespace of its own, so no mount is
 left. The network is the machine's, and pip is configured as on the machine. Instructions that this
 module does not know are errors.
@@ -26,7 +26,7 @@ PACKAGES = "python3,python3-venv,ca-certificates"
 FROM_PYTHON = re.compile(r"python:3\.\d+-slim")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-# What a container engine mounts, and the machine's own settings of the network and of pip
+# The mounts of a container engine, and the machine's own settings of the network and of pip
 _ENTER = r"""
 set -eu
 mount --make-rprivate /
@@ -59,7 +59,7 @@ exec "$@"
 """
 _FILES = ("/etc/resolv.conf", "/etc/hosts", "/etc/pip.conf")
 _AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
-_AUTHORITIES_INSIDE = "/dev/authorities-of-the-machine"  # where no step of an image writes
+_AUTHORITIES_INSIDE = "/dev/authorities-of-the-machine"  # no step of an image writes there
 
 
 class ImageError(Exception):
@@ -67,7 +67,7 @@ class ImageError(Exception):
 
 
 class Instruction(NamedTuple):
-    """One instruction of a Dockerfile: `RUN`, and the text behind it."""
+    """One instruction of a Dockerfile: `RUN`, and the text after it."""
 
     name: str
     text: str
@@ -145,10 +145,10 @@ class Stage:
         binds: Mapping[Path, str] | None = None,
         writable: Sequence[str] | None = None,
     ) -> list[str]:
-        """The command by which a command runs in this image, as its user or another one.
+        """The command that runs a command in this image, as its user or another one.
 
-        `binds`: what of the machine is seen at which path. `writable`: the root is read-only but
-        for these folders, which are empty.
+        `binds`: paths of the machine, and their paths in the image. `writable`: the root is
+        read-only except for these folders, which are empty.
         """
         variables = _variables({"PATH": PATH, **(environment or {})})
         inside = ["env", "-i", *variables, "sh", "-c", 'cd "$0" && exec "$@"', self.workdir]
@@ -224,7 +224,7 @@ def build(
 ) -> Stage:
     """Run all steps of a Dockerfile; the image is the last stage.
 
-    `images`: what is there already by the names that FROM may have. Raises ImageError.
+    `images`: existing images by the names that FROM may have. Raises ImageError.
     """
     stages: dict[str, Stage] = {}
     current: Stage | None = None

@@ -1,4 +1,4 @@
-"""The image's programs do what the manifests start them for.
+"""The image's programs work as the manifests start them.
 
 The server runs as the overlay `with-redis` says: its command, its variables from the ConfigMap and
 the Secrets, its user, a root that is read-only but for the volumes, the certificate in its Secret's
@@ -19,10 +19,10 @@ from pathlib import Path
 
 import pytest
 
-from diesel_kubernetes.operator.fields import Json, items, text
 from tests.deploy.manifests import KUBERNETES, container, environment, render
 from tests.deploy.test_kubernetes_page import blocks
 from tests.image.dockerfile import ImageError, Stage, build, parse
+from tests.kubernetes.fields import Json, items, text
 from tests.storage.objects.s3_server import credentials, without_proxies
 from tests.test_house import TREE
 from tests.waiting import wait_until
@@ -44,7 +44,7 @@ def image() -> Stage:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A network namespace: ports are those of the manifests, whatever this machine listens at."""
+    """A network namespace: ports are those of the manifests, even if this machine uses them."""
 
     holder: int
     """A process in it."""
@@ -52,7 +52,6 @@ class Network:
     """A file for `/etc/hosts` with the names of Services, at the address of loopback."""
 
     def command(self, *words: str) -> list[str]:
-        """A command in this network."""
         return ["nsenter", f"--net=/proc/{self.holder}/ns/net", *words]
 
     @contextmanager
@@ -151,7 +150,7 @@ def trusting(image: Stage, certificates: Path, tmp_path_factory: pytest.TempPath
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """What runs: the image, its network, and the variables of an administrator."""
+    """The running parts: the image, its network, and the variables of an administrator."""
 
     image: Stage
     network: Network

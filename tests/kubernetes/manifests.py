@@ -5,8 +5,8 @@ from pathlib import Path
 
 import kubernetes_validate
 
-from diesel_kubernetes.operator.fields import Json
 from tests.deploy.manifests import read
+from tests.kubernetes.fields import Json
 
 VERSIONS = ["1.27", kubernetes_validate.latest_version()]
 """The oldest release that the manifests are for, and the newest one with published schemas."""

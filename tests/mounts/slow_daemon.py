@@ -15,8 +15,8 @@ from typing import ParamSpec, TypeVar
 from diesel_fs.cache import reader
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.supervisor import main
-from diesel_fs.peers.task_chunks import TaskChunks
-from diesel_fs.storage.objects.folder import FolderStore
+from diesel_fs.peers.reader.task_chunks import TaskChunks
+from diesel_fs.storage.objects.folder import FolderReads, FolderStore
 
 STORE, RANGES, PEER = "TEST_STORE_S", "TEST_RANGES_S", "TEST_PEER_S"
 DECODE, LOOKUP = "TEST_DECODE_S", "TEST_LOOKUP_S"
@@ -38,8 +38,8 @@ def slowed(call: Callable[_P, _T], seconds: float) -> Callable[_P, _T]:
 if __name__ == "__main__":
     for variable, owner, name in (
         (STORE, FolderStore, "read_into"),
-        (STORE, FolderStore, "read"),
-        (RANGES, FolderStore, "read_ranges"),
+        (STORE, FolderReads, "read"),
+        (RANGES, FolderReads, "read_ranges"),
         (PEER, TaskChunks, "pin"),
         (PEER, TaskChunks, "try_part"),
         (DECODE, reader, "decode"),

@@ -15,7 +15,7 @@ from diesel_fs.errors import DieselError, PermissionDenied, UsageError
 from diesel_fs.mounts import MountRequest, launcher, mount, umount
 from diesel_fs.mounts.mountpoint import is_alive, mounted_at
 from diesel_fs.mounts.sessions.session import mount_options
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.settings import state_folder
 from diesel_fs.system import syscalls
 from tests.mounts.conftest import PROGRAM, mounting, request_for

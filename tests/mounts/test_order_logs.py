@@ -18,7 +18,7 @@ from diesel_fs.errors import UsageError
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.plans.control import Control, explicit
-from diesel_fs.peers.options import TaskKwargs, TaskOptions
+from diesel_fs.peers.members.options import TaskKwargs, TaskOptions
 from tests.cli.conftest import program_environment
 from tests.mounts.observed import Processes, current_stats, figures, mounted, noise, put
 from tests.rows import each_row

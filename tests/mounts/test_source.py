@@ -11,8 +11,8 @@ from diesel_fs.credentials import key_text
 from diesel_fs.errors import ConflictError, ForeignError, MetadataError, NoSuchDataset
 from diesel_fs.mounts import MountRequest
 from diesel_fs.mounts.source import MemorySplit, MountSource, OpenedSnapshot
-from diesel_fs.peers.client import MASTER_END_WAIT_S, TaskStore
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
+from diesel_fs.peers.reader.store import MASTER_END_WAIT_S, TaskStore
 from diesel_fs.storage.objects.store import ObjectStore
 from diesel_fs.system import available_memory as memory
 from tests.rows import each_row

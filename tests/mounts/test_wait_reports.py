@@ -24,7 +24,7 @@ from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.mount_metrics import TABLE
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.waits import CAUSE_NAMES
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from tests.cli.conftest import program_environment
 from tests.mounts import slow_daemon
 from tests.mounts.observed import Processes, current_stats, figures, mounted, noise, put

@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def _each(work: Callable[[T], R], things: Sequence[T], jobs: int) -> Iterator[tuple[T, R]]:
-    """Do the work for each thing, some at a time; an interrupt ends what runs."""
+    """Do the work for each thing, some in parallel; an interrupt ends the running ones."""
     with ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(work, thing): thing for thing in things}
         try:
@@ -80,7 +80,7 @@ def cover(tests: tuple[str, ...], jobs: int, tree: Path, work: Path) -> None:
     What an earlier call has measured is not measured again: remove the folder `cover` for that.
     """
     tree, into = tree.resolve(), work / "cover"
-    warnings.simplefilter("ignore", CoverageWarning)  # what killed processes have left is broken
+    warnings.simplefilter("ignore", CoverageWarning)  # killed processes leave broken files
     found = batches(tree, into, list(tests))
     click.echo(f"{len(found)} batches to measure")
 

@@ -1,4 +1,5 @@
-"""`python chosen.py ORDER`: pytest, with the tests that a file lists; it says how each one ended.
+"""`python chosen.py ORDER`: pytest, with the tests that a file lists; it reports how each one
+ended.
 
 It is a program and a plugin of pytest, and imports nothing of this tree: it runs in copies of the
 tree, and in older trees, which have no `tests.mutation`.
@@ -15,23 +16,21 @@ import pytest
 
 
 class Order(TypedDict):
-    """What to run, as JSON."""
+    """The order of a run, as JSON."""
 
     arguments: list[str]
     """pytest's."""
     report: str
     """The path of the report: a `Line` of JSON each."""
     tests: NotRequired[list[str]]
-    """Of what the arguments collect, only these tests, in this order."""
+    """Run only these of the collected tests, in this order."""
     stop_after_s: NotRequired[float]
-    """No test starts later than that."""
+    """No test starts after this time."""
     contexts: NotRequired[bool]
-    """Whether coverage, which runs already, is told which test it measures."""
+    """Whether to tell coverage, which is already running, which test it measures."""
 
 
 class Line(TypedDict, total=False):
-    """One thing that happened."""
-
     collected: list[str]
     started: str
     ended: str
@@ -42,7 +41,9 @@ class Line(TypedDict, total=False):
 
 
 class Chosen:
-    """The plugin: it chooses tests, watches the budget, tells coverage, and reports."""
+    """The plugin: it chooses tests, watches the budget, tells coverage the current test, and
+    reports.
+    """
 
     def __init__(self, order: Order) -> None:
         self._order = order
@@ -106,7 +107,7 @@ class Chosen:
         self._tell_coverage()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Put the three phases of a test together."""
+        """Combine the three phases of a test."""
         self._seconds += report.duration
         if not report.passed and self._outcome != "failed":
             self._outcome = report.outcome
@@ -116,7 +117,7 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Say that pytest was not cut off."""
+        """Report that pytest was not cut off."""
         self._say({"finished": int(exitstatus), "stopped": self._stopped})
 
 

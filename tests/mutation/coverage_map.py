@@ -1,9 +1,9 @@
-"""Which tests reach which line of the library, by coverage.py, child processes included.
+"""Maps each line of the library to the tests that reach it, by coverage.py, with child processes.
 
-The suite is measured in batches of a few files, so that a run which is cut off goes on later. Each
-process measures itself and names the test that it belongs to: the process of the tests by
-`chosen.py`, a child by PYTEST_CURRENT_TEST, which it inherits. What a process has measured is lost
-when a signal kills it. A test that fails while it is measured can kill nothing later.
+The suite is measured in batches of a few files, so that a run which is cut off can continue later.
+Each process measures itself and names the test that it belongs to: the process of the tests by
+`chosen.py`, a child by PYTEST_CURRENT_TEST, which it inherits. The measurements of a process are
+lost when a signal kills it. A test that fails while it is measured can kill nothing later.
 """
 
 import json
@@ -34,7 +34,7 @@ sigterm = true
 disable_warnings = no-data-collected, module-not-imported, couldnt-parse, no-sysmon, no-ctracer
 """
 _IMPORTED = ""
-"""The context of what runs while tests are collected."""
+"""The context of code that runs while tests are collected."""
 _CONTEXT = re.compile(r"(.*) \((setup|call|teardown)\)", re.DOTALL)
 
 
@@ -52,7 +52,7 @@ def interpreter(tree: Path) -> str:
 def run_tests(
     copy: Sandbox, order: Order, environment: dict[str, str], timeout_s: float
 ) -> tuple[int | None, list[Line]]:
-    """Run the tests of an order in a copy of the tree. Returns the exit code and what happened."""
+    """Run the tests of an order in a copy of the tree. Returns the exit code and the events."""
     report, file = Path(order["report"]), copy.scratch / "order.json"
     report.unlink(missing_ok=True)
     file.write_text(json.dumps(order), encoding="utf-8")
@@ -63,20 +63,20 @@ def run_tests(
 
 
 def read_report(path: Path) -> list[Line]:
-    """All lines of a report, but for one that was cut off."""
+    """All lines of a report, except one that was cut off."""
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def pytest_arguments(copy: Sandbox, *more: str) -> list[str]:
-    """What every run of pytest is told."""
+    """The arguments of every run of pytest."""
     return ["-q", "-p", "no:cacheprovider", f"--basetemp={copy.scratch}/t", *more]
 
 
 def batches(tree: Path, folder: Path, tests: list[str]) -> list[Batch]:
-    """What is not measured of some folders and files of tests, or of the whole suite.
+    """The unmeasured test files among some folders and files, or of the whole suite.
 
-    What mirrors a mutated package comes first.
+    Files in folders that mirror a mutated package come first.
     """
     with sandbox(tree) as copy:
         arguments = pytest_arguments(copy, "-m", "not bench", "--collect-only", *tests)
@@ -102,7 +102,7 @@ def _files(report: list[Line]) -> dict[str, None]:
 
 
 def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
-    """Measure a batch. Returns what happened to its tests."""
+    """Measure a batch. Returns the events of its tests."""
     with sandbox(tree) as copy:
         measured = copy.scratch / "measured"
         measured.mkdir()
@@ -118,13 +118,13 @@ def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
         }
         environment = {"COVERAGE_PROCESS_START": str(configuration)}
         _, lines = run_tests(copy, order, environment, BATCH_TIMEOUT_S)
-        made = copy.scratch / "data"  # by this name it finds its parts
+        made = copy.scratch / "data"  # coverage finds its parts by this name
         combined = Coverage(data_file=str(made), config_file=False, messages=False)
         combined.combine([str(measured)])
         combined.save()
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{batch.name}.data").write_bytes(made.read_bytes())
-        # The last thing that is written: with it, the batch counts as measured.
+        # Written last: with this file, the batch counts as measured.
         text = "".join(f"{json.dumps(line)}\n" for line in lines)
         (folder / f"{batch.name}.jsonl").write_text(text, encoding="utf-8")
     return lines
@@ -133,7 +133,7 @@ def measure(tree: Path, folder: Path, batch: Batch) -> list[Line]:
 class CoverageMap:
     def __init__(self, folder: Path) -> None:
         self.seconds: dict[str, float] = {}
-        """How long each test took that passed, in the suite's order."""
+        """The seconds of each passed test, in the suite's order."""
         self._paths: dict[str, list[tuple[CoverageData, str]]] = defaultdict(list)
         for report in sorted(folder.glob("*.jsonl")):
             for line in read_report(report):
@@ -155,9 +155,9 @@ class CoverageMap:
     def tests(self, file: str, line: int) -> dict[str, int]:
         """The tests that may notice a change of a line, with a rank: 0 for those that reach it.
 
-        The rank is 1 for those whose file reaches it while something is set up, perhaps for many
-        tests. A line that runs when its module is imported matters to each test that runs a
-        function of the module: these have the rank 2.
+        The rank is 1 for tests in a file that reaches it during a set-up, perhaps for many tests. A
+        line that runs when its module is imported matters to each test that runs a function of the
+        module: these have the rank 2.
         """
         contexts = self._contexts(file)
         reaching = [_CONTEXT.fullmatch(context) for context in contexts.get(line, ())]
@@ -175,7 +175,7 @@ class CoverageMap:
         return ranks
 
     def _contexts(self, file: str) -> dict[int, set[str]]:
-        """By line. Those of one file are kept: there may be millions."""
+        """Contexts by line. Only those of one file are kept: there may be millions."""
         if self._contexts_of[0] != file:
             found: dict[int, set[str]] = defaultdict(set)
             for data, path in self._paths.get(file, ()):

@@ -1,7 +1,7 @@
 """Changes of one line each, drawn by a seed, that a good suite of tests should notice.
 
-Nothing is changed where no test should look: docstrings, annotations, decorators, asserts, what is
-logged, the texts of errors, `__all__`, and `zip(strict=...)`.
+Code that no test should check is not changed: docstrings, annotations, decorators, asserts, log
+messages, the texts of errors, `__all__`, and `zip(strict=...)`.
 """
 
 import ast
@@ -65,7 +65,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True)
 class _Edit:
-    """What stands between two columns, in bytes, of a line is replaced."""
+    """Replaces the text between two columns, in bytes, of a line."""
 
     kind: str
     line: int
@@ -83,8 +83,8 @@ def draw(
 ) -> list[Mutant]:
     """At least `count` mutants, as many of each package, one per line, in covered lines.
 
-    The seed alone decides in which order lines are tried and what is changed in each, so that two
-    runs draw nearly the same where they differ in a few covered lines.
+    The seed alone decides the order in which lines are tried and the change of each, so that two
+    runs draw nearly the same mutants if they differ in a few covered lines.
     """
     share = -(-count // len(packages))
     return [
@@ -137,7 +137,7 @@ def candidates(source: str, file: str) -> list[Mutant]:
 
 
 def _edits(node: ast.AST, lines: list[bytes]) -> Iterator[_Edit]:
-    """The edits of a node and of what is below it."""
+    """The edits of a node and of its children."""
     if _is_for_people(node):
         return
     if isinstance(node, ast.expr):
@@ -221,7 +221,7 @@ def _of_expression(node: ast.expr, lines: list[bytes]) -> Iterator[_Edit]:
 
 
 def _negated(test: ast.expr) -> Iterator[_Edit]:
-    """A condition that is no comparison, turned round."""
+    """The negation of a condition that is not a comparison."""
     plain = not isinstance(test, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.NamedExpr)
     if plain and test.end_lineno == test.lineno:
         yield _Edit("not", test.lineno, test.col_offset, test.col_offset, "not ")

@@ -1,10 +1,10 @@
-"""Runs a program in a copy of the tree that stands at the tree's own path, seen by nobody else.
+"""Runs a program in a private copy of the tree that stands at the tree's own path.
 
 The program gets a mount namespace, in which an overlay covers the tree: the changed files, and all
-that the program writes there, lie in a scratch folder. So the environment, the installed programs
-and every absolute path find the changed code, and the user's tree stays as it is. It also gets a
-process namespace: when it ends or is killed, all daemons that it started end too, and so do their
-mounts. It takes root, and overlayfs in the kernel.
+files that the program writes there, lie in a scratch folder. So the environment, the installed
+programs and every absolute path find the changed code, and the user's tree stays as it is. It also
+gets a process namespace: when it ends or is killed, all daemons that it started end too, and so do
+their mounts. It takes root, and overlayfs in the kernel.
 """
 
 import os
@@ -86,7 +86,7 @@ class Sandbox:
 
 @contextmanager
 def sandbox(tree: Path, changed: Mapping[str, str] | None = None) -> Iterator[Sandbox]:
-    """A copy of a tree, with some files changed. Nothing is left of it afterwards."""
+    """A copy of a tree, with some files changed. It leaves nothing behind."""
     scratch = Path(tempfile.mkdtemp(prefix="mu"))
     scratch.chmod(0o755)
     try:

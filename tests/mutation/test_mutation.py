@@ -1,4 +1,4 @@
-"""Mutants are small, the same each time, and apart from the tree; kills are told from survivals."""
+"""Mutants are small, the same each time, and apart from the tree; kills differ from survivals."""
 
 import ast
 import os
@@ -42,7 +42,7 @@ needs_copies = pytest.mark.skipif(
         ("while a < b: break", ["while a <= b: break", "while a >= b: break", "while a < b: pass"]),
     ],
 )
-def test_what_is_changed(line: str, changed: list[str]) -> None:
+def test_changes_of_each_kind_of_line(line: str, changed: list[str]) -> None:
     found = candidates(f"# a comment\n{line}\n", "diesel_fs/a/b.py")
     assert sorted(mutant.after for mutant in found) == sorted(changed)
     assert {(mutant.line, mutant.before) for mutant in found} == {(2, line)}
@@ -63,7 +63,7 @@ def test_what_is_changed(line: str, changed: list[str]) -> None:
         "x = a + 'text'",
     ],
 )
-def test_what_is_left_alone(source: str) -> None:
+def test_lines_that_are_not_changed(source: str) -> None:
     assert candidates(source, "diesel_fs/a/b.py") == []
 
 

@@ -1,8 +1,8 @@
-"""Whether the tests kill a mutant, and what two runs say of the same mutants.
+"""Decides whether the tests kill a mutant, and compares two runs on the same mutants.
 
 The tests that reach the changed line run until one fails, those in the folder that mirrors the
-module first, for as long as the budget of a mutant allows. A test that kills is run again, alone: a
-kill that is not repeated is none, and the tests after it go on.
+module first, as long as the budget of a mutant allows. A test that kills is run again, alone: if
+the kill is not repeated, it does not count, and the next tests run.
 """
 
 import json
@@ -22,12 +22,13 @@ TIERS: dict[str, list[str]] = {"fast": [], "all": ["-m", "not bench"]}
 """The arguments that choose the tests; the fast ones are those of pyproject.toml."""
 
 STAGES = (3, 15)
-"""So many test files run first, and next, each in a pytest of its own: most mutants die early, and
-to collect all tests takes longer than to run a few."""
+"""The numbers of test files that run first, and next, each group in a pytest of its own: most
+mutants die early, and collecting all tests takes longer than running a few.
+"""
 
 HANG_FACTOR = 8
 HANG_S_MIN = 60.0
-"""A test hangs that takes so many times its usual time, and at least this long."""
+"""A test hangs if it takes this many times its usual time, and at least this long."""
 
 KILLED = ("killed", "timed out")
 
@@ -36,14 +37,14 @@ KILLED = ("killed", "timed out")
 class Verdict:
     mutant: Mutant
     status: str
-    """`killed`; `timed out`, where a test hung, which kills too; `survived` all tests that reach
-    it; `unfinished`, if it survived until the budget was spent; `flaky`, if a kill was not
-    repeated."""
+    """`killed`; `timed out`, if a test hung, which kills too; `survived` all tests that reach it;
+    `unfinished`, if it survived until the budget was spent; `flaky`, if a kill was not repeated.
+    """
     by: str
     """The test that killed."""
     ran: int
     of: int
-    """How many tests ran, of those that reach the line."""
+    """The number of tests that ran, among those that reach the line."""
     seconds: float
 
 
@@ -55,7 +56,7 @@ def judge(
     tier: str,
     budget_s: float,
 ) -> Verdict:
-    """Run tests on a mutant. `usual_s` says how long each of them takes without it."""
+    """Run tests on a mutant. `usual_s` has the time that each of them takes without it."""
     began = time.monotonic()
     changed = mutant.applied((tree / mutant.file).read_text(encoding="utf-8"))
     ran, flaky = 0, ""
@@ -145,7 +146,9 @@ def in_order(mutant: Mutant, measured: CoverageMap) -> list[str]:
 
 
 def _nearness(test_file: str, module: str) -> int:
-    """How many folders a test file and a module have in common, and whether also the name."""
+    """The number of folders that a test file and a module have in common, and whether they share
+    the name.
+    """
     tests, modules = test_file.split("/")[1:], module.split("/")[1:]
     common = 0
     while common < min(len(tests), len(modules)) - 1 and tests[common] == modules[common]:
@@ -169,7 +172,7 @@ def as_line(verdict: Verdict) -> str:
 
 
 def table(verdicts: Iterable[Verdict]) -> str:
-    """A row per package, and everyone that was not killed."""
+    """A row per package, and every mutant that was not killed."""
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     alive = []
     for verdict in sorted(verdicts, key=lambda each: (each.mutant.file, each.mutant.line)):
@@ -193,8 +196,9 @@ def table(verdicts: Iterable[Verdict]) -> str:
 def differences(
     first: dict[Mutant, Verdict], second: dict[Mutant, Verdict]
 ) -> tuple[list[Mutant], list[Mutant], int, int]:
-    """Of the mutants in both runs: whom only the first killed, whom only the second killed, and how
-    many the first one and both killed."""
+    """For the mutants in both runs: those that only the first killed, those that only the second
+    killed, and the numbers that the first one and both killed.
+    """
     by_first, by_second = (
         [each for each in first if each in second and run[each].status in KILLED]
         for run in (first, second)

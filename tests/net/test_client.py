@@ -33,7 +33,7 @@ from diesel_fs.net.client import ServerLink
 from diesel_fs.net.messages import Message
 from diesel_fs.urls import parse_url
 from diesel_server.limits import ConnectionLimits
-from diesel_server.requests import Reply, Request
+from diesel_server.requests.dispatcher import Reply, Request
 from tests.rows import each_row
 from tests.storage.forks import in_child, within
 
@@ -232,7 +232,7 @@ def test_wrong_credentials_are_refused_at_once(
 
 
 def test_a_revoked_user_is_refused_on_an_open_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("diesel_server.connection.ACCOUNT_REFRESH_S", 0.0)
+    monkeypatch.setattr("diesel_server.connections.connection.ACCOUNT_REFRESH_S", 0.0)
     with ThreadedServer() as server:
         link = server.link()
         link.call({"do": "echo"})

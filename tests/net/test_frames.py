@@ -13,8 +13,8 @@ from diesel_fs.net.frames import (
     BEFORE_LOGIN_LIMITS,
     REQUEST_LIMITS,
     VERSION,
+    FrameLimits,
     Lengths,
-    Limits,
 )
 
 NONCE = bytes(range(32))
@@ -91,7 +91,7 @@ def test_F7_another_protocol_is_foreign_and_named(other: bytes, named: str) -> N
 
 
 @pytest.mark.parametrize("limits", [BEFORE_LOGIN_LIMITS, REQUEST_LIMITS, ANSWER_LIMITS])
-def test_limits_hold_at_both_ends(limits: Limits) -> None:
+def test_limits_hold_at_both_ends(limits: FrameLimits) -> None:
     fits = Lengths(limits.head_bytes, limits.payload_bytes)
     assert wire.parse_lengths(struct.pack("<II", *fits), limits) == fits
     wrong = [Lengths(limits.head_bytes + 1, 0), Lengths(0, 0)]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def fork(work: Callable[[], object]) -> Callable[[], None]:
-    """Do some work in a child; the result waits for its end, and fails where the work failed."""
+    """Do some work in a child; the result waits for its end, and fails if the work failed."""
     child = os.fork()
     if not child:
         code = 1

@@ -18,9 +18,9 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.ingest import FolderSource, PutOptions, put
-from diesel_fs.peers.client import TaskStore
-from diesel_fs.peers.node_cache import NodeCache
-from diesel_fs.peers.peer import Peer
+from diesel_fs.peers.master.peer import Peer
+from diesel_fs.peers.node.fetches import Fetches
+from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
@@ -86,14 +86,14 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """A `NodeCache` has no threads, and does not check contents."""
-    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
-    monkeypatch.setattr("diesel_fs.peers.node_cache.verify_chunk", lambda key, content: None)
+    monkeypatch.setattr(Fetches, "in_thread", run_inline)
+    monkeypatch.setattr("diesel_fs.peers.node.fetches.verify_chunk", lambda key, content: None)
 
 
 @pytest.fixture
 def simulated_time(monkeypatch: pytest.MonkeyPatch) -> MockClock:
     """A clock that jumps when no task can run, for a `NodeCache`."""
-    monkeypatch.setattr(NodeCache, "_in_thread", run_inline)
+    monkeypatch.setattr(Fetches, "in_thread", run_inline)
     return MockClock(autojump_threshold=0)
 
 
@@ -163,7 +163,7 @@ def inner(repository: LocalRepository) -> Counting:
 
 
 class Client:
-    """A reader's `TaskStore`, and what it should read."""
+    """A reader's `TaskStore`, and the bytes that it should read."""
 
     def __init__(
         self, inner: Counting, path: Path, view: Snapshot, chunks: dict[int, bytes]
@@ -175,7 +175,7 @@ class Client:
         return chunk_object(self.view.identity, self.view.chunk_ids[chunk])
 
     def pin(self, chunk: int) -> memoryview | None:
-        return self.store.pin(self.name(chunk), lambda: None)
+        return self.store.fast_reads.pin(self.name(chunk), lambda: None)
 
     def reader(self, memory_bytes: int, *, prefer_entries: bool = False) -> EntryReader:
         return EntryReader(self.view, self.store, memory_bytes, prefer_entries=prefer_entries)
@@ -191,7 +191,7 @@ class Client:
 
     def read(self, *chunks: int) -> None:
         """Read a part of each of these chunks, in one request, and check them."""
-        found = self.store.read_parts([(self.name(chunk), 500, 100) for chunk in chunks])
+        found = self.store.fast_reads.read_parts([(self.name(chunk), 500, 100) for chunk in chunks])
         assert list(map(bytes, found)) == [self.chunks[chunk][500:600] for chunk in chunks]
 
     def parts(self, seed: int, count: int) -> list[tuple[int, int, int]]:
@@ -207,7 +207,7 @@ class Client:
     def begin(self, seed: int, count: int = 200) -> tuple[Iterator[memoryview], list[bytes]]:
         """Begin to read random parts; and the right ones."""
         parts = self.parts(seed, count)
-        found = self.store.read_parts(
+        found = self.store.fast_reads.read_parts(
             [(self.name(chunk), start, size) for chunk, start, size in parts]
         )
         return found, [self.chunks[chunk][start : start + size] for chunk, start, size in parts]

@@ -15,11 +15,11 @@ import trio
 from diesel_fs.net.frames import GREETING_BYTES, NO_BINDING, NONCE_BYTES, parse_head
 from diesel_fs.net.tls import Certificate
 from diesel_fs.peers import wire
-from diesel_fs.peers.acceptor import Acceptor
-from diesel_fs.peers.chunk_table import ChunkTable
 from diesel_fs.peers.handshake import LocalIdentity
-from diesel_fs.peers.membership import Member, TaskName
-from diesel_fs.peers.peer import Peer
+from diesel_fs.peers.master.acceptor import Acceptor
+from diesel_fs.peers.master.peer import Peer
+from diesel_fs.peers.members.membership import Member, TaskName
+from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import ABSENT, GIVEN, Hello, Parts, Proofs
 
 SECRET = bytes(range(32))
@@ -33,7 +33,7 @@ def me(rank: int, certificate: Certificate | None = None) -> LocalIdentity:
 
 
 Part = tuple[int, int, int]
-"""Of a chunk, from a start, so many bytes."""
+"""A chunk, the start, and the number of bytes."""
 
 
 def content(chunk: int, start: int, size: int) -> bytes:
@@ -172,7 +172,7 @@ def hello(
     to: int = 1,
     is_client: bool = False,
 ) -> bytes:
-    """What a connector sends when it knows the acceptor's nonce."""
+    """The message of a connector that knows the acceptor's nonce."""
     own = os.urandom(NONCE_BYTES)
     said = Hello(mine.rank, is_client, mine.instance, to, mine.identity, mine.version, own)
     proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
@@ -226,7 +226,7 @@ class RawPeer:
         to: int = 1,
         is_client: bool = False,
     ) -> dict[str, object]:
-        """As a connector. What is answered to the hello."""
+        """Say hello as a connector; returns the answer."""
         await self.send(wire.greeting())
         await self.exactly(GREETING_BYTES)
         nonce = await self.exactly(NONCE_BYTES)
@@ -257,7 +257,7 @@ class RawPeer:
         return head, await self.exactly(head.counted), await self.exactly(head.payload_bytes)
 
 
-_OPEN: list[RawPeer] = []  # what a test has opened; it ends with the master that it is for
+_OPEN: list[RawPeer] = []  # opened by a test; each ends with its master
 
 
 async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
@@ -277,7 +277,8 @@ async def authenticated_raw(port: int, rank: int = 0, *, is_client: bool = False
 
 @asynccontextmanager
 async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> AsyncIterator[int]:
-    """A master whose connections a test answers by hand after the handshake; yields its port."""
+    """A master with connections that a test answers by hand after the handshake; yields its
+    port."""
 
     async def one(stream: trio.SocketStream) -> None:
         raw_peer = RawPeer(stream)

@@ -11,15 +11,15 @@ import sys
 from collections.abc import Sequence
 
 from diesel_fs.format.entries import Bytes
-from diesel_fs.peers.daemon import main
-from diesel_fs.peers.data_plane import Connection, DataPlane
+from diesel_fs.peers.master.daemon import main
+from diesel_fs.peers.master.data_plane import DataPlane, ServedConnection
 
 _HEAD = struct.Struct("<IBBHII")
 _send, _adopt = DataPlane._send, DataPlane._adopt
 
 
 def corrupted(payload: bytes) -> bytes:
-    """As many bytes as were asked for, but wrong ones."""
+    """As many bytes as in the answer, but wrong ones."""
     match os.environ["LIES"]:
         case "flipped":
             lie = bytearray(payload)
@@ -38,7 +38,7 @@ def lie(answer: bytes) -> bytes:
     return answer[:start] + corrupted(answer[start:])
 
 
-def send(self: DataPlane, connection: Connection, parts: Sequence[Bytes], size: int) -> None:
+def send(self: DataPlane, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
     if connection.is_local:
         _send(self, connection, parts, size)
         return
@@ -47,7 +47,7 @@ def send(self: DataPlane, connection: Connection, parts: Sequence[Bytes], size: 
     _send(self, connection, [answer], size)
 
 
-def adopt(self: DataPlane, connection: Connection) -> None:
+def adopt(self: DataPlane, connection: ServedConnection) -> None:
     """Answers at once to other nodes do not leave by `_send`. What does not leave in one piece is
     right from there on."""
     if not connection.is_local:

@@ -1,7 +1,7 @@
 """A fake master: it implements section 4 of PEERS.md with threads, over chunks that a test gives
 it.
 
-It shares no code with the real master. `Behaviour` says what it does wrong. It records what clients
+It shares no code with the real master. `Behaviour` lists its faults. It records what clients
 send, reads over their data connections (`fake_owner.py`) included.
 """
 
@@ -32,7 +32,7 @@ TASK, SECRET = bytes(range(32)), bytes(range(1, 33))
 
 @dataclass
 class Behaviour(OwnerBehaviour):
-    """What the fake master does; a test may change it at any time."""
+    """How the fake master behaves; a test may change it at any time."""
 
     pins: bool = True
     change_pinned: Callable[[int, bytearray], None] = lambda chunk, content: None
@@ -81,11 +81,11 @@ class FakeMaster(FakeServer):
         struct.pack_into("<QII", self._owners, 0, self._generation, len(self.chunks), 0)
 
     def kinds(self) -> list[int]:
-        """What was asked for, in order."""
+        """The kinds of all requests, in order."""
         return [kind for kind, _ in self.requests]
 
     def bodies(self, kind: int) -> list[bytes]:
-        """What came with requests of a kind."""
+        """The bodies of all requests of a kind."""
         return [body for each, body in self.requests if each == kind]
 
     def unpinned(self) -> list[int]:
@@ -180,7 +180,7 @@ def _answer(
 
 
 def _received(connection: socket.socket, size: int) -> tuple[bytes, list[int]]:
-    """Exactly so many bytes, and descriptors that came with them."""
+    """Exactly `size` bytes, and descriptors that came with them."""
     content, files = b"", array.array("i")
     while len(content) < size:
         piece, control, _, _ = connection.recvmsg(size - len(content), 64)

@@ -1,7 +1,7 @@
 """A fake owner of chunks: it answers requests as in section 3 of PEERS.md with threads, over chunks
 that a test gives it.
 
-It shares no code with the real data plane; `OwnerBehaviour` says what it does wrong. A `FakeOwner`
+It shares no code with the real data plane; `OwnerBehaviour` lists its faults. A `FakeOwner`
 listens on TCP, as a node's master does for the readers of other nodes; only its handshake is made
 of the messages in `wire.py`.
 """
@@ -19,7 +19,7 @@ from uuid import UUID
 
 from diesel_fs.net.frames import LENGTHS_BYTES, NO_BINDING, parse_head, parse_lengths
 from diesel_fs.peers import wire
-from diesel_fs.peers.membership import Member
+from diesel_fs.peers.members.membership import Member
 
 HEAD = struct.Struct("<IBBHII")
 RECORD = struct.Struct("<III")
@@ -29,7 +29,7 @@ GIVEN, ABSENT = 0, 1
 
 @dataclass
 class OwnerBehaviour:
-    """What the fake owner does; a test may change it at any time."""
+    """How the fake owner behaves; a test may change it at any time."""
 
     has: Callable[[int], bool] = lambda chunk: True
     change: Callable[[int, int, bytearray], None] = lambda chunk, start, content: None
@@ -45,7 +45,7 @@ def answer_reads(
     behaviour: OwnerBehaviour,
     note: Callable[[int, bytes], None],
 ) -> None:
-    """Answer requests until the connection ends; `note` is told their flags and records."""
+    """Answer requests until the connection ends; `note` gets their flags and records."""
     while True:
         number, kind, flags, _, count, _ = HEAD.unpack(received(connection, HEAD.size))
         records = received(connection, count * RECORD.size)
@@ -70,7 +70,7 @@ def answer_reads(
 
 
 def received(connection: socket.socket, size: int) -> bytes:
-    """Exactly so many bytes. Raises ConnectionError at the end of the connection."""
+    """Exactly `size` bytes. Raises ConnectionError at the end of the connection."""
     content = b""
     while len(content) < size:
         piece = connection.recv(size - len(content))
@@ -132,7 +132,7 @@ class FakeOwner(FakeServer):
 
     @property
     def member(self) -> Member:
-        """What the registry says of it."""
+        """Its registration."""
         port: int = self._listener.getsockname()[1]
         return Member(self.rank, bytes([self.rank]) * 16, f"127.0.0.1:{port}", self.version, b"")
 

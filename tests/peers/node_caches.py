@@ -23,13 +23,14 @@ from diesel_fs.cache.policy import POLICIES, EvictionPolicy
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.peers.node_cache import NodeCache
+from diesel_fs.peers.node.fetches import Fetches
+from diesel_fs.peers.node.node_cache import CacheOptions, NodeCache
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
 
 IDENTITY = UUID(int=5)
-EXTRA_BYTES = 40  # each chunk has so many more than the one before
+EXTRA_BYTES = 40  # each chunk has this many more than the one before
 
 
 @functools.cache
@@ -107,12 +108,13 @@ def make_cache(
         IDENTITY,
         source.ids,
         source.sizes,
-        memory_bytes=total_bytes(source) if memory_bytes is None else memory_bytes,
-        policy=make_policy(),
-        fetch=source.fetch,
-        disk=disk,
-        disk_policy=make_policy(),
-        costs=costs or ReadCosts(),
+        CacheOptions(
+            total_bytes(source) if memory_bytes is None else memory_bytes,
+            make_policy,
+            disk,
+            costs or ReadCosts(),
+        ),
+        source.fetch,
     )
     cache.set_owned(np.full(len(source.numbers), mine))
     return cache
@@ -138,7 +140,7 @@ async def running(cache: NodeCache) -> AsyncIterator[NodeCache]:
 
 
 async def run_inline(
-    self: NodeCache, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
+    self: Fetches, work: Callable[Given, Made], *given: Given.args, **named: Given.kwargs
 ) -> Made:
     """Replaces work in threads where time is simulated, as the clock does not know that threads
     work."""
@@ -183,22 +185,22 @@ def total_bytes(source: ChunkSource) -> int:
 
 
 def read_in_plane(cache: NodeCache, *records: tuple[int, int, int]) -> list[memoryview] | None:
-    """What the data plane gives for a request for these parts (chunk, start, bytes)."""
+    """The data plane's answer to a request for these parts (chunk, start, bytes)."""
     packed = np.array(records, "<u4").tobytes()
-    return cache.memory.table.find(memoryview(packed))[0]
+    return cache.table.find(memoryview(packed))[0]
 
 
 def in_memory(cache: NodeCache) -> set[int]:
-    return set(cache.memory.views)
+    return set(cache.ledger.views)
 
 
 def kept_numbers(cache: NodeCache) -> set[int]:
     """The chunks in memory or on the disk."""
-    return {number for number in range(len(cache._sizes)) if cache.holds(number)}
+    return {number for number in range(len(cache.ledger.sizes)) if cache.holds(number)}
 
 
 async def misses_until_loaded(cache: NodeCache, number: int, times: int, size: int = 3000) -> int:
-    """How many misses it takes until a chunk comes; 0 where it does not."""
+    """How many misses it takes until a chunk comes; 0 if it does not."""
     for misses in range(1, times + 1):
         if await cache.get(number, size, load=True) is not None:
             return misses

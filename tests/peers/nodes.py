@@ -54,7 +54,7 @@ _serial = itertools.count()
 
 @functools.cache
 def has_namespaces() -> bool:
-    """Whether nodes can be network namespaces here; logs the reason once where they cannot."""
+    """Whether nodes can be network namespaces here; logs the reason once if they cannot."""
     name = f"{_PREFIX}{os.getpid()}-try"
     try:
         _sweep()
@@ -77,7 +77,7 @@ def needs_links() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Socket:
-    """A TCP socket as `ss` shows it; `peer` is empty where it listens."""
+    """A TCP socket as `ss` shows it; `peer` is empty if it listens."""
 
     local: str
     port: int
@@ -136,7 +136,8 @@ class NodeHost:
     def run(
         self, *words: str | Path, check: bool = True, timeout_s: float = RUN_S
     ) -> "subprocess.CompletedProcess[str]":
-        """Run a program to its end. What it leaves in the background keeps none of our pipes."""
+        """Run a program to its end. Processes that it leaves in the background keep none of our
+        pipes."""
         with (
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as out,
             tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors,
@@ -225,7 +226,7 @@ class NodeHost:
     # The link
 
     def cut(self) -> None:
-        """Nothing comes in or goes out from now on; nobody is told."""
+        """Nothing comes in or goes out from now on, and no end of a connection gets a notice."""
         self._of_switch("link", "set", self._link, "down")
 
     def restore(self) -> None:
@@ -359,8 +360,8 @@ class Nodes:
         return client
 
     def connections(self) -> list[tuple[str, str, int]]:
-        """The TCP connections between nodes: who made it, to whom, to which port. An end counts
-        as the acceptor's where its port is one that its node listens on."""
+        """The TCP connections between nodes: the connector, the acceptor, the port. An end counts
+        as the acceptor's if its node listens on its port."""
         addresses = {node.address for node in self.nodes}
         made: list[tuple[str, str, int]] = []
         for node in self.nodes:
@@ -384,7 +385,7 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def command_line(pid: int) -> str:
-    """The arguments of a process; empty where it has ended."""
+    """The arguments of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:

@@ -1,4 +1,4 @@
-"""A data plane on real sockets, whose control plane is a test, and the other ends of its
+"""A data plane on real sockets with a test as its control plane, and the other ends of its
 connections."""
 
 import queue
@@ -14,8 +14,8 @@ from diesel_fs.format.entries import Bytes
 from diesel_fs.net.channel import Channel, TlsChannel
 from diesel_fs.net.tls import Certificate, client_context, make_certificate
 from diesel_fs.peers import wire
-from diesel_fs.peers.chunk_table import ChunkTable
-from diesel_fs.peers.data_plane import Connection, DataPlane
+from diesel_fs.peers.master.data_plane import DataPlane, ServedConnection
+from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import Parts
 
 from .connected_masters import SIZES, whole
@@ -27,7 +27,7 @@ KINDS = ("TCP", "Unix", "TLS")
 class Forwarded(NamedTuple):
     """A request that the data plane could not answer."""
 
-    connection: Connection
+    connection: ServedConnection
     id: int
     flags: int
     parts: Parts
@@ -51,15 +51,15 @@ class Plane:
         self.table.views.update((chunk, whole(chunk)) for chunk in range(len(SIZES)))
         self.forwarded: queue.SimpleQueue[Forwarded] = queue.SimpleQueue()
         self.data = DataPlane(self._forward, self._forward_plan)
-        self.plans: queue.SimpleQueue[tuple[Connection, int, bytes]] = queue.SimpleQueue()
+        self.plans: queue.SimpleQueue[tuple[ServedConnection, int, bytes]] = queue.SimpleQueue()
         self._ends: list[socket.socket] = []
 
     def _forward(
-        self, connection: Connection, number: int, flags: int, parts: Parts, size: int
+        self, connection: ServedConnection, number: int, flags: int, parts: Parts, size: int
     ) -> None:
         self.forwarded.put(Forwarded(connection, number, flags, parts, size))
 
-    def _forward_plan(self, connection: Connection, number: int, body: bytes) -> None:
+    def _forward_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
         self.plans.put((connection, number, body))
 
     def next_forwarded(self) -> Forwarded:
@@ -100,7 +100,7 @@ class Plane:
             handshake.join()
         self._ends.append(end)
         self.data.adopt(
-            Connection(channel, self.table, rank, is_client=is_client, is_local=is_local)
+            ServedConnection(channel, self.table, rank, is_client=is_client, is_local=is_local)
         )
         return end
 

@@ -1,14 +1,14 @@
-"""What the store must give at least to four real nodes that read in a known order, and what it
+"""The least that the store must give to four real nodes that read in a known order, and what it
 gives: for a test and for the bench.
 
     egress = PlannedEgress(task, group=10)
     for epoch in range(3):
         outcomes = egress.read(epoch)
-    egress.ratios       # of each epoch: what the store gave, by what it must give
+    egress.ratios       # for each epoch: bytes that the store gave, divided by the least
 
 The optimum is Belady's MIN at the unit of a chunk, for each node's share, over the accesses of all
 ranks, which read in step (`planned_reads.py`); in a full shuffle, where fetching chunks would read
-more than the readers want, it is all but what the nodes can hold.
+more than the readers want, it is all but the chunks that the nodes can hold.
 """
 
 import itertools
@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from diesel_fs.orders.computed import ComputedOrder
-from diesel_fs.peers.node_cache import chunk_budget_bytes
-from diesel_fs.peers.ownership import Ownership
+from diesel_fs.peers.members.ownership import Ownership
+from diesel_fs.peers.node.ledger import chunk_budget_bytes
 from diesel_fs.repository.private_copies import open_snapshot_file
 
 from .planned_reads import NODES, belady_fetches, lru_fetches
@@ -32,7 +32,7 @@ SEED = 1  # of `reader_program.py`
 
 
 class PlannedEgress:
-    """Epochs of a task whose nodes hold half of the dataset together."""
+    """Epochs of a task; its nodes hold half of the dataset together."""
 
     def __init__(
         self, task: RunningTask, *, group: int, pace_s: float, announced: str = "computed"
@@ -89,13 +89,14 @@ class PlannedEgress:
 
     @property
     def by_lru(self) -> list[float]:
-        """What the store would give in each epoch without plans, but no more than all it has."""
+        """The bytes that the store would give in each epoch without plans, at most the whole
+        dataset."""
         stored = float(self.snapshot.chunk_sizes.sum())
         return [min(each, stored) for each in self._given(lru_fetches)]
 
     @property
     def ratios(self) -> list[float]:
-        """What the store gave in each epoch, by what it must give."""
+        """The bytes that the store gave in each epoch, divided by the least."""
         return [float(got / least) for got, least in zip(self.got, self.least, strict=True)]
 
     @property

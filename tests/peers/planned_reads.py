@@ -1,9 +1,9 @@
-"""Four simulated nodes that share a cache and know what is read, and oracles for what the store
-must give at least.
+"""Four simulated nodes that share a cache and know all reads, and oracles for the least that the
+store must give.
 
 The oracles share no code with the cache. `belady_fetches` is Belady's MIN at the unit of a chunk:
-each miss fetches the whole chunk and replaces the one whose next use is farthest. It is the optimum
-of a cache that must take in what it reads.
+each miss fetches the whole chunk and replaces the one with the farthest next use. It is the optimum
+of a cache that must take in all that it reads.
 """
 
 import heapq
@@ -17,7 +17,7 @@ import trio
 
 from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.orders.future import FutureUses, UnitOrder
-from diesel_fs.peers.chunk_future import ChunkFuture
+from diesel_fs.peers.node.chunk_future import ChunkFuture
 
 from .node_caches import ChunkSource, make_cache
 
@@ -58,7 +58,7 @@ def full(epoch: int) -> Files:
 
 
 def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
-    """How many chunks MIN fetches for these accesses, in a cache with room for so many chunks,
+    """How many chunks MIN fetches for these accesses, in a cache with room for `room` chunks,
     from the access `first` on."""
     following, last = [math.inf] * len(accesses), dict[int, int]()
     for at in range(len(accesses) - 1, -1, -1):
@@ -80,7 +80,7 @@ def belady_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
 
 
 def lru_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
-    """How many chunks a cache fetches that replaces the one whose last use is longest ago."""
+    """How many chunks a cache fetches that replaces the least recently used one."""
     here: dict[int, None] = {}
     fetches = 0
     for at, chunk in enumerate(accesses):
@@ -99,8 +99,8 @@ def lru_fetches(accesses: Sequence[int], room: int, first: int = 0) -> int:
 
 @dataclass(slots=True)
 class EpochEgress:
-    """What one epoch read from the store, in chunks, by whole fetches and by single reads; and what
-    MIN reads."""
+    """The reads of one epoch from the store, in chunks, by whole fetches and by single reads; and
+    those of MIN reads."""
 
     fetched: float
     read_past: float
@@ -147,7 +147,7 @@ class PlannedTask:
             for cache in self.caches:
                 await nursery.start(cache.run)
                 if self.prefetches:
-                    nursery.start_soon(cache.prefetch_planned)
+                    nursery.start_soon(cache.fetches.prefetch_planned)
             nursery.start_soon(self._tell_positions)
             for epoch in range(epochs):
                 await self._read(epoch, min(epoch + 2, epochs))

@@ -28,7 +28,7 @@ import diesel_fs
 from diesel_fs.orders.computed import ComputedOrder
 from diesel_fs.orders.plan import Epoch
 from diesel_fs.peers import launch
-from diesel_fs.peers.plan_sender import PlanSender, StreamProgress
+from diesel_fs.peers.plan.sender import PlanSender, StreamProgress
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from tests.peers.contents import content, path
 
@@ -79,7 +79,7 @@ class PlannedReader:
         self._dataset = dataset
         task = dataset._task
         assert task is not None
-        self._sender = PlanSender(dataset.snapshot, task.tell_plan, send_s=0.1)
+        self._sender = PlanSender(dataset.snapshot, task.send_plan, send_s=0.1)
 
     def epoch(
         self, epoch: int, group: int, rank: int, world: int, batch: int, pace_s: float,

@@ -1,12 +1,12 @@
-"""Real Redis processes where the masters of tests register, and such masters."""
+"""Real Redis processes for the registrations of tests' masters, and such masters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from uuid import UUID
 
-from diesel_fs.peers.membership import Member, TaskName
-from diesel_fs.peers.redis_registry import RedisMemberStore
-from diesel_fs.peers.registry import RedisRegistry
+from diesel_fs.peers.members.membership import Member, TaskName
+from diesel_fs.peers.members.redis_registry import RedisMemberStore
+from diesel_fs.peers.members.registry import RedisRegistry
 from tests.storage.metadata.redis_servers import RedisCluster, RedisServer
 
 STORE = UUID(int=99)
@@ -28,7 +28,7 @@ class RedisPlace:
         self._opened: list[RedisMemberStore] = []
 
     def open(self, ttl_s: float = 6.0, deadline_s: float = 2.0) -> RedisMemberStore:
-        """Registrations that last so long."""
+        """Registrations that last `ttl_s`."""
         found = RedisMemberStore.open(self.url, store=STORE, ttl_s=ttl_s, deadline_s=deadline_s)
         self._opened.append(found)
         return found

@@ -38,16 +38,17 @@ DATASET = "images"
 TASK = "training"
 CHUNK_BYTES = 64 << 10
 OWN_BYTES = 1 << 20
-"""Of a reader alone: no dataset is to fit it, or a second epoch would ask nobody."""
+"""The memory of a reader alone: no dataset is to fit it, or a second epoch would make no
+request."""
 
 ANSWER_S = 90.0
 PUT_S = 300.0
 SECRET = "a secret of these tests alone, and long enough"  # noqa: S105  # of these tests alone
-_STATS = struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0)  # what a client sends, of PEERS.md section 4
+_STATS = struct.pack("<BBHIII", 6, 0, 0, 0, 0, 0)  # a client's request, of PEERS.md section 4
 _CHUNK = re.compile(r"/chunks/")
 
 
-WAIT_MAX_S = 90.0  # whatever comes about does so far earlier, on a busy machine too
+WAIT_MAX_S = 90.0  # every awaited event comes much earlier, on a busy machine too
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Reader:
         self._tell(opened)
 
     def ready(self) -> Self:
-        """Wait until it has opened what it reads."""
+        """Wait until it has opened its dataset."""
         assert self._answer() == {"ready": True}
         return self
 
@@ -148,7 +149,7 @@ class RunningTask:
         source: Path | None = None,
         chunk_bytes: int = CHUNK_BYTES,
     ) -> None:
-        """The files of `source` are put where there is one."""
+        """The files of `source` are put if there is one."""
         self.nodes = nodes
         self.files = files
         self.name = TASK
@@ -157,7 +158,7 @@ class RunningTask:
         self.options: dict[str, str] = {}  # of `dlcmd mount`, for each node
         self._names = itertools.count(1)
         self.bytes = 0
-        self.stored_bytes = 0  # what the chunks are together
+        self.stored_bytes = 0  # of all chunks together
         self._source, self._chunk_bytes = source, chunk_bytes
         self._stack = contextlib.ExitStack()
         self._readers: list[Reader] = []
@@ -209,7 +210,7 @@ class RunningTask:
         self.world, self.options, self.part = len(self.nodes), {}, 0.0
         self.s3.delay_s = 0.0
 
-    # Who reads
+    # Readers
 
     def mount(self, rank: int, *options: str) -> Path:
         """The dataset on a node, mounted as a user does it."""
@@ -249,20 +250,20 @@ class RunningTask:
         }
         return {name: text for name, text in given.items() if text}
 
-    # What came of it
+    # Results
 
     def masters(self, rank: int) -> list[int]:
         """The processes that are masters on a node."""
         return self.nodes[rank].matching("diesel_fs.peers")
 
     def socket(self, rank: int) -> Path:
-        """Where the master of a node listens to its clients."""
+        """The socket at which the master of a node serves its clients."""
         runtime = Path(self.nodes[rank].environment["XDG_RUNTIME_DIR"])
         until(lambda: [*runtime.rglob("socket")], "a master's socket")
         return next(runtime.rglob("socket"))
 
     def stats(self, rank: int) -> dict[str, object]:
-        """What a master says of itself, to whoever connects to it, once it has come up."""
+        """The statistics of a master, once it has come up."""
         found: list[dict[str, object]] = []
 
         def answers() -> bool:
@@ -305,7 +306,7 @@ class RunningTask:
         return Counter(each.key for each in self._chunk_reads())
 
     def egress_bytes(self) -> int:
-        """What the store gave of chunks."""
+        """The bytes of chunks that the store gave."""
         return sum(self._size(each.key, each.headers.get("range")) for each in self._chunk_reads())
 
     def _chunk_reads(self) -> list[RecordedRequest]:

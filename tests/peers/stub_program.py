@@ -11,7 +11,7 @@ import sys
 import time
 
 from diesel_fs.peers.launch import socket_path
-from diesel_fs.peers.options import TaskRequest
+from diesel_fs.peers.members.options import TaskRequest
 
 
 def main() -> None:

@@ -17,9 +17,8 @@ from diesel_fs.errors import ConflictError, DieselError, MetadataError, NoSuchDa
 from diesel_fs.net.client import ServerLink
 from diesel_fs.net.messages import Fields, Message
 from diesel_fs.net.tls import load_certificate
-from diesel_fs.peers import registry as registry_module
-from diesel_fs.peers.client import master_request
-from diesel_fs.peers.membership import (
+from diesel_fs.peers.members import registry as registry_module
+from diesel_fs.peers.members.membership import (
     Member,
     MemberRecord,
     Membership,
@@ -29,16 +28,17 @@ from diesel_fs.peers.membership import (
     parse_join_reply,
     secret_from_key,
 )
-from diesel_fs.peers.options import TaskOptions
-from diesel_fs.peers.registry import Registry, open_registry
+from diesel_fs.peers.members.options import TaskOptions
+from diesel_fs.peers.members.registry import Registry, open_registry
+from diesel_fs.peers.reader.store import master_request
 from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
-from diesel_server.directory import DatasetRef
-from diesel_server.requests import Reply, Request
-from diesel_server.task_handlers import TaskHandlers
+from diesel_server.requests.directory import DatasetRef
+from diesel_server.requests.dispatcher import Reply, Request
+from diesel_server.requests.tasks import TaskHandlers
 from tests.rows import each_row
 from tests.server.certificates import Authority
 from tests.server.fake_server import ThreadedServer as StandIn
@@ -95,7 +95,7 @@ def nothing_left(two: ServerWithRedis) -> Iterator[None]:
 
 @contextmanager
 def registered(registries: Sequence[Registry]) -> Iterator[Membership]:
-    """A master by each of these, while the `with` lasts; what the last one is told."""
+    """A master by each of these, while the `with` lasts; the last one's answer."""
     yield [each.renew(master(rank)) for rank, each in enumerate(registries)][-1]
     for rank, each in enumerate(registries):
         each.leave(master(rank))
@@ -273,7 +273,7 @@ def test_S1_a_secret_is_sent_over_private_links_only(url: str, may: bool) -> Non
     assert registry_module._is_private_link(parse_url(url)) is may
 
 
-# Who is told the secret
+# Who may learn the secret
 
 
 def asked(
@@ -349,7 +349,7 @@ def test_a_connection_says_whether_it_is_secured(
             assert server.link().call({"do": "way"}).message["secured"] is secured
 
 
-# What is wrong
+# Faults
 
 
 @each_row(
@@ -388,7 +388,7 @@ def test_a_client_cannot_choose_how_long_a_registration_lasts(two: ServerWithRed
         repository.ask_task("leave", task.identity, message, 10)
 
 
-def test_without_redis_a_server_says_what_to_do(tmp_path: Path) -> None:
+def test_without_redis_a_server_names_the_options_that_help(tmp_path: Path) -> None:
     with LocalRepository.open(tmp_path.as_uri(), create=True) as repository:
         message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
         for do in ("join", "leave"):

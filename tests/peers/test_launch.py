@@ -29,7 +29,7 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.peers import client, launch
+from diesel_fs.peers import launch
 from diesel_fs.peers.launch import (
     is_alive,
     join,
@@ -38,9 +38,10 @@ from diesel_fs.peers.launch import (
     restart_killed,
     socket_path,
 )
-from diesel_fs.peers.local import LocalServer, LocalSocket
-from diesel_fs.peers.membership import TaskName
-from diesel_fs.peers.options import TaskOptions, TaskRequest, read_key_file
+from diesel_fs.peers.master.local import LocalServer, LocalSocket
+from diesel_fs.peers.members.membership import TaskName
+from diesel_fs.peers.members.options import TaskOptions, TaskRequest, read_key_file
+from diesel_fs.peers.reader import store as client
 from tests.rows import each_row
 
 from ..server.program import is_running, until
@@ -129,7 +130,7 @@ def test_a_master_is_started_once_and_then_found_until_it_dies(node: Node) -> No
 
 def test_many_processes_that_come_at_once_start_one(node: Node) -> None:
     code = (
-        "import sys; from diesel_fs.peers.options import TaskRequest;"
+        "import sys; from diesel_fs.peers.members.options import TaskRequest;"
         "from diesel_fs.peers.launch import join; from tests.peers.test_launch import STUB;"
         "print(join(TaskRequest.from_json(sys.argv[1].encode()), program=STUB))"
     )

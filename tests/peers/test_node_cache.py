@@ -1,5 +1,5 @@
 """`NodeCache`: each chunk is fetched once, is checked before it is kept, and fits the budget. Also
-chunks that clients have pinned, and what stays when the version of the dataset changes."""
+chunks that clients have pinned, and chunks that stay when the version of the dataset changes."""
 
 import mmap
 import os
@@ -15,9 +15,9 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.cache.policy import POLICIES, EvictionPolicy, LeastRecentlyUsed
 from diesel_fs.errors import ObjectStoreError
-from diesel_fs.peers import node_cache, node_memory, sealed_memory
-from diesel_fs.peers.node_cache import NodeCache
-from diesel_fs.peers.sealed_memory import (
+from diesel_fs.peers.node import fetches, ledger, sealed_memory
+from diesel_fs.peers.node.node_cache import NodeCache
+from diesel_fs.peers.node.sealed_memory import (
     WritableMemory,
     raise_descriptor_limit,
     sealed_memories_max,
@@ -41,17 +41,17 @@ from .node_caches import memory_is_released as memory_is_released
 EVERY = pytest.mark.parametrize("policy", [*POLICIES])
 
 
-# What comes
+# Chunks that come
 
 
 @EVERY
 async def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> None:
     source = ChunkSource(range(4))
     async with running(make_cache(source, total_bytes(source), policy=policy)) as cache:
-        assert cache.memory.find(1) is None
+        assert cache.find(1) is None
         assert await cache.get(1, 100, load=False) is None
         view = await cache.get(1, 100, load=True)
-        assert raw(view) == raw(cache.memory.find(1)) == source.contents[1]
+        assert raw(view) == raw(cache.find(1)) == source.contents[1]
         assert view is not None
         assert view.readonly
         pieces = await cache.read(1, [(3, 5), (0, 1)], load=False)
@@ -84,7 +84,7 @@ async def test_F10_one_fetch_however_many_wait_and_eight_of_all(simulated_time: 
                 nursery.start_soon(ask, asked)
         assert trio.current_time() - begun_s < 4.5
     assert set(source.fetches.values()) == {1}
-    assert source.most == node_cache.FETCHES
+    assert source.most == fetches.FETCHES
 
 
 async def test_a_cancelled_caller_does_not_cancel_the_fetch(simulated_time: MockClock) -> None:
@@ -140,10 +140,10 @@ async def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
         kept.append(room[:10])
 
     cache = make_cache(source)
-    cache._fetch = fetch
+    cache.fetches._fetch = fetch
     async with running(cache):
         assert await cache.get(0, 10, load=True) is None
-        assert cache.memory.find(0) is None
+        assert cache.find(0) is None
     kept.clear()
     assert "its buffer is still in use" in caplog.text
 
@@ -210,7 +210,7 @@ async def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None
         cache.set_owned(np.array([True, True, True, False, False, False]))
         assert await misses_until_loaded(cache, 0, 1) == 1
         assert await misses_until_loaded(cache, 5, 1) == 1
-        assert cache.memory.pin(1, 5) is not None
+        assert cache.pin(1, 5) is not None
         assert await misses_until_loaded(cache, 3, 3) == 0
         assert await misses_until_loaded(cache, 1, 1) == 1
         assert await misses_until_loaded(cache, 2, 1) == 1
@@ -243,7 +243,7 @@ async def test_a_chunk_that_has_no_room_or_is_not_admitted_is_not_fetched(
         assert in_memory(cache) == set(source.fetches) == here
 
 
-# By itself
+# Fetching ahead
 
 
 async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
@@ -255,7 +255,7 @@ async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
         running(make_cache(source, total(source, 7, 8, 9), mine=False)) as cache,
         trio.open_nursery() as nursery,
     ):
-        nursery.start_soon(cache.prefetch_owned, np.arange(10)[::-1])
+        nursery.start_soon(cache.fetches.prefetch_owned, np.arange(10)[::-1])
         await trio.sleep(10)
         assert cache.stats()["fetches"] == 0
         mine = np.ones(10, np.bool_)
@@ -263,7 +263,7 @@ async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
         cache.set_owned(mine)
         await trio.sleep(1.5)
         assert in_memory(cache) == {9, 7}
-        assert source.most == node_cache.FILL_FETCHES
+        assert source.most == fetches.FILL_FETCHES
         await trio.sleep(100)
         assert in_memory(cache) == {9, 7, 6}
         assert cache.stats()["share_held_chunks"] == 3
@@ -288,14 +288,14 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
 
     async def none_begins() -> None:
         await trio.sleep(0.9)
-        assert source.fetches.total() == node_cache.FILL_FETCHES + node_cache.FETCHES
+        assert source.fetches.total() == fetches.FILL_FETCHES + fetches.FETCHES
 
     async with running(make_cache(source)) as cache, trio.open_nursery() as nursery:
-        nursery.start_soon(cache.prefetch_owned, np.arange(40))
+        nursery.start_soon(cache.fetches.prefetch_owned, np.arange(40))
         await trio.sleep(0.5)
         began_s = trio.current_time()
         async with trio.open_nursery() as asking:
-            for number in range(20, 20 + node_cache.FETCHES):
+            for number in range(20, 20 + fetches.FETCHES):
                 asking.start_soon(ask, cache, number)
             asking.start_soon(none_begins)
         assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
@@ -308,7 +308,7 @@ async def test_prefetch_owned_retries_with_growing_pauses(simulated_time: MockCl
     source = ChunkSource(range(3))
     source.fails = True
     async with running(make_cache(source)) as cache, trio.open_nursery() as nursery:
-        nursery.start_soon(cache.prefetch_owned, np.arange(3))
+        nursery.start_soon(cache.fetches.prefetch_owned, np.arange(3))
         await trio.sleep(600)
         assert 3 * 10 < cache.stats()["fill_failures"] < 3 * 20
         source.fails = False
@@ -317,7 +317,7 @@ async def test_prefetch_owned_retries_with_growing_pauses(simulated_time: MockCl
         nursery.cancel_scope.cancel()
 
 
-# What the machine does not give
+# A machine without memory or descriptors
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), MemoryError()])
@@ -336,7 +336,7 @@ async def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
         for number in (0, 1, 5):
             assert await cache.get(number, 10, load=True) is not None
         with monkeypatch.context() as patch:
-            patch.setattr(node_cache, "WritableMemory", refuse)
+            patch.setattr(fetches, "WritableMemory", refuse)
             assert await cache.get(2, 10, load=True) is None
             assert cache.stats()["memory_budget_bytes"] == total(source, 0, 1, 5)
             for _ in range(30):
@@ -344,7 +344,7 @@ async def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
                 assert await cache.get(3, 3000, load=True) is None
         assert cache.stats()["allocation_failures"] == 2, "it is not asked again and again"
         assert 5 in in_memory(cache), "and what is here does not all go for nothing"
-        await trio.sleep(node_memory.BUDGET_RETRY_S)
+        await trio.sleep(ledger.BUDGET_RETRY_S)
         for number in (0, 1, 2, 3, 4, 5):
             assert await cache.get(number, 10, load=True) is not None
     assert len([each for each in caplog.records if "this node keeps" in each.message]) == 1
@@ -389,7 +389,7 @@ async def test_F14_J9_the_cache_leaves_descriptors_and_none_is_no_error_of_a_rea
             resource.setrlimit(resource.RLIMIT_NOFILE, (top, hard))
             assert await cache.get(1, 10, load=True) is None
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            assert raw(cache.memory.find(0)) == source.contents[0]
+            assert raw(cache.find(0)) == source.contents[0]
         caplog.clear()
         resource.setrlimit(resource.RLIMIT_NOFILE, (128, hard))
         assert sealed_memories_max() == 32
@@ -397,7 +397,7 @@ async def test_F14_J9_the_cache_leaves_descriptors_and_none_is_no_error_of_a_rea
             for number in range(100):
                 await cache.get(number, 10, load=True)
             assert len(in_memory(cache)) == sealed_memories_max()
-            assert cache.memory.find(0) is not None, "nothing has to go for what has not paid"
+            assert cache.find(0) is not None, "nothing has to go for what has not paid"
             os.close(os.open("/dev/null", os.O_RDONLY))
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
@@ -417,11 +417,11 @@ async def test_a_reported_chunk_is_checked_again() -> None:
         await cache.get(0, 10, load=True)
         await cache.recheck(0)
         await cache.recheck(1)
-        assert cache.memory.find(0) is not None
-        found = cache.memory._memories[0]
+        assert cache.find(0) is not None
+        found = cache.ledger.memories[0]
         found.view = memoryview(bytes(len(source.contents[0])))
         await cache.recheck(0)
-        assert cache.memory.find(0) is None
+        assert cache.find(0) is None
 
 
 # Pins
@@ -430,9 +430,9 @@ async def test_a_reported_chunk_is_checked_again() -> None:
 async def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:
     source = ChunkSource(range(3))
     async with running(make_cache(source)) as cache:
-        assert cache.memory.pin(7, 0) is None
+        assert cache.pin(7, 0) is None
         await cache.get(0, 10, load=True)
-        file = cache.memory.pin(7, 0)
+        file = cache.pin(7, 0)
         assert file is not None
         taken = os.dup(file)
         for attempt in (
@@ -444,11 +444,11 @@ async def test_pinned_memory_is_sealed_and_outlives_its_chunk() -> None:
             with pytest.raises(PermissionError):
                 attempt()
         mapped = mmap.mmap(taken, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ)
-        view = cache.memory.find(0)
+        view = cache.find(0)
         cache.switch_version([], np.zeros(0, np.uint64))
         assert cache.stats()["memory_used_bytes"] == total(source, 0)
         assert view == memoryview(mapped) == source.contents[0]
-        cache.memory.unpin(7, [0, 0, 5])
+        cache.unpin(7, [0, 0, 5])
         assert cache.stats()["memory_used_bytes"] == 0
         mapped.close()
         os.close(taken)
@@ -461,25 +461,25 @@ async def test_a_pinned_chunk_takes_its_room_until_it_is_unpinned() -> None:
     async with running(make_cache(source, total(source, 3, 3, 3))) as cache:
         for number in (0, 1, 2):
             await cache.get(number, 10, load=True)
-            assert cache.memory.pin(1, number) is cache.memory.pin(1, number) is not None
-            assert cache.memory.pin(2, number) is not None
+            assert cache.pin(1, number) is cache.pin(1, number) is not None
+            assert cache.pin(2, number) is not None
         read_in_plane(cache, *[(2, 0, 4000)] * 50)
-        assert cache.memory.revoked(1) == []
+        assert cache.revoked(1) == []
         assert await misses_until_loaded(cache, 3, 20) == 0
-        wanted = cache.memory.revoked(1)
-        assert wanted == cache.memory.revoked(2) == [0, 1, 2]
-        assert cache.memory.find(0) is not None, "it serves until then"
-        assert cache.memory.pin(1, 0) is None
-        cache.memory.unpin(1, wanted)
+        wanted = cache.revoked(1)
+        assert wanted == cache.revoked(2) == [0, 1, 2]
+        assert cache.find(0) is not None, "it serves until then"
+        assert cache.pin(1, 0) is None
+        cache.unpin(1, wanted)
         assert await misses_until_loaded(cache, 3, 1) == 0
-        cache.memory.unpin(2, [1])
+        cache.unpin(2, [1])
         assert cache.stats()["pinned_bytes"] == total(source, 0, 2)
         assert await misses_until_loaded(cache, 3, 1) == 1
         assert in_memory(cache) == {0, 2, 3}
-        cache.memory.unpin_all(2)
-        cache.memory.unpin_all(2)
+        cache.unpin(2, None)
+        cache.unpin(2, None)
         assert cache.stats()["pinned_bytes"] == 0
-        assert cache.memory.pin(2, 0) is not None
+        assert cache.pin(2, 0) is not None
 
 
 # Another version
@@ -504,6 +504,6 @@ async def test_a_fetch_in_flight_arrives_under_its_new_number(simulated_time: Mo
             nursery.start_soon(ask, 0)
         assert sorted(map(len, filter(None, got))) == sorted(map(len, [old[0], old[2], old[2]]))
         assert in_memory(cache) == {0}
-        assert raw(cache.memory.find(0)) == old[2]
+        assert raw(cache.find(0)) == old[2]
         assert cache.stats()["memory_used_bytes"] == len(old[2])
     assert source.fetches == {0: 1, 2: 1}

@@ -115,7 +115,7 @@ def test_nothing_is_left_of_nodes(tmp_path: Path) -> None:
     assert not any(Path("/run/netns", name).exists() for name in names)
 
 
-def test_the_next_run_removes_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_the_next_run_removes_the_remains_of_a_killed_one(tmp_path: Path) -> None:
     needs_links()
     code = (
         "import os, signal, sys, pathlib\n"

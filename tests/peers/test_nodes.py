@@ -65,7 +65,7 @@ def all_right(outcomes: list[Outcome]) -> bool:
     return True
 
 
-# What it is for
+# Shared reads
 
 
 @pytest.mark.parametrize("part", [0, 1.4], ids=["everywhere", "shares"])
@@ -92,7 +92,7 @@ def test_each_process_makes_one_connection_to_each_other_node_at_most(task: Runn
     assert max(made.values()) <= 3 + 1  # readers of a node, and its master
 
 
-def test_where_readers_may_not_connect_to_other_nodes_their_master_asks_for_them(
+def test_if_readers_may_not_connect_to_other_nodes_their_master_asks_for_them(
     task: RunningTask,
 ) -> None:
     """`--peers-through-master`, for processes and mounts: only masters make connections."""
@@ -155,7 +155,7 @@ def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(task: RunningTask)
     # Its share is taken over: what others read is cached again.
     task.gathered([0, 1, 2])
     until(lambda: reads_nothing(task, readers[:3]), "all being cached again", WAIT_MAX_S)
-    # It comes back, and is used again; others have what it had.
+    # It comes back, and is used again; others have its chunks.
     task.forget()
     back = task.reader(3).ready()
     task.gathered()
@@ -185,7 +185,7 @@ def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) 
     finally:
         kill(hung, signal.SIGCONT)
     assert all_right(outcomes)
-    # Who waited each time would have asked it in each of an epoch's batches.
+    # A reader that waited each time would have asked it in each of an epoch's batches.
     assert 0 < max(late) < FILES / 16 / 4
     task.gathered()
     until(lambda: asked_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
@@ -198,7 +198,7 @@ def client_figures(reader: Reader) -> dict[str, int]:
 
 
 def link_to(reader: Reader, rank: int) -> dict[str, object]:
-    """What a reader counts of its link to a node's master."""
+    """A reader's counters of its link to a node's master."""
     client = cast("dict[str, dict[str, dict[str, object]]]", reader.stats()["client"])
     return client["links"].get(str(rank), {"bytes": 0})
 
@@ -269,7 +269,7 @@ def test_F3_a_slow_link_costs_only_time_outs(task: RunningTask) -> None:
     assert max(each.s for each in outcomes) < share_s
 
 
-# Nodes that are not what they should be
+# Nodes that lie or are strangers
 
 
 @pytest.mark.parametrize("lie", ["flipped", "zeros", "another"])
@@ -279,12 +279,14 @@ def test_F5_a_lying_peer_is_found_out_and_not_asked_any_more(task: RunningTask, 
     for reader in (liar, *readers):
         reader.ready()
     task.gathered()
-    assert is_right(liar.epoch(1), FILES)  # it holds what it owns, and is honest to its own
+    assert is_right(
+        liar.epoch(1), FILES
+    )  # it holds the chunks that it owns, and is honest to its own
     outcomes = epochs(readers)
     assert all_right(outcomes)
     assert sum(task.damaged(rank) for rank in range(3)) >= 3
     assert "quarantined" in [link_to(reader, 3)["state"] for reader in readers]
-    # What it gave whole to others, they have looked at, too.
+    # The others have checked the chunks that it gave them whole, too.
     assert all_right(epochs(readers))
 
 
@@ -294,9 +296,14 @@ def test_F6_another_secret_and_another_task_are_refused(task: RunningTask, tmp_p
     task.options = {"peers": peers, "listen": ""}
     keys = ["the same key of two of the nodes", "the same key of two of the nodes", "another key "]
     readers = [task.reader(rank, task_key=keys[rank] * 2).ready() for rank in range(3)]
-    task.gathered([0, 1])  # who is not connected yet reads the store
+    task.gathered([0, 1])  # a node reads the store until it is connected to the others
     assert all_right(epochs(readers))
-    assert task.figure(0, "peers", "1", "parts") > 0
+    until(
+        lambda: all_right(epochs(readers)) and given_bytes(readers[0], 1) > 0,
+        "node 0 reading from node 1",
+        WAIT_MAX_S,
+    )
+    assert given_bytes(readers[0], 2) == given_bytes(readers[2], 0) == 0
     assert task.figure(0, "peers", "2", "parts") == 0
     peers_of_0 = cast("dict[str, dict[str, object]]", task.stats(0)["peers"])
     assert peers_of_0["2"]["state"] in ("open", "half open")
@@ -347,7 +354,7 @@ def test_F8_nodes_with_different_peers_lists_read_right_bytes(task: RunningTask)
     assert all_right(epochs(readers))
 
 
-# Open ports, and what a task leaves behind
+# Open ports, and leftovers of a task
 
 
 def test_mounts_and_processes_share_a_master_and_a_task_leaves_nothing(task: RunningTask) -> None:

@@ -1,4 +1,4 @@
-"""A task whose nodes use DIESEL servers only: each node another server, over the same stores."""
+"""A task with nodes that use DIESEL servers only: each another server, over the same stores."""
 
 import sys
 import urllib.request
@@ -113,7 +113,7 @@ def test_nodes_of_two_servers_are_one_task_and_read_the_store_once(served: Serve
     outcomes = [reader.outcome() for reader in readers]
     assert all(is_right(each, FILES) for each in outcomes), outcomes
     assert served.sent_bytes() - before <= 1.05 * (served.bytes + (64 << 10))
-    # Where nothing is said, masters listen at the address by which they reach the server.
+    # Without an option, masters listen at the address by which they reach the server.
     for node in served.nodes:
         assert [each.local for each in node.sockets(listening=True)] == [node.address]
     made = served.nodes.connections()

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.peers.master import RENEW_S
-from diesel_fs.peers.membership import TTL_S
-from diesel_fs.peers.ownership import CAPACITY, Ownership
+from diesel_fs.peers.master.master import RENEW_S
+from diesel_fs.peers.members.membership import TTL_S
+from diesel_fs.peers.members.ownership import CAPACITY, Ownership
 from tests.rows import each_row
 
 MIB = 1 << 20
@@ -61,7 +61,7 @@ def test_about_one_in_n_moves_when_a_node_leaves(world: int, count: int, lost: i
     takers = np.bincount(after[before != after])
     assert takers.max() < 12 * max(count / world**2, 1), "its chunks go to many, not to one"
     living[lost] = True
-    assert np.array_equal(ownership.owners(living), before)  # it has what it had
+    assert np.array_equal(ownership.owners(living), before)  # it owns the same chunks as before
 
 
 def test_a_dead_nodes_share_is_taken_over_within_ten_seconds() -> None:
@@ -108,7 +108,7 @@ def test_owners_depend_on_ids_and_not_on_their_order() -> None:
 def test_every_process_computes_the_same_owners() -> None:
     code = (
         "import numpy as np\n"
-        "from diesel_fs.peers.ownership import Ownership\n"
+        "from diesel_fs.peers.members.ownership import Ownership\n"
         "ids = [i.to_bytes(16, 'big') for i in range(20)]\n"
         "o = Ownership(ids, np.full(20, 4 << 20, np.uint64), 5)\n"
         "print(o.owners(np.array([1, 1, 0, 1, 1], np.bool_)).tolist())\n"

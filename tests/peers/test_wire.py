@@ -12,8 +12,8 @@ import pytest
 
 from diesel_fs.errors import CorruptError, DieselError, ForeignError, UsageError
 from diesel_fs.net.frames import frame
-from diesel_fs.peers import wire
-from diesel_fs.peers.membership import ANY_INSTANCE, Member
+from diesel_fs.peers import local_wire, wire
+from diesel_fs.peers.members.membership import ANY_INSTANCE, Member
 from diesel_fs.peers.wire import Hello, Proofs
 from tests.rows import each_row
 
@@ -156,38 +156,38 @@ def test_F5_answers_that_do_not_fit_the_request_are_refused() -> None:
 
 
 def test_local_requests_round_trip() -> None:
-    said = wire.local_request(wire.LOCAL_HELLO, body=wire.local_hello(UUID(int=3), 9))
-    head = wire.parse_local_request(said[:16])
-    assert head == (wire.LOCAL_HELLO, 0, 0, len(said) - 16)
-    assert wire.parse_local_hello(said[16:]) == (UUID(int=3), 9)
-    said = wire.local_request(wire.LOCAL_UNPIN, 2, wire.chunks_body([1, 2]))
-    assert wire.parse_local_request(said[:16]).counted == 2
-    assert wire.parse_chunks(said[16:], 3) == [1, 2]
-    damaged = wire.DamagedPart(0, 1, 2, 9)
-    assert wire.parse_damaged(wire.damaged_body(damaged), SIZES) == damaged
-    assert wire.parse_switch_version(wire.switch_version_body(5)) == 5
-    assert wire.parse_local_welcome(wire.local_welcome(4, 9)) == (4, 9)
+    said = local_wire.request(local_wire.HELLO, body=local_wire.hello(UUID(int=3), 9))
+    head = local_wire.parse_request(said[:16])
+    assert head == (local_wire.HELLO, 0, 0, len(said) - 16)
+    assert local_wire.parse_hello(said[16:]) == (UUID(int=3), 9)
+    said = local_wire.request(local_wire.UNPIN, 2, local_wire.chunks_body([1, 2]))
+    assert local_wire.parse_request(said[:16]).counted == 2
+    assert local_wire.parse_chunks(said[16:], 3) == [1, 2]
+    damaged = local_wire.DamagedPart(0, 1, 2, 9)
+    assert local_wire.parse_damaged(local_wire.damaged_body(damaged), SIZES) == damaged
+    assert local_wire.parse_switch_version(local_wire.switch_version_body(5)) == 5
+    assert local_wire.parse_welcome(local_wire.welcome(4, 9)) == (4, 9)
 
 
 def test_pins_round_trip() -> None:
-    said = wire.local_request(wire.LOCAL_PIN, 1, wire.chunks_body([7]), wire.LOAD)
-    assert wire.parse_local_request(said[:16]) == (wire.LOCAL_PIN, wire.LOAD, 1, 4)
-    assert wire.parse_chunks(said[16:], 8) == [7]
+    said = local_wire.request(local_wire.PIN, 1, local_wire.chunks_body([7]), wire.LOAD)
+    assert local_wire.parse_request(said[:16]) == (local_wire.PIN, wire.LOAD, 1, 4)
+    assert local_wire.parse_chunks(said[16:], 8) == [7]
     for is_pinned in (False, True):
-        assert wire.parse_pinned(wire.pinned_body(is_pinned=is_pinned)) is is_pinned
+        assert local_wire.parse_pinned(local_wire.pinned_body(is_pinned=is_pinned)) is is_pinned
 
 
-VIEW = wire.TaskView(
+VIEW = local_wire.TaskView(
     3, b"t" * 32, b"s" * 32, True,
     (Member(0, b"a" * 16, "node0:700", 5, b"c" * 32), Member(9, ANY_INSTANCE, "[::1]:9", 5, b"")),
 )  # fmt: skip
 
 
 def test_members_round_trip() -> None:
-    assert wire.parse_members(wire.members_body(VIEW)) == VIEW
+    assert local_wire.parse_members(local_wire.members_body(VIEW)) == VIEW
     assert "s" * 8 not in repr(VIEW)
     many = replace(VIEW, members=tuple(replace(VIEW.members[0], rank=i) for i in range(3000)))
-    assert wire.parse_members(wire.members_body(many)) == many
+    assert local_wire.parse_members(local_wire.members_body(many)) == many
 
 
 @each_row(
@@ -196,9 +196,9 @@ def test_members_round_trip() -> None:
      {"members": 3}, {"members": [{}]}, {"members": [b"x"]}, {"x": 1}],
 )  # fmt: skip
 def test_bad_members_are_refused(change: dict[str, object]) -> None:
-    message = msgpack.unpackb(wire.members_body(VIEW))
+    message = msgpack.unpackb(local_wire.members_body(VIEW))
     with pytest.raises((UsageError, CorruptError)):
-        wire.parse_members(msgpack.packb({**message, **change}))
+        local_wire.parse_members(msgpack.packb({**message, **change}))
 
 
 @each_row(
@@ -211,23 +211,23 @@ def test_bad_members_are_refused(change: dict[str, object]) -> None:
 )  # fmt: skip
 def test_bad_local_requests_are_refused(head: tuple[int, ...]) -> None:
     with pytest.raises(CorruptError):
-        wire.parse_local_request(struct.pack("<BBHIII", *head))
+        local_wire.parse_request(struct.pack("<BBHIII", *head))
 
 
 @pytest.mark.parametrize("wanted", [[], [3, 1, 4]])
 def test_local_answers_round_trip_with_revoked_chunks(wanted: list[int]) -> None:
-    said = wire.local_answer(wire.LOCAL_PIN, 1, wire.pinned_body(is_pinned=True), wanted)
-    head = wire.parse_local_answer(said[:16], wire.LOCAL_PIN, 1)
-    body, back = wire.split_revoked(head, said[16:])
+    said = local_wire.answer(local_wire.PIN, 1, local_wire.pinned_body(is_pinned=True), wanted)
+    head = local_wire.parse_answer(said[:16], local_wire.PIN, 1)
+    body, back = local_wire.split_revoked(head, said[16:])
     assert (head.body_bytes, back) == (len(said) - 16, wanted)
-    assert wire.parse_pinned(bytes(body))
-    said = wire.local_answer(wire.LOCAL_MEMBERS, 0, wire.members_body(VIEW), wanted)
-    head = wire.parse_local_answer(said[:16], wire.LOCAL_MEMBERS, 0)
-    assert wire.parse_members(wire.split_revoked(head, said[16:])[0]) == VIEW
-    said = wire.local_refusal(wire.LOCAL_PIN, "no\x1b way", revoked=wanted)
-    head = wire.parse_local_answer(said[:16], wire.LOCAL_PIN, 1)
-    assert head.status == wire.LOCAL_REFUSED
-    assert wire.parse_refusal(wire.split_revoked(head, said[16:])[0]) == "no\\x1b way"
+    assert local_wire.parse_pinned(bytes(body))
+    said = local_wire.answer(local_wire.MEMBERS, 0, local_wire.members_body(VIEW), wanted)
+    head = local_wire.parse_answer(said[:16], local_wire.MEMBERS, 0)
+    assert local_wire.parse_members(local_wire.split_revoked(head, said[16:])[0]) == VIEW
+    said = local_wire.refusal(local_wire.PIN, "no\x1b way", revoked=wanted)
+    head = local_wire.parse_answer(said[:16], local_wire.PIN, 1)
+    assert head.status == local_wire.REFUSED
+    assert local_wire.parse_refusal(local_wire.split_revoked(head, said[16:])[0]) == "no\\x1b way"
 
 
 @each_row(
@@ -240,12 +240,12 @@ def test_local_answers_round_trip_with_revoked_chunks(wanted: list[int]) -> None
 )  # fmt: skip
 def test_bad_local_answers_are_refused(kind: int, head: tuple[int, ...]) -> None:
     with pytest.raises(CorruptError):
-        wire.parse_local_answer(struct.pack("<BBHIII", *head), kind, 1)
+        local_wire.parse_answer(struct.pack("<BBHIII", *head), kind, 1)
 
 
 def test_a_client_of_another_version_is_told() -> None:
     with pytest.raises(UsageError, match="run the same"):
-        wire.parse_local_hello(struct.pack("<HH16sQ", 1, 0, bytes(16), 1))
+        local_wire.parse_hello(struct.pack("<HH16sQ", 1, 0, bytes(16), 1))
 
 
 def test_any_bytes_give_a_body_or_an_error() -> None:
@@ -253,10 +253,14 @@ def test_any_bytes_give_a_body_or_an_error() -> None:
     for _ in range(3000):
         body = chance.randbytes(chance.choice([0, 1, 2, 4, 8, 14, 28, 30]))
         for parse in (
-            *(wire.parse_local_hello, wire.parse_local_welcome, wire.parse_pinned),
-            *(wire.parse_members, wire.parse_switch_version),
-            lambda body: wire.parse_chunks(body, 4),
-            lambda body: wire.parse_damaged(body, SIZES),
+            *(
+                local_wire.parse_hello,
+                local_wire.parse_welcome,
+                local_wire.parse_pinned,
+            ),
+            *(local_wire.parse_members, local_wire.parse_switch_version),
+            lambda body: local_wire.parse_chunks(body, 4),
+            lambda body: local_wire.parse_damaged(body, SIZES),
         ):
             with suppress(DieselError):
                 parse(body)

@@ -61,7 +61,7 @@ class Node:
         return found
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """What the master says, to nobody who reads."""
+        """The master's statistics, without being a reader."""
         return cast("dict[str, dict[str, int]]", stats_at(self.socket))
 
     def master(self) -> int:
@@ -98,7 +98,7 @@ def check(dataset: Dataset, seed: int) -> None:
     assert dataset.get(paths[0]) == FILES[paths[0]]
 
 
-def test_workers_of_a_node_share_what_was_fetched_once(node: Node) -> None:
+def test_workers_of_a_node_share_chunks_that_were_fetched_once(node: Node) -> None:
     """Forked processes, as a DataLoader's, and one that was started separately."""
     with node.join() as dataset:
         check(dataset, 0)
@@ -212,7 +212,7 @@ def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
 
 
 class Cached:
-    """A node whose tasks have a cache folder, and memory for all chunks."""
+    """A node with a cache folder for its tasks, and memory for all chunks."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
@@ -233,7 +233,7 @@ class Cached:
 
     @contextmanager
     def ending(self) -> Iterator[int]:
-        """A master that was asked to end, and cannot write what it has, as each chunk waits for
+        """A master that was asked to end, and cannot write its chunks, as each waits for
         some seconds: its process."""
         with self.join() as dataset:
             check(dataset, 0)
@@ -244,7 +244,7 @@ class Cached:
                 yield master
 
     def is_over(self, pid: int) -> None:
-        """Ask a master to end, and wait until it has brought to the disk what it had."""
+        """Ask a master to end, and wait until it has written its chunks to the disk."""
         self.ends(pid)
         until(lambda: not is_running(pid), "its end")
 
@@ -303,8 +303,8 @@ def test_a_new_master_does_not_wait_for_one_that_flushes(node: Node) -> None:
 def test_J4_a_restarted_master_keeps_the_cache_of_the_previous_one(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By default the cache may take half of the free disk: what it holds already counts as free.
-    At last the disk is read-only."""
+    """By default the cache may take half of the free disk: chunks that it holds already count as
+    free. At last the disk is read-only."""
     kept: list[set[Path]] = []
     with small_disk(node.folder / "cache", "size=7m,mode=700") as point:
         cached = Cached(node)
@@ -378,7 +378,7 @@ def test_a_writer_switches_the_version_and_common_chunks_stay(node: Node) -> Non
 def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where it reads nothing for a while."""
+    """Even if it reads nothing for a while."""
     with diesel_fs.connect("ds", node.url, task="training") as dataset:
         check(dataset, 0)  # mapped: there is memory for that
         with node.connect() as writer:

@@ -33,7 +33,6 @@ SIZES = {object_name("a"): 70_000, object_name("b"): 3_000_001}
 
 
 def content(name: str) -> bytes:
-    """The bytes of an object."""
     return (name.encode() * (SIZES[name] // len(name) + 1))[: SIZES[name]]
 
 

@@ -1,4 +1,4 @@
-"""A virtual machine whose power can be cut: user-mode Linux on an ext4 image, killed by SIGKILL.
+"""A virtual machine with a power switch: user-mode Linux on an ext4 image, killed by SIGKILL.
 
 The root file system of the guest is this host's own, read-only, so the tests run this tree in this
 environment. The guest's disk is a file: bytes that the guest has written to it survive the kill,
@@ -55,7 +55,7 @@ class Unsuitable(Exception):
 
 
 class Machine:
-    """A running guest. `said` are the lines that it has reported so far, without the "@"."""
+    """A running guest. `said` has the lines that it has reported until now, without the "@"."""
 
     def __init__(
         self, tools: "Tools", folder: Path, disks: Mapping[str, Path], script: str
@@ -95,7 +95,8 @@ class Machine:
 
     def reports(self) -> Iterator[str]:
         """The lines that the guest reports, as they come, until "end". Raises AssertionError if a
-        command in the guest failed, no line comes for too long, or the guest has ended."""
+        command in the guest failed, no line comes for a long time, or the guest has ended.
+        """
         line = ""
         while line != "@end":
             line = self._line()
@@ -115,7 +116,7 @@ class Machine:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(_DEADLINE_S)
-            os.set_blocking(self._console.fileno(), False)  # all there will ever be is there
+            os.set_blocking(self._console.fileno(), False)  # no more output will come
             rest = self._rest + (self._console.read() or b"")
             lines = rest.decode("utf-8", "replace").split("\n")
             self._rest = b""
@@ -143,7 +144,7 @@ class Machine:
 
     def _told(self, what: str) -> str:
         more = ""
-        if self._selector.select(0.5):  # what explains it comes after it
+        if self._selector.select(0.5):  # its explanation comes after it
             more = os.read(self._console.fileno(), 1 << 16).decode("utf-8", "replace")
         return "\n".join([what, *self.said[-5:], *self.noise[-20:], more])
 
@@ -169,7 +170,6 @@ class Tools:
                 raise Unsuitable(f"linux.uml does not run here: {error}") from error
 
     def new_disk(self, path: Path) -> Path:
-        """A new disk with an empty file system."""
         subprocess.run(["cp", "--sparse=always", self._empty, path], check=True)
         return path
 
@@ -193,7 +193,7 @@ class Tools:
 def after_reboot(disk: Path, folder: Path) -> Iterator[Path]:
     """Copy the files of a disk into `folder`, after its journal is replayed as at the next boot."""
     _run("e2fsck", "-fy", disk, accepted=(0, 1))
-    _run("e2fsck", "-fn", disk)  # the file system itself is sound, so what is wrong is ours
+    _run("e2fsck", "-fn", disk)  # the file system itself is sound, so any fault is ours
     folder.mkdir()
     try:
         _run("debugfs", "-R", f"rdump / {folder}", disk)

@@ -1,6 +1,6 @@
 """FAULTS A with power cuts: acknowledged work is on the disk, other work is there whole or absent.
 
-The real programs run under a kernel of their own, which writes to its disk only what they sync, and
+The real programs run under a kernel of their own, which writes only synced bytes to its disk, and
 which is killed. Control tests run the same with syncs that do nothing, and must lose something.
 POWERCUT_ROUNDS=N in the environment makes N times as many cuts.
 """
@@ -45,7 +45,7 @@ HERE = f"cd {shlex.quote(str(TOP))}\nexport PYTHONPATH={shlex.quote(f'{TOP}:{TOP
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory: pytest.TempPathFactory) -> Tools:
-    compile_program()  # the guest cannot keep what it compiles
+    compile_program()  # the guest cannot keep compiled modules
     try:
         return Tools(tmp_path_factory.mktemp("tools"))
     except Unsuitable as why:
@@ -89,7 +89,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def done(said: list[str]) -> int:
-    """How many steps of the story have been acknowledged."""
+    """The number of acknowledged steps of the story."""
     return max([int(line.split()[1]) for line in said if line.startswith("did ")], default=0)
 
 
@@ -113,8 +113,8 @@ def check(root: Path, story: Story, acknowledged: int, *, between: bool) -> None
 
 def check_dataset(repository: LocalRepository, old: Facts, new: Facts, *, exactly: bool) -> None:
     if exactly:
-        assert dataset_state(repository) == old  # before any writer puts something right
-    repository.begin("ds")  # what was cut off before it had a marker gets one
+        assert dataset_state(repository) == old  # before any writer repairs something
+    repository.begin("ds")  # a repository that was cut off before it had a marker gets one
     assert repository.verify("ds").problems == []
     showing = dataset_state(repository)
     if exactly:
@@ -131,7 +131,7 @@ def check_dataset(repository: LocalRepository, old: Facts, new: Facts, *, exactl
 
 
 def steps(machine: Machine, answers: Path) -> Iterator[tuple[int, str]]:
-    """Each step of the guest's programs; they are stopped until the next one is asked for."""
+    """Each step of the guest's programs; they are stopped until the next one is requested."""
     for report in machine.reports():
         if report.startswith("step "):
             _, number, call = report.split()
@@ -171,7 +171,7 @@ def test_A4_A7_power_cut_at_every_step_and_right_after_the_acknowledgement(
 
 
 @pytest.mark.parametrize("seed", range(2 * ROUNDS))
-def test_A1_to_A11_power_cut_at_any_time(
+def test_A1_to_A11_a_power_cut_at_any_time_loses_no_acknowledged_step(
     tools: Tools, story: Story, tmp_path: Path, seed: int
 ) -> None:
     disk = tools.new_disk(tmp_path / "disk")
@@ -215,8 +215,8 @@ def test_A4_without_sync_of_files_they_are_empty_under_their_names(
         assert any(not path.stat().st_size for path in chunks)
 
 
-# The stores by themselves, where no later sync of another covers a missing one: each case on a disk
-# of its own, all of one machine, which has room for 16. "" skips no sync.
+# The stores by themselves, so that no later sync of another covers a missing one: each case on a
+# disk of its own, all of one machine, which has room for 16. "" skips no sync.
 
 SKIPS = ("", "files", "folders")
 OBJECT_CASES = [(what, skip) for what in ("put", "delete", "replace") for skip in SKIPS]
@@ -227,7 +227,7 @@ Disks = dict[tuple[str, str], Path]
 
 @pytest.fixture(scope="module")
 def disks(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Disks:
-    """By case, its disk after a power cut that follows the acknowledgement."""
+    """The disk of each case after a power cut that follows the acknowledgement."""
     folder = tmp_path_factory.mktemp("stores")
     cases = OBJECT_CASES + SAVE_CASES + COMMIT_CASES
     found = {chr(ord("a") + n): tools.new_disk(folder / f"disk{n}") for n in range(len(cases))}
@@ -246,8 +246,10 @@ def disks(tools: Tools, tmp_path_factory: pytest.TempPathFactory) -> Disks:
 
 
 @each_row(("what", "skip"), OBJECT_CASES)
-def test_A4_objects(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
-    """They are as it was acknowledged, unless a sync was left out."""
+def test_A4_acknowledged_objects_survive_unless_a_sync_is_left_out(
+    disks: Disks, tmp_path: Path, what: str, skip: str
+) -> None:
+    """They are as acknowledged, unless a sync was left out."""
     wanted = {name: guest_driver.content(name) for name in guest_driver.SIZES}
     if what == "delete":
         del wanted[guest_driver.object_name("a")]
@@ -256,12 +258,14 @@ def test_A4_objects(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
     found: dict[str, bytes] = {}
     with after_reboot(disks[what, skip], tmp_path / "after") as root, suppress(DieselError):
         store = FolderStore.open(root)
-        found = {name: bytes(store.get(name)) for name in store.names("datasets/")}
+        found = {name: bytes(store.get(name)) for name in store.housekeeping.names("datasets/")}
     assert (found == wanted) == (not skip)
 
 
 @each_row(("what", "skip"), SAVE_CASES)
-def test_A12_saved_snapshot(disks: Disks, tmp_path: Path, what: str, skip: str) -> None:
+def test_A12_a_saved_snapshot_survives_unless_a_sync_is_left_out(
+    disks: Disks, tmp_path: Path, what: str, skip: str
+) -> None:
     with after_reboot(disks[what, skip], tmp_path / "after") as root:
         try:
             name = Snapshot(memoryview((root / "saved").read_bytes()), verify=True).dataset
@@ -271,7 +275,9 @@ def test_A12_saved_snapshot(disks: Disks, tmp_path: Path, what: str, skip: str) 
 
 
 @each_row(("mode", "skip"), COMMIT_CASES)
-def test_A7_commits(disks: Disks, tmp_path: Path, mode: str, skip: str) -> None:
+def test_A7_every_acknowledged_commit_survives(
+    disks: Disks, tmp_path: Path, mode: str, skip: str
+) -> None:
     """Every commit is kept, even the last: an unlink ends a rollback journal."""
     with after_reboot(disks[mode, skip], tmp_path / "after") as root:
         (root / LEASE_NAME).unlink(missing_ok=True)

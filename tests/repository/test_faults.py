@@ -19,7 +19,7 @@ from diesel_fs.ingest import FolderSource, PutOptions
 from diesel_fs.repository.expected_chunks import LostChunks
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.private_copies import boot_id
-from diesel_fs.storage.metadata.store import Batch, ReadCommitted
+from diesel_fs.storage.metadata.store import CommitBatch, ReadCommitted
 
 from ..datasets import content, dataset_state, forget_private_copies
 from ..storage.objects.faulty_store import Fault
@@ -155,7 +155,7 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
     def rebuild(
         name: str,
         identity: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted,
         newer_than: int,
     ) -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from diesel_fs.format.chunk import ExtentInfo, Header
+from diesel_fs.format.chunk import ChunkHeader, ExtentInfo
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.chunk_id import id_fields, stamp
 from diesel_fs.format.entries import ChunkId, Kind
@@ -49,7 +49,11 @@ class Sealed:
     """A durable chunk."""
 
     def __init__(
-        self, session: LocalWriteSession, chunk: ChunkId, parts: Sequence[bytes], header: Header
+        self,
+        session: LocalWriteSession,
+        chunk: ChunkId,
+        parts: Sequence[bytes],
+        header: ChunkHeader,
     ) -> None:
         self.session, self.id, self.parts, self.header = session, chunk, parts, header
 

@@ -28,7 +28,7 @@ class DatasetModel(RuleBasedStateMachine):
     def open(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="diesel-model-"))
         self.url = (self.folder / "store").as_uri()
-        self.small = mock.patch("diesel_fs.client.dataset.CHUNK_BYTES_DEFAULT", 65536)
+        self.small = mock.patch("diesel_fs.client.pending_puts.CHUNK_BYTES_DEFAULT", 65536)
         self.small.start()
         self.dataset: Dataset = connect("ds", self.url, create=True)
         self.model: dict[str, bytes] = {}

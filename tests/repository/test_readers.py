@@ -30,7 +30,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import batch_of
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
-from diesel_fs.storage.metadata.store import Batch, MetadataStore
+from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore
 
 from ..client.test_client import in_child
 from ..datasets import dataset_state
@@ -368,7 +368,7 @@ def test_C7_an_orphan_for_which_there_is_no_room_keeps_nobody_from_making_some(
         put_folder(filled, source)
     monkeypatch.setattr("diesel_fs.repository.expected_chunks.PUT_WINDOW_S", -9)
 
-    def commit_tombstones(identity: UUID, *batches: Batch) -> int:
+    def commit_tombstones(identity: UUID, *batches: CommitBatch) -> int:
         return (commit if all(batch.makes_room for batch in batches) else full)(identity, *batches)
 
     monkeypatch.setattr(filled.meta, "commit", commit_tombstones)

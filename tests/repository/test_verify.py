@@ -12,7 +12,7 @@ from uuid import UUID
 import pytest
 from xxhash import xxh3_64_intdigest
 
-from diesel_fs.format.chunk import Header
+from diesel_fs.format.chunk import ChunkHeader
 from diesel_fs.format.chunk_id import IdFields, chunk_id_text
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.object_names import chunk_object
@@ -21,7 +21,7 @@ from diesel_fs.repository.expected_chunks import HEADERS_AHEAD
 from diesel_fs.repository.interface import Findings
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.metadata.sqlite.runs import split_runs
-from diesel_fs.storage.metadata.store import Batch, ReadCommitted
+from diesel_fs.storage.metadata.store import CommitBatch, ReadCommitted
 from tests.rows import each_row
 
 from ..datasets import dataset_state
@@ -203,7 +203,7 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
     lock, under_way, most = threading.Lock(), 0, 0
     read_header, orders = filled.read_header, list[list[ChunkId]]()
 
-    def slowly(of: UUID, chunk: ChunkId) -> Header:
+    def slowly(of: UUID, chunk: ChunkId) -> ChunkHeader:
         nonlocal under_way, most
         with lock:
             under_way += 1
@@ -219,7 +219,7 @@ def test_headers_are_read_ahead_and_folded_in_their_order(
     def noted(
         name: str,
         of: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted,
         newer_than: int,
     ) -> int:
@@ -245,7 +245,7 @@ def test_an_error_while_headers_are_read_ahead_ends_all_of_it(
 ) -> None:
     before = filled.meta.head("ds")
 
-    def interrupted(_: UUID, chunk: ChunkId) -> Header:
+    def interrupted(_: UUID, chunk: ChunkId) -> ChunkHeader:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

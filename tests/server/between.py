@@ -1,4 +1,4 @@
-"""Somebody between clients and a server, who passes all on and keeps it."""
+"""A proxy between clients and a server: it passes all bytes on, and keeps a copy."""
 
 import select
 import socket

@@ -1,6 +1,6 @@
 """A link to handlers in this process: requests and answers go through msgpack, but no socket.
 
-For what a handler does; not for what connections do. Its loop is a thread of its own.
+For tests of handlers, not of connections. Its loop is a thread of its own.
 """
 
 import threading
@@ -16,7 +16,7 @@ from diesel_fs.format.entries import Bytes
 from diesel_fs.net.client import Answer, RpcClient
 from diesel_fs.net.messages import Message, error_message, parse_error, unpack
 from diesel_fs.storage.accounts.account import Account
-from diesel_server.requests import Handler, Reply, Request
+from diesel_server.requests.dispatcher import Handler, Reply, Request
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ tests.server.fake_server` is `diesel-server` with workers (`--worker`) that serv
     sleep     answers after `seconds`; `blocking_sleep` keeps a thread for that time
     count     `n` answers
     give      a payload of `bytes`
-    bug       raises what is no DieselError
+    bug       raises an error that is no DieselError
     fail      raises the error `kind` with `message`
 """
 
@@ -33,14 +33,14 @@ from diesel_fs.net.tls import Certificate
 from diesel_fs.storage.accounts.account import Account
 from diesel_fs.urls import HostPort, parse_url
 from diesel_server import main as server_main
-from diesel_server import supervisor
-from diesel_server.connection import ConnectionContext
+from diesel_server.connections.connection import ConnectionContext
+from diesel_server.connections.listener import Listener, most_connections
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.listener import Listener, most_connections
-from diesel_server.requests import Dispatcher, Handler, HandlerThreads, Reply, Request
-from diesel_server.wiring import Wiring
-from diesel_server.worker import run_worker
-from diesel_server.worker_config import WorkerConfig
+from diesel_server.process import supervisor
+from diesel_server.process.wiring import Wiring
+from diesel_server.process.worker import run_worker
+from diesel_server.process.worker_config import WorkerConfig
+from diesel_server.requests.dispatcher import Dispatcher, Handler, HandlerThreads, Reply, Request
 
 STORE = UUID(int=7)
 SEED = bytes(range(32))

@@ -19,7 +19,7 @@ from diesel_fs.remote.values import parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.urls import parse_url
-from diesel_server.request_table import RequestTable
+from diesel_server.requests.table import RequestTable
 
 from .direct_link import DirectLink, Loop
 
@@ -47,12 +47,12 @@ class InProcessServer:
         return DirectLink(self.loop, self.handlers, account, self.store.objects.store_id)
 
     def with_role(self, role: Role, *names: str) -> RemoteRepository:
-        """A user who has this role for some datasets."""
+        """A user with this role for some datasets."""
         return self.client(Account("somebody", KEY, grants=dict.fromkeys(names, role)))
 
     @property
     def identity(self) -> UUID:
-        """Of the dataset `ds`."""
+        """That of the dataset `ds`."""
         return self.store.dataset("ds").identity
 
     def chunks(self, name: str = "ds") -> list[ChunkId]:

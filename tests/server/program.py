@@ -104,7 +104,7 @@ class Server:
 
     @property
     def metrics_port(self) -> int:
-        """Where it said that its metrics are, which it may do after it is ready."""
+        """The address of its metrics, which it may print after it is ready."""
         at = re.compile(r"metrics at http://\S*:(\d+)/")
         until(lambda: at.search(self.log), "where its metrics are")
         found = at.search(self.log)
@@ -160,7 +160,7 @@ class Server:
 
 
 def resident_bytes(pid: int) -> int:
-    """What a process holds in memory that is its own."""
+    """The private memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10

@@ -17,7 +17,7 @@ from .program import Server, new_repository
 
 
 class ServerWithRedis:
-    """A server over a folder and a Redis, and who logs in."""
+    """A server over a folder and a Redis, and its users."""
 
     def __init__(self, folder: Path, *users: Account | str, workers: int = 2) -> None:
         self.folder = folder
@@ -43,7 +43,7 @@ class ServerWithRedis:
 
     @property
     def url(self) -> str:
-        """Of all servers."""
+        """For all servers."""
         return "diesel://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
 
     def open(self, name: str = "root") -> RemoteRepository:

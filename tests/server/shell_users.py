@@ -22,7 +22,7 @@ def program_environment(more: Mapping[str, str] | None = None) -> dict[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class User:
+class ShellUser:
     """Somebody with a shell; without a name, one with direct access."""
 
     url: str
@@ -63,9 +63,9 @@ class User:
         return CommandResult(done.returncode, done.stdout, done.stderr.decode())
 
 
-def user_with(credentials: Credentials, url: str, folder: Path) -> User:
+def user_with(credentials: Credentials, url: str, folder: Path) -> ShellUser:
     """A user with a key, which lies in a folder from now on."""
     key_file = folder / f"{credentials.user}.key"
     key_file.touch(mode=0o600)
     key_file.write_text(credentials.key_text + "\n")
-    return User(url, credentials.user, key_file)
+    return ShellUser(url, credentials.user, key_file)

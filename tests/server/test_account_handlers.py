@@ -31,9 +31,9 @@ from diesel_fs.storage.accounts.account import (
     with_accounts,
     without_account,
 )
-from diesel_server.account_handlers import account_handlers
-from diesel_server.authentication import TableAuthenticator
-from diesel_server.requests import Handler, Reply, Request
+from diesel_server.accounts.authentication import TableAuthenticator
+from diesel_server.accounts.handlers import account_handlers
+from diesel_server.requests.dispatcher import Handler, Reply, Request
 from tests.rows import each_row
 from tests.tiers import fast_first
 
@@ -46,7 +46,7 @@ EVE = account("eve")
 PUBLIC = account("new").public_key
 
 
-class Served:
+class ServedAccounts:
     """Accounts, and the handlers of a server over them."""
 
     def __init__(self, *accounts: Account) -> None:
@@ -62,12 +62,12 @@ class Served:
 
 
 @pytest.fixture
-def served() -> Served:
-    return Served(ANN, BOB, EVE)
+def served() -> ServedAccounts:
+    return ServedAccounts(ANN, BOB, EVE)
 
 
 @pytest.fixture
-def table(served: Served) -> MemoryTable:
+def table(served: ServedAccounts) -> MemoryTable:
     return served.table
 
 
@@ -96,7 +96,7 @@ class Handled:
 
 
 @pytest.fixture(params=fast_first(["direct", "server"]))
-def administration(request: pytest.FixtureRequest, served: Served) -> Administration:
+def administration(request: pytest.FixtureRequest, served: ServedAccounts) -> Administration:
     """As an administrator: the same by both ways."""
     if request.param == "direct":
         return DirectAdministration(served.table)
@@ -193,7 +193,7 @@ REQUESTS: Mapping[str, tuple[Message, bytes]] = {
     ],
 )
 def test_each_request_needs_its_role(asker: Account, allowed: set[str], do: str) -> None:
-    served = Served(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
+    served = ServedAccounts(*{each.name: each for each in (ANN, BOB, EVE, asker)}.values())
     before, calls = served.table.accounts, served.link(asker)
     message, payload = REQUESTS[do]
     if do in allowed:
@@ -205,7 +205,9 @@ def test_each_request_needs_its_role(asker: Account, allowed: set[str], do: str)
     assert served.table.accounts is before
 
 
-def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(served: Served) -> None:
+def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
+    served: ServedAccounts,
+) -> None:
     bob = served.remote(BOB)
     bob.grant("pets", "eve", Role.ADMIN)
     for dataset, user, error in (
@@ -232,7 +234,7 @@ def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(served: S
 )
 def test_a_role_that_was_taken_away_cannot_be_used(left: Account | None, do: str) -> None:
     """Though this server still thinks otherwise: what counts is the table, in the same step."""
-    served = Served(ANN, BOB, EVE)
+    served = ServedAccounts(ANN, BOB, EVE)
     table, login = served.table, served.login
     table.accounts = without_account(table.accounts, "ann")
     if left is not None:
@@ -246,7 +248,7 @@ def test_a_role_that_was_taken_away_cannot_be_used(left: Account | None, do: str
     assert table.accounts is before
 
 
-def test_accounts_cannot_be_changed_while_they_cannot_be_read(served: Served) -> None:
+def test_accounts_cannot_be_changed_while_they_cannot_be_read(served: ServedAccounts) -> None:
     served.table.fault = MetadataError("down")
     ann = served.remote(ANN)
     for work in (
@@ -261,7 +263,7 @@ def test_accounts_cannot_be_changed_while_they_cannot_be_read(served: Served) ->
 # The last administrator
 
 
-def test_through_a_server_alone_the_last_administrator_stays(served: Served) -> None:
+def test_through_a_server_alone_the_last_administrator_stays(served: ServedAccounts) -> None:
     ann = served.remote(ANN)
     before = served.table.accounts
     without, demoted = {"bob": BOB}, {"ann": Account("ann", ANN.public_key)}
@@ -279,7 +281,7 @@ def test_through_a_server_alone_the_last_administrator_stays(served: Served) -> 
     assert not any(each.admin for each in served.table.accounts.values())
 
 
-# What a client may send
+# Fields that a client may send
 
 
 @each_row(
@@ -300,14 +302,16 @@ def test_through_a_server_alone_the_last_administrator_stays(served: Served) -> 
         {"do": "grant", "dataset": b"pets", "user": "eve", "role": "read"},
     ],
 )
-def test_malformed_requests_change_nothing(served: Served, message: dict[str, object]) -> None:
+def test_malformed_requests_change_nothing(
+    served: ServedAccounts, message: dict[str, object]
+) -> None:
     before = served.table.accounts
     with pytest.raises(UsageError):
         served.link(ANN).call(cast(dict[str, Value], message))
     assert served.table.accounts is before
 
 
-def test_changes_take_effect_on_this_server_at_once(served: Served) -> None:
+def test_changes_take_effect_on_this_server_at_once(served: ServedAccounts) -> None:
     served.remote(ANN).grant("pets", "eve", Role.READ)
     assert served.login.current(EVE).role("pets") is Role.READ
     served.remote(ANN).remove("eve")
@@ -315,7 +319,7 @@ def test_changes_take_effect_on_this_server_at_once(served: Served) -> None:
         served.login.current(EVE)
 
 
-def test_every_documented_request_has_a_handler_and_a_test(served: Served) -> None:
+def test_every_documented_request_has_a_handler_and_a_test(served: ServedAccounts) -> None:
     """`test_requests.py` tests those about datasets, this module those about accounts."""
     page = (Path(wire.__file__).parent / "WIRE.md").read_text(encoding="utf-8")
     table = page.partition("| `do` | role |")[2].partition("\n\n")[0]

@@ -1,4 +1,4 @@
-"""Accounts with real programs and a real Redis: roles, users who are removed, a total loss."""
+"""Accounts with real programs and a real Redis: roles, removed users, a total loss."""
 
 import json
 import re
@@ -22,13 +22,13 @@ from tests.trees import facts, odd_tree, write
 from tests.waiting import wait_until
 
 from .program import Server, new_repository, until
-from .shell_users import User, program_environment, user_with
+from .shell_users import ShellUser, program_environment, user_with
 
 README = Path(__file__).resolve().parents[2] / "deploy" / "README.md"
 IN_README = "file:///data?meta=redis://localhost"
 
 
-class Site:
+class AccountsSite:
     """A repository over a folder and a Redis, a server, its administrator and two users: ann may
     read `pets` and change `cars`; eve may do nothing."""
 
@@ -49,7 +49,7 @@ class Site:
         )
         self._gets = 0
 
-    def got(self, user: User, name: str) -> object:
+    def got(self, user: ShellUser, name: str) -> object:
         """All that a user reads of a dataset."""
         self._gets += 1
         copy = self.folder / f"copy{self._gets}"
@@ -59,7 +59,7 @@ class Site:
         return found
 
     def seen(self) -> dict[str, object]:
-        """What is to be seen through the server."""
+        """The state that is visible through the server."""
         found: dict[str, object] = {
             "users": self.root("user", "ls", "--json").objects,
             "export": self.root("user", "export").out,
@@ -80,17 +80,17 @@ def redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, redis: RedisServer) -> Iterator[Site]:
-    site = Site(tmp_path, redis, redis.url)
+def site(tmp_path: Path, redis: RedisServer) -> Iterator[AccountsSite]:
+    site = AccountsSite(tmp_path, redis, redis.url)
     yield site
     site.server.close()
 
 
-def test_accounts_through_a_server(site: Site) -> None:
+def test_accounts_through_a_server(site: AccountsSite) -> None:
     """Made, granted, listed and removed as by direct access; only a public key travels."""
     assert site.root("user", "ls").out == b"ann   cars:write pets:read\neve\nroot  admin\n"
-    assert User(site.direct_url)("user", "ls").out == site.root("user", "ls").out
-    assert site.root("user", "export").out == User(site.direct_url)("user", "export").out
+    assert ShellUser(site.direct_url)("user", "ls").out == site.root("user", "ls").out
+    assert site.root("user", "export").out == ShellUser(site.direct_url)("user", "export").out
     assert "already" in site.root("user", "add", "ann", code=12).err
     assert "no administrator" in site.root("user", "rm", "root", code=12).err
     for words in (["user", "ls"], ["user", "add", "bo"], ["grant", "pets", "eve", "read"]):
@@ -100,14 +100,14 @@ def test_accounts_through_a_server(site: Site) -> None:
     site.root("user", "import", "-", stdin=text)
     assert site.root("user", "export").out == text
     assert "line 2" in site.root("user", "import", "-", stdin=text[:30] + b"\n", code=15).err
-    # Who administers a dataset grants on that one
+    # The administrator of a dataset grants roles on that one
     site.root("grant", "pets", "ann", "admin")
     site.ann("grant", "pets", "eve", "read")
     assert site.eve("ls").out == b"pets\n"
     assert "cars" in site.ann("grant", "cars", "eve", "read", code=12).err
 
 
-def test_du_says_the_same_through_a_server(site: Site, tmp_path: Path) -> None:
+def test_du_says_the_same_through_a_server(site: AccountsSite, tmp_path: Path) -> None:
     """What can be given back, too, though a reader knows nothing of chunks."""
     source = write(tmp_path / "more", {"large": bytes(range(256)) * 400})
     for content in (b"1", b"2" * 3):
@@ -115,15 +115,18 @@ def test_du_says_the_same_through_a_server(site: Site, tmp_path: Path) -> None:
         site.ann("put", source, "cars")
     site.ann("rm", "cars/plain.txt")
     for words in (["du"], ["du", "--json"], ["du", "--json", "pets"], ["du", "cars/large"]):
-        assert site.ann(*words).out == User(site.direct_url)(*words).out
+        assert site.ann(*words).out == ShellUser(site.direct_url)(*words).out
     counted = site.ann("du", "--json", "cars").objects[0]
     assert int(str(counted["reclaimable_bytes"])) > 300
     site.root("purge", "--grace", "0", "cars")
-    assert site.ann("du", "--json", "cars").out == User(site.direct_url)("du", "--json", "cars").out
+    assert (
+        site.ann("du", "--json", "cars").out
+        == ShellUser(site.direct_url)("du", "--json", "cars").out
+    )
 
 
 def test_a_user_does_not_see_datasets_that_it_may_not_read(
-    site: Site, tmp_path: Path, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
+    site: AccountsSite, tmp_path: Path, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S10. Neither in a listing nor in an answer: a dataset that is not there looks the same."""
     assert site.ann("ls").out == b"cars\npets\n"
@@ -157,10 +160,10 @@ def test_a_user_does_not_see_datasets_that_it_may_not_read(
     assert site.got(site.root, "pets") == facts(site.folder / "pets")
 
 
-def test_a_removed_user_or_an_old_key_loses_access(site: Site) -> None:
+def test_a_removed_user_or_an_old_key_loses_access(site: AccountsSite) -> None:
     """On a connection that is open, within seconds; and the next login at once."""
     assert site.ann.key_file is not None
-    old = User(site.server.url, "ann", site.folder / "old.key")
+    old = ShellUser(site.server.url, "ann", site.folder / "old.key")
     site.ann.key_file.rename(site.folder / "old.key")
     ann = Credentials("ann", parse_key((site.folder / "old.key").read_text()))
     with open_repository(site.server.url, ann) as repository:
@@ -174,11 +177,11 @@ def test_a_removed_user_or_an_old_key_loses_access(site: Site) -> None:
     assert "no such user, or another key" in site.ann("ls", code=12).err
 
 
-def test_unknown_users_and_wrong_keys_get_the_same_error(site: Site) -> None:
-    """S1. And the log says which it was, who and from where, and nothing of a key."""
+def test_unknown_users_and_wrong_keys_get_the_same_error(site: AccountsSite) -> None:
+    """S1. And the log has the reason, the user and the address, and no part of a key."""
     assert site.ann.key_file is not None
-    unknown = User(site.server.url, "nobody", site.ann.key_file)("ls", code=12).err
-    wrong = User(site.server.url, "root", site.ann.key_file)("ls", code=12).err
+    unknown = ShellUser(site.server.url, "nobody", site.ann.key_file)("ls", code=12).err
+    wrong = ShellUser(site.server.url, "root", site.ann.key_file)("ls", code=12).err
     assert unknown == wrong
     for words in (
         r"refused user=nobody from=127\.0\.0\.1:\d+ do=login .*there is no such user",
@@ -190,12 +193,12 @@ def test_unknown_users_and_wrong_keys_get_the_same_error(site: Site) -> None:
 def test_a_server_without_redis_has_accounts_too(tmp_path: Path) -> None:
     """In a file beside the chunks, which several workers read."""
     store = (tmp_path / "store").as_uri()
-    User(store)("user", "add", "root", "--admin", "--key-out", tmp_path / "root.key")
+    ShellUser(store)("user", "add", "root", "--admin", "--key-out", tmp_path / "root.key")
     with Server(tmp_path / "server", "--store", store, workers=2) as server:
-        root = User(server.url, "root", tmp_path / "root.key")
+        root = ShellUser(server.url, "root", tmp_path / "root.key")
         root("put", write(tmp_path / "src", {"a": b"1"}), "pets")
         root("user", "add", "ann", "--key-out", tmp_path / "ann.key")
-        ann = User(server.url, "ann", tmp_path / "ann.key")
+        ann = ShellUser(server.url, "ann", tmp_path / "ann.key")
         assert ann("ls").out == b""
         root("grant", "pets", "ann", "read")
         assert ann("cat", "pets/a").out == b"1"
@@ -211,7 +214,7 @@ def commands_in(section: str) -> str:
 
 
 @pytest.mark.deep
-def test_C3_after_the_total_loss_of_redis(site: Site, tmp_path: Path) -> None:
+def test_C3_after_the_total_loss_of_redis(site: AccountsSite, tmp_path: Path) -> None:
     """The README's commands, as they stand there, bring everything back: same users, same keys,
     same roles, same files; the server and its log see it through."""
     before = site.seen()
@@ -245,17 +248,17 @@ def test_C3_after_the_total_loss_of_redis(site: Site, tmp_path: Path) -> None:
         site.root("verify", name)
 
 
-def test_C3_recovering_makes_no_accounts(site: Site) -> None:
+def test_C3_recovering_makes_no_accounts(site: AccountsSite) -> None:
     with site.redis.client() as client:
         client.flushall()
-    direct = User(site.direct_url)
+    direct = ShellUser(site.direct_url)
     direct("recover", "pets")
     assert direct("user", "ls").out == b""
     assert json.loads(direct("user", "export").out) == {"diesel-accounts": 1}
     site.root("ls", code=12)
 
 
-def test_C1_users_stay_logged_in_while_redis_restarts(site: Site) -> None:
+def test_C1_users_stay_logged_in_while_redis_restarts(site: AccountsSite) -> None:
     site.redis.kill()
     said = site.ann.run("ls")
     assert said.code in (0, 14), said

@@ -1,4 +1,5 @@
-"""Logins: which are accepted, what a refusal reveals, how long a copy of the accounts is used."""
+"""Logins: which are accepted, how little a refusal reveals, how long a copy of the accounts is
+used."""
 
 import logging
 import os
@@ -13,7 +14,7 @@ from diesel_fs.errors import BusyError, DieselError, MetadataError, PermissionDe
 from diesel_fs.net import keys
 from diesel_fs.net.frames import NO_BINDING, login_challenge
 from diesel_fs.storage.accounts.account import Account, Role
-from diesel_server.authentication import (
+from diesel_server.accounts.authentication import (
     COPY_S,
     NETWORK_RATE,
     REFRESH_S,
@@ -71,7 +72,7 @@ def at() -> Logins:
     return Logins(ANN, BOB)
 
 
-# Who is let in
+# Logins that are accepted
 
 
 def test_a_login_with_the_right_key_is_accepted(at: Logins) -> None:
@@ -130,7 +131,7 @@ def test_an_unknown_user_is_refused_after_the_same_work(
         verified.append((len(public), len(signature), content[:-1].startswith(b"diesel-fs login")))
         return real(public, signature, content)
 
-    monkeypatch.setattr("diesel_server.authentication.keys.verify", verify)
+    monkeypatch.setattr("diesel_server.accounts.authentication.keys.verify", verify)
     at = Logins(ANN, BOB)
     at.refused()
     with pytest.raises(PermissionDenied):
@@ -146,7 +147,7 @@ def test_nobody_has_the_key_of_unknown_users(at: Logins) -> None:
 
 
 def test_an_empty_table_refuses_every_login(at: Logins, caplog: pytest.LogCaptureFixture) -> None:
-    """With the same answer as ever; the operator is told what to do, once a minute."""
+    """The answer is the same as ever; a log line a minute advises the operator."""
     empty = Logins()
     caplog.set_level(logging.INFO)
     errors = [empty.refused() for _ in range(3)]
@@ -183,7 +184,7 @@ def test_failed_logins_are_limited_by_user(at: Logins) -> None:
         assert isinstance(at.refused(user), PermissionDenied)
         at.refused(user, BusyError)
         for _ in range(3 * USER_RATE.burst):
-            assert at.enter() == BOB  # whom nobody locks out who has not his key
+            assert at.enter() == BOB  # nobody without his key can lock him out
 
 
 @each_row(
@@ -220,7 +221,7 @@ def test_the_memory_for_failed_logins_is_limited(at: Logins) -> None:
 
 
 def test_a_role_that_was_taken_away_is_gone_within_seconds(at: Logins) -> None:
-    """For who is logged in: the account, the key, a role."""
+    """Changes of an account with open connections: the account, the key, a role."""
     ann, bob = at.enter("ann"), at.enter()
     at.table.put(replace(BOB, grants={"pets": Role.READ}))
     at.table.put(replace(ANN, admin=False))
@@ -283,7 +284,7 @@ def test_C1_logged_in_users_read_on_while_the_accounts_are_away(
 
 
 def test_unknown_users_cannot_log_in_while_the_accounts_are_away(at: Logins) -> None:
-    """Unknown, or with another key: perhaps they are right, so they are told to come back."""
+    """Unknown, or with another key: perhaps they are right, so the answer is to come back."""
     at.enter()
     at.table.fault = MetadataError("cannot reach 10.0.0.7:6379")
     for _ in range(2 * USER_RATE.burst):

@@ -9,16 +9,16 @@ import trio
 import trio.testing
 
 from diesel_fs.net import channel as transport
-from diesel_server.channel import Channel, ConnectionClosed
+from diesel_server.connections.channel import ClientChannel, ClientGone
 
-Ends = tuple[Channel, trio.socket.SocketType]
+Ends = tuple[ClientChannel, trio.socket.SocketType]
 
 
 def socket_channel(buffer_bytes: int) -> Ends:
     """A channel over a socket, and the other end."""
     ours, theirs = trio.socket.socketpair()
     ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer_bytes)
-    return Channel(transport.Channel(socket.socket(fileno=ours.detach()))), theirs
+    return ClientChannel(transport.Channel(socket.socket(fileno=ours.detach()))), theirs
 
 
 @pytest.fixture
@@ -76,9 +76,9 @@ async def test_bytes_that_cannot_be_sent_at_once_are_returned(ends: Ends) -> Non
 async def test_receiving_and_sending_after_the_end_raise_connection_closed(ends: Ends) -> None:
     channel, other = ends
     other.close()
-    with pytest.raises(ConnectionClosed):
+    with pytest.raises(ClientGone):
         await channel.receive_exactly(1)
-    with pytest.raises(ConnectionClosed):
+    with pytest.raises(ClientGone):
         channel.send_now([b"x"])
 
 
@@ -86,7 +86,7 @@ async def test_closing_wakes_a_task_that_waits(ends: Ends) -> None:
     channel, _ = ends
 
     async def wait() -> None:
-        with pytest.raises(ConnectionClosed):
+        with pytest.raises(ClientGone):
             await channel.wait()
 
     with trio.fail_after(30):

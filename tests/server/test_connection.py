@@ -1,6 +1,6 @@
 """Connections in a simulated clock: deadlines, memory, and clients that send any bytes.
 
-What waits, waits in the clock's time: these tests take no longer for it.
+All waits are in the clock's time, and cost these tests nothing.
 """
 
 import gc
@@ -25,11 +25,11 @@ from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.urls import parse_url
 from diesel_server import limits
-from diesel_server.channel import Channel
-from diesel_server.connection import Connection, ConnectionContext
+from diesel_server.connections.channel import ClientChannel
+from diesel_server.connections.connection import ClientConnection, ConnectionContext
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.requests import Dispatcher, Handler, Reply, Request
-from diesel_server.wiring import redactions
+from diesel_server.process.wiring import redactions
+from diesel_server.requests.dispatcher import Dispatcher, Handler, Reply, Request
 from tests.examples import examples
 from tests.rows import each_row
 
@@ -38,8 +38,8 @@ from .test_channel import socket_channel
 
 
 class Signed:
-    """Accounts whose signature is their name, doubled or so: no keys, so that there is no thread's
-    worth of work."""
+    """Accounts that sign with their name, doubled or so: without keys, a login is no work for a
+    thread."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
@@ -52,17 +52,17 @@ class Signed:
         return account
 
 
-class Client:
+class WireClient:
     """The other end."""
 
     def __init__(
-        self, stream: trio.SocketStream, connection: Connection, service: ConnectionContext
+        self, stream: trio.SocketStream, connection: ClientConnection, service: ConnectionContext
     ) -> None:
         self.stream = stream
         self.connection = connection
         self.service = service
         self.payload = b""
-        """What came with the last answer."""
+        """The payload of the last answer."""
         self.over = trio.Event()
         self._begun_s = trio.current_time()
 
@@ -91,7 +91,7 @@ class Client:
         await self.send(request(number, do, payload, **more))
 
     async def some(self, size: int) -> bytes:
-        """What has come, but nothing at the end of the connection."""
+        """The received bytes; none at the end of the connection."""
         try:
             return bytes(await self.stream.receive_some(size))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -144,11 +144,11 @@ async def conversation(
     *,
     budget: FairByteBudget | None = None,
     logs_in: bool = True,
-) -> AsyncIterator[Client]:
+) -> AsyncIterator[WireClient]:
     """A client and its connection. Nothing is left when both have ended."""
     channel, other = socket_channel(1 << 20)
 
-    async def opener() -> tuple[Channel, bytes]:
+    async def opener() -> tuple[ClientChannel, bytes]:
         return channel, wire.NO_BINDING
 
     service = ConnectionContext(
@@ -159,8 +159,8 @@ async def conversation(
         count=ConnectionLimits(10),
         budget=budget or FairByteBudget(),
     )
-    connection = Connection(service, opener, "10.0.0.1", 5)
-    client = Client(trio.SocketStream(other), connection, service)
+    connection = ClientConnection(service, opener, "10.0.0.1", 5)
+    client = WireClient(trio.SocketStream(other), connection, service)
     with trio.fail_after(10_000):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(client.serve)
@@ -263,7 +263,7 @@ def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
         found.append(weakref.ref(payload))
         return payload
 
-    monkeypatch.setattr("diesel_server.connection.np.empty", empty)
+    monkeypatch.setattr("diesel_server.connections.connection.np.empty", empty)
     return found
 
 
@@ -470,7 +470,7 @@ def test_N10_any_bytes_in_any_order_end_the_connection_properly(
     the connection ends within its deadlines."""
     numbers: list[int] = []
 
-    async def listen(client: Client) -> None:
+    async def listen(client: WireClient) -> None:
         with suppress(EOFError):
             while True:
                 message = await client.answer()

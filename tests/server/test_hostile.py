@@ -27,10 +27,10 @@ from diesel_fs.net.metrics_endpoint import MetricsEndpoint
 from diesel_fs.storage.accounts.account import Account, Role
 from diesel_fs.urls import parse_url
 from diesel_server import limits
+from diesel_server.connections.refusal_log import RefusalLog
 from diesel_server.limits import ConnectionLimits, FairByteBudget
-from diesel_server.refusal_log import RefusalLog
-from diesel_server.request_table import takes_payload
-from diesel_server.requests import HandlerThreads, Reply, Request
+from diesel_server.requests.dispatcher import HandlerThreads, Reply, Request
+from diesel_server.requests.table import takes_payload
 from tests.rows import each_row
 
 from ..net.test_client import Scripted
@@ -89,7 +89,7 @@ def logged_in(server: ThreadedServer) -> socket.socket:
 
 
 def ended(client: socket.socket) -> bytes:
-    """What is received until the server closes the connection."""
+    """The bytes that are received until the server closes the connection."""
     received = b""
     with suppress(ConnectionResetError):
         while some := client.recv(65536):
@@ -340,7 +340,7 @@ def test_G2_all_requests_succeed_in_the_end_after_an_overload(
 def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("diesel_server.requests.THREAD_WAIT_S", 0.2)
+    monkeypatch.setattr("diesel_server.requests.dispatcher.THREAD_WAIT_S", 0.2)
     handlers = {"blocking_sleep": blocking_sleep(HandlerThreads(1))}
     with ThreadedServer(handlers) as server, logged_in(server) as client:
         ask(client, 1, "blocking_sleep", seconds=1.5)
@@ -392,7 +392,7 @@ def test_S12_only_users_who_may_write_send_payloads(
 
 
 async def test_the_budget_is_fair(autojump_clock: trio.testing.MockClock) -> None:
-    """First come, first served; who has had a share waits without keeping others waiting."""
+    """First come, first served; a user with a whole share waits without keeping others waiting."""
     budget = FairByteBudget(100, 60)
     assert await budget.acquire("a", 60, 1)
     assert not await budget.acquire("a", 1, 1)

@@ -1,4 +1,4 @@
-"""Heads of datasets read from a Redis in the event loop, and in a thread where that fails."""
+"""Heads of datasets read from a Redis in the event loop, and in a thread if that fails."""
 
 import signal
 import threading
@@ -18,9 +18,9 @@ from diesel_fs.storage.metadata.redis.address import parse_redis_url
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import DatasetHead
 from diesel_fs.urls import parse_url
-from diesel_server import pipelined_heads as pipelined
-from diesel_server.head_cache import HeadCache
-from diesel_server.pipelined_heads import PipelinedHeadReads, pipelined_heads
+from diesel_server.requests import pipelined_heads as pipelined
+from diesel_server.requests.head_cache import HeadCache
+from diesel_server.requests.pipelined_heads import PipelinedHeadReads, pipelined_heads
 from tests.rows import each_row
 from tests.storage.metadata.batches import files
 from tests.storage.metadata.redis_servers import RedisServer, free_port
@@ -33,7 +33,7 @@ LEARN = 3
 
 @pytest.fixture
 def redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """One that wants a password, and whose database is not the first."""
+    """A Redis with a password; the database is not the first."""
     with RedisServer(tmp_path / "redis", {"requirepass": "no/word"}, port=free_port()) as server:
         yield server
 
@@ -236,7 +236,7 @@ async def test_a_redis_that_is_away_is_an_error_and_comes_back(
     heads: HeadCache, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipelined, "OPEN_S", 0.1)
-    monkeypatch.setattr("diesel_server.head_cache.OPEN_S", 0.1)
+    monkeypatch.setattr("diesel_server.requests.head_cache.OPEN_S", 0.1)
     for _ in range(LEARN + 1):
         await heads.now(NAME)
     redis.kill()

@@ -32,11 +32,12 @@ from diesel_fs.storage.objects.cloud import store as cloud
 from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
 from diesel_fs.storage.objects.retry import RetryPolicy
 from diesel_fs.urls import parse_url
-from diesel_server import main, options, supervisor
-from diesel_server import metadata_watch as watching
-from diesel_server.options import Options, checked
-from diesel_server.wiring import _objects
-from diesel_server.worker_config import WorkerConfig, config_line
+from diesel_server import main, options
+from diesel_server.options import ServerOptions, checked
+from diesel_server.process import metadata_watch as watching
+from diesel_server.process import supervisor
+from diesel_server.process.wiring import _objects
+from diesel_server.process.worker_config import WorkerConfig, config_line
 from tests.rows import each_row
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.storage.objects.s3_server import credentials
@@ -58,7 +59,7 @@ ANY_PORT = ("--listen", "127.0.0.1:0")
 def stand_in(
     folder: Path, *arguments: str, workers: int = 1, listen: str = "127.0.0.1:0"
 ) -> Server:
-    """A server whose requests are those of `fake_server.py`."""
+    """A server with the requests of `fake_server.py`."""
     store = "file:///nowhere"
     return Server(folder, "--store", store, *arguments, workers=workers, listen=listen,
                   program=PROGRAM, environment=STAND_IN)  # fmt: skip
@@ -102,7 +103,7 @@ def put(repository: Repository, source: Path) -> None:
     assert ingest.put(repository, "pets", FolderSource(source)).files
 
 
-# What it is told
+# Options
 
 
 @each_row(
@@ -142,9 +143,9 @@ def test_S5_bad_options_give_one_line_and_exit_code_2(
     assert len(said.stderr.splitlines()) == 1
 
 
-def parsed(*arguments: object) -> tuple[Options, list[str]]:
+def parsed(*arguments: object) -> tuple[ServerOptions, list[str]]:
     """Options and warnings as the command line gives them, without running anything."""
-    found: list[tuple[Options, list[str]]] = []
+    found: list[tuple[ServerOptions, list[str]]] = []
 
     @click.command(context_settings={"auto_envvar_prefix": options.PREFIX})
     @options.options
@@ -222,7 +223,7 @@ def test_every_request_has_a_metric_of_its_own() -> None:
     assert documented == set(metrics.REQUESTS) - {metrics.OTHER}
 
 
-# What it makes of a repository
+# The repository
 
 
 @pytest.fixture

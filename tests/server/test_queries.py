@@ -35,8 +35,8 @@ from diesel_fs.remote.repository import RemoteSnapshots
 from diesel_fs.remote.values import columns_message, parts_message
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account
-from diesel_server import queries as asking
-from diesel_server.requests import Reply, Request
+from diesel_server.requests import queries as asking
+from diesel_server.requests.dispatcher import Reply, Request
 from tests.waiting import wait_until
 
 from .in_process_server import ChunkMaker, InProcessServer, link_of, read
@@ -47,7 +47,7 @@ from .in_process_server import server as server
 
 
 def test_an_answer_has_all_that_was_put_before_the_request(filled: InProcessServer) -> None:
-    """By the metadata store while there is no snapshot of that version, by one afterwards."""
+    """The metadata store answers until there is a snapshot of that version, then the snapshot."""
     sealer = ChunkMaker(filled.admin)
     for i in range(30):
         sealer.file(b"more/f%d" % i, b"x" * i)
@@ -98,7 +98,7 @@ def test_snapshot_and_metadata_store_give_equal_entries(
 
 
 def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
-    """S12: a page has so many names at most, and so many bytes of names; from the metadata store,
+    """S12: a page has a limited number of names, and of bytes of names; from the metadata store,
     and from a snapshot."""
     sealer, asked = ChunkMaker(filled.admin), link_of(filled.admin).asked
     names = [b"n" * 200 + b"%03d" % i for i in range(100)]
@@ -175,7 +175,7 @@ def test_S12_invented_identities_delay_no_reader(filled: InProcessServer) -> Non
         return real(identity)
 
     filled.patch.setattr(directory, "_look", slow)
-    filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0.0)
+    filled.patch.setattr("diesel_server.requests.directory.REMEMBERED_S", 0.0)
     link = filled.link(NOBODY)
 
     def draw(_: int) -> None:
@@ -404,7 +404,7 @@ class LyingLink:
 
 
 def fetched(version: int, content: bytes, identity: UUID) -> Snapshot:
-    """What a client takes for the current snapshot of a dataset."""
+    """The snapshot that a client takes for the current one."""
     return RemoteSnapshots(cast(RpcClient, LyingLink(version, content))).current(identity)
 
 

@@ -43,7 +43,8 @@ class CachedServer:
         return [path for path in self.cache.glob("*/*/*") if len(path.name) == 32]
 
     def read_all(self, server: Server, seed: int = 1) -> dict[str, int]:
-        """Read every file, one by one and then together, in a client whose own cache is tiny."""
+        """Read every file, one by one and then together, in a client with a tiny cache of its
+        own."""
         with open_repository(server.url, self.user) as repository:
             view = repository.view("ds")
             reader = EntryReader(view, repository.objects, 100_000)

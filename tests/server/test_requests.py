@@ -29,7 +29,7 @@ from diesel_fs.errors import (
     PermissionDenied,
     UsageError,
 )
-from diesel_fs.format.chunk import Header, damaged_places
+from diesel_fs.format.chunk import ChunkHeader, damaged_places
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.chunk_id import IdFields, id_fields, stamp
 from diesel_fs.format.entries import ChunkId
@@ -47,9 +47,9 @@ from diesel_fs.repository.validation import (
     batch_of,
 )
 from diesel_fs.storage.accounts.account import Account, Role
-from diesel_server import updates
-from diesel_server.directory import Directory
-from diesel_server.head_cache import HeadCache
+from diesel_server.requests import updates
+from diesel_server.requests.directory import Directory
+from diesel_server.requests.head_cache import HeadCache
 from tests.rows import each_row
 
 from ..repository.purge.purged import read_all
@@ -98,7 +98,7 @@ def request(do: str, name: str, identity: UUID) -> Message:
 @pytest.mark.parametrize("do", NEEDED)
 @each_row("role", list(Role))
 def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role: Role) -> None:
-    """Who may not read a dataset is told what he is told of one that is not there."""
+    """A dataset that the user may not read has the same error as one that does not exist."""
     identity = filled.identity
     link = filled.link(Account("somebody", KEY, grants={"ds": role}))
     if role >= NEEDED[do]:
@@ -222,11 +222,11 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
         caplog.clear()
         assert filled.admin.delete_dataset("ds").left == 2  # the chunk and the snapshot
         told = [record.name for record in caplog.records if "2 objects are left" in record.message]
-        assert len(told) == 2  # by the server to itself, and to who has asked
+        assert len(told) == 2  # by the server to itself, and to the client
     else:
         with LocalRepository.open(filled.store.url) as another:
             another.delete_dataset("ds")
-        filled.patch.setattr("diesel_server.directory.REMEMBERED_S", 0)
+        filled.patch.setattr("diesel_server.requests.directory.REMEMBERED_S", 0)
     for _ in range(2):
         assert read(reader, identity, chunk, 50) == content
         lease.switch_version(version + 1)
@@ -296,7 +296,7 @@ def test_C1_a_metadata_store_that_was_away_when_the_server_started(
 
 
 class UnavailableRepository:
-    """A repository whose metadata store is being looked for while others ask for it, too."""
+    """A repository that is looking for its metadata store while other requests need it, too."""
 
     def __init__(self) -> None:
         self.tries = 0
@@ -313,14 +313,14 @@ class UnavailableRepository:
         assert not create
         for thread in self.others if not self.tries else ():
             thread.start()
-        for _ in range(2 + len(self.others)):  # two are of who called this
+        for _ in range(2 + len(self.others)):  # two are of the caller
             assert self._looks.acquire(timeout=20)
         self.tries += 1
         self._problem = MetadataError("away still")
 
 
 def test_C1_requests_share_one_attempt_to_open_the_metadata_store() -> None:
-    """Each try takes seconds: one after the other they would hold up all that is asked."""
+    """Each try takes seconds: one after the other they would delay all requests."""
     away = UnavailableRepository()
     markers = HeadCache(cast("LocalRepository", away))
     away.others = [threading.Thread(target=markers.reopen, daemon=True) for _ in range(3)]
@@ -345,17 +345,20 @@ def test_a_client_can_delete_and_replace_leases_only(filled: InProcessServer) ->
     ):
         with pytest.raises(UsageError):
             change()  # type: ignore[no-untyped-call]  # any of the lambdas
-    for listing in (objects.list, objects.names, objects.leftovers, objects.foreign):
-        with pytest.raises(UsageError):
-            list(listing("datasets/"))
+    with pytest.raises(UsageError):
+        list(objects.list("datasets/"))
+    with pytest.raises(UsageError):
+        _ = objects.housekeeping
     content = filled.store.objects.get(name)
     assert objects.get(name) == content
     assert objects.get(name, 8, 4) == objects.get(name, 8)[:4] == content[8:12]
     assert objects.stat(name).bytes == len(content)
     room = bytearray(20)
-    objects.read_uncached(name, 3, room)
+    objects.fast_reads.read_uncached(name, 3, room)
     assert room == content[3:23]
-    parts = list(objects.read_ranges(name, [(0, 5), (3, 9), (0, 0)], memoryview(bytearray(9))))
+    parts = list(
+        objects.fast_reads.read_ranges(name, [(0, 5), (3, 9), (0, 0)], memoryview(bytearray(9)))
+    )
     assert parts == [content[:5], content[3:12], b""]
     for start, size in ((len(content) - 1, 2), (1 << 31, 1)):
         with pytest.raises(DieselError):
@@ -467,11 +470,11 @@ def test_commits_that_arrive_together_are_one_commit_and_a_bad_one_fails_alone(
 
 
 def test_S12_chunks_with_large_files_are_checked_one_at_a_time(server: InProcessServer) -> None:
-    """What is sent is counted; what it decodes to is up to 16 times as much."""
+    """The bytes on the wire are counted; decoded they are up to 16 times as many."""
     server.patch.setattr(updates, "DECODED_BYTES_MAX", 1 << 20)
     real, at_work, most = damaged_places, [0], [0, 0]
 
-    def slow(header: Header, body: memoryview) -> list[int]:
+    def slow(header: ChunkHeader, body: memoryview) -> list[int]:
         is_large = int(header.records["size"].max()) > 1 << 20
         at_work[0] += 1
         most[is_large] = max(most[is_large], at_work[0])
@@ -511,7 +514,7 @@ def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: InProcessServer)
 def test_C4_what_the_metadata_store_lost_in_the_middle_of_a_put_is_committed_again(
     filled: InProcessServer,
 ) -> None:
-    """Redis came back with an older state; the writer goes on and is told that all is done."""
+    """Redis came back with an older state; the writer goes on and gets success."""
     meta, objects = filled.store.meta, filled.store.objects
     sealer = ChunkMaker(filled.admin)
     identity = sealer.session.identity

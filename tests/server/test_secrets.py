@@ -28,7 +28,7 @@ from tests.waiting import wait_until
 
 from .between import Between
 from .program import Server
-from .shell_users import User, program_environment
+from .shell_users import ShellUser, program_environment
 
 
 def forms(name: str, secret: bytes) -> dict[str, bytes]:
@@ -43,7 +43,7 @@ def forms(name: str, secret: bytes) -> dict[str, bytes]:
 
 
 class Search:
-    """What must not be found anywhere; whatever is found is kept with where it was."""
+    """Words that must not be found anywhere; finds are kept with their places."""
 
     def __init__(self, **canaries: bytes) -> None:
         self.needles: dict[str, bytes] = {}
@@ -100,7 +100,7 @@ class Search:
             self.look(f"the object {each['Key']}", each["Key"].encode() + body)
 
     def look_at_processes(self, *excepted: int, environment: bool = True) -> None:
-        """Search the command line of every process, and what it inherited."""
+        """Search the command line of every process, and its inherited environment."""
         for folder in Path("/proc").glob("[0-9]*"):
             if int(folder.name) in (os.getpid(), *excepted):
                 continue
@@ -132,7 +132,7 @@ def watched(search: Search, *excepted: int) -> Iterator[None]:
 
 
 class Deployment:
-    """Programs over one site, and what they were told that nobody else may know."""
+    """Programs over one site, and the secrets that they got."""
 
     def __init__(self, folder: Path, s3: S3, redis: RedisServer) -> None:
         self.folder = folder
@@ -149,7 +149,7 @@ class Deployment:
         self.store = s3.place()
         direct = f"{self.store}?meta={self.redis.tcp_url}"
         key = folder / "root.key"
-        User(direct)("user", "add", "root", "--admin", "--key-out", key, environment=self.own)
+        ShellUser(direct)("user", "add", "root", "--admin", "--key-out", key, environment=self.own)
         self.seed = parse_key(key.read_text())
         self.server = Server(
             folder / "server",
@@ -167,8 +167,8 @@ class Deployment:
             bucket=self.s3_secret.encode(),
         )
 
-    def user(self, url: str) -> User:
-        return User(url, "root", self.folder / "root.key")
+    def user(self, url: str) -> ShellUser:
+        return ShellUser(url, "root", self.folder / "root.key")
 
     def metrics(self) -> bytes:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -241,7 +241,7 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
             do("user", "ls", "--json", code=0)
             do("grant", "pets", "root", "read", code=0)
 
-        # What goes wrong. At first, secrets stand in our own command line
+        # Errors. At first, secrets stand in our own command line
         near = tmp_path / "near.key"
         near.write_text(f"{KEY_PREFIX}{b64encode(day.seed).decode()[:-3]}\n")
         near.chmod(0o600)
@@ -312,7 +312,8 @@ def test_S8_the_error_of_a_server_that_cannot_start_has_no_secret(
 
 @pytest.mark.fuse
 def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> None:
-    """By a key file, and by a key in the environment: which the mount's processes do not have."""
+    """With a key file, and with a key in the environment, which the mount's processes do not
+    have."""
     source = write(tmp_path / "src", {f"{i}": os.urandom(3000) for i in range(40)})
     folder = tmp_path / "mnt"
     root = day.user(day.server.url)
@@ -321,7 +322,7 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
         day.home,
         {**day.home, "DIESEL_KEY": f"{KEY_PREFIX}{b64encode(day.seed).decode()}"},
     ):
-        user = root if environment is day.home else User(day.server.url, "root")
+        user = root if environment is day.home else ShellUser(day.server.url, "root")
         folder.mkdir(exist_ok=True)
         said = user("-v", "mount", "pets", folder, environment=environment)
         day.search.look_at_said(said)
@@ -342,7 +343,7 @@ def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> 
 
 
 class Canaries(dict[str, str]):
-    """Secrets that stand nowhere but where a test has put them, by where that is."""
+    """Secrets by their only place, in which a test has put them."""
 
     def __missing__(self, where: str) -> str:
         self[where] = f"canary-{secrets.token_hex(16)}"
@@ -351,7 +352,7 @@ class Canaries(dict[str, str]):
 
 @pytest.mark.fuse
 def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_path: Path) -> None:
-    """By `dlcmd doctor` and the archive of `dlcmd support`: whatever the environment, the
+    """By `dlcmd doctor` and the archive of `dlcmd doctor --bundle`: whatever the environment, the
     configuration file, URLs, logs and command lines hold."""
     canaries, folder, archive = Canaries(), tmp_path / "mnt", tmp_path / "help.tar.gz"
     key = f"{KEY_PREFIX}{b64encode(day.seed).decode()}"
@@ -377,7 +378,7 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
         "https_proxy": f"http://me:{canaries['proxy']}@127.0.0.1:1",
         "MY_OWN_TOKEN": canaries["a variable of another program"],
     }
-    user = User(day.server.url, "root")
+    user = ShellUser(day.server.url, "root")
     user("mount", "pets", folder, environment={**day.home, "DIESEL_KEY": key})
     try:
         log = [
@@ -403,7 +404,7 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
                 ["-v", "doctor", "--json", "--quick", "--write"],
                 ["doctor", "--quick", folder],
                 ["doctor", "--quick", direct],
-                ["support", "--yes", archive],
+                ["doctor", "--yes", "--bundle", archive],
             ):
                 said = user.run(*words, environment=environment)
                 assert said.code in (0, 3), said
@@ -417,8 +418,8 @@ def test_S8_no_secret_leaves_by_what_is_sent_to_helpers(day: Deployment, tmp_pat
                 search.look(name, name.encode() + file.read())
     finally:
         user("umount", folder, environment={**day.home, "DIESEL_KEY": key})
-    assert {"diesel-support/logs/old.log", "diesel-support/doctor.json"} <= set(names)
-    assert any(name.startswith("diesel-support/mounts/") for name in names)
+    assert {"diesel-bundle/logs/old.log", "diesel-bundle/doctor.json"} <= set(names)
+    assert any(name.startswith("diesel-bundle/mounts/") for name in names)
     assert archive.stat().st_mode & 0o777 == 0o600
     assert len(search.needles) > 80
     assert not search.found

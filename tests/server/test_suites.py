@@ -1,7 +1,7 @@
 """The suites of other repositories, over a server with a real Redis: nobody notices the difference.
 
 The tests are those of `tests/ingest`, `tests/client` and `tests/repository` that look at a
-repository from outside; only where it is opened is different here.
+repository from outside; only the way to open it is different here.
 """
 
 import os

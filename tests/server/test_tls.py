@@ -111,7 +111,7 @@ def test_S3_no_fall_back(authority: Authority) -> None:
 
 @pytest.fixture
 def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
-    """A server, and somebody in the middle, who has a certificate that the client trusts."""
+    """A server, and a proxy in the middle with a certificate that the client trusts."""
     trusted = authority.issue(), authority.path
     with serving(authority.issue()) as server, Between(server.port, trusted) as middle:
         yield server, middle
@@ -120,7 +120,8 @@ def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
 def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
     between: tuple[ThreadedServer, Between],
 ) -> None:
-    """Even where the middle's certificate is trusted: the signature binds the one that was seen."""
+    """Even if the proxy's certificate is trusted: the signature binds the certificate that was
+    seen."""
     server, middle = between
     with pytest.raises(PermissionDenied):
         ServerLink(parse_url(f"diesel+tls://localhost:{middle.port}"), ME).call({"do": "echo"})

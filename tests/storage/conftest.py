@@ -50,6 +50,6 @@ def meta(open_meta: Opener) -> Iterator[MetadataStore]:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads for what a test does meanwhile."""
+    """Threads for a test's work in parallel."""
     with ThreadPoolExecutor(8) as pool:
         yield pool

@@ -1,4 +1,4 @@
-"""What a test does in a forked child, and how long it may take."""
+"""Runs functions in forked children, and limits their time."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 def fork(do: Callable[[], object]) -> int:
-    """Begin to do something in a forked child; returns its process ID. A child that hangs ends."""
+    """Start a function in a forked child; returns its process ID. A child that hangs is ended."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -22,18 +22,18 @@ def fork(do: Callable[[], object]) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child; 0 where what it did returned."""
+    """Wait for a child; 0 if its function returned."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def in_child(do: Callable[[], object]) -> int:
-    """Do something in a forked child; 0 where it returned."""
+    """Run a function in a forked child; 0 if it returned."""
     return exit_code(fork(do))
 
 
 @contextmanager
 def within(seconds: float) -> Iterator[None]:
-    """Assert that the `with` takes less than this, where a fault would take far longer."""
+    """Assert that the `with` takes less than this; with the fault it would take far longer."""
     begun_s = time.monotonic()
     yield
     assert time.monotonic() - begun_s < seconds

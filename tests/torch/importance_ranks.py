@@ -1,6 +1,8 @@
-"""One rank of a training job: URL MEETING WORLD RANK [FAULT]. Each rank reports other losses;
-prints what it then knows, and the samples of two epochs. With a fault, rank 1 does something else
-than rank 0."""
+"""One rank of a training job, as a program: URL MEETING WORLD RANK [FAULT].
+
+Each rank reports other losses. The program prints the importance that the rank then knows, and the
+samples of two epochs. With a fault, rank 1 differs from rank 0 in one way.
+"""
 
 import sys
 

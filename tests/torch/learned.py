@@ -1,7 +1,7 @@
-"""A training script whose datasets do not say which files they read.
+"""A training script with datasets that do not list their files.
 
 `learned.py ROOT WORKERS START [NAME...]` iterates a loader of each, or of those of these names, in
-four epochs with a pause between them, and prints as JSON what they gave.
+four epochs with a pause between them, and prints as JSON the samples that they gave.
 """
 
 import json
@@ -18,7 +18,7 @@ EPOCHS = 4
 
 
 class Pairs(Dataset[tuple[int, int]]):  # type: ignore[misc] # mypy skips torch
-    """Each sample is two files, whose names it makes itself."""
+    """Each sample is two files; it makes their names itself."""
 
     def __init__(self, root: str, count: int) -> None:
         self.root = root

@@ -1,4 +1,4 @@
-"""Orders that are long or endless: their beginning is predicted, and little is kept of them."""
+"""Orders that are long or endless: only their beginning is predicted and kept."""
 
 import time
 from array import array
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, RandomSampler
 
 from diesel_fs.torch.hook.diesel_hook import loaders, prediction
-from diesel_fs.torch.hook.diesel_hook.files import Told
+from diesel_fs.torch.hook.diesel_hook.files import KnownDataset
 from diesel_fs.torch.hook.diesel_hook.link import Link
-from diesel_fs.torch.hook.diesel_hook.prediction import Drawn, predict
+from diesel_fs.torch.hook.diesel_hook.prediction import DrawnIndices, predict
 from tests.examples import examples
 
 
@@ -36,7 +36,7 @@ def test_the_first_batch_does_not_wait_for_a_hundred_million_others(
 
 
 class Said:
-    """A link that keeps what is sent."""
+    """A link that keeps the messages."""
 
     def __init__(self) -> None:
         self.messages: list[tuple[str, list[int]]] = []
@@ -47,11 +47,11 @@ class Said:
     send_soon = send
 
     def note(self, text: str) -> None:
-        """Nobody reads it."""
+        """Ignored."""
 
 
 @pytest.mark.parametrize("batch", [0, 7])
-def test_what_was_not_predicted_is_announced_as_it_is_drawn(
+def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     monkeypatch: pytest.MonkeyPatch, batch: int
 ) -> None:
     monkeypatch.setattr(prediction, "ENTRIES_MAX", 1000)
@@ -63,7 +63,9 @@ def test_what_was_not_predicted_is_announced_as_it_is_drawn(
     said = Said()
     link = cast("Link", said)
     watch = cast("loaders.Watch", SimpleNamespace(link=link, ahead=1, end=lambda: None))
-    epoch = loaders.Epoch(watch, sampler, Told(1, (), 5000), loaders._Stream(1, link), 0)
+    epoch = loaders.LoaderEpoch(
+        watch, sampler, KnownDataset(1, (), 5000), loaders._LoaderStream(1, link), 0
+    )
     iterator = cast("Iterator[object]", iter(sampler))
     epoch.foresee(iterator)
     drawn: list[int] = []
@@ -88,10 +90,10 @@ def test_what_was_not_predicted_is_announced_as_it_is_drawn(
     | st.lists(st.integers(0, 99), max_size=60),
     drops=st.lists(st.integers(-1, 40), max_size=5),
 )
-def test_what_is_dropped_changes_no_position(
+def test_dropping_batches_changes_no_position(
     batches: list[list[int]] | list[int], drops: list[int]
 ) -> None:
-    drawn, model, ends = Drawn(), list[int](), [0]
+    drawn, model, ends = DrawnIndices(), list[int](), [0]
     left = sorted(drops)
     dropped = 0
     for number, element in enumerate(batches, 1):

@@ -109,7 +109,7 @@ def test_a_chunk_wise_order_is_foreseen() -> None:
     assert later.indices.tolist() == [*sampler]
 
 
-def test_what_is_not_random_or_weighted_keeps_its_order() -> None:
+def test_only_random_unweighted_samplers_become_chunk_wise() -> None:
     grouping = Grouping(torch.tensor([0, 1] * 5), 1)
     in_order = SequentialSampler(range(10))
     assert mark(in_order, grouping) is None

@@ -249,7 +249,7 @@ def test_workers_read_the_same(start: str, tmp_path: Path) -> None:
     with binary(url, memory_bytes=600_000) as dataset:
         sampler = ChunkShuffleSampler(dataset, group_size=2)
         expected = [files[dataset.samples[at][0]] for at in sampler]
-        assert len(list(dataset.__getitems__(list(sampler)[:20]))) == 20  # follows the order, and
+        assert len(list(dataset.__getitems__(list(sampler)[:20]))) == 20  # it follows the order
         workers = 2 if start == "fork" else 1  # a spawned one takes seconds to start
         several = DataLoader(  # its workers do not
             dataset, batch_size=7, sampler=sampler, collate_fn=list, num_workers=workers,

@@ -1,4 +1,4 @@
-"""Tests of `diesel://`: fsspec's own suite, and what users see of versions, links and errors."""
+"""Tests of `diesel://`: fsspec's own suite, and versions, links and errors as users see them."""
 
 import errno
 import multiprocessing
@@ -24,7 +24,7 @@ from diesel_fs.client.dataset import connect, list_datasets
 from diesel_fs.errors import CorruptError, ObjectStoreError, UsageError
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.objects.folder import FolderStore
+from diesel_fs.storage.objects.folder import FolderReads, FolderStore
 from diesel_fs.torch.fsspec import DieselFileSystem
 from tests.examples import examples
 from tests.rows import each_row
@@ -199,7 +199,7 @@ def test_the_root_lists_the_datasets(fs: DieselFileSystem, url: str, source: Pat
         *("pets@x/y", "pets/../pets/large", "pets/\0", f"pets/{'n' * 300}", "pets/\ud800"),
     ],
 )
-def test_what_is_not_there_is_not_found(fs: DieselFileSystem, path: str) -> None:
+def test_missing_paths_are_not_found(fs: DieselFileSystem, path: str) -> None:
     assert not fs.exists(path)
     assert not fs.isfile(path)
     assert not fs.isdir(path)
@@ -333,9 +333,10 @@ def test_each_chunk_is_loaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     fs = fsspec.filesystem("diesel", repository=url)
     paths = [f"pets/{i * 77 % 200:03}" for i in range(200)]
     with monkeypatch.context() as patch:
-        reads = [Mock(wraps=getattr(FolderStore, way)) for way in ("read", "read_into")]
-        for way, counted in zip(("read", "read_into"), reads, strict=True):
-            patch.setattr(FolderStore, way, partialmethod(counted))
+        ways = ((FolderReads, "read"), (FolderStore, "read_into"))
+        reads = [Mock(wraps=getattr(owner, way)) for owner, way in ways]
+        for (owner, way), counted in zip(ways, reads, strict=True):
+            patch.setattr(owner, way, partialmethod(counted))
         assert fs.cat(paths) == {f"pets/{name}": content for name, content in files.items()}
     with connect("pets", url) as dataset:
         assert 0 < sum(each.call_count for each in reads) <= dataset.snapshot.chunk_count
@@ -413,7 +414,7 @@ def test_it_opens_as_connect_does(
     with fsspec.open("diesel://pets/lines") as file:
         assert file.read() == FILES["lines"]
     other = fsspec.filesystem("diesel", repository=(tmp_path / "none").as_uri())
-    for read in (other.cat_file, other.exists):  # and it is not taken for absence
+    for read in (other.cat_file, other.exists):  # and the failure is not reported as absence
         with pytest.raises(ObjectStoreError):
             read("pets/lines")
     with pytest.raises(UsageError, match=r"no option 'url'; known: .*repository"):
@@ -426,7 +427,7 @@ def test_it_opens_as_connect_does(
 def test_options_of_other_file_systems_are_passed_over(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Libraries give what one protocol needs to all; a pickle does not carry it on."""
+    """Libraries pass the options of one protocol to all; a pickle does not carry them on."""
     others = {"client_kwargs": {"trust_env": True}, "token": "of the hub", "anon": False}
     fs = fsspec.filesystem("diesel", repository=url, **others)
     assert fs.cat_file("pets/lines") == FILES["lines"]
@@ -450,7 +451,7 @@ def test_a_path_below_a_file_is_no_folders(fs: DieselFileSystem) -> None:
         assert (fs.find(path), fs.isdir(path)) == ([], False)
 
 
-def test_what_the_server_denies_is_a_permission_error(tmp_path: Path, source: Path) -> None:
+def test_a_denial_by_the_server_is_a_permission_error(tmp_path: Path, source: Path) -> None:
     with served(tmp_path, source) as (server, options):
         other = {**options, "key": new_repository((tmp_path / "other").as_uri())["root"].key_text}
         fs = fsspec.filesystem("diesel", repository=server.url, **other)
@@ -517,7 +518,7 @@ def test_a_bad_server_is_refused(protocol: str, path: str) -> None:
         fsspec.filesystem(protocol).info(path)
 
 
-def test_threads_share_what_is_open(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_share_open_datasets(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = Mock(wraps=connect)
     monkeypatch.setattr("diesel_fs.torch.fsspec.connect", opened)
 
@@ -559,7 +560,7 @@ def test_a_pickle_opens_the_same_and_holds_no_secret(
         ForkingPickler.dumps(secret)
     monkeypatch.setenv("DIESEL_KEY", "dk_secret")
     assert b"dk_secret" not in bytes(ForkingPickler.dumps(secret))
-    with_password = "file:///x?meta=redis://:password@h"  # noqa: S105  # of nobody
+    with_password = "file:///x?meta=redis://:password@h"  # noqa: S105  # not a real one
     secret = fsspec.filesystem("diesel", repository=with_password)
     with pytest.raises(UsageError, match="set DIESEL_URL"):
         ForkingPickler.dumps(secret)

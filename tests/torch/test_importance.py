@@ -1,4 +1,4 @@
-"""`ImportanceSampler`: what it draws, what it learns, ranks that agree, and resume in mid-epoch."""
+"""`ImportanceSampler`: draws, reports, ranks that agree, and resume in mid-epoch."""
 
 import copy
 import io
@@ -69,7 +69,7 @@ def test_warm_up_epochs_have_all_samples_and_later_ones_a_share(pets: DieselData
         assert len(given) == len({*given}) == length
 
 
-def test_what_had_a_high_loss_comes_more_often(pets: DieselDataset) -> None:
+def test_samples_with_a_high_loss_come_more_often(pets: DieselDataset) -> None:
     sampler = ImportanceSampler(pets, share=0.5)
     train(sampler, 0)
     counts = np.zeros(FILES)
@@ -79,7 +79,7 @@ def test_what_had_a_high_loss_comes_more_often(pets: DieselDataset) -> None:
     assert counts[55:].min() > 45
 
 
-def test_the_order_is_chunk_wise_over_what_is_drawn(pets: DieselDataset) -> None:
+def test_the_order_of_the_drawn_samples_is_chunk_wise(pets: DieselDataset) -> None:
     sampler, plain = ImportanceSampler(pets, group_size=1), ChunkShuffleSampler(pets, group_size=1)
     assert list(sampler) == list(plain)  # the warm-up
     train(sampler, 0)
@@ -179,7 +179,7 @@ def test_indices_must_be_whole_numbers(pets: DieselDataset, indices: list[int]) 
         sampler.weights(indices)
 
 
-def test_what_was_reported_may_be_changed_and_bad_losses_are_ignored(pets: DieselDataset) -> None:
+def test_reported_arrays_may_be_changed_and_bad_losses_are_ignored(pets: DieselDataset) -> None:
     sampler = ImportanceSampler(pets)
     losses = torch.full((2,), 2.0, requires_grad=True)
     for indices in (row := [1, 2]), (array := np.array([3, 4])), (tensor := torch.tensor([5, 6])):
@@ -209,24 +209,28 @@ def test_one_bad_index_loses_no_other_report(pets: DieselDataset) -> None:
     assert sampler.importance[[1, 2, 5]].tolist() == [3, 4, 6]
 
 
-def test_forgotten_set_epoch_is_told(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_forgotten_set_epoch_logs_a_warning(
+    pets: DieselDataset, caplog: pytest.LogCaptureFixture
+) -> None:
     sampler = ImportanceSampler(pets)
     first = list(sampler)
-    assert list(sampler) == first  # a look is no training
+    assert list(sampler) == first  # iterating alone is no training
     assert not caplog.records
     for _ in range(3):
         sampler.update(first, losses_of(first))
         assert list(sampler) == first
     (told,) = (record.getMessage() for record in caplog.records)
-    assert "epoch 0 begins once more" in told
+    assert "epoch 0 begins again" in told
     assert "call set_epoch" in told
     sampler.set_epoch(1)
     assert len(list(sampler)) < len(first)
     assert len(caplog.records) == 1
 
 
-def test_forgotten_update_is_told(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
-    """And one that does not, on no mount, is told nothing."""
+def test_a_forgotten_update_logs_a_warning(
+    pets: DieselDataset, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sampler that gets updates, and is on no mount, logs nothing."""
     sampler, forgetful = ImportanceSampler(pets, substitute=True), ImportanceSampler(pets)
     with caplog.at_level(logging.WARNING):
         for epoch in range(2):
@@ -240,7 +244,7 @@ def test_forgotten_update_is_told(pets: DieselDataset, caplog: pytest.LogCapture
     ]
 
 
-def test_losses_that_are_no_numbers_are_told(
+def test_losses_that_are_nan_log_a_warning(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     sampler = ImportanceSampler(pets, warm_up=1)
@@ -249,13 +253,13 @@ def test_losses_that_are_no_numbers_are_told(
         samples = list(sampler)
         sampler.update(samples, torch.full((len(samples),), torch.nan))
     (told,) = (record.getMessage() for record in caplog.records)
-    assert f"all {FILES} losses that were reported are infinite, negative or no numbers" in told
+    assert f"all {FILES} reported losses are infinite, negative or NaN" in told
 
 
 def run_ranks(
     url: str, tmp_path: Path, world: int, *fault: str, local_worlds: str = ""
 ) -> list[tuple[int, str, str]]:
-    """The exit code of each rank of `importance_ranks.py`, and what it printed."""
+    """The exit code of each rank of `importance_ranks.py`, and its output."""
     program = Path(__file__).with_name("importance_ranks.py")
     command = [sys.executable, str(program), url, str(tmp_path / "meeting"), str(world)]
     ranks = [
@@ -273,7 +277,7 @@ def run_ranks(
     ("fault", "said"),
     [
         ("subset", ["rank 1 reads another dataset, version or selection"] * 2),
-        ("report", ["rank 1 has reported samples that there are not", "a sample 60; there are 60"]),
+        ("report", ["rank 1 has reported samples that do not exist", "a sample 60; there are 60"]),
     ],
 )
 def test_ranks_that_do_not_fit_are_refused_on_all_of_them(
@@ -325,7 +329,7 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
     left = list(iterator)
 
     other = ImportanceSampler(pets)
-    other.update([1], torch.ones(1))  # forgotten
+    other.update([1], torch.ones(1))  # forgotten when the state is loaded
     other.load_state_dict(state)
     assert len(other) == len(left)
     other.set_epoch(2)
@@ -338,8 +342,10 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
 
 
 @each_row("workers", [0, 2])
-def test_T2_enumerate_says_what_it_has_delivered(pets: DieselDataset, workers: int) -> None:
-    """Also after the last batch, and if the loop has left."""
+def test_T2_enumerate_counts_the_samples_that_it_has_delivered(
+    pets: DieselDataset, workers: int
+) -> None:
+    """Also after the last batch, and after the loop has left."""
     options: dict[str, object] = {"num_workers": workers}
     if workers:
         options["multiprocessing_context"] = "fork"
@@ -392,7 +398,7 @@ def test_bad_states_are_refused(pets: DieselDataset, change: dict[str, object], 
 
 
 @pytest.mark.parametrize("local_worlds", ["", "111", "122"])
-def test_ranks_agree_on_what_each_has_measured(url: str, tmp_path: Path, local_worlds: str) -> None:
+def test_ranks_agree_on_the_reports_of_all(url: str, tmp_path: Path, local_worlds: str) -> None:
     """Also on several nodes, of which some may have more ranks than others."""
     ended = run_ranks(url, tmp_path, 3, local_worlds=local_worlds)
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
@@ -440,7 +446,7 @@ def test_an_important_sample_stays_on_its_node(
 def test_the_rest_of_an_epoch_is_dealt_to_another_world(
     pets: DieselDataset, monkeypatch: pytest.MonkeyPatch, ranks_of_a_node: str
 ) -> None:
-    """Of one node with all ranks, and of several nodes."""
+    """The ranks are all on one node, or on several nodes."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_of_a_node)
     states, given = [], list[int]()
     for rank in range(3):
@@ -458,7 +464,7 @@ def test_the_rest_of_an_epoch_is_dealt_to_another_world(
 
 
 def test_the_hook_foresees_an_epoch_without_a_trace(pets: DieselDataset) -> None:
-    """Only this epoch: the next one depends on what it will measure."""
+    """It foresees only this epoch: the next one depends on the reports of this one."""
     sampler = ImportanceSampler(pets, seed=4)
     train(sampler, 0)
     for epoch, foreseen in ((1, BatchSampler(sampler, 8, drop_last=False)), (2, sampler)):

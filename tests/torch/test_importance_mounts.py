@@ -1,4 +1,4 @@
-"""`ImportanceSampler` on real mounts: draws are plans, and the mount keeps what is important."""
+"""`ImportanceSampler` on real mounts: draws are plans, and the mount keeps important files."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts import MountRequest, mount, umount
 from diesel_fs.mounts.mountpoint import mounted_at
 from diesel_fs.mounts.plans.control import Control
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.torch import ImportanceSampler
 from tests.mounts.keeping_daemon import PROGRAM
 from tests.tiers import fast_first
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.fuse
 
 FILES, SIZE = 3000, 8192
 STEP = 30
-"""Files that are read without a look at the mount: fewer than it always pushes ahead."""
+"""Files that are read between two checks of the mount: fewer than it always pushes ahead."""
 
 
 class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
@@ -85,7 +85,8 @@ def counted(control: Control, name: str) -> int:
 
 
 def read_epoch(data: Files, sampler: ImportanceSampler, epoch: int, control: Control) -> list[int]:
-    """Read an epoch as a training loop that the mount can follow: only what it has come to."""
+    """Read an epoch, only up to the position that the mount has reached, as if the loop were
+    slow."""
     sampler.set_epoch(epoch)
     given = list(sampler)
     name = f"importance:{os.getpid()}:{sampler.rank}"
@@ -100,14 +101,14 @@ def read_epoch(data: Files, sampler: ImportanceSampler, epoch: int, control: Con
 
 
 def frontier(control: Control, name: str) -> int:
-    """Up to which position of its epoch a stream has been pushed."""
+    """The position of its epoch up to which a stream has been pushed."""
     streams = residency(control)["streams"]
     assert isinstance(streams, list)
     [found] = [each["frontier"] for each in streams if each["name"] == name]
     return int(found)
 
 
-def test_the_mount_keeps_what_is_important(at: Path) -> None:
+def test_the_mount_keeps_important_files(at: Path) -> None:
     data = Files(at)
     sampler = ImportanceSampler(data, share=0.5, seed=1)
     chance = np.random.default_rng(0)
@@ -123,7 +124,7 @@ def test_the_mount_keeps_what_is_important(at: Path) -> None:
         entries = sampler._files.files.entries
         is_kept = control.resident(entries)
     hits = np.array(kept[2:]) / np.array(lengths[2:])
-    capacity = 0.45  # of the files; a full order would find so many of its own at most
+    capacity = 0.45  # of the files; a full order would find at most this part in memory
     assert hits.mean() > capacity
     ranks = losses.argsort().argsort() / FILES
     assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
@@ -153,7 +154,7 @@ def test_nodes_keep_no_file_twice(
     assert np.count_nonzero(kept[0] & kept[1] & is_high) < 0.02 * sum(high)
 
 
-def test_two_jobs_measure_what_they_gain(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_jobs_measure_their_gain(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another job on the mount, an epoch begins with the batches that are timed, and has the
     same samples as without."""
     data = Files(at)
@@ -193,7 +194,7 @@ def test_training_goes_on_without_the_mount(at: Path, caplog: pytest.LogCaptureF
             sampler.update(given, torch.rand(len(given)))
     said = [record.message for record in caplog.records]
     assert len(said) == 1
-    assert f"the mount on {at} does not know what is important" in said[0]
+    assert f"the mount on {at} did not get the importances" in said[0]
 
 
 def test_substitutes_come_from_the_memory_of_the_mount(at: Path) -> None:

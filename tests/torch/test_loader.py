@@ -1,4 +1,4 @@
-"""`AutoDataLoader` gives what a stock `DataLoader` gives, however many workers it takes."""
+"""`AutoDataLoader` gives the batches of a stock `DataLoader`, with any number of workers."""
 
 import gc
 import os
@@ -48,7 +48,7 @@ class Numbers:
 
 
 class InPlace(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
-    """A sampler that draws when it is asked for an iterator."""
+    """A sampler that draws when an iterator is requested."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(SAMPLES))
@@ -60,7 +60,7 @@ class InPlace(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
 
 
 class Script:
-    """A controller that says these numbers, one after another."""
+    """A controller that returns these numbers, one after another."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = list(numbers)
@@ -75,7 +75,7 @@ Batches = list[tuple[list[int], list[float]]]
 
 
 def batches(loader: "DataLoader[object]", epochs: int = 2) -> tuple[list[Batches], object]:
-    """The indices and random numbers of the batches, and what the generators give afterwards."""
+    """The indices and random numbers of the batches, and the next numbers of the generators."""
     random.seed(5)
     torch.manual_seed(5)
     given_: list[Batches] = []
@@ -96,7 +96,7 @@ def indices(given_: list[Batches]) -> list[list[list[int]]]:
 
 
 def options(kind: str) -> dict[str, object]:
-    """Arguments of a loader, by what is special about it."""
+    """Arguments of a loader for a kind of test."""
     match kind:
         case "random":
             return {"batch_size": 7, "shuffle": True}
@@ -119,7 +119,7 @@ KINDS = ["random", "own generator", "weighted", "in place", "batches", "no batch
 
 @each_row(("kind", "persistent"), [*((kind, False) for kind in KINDS), ("random", True)])
 def test_it_is_a_stock_loader_while_the_number_stays(kind: str, persistent: bool) -> None:
-    """To the random numbers of the workers."""
+    """Even the random numbers of the workers are the same."""
     workers = {**FORKED, "num_workers": 2, "persistent_workers": persistent}
     expected = batches(DataLoader(Numbers(), **options(kind), **workers))
     ours = auto(Numbers(), **options(kind), **workers, controller=Script([]), tune_every=2)
@@ -146,7 +146,7 @@ def test_the_sequence_is_that_of_a_stock_loader_for_any_schedule(
     ours = auto(Numbers(), **options(kind), **named, controller=script, tune_every=every)
     found, our_states = batches(ours)
     assert indices(found)[0] == indices(expected)[0]
-    if start and 0 not in schedule:  # else the dataset draws from this process's generators
+    if start and 0 not in schedule:  # otherwise the dataset draws from this
         assert indices(found) == indices(expected)
         assert our_states == states
     drawn = [chance for epoch in found for _, chance in epoch]
@@ -219,7 +219,7 @@ class Stream(IterableDataset[int]):  # type: ignore[misc]  # mypy skips torch
         return iter(range(3))
 
 
-def test_what_cannot_be_is_refused() -> None:
+def test_unsupported_datasets_and_arguments_are_refused() -> None:
     with pytest.raises(UsageError, match="IterableDataset"):
         auto(Stream())
     with pytest.raises(UsageError, match="order"):
@@ -266,7 +266,9 @@ def first_bytes(rows: list[tuple[bytes, int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", range(3))
-def test_it_counts_what_the_loop_has_received(pets: DieselDataset, workers: int) -> None:
+def test_it_counts_the_samples_that_the_loop_has_received(
+    pets: DieselDataset, workers: int
+) -> None:
     pets.loader = bytes
 
     def loader() -> AutoDataLoader[list[torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""The samples of a manifest: with a mount and without one they are what the table says."""
+"""The samples of a manifest: with a mount and without one they are those of the table."""
 
 import csv
 import io
@@ -34,7 +34,6 @@ def table_of(rows: list[tuple[str, str]], target: str = "target") -> bytes:
 
 
 def put(top: Path, files: dict[str, bytes], manifest: bytes, address: str = "pets") -> str:
-    """Put files with a manifest; returns the repository's URL."""
     (top / "table").write_bytes(manifest)
     url = (top / "store").as_uri()
     source = str(write(top / "src", files))
@@ -66,7 +65,7 @@ def check_rows(data: DieselDataset | ManifestFolder) -> None:
 
 
 def test_samples_are_those_of_the_manifest_in_its_order(pets: DieselDataset, url: str) -> None:
-    """A target is what `target_loader` makes of its text."""
+    """`target_loader` converts the text of a target."""
     check_rows(pets)
     assert pets.samples == pets.imgs == [(path, int(target)) for path, target in TABLE]
     assert pets.__getitems__([3, 1, -1]) == [ROWS[at] for at in (3, 1, -1)]
@@ -116,7 +115,7 @@ def test_targets_may_be_files(tmp_path: Path) -> None:
     assert folder[8] == ("8", "3")
 
 
-def test_another_manifest_may_be_named_and_what_cannot_be_is_refused(tmp_path: Path) -> None:
+def test_another_manifest_may_be_named_and_bad_ones_are_refused(tmp_path: Path) -> None:
     files = {"a/1.png": b"1", "lists/val.tsv": b"path\ttarget\nx\tcat, black\n", "lists/x": b"2"}
     url = put(tmp_path, files, b"path,target\na/1.png,x\nlists/x,y\n")
     with DieselDataset("pets", loader=bytes, manifest="lists/val.tsv", url=url) as data:
@@ -157,7 +156,7 @@ TARGETS = st.text(st.sampled_from('ab,"\n 019é'), min_size=1, max_size=3)
     ),
     below=st.sampled_from(["", "/train"]),
 )  # fmt: skip
-def test_what_a_table_says_is_what_is_read(
+def test_the_samples_of_any_table_are_read(
     rows: dict[str, str], below: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     top = tmp_path_factory.mktemp("table")

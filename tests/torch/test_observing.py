@@ -1,5 +1,6 @@
-"""What the samples of a dataset open is compared with what it lists, and neither is believed for
-long if they differ."""
+"""The files that samples open are compared with those that the dataset lists. If they differ, a
+plan by either is soon given up.
+"""
 
 import ctypes
 import os
@@ -12,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
-from diesel_fs.torch.hook.diesel_hook.files import Datasets, Part
+from diesel_fs.torch.hook.diesel_hook.files import KnownDatasets, NestedDataset
 from diesel_fs.torch.hook.diesel_hook.learning import Learner
 from diesel_fs.torch.hook.diesel_hook.link import Link
 from diesel_fs.torch.planner.file_tables import FileTable, MountedFiles, ShownVersion
@@ -24,7 +25,7 @@ SIZE = 100
 
 
 class Numbers(MountedFiles):
-    """A mount whose files are called by their numbers."""
+    """A mount with files that are called by their numbers."""
 
     def __init__(self) -> None:
         pass
@@ -41,7 +42,7 @@ Opened = Callable[[int], list[int | str]]
 
 
 def listing() -> ObservedTable:
-    """A dataset whose sample i is the file i."""
+    """A dataset in which sample i is the file i."""
     listed = FileTable(SIZE)
     listed.add(MOUNT, np.arange(SIZE), np.arange(SIZE))
     return ObservedTable("Files", SIZE, listed)
@@ -73,8 +74,8 @@ def test_T1_a_list_that_is_opened_is_believed() -> None:
     assert (planned(table), table.failures, table.describe()) == (LISTED, 0, "")
 
 
-def test_T1_what_samples_open_besides_is_planned_behind_it() -> None:
-    """Of samples that were not seen yet, the list is."""
+def test_T1_further_files_that_samples_open_are_planned_after_the_listed_ones() -> None:
+    """For samples that were not seen yet, only the listed files are planned."""
     table = listing()
     assert told(table, lambda at: [at + 100, at], range(40), checked=False) == ""
     assert told(table, lambda _: [5], range(40, 41), checked=False) == ""
@@ -86,7 +87,7 @@ def test_T1_what_samples_open_besides_is_planned_behind_it() -> None:
 
 @each_row("before", [0, SIZE])
 def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None:
-    """Also if it has opened its files before, in an epoch that was as long as can be."""
+    """Also if it has opened its files before, in a very long epoch."""
     table = listing()
     assert told(table, lambda at: [at], range(before)) == ""
     assert told(table, lambda at: [at] if at % 2 else [], range(CHECKS_MAX)) == "", "half of it"
@@ -97,7 +98,7 @@ def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None
     assert told(table, lambda _: [], range(50)) == "", "it is told once"
 
 
-def test_T1_a_list_of_other_files_gives_way_to_what_is_learned() -> None:
+def test_T1_learned_files_replace_a_list_of_other_files() -> None:
     table = listing()
     first = told(table, lambda at: [SIZE - 1 - at], range(CHECKS_MIN))
     assert "opens other files than those that it lists: they are learned" in first
@@ -111,7 +112,7 @@ def test_T1_a_list_of_other_files_gives_way_to_what_is_learned() -> None:
     assert (planned(table), table.failures) == ([], 2)
 
 
-def test_T1_what_was_learned_may_be_kept_in_memory_later() -> None:
+def test_T1_learned_files_may_be_kept_in_memory_later() -> None:
     table = ObservedTable("Own", SIZE)
     assert told(table, lambda at: [at, at + 1], range(SIZE)) == ""
     assert planned(table) == [[at, at + 1] for at in range(SIZE)]
@@ -120,7 +121,7 @@ def test_T1_what_was_learned_may_be_kept_in_memory_later() -> None:
 
 
 class Told(Link):
-    """Keeps what would be sent."""
+    """Keeps the messages."""
 
     def __init__(self) -> None:
         self.path = ""
@@ -158,12 +159,12 @@ class Files(Dataset[int]):  # type: ignore[misc] # mypy skips torch
 
 class InMemory(Files):
     def __getitem__(self, index: int) -> int:
-        sys.audit("open")  # as anybody may
+        sys.audit("open")  # any code may raise this event
         return index
 
 
 class Native(Files):
-    """A library that is no Python opens the file."""
+    """A library that is not Python opens the file."""
 
     def __getitem__(self, index: int) -> int:
         library = ctypes.CDLL(None)
@@ -180,11 +181,11 @@ class WithLabels(Files):
 def rows_of(
     data: Files, *, is_listed: bool = True, may_learn: bool = True
 ) -> list[tuple[int, bool, list[str]]]:
-    """What is told when all samples are read once. Files are given by their numbers."""
+    """The rows that are sent when all samples are read once. Files are given by their numbers."""
     link, kind = Told(), type(data)
     before = kind.__getitem__
     learner = Learner(link)
-    learner.learn(data, Part((), "table", is_listed), may_learn=may_learn)
+    learner.learn(data, NestedDataset((), "table", is_listed), may_learn=may_learn)
     for index in range(SIZE):
         assert data[index] == index
     learner.stop()
@@ -221,26 +222,26 @@ def test_T1_between_checks_a_class_is_as_it_was(tmp_path: Path) -> None:
         pass
 
     data, learner = Own(tmp_path), Learner(Told())
-    learner.learn(data, Part((), "table", is_listed=True), may_learn=True)
+    learner.learn(data, NestedDataset((), "table", is_listed=True), may_learn=True)
     assert Own.__getitem__ is not Files.__getitem__
     for index in range(16):
         data[index]
     assert "__getitem__" not in vars(Own)
     learner.stop()
-    learner.learn(data, Part((), "table", is_listed=True), may_learn=True)
+    learner.learn(data, NestedDataset((), "table", is_listed=True), may_learn=True)
     Own.__getitem__ = mine = lambda self, index: index  # type: ignore[method-assign]
     learner.stop()
     assert Own.__getitem__ is mine
-    learner.learn(data, Part((), "table", is_listed=True), may_learn=True)
+    learner.learn(data, NestedDataset((), "table", is_listed=True), may_learn=True)
     gone = weakref.ref(data)
     del data
     assert gone() is None
 
 
-def test_T1_a_list_that_changes_is_told_anew(tmp_path: Path) -> None:
-    """Also in a subset, and the indices of one; what stays is not told again."""
+def test_T1_a_list_that_changes_is_sent_again(tmp_path: Path) -> None:
+    """Also inside a subset, and the indices of a subset. Unchanged lists are not sent again."""
     link = Told()
-    datasets, data = Datasets(link), Files(tmp_path)
+    datasets, data = KnownDatasets(link), Files(tmp_path)
     subset = Subset(data, [*range(40)])
     both = ConcatDataset([subset, data])
 

@@ -1,4 +1,4 @@
-"""The launcher's side: what training processes say, whatever mounts do."""
+"""The launcher's side: it handles messages of training processes, whatever happens to mounts."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 import diesel_fs.torch.hook
 from diesel_fs.torch.hook.diesel_hook import VARIABLE
 from diesel_fs.torch.hook.diesel_hook.link import Link
-from diesel_fs.torch.planner import TrainingPlanner, server
+from diesel_fs.torch.planner import PlanServer, server
 from diesel_fs.torch.planner.file_tables import (
     ConcatTable,
     FileTable,
@@ -32,7 +32,7 @@ HOPE_S = 30.0
 
 
 def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Here the mount never answers; what was sent is handled later, in its order."""
+    """Here the mount never answers; the messages are handled later, in their order."""
     goes_on, handled = threading.Event(), list[object]()
 
     def handle(_: object, said: dict[str, object], payload: bytes) -> None:
@@ -40,7 +40,7 @@ def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> N
         handled.append((said.get("number"), len(payload)))
 
     monkeypatch.setattr(server._Process, "handle", handle)
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         planner.start()
         link = Link(str(planner.socket_path))
 
@@ -61,7 +61,7 @@ def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
     gone = Link(str(tmp_path / "none"))
     for _ in range(3):
         gone.send({"do": "hello"})
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         planner.start()
         link = Link(str(planner.socket_path))
         link.send({"do": "more", "stream": "none"})
@@ -70,7 +70,7 @@ def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
         link.send({"no": "verb"})
         link.note("a word")
         wait_until(lambda: planner.summary.notes["a word"])
-    assert sum("has no meaning" in note for note in planner.summary.notes) == 4
+    assert sum("a malformed message" in note for note in planner.summary.notes) == 4
     assert len(planner.summary.lines()) == 6
 
 
@@ -81,7 +81,7 @@ A, B = ShownVersion("a", "", 1), ShownVersion("b", "", 1)
 
 
 def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[int]]]) -> FileTable:
-    """A table of samples that are told one by one, from the last to the first."""
+    """A table with samples that are added one by one, from the last to the first."""
     table = FileTable(len(samples))
     for shown, column in ((A, samples), *others):
         for index in reversed(range(len(column))):
@@ -91,7 +91,6 @@ def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[in
 
 
 def taken(table: SampleTable, indices: list[int], shown: ShownVersion = A) -> list[list[int]]:
-    """The files of samples, as lists."""
     found = table.take(np.array(indices, np.int64)).get(shown)
     if found is None:
         return [[] for _ in indices]
@@ -112,7 +111,7 @@ def expected(samples: list[list[int]], indices: list[int]) -> list[list[int]]:
 def test_subsets_and_concatenations_are_those_of_lists(
     first: list[list[int]], second: list[list[int]], of: list[int], indices: list[int]
 ) -> None:
-    """As Python's own lists: negative indices count from the end, others are nobody's."""
+    """As with Python's own lists: negative indices count from the end, others have no files."""
     whole = table_of(first)
     assert whole.files == sum(map(len, first))
     assert whole.found == sum(map(bool, first))
@@ -154,7 +153,7 @@ print(len(list(loader)))
 """
 
 
-def test_files_and_the_distance_of_workers_are_told(
+def test_files_and_the_distance_of_workers_are_sent(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Two workers have three batches of five in hand: they read 30 positions apart at most."""
@@ -162,7 +161,7 @@ def test_files_and_the_distance_of_workers_are_told(
     monkeypatch.setattr(
         server._Process, "handle", lambda _, said, payload: handled.append(dict(said))
     )
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         planner.start()
         told = {"PYTHONPATH": str(HOOK), VARIABLE: json.dumps(planner.settings(ahead=0))}
         ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""The hook foresees what a sampler of torch will give, and leaves no trace."""
+"""The hook predicts the order of a sampler of torch, and leaves no trace."""
 
 import random
 from collections.abc import Iterator
@@ -99,7 +99,7 @@ def test_later_epochs_that_depend_on_nothing_are_foreseen(kind: str, seed: int |
 @each_row("kind", ["random", "replacement", "subset", "weighted"])
 @each_row("draws", [0, 1, 3])
 def test_the_global_generator_is_foreseen_if_nothing_else_is_drawn(kind: str, draws: int) -> None:
-    """Before its last epoch the program draws something else, and no more is foreseen then."""
+    """Before its last epoch the program draws something else; then no further epoch is foreseen."""
     torch.manual_seed(3)
     sampler, between = BatchSampler(sampler_of(kind, 50, None), 8, drop_last=False), BetweenEpochs()
     foreseen: list[int] = []

@@ -1,5 +1,6 @@
-"""`dlcmd run`: a training command gives the same samples in the same order, and the mount knows it
-beforehand."""
+"""`dlcmd run`: a training command gives the same samples in the same order, and the mount knows the
+order beforehand.
+"""
 
 import ast
 import json
@@ -81,9 +82,9 @@ def running(*command: str | Path) -> "subprocess.Popen[bytes]":
 def alone_and_joined(
     script: Path, mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> tuple[dict[str, object], dict[str, object], str]:
-    """What a script gives alone, what it gives under `dlcmd run`, and what that says. Alone its
-    workers are always forked, which gives the same: one that is spawned takes seconds to import
-    torch. `names` of loaders are given for the same reason."""
+    """The output of a script alone, its output under `dlcmd run`, and the messages of `dlcmd run`.
+    Alone, its workers are always forked, which gives the same: one that is spawned takes seconds to
+    import torch. `names` of loaders are given for the same reason."""
     first = [sys.executable, str(script), str(mounted), str(workers)]
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     alone = ended(*first, "fork", *names, environment=plain)
@@ -97,7 +98,7 @@ def alone_and_joined(
     fast_first([(2, "fork", ()), (0, "fork", ()), (1, "spawn", ("own generator", "persistent"))]),
     ids=["2-fork", "0-fork", "1-spawn"],
 )
-def test_each_sampler_gives_what_it_gave_and_is_announced(
+def test_each_sampler_gives_the_same_order_and_is_announced(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> None:
     expected, given, said = alone_and_joined(TRAINING, mounted, workers, start, names)
@@ -106,7 +107,7 @@ def test_each_sampler_gives_what_it_gave_and_is_announced(
         assert given[name] == expected[name], name
     epochs = 2 * len(expected)
     assert f"announced {epochs} of {epochs} epochs" in said
-    # There is nothing to complain of, but of an unknown order without workers.
+    # The only note is on an unknown order without workers.
     assert len(said.splitlines()) == (2 if workers else 3), said
 
 
@@ -181,8 +182,8 @@ GENERATOR = ("shuffle=True", "shuffle=True, generator=torch.Generator()")
 def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
     mounted: Path, ahead: str, change: tuple[str, str], is_foreseen: list[bool]
 ) -> None:
-    """With the global generator, that the program draws nothing in between is known from the second
-    epoch on."""
+    """With the global generator, it is known only from the second epoch on that the program draws
+    nothing in between."""
     joined = run(*python(PLANNED.replace(*change, 1)), mounted, options=("--ahead", ahead))
     told = json.loads(joined.stdout)
     assert [stream["length"] for [stream] in told] == [FILES, FILES]
@@ -268,9 +269,9 @@ assert received(late.sampler) is None
 
 
 @pytest.mark.deep
-def test_T2_what_a_loop_has_received_is_counted() -> None:
-    """With `join`, under `dlcmd run`, and with both: then `join` does nothing. What is not the
-    beginning of the order is not counted."""
+def test_T2_the_samples_that_a_loop_has_received_are_counted() -> None:
+    """With `join`, under `dlcmd run`, and with both: then `join` does nothing. Samples that are not
+    the beginning of the order are not counted."""
     ended(*python(COUNTED), environment=program_environment())
     both = run(*python(COUNTED), PYTHONPATH=program_environment()["PYTHONPATH"])
     assert "diesel_fs.torch:" not in both.stderr
@@ -305,7 +306,8 @@ for epoch in range(3):
 @pytest.mark.deep
 @pytest.mark.fuse
 def test_a_plan_of_another_version_is_not_made(mounted: Path) -> None:
-    """Its indices are other files there. The script reads on, and is told at the end."""
+    """Its indices are other files there. The script reads on, and the user gets a note at the
+    end."""
     script = (*python(CHANGED), mounted, sys.executable, mounted.parent / "src")
     joined = run(*script, PYTHONPATH=program_environment()["PYTHONPATH"])
     assert len(set(joined.stdout.split())) == 1
@@ -376,7 +378,7 @@ def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Pa
     assert orders_of(*by_chunks, mounted=mounted)[0] == chunk_wise
 
 
-def test_a_report_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_a_report_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     """Before the command runs; at the end it changes no exit code."""
     page = tmp_path / "run.html"
     run("true", os.fsdecode(b"\xff"), options=("--report", page))
@@ -420,7 +422,7 @@ def test_which_files_a_dataset_opens_is_learned_in_its_first_epoch(
     expected, given, said = alone_and_joined(LEARNED, mounted, workers, start, names)
     assert given == expected
     [(epochs, files)] = re.findall(r"announced (\d+) of \d+ epochs, ([\d,]+) files", said)
-    # What workers learn at the end of the first epoch may come too late for the second.
+    # The files that workers learn at the end of the first epoch may come too late for the second.
     assert int(epochs) >= 3 * len(given.keys() & LEARNED_FILES)
     assert int(files.replace(",", "")) >= 2 * sum(LEARNED_FILES.get(name, 0) for name in given)
     assert "reads: those of 100 of 100 samples, 2 files each" in said
@@ -442,13 +444,13 @@ for data in Files(), Unknown(), Endless(): list(torch.utils.data.DataLoader(data
 
 
 @pytest.mark.fuse
-def test_what_cannot_be_planned_is_said(mounted: Path, tmp_path: Path) -> None:
+def test_unplannable_datasets_are_named(mounted: Path, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PARTLY)
     joined = run(sys.executable, script, mounted)
     assert "announced 1 of 2 epochs, 50 files" in joined.stderr
     assert "50 of 100 files of a dataset lie in no mount" in joined.stderr
-    assert "Unknown opened no file of a mount" in joined.stderr
+    assert "Unknown opened no visible file of a mount" in joined.stderr
     assert "the files of Endless are not known" in joined.stderr
 
 
@@ -466,7 +468,7 @@ def test_exit_codes_and_output_pass_through() -> None:
         assert subprocess.run(script, env=program_environment(), check=False).returncode == 7
 
 
-def test_a_long_temporary_folder_and_what_is_left_in_one(tmp_path: Path) -> None:
+def test_a_long_temporary_folder_and_leftovers_in_one(tmp_path: Path) -> None:
     """The path of a socket has 107 bytes at most."""
     deep, flat = tmp_path / ("x" * 120), Path(tempfile.mkdtemp(prefix="flat"))
     deep.mkdir()

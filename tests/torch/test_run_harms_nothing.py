@@ -1,5 +1,5 @@
-"""`dlcmd run` never makes a script worse: nothing of Python's is replaced that a script can see,
-nothing is kept alive, no descriptor of the script's is closed, and what it leaves ends.
+"""`dlcmd run` never makes a script worse. It replaces nothing of Python's that a script can see,
+keeps nothing alive, and closes no descriptor of the script's; processes that it leaves behind end.
 """
 
 import threading
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.torch.hook.diesel_hook.link import Link
-from diesel_fs.torch.planner import TrainingPlanner
+from diesel_fs.torch.planner import PlanServer
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.waiting import wait_until
 
@@ -52,8 +52,8 @@ for _ in range(4): next(iter(loader))
 
 @pytest.mark.fuse
 def test_H23_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
-    """Also where the script has closed all descriptors, and its own has the number of ours. What is
-    planned for nothing, or too late, is told once."""
+    """Also if the script has closed all descriptors, and its own file has the number of ours. The
+    user gets one note on each plan that is useless or too late."""
     done = run(*python(LEFT_LOOPS), mounted, tmp_path / "mine")
     assert done.stdout == "[]\n"
     assert (tmp_path / "mine").read_text() == "mine"
@@ -167,8 +167,8 @@ for kind, workers, wanted in (
 
 @pytest.mark.deep
 @pytest.mark.fuse
-def test_T1_a_dataset_that_does_not_read_what_it_lists(mounted: Path, tmp_path: Path) -> None:
-    """It is planned by what it opens, or not at all, and the user is told once."""
+def test_T1_a_dataset_that_does_not_read_its_listed_files(mounted: Path, tmp_path: Path) -> None:
+    """The files that it opens are planned, or none, and the user gets one note."""
     said = run(*python(UNLIKE_ITS_LIST), mounted, tmp_path / "zip").stderr
     for kind, expected in (
         ("Cached", "does not open most of its files"),
@@ -182,14 +182,14 @@ def test_T1_a_dataset_that_does_not_read_what_it_lists(mounted: Path, tmp_path: 
     wait_until(lambda: streams_of(mounted) == [])
 
 
-def test_a_lost_path_is_told_while_the_command_runs(tmp_path: Path) -> None:
+def test_a_lost_path_is_reported_while_the_command_runs(tmp_path: Path) -> None:
     done = run("sh", "-c", f"PYTHONPATH=/x exec {python('')[0]} -c 'import time; time.sleep(4)'")
     assert "write PYTHONPATH=/x:$PYTHONPATH in the script" in done.stderr
 
 
 def test_many_processes_join_at_once() -> None:
     """Before the launcher has taken the first connection."""
-    with TrainingPlanner() as planner:
+    with PlanServer() as planner:
         links = [Link(str(planner.socket_path)) for _ in range(300)]
         threads = [threading.Thread(target=link.send, args=({"do": "hello"},)) for link in links]
         for each in threads:

@@ -1,5 +1,6 @@
-"""`ChunkShuffleSampler`: the order is chunk-wise, ranks get what `DistributedSampler` would give,
-and a run that stops anywhere reads exactly the rest."""
+"""`ChunkShuffleSampler`: the order is chunk-wise, ranks get the parts that `DistributedSampler`
+would give, and a run that stops anywhere reads exactly the rest.
+"""
 
 import copy
 import json
@@ -87,13 +88,13 @@ PHASES = st.lists(
 
 
 def stopped(sampler: ChunkShuffleSampler, batch: int, batches: int, workers: int) -> Sequence[int]:
-    """What a loop received until it stopped; the workers have been given more."""
+    """The samples that a loop received until it stopped; the workers have taken more."""
     drawn = list(islice(BatchSampler(sampler, batch, False), batches + workers * PREFETCH))
     return [each for part in drawn[:batches] for each in part]
 
 
 def ranks(data: object, world: int, drop_last: bool, state: object) -> list[ChunkShuffleSampler]:
-    """The samplers of all ranks, which go on from a state."""
+    """The samplers of all ranks, which resume from a state."""
     made = [
         ChunkShuffleSampler(data, rank=rank, world=world, group_size=2, drop_last=drop_last)
         for rank in range(world)
@@ -111,7 +112,7 @@ def ranks(data: object, world: int, drop_last: bool, state: object) -> list[Chun
     files=st.integers(0, FILES), batch=st.integers(1, 4), phases=PHASES, last=st.integers(1, 8),
     drop_last=st.booleans(),
 )  # fmt: skip
-def test_whatever_stops_and_changes_the_rest_is_read(
+def test_after_any_stops_and_changes_the_rest_is_read(
     pets: DieselDataset, files: int, batch: int, phases: list[Phase], last: int, drop_last: bool
 ) -> None:
     data = Subset(pets, range(files))
@@ -145,7 +146,7 @@ def test_whatever_stops_and_changes_the_rest_is_read(
 
 
 def _part(sampler: ChunkShuffleSampler) -> Iterator[int]:
-    """What the iteration of a sampler that began last gives in all."""
+    """All samples of the iteration of a sampler that began last."""
     again = copy.copy(sampler)
     again.load_state_dict(sampler.state_dict(received=0))
     return iter(again)
@@ -172,8 +173,8 @@ def test_a_stock_loader_resumes(pets: DieselDataset, workers: int) -> None:
 
 
 def test_after_join_states_are_whole(pets: DieselDataset, monkeypatch: pytest.MonkeyPatch) -> None:
-    """That the hook has counted: `test_run.py` looks at how. What it counted before the iteration,
-    or beyond what was handed out, is of another one."""
+    """`test_run.py` tests that the hook has counted. A number that it counted before the iteration,
+    or that is greater than the number of samples handed out, belongs to another iteration."""
     whole, counted = list(ChunkShuffleSampler(pets)), [0]
     monkeypatch.setattr("diesel_fs.torch.sampler.counted_by_hook", lambda _: counted[0])
     for before, after, expected in ((0, 0, 0), (0, 5, 5), (0, 9, 9), (0, 10, None), (4, 4, None)):
@@ -182,7 +183,7 @@ def test_after_join_states_are_whole(pets: DieselDataset, monkeypatch: pytest.Mo
         list(islice(sampler, 9))
         counted[0] = after
         if expected is None:
-            with pytest.raises(UsageError, match="nobody has counted"):
+            with pytest.raises(UsageError, match="it is not known how many"):
                 sampler.state_dict()
         else:
             resumed.load_state_dict(sampler.state_dict())
@@ -205,11 +206,12 @@ class Skips(BatchSampler):  # type: ignore[misc] # mypy skips torch
 
 @each_row("around", [list, BatchSampler, Sorted, Skips])
 def test_T2_a_state_that_would_lose_samples_is_not_saved(pets: DieselDataset, around: type) -> None:
-    """Whatever iterates the sampler: it alone cannot know what its loop has received."""
+    """Whatever iterates the sampler: the sampler alone cannot know how many samples its loop has
+    received."""
     sampler = ChunkShuffleSampler(pets)
     assert sampler.state_dict()["position"] == 0
     next(iter(sampler if around is list else around(sampler, 4, False)))
-    with pytest.raises(UsageError, match="nobody has counted how many") as told:
+    with pytest.raises(UsageError, match="it is not known how many") as told:
         sampler.state_dict()
     assert "state_dict(received=batches * batch_size)" in str(told.value.advice)
     assert sampler.state_dict(received=4 if around is BatchSampler else 0)["epoch"] == 0
@@ -227,7 +229,7 @@ def test_T2_torchdata_alone_gets_a_state_without_the_number(pets: DieselDataset)
     scope = {"__name__": "torchdata.stateful_dataloader.sampler", "sampler": sampler}
     state = eval("sampler.state_dict()", scope)  # noqa: S307  (of ours)
     resumed.load_state_dict(state)
-    with pytest.raises(UsageError, match="how many samples had been received"):
+    with pytest.raises(UsageError, match="number of samples that had been received"):
         next(iter(resumed))
     resumed.load_state_dict({**state, "position": 1})
     assert len(list(resumed)) == FILES - 1
@@ -235,10 +237,10 @@ def test_T2_torchdata_alone_gets_a_state_without_the_number(pets: DieselDataset)
     assert iter(sampler).state_dict()["position"] == 0  # type: ignore[attr-defined]
 
 
-def test_T2_an_epoch_of_which_nothing_is_left_is_told(
+def test_T2_resuming_a_finished_epoch_logs_a_warning(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Unless the loop has said that it wants this epoch."""
+    """Unless the loop has set this epoch."""
     sampler, resumed = ChunkShuffleSampler(pets), ChunkShuffleSampler(pets)
     whole = list(sampler)
     state = sampler.state_dict(received=FILES)

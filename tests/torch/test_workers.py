@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.torch.workers import FetchModel, Limits, Measured, WorkerController
+from diesel_fs.torch.workers import FetchModel, Measured, WorkerController, WorkerLimits
 from tests.rows import each_row
 
 BIG = 1 << 40
@@ -25,7 +25,7 @@ def test_the_limits_are_kept(
     workers: int, fetch_s: float, request_s: float, samples: float, worker_bytes: float,
     most: int, memory: int, steps: int,
 ) -> None:  # fmt: skip
-    controller = WorkerController(Limits(most, memory))
+    controller = WorkerController(WorkerLimits(most, memory))
     for _ in range(steps):
         workers = controller.decide(
             measured(workers, fetch_s, request_s, batch_samples=samples, worker_bytes=worker_bytes)
@@ -41,7 +41,7 @@ def test_the_limits_are_kept(
 def test_by_one_it_is_dlcaches_rule(fetch_s: float, request_s: float, expected: int) -> None:
     """Time to fetch / time between requests, rounded up, with a tenth to spare; without enough
     cores, all of them."""
-    controller = WorkerController(Limits(16, BIG))
+    controller = WorkerController(WorkerLimits(16, BIG))
     assert controller.decide(measured(1, fetch_s, request_s)) == expected
 
 
@@ -57,10 +57,10 @@ def cost(base: float, slope: float, knee: int) -> Callable[[int], float]:
 def test_it_settles_where_the_loop_does_not_wait(
     numbers: tuple[float, float, int], request_s: float, start: int
 ) -> None:
-    """Against a world that it can only measure: it comes to rest, at a number that suffices if any
-    does, and that is not twice what is needed."""
+    """The controller can only measure. It comes to rest at a number that suffices if any does, and
+    that is not twice the needed number."""
     most, fetch = 12, cost(*numbers)
-    controller = WorkerController(Limits(most, BIG))
+    controller = WorkerController(WorkerLimits(most, BIG))
     workers, seen = start, [start]
     for _ in range(30):
         workers = controller.decide(measured(workers, fetch(workers), request_s))
@@ -75,7 +75,7 @@ def test_it_settles_where_the_loop_does_not_wait(
 @given(fetch_s=st.floats(0.01, 1), request_s=st.floats(0.01, 1), noise=st.lists(
     st.floats(0.95, 1.05), min_size=40, max_size=40))  # fmt: skip
 def test_noise_leaves_it_at_rest(fetch_s: float, request_s: float, noise: list[float]) -> None:
-    controller = WorkerController(Limits(16, BIG))
+    controller = WorkerController(WorkerLimits(16, BIG))
     workers, changes = 4, 0
     for each in noise:
         wanted = controller.decide(measured(workers, fetch_s * each, request_s))
@@ -87,17 +87,17 @@ def test_noise_leaves_it_at_rest(fetch_s: float, request_s: float, noise: list[f
 def test_it_follows_when_the_cache_gets_warm_and_cold_again() -> None:
     """But not beyond memory, nor beyond the number that reaches the highest rate: from some number
     on, more workers only disturb each other (Lobster)."""
-    controller = WorkerController(Limits(16, BIG))
+    controller = WorkerController(WorkerLimits(16, BIG))
     workers = 1
     for fetch_s, least, most in ((1.0, 10, 16), (0.05, 1, 2), (1.0, 10, 16)):
         for _ in range(10):
             workers = controller.decide(measured(workers, fetch_s, 0.1))
         assert least <= workers <= most
-    workers, controller = 2, WorkerController(Limits(16, BIG))
+    workers, controller = 2, WorkerController(WorkerLimits(16, BIG))
     for _ in range(30):
         workers = controller.decide(measured(workers, max(1.0, workers / 6), 0.01))
     assert workers <= 8
-    controller = WorkerController(Limits(16, 1000))
+    controller = WorkerController(WorkerLimits(16, 1000))
     assert controller.decide(measured(2, 1.0, 0.1, worker_bytes=300)) == 3
 
 

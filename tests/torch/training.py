@@ -1,8 +1,8 @@
 """A training script that knows nothing of DIESEL-FS: `training.py ROOT WORKERS START [NAME...]`.
 
-It iterates loaders with samplers of each kind, twice each, and prints as JSON which files they gave
-and the states of the random generators afterwards. With NAMEs there are only the loaders of these
-names.
+It iterates loaders with samplers of each kind, twice each, and prints as JSON the files that they
+gave and the states of the random generators afterwards. With NAMEs there are only the loaders of
+these names.
 """
 
 import json
@@ -86,7 +86,7 @@ def loaders(files: Folder, workers: int, start: str) -> Iterator[tuple[str, Load
 
 
 def states() -> Sequence[object]:
-    """What the generators give next."""
+    """The next numbers of the generators."""
     return [random.random(), np.random.rand(), torch.rand(2).tolist()]
 
 

@@ -1,7 +1,7 @@
-"""Who may look at the dashboard: processes of this machine, or those who know the token.
+"""Decides which requests the dashboard answers: those of this machine, or those with the token.
 
-On loopback without a token, the page must be asked for by a name of this machine. Otherwise a page
-of somebody else's, whose name leads to 127.0.0.1 ("DNS rebinding"), could read it in the user's
+On loopback without a token, the page must be asked for by a name of this machine. Otherwise a
+foreign page with a name that leads to 127.0.0.1 ("DNS rebinding") could read it in the user's
 browser. With a token, every request must have it: as `Authorization: Bearer TOKEN`, or in a cookie
 that `?token=TOKEN` has set. The cookie holds a value that is made from the token, not the token.
 """
@@ -38,7 +38,7 @@ class Access:
         self._cookie = hmac.new(self._token, b"diesel dashboard cookie", hashlib.sha256).hexdigest()
 
     def refusal(self, request: Request) -> Answer | None:
-        """The answer to a request that may not be answered otherwise; None where it may."""
+        """The answer that refuses a request; None if the request is allowed."""
         if not self._token:
             if self._is_local_name(request.headers.get("host", "")):
                 return None

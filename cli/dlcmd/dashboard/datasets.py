@@ -1,9 +1,9 @@
 """The repository as a source of the dashboard: its datasets, with versions, sizes and holes.
 
-It is asked seldom, since a listing of a thousand datasets takes seconds of a processor, or
+It is listed seldom, since a listing of a thousand datasets takes seconds of a processor, or
 thousands of requests to a bucket: `_CPU_SHARE` and `_WALL_SHARE` say how much of the time it may
-take. What needs a request for each dataset (the kept versions, the holes) is asked again only for
-datasets that have changed, and a few at a time.
+take. Facts that need a request for each dataset (the kept versions, the holes) are fetched again
+only for datasets that have changed, and a few at a time.
 """
 
 import time
@@ -32,7 +32,7 @@ DETAILS_S = 0.2
 """How often, and for how long at once, datasets are looked at one by one."""
 
 HOLES_FILES_MAX = 250_000
-"""Of a dataset with more files holes are not counted, which could take this process's memory."""
+"""Holes of a dataset with more files are not counted, which could take this process's memory."""
 
 VERSIONS_SHOWN = 8
 
@@ -97,7 +97,8 @@ class DatasetsSource(Source):
         return details is None or details.version != (info.head.version if info.head else 0)
 
     def describe(self) -> Described:
-        """What the state has: the datasets themselves are fetched when `change` has grown."""
+        """The part of the state: the page fetches the datasets themselves when `change` has
+        grown."""
         return {
             **self.standing(),
             "repository": shown(shown_url(self._settings.repository_url).encode()),
@@ -109,14 +110,13 @@ class DatasetsSource(Source):
         return None
 
     def all(self) -> Described:
-        """All datasets. Any thread."""
+        """All datasets. Any thread may call it."""
         with self.lock:
             rows = [_row(info, self._details.get(info.identity)) for info in self._infos]
             return {"change": self.change, "datasets": rows}
 
 
 def _details(repository: Repository, info: DatasetInfo) -> _Details:
-    """The kept versions of a dataset, and its holes."""
     version = info.head.version if info.head else 0
     try:
         kept = repository.snapshots.kept(info.identity)
@@ -137,7 +137,7 @@ def _details(repository: Repository, info: DatasetInfo) -> _Details:
 
 
 def _row(info: DatasetInfo, details: _Details | None) -> Described:
-    head = info.head  # None where the metadata store does not know the dataset
+    head = info.head  # None if the metadata store does not know the dataset
     return {
         "name": info.name,
         "created": info.created_ns // 1_000_000_000,

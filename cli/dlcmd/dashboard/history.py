@@ -41,7 +41,6 @@ class History:
         return found
 
     def _places(self) -> list[int]:
-        """Where the points stand, the oldest first."""
         return [at % POINTS for at in range(max(self._count - POINTS, 0), self._count)]
 
     def _keep(self, places: Sequence[int]) -> None:

@@ -10,10 +10,10 @@ from diesel_fs.errors import DieselError
 from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
 from diesel_fs.mounts.waits import CAUSE_NAMES
 from diesel_fs.names import shown
-from diesel_fs.peers.options import SINGLE_NODE_PREFIX
+from diesel_fs.peers.members.options import SINGLE_NODE_PREFIX
 from diesel_fs.system.mountinfo import parse_mounts
 
-from ..mount_figures import (
+from ..show.mount_figures import (
     TASK_TIERS,
     MountSamples,
     Stats,
@@ -27,7 +27,8 @@ from .history import History
 from .source import Described, Source
 
 CHILD_EVERY_S = 5.0
-"""How often a mount is asked whose statistics cost the start of a process, or which fails."""
+"""Seconds between two samples of a mount that fails, or if a sample costs the start of a
+process."""
 
 READERS_SHOWN = 64
 
@@ -53,11 +54,11 @@ _TOTALS = {
     "resident_bytes": "residency.resident_bytes",
     "budget_bytes": "residency.budget_bytes",
 }
-"""Counters of a mount that the page shows, and where they stand in its statistics."""
+"""Counters of a mount that the page shows, and their paths in its statistics."""
 
 
 class MountPlace(NamedTuple):
-    """What tells a mount from others: its path, and the device number of its connection."""
+    """The identity of a mount: its path, and the device number of its connection."""
 
     path: str
     device: str
@@ -184,7 +185,6 @@ class MountSource(Source):
 
     @property
     def stats(self) -> Stats | None:
-        """The newest statistics."""
         with self.lock:
             return self._newest
 
@@ -192,8 +192,8 @@ class MountSource(Source):
 def tasks(sources: Iterable[MountSource]) -> list[Described]:
     """The tasks that these mounts are in, with their members.
 
-    The master of each node tells what it knows of all members. Where several nodes of a task are on
-    this machine, each adds what it alone knows: how much of its share it holds.
+    The master of each node knows all members. If several nodes of a task are on this machine, each
+    adds the one figure that only it knows: how much of its share it holds.
     """
     found: dict[tuple[str, str], Described] = {}
     members: dict[tuple[str, str], dict[int, Described]] = {}
@@ -234,7 +234,7 @@ def _task(stats: Stats) -> Described:
 
 
 def _members(stats: Stats) -> dict[int, Described]:
-    """What one master knows of the members of its task, by rank."""
+    """The members of a task, as one of its masters knows them, by rank."""
     shares = mapping_at(stats, "task.shares")
     rank = int(number_at(stats, "task.rank"))
     own: Described = {

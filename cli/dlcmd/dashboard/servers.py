@@ -56,8 +56,6 @@ def parse_metrics_place(text: str) -> tuple[HostPort, str]:
 
 
 class ServerSource(Source):
-    """A server, by its metrics."""
-
     def __init__(self, source_id: str, place: HostPort, path: str) -> None:
         self._place, self._path = place, path
         self._before: tuple[float, Metrics] | None = None

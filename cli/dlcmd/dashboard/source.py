@@ -1,4 +1,4 @@
-"""What the dashboard watches: a source, which is asked in a thread of its own.
+"""A source: a thing that the dashboard watches, in a thread of its own.
 
 The watcher calls `ask` at each tick, and waits a little for all answers. A source that does not
 answer keeps its last figures, and says since when it has not answered.
@@ -21,17 +21,18 @@ Described = dict[str, object]
 
 
 class Source(ABC):
-    """A source: `refresh` asks it, `describe` is what the page gets, `point` is for the history.
+    """A source: `refresh` fetches its figures, `describe` makes the page's part, `point` the
+    history's.
 
     `refresh` is called in the source's own thread, everything else in the watcher's. Subclasses
     guard what both use by `lock`.
     """
 
     least_s = 0.0
-    """The shortest time between two questions."""
+    """The shortest time between two requests."""
 
     late_s = 3.0
-    """So long after a question without an answer the source counts as late."""
+    """A source counts as late if it has not answered for this time."""
 
     def __init__(self, source_id: str, history: History) -> None:
         self.id = source_id
@@ -40,7 +41,7 @@ class Source(ABC):
         self.is_done = threading.Event()
         self.is_done.set()
         self.problem = ""
-        """Why there is no newer answer; empty where there is one."""
+        """Why there is no newer answer; empty if there is one."""
         self.answered_s = 0.0
         """When the last answer came, by the monotonic clock; 0: never."""
         self._asked_s = 0.0
@@ -56,7 +57,7 @@ class Source(ABC):
 
     @abstractmethod
     def describe(self) -> Described:
-        """What is known now, for the page."""
+        """The newest facts, for the page."""
 
     @abstractmethod
     def point(self) -> Mapping[str, float] | None:
@@ -71,7 +72,6 @@ class Source(ABC):
             self._wanted.set()
 
     def end(self) -> None:
-        """Ask no more."""
         self._is_ended = True
         self._wanted.set()
 

@@ -1,7 +1,7 @@
-"""Asks all sources of the dashboard at each tick, and makes one state of what they answer.
+"""Asks all sources of the dashboard at each tick, and makes one state of their answers.
 
 While a page looks, a tick comes each second, else each 5 s: the history goes on. A tick asks all
-sources at once and waits `ANSWERS_S` for them; what comes later is in the next state.
+sources at once and waits `ANSWERS_S` for them; later answers are in the next state.
 
 One thread runs the ticks. Everything else may be called from any thread.
 """
@@ -76,12 +76,11 @@ class Watcher:
             return self._state
 
     def datasets(self) -> bytes:
-        """All datasets as JSON."""
         return json.dumps(self._datasets.all()).encode()
 
     def history(self, source_id: str, since_s: float) -> bytes | None:
         """The points of a source's history that are newer than a time, as JSON; `all` are all
-        mounts together. None where there is no such source."""
+        mounts together. None if there is no such source."""
         with self._change:
             sources: list[Source] = [*self._mounts.values(), *self._servers]
             known = {"all": self._all, **{each.id: each.history for each in sources}}
@@ -170,7 +169,6 @@ class Watcher:
         }
 
     def _find_mounts(self, now_s: float) -> None:
-        """Notice mounts that have been made, and those that have gone."""
         found = self._own_mounts.find()
         for place, source in list(self._mounts.items()):
             if place in found:

@@ -65,7 +65,7 @@ class WebServer:
         self._free = threading.BoundedSemaphore(CONNECTIONS_MAX)
         self._lock = threading.Lock()
         self._silent: dict[socket.socket, None] = {}
-        """Connections whose request has not come yet, the oldest first. Guarded by `_lock`."""
+        """Connections without a request so far, the oldest first. Guarded by `_lock`."""
 
     def serve(self) -> None:
         """Accept connections, without an end."""
@@ -108,7 +108,7 @@ class WebServer:
             link.send(self._encoded(_failure(HTTPStatus.SERVICE_UNAVAILABLE), is_head=False))
 
     def _end_silent(self) -> bool:
-        """End the connection that has been silent for longest; False where there is none."""
+        """End the connection that has been silent for longest; False if there is none."""
         with self._lock:
             oldest = next(iter(self._silent), None)
             if oldest is None:
@@ -176,8 +176,8 @@ def _failure(status: HTTPStatus, headers: Mapping[str, str] | None = None) -> An
 
 
 def _receive_head(link: socket.socket) -> bytes | None:
-    """The head of a request: longer than `HEAD_BYTES_MAX` where it has no end by then; None where
-    it does not come in time."""
+    """The head of a request: longer than `HEAD_BYTES_MAX` if it has no end by then; None if it does
+    not come in time."""
     until_s = time.monotonic() + HEAD_S
     head = b""
     while b"\r\n\r\n" not in head and b"\n\n" not in head and len(head) <= HEAD_BYTES_MAX:
@@ -193,7 +193,7 @@ def _receive_head(link: socket.socket) -> bytes | None:
 
 
 def _parse(head: bytes) -> tuple[str, Request | None]:
-    """The method, and the request; None where it is no HTTP."""
+    """The method, and the request; None if it is no HTTP."""
     lines = head.decode("latin-1").replace("\r\n", "\n").partition("\n\n")[0].split("\n")
     words = lines[0].split(" ")
     if len(words) != 3 or not words[2].startswith("HTTP/1.") or not words[1].startswith("/"):

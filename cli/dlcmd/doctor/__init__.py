@@ -1,11 +1,12 @@
-"""What `dlcmd doctor` and `dlcmd support` look at: this machine, its mounts, and a repository.
+"""What `dlcmd doctor` looks at: this machine, its mounts, and a repository.
 
-A check is a pure function from facts to findings (`checks.py`; `findings.py` says what a finding
-is). The facts come from `machine.py` (this machine and the user's folders), `places.py` (mounts,
-and folders that the user names) and `stores.py` (the repository), which change nothing that stays.
-`probes.py` runs them side by side, each with a time limit. `trial.py` is a program of its own that
-tries a mount. `archive.py` makes the archive of `dlcmd support`, and `redaction.py` takes the
-secrets out of it.
+A check is a pure function from facts to findings (`checks.py`; `findings.py` defines findings). The
+facts come from `machine.py` (this machine and the user's folders), `places.py` (mounts, and folders
+that the user names) and `stores.py` (the repository), which change nothing that stays. `probes.py`
+runs them side by side, each with a time limit. `trial.py` is a program of its own that tries a
+mount. `diagnosis.py` puts these together, and is where to start reading.
 
-The verbs are in `../diagnosing.py`.
+`speed.py` measures rates for `--speed`. For `--bundle`, `bundle.py` asks the user and writes the
+archive, `archive.py` makes its contents, and `redaction.py` takes the secrets out of them. The verb
+is `../verbs/doctor.py`.
 """

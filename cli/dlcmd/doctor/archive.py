@@ -1,4 +1,4 @@
-"""What goes into the archive of `dlcmd support`, and the archive itself.
+"""The contents of the archive of `dlcmd doctor --bundle`, and its bytes.
 
 Every member goes through one `Redactor`, so a secret that this process knows, or that looks like
 one, is in none. Environment variables are taken by name from a list; command lines of processes and
@@ -29,10 +29,10 @@ from .findings import Finding, counts
 from .redaction import Redactor
 
 LOG_TAIL_BYTES = 256 << 10
-"""How much of the end of each log is packed."""
+"""Bytes to pack from the end of each log."""
 
 LOGS_MAX = 20
-"""How many logs are packed: those that were written last."""
+"""The number of logs to pack, the newest first."""
 
 SHOWN_VARIABLES = (
     *("DIESEL_URL", "DIESEL_USER", "DIESEL_REDIS_USER", "DIESEL_REDIS_PASSWORD_FILE"),
@@ -42,14 +42,14 @@ SHOWN_VARIABLES = (
     *("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
     *("HOME", "TMPDIR", "LANG", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"),
 )
-"""The variables whose values are packed, without passwords in URLs."""
+"""Variables to pack with their values, without passwords in URLs."""
 
 SECRET_VARIABLES = (
     *("DIESEL_KEY", "DIESEL_TASK_KEY", "DIESEL_REDIS_PASSWORD", "DIESEL_REDIS_SENTINEL_PASSWORD"),
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
 )
-"""Of these it is packed whether they are set, and nothing else."""
+"""Only whether these are set is recorded, never their values."""
 
 _CGROUP_FILES = (
     *("memory.max", "memory.high", "memory.current", "memory.events", "memory.swap.max"),
@@ -74,7 +74,7 @@ def members(
     logs: Sequence[Path],
     redactor: Redactor,
 ) -> list[Member]:
-    """The files of the archive. `logs` are packed besides those in the user's state folder."""
+    """The files of the archive. It has `logs` besides those in the user's state folder."""
     values: dict[str, object] = {
         "versions.json": _versions(),
         "settings.json": _settings(settings),
@@ -116,7 +116,7 @@ def packed(files: Sequence[Member]) -> bytes:
     buffer, now_s = io.BytesIO(), int(time.time())
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for member in files:
-            info = tarfile.TarInfo(f"diesel-support/{member.name}")
+            info = tarfile.TarInfo(f"diesel-bundle/{member.name}")
             info.size, info.mtime, info.mode = len(member.content), now_s, 0o600
             archive.addfile(info, io.BytesIO(member.content))
     return buffer.getvalue()

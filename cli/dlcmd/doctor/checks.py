@@ -1,4 +1,4 @@
-"""The checks: what facts mean for a job, and what to do about them. Pure: facts in, findings out.
+"""The checks: from facts about a machine, mount or store to findings, with advice. Pure.
 
 Every threshold stands here, with its reason.
 """
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from diesel_fs.names import shown
 from diesel_fs.repository.validation import CLOCK_ALLOWANCE_S
 
-from ..output import bytes_text, count_text
+from ..show.output import bytes_text, count_text
 from .findings import Figure, Finding, State
 
 MOUNT_BYTES_MIN = 256 << 20
@@ -35,7 +35,7 @@ OLD_CACHE_BYTES = 8 << 20
 """Less than this, left by earlier boots, is not worth a warning."""
 
 UNUSED_S = 30 * 86_400.0
-"""A dataset in a cache's folder that no job has used for so long is worth a warning."""
+"""A dataset in a cache's folder is worth a warning if no job has used it for this time."""
 
 CACHE_FREE_FRACTION = 0.05
 """A cache leaves this part of its disk free, so it takes nothing new on a disk that is fuller."""
@@ -67,15 +67,15 @@ _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN
 
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
-    """What this process may do with FUSE."""
+    """The rights of this process to use FUSE."""
 
     device_errno: str = ""
-    """Why /dev/fuse cannot be opened, as the name of an errno; empty where it can be."""
+    """The name of the errno from opening /dev/fuse; empty if it can be opened."""
     device_error: str = ""
     is_root: bool = True
     may_administrate: bool = True
     helper: str = ""
-    """The path of fusermount3; empty where it is missing."""
+    """The path of fusermount3; empty if it is missing."""
     helper_has_rights: bool = True
     """Whether it runs as root, as it must."""
     native_error: str = ""
@@ -85,7 +85,6 @@ class FuseFacts:
 
 
 def fuse_findings(facts: FuseFacts) -> Iterator[Finding]:
-    """Whether anything can be mounted."""
     match facts.device_errno:
         case "":
             yield Finding("fuse.device", "ok", f"/dev/fuse can be opened (Linux {facts.linux})")
@@ -124,7 +123,7 @@ def session_finding(session: str, notes: Sequence[str], seconds: float) -> Findi
 
 
 def expected_session(facts: FuseFacts) -> Finding:
-    """Which session a mount would take first, where none was tried."""
+    """Which session a mount would take first, if none was tried."""
     if facts.native_error:
         found = f"the session kernel is taken first (native: {facts.native_error}); not tried"
         return Finding("session", "ok", found, figures={"session": "kernel"})
@@ -139,11 +138,10 @@ class MemoryFacts:
     limit_bytes: int
     available_bytes: int
     mount_bytes: int
-    """What a mount without `--memory` takes."""
+    """The memory of a mount without `--memory`."""
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
-    """Whether a mount has the memory that it needs."""
     limit, free = bytes_text(facts.limit_bytes), bytes_text(facts.available_bytes)
     figures: dict[str, Figure] = {
         "limit_bytes": facts.limit_bytes,
@@ -173,7 +171,6 @@ def _more_memory(facts: MemoryFacts) -> str:
 
 
 def files_finding(soft: int, hard: int) -> Finding:
-    """Whether a process may open enough files."""
     found = f"a process may open {soft:,} files"
     figures: dict[str, Figure] = {"soft": soft, "hard": hard}
     cure = f"`ulimit -n {hard}`" if hard > soft else "raise nofile in /etc/security/limits.conf"
@@ -183,28 +180,27 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """One of the user's folders, or the folder above it where it does not exist yet."""
+    """One of the user's folders, or the folder above it if it does not exist yet."""
 
     what: str
     """`state`, `cache` or `tmp`: also the end of the check's name."""
     use: str
-    """What lies there: `logs and sockets`."""
+    """Its use, for messages: `logs and sockets`."""
     path: str
     exists: bool = True
     owner_error: str = ""
-    """Why it is not this user's alone; empty where it is."""
+    """Why it is not this user's alone; empty if it is."""
     write_error: str = ""
-    """Why nothing can be written; empty where something can."""
+    """Why nothing can be written; empty if something can."""
     free_bytes: int = 0
     total_bytes: int = 0
     free_files: int | None = None
-    """None where the file system does not count them."""
+    """None if the file system does not count them."""
     kind: str = ""
     """The file system."""
 
 
 def folder_finding(facts: FolderFacts) -> Finding:
-    """Whether one of the user's folders can be used."""
     check, where = f"folder.{facts.what}", f"{facts.path} ({facts.use})"
     figures: dict[str, Figure] = {
         "path": facts.path, "free_bytes": facts.free_bytes, "total_bytes": facts.total_bytes,
@@ -241,13 +237,12 @@ class OldCopies:
 
     folder: str
     boot: str
-    """The run of the machine whose copies are used."""
+    """The run of the machine, as it stands in the names of current copies."""
     files: int
     bytes: int
 
 
 def old_copies_finding(facts: OldCopies) -> Finding | None:
-    """Whether old copies waste room."""
     if facts.bytes < OLD_CACHE_BYTES:
         return None
     found = (
@@ -263,7 +258,8 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
 
 
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
-    """Whether this host's clock agrees with that of the store, metadata store or server `whose`.
+    """Whether this host's clock agrees with that of a store, metadata store or server, which
+    `whose` names.
 
     `ahead_s` is how far ours is ahead, which was measured to `error_s`.
     """
@@ -298,8 +294,8 @@ def bandwidth_finding(read_bytes: int, seconds: float) -> Finding:
     found = f"{bytes_text(read_bytes)} of a chunk came at {bytes_text(rate)}/s"
     figures: dict[str, Figure] = {"bytes": read_bytes, "bytes_per_s": round(rate)}
     if read_bytes >= 1 << 20 and rate < BANDWIDTH_SLOW:
-        cure = "`dlcmd plan DATASET --store-bandwidth RATE` says what an epoch waits; mount with"
-        cure += " --cache-dir or --task, and run in the store's region"
+        cure = "`dlcmd forecast DATASET --store-bandwidth RATE` says what an epoch waits;"
+        cure += " mount with --cache-dir or --task, and run in the store's region"
         return Finding("store.bandwidth", "warning", found, cure, figures)
     return Finding("store.bandwidth", "ok", found, figures=figures)
 
@@ -329,7 +325,7 @@ def redis_finding(facts: "ServerFacts", where: str) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class MountFacts:
-    """A mount of a dataset, and what it says of itself."""
+    """A mount of a dataset, with its statistics."""
 
     path: str
     source: str
@@ -365,7 +361,7 @@ def mount_findings(facts: MountFacts) -> Iterator[Finding]:
 
 
 def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]:
-    """What the statistics of a living mount tell of faults."""
+    """The faults that the statistics of a living mount show."""
     if warning := _text(stats, "warning"):
         cure = f"unmount {path}, and mount the current version when the metadata store is back"
         yield Finding("mount.stale", "warning", f"{path}: {warning}", cure)
@@ -381,21 +377,21 @@ def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]
             f"{path}: {bytes_text(budget)} of memory for a dataset of {bytes_text(size)}, so each"
             " epoch reads from the store again"
         )
-        cure = "`dlcmd plan DATASET` compares --memory, --cache-dir and --task"
+        cure = "`dlcmd forecast DATASET` compares --memory, --cache-dir and --task"
         figures: dict[str, Figure] = {"budget_bytes": budget, "dataset_bytes": size}
         yield Finding("mount.memory", "ok", found, cure, figures)
 
 
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
-    """What the repository has now under the name of a mounted dataset."""
+    """The dataset that now has the name of a mounted one in the repository."""
 
     identity: str
     version: int
 
 
 def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding | None:
-    """Whether a mount shows an old version. `current` is None where there is no such dataset."""
+    """Whether a mount shows an old version. `current` is None if there is no such dataset."""
     stats = facts.stats or {}
     name, version = _text(stats, "dataset"), _number(stats, "version")
     at = quote(facts.path)
@@ -469,7 +465,6 @@ class PlaceFacts:
 
 
 def place_findings(facts: PlaceFacts) -> Iterator[Finding]:
-    """Whether one can mount on a folder, or keep a cache in it."""
     path = facts.path
     if not facts.is_folder:
         yield Finding("place", "fault", f"{path} is no folder", "name a folder")

@@ -1,4 +1,4 @@
-"""What a check has found, in what order it is shown, and whether a job would run well. Pure."""
+"""Findings, their order, and the summary: whether a job would run well. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,19 +15,18 @@ Figure = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What one check has found."""
+    """The result of one check."""
 
     check: str
     """Which check: a name that programs may rely on, such as `fuse.device`."""
     state: State
     found: str
     cure: str = ""
-    """What to do, with the command where there is one. A fault always has one."""
+    """Advice, with a command if there is one. A fault always has advice."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """What was measured, for programs."""
+    """Measured values, for programs."""
 
     def described(self) -> dict[str, object]:
-        """The finding in JSON."""
         return {
             "check": self.check,
             "state": self.state,
@@ -43,7 +42,7 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def counts(findings: Sequence[Finding]) -> dict[str, int]:
-    """How many findings there are of each state."""
+    """The number of findings of each state."""
     return {state: sum(each.state == state for each in findings) for state in STATES}
 
 

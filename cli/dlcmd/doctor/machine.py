@@ -37,11 +37,12 @@ from .findings import Finding
 from .probes import Emit, Probe
 
 COPIES = ("snapshots", "images")
-"""The folders of copies in the user's cache folder, whose names end with the run of the machine."""
+"""The folders of copies in the user's cache folder. A copy's name ends with the run of the
+machine."""
 
 
 def fuse_facts() -> FuseFacts:
-    """What this process may do with FUSE."""
+    """The rights of this process to use FUSE."""
     error_name = error_text = ""
     try:
         os.close(os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC))
@@ -81,7 +82,7 @@ def _runs_as_root(program: str) -> bool:
 
 
 def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
-    """What is known at once: FUSE, memory and open files."""
+    """Findings that need no probe: FUSE, memory and open files."""
     yield from fuse_findings(fuse)
     memory = MemoryFacts(memory_limit_bytes(), available_memory_bytes(), default_memory_bytes())
     yield memory_finding(memory)
@@ -89,7 +90,7 @@ def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
 
 
 def folder_probes() -> list[Probe]:
-    """Whether the user's folders can be used. Raises ConfigError where there is no home folder."""
+    """Whether the user's folders can be used. Raises ConfigError if there is no home folder."""
     folders = user_folders()
     return [
         _folder_probe("state", "logs and sockets", folders["state"], is_private=True),
@@ -103,7 +104,8 @@ def folder_probes() -> list[Probe]:
 
 
 def _temporary_folder() -> Path:
-    """Where temporary files lie; where they should, if nothing can be written there."""
+    """The folder for temporary files, or the one that should be, if nothing can be written
+    there."""
     try:
         return Path(tempfile.gettempdir())
     except OSError:
@@ -147,7 +149,8 @@ def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> Folder
 
 
 def ownership_error(path: Path) -> str:
-    """Why a folder is not this user's alone to write to; empty where it is. As `private_folder`."""
+    """Why others than this user may write to a folder; empty if nobody else may. As
+    `private_folder`."""
     try:
         found = path.stat()
     except OSError as error:
@@ -160,7 +163,7 @@ def ownership_error(path: Path) -> str:
 
 
 def write_error(folder: Path) -> str:
-    """Why nothing can be written to a folder; empty where something can be."""
+    """Why nothing can be written to a folder; empty if something can be."""
     if os.access(folder, os.W_OK | os.X_OK):
         return ""
     if os.statvfs(folder).f_flag & os.ST_RDONLY:

@@ -46,11 +46,11 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""How long a mount may take to answer each of two questions, which a new process asks. Where the
-processors are busy, that takes a second or two."""
+"""How long a mount may take to answer each of two questions, which a new process asks. On busy
+processors, that takes a second or two."""
 
 MOUNTS_MAX = 64
-"""Of more mounts, the rest is left out: each is asked by a child process."""
+"""Further mounts are left out, since a child process queries each one."""
 
 _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
@@ -79,8 +79,8 @@ def mount_probe(
     found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_asked: bool
 ) -> Probe:
     """Whether a mount serves its readers; and whether it shows the current version, for which
-    `open_repository` opens the repository. Unless the user asks about this mount (`is_asked`), its
-    faults are warnings."""
+    `open_repository` opens the repository. Its faults are warnings, unless the user has named this
+    mount (`is_asked`)."""
 
     def work(emit: Emit) -> None:
         facts = mount_facts(found)
@@ -88,7 +88,7 @@ def mount_probe(
             emit(finding)
         if facts.stats is None or open_repository is None:
             return
-        # What is wrong with the repository, its own check says.
+        # Faults of the repository are found by its own check
         with suppress(DieselError), open_repository() as repository:
             try:
                 info = repository.dataset(str(facts.stats["dataset"]))
@@ -104,8 +104,6 @@ def mount_probe(
 
 
 def place_probe(path: Path) -> Probe:
-    """Whether one can mount on a folder, or keep a cache in it."""
-
     def work(emit: Emit) -> None:
         for finding in place_findings(place_facts(path)):
             emit(finding)
@@ -166,17 +164,15 @@ class Trial:
     """A mount that `trial.py` tries in a folder of its own; a context manager that removes it."""
 
     def __init__(self) -> None:
-        """Raises OSError where there is no place for the folder."""
+        """Raises OSError if there is no room for the folder."""
         self._folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="diesel-doctor-")))
         self._child: subprocess.Popen[bytes] | None = None
 
     @property
     def mountpoint(self) -> str:
-        """Where it mounts."""
         return str(self._folder / MOUNTPOINT)
 
     def work(self, emit: Emit) -> None:
-        """Try the mount."""
         own = {f"XDG_{name}": str(self._folder / name) for name in _FOLDERS}
         (self._folder / "XDG_RUNTIME_DIR").mkdir(mode=0o700)
         own["XDG_RUNTIME_DIR"] = str(self._folder / "XDG_RUNTIME_DIR")

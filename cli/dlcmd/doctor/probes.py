@@ -1,8 +1,8 @@
-"""Runs what asks a store, a mount or a disk, side by side and each with a time limit.
+"""Runs probes of stores, mounts and disks side by side, each with a time limit.
 
 A store, a disk or a mount may never answer, so each probe runs in a thread of its own, which is
-left behind when its time is over: it is a daemon thread, and ends with the program. What it has
-found by then counts.
+left behind when its time is over: it is a daemon thread, and ends with the program. Findings that
+it has emitted by then count.
 """
 
 import logging
@@ -26,23 +26,23 @@ nobody waits for a doctor for a minute."""
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """Something to find out that may take long."""
+    """A question that may take long to answer."""
 
     check: str
     """The check to which an error, or a lack of an answer, belongs."""
     what: str
-    """What is asked, for a message: `the store at s3://...`."""
+    """The thing that is probed, for a message: `the store at s3://...`."""
     work: Callable[[Emit], None]
     late_cure: str
-    """What to do where it does not answer."""
+    """Advice if it does not answer."""
     limit_s: float = LIMIT_S
     """How long it may take."""
     worst: State = "fault"
-    """What a fault counts as: `warning` for something that was not asked about, which a job need
-    not use."""
+    """The worst state of its findings: `warning` for a thing that the user did not name, which a
+    job need not use."""
 
     def findings(self, found: Sequence[Finding], *, is_late: bool) -> list[Finding]:
-        """What it has found, of which nothing is worse than `worst`."""
+        """Its findings, none worse than `worst`."""
         findings = [*found]
         if is_late:
             text = f"{self.what} has not answered within {self.limit_s:.0f} s"
@@ -53,8 +53,8 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """What all probes find, in their order. Warnings that the library logs meanwhile are findings,
-    too. Takes about as long as the longest limit at most."""
+    """The findings of all probes, in their order. Warnings that the library logs meanwhile are
+    findings, too. Takes about as long as the longest limit at most."""
     found: list[list[Finding]] = [[] for _ in probes]
     threads = [
         threading.Thread(target=_run, args=(probe, each.append), daemon=True)
@@ -97,10 +97,12 @@ def _not_asked(probe: Probe) -> Finding:
 
 
 def failed(check: str, error: DieselError, cure: str = "") -> Finding:
-    """A fault from an error, whose advice is the cure if it has one."""
-    return Finding(check, "fault", error.message, error.advice or cure or _CURE_BY_CODE.get(
-        error.exit_code, "`dlcmd support` packs what helps others to find the cause"
-    ))  # fmt: skip
+    """A fault from an error. The cure is the error's advice, if it has one."""
+    cure = error.advice or cure or _CURE_BY_CODE.get(error.exit_code, _CURE)
+    return Finding(check, "fault", error.message, cure)
+
+
+_CURE = "`dlcmd doctor --bundle FILE.tar.gz` packs what helps others to find the cause"
 
 
 _CURE_BY_CODE = {
@@ -109,7 +111,7 @@ _CURE_BY_CODE = {
     16: "free some space there, or raise its limit (of a Redis: maxmemory)",
     14: "check that the metadata store or server runs, and that its address is right",
 }
-"""What to do about errors that do not say it themselves, by their exit code."""
+"""Advice for errors that have none, by their exit code."""
 
 
 class _Warnings(logging.Handler):

@@ -1,4 +1,4 @@
-"""Takes secrets out of texts that leave this machine: by their values, and by how they look.
+"""Takes secrets out of texts that leave this machine: known values, and texts that look like one.
 
 Pure, except `known_secrets`, which reads this process's environment and the user's own files.
 """
@@ -20,13 +20,14 @@ SECRET_BYTES_MIN = 4
 """A shorter secret is no secret, and to replace it everywhere would spoil the text."""
 
 SECRETS_BYTES_MAX = 64 << 10
-"""How much of a file with secrets is read."""
+"""Bytes that are read from a file with secrets."""
 
 _SECRET_NAME = re.compile(
     r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",
     re.IGNORECASE,
 )
-"""Of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` are none.)"""
+"""Names of variables and settings with secrets. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` are
+none.)"""
 _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
 """Variables that are called after a secret and hold the path or address of one."""
 
@@ -62,8 +63,8 @@ class Redactor:
         return _NAMED_SECRET.sub(rf"\1{HIDDEN}", text)
 
     def value(self, value: object) -> object:
-        """A value of JSON, in which all texts are without secrets; what has a secret's name is
-        left out whole, if it is a text."""
+        """A value of JSON without secrets in its texts. A text under the name of a secret is left
+        out whole."""
         if isinstance(value, str):
             return self.text(value)
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Facts about a repository: whether it answers, how fast, by which clock, and what the user may do.
+"""Facts about a repository: whether it answers, how fast, its clock, and the user's rights.
 
 Only with `writes` is anything written: an object or file that is removed at once, and that a purge
 or the store itself would remove if this process died. It never has the name of something that is
@@ -39,7 +39,7 @@ from diesel_fs.storage.objects.cloud.location import parse_bucket_url, resolve_a
 from diesel_fs.storage.objects.folder import object_temporary_name
 from diesel_fs.urls import CLOUD_SCHEMES, SERVER_SCHEMES, RepositoryUrl, parse_url
 
-from ..output import count_text
+from ..show.output import count_text
 from .checks import (
     LATENCY_SLOW_S,
     METADATA_SLOW_S,
@@ -53,17 +53,17 @@ from .machine import write_error
 from .probes import Emit, Probe, failed
 
 REQUESTS = 5
-"""How many small requests the median of a latency is of."""
+"""The number of small requests whose median time is the latency."""
 
 HTTP_S = 4.0
 """How long the endpoint of a bucket may take to answer at all."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""How much of one chunk is read for the bandwidth, in parts, so many at once, for how long at
-most."""
+"""The measurement of the bandwidth: the bytes of one chunk to read, the size of a part, the parts
+at once, and the longest time."""
 
 DATASETS_ASKED = 20
-"""Of how many datasets a server is asked whether this user may write them."""
+"""The number of datasets for which a server must say whether this user may write them."""
 
 _SLOW_STORE = "run in the region of the store, or mount with --cache-dir or --task"
 _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cli --latency`)"
@@ -71,15 +71,15 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 
 @dataclass(frozen=True, slots=True)
 class StoreQuestion:
-    """What is asked about a repository."""
+    """The questions about a repository."""
 
     settings: Settings
     is_named: bool
-    """Whether the user has named it. One by default need not exist yet."""
+    """Whether the user has named it. The default one need not exist yet."""
     measures: bool = True
     """Whether the bandwidth is measured."""
     writes: bool = False
-    """Whether it is tried to write."""
+    """Whether to try a write."""
 
     @property
     def shown(self) -> str:
@@ -88,7 +88,7 @@ class StoreQuestion:
 
 
 def store_probe(question: StoreQuestion) -> Probe:
-    """What can be found out about the repository. Raises ConfigError for a bad address."""
+    """All facts about the repository. Raises ConfigError for a bad address."""
     url = parse_url(question.settings.repository_url)
     if url.scheme in SERVER_SCHEMES:
         cure = "check that the server runs, and that its address and the network are right"
@@ -148,7 +148,6 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 def _ask(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
-    """Open the repository, and ask it everything. Raises DieselError."""
     try:
         repository = open_for_reading(question.settings)
     except ObjectMissing as error:
@@ -295,8 +294,7 @@ def _ask_server(question: StoreQuestion, repository: Repository, emit: Emit) -> 
 
 
 def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: str) -> Finding:
-    """Which datasets a user of a server may write: the server is asked to begin a put, of which
-    nothing comes."""
+    """Which datasets a user of a server may write. It begins a put of each, and puts nothing."""
     refused = []
     for info in datasets[:DATASETS_ASKED]:
         try:
@@ -343,7 +341,7 @@ def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit
 
 
 def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
-    """The name of one chunk of a dataset; empty where it has none."""
+    """The name of one chunk of a dataset; empty if it has none."""
     if info.head is not None and info.head.chunks:
         return chunk_object(info.identity, info.head.newest)
     first = next(repository.chunk_ids(info.identity), None)
@@ -363,7 +361,7 @@ def _read_chunk(repository: Repository, name: str, size: int) -> Finding:
             while time.perf_counter() - begun_s < READ_S and not errors:
                 start, length = parts.pop()
                 try:
-                    repository.objects.read(name, start, length)
+                    repository.objects.fast_reads.read(name, start, length)
                 except DieselError as error:
                     errors.append(error)
                 else:

@@ -20,10 +20,10 @@ MOUNTPOINT = "mnt"
 """The name of the mount point in FOLDER."""
 
 START_S = 15.0
-"""How long each step of the mount may take; all take half a second on an idle machine."""
+"""The longest time of each step of the mount; all take half a second on an idle machine."""
 
 LIMIT_S = 20.0
-"""How long the whole program may take, on a machine that is busy."""
+"""The longest time of the whole program, on a busy machine."""
 
 _DATASET, _FILE, _CONTENT = "trial", "file", b"read by dlcmd doctor\n"
 
@@ -50,7 +50,6 @@ def try_mount(folder: Path) -> dict[str, object]:
 
 
 def main() -> None:
-    """Run the program."""
     try:
         answer = try_mount(Path(sys.argv[1]))
     except DieselError as error:

@@ -13,7 +13,7 @@ share.
 `<identity>` is the dataset's UUID in hexadecimal. Start with `folder.py`: `CacheFolder` owns the
 room in the folder, for all its stores, and evicts. `jobs.py` records who uses which dataset.
 `chunks.py` has the tier of a server and of the nodes of a task, `logs.py` the files of order logs
-(`order_log.py` reads and writes them). `listing.py` serves programs that only look. While order
+(`order_logs/` reads and writes them). `listing.py` serves programs that only look. While order
 logs of a dataset are in use, no chunks of that dataset are written, and those that are here are
 evicted for the logs.
 

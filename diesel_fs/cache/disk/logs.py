@@ -1,4 +1,4 @@
-"""The files of order logs in a cache's folder. `order_log.py` reads and writes their contents."""
+"""The files of order logs in a cache's folder. `order_logs/` reads and writes their contents."""
 
 import contextlib
 import fcntl

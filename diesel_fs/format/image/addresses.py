@@ -49,7 +49,7 @@ class ImageTooLarge(NoSpaceError):
         )
 
 
-class Columns(NamedTuple):
+class ContentColumns(NamedTuple):
     """An image's data about the content file: for n entries, of which m have content, in k chunks.
     The m are in the order of their addresses."""
 
@@ -70,12 +70,12 @@ class Columns(NamedTuple):
 
 
 DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<u8", CHUNK_ID))
-"""The types of the fields of `Columns`, in their order."""
+"""The types of the fields of `ContentColumns`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The places of a snapshot's contents. The two columns are those of `Columns`."""
+    """The places of a snapshot's contents. The two columns are those of `ContentColumns`."""
 
     first_block: layout.U4
     order: layout.U4
@@ -85,7 +85,7 @@ class Addresses:
     """The number of blocks of the content file, from the first on, that this snapshot needs."""
 
 
-def give_addresses(snapshot: Snapshot, earlier: Columns | None, end: int = 1) -> Addresses:
+def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int = 1) -> Addresses:
     """The addresses of a snapshot's contents: the addresses in the earlier image, or fresh blocks.
 
     `end` is the number of blocks that the chain has given; block 0 belongs to no content. Raises
@@ -140,7 +140,9 @@ def _blocks_of(size: layout.U8) -> Ints:
     return blocks.astype(np.int64)
 
 
-def origins_of(columns: layout.Columns, entries: Ints | layout.U4) -> tuple[layout.U4, layout.U4]:
+def origins_of(
+    columns: layout.SnapshotColumns, entries: Ints | layout.U4
+) -> tuple[layout.U4, layout.U4]:
     chunk, offset = columns.chunk[entries], columns.offset[entries]
     many = np.flatnonzero(columns.flags[entries] & np.uint32(layout.MANY_EXTENTS))
     first = columns.extents[chunk[many]]
@@ -148,7 +150,7 @@ def origins_of(columns: layout.Columns, entries: Ints | layout.U4) -> tuple[layo
     return chunk, offset
 
 
-def _by_origin(columns: layout.Columns) -> Iterator[Ints]:
+def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
     """The entries with content, in the order of their origins, in batches of whole chunks."""
     chunk, chunks = columns.chunk.copy(), len(columns.chunk_bytes)
     chunk[(layout.kinds(columns.flags) != Kind.FILE) | (columns.size == 0)] = _NO_CHUNK
@@ -174,7 +176,7 @@ def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
 class _Kept:
     """The addresses of an earlier image, by origin."""
 
-    def __init__(self, earlier: Columns, chunk_id: npt.NDArray[np.bytes_]) -> None:
+    def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
         """`chunk_id` is the chunk table of the snapshot; chunk numbers refer to it from now on."""
         self._earlier = earlier
         number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)

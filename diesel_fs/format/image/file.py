@@ -16,8 +16,8 @@ from ...errors import CorruptError, ForeignError, NewerVersionError, TruncatedEr
 from ..entries import Bytes
 from ..snapshot.layout import U4, U8
 from ..snapshot.reader import Snapshot
-from .addresses import BLOCK_BYTES, DTYPES, Addresses, Columns, give_addresses, origins_of
-from .tree import MAGIC, SUPERBLOCK_AT, Shown, Tree, check
+from .addresses import BLOCK_BYTES, DTYPES, Addresses, ContentColumns, give_addresses, origins_of
+from .tree import MAGIC, SUPERBLOCK_AT, ImageTree, Shown, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
 FORMAT_VERSION = 2
@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 _TRAILER = struct.Struct("<8sHHI16sQ16sQQQQQIIIIq")
 _PART = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
-_PARTS = ("tree", "root", "hidden", *Columns._fields)
+_PARTS = ("tree", "root", "hidden", *ContentColumns._fields)
 """The parts of an image, in their order."""
 
 _BATCH = 1 << 18  # contents
@@ -96,7 +96,7 @@ def build_image(snapshot: Snapshot, shown: Shown, earlier: Image | UUID) -> Iter
         number = earlier.chain, earlier.sequence + 1
     else:
         addresses, number = give_addresses(snapshot, None), (earlier, 1)
-    return _pieces(Tree(snapshot, shown, addresses), *number)
+    return _pieces(ImageTree(snapshot, shown, addresses), *number)
 
 
 class _Trailer(NamedTuple):
@@ -112,7 +112,7 @@ class _Trailer(NamedTuple):
     shown: Shown
 
 
-def _pieces(tree: Tree, chain: UUID, sequence: int) -> Iterator[Bytes]:
+def _pieces(tree: ImageTree, chain: UUID, sequence: int) -> Iterator[Bytes]:
     snapshot, addresses, shown = tree.snapshot, tree.addresses, tree.shown
     hidden_number, hidden = tree.hidden_block()
     at, table = 0, b""
@@ -225,8 +225,8 @@ def _check_parts(found: _Trailer, parts: list[tuple[int, int, int]], trailer_at:
         _corrupt("its parts do not have the lengths that its trailer says", trailer_at)
 
 
-def _columns_of(view: memoryview, parts: list[tuple[int, int, int]]) -> Columns:
+def _columns_of(view: memoryview, parts: list[tuple[int, int, int]]) -> ContentColumns:
     arrays = []
     for (at, end, _), dtype in zip(parts[3:], DTYPES, strict=True):
         arrays.append(np.ndarray(((end - at) // dtype.itemsize,), dtype, view, at))
-    return Columns(*arrays)
+    return ContentColumns(*arrays)

@@ -243,7 +243,7 @@ class _Listed(NamedTuple):
     special_name_at: Ints
 
 
-def _smaller_than_dots(columns: layout.Columns, folders: Ints) -> tuple[Ints, Ints]:
+def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
     """The number of entries before `.`, and before `..`, by position in `folders`."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
@@ -260,7 +260,7 @@ def _smaller_than_dots(columns: layout.Columns, folders: Ints) -> tuple[Ints, In
     return before_dot, before_dots
 
 
-class Tree:
+class ImageTree:
     """The file system of an image: the places of its inodes and blocks, and their bytes.
 
     Raises ImageTooLarge.

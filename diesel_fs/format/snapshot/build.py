@@ -88,8 +88,10 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
     one_each = ("parent", "flags", "size", "mtime_ns", "chunk", "offset", "stored", "checksum")
     lengths = dict.fromkeys((*one_each, "target_start"), 1)
     lengths |= {"name_start": 2, "names": len(layout.NAME_PADDING)}
-    dtypes = zip(layout.Columns._fields, layout.DTYPES, strict=True)
-    columns = layout.Columns(*(np.zeros(lengths.get(name, 0), dtype) for name, dtype in dtypes))
+    dtypes = zip(layout.SnapshotColumns._fields, layout.DTYPES, strict=True)
+    columns = layout.SnapshotColumns(
+        *(np.zeros(lengths.get(name, 0), dtype) for name, dtype in dtypes)
+    )
     columns.flags[0] = layout.IMPLICIT_FOLDER
     columns.chunk[0] = 1  # where its first child would be
     parts = layout.write(layout.header_of(columns, identity, dataset, 0, 0), columns)
@@ -466,7 +468,7 @@ def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]
 
 
 class _Data(NamedTuple):
-    """The data of entries: the columns of `layout.Columns` of the same names.
+    """The data of entries: the columns of `layout.SnapshotColumns` of the same names.
 
     At first, chunks, targets and extents are numbered as (previous ones, then those of the rows);
     `_targets`, `_extents` and `_number_chunks` change these to numbers of the result.
@@ -500,7 +502,7 @@ class _Assembly:
         self.kept_index = order.old_index[self.kept]
         self.count = len(self.kept) + len(order.new_item)
 
-    def columns(self) -> layout.Columns:
+    def columns(self) -> layout.SnapshotColumns:
         n = self.count
         data_source, shadowed_entries = self._data_source()
         data, tails, extents = self._data(data_source)
@@ -524,7 +526,7 @@ class _Assembly:
         shadowed["entry"] = shadowed_entries
         for name, column in data._asdict().items():
             shadowed[name] = column[n:]
-        return layout.Columns(
+        return layout.SnapshotColumns(
             parent=parent,
             name_start=name_start,
             **{name: column[:n] for name, column in data._asdict().items()},

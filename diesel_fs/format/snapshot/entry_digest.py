@@ -21,7 +21,7 @@ import numpy.typing as npt
 from ...errors import CorruptError
 from ..chunk_id import chunk_id_text
 from ..entries import EXTENT, MODE_MASK, ChunkId, Kind, Rows
-from .layout import CODEC_SHIFT, MANY_EXTENTS, Columns, kinds
+from .layout import CODEC_SHIFT, MANY_EXTENTS, SnapshotColumns, kinds
 
 _Hashes = npt.NDArray[np.uint64]
 _Column = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
@@ -44,7 +44,7 @@ class EntryDigest(NamedTuple):
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """The digest of the rows of one chunk (`Header.rows`)."""
+    """The digest of the rows of one chunk (`ChunkHeader.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -59,7 +59,7 @@ def entry_digest(rows: Rows) -> EntryDigest:
     return EntryDigest(len(whole) + len(parts), total % (1 << 64))
 
 
-def check_entry_digests(columns: Columns, digests: Mapping[ChunkId, EntryDigest]) -> None:
+def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, EntryDigest]) -> None:
     """Raise CorruptError if the files of a chunk in a snapshot do not have the chunk's digest."""
     ids = columns.chunk_id.tobytes() if digests else b""
     table = [ids[at : at + 16] for at in range(0, len(ids), 16)]

@@ -86,7 +86,7 @@ SHADOWED = np.dtype(
 _BLOCK = 1 << 18  # values per step of a sum
 
 
-class Columns(NamedTuple):
+class SnapshotColumns(NamedTuple):
     """All sections of a snapshot, in the order of the file, of n entries and c chunks."""
 
     parent: U4
@@ -136,14 +136,14 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-"""The types of the fields of `Columns`, in their order."""
+"""The types of the fields of `SnapshotColumns`, in their order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class SnapshotHeader:
     """Dataset, version and counts of a snapshot. `entries` counts the root and implicit folders,
     too."""
 
@@ -158,11 +158,13 @@ class Header:
     digest: int
 
 
-def header_of(columns: Columns, identity: UUID, dataset: str, version: int, digest: int) -> Header:
+def header_of(
+    columns: SnapshotColumns, identity: UUID, dataset: str, version: int, digest: int
+) -> SnapshotHeader:
     """The header for these columns; counts the entries."""
     kind = kinds(columns.flags)
     sizes = columns.size[kind == Kind.FILE]
-    return Header(
+    return SnapshotHeader(
         identity=identity,
         dataset=dataset,
         version=version,
@@ -183,7 +185,7 @@ def codecs(flags: U4) -> U4:
     return flags >> np.uint32(CODEC_SHIFT) & np.uint32(1)
 
 
-def write(header: Header, columns: Columns) -> list[memoryview]:
+def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
     """The file, as buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
     for array, dtype in zip(columns, DTYPES, strict=True):
@@ -203,7 +205,7 @@ def write(header: Header, columns: Columns) -> list[memoryview]:
     return [part for part in parts if len(part)]
 
 
-def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[Header, Columns]:
+def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
     """The header, and the columns as views of `buffer`. Raises a leaf of FormatError.
 
     The checksums of the header and of each section are always compared. `verify` also checks the
@@ -215,7 +217,7 @@ def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[Header, Columns]:
     view = memoryview(buffer).cast("B")
     header = _parse_header(view)
     columns, sections = _parse_sections(view, header)
-    for name, (at, behind, end, checksum) in zip(Columns._fields, sections, strict=True):
+    for name, (at, behind, end, checksum) in zip(SnapshotColumns._fields, sections, strict=True):
         body, padding = view[at:behind], view[behind:end]
         if xxh3_64_intdigest(body) != checksum or any(padding):
             _corrupt(f"section {name} does not match its checksum", at)
@@ -237,7 +239,7 @@ def check_magic(start: bytes) -> None:
         raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
 
 
-def _parse_header(view: memoryview) -> Header:
+def _parse_header(view: memoryview) -> SnapshotHeader:
     """The header, checked except for the sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
@@ -261,7 +263,7 @@ def _parse_header(view: memoryview) -> Header:
         or any(spare)
     ):
         _corrupt("its header contradicts itself", 0)
-    return Header(
+    return SnapshotHeader(
         identity=UUID(bytes=identity),
         dataset=dataset,
         version=version,
@@ -280,14 +282,14 @@ FRONT_BYTES = HEADER_BYTES
 _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
 
-def parse_front(front: "ReadableBuffer") -> tuple[Header, bytes]:
+def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
     """The header at the start of a file, and a mark of its entries: versions with equal marks have
     the same paths, attributes and contents, and may differ only in the chunks that hold them.
     Raises a leaf of FormatError.
     """
     view = memoryview(front)
     header = _parse_header(view)
-    sections = (Columns._fields.index(name) for name in _CONTENT)
+    sections = (SnapshotColumns._fields.index(name) for name in _CONTENT)
     starts = (_FIXED.size + number * _SECTION.size for number in sections)
     return header, b"".join(bytes(view[at + 16 : at + 24]) for at in starts)
 
@@ -296,7 +298,7 @@ def content_mark(front: "ReadableBuffer") -> bytes:
     """A mark of everything in a snapshot except its version: the counts in its header, and the
     checksums of all sections."""
     view = memoryview(front)
-    counts_end = _FIXED.size + len(Columns._fields) * _SECTION.size
+    counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
     return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
 
 
@@ -313,8 +315,8 @@ def _truncated(length: int, expected: int) -> FormatError:
 
 
 def _parse_sections(
-    view: memoryview, header: Header
-) -> tuple[Columns, list[tuple[int, int, int, int]]]:
+    view: memoryview, header: SnapshotHeader
+) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
     """The columns; and each section's start, end, end of its padding, and checksum."""
     arrays = []
     sections = []
@@ -322,7 +324,7 @@ def _parse_sections(
     for number, dtype in enumerate(DTYPES):
         offset, length, checksum = _SECTION.unpack_from(view, _FIXED.size + number * _SECTION.size)
         if offset != at or length % dtype.itemsize:
-            _corrupt(f"section {Columns._fields[number]} is out of place", at)
+            _corrupt(f"section {SnapshotColumns._fields[number]} is out of place", at)
         end = at + -(-length // ALIGNMENT) * ALIGNMENT
         sections.append((at, at + length, end, checksum))
         if end <= len(view):
@@ -332,7 +334,7 @@ def _parse_sections(
         raise _truncated(len(view), at)
     if at < len(view):
         _corrupt(f"{len(view) - at} bytes behind its end", at)
-    columns = Columns(*arrays)  # each has its dtype of DTYPES
+    columns = SnapshotColumns(*arrays)  # each has its dtype of DTYPES
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
     if (
@@ -425,7 +427,7 @@ def _exact_sum(values: U8) -> int:
     return low + (high << 32)
 
 
-def check(header: Header, columns: Columns) -> None:
+def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
     """Raise CorruptError if columns contradict each other. After this, every index in them is
     valid."""
     _check_names(columns)
@@ -440,7 +442,7 @@ def check(header: Header, columns: Columns) -> None:
         _corrupt("its counts are not those of its entries", 0)
 
 
-def _check_names(columns: Columns) -> None:
+def _check_names(columns: SnapshotColumns) -> None:
     """Check that the names tile `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     if starts[0] or starts[1]:
@@ -462,7 +464,7 @@ def _batches(count: int) -> Iterator["slice[int, int, None]"]:
         yield slice(start, min(start + _BLOCK, count))
 
 
-def _check_tree(columns: Columns, kind: U4) -> None:
+def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
     """Check that folders, their children and parents agree, and no path is too long."""
     flags, parent = columns.flags, columns.parent
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
@@ -492,7 +494,7 @@ def _check_tree(columns: Columns, kind: U4) -> None:
         _corrupt("a path is too long")
 
 
-def _check_order(columns: Columns) -> None:
+def _check_order(columns: SnapshotColumns) -> None:
     """Raise CorruptError unless the names in each folder ascend strictly. Compares 8 bytes of all
     neighbours at a time, and continues with those that are equal so far."""
     source, parent = words(columns.names), columns.parent
@@ -515,7 +517,7 @@ def _check_order(columns: Columns) -> None:
             _corrupt("a folder holds a name twice")
 
 
-def _check_index(columns: Columns) -> None:
+def _check_index(columns: SnapshotColumns) -> None:
     """Check that the lookup index holds each entry except the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
@@ -527,7 +529,7 @@ def _check_index(columns: Columns) -> None:
         _corrupt("its lookup index does not hold each entry once, in order")
 
 
-def _check_shadowed(columns: Columns) -> None:
+def _check_shadowed(columns: SnapshotColumns) -> None:
     """Check that shadowed entries are sorted files and links of implicit folders."""
     shadowed, flags = columns.shadowed, columns.flags
     entry, own = shadowed["entry"], shadowed["flags"]
@@ -555,14 +557,14 @@ class _Data(NamedTuple):
         return _Data(flags[which], size[which], *places)
 
 
-def _data_of(columns: Columns) -> Iterator[_Data]:
+def _data_of(columns: SnapshotColumns) -> Iterator[_Data]:
     """The data of all visible entries, then of shadowed ones, in batches."""
     for batch in _batches(len(columns.flags)):
         yield _Data(*(getattr(columns, name)[batch] for name in _Data._fields))
     yield _Data(*(columns.shadowed[name] for name in _Data._fields))
 
 
-def _check_data(columns: Columns) -> None:
+def _check_data(columns: SnapshotColumns) -> None:
     """Check the places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
@@ -605,7 +607,7 @@ def _check_places(one: _Data, object_bytes: U8) -> None:
         _corrupt("a file at a place that its chunk cannot hold")
 
 
-def _check_links(link: _Data, before: int, columns: Columns) -> int:
+def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
     """Check links against their targets; `before` links come before them. Returns the number of
     links."""
     bounds = columns.target_start[before : before + len(link.size) + 1]
@@ -623,7 +625,7 @@ def _check_links(link: _Data, before: int, columns: Columns) -> int:
     return len(link.size)
 
 
-def _check_files_of_many(many: _Data, columns: Columns) -> None:
+def _check_files_of_many(many: _Data, columns: SnapshotColumns) -> None:
     counts = many.offset.astype(np.int64)
     ends = np.cumsum(counts)
     if (

@@ -182,7 +182,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _ArchiveGroup:
     """Archives that are packed into common chunks: one, or several that are smaller than a
     chunk."""
 
@@ -358,7 +358,7 @@ class ArchivesSource(Source):
 
     # Reading, packing
 
-    def _run(self, batches: Sequence[_Batch]) -> None:
+    def _run(self, batches: Sequence[_ArchiveGroup]) -> None:
         """Put batches, several side by side. Raises DieselError."""
         waiting = iter(batches)
         count = min(self._work.options.processes, len(batches), _SIDE_BY_SIDE_MAX)
@@ -405,7 +405,7 @@ class ArchivesSource(Source):
         with self._lock:
             self._work.progress(self._work.report)
 
-    def _put(self, batch: _Batch) -> None:
+    def _put(self, batch: _ArchiveGroup) -> None:
         """Put the archives of a batch, and record them."""
         work = self._work
         report = PutReport()
@@ -569,7 +569,7 @@ class ArchivesSource(Source):
                 same.close()
         return reason
 
-    def _record(self, batch: _Batch, job: _Job, seconds: float, sha256: bytes) -> None:
+    def _record(self, batch: _ArchiveGroup, job: _Job, seconds: float, sha256: bytes) -> None:
         """Record an archive that was put completely."""
         if sum(map(len, job.log.others)) > OTHERS_BYTES_MAX:
             return
@@ -687,12 +687,12 @@ def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:
     return job.archive.sha256 in (b"", record.sha256)
 
 
-def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_Batch]:
+def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
     """The archives in their order; small ones are grouped into batches of about a chunk."""
-    batches: list[_Batch] = []
+    batches: list[_ArchiveGroup] = []
     for job in jobs:
         if not batches or batches[-1].bytes + job.state.size > chunk_bytes:
-            batches.append(_Batch())
+            batches.append(_ArchiveGroup())
         batches[-1].jobs.append(job)
         batches[-1].bytes += job.state.size
     return batches

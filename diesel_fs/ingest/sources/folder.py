@@ -111,7 +111,7 @@ class FolderSource(Source):
             batches = self._changed_batches(put.stale)
         return True
 
-    def _changed_batches(self, paths: Sequence[bytes] | None) -> "Iterator[_Batch]":
+    def _changed_batches(self, paths: Sequence[bytes] | None) -> "Iterator[_PackMessage]":
         """The changes of these paths (None: of all)."""
         path_filter, failed = self._work.path_filter, self._work.report.fail
         if paths is None:
@@ -132,7 +132,7 @@ def open_source(source: Path) -> int:
 
 
 @dataclass(slots=True)
-class _Batch:
+class _PackMessage:
     """The files that one message tells a process to pack."""
 
     folders: list[FolderFiles] = field(default_factory=list)
@@ -146,14 +146,14 @@ class _FolderPut:
 
     session: WriteSession
     target: bytes
-    batches: Iterator[_Batch]
+    batches: Iterator[_PackMessage]
     report: PutReport
     commit_every_s: float
     commit_entries_max: int
 
     def __post_init__(self) -> None:
         self.stale: list[bytes] = []  # paths below the source whose chunk came too late
-        self._backlog: deque[_Batch] = deque()
+        self._backlog: deque[_PackMessage] = deque()
         # Chunks that are durable but not committed, each with the number of entries that end in it
         self._stored: list[tuple[ValidatedChunk, int]] = []
         self._stored_entries = 0
@@ -268,9 +268,9 @@ class _FolderPut:
             self.report.add_chunk(chunk, entries)
 
 
-def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_Batch]:
+def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_PackMessage]:
     """The changes, in batches of about `_BATCH_ENTRIES`."""
-    batch = _Batch()
+    batch = _PackMessage()
     for change in changes:
         report.unchanged += change.unchanged
         if change.entry is not None:
@@ -278,7 +278,7 @@ def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_B
             batch.count += 1
             if batch.count >= _BATCH_ENTRIES:
                 yield batch
-                batch = _Batch()
+                batch = _PackMessage()
         names = change.files + change.links
         for start in range(0, len(names), _BATCH_ENTRIES):
             end, cut = start + _BATCH_ENTRIES, len(change.files)
@@ -287,6 +287,6 @@ def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_B
             batch.count += len(files) + len(links)
             if batch.count >= _BATCH_ENTRIES:
                 yield batch
-                batch = _Batch()
+                batch = _PackMessage()
     if batch.count:
         yield batch

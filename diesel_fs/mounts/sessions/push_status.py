@@ -15,7 +15,7 @@ The memory has a count of the worker's progress, a byte that says whether it wan
 by which the server says that a READ has failed, and two bytes for each entry (a file by its index
 in the snapshot): the worker writes the first, the server the second. A torn or late value costs a
 moment, nothing else. Behind these come the addresses of entries in order logs
-(`cache/log_addresses.py`), which take memory only where there are logs.
+(`cache/order_logs/addresses.py`), which take memory only where there are logs.
 """
 
 import math
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ...cache.log_addresses import LogAddresses, LogEntryReader, address_bytes
+from ...cache.order_logs.addresses import LogAddresses, LogEntryReader, address_bytes
 from ...orders.plan import NO_ENTRIES, Entries
 
 HOLD_STEP_S = 0.001

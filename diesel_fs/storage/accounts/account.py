@@ -1,9 +1,9 @@
 """Accounts of a repository: users, their public keys, and their roles for datasets. Pure.
 
-This module says what each role allows, makes changes to accounts, checks names and keys, and reads
-and writes accounts as text. The text is used in exports and tables: lines of JSON, of which the
-first is `{"diesel-accounts": 1}`, then one line for each user. There are no secrets in accounts;
-`store.py` keeps them.
+This module defines what each role allows, makes changes to accounts, checks names and keys, and
+reads and writes accounts as text. The text is used in exports and tables: lines of JSON, of which
+the first is `{"diesel-accounts": 1}`, then one line for each user. There are no secrets in
+accounts; `store.py` keeps them.
 """
 
 import binascii
@@ -47,7 +47,7 @@ _SMALL_ORDER = frozenset({0, 1, _P - 1, _Y_OF_ORDER_8, _P - _Y_OF_ORDER_8})
 
 
 class Role(IntEnum):
-    """What a user may do with a dataset. A greater role allows all that a smaller one does."""
+    """A user's rights to a dataset. A greater role allows all that a smaller one does."""
 
     NONE = 0
     READ = 1
@@ -69,7 +69,7 @@ class Account:
 
     An `admin` has the role ADMIN for all datasets, future ones too, and may change accounts. No
     role is greater than `ceiling`: a server lowers it while it cannot read the table of accounts,
-    and so does not know whether the account has been changed.
+    because the account may have been changed meanwhile.
     """
 
     name: str
@@ -79,7 +79,6 @@ class Account:
     ceiling: Role = Role.ADMIN
 
     def role(self, dataset: str) -> Role:
-        """The user's role for the dataset of this name."""
         return min(self._granted(dataset), self.ceiling)
 
     def _granted(self, dataset: str) -> Role:
@@ -88,9 +87,9 @@ class Account:
     def require(self, dataset: str, role: Role) -> None:
         """Check that the user has a role for a dataset.
 
-        Raises NoSuchDataset where the user may not even read it, PermissionDenied where the role is
-        too small, MetadataError where only the ceiling is. Only the name counts: a user cannot find
-        out whether there is such a dataset.
+        Raises NoSuchDataset if the user may not even read it, PermissionDenied if the role is too
+        small, MetadataError if only the ceiling is. Only the name counts: a user cannot find out
+        whether there is such a dataset.
         """
         if self._granted(dataset) is Role.NONE:
             raise NoSuchDataset(f"no dataset {dataset!r}")
@@ -127,7 +126,7 @@ Accounts = Mapping[str, Account]
 
 
 def check_user_name(name: str) -> str:
-    """Return the name. Raises UsageError where it is not valid."""
+    """Return the name. Raises UsageError if it is not valid."""
     if not _USER_NAME.fullmatch(name):
         raise UsageError(
             f"bad user name {name[:64]!r}",
@@ -144,8 +143,8 @@ def parse_role(text: str) -> Role:
 
 
 def check_public_key(public: bytes) -> bytes:
-    """Return the key. Raises UsageError for bytes that are not a key, and for keys that anybody
-    can sign for (points of small order).
+    """Return the key. Raises UsageError for bytes that are not a key, and for keys for which
+    anybody can make signatures (points of small order).
     """
     if len(public) != PUBLIC_KEY_BYTES:
         raise UsageError(f"a public key has {PUBLIC_KEY_BYTES} bytes, not {len(public)}")
@@ -169,7 +168,7 @@ def parse_public_key(text: str) -> bytes:
     except (binascii.Error, ValueError):
         public = b""
     if not stripped.startswith(PUBLIC_KEY_PREFIX) or len(public) != PUBLIC_KEY_BYTES:
-        # The text may be a secret key, given by mistake: so the message does not repeat it
+        # The message does not repeat the text: it may be a secret key, given by mistake
         raise UsageError(
             "this is not a public key", advice=f"a public key is one line: {PUBLIC_KEY_PREFIX}..."
         )
@@ -180,7 +179,7 @@ def parse_public_key(text: str) -> bytes:
 
 
 def with_account(accounts: Accounts, account: Account) -> Accounts:
-    """Add an account. Raises ConflictError where the name is taken."""
+    """Add an account. Raises ConflictError if the name is taken."""
     if account.name in accounts:
         raise ConflictError(
             f"there is a user {account.name!r} already",
@@ -214,12 +213,12 @@ def with_role(accounts: Accounts, name: str, dataset: str, role: Role) -> Accoun
 
 
 def with_accounts(accounts: Accounts, more: Iterable[Account]) -> Accounts:
-    """Add accounts; they replace those of the same names."""
+    """Add accounts; each replaces an account of the same name."""
     return _checked({**accounts, **{account.name: account for account in more}})
 
 
 def check_admin_left(before: Accounts, after: Accounts) -> None:
-    """Raises ConflictError for a change that removes the last administrator."""
+    """Raises ConflictError if a change removes the last administrator."""
     if any(each.admin for each in before.values()) and not any(
         each.admin for each in after.values()
     ):

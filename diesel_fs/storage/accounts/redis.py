@@ -15,7 +15,7 @@ from ...errors import BusyError, CorruptError
 from ..metadata.redis.head import open_link
 from ..metadata.redis.head_scripts import SET_USERS
 from ..metadata.redis.keys import SCHEMA, SCHEMA_KEY, USERS_KEY, USERS_TOKEN
-from ..metadata.redis.link import DEADLINE_S, Command, RedisLink, ScriptCommand, Word
+from ..metadata.redis.link import DEADLINE_S, RedisCommand, RedisLink, ScriptCommand, Word
 from ..metadata.redis.replies import packed_dict
 from .account import Accounts, account_line, parse_account
 from .store import NO_TOKEN, AccountState, AccountTable
@@ -25,14 +25,16 @@ _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """A table in Redis. `storage/metadata/redis/store.py` says what survives a crash of Redis."""
+    """A table in Redis. `storage/metadata/redis/store.py` describes which writes survive a crash of
+    Redis.
+    """
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     @classmethod
     def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
-        """Open the table at a URL, of the repository with the object store `store`. Raises as
+        """Open the table at a URL. `store` is the object store of its repository. Raises as
         `open_link` does.
         """
         return cls(open_link(url, deadline_s=deadline_s, store=store))
@@ -80,4 +82,4 @@ class RedisAccounts(AccountTable):
         self._link.close()
 
     def _ask(self, *words: Word) -> list[object]:
-        return self._link.with_retries(lambda: self._link.run([Command(USERS_KEY, words)]))
+        return self._link.with_retries(lambda: self._link.run([RedisCommand(USERS_KEY, words)]))

@@ -38,8 +38,8 @@ _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP})
 class AccountState:
     """All accounts at one moment, and the token of that state.
 
-    The token differs between any two states. It is `NO_TOKEN` only where the table was never
-    written, or was lost.
+    The token differs between any two states. It is `NO_TOKEN` only if the table was never written,
+    or was lost.
     """
 
     token: bytes = NO_TOKEN
@@ -49,8 +49,8 @@ class AccountState:
 class AccountTable(ABC):
     """The accounts of one repository.
 
-    All methods raise MetadataError where the table cannot be reached, PermissionDenied,
-    NoSpaceError, CorruptError.
+    All methods raise MetadataError if the table cannot be reached, PermissionDenied, NoSpaceError,
+    CorruptError.
     """
 
     @abstractmethod
@@ -66,8 +66,8 @@ class AccountTable(ABC):
         """Replace the accounts by the result of `edit`, which gets the current ones. Returns the
         new accounts.
 
-        Changes are atomic, and follow one after another. `edit` may be called several times; where
-        it raises, nothing changes. After another error, the change may have been made or not. On
+        Changes are atomic, and follow one after another. `edit` may be called several times; if it
+        raises, nothing changes. After another error, the change may have been made or not. On
         return the change is as durable as the store can make it.
         """
 
@@ -79,8 +79,8 @@ class AccountTable(ABC):
 class AccountFile(AccountTable):
     """A table in a file, as the text of `account.py`, that only its owner can read.
 
-    The file belongs to the owner of its folder, also where root writes it: so the server can read
-    what an administrator has written.
+    The file belongs to the owner of its folder, even if root writes it: so the server can read a
+    table that an administrator has written.
     """
 
     def __init__(self, path: Path, *, lock_s: float = _LOCK_S) -> None:
@@ -149,7 +149,7 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Let no other process change the accounts. Raises BusyError after `lock_s`."""
+        """Lock out other processes that change the accounts. Raises BusyError after `lock_s`."""
         path = self.path.with_name(f"{self.path.name}.lock")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         fd = os.open(path, flags, 0o600)
@@ -174,7 +174,6 @@ class AccountFile(AccountTable):
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise each OSError as an error of DIESEL-FS."""
         try:
             yield
         except OSError as error:

@@ -6,6 +6,6 @@ Redis that many hosts share (`redis/`). Both promise the same, and one suite of 
 (`tests/storage/metadata/test_metadata_contract.py`).
 
 Start with `store.py`, the interface and its terms; FORMAT.md, section 5, has the rules of the fold.
-Then read `sqlite/`, the simpler of the two; `rebuild.py` is how both replace a dataset's state
-while writers go on.
+Then read `sqlite/`, the simpler of the two. `rebuild.py` describes how both replace a dataset's
+state while writers go on.
 """

@@ -1,7 +1,7 @@
 """Rebuilds a dataset's state in a metadata store while writers go on committing to it.
 
 The live state is the one that readers see. A rebuild folds chunks into a shadow state beside it,
-which then replaces the live state at once. So that no commit is lost meanwhile:
+which then replaces the live state at once. No commit is lost meanwhile, because of this order:
 
     1  Read which chunks the live state has.
     2  Fold `batches` into the shadow state, however long that takes. They were listed after step 1.
@@ -9,9 +9,11 @@ which then replaces the live state at once. So that no commit is lost meanwhile:
        `read_committed`, and fold them; repeat until they are few.
     4  Lock commits, fold the last of these chunks, and replace the live state.
 
-How a state is stored and replaced is up to each store (`sqlite/shadow_state.py`,
-`redis/shadow_state.py`). One thread for each rebuild. Several rebuilds of a dataset may run at
-once: each sees the result of another as chunks that were committed.
+Concurrency: one thread runs each rebuild. Until step 4, other processes commit to the live state
+and read it. In step 4 they can only read, and the replacement succeeds only if the live state is
+still the one that the rebuild compared with; otherwise step 4 is repeated. Several rebuilds of a
+dataset may run at once: each sees the result of another as chunks that were committed. Each store
+decides how a state is stored and replaced (`sqlite/shadow_state.py`, `redis/shadow_state.py`).
 """
 
 import time
@@ -23,13 +25,15 @@ from uuid import UUID
 
 from ...errors import BusyError, CorruptError, DieselError, NoSuchDataset
 from ...format.entries import ChunkId
-from .store import Batch, MetadataStore, ReadCommitted, RenewingCommitLock, log
+from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock, log
 
 LOCKED_CHUNKS_MAX = 32
-"""How many chunks may be read while commits are locked: some round trips to the object store each.
+"""The most chunks that are read while commits are locked: some round trips to the object store
+each.
 """
 
-# Of step 3; each is shorter than the one before, unless chunks come faster than they are read
+# Passes of step 3; each is shorter than the one before, unless chunks come faster than they are
+# read
 _PASSES_MAX = 8
 _TRIES_MAX = 20  # of step 4
 _PAUSE_S = 0.02
@@ -39,7 +43,7 @@ _PAUSE_S = 0.02
 class LiveState:
     """The state of a dataset that readers see now, as far as it can be read.
 
-    `revision` differs between any two states, and is empty where there is no such dataset.
+    `revision` differs between any two states, and is empty if there is no such dataset.
     """
 
     revision: tuple[bytes, ...]
@@ -50,7 +54,7 @@ NO_LIVE_STATE = LiveState((), frozenset())
 
 
 class ShadowState(ABC):
-    """A state that is being built beside the live one, and that readers do not see."""
+    """A state that is being built beside the live one; readers do not see it."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -61,7 +65,7 @@ class ShadowState(ABC):
         """The live state now. Raises ConflictError as `begin` does."""
 
     @abstractmethod
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CommitBatch) -> None:
         """Fold in a chunk that was not added before, now or with the next `flush`."""
 
     @abstractmethod
@@ -70,8 +74,8 @@ class ShadowState(ABC):
 
     @abstractmethod
     def become_live(self, expected: LiveState) -> int | None:
-        """Replace the live state at once, and return the new version. Returns None, and does
-        nothing, where the live state is not `expected` any more.
+        """Replace the live state at once, and return the new version. If the live state is not
+        `expected` any more, do nothing and return None.
         """
 
     @abstractmethod
@@ -86,7 +90,7 @@ class RebuildingStore(MetadataStore):
         self,
         name: str,
         identity: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:
@@ -130,11 +134,10 @@ class _Rebuild:
         self._read_committed = read_committed
         self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
-        # Chunks that `read_committed` was asked for: it may have no batch for some of them
+        # Chunks that were requested of `read_committed`: it may have no batch for some of them
         self._requested: set[ChunkId] = set()
 
-    def run(self, batches: Iterable[Batch]) -> int:
-        """Do all steps (see the module), and return the new version."""
+    def run(self, batches: Iterable[CommitBatch]) -> int:
         self._add(batches, None)
         for _ in range(_PASSES_MAX):
             committed = self._not_folded(self._shadow.live_state())
@@ -149,9 +152,9 @@ class _Rebuild:
         raise self._changed_error()
 
     def _last_pass(self) -> int | None:
-        """The new version; None where the live state changed although commits were locked."""
+        """Returns the new version; None if the live state changed although commits were locked."""
         with RenewingCommitLock(self._store, self._identity) as lock:
-            # There are no commits where the dataset is new, or its state cannot be read
+            # A dataset that is new, or whose state cannot be read, has no commits
             with suppress(NoSuchDataset, CorruptError):
                 lock.lock()
             live = self._shadow.live_state()
@@ -172,7 +175,7 @@ class _Rebuild:
         self._requested.update(chunks)
         self._add(self._read_committed(sorted(chunks)), lock)
 
-    def _add(self, batches: Iterable[Batch], lock: RenewingCommitLock | None) -> None:
+    def _add(self, batches: Iterable[CommitBatch], lock: RenewingCommitLock | None) -> None:
         for batch in batches:
             if batch.check().chunk.id not in self._folded:
                 self._folded.add(batch.chunk.id)

@@ -7,8 +7,8 @@ path was deleted). An entry is identified inside its chunk by its place, a numbe
 of an entry is the chunk and the place at which it was first written; of two entries of one path the
 greater stamp wins. A place whose entry has been replaced or deleted is a hole.
 
-The store holds nothing that the chunks do not say, so it can be deleted and rebuilt from them.
-Which chunks may be committed is decided by the repository.
+The store holds nothing that the chunks do not contain, so it can be deleted and rebuilt from them.
+The repository decides which chunks may be committed.
 
 Concurrency: every method may be called from many threads and processes at once. All methods are
 synchronous, block no longer than the store's deadline, and work in a forked child.
@@ -33,7 +33,9 @@ from ...format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, St
 log = logging.getLogger("diesel.metadata")
 
 COMMIT_LOCK_S_MAX = 60.0
-"""A lock may last no longer. One that seems to last longer is ignored: the clock has gone back."""
+"""The longest time for which a lock may be taken. A lock that seems to last longer is ignored: the
+clock has gone back.
+"""
 
 DIGEST_MODULUS = 1 << 128
 
@@ -45,8 +47,8 @@ KIND_AT = int(RECORD.fields["kind"][1])
 class StoreRestarted(MetadataError):
     """The server of the metadata store has been restarted since a client last confirmed its data.
 
-    It may have come back with older data, and a commit would hide what it has lost. The caller has
-    to `repair` the dataset for the run `run_id` first, then commit again.
+    It may have come back with older data, and a new commit would hide the loss. The caller must
+    first `repair` the dataset for the run `run_id`, then commit again.
     """
 
     def __init__(self, run: str) -> None:
@@ -67,11 +69,11 @@ class DatasetHead:
     bytes: int  # the sum of their sizes
     chunks: int
     digest: int  # `chunks_digest` of the IDs of all committed chunks
-    newest: ChunkId  # the greatest ID of a committed chunk; 16 zero bytes where there is none
+    newest: ChunkId  # the greatest ID of a committed chunk; 16 zero bytes if there is none
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class CommitBatch:
     """The entries of one chunk, which are committed together.
 
     `rows.chunks` is this chunk alone. A large file is split into extents in several chunks; an
@@ -87,7 +89,6 @@ class Batch:
     by_purge: bool = False
 
     def stamp(self, i: int) -> Stamp:
-        """The stamp of row `i`."""
         return self.stamps.get(i) or stamp(self.chunk.id, int(self.rows.records["place"][i]))
 
     @property
@@ -96,7 +97,7 @@ class Batch:
         return self.by_purge or bool((self.rows.records["kind"] == Kind.TOMBSTONE).all())
 
     def check(self) -> Self:
-        """Return the batch itself. Raises UsageError where its columns contradict each other."""
+        """Return the batch itself. Raises UsageError if its columns contradict each other."""
         rows = self.rows
         count = len(rows)
         columns = (rows.records, rows.folder, rows.chunk)
@@ -123,8 +124,10 @@ class Batch:
             raise UsageError(f"entry {i} of a batch is an extent that contradicts its record")
 
 
-ReadCommitted = Callable[[Collection[ChunkId]], Iterable[Batch]]
-"""Reads the batches of chunks that were committed while a dataset was being rebuilt."""
+ReadCommitted = Callable[[Collection[ChunkId]], Iterable[CommitBatch]]
+"""Given the IDs of chunks that were committed while a dataset was being rebuilt, returns their
+batches.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +138,6 @@ class StampedRows(Rows):
 
     @classmethod
     def of(cls, rows: Rows, stamps: Sequence[Stamp]) -> Self:
-        """Rows with these stamps."""
         return cls(
             rows.folders, rows.folder, rows.names, rows.records, rows.chunk, rows.chunks,
             rows.tails, stamps,
@@ -152,17 +154,17 @@ class MetadataChanges:
 
 
 class ChunkRecord(NamedTuple):
-    """What the store knows of a committed chunk."""
+    """A committed chunk, as the store records it."""
 
     id: ChunkId
     object_bytes: int
     uploaded_ns: int
     entries: int
-    holes: int  # how many of its entries have been replaced or deleted
+    holes: int  # number of its entries that have been replaced or deleted
 
 
 class CommitLock:
-    """Keeps everybody from committing to a dataset until it is released or expires.
+    """Blocks all commits to a dataset until it is released or expires.
 
     A context manager, for one thread.
     """
@@ -184,7 +186,7 @@ class CommitLock:
 
 
 def implied_record() -> bytes:
-    """The packed record of an implied folder: one that exists only since something lies in it."""
+    """The packed record of an implied folder: one that exists only because something lies in it."""
     record = np.zeros(1, RECORD)
     record["kind"], record["mode"] = Kind.FOLDER, 0o755
     return record.tobytes()
@@ -196,7 +198,7 @@ def chunk_digest(chunk: ChunkId) -> int:
 
 
 def chunks_digest(chunks: Iterable[ChunkId], start: int = 0) -> int:
-    """The digest of a set of chunks, in any order, added to the digest `start` of others."""
+    """The digest of a set of chunks, in any order, plus `start`, the digest of other chunks."""
     return (start + sum(map(chunk_digest, chunks))) % DIGEST_MODULUS
 
 
@@ -206,7 +208,9 @@ def next_version(previous: int, clock_ns: int) -> int:
 
 
 def rebuilt_version(previous: int, newer_than: int, chunks: int, clock_ns: int) -> int:
-    """The version of a rebuilt dataset of so many chunks, after `previous` and `newer_than`."""
+    """The version of a rebuilt dataset of `chunks` chunks: greater than `previous` and
+    `newer_than`.
+    """
     before = max(previous, newer_than)
     return next_version(before, clock_ns) if chunks or before else 0
 
@@ -215,9 +219,9 @@ class MetadataStore(ABC):
     """The folds over the chunks of many datasets.
 
     A dataset has a name, which users see, and an identity, a UUID that never changes. Each method
-    raises MetadataError where the store cannot be reached, and BusyError or DeadlineError where its
-    deadline passes. A method that takes an identity raises NoSuchDataset where the store has no
-    such dataset: it has been dropped, or the store has lost it.
+    raises MetadataError if the store cannot be reached, and BusyError or DeadlineError if the
+    deadline passes. A method that takes an identity raises NoSuchDataset if the store has no such
+    dataset: it has been dropped, or the store has lost it.
     """
 
     @abstractmethod
@@ -234,8 +238,8 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def create(self, name: str, identity: UUID) -> DatasetHead:
-        """Make an empty dataset. Idempotent. Raises ConflictError, and changes nothing, where the
-        name or the identity belongs to another dataset.
+        """Make an empty dataset. Idempotent. Raises ConflictError, and changes nothing, if the name
+        or the identity belongs to another dataset.
         """
 
     @abstractmethod
@@ -243,62 +247,63 @@ class MetadataStore(ABC):
         """Remove a dataset with everything in it from the store. Atomic, idempotent."""
 
     @abstractmethod
-    def commit(self, identity: UUID, *batches: Batch) -> int:
+    def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         """Fold chunks into a dataset, and return its new version. Atomic: all chunks or none.
 
-        Of the entries of a path the greatest stamp wins, and among equal stamps the one in the
-        chunk with the greatest ID. The loser's place becomes a hole of its chunk. A batch that is
-        `by_purge` only replaces entries of equal stamp, and never inserts one. A file of several
-        extents replaces its path's entry once all its extents are committed. Places below the
-        greatest that no row names are holes from the start: the chunk itself replaced them.
+        If several entries have one path, the greatest stamp wins, and among equal stamps the entry
+        in the chunk with the greatest ID. The loser's place becomes a hole of its chunk. A batch
+        with `by_purge` only replaces entries of equal stamp, and never inserts one. A file of
+        several extents replaces its path's entry once all its extents are committed. Places below
+        the greatest that no row names are holes from the start: the chunk itself replaced them.
 
         So the state depends on which chunks have been committed, and not on their order. A chunk
-        that is known already changes nothing; where all are known, the current version is returned.
-        The version and the entries change at once for all readers. On return the commit survives
-        a crash of this process; after `sync` it survives a power cut. Raises StoreRestarted where
-        the store may have lost something (see `needs_repair`); NoSpaceError where it is full. A
-        Redis that has reached its `maxmemory` still takes batches that make room (`makes_room`).
+        that is already known changes nothing; if all are known, the current version is returned.
+        The version and the entries change at once for all readers. On return the commit survives a
+        crash of this process; after `sync` it survives a power cut. Raises StoreRestarted if the
+        store may have lost something (see `needs_repair`); NoSpaceError if it is full. A Redis that
+        has reached its `maxmemory` still takes batches that make room (`makes_room`).
         """
 
     def needs_repair(self, identity: UUID) -> str:
-        """The ID of the store's current run, if that run may have lost acknowledged commits to the
+        """The ID of the store's current run if that run may have lost acknowledged commits to the
         dataset; otherwise the empty string.
 
-        A run begins when the store's server starts, and may have lost commits until `repair` has
+        A run begins when the store's server starts. It may have lost commits until `repair` has
         confirmed it. Until then `commit` raises StoreRestarted: the version of a new commit would
         be newer than any lost one, and nobody would notice the loss.
         """
         return ""
 
-    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
-        """Fold in what a run of the store may have lost, then confirm the run.
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
+        """Fold in the chunks that a run of the store may have lost, then confirm the run.
 
-        `batches` are all acknowledged chunks that the store does not know. Raises StoreRestarted
-        where `run_id` is no longer the current run.
+        `batches` are all acknowledged chunks that the store does not know. Raises StoreRestarted if
+        `run_id` is no longer the current run.
         """
         for batch in batches:
             self.commit(identity, batch)
 
     @abstractmethod
     def missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> list[ChunkId]:
-        """Those of `chunks` that the store does not know, in their order."""
+        """The elements of `chunks` that the store does not know, in their order."""
 
     @abstractmethod
     def forget(
         self, identity: UUID, chunks: Iterable[ChunkId], *, tombstones: bool = False
     ) -> frozenset[ChunkId]:
-        """Remove empty chunks: those of which every place is a hole. Idempotent.
+        """Remove empty chunks: those in which every place is a hole. Idempotent.
 
-        Returns those of `chunks` that the store does not know afterwards. Other chunks stay, as
-        does the greatest of the dataset, since new IDs must be greater. With `tombstones`, places
-        of tombstones count as holes, and the tombstones are removed with their chunk. The head's
-        count and digest follow, and the version changes if anything was removed. Like a commit this
-        is atomic (many chunks go in several steps), and waits for locks (`lock_commits`).
+        Returns the elements of `chunks` that the store does not know afterwards. Other chunks stay,
+        as does the greatest of the dataset, since new IDs must be greater. With `tombstones`,
+        places of tombstones count as holes, and the tombstones are removed with their chunk. The
+        head's count and digest follow, and the version changes if anything was removed. Like a
+        commit, this is atomic (many chunks go in several steps) and waits for locks
+        (`lock_commits`).
 
         The state afterwards is the fold over the other chunks, provided that none of them holds an
-        older entry of the path of a removed tombstone: the caller has to know that. `changes` does
-        not report removed tombstones. So a caller that applies changes to an earlier state has to
-        read everything again where one of its chunks is no longer known.
+        older entry of the path of a removed tombstone: the caller must know that. `changes` does
+        not report removed tombstones. So a caller that applies changes to an earlier state must
+        read everything again if one of its chunks is no longer known.
         """
 
     @abstractmethod
@@ -306,24 +311,24 @@ class MetadataStore(ABC):
         self,
         name: str,
         identity: UUID,
-        batches: Iterable[Batch],
+        batches: Iterable[CommitBatch],
         read_committed: ReadCommitted | None = None,
         newer_than: int = 0,
     ) -> int:
         """Replace a dataset's state by the fold over `batches`, and return its new version.
 
         Commits go on meanwhile, however long the rebuild takes. Chunks that are committed after the
-        first batch was asked for are read by `read_committed`, in several calls where there are
-        many, and are part of the new state. Commits wait during its last call, which therefore has
-        to be quick. `batches` must list the chunks when its first batch is asked for, not earlier.
-        A chunk that is forgotten during the rebuild may be known again afterwards.
+        first batch was requested are read by `read_committed`, in several calls if there are many,
+        and are part of the new state. Commits wait during its last call, which therefore must be
+        quick. `batches` must list the chunks when its first batch is requested, not earlier. A
+        chunk that is forgotten during the rebuild may be known again afterwards.
 
-        Atomic: readers see the old state until the new one is complete, and keep it where one of
-        the iterables raises. The new version is greater than the old one and than `newer_than` (the
+        Atomic: readers see the old state until the new one is complete, and keep it if one of the
+        iterables raises. The new version is greater than the old one and than `newer_than` (the
         greatest that the caller knows of), so that one version never names two states. It is 0 only
         for a dataset that never had a chunk. Raises ConflictError as `create` does, NoSuchDataset
-        where the dataset is dropped meanwhile, BusyError where something is committed meanwhile and
-        there is no `read_committed`.
+        if the dataset is dropped meanwhile, BusyError if something is committed meanwhile and there
+        is no `read_committed`.
         """
 
     @abstractmethod
@@ -332,23 +337,23 @@ class MetadataStore(ABC):
     ) -> StampedRows:
         """The entries at `paths`, each once and in that order; paths without an entry are left out.
 
-        An implied folder (one that exists only since something lies in it) has no entry.
+        An implied folder (one that exists only because something lies in it) has no entry.
         """
 
     @abstractmethod
     def children(self, identity: UUID, folder: bytes, *, tombstones: bool = False) -> Rows:
-        """The entries in a folder, ordered by name; empty where there is no such folder.
+        """The entries in a folder, ordered by name; empty if there is no such folder.
 
-        Implied folders are included, with mode 0755, time 0 and a chunk ID of 16 zero bytes. Where
-        a path is a file and has entries below it, it is shown as a folder.
+        Implied folders are included, with mode 0755, time 0 and a chunk ID of 16 zero bytes. A path
+        that is a file and has entries below it is shown as a folder.
         """
 
     @abstractmethod
     def changes(self, identity: UUID, since: int) -> MetadataChanges:
         """The current head, and the entries that are newer than version `since`.
 
-        Those are the entries of chunks that were committed after `since`, tombstones included. Of
-        version 0, all entries are returned, without tombstones.
+        Those are the entries of chunks that were committed after `since`, tombstones included.
+        Since version 0 means all entries, without tombstones.
         """
 
     @abstractmethod
@@ -363,14 +368,14 @@ class MetadataStore(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Make everything that was committed before the call survive a power cut."""
+        """Write all earlier commits to stable storage: they survive a power cut."""
 
     @abstractmethod
     def lock_commits(self, identity: UUID, seconds: float) -> CommitLock:
-        """Keep everybody, this process included, from committing to a dataset for some seconds.
+        """Block commits to a dataset, those of this process included, for some seconds.
 
         Commits wait meanwhile, and raise BusyError when their deadline passes. Several locks may
-        exist at once. A reader takes one when commits keep changing what it reads.
+        exist at once. A reader takes one when commits keep changing the data that it reads.
         """
 
     @abstractmethod
@@ -379,10 +384,10 @@ class MetadataStore(ABC):
 
 
 class RenewingCommitLock:
-    """A commit lock that is taken when it turns out to be needed, and lasts as long as the work.
+    """A commit lock that is taken only once it is needed, and is renewed until the work is done.
 
-    A context manager, for one thread: `lock` takes the lock, `renew` has to be called again and
-    again during the work, and leaving the context releases the lock.
+    A context manager, for one thread: `lock` takes the lock, `renew` must be called again and again
+    during the work, and leaving the context releases the lock.
     """
 
     def __init__(self, store: MetadataStore, identity: UUID) -> None:
@@ -392,7 +397,7 @@ class RenewingCommitLock:
         self._locked_s = 0.0
 
     def lock(self) -> None:
-        """Keep others from committing from now on; a lock that is held already starts anew."""
+        """Take the lock, or take it anew if it is held already."""
         before, self._lock = self._lock, self._store.lock_commits(self._identity, COMMIT_LOCK_S_MAX)
         self._locked_s = time.monotonic()
         if before is not None:
@@ -418,7 +423,6 @@ class RenewingCommitLock:
 
 
 def log_unreleased(error: DieselError) -> None:
-    """Log that a commit lock could not be released."""
     log.info("commits wait until their lock expires, it could not be released: %s", error.message)
 
 
@@ -438,11 +442,10 @@ def commits_locked_error(identity: UUID) -> BusyError:
 
 
 def no_such_dataset_error(dataset: str | UUID) -> NoSuchDataset:
-    """The error for a name or an identity that the store does not know."""
     which = repr(dataset) if isinstance(dataset, str) else f"with identity {dataset}"
     return NoSuchDataset(f"the metadata store knows no dataset {which}")
 
 
 def corrupt_store_error(what: str) -> CorruptError:
-    """The error for `what` the store contains and should not."""
+    """The error for unexpected content of the store, which `what` names."""
     return CorruptError(f"the metadata store has {what}", advice="run `dlcmd recover`")

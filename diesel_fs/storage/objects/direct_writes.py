@@ -1,11 +1,11 @@
 """Writes large objects of a folder store past the kernel's page cache (O_DIRECT).
 
 The copy into the page cache costs more than anything else that a put does per byte, and it evicts
-pages that other processes read. Direct writes are used for large files on file systems where they
-are known to work; bytes that cannot be written so are returned to the caller (`folder.py`), which
-writes them the usual way and syncs the file.
+pages that other processes read. Direct writes are used for large files on file systems that are
+known to support them. Bytes that cannot be written directly are returned to the caller
+(`folder.py`), which writes them the usual way and syncs the file.
 
-Concurrency: any thread; each thread that writes keeps a buffer of its own.
+Concurrency: any thread; each thread that writes has its own buffer.
 """
 
 import fcntl
@@ -39,14 +39,15 @@ def takes_direct(folder: str) -> bool:
 def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
     """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows.
 
-    Returns the bytes that are left, which the caller appends. Small files are left whole. The bytes
-    go through one aligned buffer, which is filled and written again and again.
+    Returns the bytes that were not written; the caller appends them with a normal write. Small
+    files are returned whole. The bytes go through one aligned buffer, which is filled and written
+    again and again.
     """
     views = byte_views(parts)
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
     buffer = _aligned_buffer()
-    start = 0  # where in the buffer the bytes begin that are not yet written
+    start = 0  # where in the buffer the unwritten bytes begin
     while True:
         filled = _fill(buffer, views)
         whole = filled - filled % _BLOCK_BYTES
@@ -54,7 +55,8 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
             start = os.write(fd, buffer[:whole]) if whole else 0
         except OSError:
             # Nothing was written: the disk has larger blocks, or the file system allows no direct
-            # writes. If the disk has failed, the caller's own write of these bytes says so.
+            # writes. If the disk has failed, the caller's own write of these bytes raises the
+            # error.
             start = 0
         if start < len(buffer):
             break
@@ -63,7 +65,7 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
 
 
 def _fill(buffer: memoryview, views: list[memoryview]) -> int:
-    """Move the first bytes of `views` into the buffer. Returns how many it holds then."""
+    """Move the first bytes of `views` into the buffer, and return their number."""
     filled = 0
     for view in views:
         piece = view[: len(buffer) - filled]
@@ -76,7 +78,6 @@ def _fill(buffer: memoryview, views: list[memoryview]) -> int:
 
 
 def _set_direct(fd: int, *, wanted: bool) -> bool:
-    """Turn O_DIRECT on or off; False if the file system does not allow it."""
     flags = fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags)
@@ -97,7 +98,8 @@ _buffers = _Buffers()
 
 
 def _aligned_buffer() -> memoryview:
-    """This thread's page-aligned buffer; private, so that a fork does not share it."""
+    """This thread's page-aligned buffer. It is a private mapping, so a forked child does not share
+    it."""
     if _buffers.aligned is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _buffers.aligned = memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags))

@@ -5,9 +5,10 @@ is durable. The files of the embedded metadata and of accounts lie beside the ob
 listed.
 
 Concurrency: any thread, any process, any host that shares the folder. The file system decides
-races (link and rename are atomic). The fields that threads share, which folders are durable and
-which take direct writes, only save work. No file stays open between calls, so neither a fork nor an
-umount is hindered; a thread that has written a large object keeps a buffer (`direct_writes.py`).
+races (link and rename are atomic). Threads share two fields, the folders known to be durable and
+the folders that take direct writes; both only save work. No file stays open between calls, so a
+store hinders neither a fork nor an umount. A thread that has written a large object keeps a buffer
+(`direct_writes.py`).
 """
 
 import contextlib
@@ -38,7 +39,7 @@ from ...system.vectored_io import byte_views, write_all
 from . import store as contract
 from .direct_writes import takes_direct, write_direct
 from .nowait_reads import read_nowait_at
-from .store import Leftover, ObjectInfo, ObjectStore
+from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore
 
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _BESIDE_OBJECTS = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
@@ -60,8 +61,8 @@ _Publish = Callable[[str, str], None]
 
 
 class _Sort(Enum):
-    """What a file in the store's folder is: an object, a temporary file of a put, or anything that
-    DIESEL-FS did not write."""
+    """The sort of a file in the store's folder: an object, a temporary file of a put, or anything
+    that DIESEL-FS did not write."""
 
     OBJECT = 1
     LEFTOVER = 2
@@ -120,9 +121,17 @@ class FolderStore(ObjectStore):
             with contextlib.suppress(ObjectExists):  # another process has made it
                 cls(root, store_id)._write(STORE_MARKER, [contract.encode_marker(store_id)], _link)
             with contextlib.suppress(OSError):
-                # A full disk has no room for it when a dataset has to be deleted
+                # A full disk would have no room for this folder when a dataset has to be deleted
                 _make_folder_durably(os.path.join(root, DELETED.rstrip("/")))
         return cls.open(root)
+
+    @property
+    def fast_reads(self) -> FastReads:
+        return FolderReads(self)
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return FolderHousekeeping(self)
 
     # Writing
 
@@ -153,7 +162,8 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Write an object in one try. Raises OSError; a new object is then removed."""
+        """Write an object in one try. Raises OSError; an object that this call created is then
+        removed."""
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
         temporary = os.path.join(self.root, folder, object_temporary_name())
@@ -206,16 +216,6 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "delete", name) from error
 
-    def discard(self, leftover: Leftover) -> None:
-        folder, _, last = leftover.name.rpartition("/")
-        if not _TEMPORARY.fullmatch(last) or (folder and not FOLDER_NAME.fullmatch(folder)):
-            raise UsageError(f"{leftover.name!r} is not the name of a leftover")
-        try:
-            os.unlink(os.path.join(self.root, leftover.name))
-        except OSError as error:
-            if error.errno not in _MISSING:
-                raise _store_error(error, "remove", leftover.name) from error
-
     # Reading
 
     def get(self, name: str, start: int = 0, length: int | None = None) -> bytearray:
@@ -232,39 +232,6 @@ class FolderStore(ObjectStore):
             view = memoryview(buffer).cast("B")
             contract.check_end(name, start + len(view), size)
             _read_full(fd, name, start, view)
-
-    def read(self, name: str, start: int, size: int) -> Bytes:
-        """As `ObjectStore.read`: a `bytes`, which need not be copied for those who want one. What
-        goes wrong is found out by `read_into`, as reads of small files cost little more than the
-        system calls."""
-        contract.check_range(name, start, size)
-        with contextlib.suppress(OSError, MemoryError):
-            fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
-            try:
-                content = os.pread(fd, size, start)
-            finally:
-                os.close(fd)
-            if len(content) == size > 0:
-                return content
-        return super().read(name, start, size)
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        """As `ObjectStore.read_ranges`; the file is opened once."""
-        with self._opened(name) as (fd, length):
-            for start, size in ranges:
-                contract.check_range(name, start, size)
-                contract.check_end(name, start + size, length)
-                _read_full(fd, name, start, room[:size])
-                yield room[:size].toreadonly()
-
-    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        contract.check_range(name, start, None)
-        try:
-            return read_nowait_at(os.path.join(self.root, name), _READ_FLAGS, start, buffer)
-        except OSError:
-            return False
 
     def stat(self, name: str) -> ObjectInfo:
         contract.check_name(name)
@@ -323,41 +290,21 @@ class FolderStore(ObjectStore):
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         contract.check_prefix(prefix)
-        for name in self.names(prefix, after):
+        for name in self._names(prefix, after):
             try:
                 yield self.stat(name)
             except ObjectMissing:
                 continue  # deleted since its folder was read
 
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        contract.check_prefix(prefix)
+    def _names(self, prefix: str, after: str) -> Iterator[str]:
         return (name for name, sort in self._walk(prefix, after) if sort is _Sort.OBJECT)
-
-    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        contract.check_prefix(prefix)
-        for name, sort in self._walk(prefix):
-            match = _TEMPORARY.fullmatch(name.rpartition("/")[2])
-            if sort is not _Sort.LEFTOVER or match is None:
-                continue
-            try:
-                found = os.lstat(os.path.join(self.root, name))
-            except OSError as error:
-                if error.errno in _MISSING:
-                    continue  # its put has ended
-                raise _store_error(error, "stat", name) from error
-            host, pid = match["host"], int(match["pid"])
-            yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)
-
-    def foreign(self, prefix: str = "") -> Iterator[str]:
-        contract.check_prefix(prefix)
-        return (name for name, sort in self._walk(prefix) if sort is _Sort.FOREIGN)
 
     def _walk(
         self, prefix: str, after: str = "", folder: str | None = None
     ) -> Iterator[tuple[str, _Sort]]:
-        """What is in a folder and below it (None: the folder in which `prefix` lies), as far as
-        the name begins with `prefix` and is greater than `after`, in byte order of whole names;
-        reads one folder at a time."""
+        """The content of a folder and of all below it (None: the folder in which `prefix` lies), in
+        byte order of whole names: the names that begin with `prefix` and are greater than `after`.
+        Reads one folder at a time."""
         if folder is None:
             folder = prefix.rpartition("/")[0]
         for name in self._folder_content(folder):
@@ -375,7 +322,7 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """The whole names of what is in a folder, sorted. A folder's name ends in a slash. A name
+        """The whole names of a folder's entries, sorted. A folder's name ends in a slash. A name
         that is neither a file nor a folder ends in "//", so that it never looks like an object."""
         above = f"{folder}/" if folder else ""
         try:
@@ -386,6 +333,84 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "list", folder or self.root) from error
         self._check_store_present()
         return ()  # the folder was never made, or removed since its parent was read
+
+
+class FolderReads(FastReads):
+    """Reads that open a file once, or not at all if they would wait."""
+
+    _store: FolderStore
+
+    def read(self, name: str, start: int, size: int) -> Bytes:
+        """As `FastReads.read`, and returns a `bytes`, which a caller that needs `bytes` does not
+        have to copy. If this fails, `read_into` reads again and finds out why: here only the system
+        calls are made, which are nearly all that a read of a small file costs."""
+        contract.check_range(name, start, size)
+        with contextlib.suppress(OSError, MemoryError):
+            fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
+            try:
+                content = os.pread(fd, size, start)
+            finally:
+                os.close(fd)
+            if len(content) == size > 0:
+                return content
+        return super().read(name, start, size)
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """As `FastReads.read_ranges`; the file is opened once."""
+        with self._store._opened(name) as (fd, length):
+            for start, size in ranges:
+                contract.check_range(name, start, size)
+                contract.check_end(name, start + size, length)
+                _read_full(fd, name, start, room[:size])
+                yield room[:size].toreadonly()
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        contract.check_range(name, start, None)
+        try:
+            return read_nowait_at(os.path.join(self._store.root, name), _READ_FLAGS, start, buffer)
+        except OSError:
+            return False
+
+
+class FolderHousekeeping(Housekeeping):
+    """All that lies in the folder besides objects."""
+
+    _store: FolderStore
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        contract.check_prefix(prefix)
+        return self._store._names(prefix, after)
+
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        contract.check_prefix(prefix)
+        for name, sort in self._store._walk(prefix):
+            match = _TEMPORARY.fullmatch(name.rpartition("/")[2])
+            if sort is not _Sort.LEFTOVER or match is None:
+                continue
+            try:
+                found = os.lstat(os.path.join(self._store.root, name))
+            except OSError as error:
+                if error.errno in _MISSING:
+                    continue  # its put has ended
+                raise _store_error(error, "stat", name) from error
+            host, pid = match["host"], int(match["pid"])
+            yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        contract.check_prefix(prefix)
+        return (name for name, sort in self._store._walk(prefix) if sort is _Sort.FOREIGN)
+
+    def discard(self, leftover: Leftover) -> None:
+        folder, _, last = leftover.name.rpartition("/")
+        if not _TEMPORARY.fullmatch(last) or (folder and not FOLDER_NAME.fullmatch(folder)):
+            raise UsageError(f"{leftover.name!r} is not the name of a leftover")
+        try:
+            os.unlink(os.path.join(self._store.root, leftover.name))
+        except OSError as error:
+            if error.errno not in _MISSING:
+                raise _store_error(error, "remove", leftover.name) from error
 
 
 def _ending(entry: os.DirEntry[str]) -> str:
@@ -458,7 +483,7 @@ def _link(temporary: str, final: str) -> None:
     try:
         os.link(temporary, final)
     except FileExistsError:
-        # NFS repeats a request whose answer was lost; then the name is taken by this very file.
+        # NFS repeats a request if its answer was lost; then the name is taken by this very file.
         if not os.path.samestat(os.lstat(final), os.lstat(temporary)):
             raise
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Reads a file only if that needs no waiting: its folders and its bytes are in the page cache.
+"""Reads a file only if no disk access is needed: its folders and its bytes are in the page cache.
 
 Uses openat2(2) with RESOLVE_CACHED, and preadv2(2) with RWF_NOWAIT. On a kernel or file system
 without them every read counts as one that would wait. Any thread.

@@ -1,13 +1,13 @@
 """Retries failed calls of an object store: the policy, and a store that applies it to another.
 
 `RetryPolicy` decides, as a pure value, how long to wait before the next attempt and when to give
-up. `RetryingStore` wraps a store and repeats its calls; after a put whose answer was lost it finds
+up. `RetryingStore` wraps a store and repeats its calls; if the answer to a put was lost, it finds
 out whether the object was written.
 
-Every call ends within its deadline: no attempt begins that might end after it. Only a caller that
-gives `LongPauses` waits for as long as its store asks for (`Retry-After`). The wrapped store
-bounds the time of each attempt and repeats nothing itself, so the attempts counted here are all
-there are. (A bucket's store does resume a read in the middle of a body.)
+Every call ends within its deadline: no attempt begins that might end after it. Only a call with
+`LongPauses` waits for the whole pause that its store demands (`Retry-After`). The wrapped store
+bounds the time of each attempt and repeats nothing itself, so this module counts every attempt. (A
+bucket's store does resume a read in the middle of a body.)
 
 Concurrency: as the wrapped store; nothing is shared between calls.
 """
@@ -26,23 +26,24 @@ from ...errors import ObjectExists, ObjectMissing, ObjectStoreError, ObjectStore
 from ...format.entries import Bytes
 from ...format.object_names import MUTABLE_NAME
 from ...system.vectored_io import byte_views
-from .store import Leftover, ObjectInfo, ObjectStore, ReadWrapper
+from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore, ReadWrapper
 
 Item = TypeVar("Item")
 
 ASKED_S_MAX = 3600.0
-"""How long a call waits in all because its store asks for it, beside its own deadline."""
+"""The longest total of the pauses that a call makes because its store demands them, beside its own
+deadline."""
 
 log = logging.getLogger("diesel.store")
 
-_COMPARED_BYTES = 1 << 20  # read at a time, to compare an object with what was put
+_COMPARED_BYTES = 1 << 20  # read at a time, to compare an object with the bytes of a put
 
 
 class AttemptFailed(ObjectStoreError):
     """A request failed, and the same request may succeed if it is repeated.
 
     `may_have_succeeded`: the store may have carried the request out although it failed here.
-    `pause_s_min`: the store asked for at least this pause, or its answer implies one.
+    `pause_s_min`: the store demands at least this pause, or its answer implies one.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class RetryClock:
 
 
 def retry_after_s(text: str) -> float:
-    """The seconds that a `Retry-After` header, a number or a date, asks for; 0 for other texts."""
+    """The seconds in a `Retry-After` header, which holds a number or a date; 0 for other texts."""
     if re.fullmatch("[0-9]{1,9}", text):
         return float(text)
     try:
@@ -112,9 +113,10 @@ def retry_after_s(text: str) -> float:
 
 
 class LongPauses:
-    """The pauses that a store asks the calls of one user for: longer than those of `RetryPolicy`.
+    """The pauses that a store demands of the calls of one user: longer than those of `RetryPolicy`.
 
-    Any thread may call. A log line says who asks for how long, once if several calls wait together.
+    Any thread may call. A log line names the store and the length of the pause, once if several
+    calls wait together.
     """
 
     def __init__(self) -> None:
@@ -133,13 +135,13 @@ class LongPauses:
             raise ObjectStoreRefused(f"{reason}; nothing waits for it any more")
 
     def stop(self) -> None:
-        """End all pauses: nobody needs what is waited for."""
+        """End all pauses: nobody needs the results of the waiting calls any more."""
         self._stopped.set()
 
 
 class RetryLoop:
-    """The attempts of one call, up to its deadline. With `pauses` it also waits for as long as its
-    store asks for, up to ASKED_S_MAX in all."""
+    """The attempts of one call, up to its deadline. With `pauses` the loop also makes the pauses
+    that the store demands, up to ASKED_S_MAX in all."""
 
     def __init__(
         self,
@@ -158,7 +160,7 @@ class RetryLoop:
         self._begun = clock.now()
         self._attempt = 0
         self._pauses = pauses
-        self._asked_s = 0.0  # how long it has waited since the store asked for it
+        self._asked_s = 0.0  # how long the loop has waited on demand of the store
 
     def call(self, act: Callable[[], Item]) -> Item:
         """Call `act` until it succeeds, and return its result. Raises as `wait_or_raise`."""
@@ -171,7 +173,7 @@ class RetryLoop:
     def wait_or_raise(self, error: ObjectStoreError) -> None:
         """After a failed attempt: return when it is time for the next one, or raise.
 
-        An error that no retry can help is raised as it is; at the deadline, an ObjectStoreError
+        An error that a retry cannot mend is raised unchanged; at the deadline, an ObjectStoreError
         with the number of attempts.
         """
         if not error.retry:
@@ -221,6 +223,14 @@ class RetryingStore(ReadWrapper):
         self._policy = policy or RetryPolicy()
         self._attempt_s = attempt_s
         self._clock = clock or RetryClock()
+
+    @property
+    def fast_reads(self) -> FastReads:
+        return _RetriedReads(self)
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return _RetriedHousekeeping(self)
 
     def _retrying(self, size: int = 0, *, put: bool = False) -> RetryLoop:
         return RetryLoop(
@@ -276,34 +286,8 @@ class RetryingStore(ReadWrapper):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self._retrying(len(buffer)).call(lambda: self.inner.read_into(name, start, buffer))
 
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        """After a failure this continues behind the last range that was yielded. It does not for an
-        object that may change, whose ranges could then be of two versions."""
-        size = max((size for _, size in ranges), default=0)
-        done, before, retrying = 0, 0, self._retrying(size)
-        while True:
-            try:
-                for view in self.inner.read_ranges(name, ranges[done:], room):
-                    yield view
-                    done += 1
-                return
-            except ObjectStoreError as error:
-                if done and MUTABLE_NAME.fullmatch(name):
-                    raise
-                if done > before:
-                    before, retrying = done, self._retrying(size)
-                retrying.wait_or_raise(error)
-
-    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        self._retrying(len(buffer)).call(lambda: self.inner.read_uncached(name, start, buffer))
-
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self._listing(lambda after: self.inner.list(prefix, after), after, _name_of)
-
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        return self._listing(lambda after: self.inner.names(prefix, after), after, str)
 
     def _listing(
         self, begin: Callable[[str], Iterator[Item]], after: str, name_of: Callable[[Item], str]
@@ -328,14 +312,59 @@ class RetryingStore(ReadWrapper):
     def delete(self, name: str) -> None:
         self._retrying().call(lambda: self.inner.delete(name))
 
+
+class _RetriedReads(FastReads):
+    _store: RetryingStore
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """After a failure this continues behind the last range that was yielded. It does not do so
+        for an object that may change: the ranges could then be of two versions."""
+        size = max((size for _, size in ranges), default=0)
+        done, before, retrying = 0, 0, self._store._retrying(size)
+        while True:
+            try:
+                for view in self._store.inner.fast_reads.read_ranges(name, ranges[done:], room):
+                    yield view
+                    done += 1
+                return
+            except ObjectStoreError as error:
+                if done and MUTABLE_NAME.fullmatch(name):
+                    raise
+                if done > before:
+                    before, retrying = done, self._store._retrying(size)
+                retrying.wait_or_raise(error)
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        self._store._retrying(len(buffer)).call(
+            lambda: self._store.inner.fast_reads.read_uncached(name, start, buffer)
+        )
+
+
+class _RetriedHousekeeping(Housekeeping):
+    """`close_idle` does not fail, and is not repeated."""
+
+    _store: RetryingStore
+
+    def __init__(self, store: RetryingStore) -> None:
+        super().__init__(store)
+        self._inner = store.inner.housekeeping
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        return self._store._listing(lambda after: self._inner.names(prefix, after), after, str)
+
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        return iter(self._retrying().call(lambda: [*self.inner.leftovers(prefix)]))
+        return iter(self._store._retrying().call(lambda: [*self._inner.leftovers(prefix)]))
 
     def discard(self, leftover: Leftover) -> None:
-        self._retrying().call(lambda: self.inner.discard(leftover))
+        self._store._retrying().call(lambda: self._inner.discard(leftover))
 
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        return iter(self._retrying().call(lambda: [*self.inner.foreign(prefix)]))
+        return iter(self._store._retrying().call(lambda: [*self._inner.foreign(prefix)]))
+
+    def close_idle(self) -> None:
+        self._inner.close_idle()
 
 
 def _name_of(info: ObjectInfo) -> str:

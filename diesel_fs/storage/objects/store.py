@@ -1,13 +1,17 @@
 """The interface of an object store, and the wrapper classes that all wrappers are made from.
 
 An object store keeps named, immutable byte strings: chunks, snapshots, leases. `ObjectStore` is the
-contract that every store keeps (a folder, a bucket, a server). The names are those of
-`format/object_names.py`; a store does not know what is inside an object, and the repository
-decides when one may be deleted. The object `DIESEL-STORE`, called the marker, tells a store from an
-empty folder; this module writes and reads its content.
+contract that every store keeps (a folder, a bucket, a server). It has seven methods. Abilities that
+only some stores have are in two values: `FastReads` (many parts in one request, shared memory,
+reads that never wait) and `Housekeeping` (listings of names, leftovers and foreign files). Both
+have a plain form that works on every store, so a new store begins with the seven methods.
+
+The names are those of `format/object_names.py`. A store does not interpret the content of an
+object, and the repository decides when an object may be deleted. The object `DIESEL-STORE`, called
+the marker, distinguishes a store from an empty folder; this module writes and reads its content.
 
 Concurrency: every method may be called from many threads and processes at once; all methods are
-synchronous and block. A forked child may use the store of its parent if `fork_safe` says so.
+synchronous and block. A forked child may use the store of its parent if `fork_safe` is true.
 """
 
 import json
@@ -82,7 +86,7 @@ def check_end(name: str, end: int, size: int) -> None:
 
 
 def encode_marker(store: uuid.UUID) -> bytes:
-    """The content of the marker object: JSON, so that a person who opens it can read it."""
+    """The content of the marker object: JSON, so that a person can open it and read it."""
     return json.dumps({"diesel-fs": store.hex, "format": STORE_FORMAT}).encode() + b"\n"
 
 
@@ -137,7 +141,7 @@ class Leftover:
 
 
 Part = tuple[str, int, int]
-"""A part of an object: the object's name, where the part starts, and its length in bytes."""
+"""A part of an object: the object's name, the part's first byte, and its length in bytes."""
 
 AnyPart = TypeVar("AnyPart", Part, tuple[int, int, int])
 
@@ -159,14 +163,15 @@ def batched_parts(
 
 
 ChunkParts = npt.NDArray[np.uint32]
-"""Parts of chunks, of the shape (n, 3): the chunk's number, where in it the part starts, bytes."""
+"""Parts of chunks, of the shape (n, 3): the number of the chunk, the part's first byte in it,
+bytes."""
 
 
 class ReadGroup(NamedTuple):
     """The contents of some parts that arrived together."""
 
     places: Sequence[int]
-    """Of each content, the position of its part among those that were asked for."""
+    """For each content, the position of its part in the request."""
 
     contents: Sequence[memoryview]
 
@@ -185,14 +190,15 @@ class ChunkReader(Protocol):
     def begin(self, parts: ChunkParts) -> Iterator[ReadGroup]:
         """Read parts. They lie in their chunks, and each has at least one byte.
 
-        All that can be asked for at once has been asked for when this returns; the iterator gives
-        each part once, as it arrives, and may be dropped. It raises as `ObjectStore.read_into`.
+        This sends all requests that may be sent at once before it returns. The iterator gives each
+        part once, as it arrives, and the caller may drop it early. It raises as
+        `ObjectStore.read_into`.
         """
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """From where each of these chunks would be read now, as far as is known: `IN_MEMORY` where
-        that is this process's memory, `IN_STORE` for the object store, else the number of a
-        node."""
+        """The place that each of these chunks would be read from now, as far as this process knows:
+        `IN_MEMORY` for this process's memory, `IN_STORE` for the object store, otherwise the number
+        of a node."""
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
         """One part, and whether it has been checked. Raises as `ObjectStore.read_into`."""
@@ -202,15 +208,13 @@ class ObjectStore(ABC):
     """Named, immutable byte strings. Only leases may change (`replace`).
 
     Every method may raise UsageError for a name outside the grammar, PermissionDenied,
-    NoSpaceError, and ObjectStoreError for anything else that the store did not do. ObjectMissing
-    means that the store is there and the object is not; a store that has gone is an
-    ObjectStoreError.
+    NoSpaceError, and ObjectStoreError if the store fails in any other way. ObjectMissing means that
+    the store is there and the object is not; a store that has gone is an ObjectStoreError.
     """
 
     store_id: uuid.UUID
 
-    # The flags are properties, so that a wrapper can pass them on; a store overrides one by a
-    # class attribute.
+    # Properties, so that a wrapper can pass them on; a store may set `fork_safe` on its class.
 
     @property
     def fork_safe(self) -> bool:
@@ -219,15 +223,14 @@ class ObjectStore(ABC):
         return True
 
     @property
-    def batches_reads(self) -> bool:
-        """Whether many parts cost little more than one, so that a caller should ask for them
-        together (`read_parts`)."""
-        return False
+    def fast_reads(self) -> "FastReads":
+        """The other ways to read from this store. A caller that reads often keeps the value."""
+        return FastReads(self)
 
     @property
-    def can_pin(self) -> bool:
-        """Whether `pin` ever returns anything."""
-        return False
+    def housekeeping(self) -> "Housekeeping":
+        """Listings for programs that repair and purge."""
+        return Housekeeping(self)
 
     @abstractmethod
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
@@ -259,77 +262,14 @@ class ObjectStore(ABC):
         """Fill `buffer` from `start` on: `get` without a copy, into the caller's memory.
         After an error the buffer's content is undefined."""
 
-    def read(self, name: str, start: int, size: int) -> Bytes:
-        """As `read_into`, into memory of its own. Raises NoSpaceError where there is none."""
-        room = new_buffer(size)
-        self.read_into(name, start, room)
-        return room
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        """The bytes of several ranges (start, size) of one object, one after the other.
-
-        All of them are read into the same buffer, `room`, which must be as large as the largest;
-        so a range's bytes are valid until the next range is asked for. Raises as `read_into`.
-        """
-        for start, size in ranges:
-            self.read_into(name, start, room[:size])
-            yield room[:size].toreadonly()
-
-    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """The bytes of parts of objects of one dataset, in their order, each in memory of its own.
-        A store that can has begun to fetch them when this returns. Raises as `read_into`, at once
-        or when the bytes are asked for."""
-        for name, start, size in parts:
-            yield memoryview(self.read(name, start, size)).toreadonly()
-
-    def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
-        """A reader of the chunks of this version of a dataset, where this store has a faster way
-        to them than by their objects' names."""
-        return None
-
-    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """Read again after a checksum mismatch, bypassing every cached copy. As `read_into`."""
-        self.read_into(name, start, buffer)
-
-    def close_idle(self) -> None:  # noqa: B027  # most stores hold nothing between calls
-        """Close what no call is using; the next call opens it again. May be called repeatedly."""
-
-    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        """`read_into` if that needs no waiting, not even for a disk; otherwise False, at once.
-
-        After False the buffer's content is undefined. An error is a False, too: the caller then
-        calls `read_into`, which raises it.
-        """
-        return False
-
-    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        """A whole object in memory that is shared with other processes; None if it is in no such
-        memory.
-
-        The memory cannot be written, and its owner has checked the object whole against its
-        checksums. The store calls `on_revoke`, in any thread, when the owner wants it back; the
-        caller then drops the view soon.
-        """
-        return None
-
-    def can_pin_nowait(self, name: str) -> bool:
-        """Whether `pin` would return the object at once. The answer itself needs no waiting."""
-        return False
-
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """The objects whose names begin with `prefix` and are greater than `after`, in byte order.
+        """The objects with names that begin with `prefix` and come after `after`, in byte order.
 
         Lazy. An object that exists during the whole listing is listed once; one that appears or
-        disappears meanwhile may be listed or not. Temporaries and foreign files are left out. If a
+        disappears meanwhile may be listed or not. Temporary and foreign files are left out. If a
         part of the store cannot be read, the listing raises; it never skips that part.
         """
-
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        """As `list`, names only: cheaper in a store where each size costs a request."""
-        return (info.name for info in self.list(prefix, after))
 
     @abstractmethod
     def stat(self, name: str) -> ObjectInfo:
@@ -340,8 +280,95 @@ class ObjectStore(ABC):
         """Make sure that the object is absent. Idempotent, durable on return. Raises UsageError
         for the marker."""
 
+
+class FastReads:
+    """The ways to read from a store besides `get` and `read_into`.
+
+    These methods work on every store: each calls the store's own `read_into`, for one part after
+    the other. A store with a faster way offers a subclass.
+    """
+
+    batches_reads: bool = False
+    """Whether many parts cost little more than one, so that a caller should ask for them together
+    (`read_parts`)."""
+
+    can_pin: bool = False
+    """Whether `pin` ever returns anything."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def read(self, name: str, start: int, size: int) -> Bytes:
+        """As `read_into`, into new memory. Raises NoSpaceError if there is none."""
+        room = new_buffer(size)
+        self._store.read_into(name, start, room)
+        return room
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """The bytes of several ranges (start, size) of one object, one after the other.
+
+        All of them are read into the same buffer, `room`, which must be as large as the largest
+        range; so the bytes of a range are valid until the caller takes the next one. Raises as
+        `read_into`.
+        """
+        for start, size in ranges:
+            self._store.read_into(name, start, room[:size])
+            yield room[:size].toreadonly()
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """The bytes of parts of objects of one dataset, in their order, each in memory of its own.
+        A store that can fetch in the background has begun to do so when this returns. Raises as
+        `read_into`, at once or when the caller takes the bytes."""
+        for name, start, size in parts:
+            yield memoryview(self.read(name, start, size)).toreadonly()
+
+    def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
+        """A reader of the chunks of this version of a dataset, if the store has a faster way to
+        them than by their objects' names."""
+        return None
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Read again after a checksum mismatch, bypassing every cached copy. As `read_into`."""
+        self._store.read_into(name, start, buffer)
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        """`read_into` if that needs no waiting, not even for a disk; otherwise False, at once.
+
+        After False the buffer's content is undefined. An error is a False, too: the caller then
+        calls `read_into`, which raises it.
+        """
+        return False
+
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+        """A whole object in memory that other processes share; None if it is in no such memory.
+
+        The memory cannot be written, and its owner has checked the object whole against its
+        checksums. The store calls `on_revoke`, in any thread, when the owner wants the memory back;
+        the caller then drops the view soon.
+        """
+        return None
+
+    def can_pin_nowait(self, name: str) -> bool:
+        """Whether `pin` would return the object at once. The answer itself needs no waiting."""
+        return False
+
+
+class Housekeeping:
+    """The calls of programs that list, repair and purge a store. This class suits a store that has
+    no leftovers and can hold nothing foreign; other stores offer a subclass."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store = store
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        """As `ObjectStore.list`, names only: cheaper in a store in which each size costs a
+        request."""
+        return (info.name for info in self._store.list(prefix, after))
+
     def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        """Temporary files of unfinished puts, including those under way. Most stores have none."""
+        """Temporary files of unfinished puts, including those under way."""
         check_prefix(prefix)
         return iter(())
 
@@ -349,18 +376,24 @@ class ObjectStore(ABC):
         """Remove a leftover. Idempotent. The caller knows that its writer is dead."""
         raise UsageError(f"{leftover.name!r} is not the name of a leftover")
 
-    @abstractmethod
     def foreign(self, prefix: str = "") -> Iterator[str]:
         """Names of foreign files and folders: those among the objects that DIESEL-FS did not write.
-        `verify` reports them, and nothing touches them. A folder's name ends with a slash, and
+        `verify` reports them, and nothing changes them. A folder's name ends with a slash, and
         nothing inside it is listed."""
+        check_prefix(prefix)
+        return iter(())
+
+    def close_idle(self) -> None:
+        """Close everything that no call is using; the next call opens it again. May be called
+        repeatedly."""
 
 
 class StoreWrapper(ObjectStore):
-    """A store that forwards every method and flag to another store.
+    """A store that forwards everything to another store. A subclass overrides the methods that it
+    changes.
 
-    A subclass overrides what it changes. One that changes reads must override `read_ranges`,
-    `read_parts` and `read_uncached` too, or be a `ReadWrapper`: otherwise these bypass it.
+    A wrapper that changes reads derives from `ReadWrapper`, or overrides `fast_reads` too:
+    otherwise callers that read through `fast_reads` bypass it.
     """
 
     def __init__(self, inner: ObjectStore) -> None:
@@ -376,12 +409,12 @@ class StoreWrapper(ObjectStore):
         return self.inner.fork_safe
 
     @property
-    def batches_reads(self) -> bool:
-        return self.inner.batches_reads
+    def fast_reads(self) -> FastReads:
+        return self.inner.fast_reads
 
     @property
-    def can_pin(self) -> bool:
-        return self.inner.can_pin
+    def housekeeping(self) -> Housekeeping:
+        return self.inner.housekeeping
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         self.inner.put(name, parts)
@@ -395,40 +428,8 @@ class StoreWrapper(ObjectStore):
     def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
         self.inner.read_into(name, start, buffer)
 
-    def read(self, name: str, start: int, size: int) -> Bytes:
-        return self.inner.read(name, start, size)
-
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        return self.inner.read_ranges(name, ranges, room)
-
-    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        return self.inner.read_parts(parts)
-
-    def chunk_reader(self, identity: uuid.UUID, version: int) -> ChunkReader | None:
-        return self.inner.chunk_reader(identity, version)
-
-    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        self.inner.read_uncached(name, start, buffer)
-
-    def close_idle(self) -> None:
-        self.inner.close_idle()
-
-    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
-        return self.inner.read_nowait(name, start, buffer)
-
-    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
-        return self.inner.pin(name, on_revoke)
-
-    def can_pin_nowait(self, name: str) -> bool:
-        return self.inner.can_pin_nowait(name)
-
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         return self.inner.list(prefix, after)
-
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        return self.inner.names(prefix, after)
 
     def stat(self, name: str) -> ObjectInfo:
         return self.inner.stat(name)
@@ -436,24 +437,11 @@ class StoreWrapper(ObjectStore):
     def delete(self, name: str) -> None:
         self.inner.delete(name)
 
-    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
-        return self.inner.leftovers(prefix)
-
-    def discard(self, leftover: Leftover) -> None:
-        self.inner.discard(leftover)
-
-    def foreign(self, prefix: str = "") -> Iterator[str]:
-        return self.inner.foreign(prefix)
-
 
 class ReadWrapper(StoreWrapper):
-    """A wrapper that changes reads: those into new memory, of ranges, of parts and past caches go,
-    one by one, through the subclass's own `read_into`."""
+    """A wrapper that changes reads: each read through `fast_reads` calls the wrapper's own
+    `read_into`."""
 
-    batches_reads = False
-
-    read = ObjectStore.read
-    read_ranges = ObjectStore.read_ranges
-    read_parts = ObjectStore.read_parts
-    chunk_reader = ObjectStore.chunk_reader
-    read_uncached = ObjectStore.read_uncached
+    @property
+    def fast_reads(self) -> FastReads:
+        return FastReads(self)

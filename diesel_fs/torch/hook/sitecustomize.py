@@ -17,8 +17,8 @@ def _run_the_hidden_one() -> None:
         spec.loader.exec_module(module)
 
 
-with suppress(Exception):  # as in a Python that is too old: it runs as it would without us
+with suppress(Exception):  # for example in a Python that is too old: it runs as without the hook
     import_module("diesel_hook").install_from_environment()
-# The folder has done its work: nothing in it can hide a module of the user's.
+# The folder is no longer needed, and nothing in it may hide a module of the user's.
 sys.path[:] = [each for each in sys.path if os.path.abspath(each or ".") != _HERE]
 _run_the_hidden_one()

@@ -1,18 +1,18 @@
 """The planner of a process that called `diesel_fs.torch.join`, as a program.
 
-It prints the settings of the hook in one line when it listens, and ends with the process that has
+When it listens, it prints the settings of the hook in one line. It ends with the process that
 started it, when its standard input ends.
 """
 
 import json
 import sys
 
-from .server import TrainingPlanner
+from .server import PlanServer
 
 
 def main() -> None:
-    """Serve until the standard input ends; then say what could not be planned."""
-    with TrainingPlanner(_say) as planner:
+    """Serve until the standard input ends; then print what could not be planned."""
+    with PlanServer(_say) as planner:
         planner.start()
         sys.stdout.write(json.dumps(planner.settings()) + "\n")
         sys.stdout.flush()

@@ -11,8 +11,8 @@ class LoaderStreams:
     """The streams of one loader: one in each mount that has files of its dataset.
 
     Positions of the training process count all indices of its order; those of a stream count only
-    the files of its mount. Methods raise DieselError: ConflictError where a mount does not show the
-    version any more in which the files were found.
+    the files of its mount. Methods raise DieselError: ConflictError if a mount no longer shows the
+    version in which the files were found.
     """
 
     def __init__(self, name: str, controls: "Controls") -> None:
@@ -22,26 +22,26 @@ class LoaderStreams:
         self.epoch = -1
         self._lag_entries = 0
         self._orders: dict[ShownVersion, SampleFiles] = {}  # of the current epoch, as far as known
-        self._announced_to: set[ShownVersion] = set()  # where the current epoch is announced
+        self._announced_to: set[ShownVersion] = set()  # the mounts that know the current epoch
         self._is_planned = False
         self._failures = 0  # of the table, when the epoch began
         self.announced = 0  # entries, of epochs that have begun
-        self.planned_epochs = 0  # of which any entry was announced
+        self.planned_epochs = 0  # epochs with at least one announced entry
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
-        """A new epoch begins, in this order (as far as it is known)."""
+        """Begin a new epoch, in this order (as far as it is known)."""
         self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
         self._orders, self._is_planned, self._failures = {}, False, table.failures
         before, self._announced_to = self._announced_to, set()
         try:
             self.more(indices)
         finally:
-            for shown in before - self._announced_to:  # it reads nothing of this one any more
-                with suppress(DieselError):  # the mount is gone, or knows the stream no more
+            for shown in before - self._announced_to:  # it no longer reads this mount
+                with suppress(DieselError):  # the mount is gone, or no longer knows the stream
                     self._controls.of(shown).withdraw(self._name)
 
     def foresee(self, table: SampleTable, epoch: int, indices: Entries) -> None:
-        """A further epoch that will probably come in this order."""
+        """Announce a further epoch that will probably come in this order."""
         if self._has_failed():
             return
         for shown, files in table.take(indices).items():
@@ -50,7 +50,7 @@ class LoaderStreams:
                 self._controls.of(shown).extend(self._name, [order])
 
     def more(self, indices: Entries) -> None:
-        """The current epoch goes on with these."""
+        """The current epoch continues with these indices."""
         if self._has_failed():
             return
         for shown, files in self._table.take(indices).items():
@@ -59,7 +59,7 @@ class LoaderStreams:
             self._announce(shown, files)
 
     def cut(self, position: int) -> None:
-        """From this position on the order was foretold wrong."""
+        """From this position on, the predicted order was wrong."""
         if self._has_failed():
             return
         for shown, known in self._orders.items():
@@ -68,7 +68,7 @@ class LoaderStreams:
             self._announce(shown, left)
 
     def progress(self, position: int) -> None:
-        """The loop has received so many indices of the current epoch."""
+        """The loop has received `position` indices of the current epoch."""
         if self._has_failed():
             self.withdraw()
         for shown in self._announced_to:
@@ -77,18 +77,18 @@ class LoaderStreams:
                 self._controls.of(shown).progress(self._name, files, self.epoch)
 
     def withdraw(self) -> None:
-        """The process has ended."""
+        """Withdraw all streams, since the process has ended."""
         for shown in self._announced_to:
             self._controls.of(shown).withdraw(self._name)
         self._announced_to.clear()
 
     def _has_failed(self) -> bool:
-        """Whether the samples turned out not to open what is planned for this epoch. There is no
-        more of it: the next one may be planned by other files."""
+        """Whether the samples did not open the files that are planned for this epoch. Then nothing
+        more of it is announced; the next one may be planned with other files."""
         return self._table.failures > self._failures
 
     def _announce(self, shown: ShownVersion, files: SampleFiles) -> None:
-        """Announce these files of the current epoch, or more of them."""
+        """Announce these files of the current epoch, or add them to its announced files."""
         if not len(files.entries):
             return
         order = explicit(epoch=self.epoch, entries=files.entries)
@@ -110,7 +110,7 @@ class Controls:
         self._controls: dict[ShownVersion, Control] = {}
 
     def of(self, shown: ShownVersion) -> Control:
-        """The connection for plans of this version. Raises DieselError where the mount takes no
+        """The connection for plans of this version. Raises DieselError if the mount accepts no
         plans."""
         found = self._controls.get(shown)
         if found is None:
@@ -131,7 +131,6 @@ class Controls:
         return {shown.mount for shown in self._controls}
 
     def close(self) -> None:
-        """Close all connections."""
         for each in self._controls.values():
             each.close()
         self._controls.clear()

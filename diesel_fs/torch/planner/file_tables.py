@@ -17,7 +17,7 @@ Entries = npt.NDArray[np.int64]
 
 
 class ShownVersion(NamedTuple):
-    """A version of a dataset that a mount shows: entries have a meaning in it alone."""
+    """A version of a dataset that a mount shows: entries have a meaning only in it."""
 
     mount: str
     """The path of the mount point."""
@@ -30,15 +30,13 @@ class SampleFiles(NamedTuple):
 
     entries: Entries
     ends: Entries
-    """For each sample: where its files end in `entries`."""
+    """For each sample: the end of its files in `entries`."""
 
     def first(self, count: int) -> "SampleFiles":
-        """The files of the first `count` samples."""
         ends = self.ends[:count]
         return SampleFiles(self.entries[: ends[-1] if len(ends) else 0], ends)
 
     def then(self, more: "SampleFiles") -> "SampleFiles":
-        """These, and behind them others."""
         return SampleFiles(
             np.concatenate((self.entries, more.entries)),
             np.concatenate((self.ends, more.ends + len(self.entries))),
@@ -46,11 +44,11 @@ class SampleFiles(NamedTuple):
 
 
 class SampleTable(Protocol):
-    """Which files a dataset of the training program reads for each of its indices."""
+    """The files that a dataset of the training program reads for each of its indices."""
 
     @property
     def size(self) -> int:
-        """How many indices the dataset has."""
+        """The number of indices of the dataset."""
         ...
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
@@ -59,13 +57,13 @@ class SampleTable(Protocol):
         ...
 
     def as_told(self) -> "SampleTable":
-        """The table that each rank has, whatever its samples have opened: what datasets list. Of
-        one without a list it is what was learned."""
+        """The table that all ranks have alike, whatever their samples have opened: the files that
+        datasets list. For a dataset without a list, the files that were learned."""
         ...
 
     @property
     def failures(self) -> int:
-        """How often it turned out that the samples do not open what `take` had given."""
+        """How often the samples did not open the files that `take` had given."""
         ...
 
 
@@ -78,20 +76,20 @@ class FileTable:
         self._sorted: dict[ShownVersion, SampleFiles] = {}
 
     def add(self, shown: ShownVersion, indices: Entries, entries: Entries) -> None:
-        """The samples at `indices` read these files of a mount; of indices that are equal, in this
-        order."""
+        """The samples at `indices` read these files of a mount; if an index comes several times, in
+        this order."""
         is_inside = (indices >= 0) & (indices < self.size)
         self._added.setdefault(shown, []).append((indices[is_inside], entries[is_inside]))
         self._sorted.pop(shown, None)
 
     @property
     def mounts(self) -> Sequence[ShownVersion]:
-        """Those that have any of the files."""
+        """The mounts that have any of the files."""
         return list(self._added)
 
     @property
     def found(self) -> int:
-        """How many samples read any file of a mount."""
+        """The number of samples that read any file of a mount."""
         has_any = np.zeros(self.size, np.bool_)
         for parts in self._added.values():
             for indices, _ in parts:
@@ -100,24 +98,20 @@ class FileTable:
 
     @property
     def files(self) -> int:
-        """How many files of mounts all samples read together."""
+        """The number of files of mounts that all samples read together."""
         return sum(len(indices) for parts in self._added.values() for indices, _ in parts)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
-        """See `SampleTable`."""
         return {shown: _gathered(self._sort(shown), indices, self.size) for shown in self._added}
 
     def as_told(self) -> SampleTable:
-        """See `SampleTable`."""
         return self
 
     @property
     def failures(self) -> int:
-        """See `SampleTable`."""
         return 0
 
     def _sort(self, shown: ShownVersion) -> SampleFiles:
-        """All files of a mount, in the order of their samples."""
         found = self._sorted.get(shown)
         if found is None:
             parts = self._added[shown]
@@ -139,39 +133,31 @@ class SubsetTable:
 
     @property
     def size(self) -> int:
-        """See `SampleTable`."""
         return len(self.indices)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
-        """See `SampleTable`."""
         at, is_inside = resolved(indices, self.size)
         inner = np.full(len(indices), self.of.size)  # beyond its end: no files
         inner[is_inside] = self.indices[at[is_inside]]
         return self.of.take(inner)
 
     def as_told(self) -> SampleTable:
-        """See `SampleTable`."""
         return SubsetTable(self.of.as_told(), self.indices)
 
     @property
     def failures(self) -> int:
-        """See `SampleTable`."""
         return self.of.failures
 
 
 @dataclass(frozen=True, slots=True)
 class ConcatTable:
-    """The table of a dataset that has others one behind the other."""
-
     parts: Sequence[SampleTable]
 
     @property
     def size(self) -> int:
-        """See `SampleTable`."""
         return sum(part.size for part in self.parts)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
-        """See `SampleTable`."""
         at, is_inside = resolved(indices, self.size)
         taken: dict[ShownVersion, list[tuple[Entries, SampleFiles]]] = {}
         start = 0
@@ -183,23 +169,20 @@ class ConcatTable:
         return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
 
     def as_told(self) -> SampleTable:
-        """See `SampleTable`."""
         return ConcatTable([each.as_told() for each in self.parts])
 
     @property
     def failures(self) -> int:
-        """See `SampleTable`."""
         return sum(each.failures for each in self.parts)
 
 
 def resolved(indices: Entries, size: int) -> tuple[Entries, npt.NDArray[np.bool_]]:
-    """Indices that count from the start, and which of them exist."""
+    """Indices that count from the start, and a mask of those that exist."""
     at = np.where(indices < 0, indices + size, indices)
     return at, (at >= 0) & (at < size)
 
 
 def _gathered(files: SampleFiles, indices: Entries, size: int) -> SampleFiles:
-    """The files of the samples at `indices`."""
     at, is_inside = resolved(indices, size)
     at, starts = np.where(is_inside, at, 0), np.concatenate(([0], files.ends))
     if not size:
@@ -222,14 +205,14 @@ def scattered(parts: Sequence[tuple[Entries, SampleFiles]], size: int) -> Sample
 
 
 def _ranges(starts: Entries, counts: Entries) -> Entries:
-    """The positions of ranges, one behind the other."""
+    """The positions of ranges, concatenated."""
     ends = np.cumsum(counts)
     ranges: Entries = np.arange(int(counts.sum())) + np.repeat(starts - (ends - counts), counts)
     return ranges
 
 
 class MountedFiles:
-    """The mounts of this machine, and their snapshots as far as they were needed."""
+    """The mounts of this machine, and the snapshots of those that were needed."""
 
     def __init__(self) -> None:
         self._snapshots: dict[str, Snapshot] = {}
@@ -238,14 +221,13 @@ class MountedFiles:
         self.refresh()
 
     def refresh(self) -> None:
-        """Look again which mounts there are, and forget what was known of them."""
+        """List the mounts again, and drop everything cached about them."""
         self._mounts = dataset_mounts(mounts())
         self._snapshots.clear()
         self._folders.clear()
 
     @property
     def mount_points(self) -> set[str]:
-        """Where datasets are mounted."""
         return {each.path for each in self._mounts}
 
     def snapshot(self, mount: str) -> Snapshot:
@@ -259,8 +241,8 @@ class MountedFiles:
     def find(
         self, table: FileTable, indices: Sequence[int], paths: Sequence[bytes], cwd: str
     ) -> None:
-        """Add to a table which files samples read: `paths[i]` is one of the sample `indices[i]`.
-        Relative paths begin at `cwd`; files outside the mounts are left out."""
+        """Add the files that samples read to a table: `paths[i]` is a path of the sample
+        `indices[i]`. Relative paths begin at `cwd`; files outside the mounts are left out."""
         by_mount: dict[str, tuple[list[int], list[bytes]]] = {}
         for index, path in zip(indices, paths, strict=True):
             cut = path.rfind(b"/") + 1
@@ -274,14 +256,15 @@ class MountedFiles:
         for mount, (samples, inside) in by_mount.items():
             try:
                 snapshot = self.snapshot(mount)
-            except (OSError, DieselError):  # the mount is gone: its files are nobody's
+            except (OSError, DieselError):  # the mount is gone, and its files with it
                 continue
             entries = snapshot.lookup_many(inside)
             shown = ShownVersion(mount, str(snapshot.identity), snapshot.version)
             table.add(shown, np.array(samples)[entries >= 0], entries[entries >= 0])
 
     def _place(self, key: tuple[str, bytes]) -> tuple[str, bytes] | None:
-        """The mount that a folder lies in, and its path inside with a slash; None: in no mount."""
+        """The mount that a folder lies in, and its path inside with a slash; None if it is in no
+        mount."""
         cwd, folder = key
         real = os.path.realpath(os.path.join(cwd, os.fsdecode(folder)))
         within = [

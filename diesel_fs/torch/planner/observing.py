@@ -1,10 +1,11 @@
-"""Learns which files the samples of a dataset open, and compares that with what is planned.
+"""Learns which files the samples of a dataset open, and compares them with the planned files.
 
 A dataset may list its files and yet keep them in memory after the first epoch, read them from one
-archive, open others with them, or list others in each epoch. A plan of what nobody reads costs the
-store's bandwidth and the mount's memory, so it is worse than none. The hooks of the training
-processes say for samples what these have opened (`../hook/diesel_hook/learning.py`), and for some
-of them, those that were *checked*, that they have opened nothing else.
+archive, open others with them, or list others in each epoch. A plan of files that are never read
+costs the store's bandwidth and the mount's memory, so it is worse than none. For some samples, the
+hooks of the training processes report the files that these have opened
+(`../hook/diesel_hook/learning.py`). For the *checked* ones among them, the report is complete: they
+have opened nothing else.
 """
 
 from collections import deque
@@ -30,28 +31,26 @@ Places = dict[ShownVersion, tuple[Entries, Entries]]
 """For each mount: files, and the places of their samples."""
 
 CHECKS_MIN, CHECKS_MAX = 12, 24
-"""How many of the latest checked samples decide. A process checks 16 when an epoch begins, so one
-epoch is enough for it, whatever the epochs before have shown."""
+"""The number of latest checked samples that decide. A process checks 16 when an epoch begins, so
+one epoch is enough, whatever the epochs before have shown."""
 
 
 class _Check(NamedTuple):
-    """A sample that was checked."""
-
     planned: int
-    """How many files were planned for it."""
+    """Number of files that were planned for it."""
     opened: int
-    """How many of these it has opened."""
+    """Number of these that it has opened."""
     others: int
-    """How many other files of mounts it has opened."""
+    """Number of other files of mounts that it has opened."""
 
 
 class ObservedTable:
-    """The table of a dataset, as it lists its files and as its samples open them.
+    """The files of a dataset's samples: those that it lists, and those that its samples open.
 
-    A sample that was not seen yet has the files that are listed; one that was seen has those, and
-    behind them what else it has opened. Once the samples that were checked have opened less than
-    half of what was planned for them, the plan has failed: a list is given up for what is learned,
-    and if that has failed, or the samples open nothing, there are no files any more.
+    A sample that was not seen yet has the listed files; one that was seen has those, followed by
+    the other files that it has opened. Once the checked samples have opened less than half of the
+    files that were planned for them, the plan has failed. Then the learned files replace the list;
+    if they have failed too, or the samples open nothing, the table is empty.
     """
 
     def __init__(self, name: str, size: int, listed: FileTable | None = None) -> None:
@@ -66,7 +65,6 @@ class ObservedTable:
         self._is_given_up = False
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
-        """See `SampleTable`."""
         if self._is_given_up:
             return {}
         if self.listed is None:
@@ -84,7 +82,6 @@ class ObservedTable:
         return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
 
     def as_told(self) -> SampleTable:
-        """See `SampleTable`."""
         return self.learned if self._told is None else self._told
 
     def add(
@@ -96,8 +93,9 @@ class ObservedTable:
         paths: Paths,
         cwd: str,
     ) -> str:
-        """These samples opened so many files each. Returns what the user should know if a plan has
-        failed, else "". Raises ValueError for what has no meaning."""
+        """Record the files that samples opened: `counts[i]` of `paths` belong to `samples[i]`.
+        Returns a note for the user if a plan has failed, otherwise "". Raises ValueError for
+        malformed arguments."""
         if (counts < 0).any() or int(counts.sum()) != len(paths):
             raise ValueError("the numbers of files and of paths differ")
         if np.any((samples < 0) | (samples >= self.size)):
@@ -115,7 +113,7 @@ class ObservedTable:
     def _compared(
         self, samples: Entries, is_checked: npt.NDArray[np.bool_], opened: Places
     ) -> list[_Check]:
-        """What was planned for the samples that were checked, and what they have opened."""
+        """For each checked sample, the files that were planned and those that it has opened."""
         if not is_checked.any():
             return []
         count = len(samples)
@@ -133,7 +131,7 @@ class ObservedTable:
         return [each for each in checks if each.planned]
 
     def _learn(self, samples: Entries, opened: Places) -> None:
-        """Keep what samples have opened that were not seen before."""
+        """Keep the files that samples have opened, for samples that were not seen before."""
         is_new = np.zeros(len(samples), np.bool_)
         is_new[np.unique(samples, return_index=True)[1]] = True
         is_new &= ~self._is_seen[samples]
@@ -145,7 +143,7 @@ class ObservedTable:
                 for shown, (entries, places) in opened.items()
                 for is_more in [~_is_in((entries, places), listed.get(shown, _NOTHING))]
             }
-            is_new &= _has_any(more, len(samples))  # else its list says it all
+            is_new &= _has_any(more, len(samples))  # otherwise its list is complete
         for found in (listed, more):
             for shown, (entries, places) in found.items():
                 mine = is_new[places]
@@ -153,7 +151,7 @@ class ObservedTable:
         self._is_seen[samples[is_new]] = True
 
     def _judged(self) -> str:
-        """Give up what has failed; what the user should know of it."""
+        """Give up a plan that has failed. Returns a note for the user, or ""."""
         planned = sum(each.planned for each in self._checks)
         if len(self._checks) < CHECKS_MIN or 2 * sum(e.opened for e in self._checks) >= planned:
             return ""
@@ -174,12 +172,12 @@ class ObservedTable:
         )
 
     def describe(self) -> str:
-        """What the user should know of it at the end; "" for a list that says all."""
+        """A note for the user at the end; "" for a list that is complete."""
         found = self.learned.found
         if self._is_given_up or (self.listed is not None and not found):
             return ""
         if not found:
-            return f"{self.name} opened no file of a mount that could be seen: no plan for it"
+            return f"{self.name} opened no visible file of a mount: nothing is planned for it"
         each = self.learned.files / found
         samples = f"{found:,} of {self.size:,} samples"
         return f"learned which files {self.name} reads: those of {samples}" + (
@@ -202,13 +200,13 @@ def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
 
 
 def _is_in(some: tuple[Entries, Entries], others: tuple[Entries, Entries]) -> npt.NDArray[np.bool_]:
-    """Which pairs of a file and a place are among others."""
+    """A mask of the pairs of a file and a place that are among others."""
     one, other = (places << 32 | entries for entries, places in (some, others))
     return np.isin(one, other)
 
 
 def _has_any(opened: Places, count: int) -> npt.NDArray[np.bool_]:
-    """Which of so many samples have opened any file."""
+    """A mask of the `count` samples that have opened any file."""
     found = np.zeros(count, np.bool_)
     for _, places in opened.values():
         found[places] = True

@@ -1,4 +1,14 @@
-"""Listens to the hooks in training processes, a thread for each."""
+"""Listens to the hooks in training processes, and turns their messages into plans.
+
+Concurrency. One thread accepts connections. Two threads serve each process. The first one takes
+every message off the socket at once and puts it into a queue, so that a training process never
+waits for a mount. The second one takes the messages from the queue in their order: it finds files,
+announces orders, and sends the answers. It holds the planner's one lock while it handles a message,
+because all processes share the mounts' connections, the snapshots, the learned files and the
+summary. So each message is handled whole before the next one, and messages of two processes may
+come in any order. When the planner closes, it shuts the sockets for reading. Messages that were
+sent before are still handled; the planner waits up to 20 s for each process.
+"""
 
 import json
 import os
@@ -17,7 +27,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import ConflictError, DieselError
-from ..hook.diesel_hook.link import Settings
+from ..hook.diesel_hook.link import HookSettings
 from .announcing import Controls, LoaderStreams
 from .file_tables import (
     ConcatTable,
@@ -35,26 +45,24 @@ _LENGTH = struct.Struct("<Q")
 _BODY_BYTES_MAX, _PAYLOAD_BYTES_MAX = 1 << 20, 1 << 30
 
 _TEMPORARY_CHARACTERS_MAX = 70  # the path of a socket has 107 bytes at most
-_BACKLOG = 4096  # as many processes as may join at once: a kernel allows no more
-_LEFT_EARLY = 2  # epochs of a loader that make a habit: one may be a trial
-_END_S = 20.0  # for what is left to announce at the end; a mount may be slow
+_BACKLOG = 4096  # the number of processes that may join at once: a kernel allows no more
+_LEFT_EARLY = 2  # after this many epochs it is a habit
+_END_S = 20.0  # for the remaining announcements; a mount may be slow
 
 Said = dict[str, object]
 
 
 class _Served(NamedTuple):
-    """A process that has connected."""
-
     thread: threading.Thread
     connected: socket.socket
 
 
-class TrainingPlanner:
-    """Announces what training processes will read, while it is open. A context manager."""
+class PlanServer:
+    """Announces the reads of training processes, while it is open. A context manager."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """The socket lies in a new folder that is private to this user. `tell` gets what the user
-        should know while the command runs, from any thread. Raises OSError."""
+        """The socket lies in a new folder that is private to this user. `tell` gets messages for
+        the user while the command runs, from any thread. Raises OSError."""
         is_long = len(tempfile.gettempdir()) > _TEMPORARY_CHARACTERS_MAX
         place = "/tmp" if is_long else None  # noqa: S108 (the new folder in it is private)
         self._folder = tempfile.TemporaryDirectory(prefix="diesel-run-", dir=place)
@@ -75,8 +83,10 @@ class TrainingPlanner:
         """Serve from now on, in threads. Processes that have connected before are served then."""
         self._accepting.start()
 
-    def settings(self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False) -> Settings:
-        """What the hook in a training process is told (see there)."""
+    def settings(
+        self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False
+    ) -> HookSettings:
+        """The settings of the hook in a training process (see there)."""
         return {
             "socket": str(self.socket_path),
             "ahead": ahead,
@@ -84,7 +94,7 @@ class TrainingPlanner:
             "own_seed": own_seed,
         }
 
-    def __enter__(self) -> "TrainingPlanner":
+    def __enter__(self) -> "PlanServer":
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +102,7 @@ class TrainingPlanner:
         if self._accepting.ident is not None:
             self._accepting.join()
         self._listener.close()
-        for served in self._served:  # what has been sent is still received
+        for served in self._served:  # messages that were sent are still received
             with suppress(OSError):
                 served.connected.shutdown(socket.SHUT_RD)
         for served in self._served:
@@ -117,8 +127,8 @@ class TrainingPlanner:
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Receive what a process sends, and have another thread work on it: a process never waits
-        for a mount."""
+        """Receive the messages of a process, and let another thread work on them: a process never
+        waits for a mount."""
         received: queue.SimpleQueue[tuple[Said, bytes] | None] = queue.SimpleQueue()
         working = threading.Thread(target=self._work, args=[connected, received], daemon=True)
         working.start()
@@ -164,8 +174,6 @@ class TrainingPlanner:
 
 
 class _Process:
-    """What one training process has said."""
-
     def __init__(
         self,
         files: MountedFiles,
@@ -180,38 +188,37 @@ class _Process:
         self._started_s = started_s
         self._pid = 0
         self._tables: dict[int, SampleTable] = {}
-        self._filling: dict[int, tuple[FileTable, int]] = {}  # and how many paths have come
+        self._filling: dict[int, tuple[FileTable, int]] = {}  # and the number of paths received
         self._streams: dict[str, LoaderStreams] = {}
         self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
     def handle(self, said: Said, payload: bytes) -> bytes | None:
-        """A message; returns the answer to one that asks. What cannot be done is noted for the
-        user."""
+        """Handle a message. Returns the answer if the message requests one. Errors become notes for
+        the user."""
         try:
             if said["do"] == "chunks":
                 return self._chunks(_whole(said["dataset"]))
             self._handle(said, payload)
         except ConflictError:  # the mount has moved on to another version
-            self._files.refresh()  # for datasets that come; those that were told keep their version
+            self._files.refresh()  # for new datasets; known ones keep their version
             self._note(
-                "a mount has changed to another version while the command read from it: what it"
-                " knew before is planned no more"
+                "a mount has changed to another version while the command read from it: datasets"
+                " of the earlier version are no longer planned"
             )
         except DieselError as error:
             self._note(f"{error.message}" + (f" ({error.advice})" if error.advice else ""))
         except OSError as error:  # of a mount's snapshot
             self._note(f"a mount cannot be read: {error}")
         except (KeyError, TypeError, ValueError) as error:
-            self._note(f"a training process sent what has no meaning: {error!r}")
+            self._note(f"a training process sent a malformed message: {error!r}")
         return b"" if said.get("do") == "chunks" else None
 
     def end(self) -> None:
-        """The process has ended."""
         for name in [*self._streams]:
             self._leave(name)
 
     def _look_back(self, said: Said) -> None:
-        """A loop has left an epoch: say once if it does so again and again."""
+        """A loop has left an epoch early: note it once if it does so again and again."""
         name = str(said["stream"])
         streams = self._streams.get(name)
         if streams is None or not streams.announced or "of" not in said:
@@ -226,7 +233,7 @@ class _Process:
             )
 
     def _leave(self, name: str, epoch: object = None) -> None:
-        """A loader reads no more; or this epoch is left, unless the next has begun."""
+        """End the streams of a loader; with `epoch`, only if that epoch is the current one."""
         streams = self._streams.get(name)
         if streams is not None and epoch in (None, streams.epoch):
             del self._streams[name]
@@ -297,7 +304,6 @@ class _Process:
             self._controls.of(shown)
 
     def _observe(self, said: Said, table: ObservedTable) -> None:
-        """A dataset whose samples are looked at, in whichever process they are read."""
         number = _whole(said["dataset"])
         self._learned[f"{self._pid}.{number}"] = self._tables[number] = table
 
@@ -306,7 +312,7 @@ class _Process:
         rest = payload[numbers.nbytes :]
         paths = rest.split(b"\0") if rest else []
         table = self._learned.get(str(said["table"]))
-        if table is not None:  # else it has been told anew
+        if table is not None:  # otherwise the dataset was registered again
             samples, is_checked, counts = numbers[::3], numbers[1::3] != 0, numbers[2::3]
             note = table.add(self._files, samples, is_checked, counts, paths, str(said["cwd"]))
             if note:
@@ -358,7 +364,7 @@ class _Process:
 
 def _whole(value: object) -> int:
     if not isinstance(value, int):
-        raise TypeError(f"{value!r} is no whole number")
+        raise TypeError(f"{value!r} is not a whole number")
     return value
 
 

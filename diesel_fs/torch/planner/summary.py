@@ -1,11 +1,11 @@
-"""What a training command has done, as far as the hooks in its processes said."""
+"""The counts, times and notes of a training command, from the messages of its hooks."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 _NOTES_MAX = 5
-_INTERVALS_MAX = 2000  # of one loop; of more, neighbours are put together
+_INTERVALS_MAX = 2000  # of one loop; if there are more, neighbours are joined
 
 
 @dataclass(slots=True)
@@ -16,35 +16,33 @@ class Interval:
     end_s: float
     """When it ended, in seconds since the command was started."""
     batches: int
-    """How many batches the loop received."""
+    """Number of batches that the loop received."""
     waited_s: float
-    """How long it waited for them."""
+    """Time for which it waited for them."""
     computed_s: float
-    """How long it did something else between them."""
+    """Time for which it did something else between them."""
 
     @property
     def total_s(self) -> float:
-        """How long it took."""
         return self.waited_s + self.computed_s
 
 
 class LoopTimes:
-    """How long the loop over one `DataLoader` waited, and when."""
+    """The times for which the loop over one `DataLoader` waited."""
 
     def __init__(self, name: str) -> None:
-        """`name` tells the user which loader it is."""
+        """`name` identifies the loader for the user."""
         self.name = name
         self.intervals: list[Interval] = []
 
     def add(self, new: Interval) -> None:
-        """Add what came after all others."""
+        """Add an interval that follows all others."""
         if new.batches or new.total_s:
             self.intervals.append(new)
         if len(self.intervals) > _INTERVALS_MAX:
             self.intervals = _halved(self.intervals)
 
     def epochs(self) -> list[Interval]:
-        """The times of each epoch."""
         found: dict[int, Interval] = {}
         for each in self.intervals:
             known = found.get(each.epoch)
@@ -63,7 +61,6 @@ def _joined(one: Interval, other: Interval) -> Interval:
 
 
 def _halved(intervals: Sequence[Interval]) -> list[Interval]:
-    """Put neighbours of the same epoch together."""
     halved: list[Interval] = []
     is_pair = True
     for each in intervals:
@@ -78,34 +75,34 @@ def _halved(intervals: Sequence[Interval]) -> list[Interval]:
 
 @dataclass(slots=True)
 class Summary:
-    """What a training command has done."""
+    """The counts, times and notes of a training command."""
 
     processes: int = 0
     """Python processes that loaded the hook."""
     epochs: int = 0
     """Epochs of loaders that began."""
     planned_epochs: int = 0
-    """Those that were announced to a mount."""
+    """Epochs that were announced to a mount."""
     files: int = 0
     """Entries that were announced."""
     loops: dict[str, LoopTimes] = field(default_factory=dict)
     """The loops over loaders, by the names of their streams."""
     notes: Counter[str] = field(default_factory=Counter)
-    """What the user should know; how often it was said."""
+    """Notes for the user, with the number of times each came up."""
     tell: Callable[[str], None] | None = None
-    """Gets a note when it comes up."""
+    """Called with each new note."""
     told: set[str] = field(default_factory=set)
-    """The notes that it got."""
+    """The notes that `tell` was called with."""
 
     def note(self, text: str) -> None:
-        """Something that the user should know: told at once, the first time."""
+        """Add a note for the user. The first time, `tell` is called at once."""
         self.notes[text] += 1
         if self.tell is not None and text not in self.told and len(self.told) < _NOTES_MAX:
             self.told.add(text)
             self.tell(text)
 
     def add(self, stream: str, interval: Interval) -> None:
-        """A loop has told its times."""
+        """Add the times of a loop."""
         loop = self.loops.get(stream)
         if loop is None:
             process, _, loader = stream.partition(".")
@@ -113,7 +110,6 @@ class Summary:
         loop.add(interval)
 
     def total(self) -> Interval:
-        """The times of all loops together."""
         total = Interval(0, 0.0, 0, 0.0, 0.0)
         for loop in self.loops.values():
             for each in loop.intervals:
@@ -121,7 +117,7 @@ class Summary:
         return total
 
     def lines(self, *, again: bool = False) -> Sequence[str]:
-        """What a user should know at the end; `again` with what was told before."""
+        """The notes for the user at the end; with `again`, also those that `tell` got."""
         lines = []
         if not self.processes:
             lines.append(

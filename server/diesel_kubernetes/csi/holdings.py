@@ -1,10 +1,10 @@
-"""Measures what this node holds of each dataset: in mounts that live, and in cache folders.
+"""Measures the share of each dataset that this node holds, in live mounts and in cache folders.
 
-`VOLUMES.md` ("What a node reports") says what each figure means. Two sources are asked. The mounts
-of the state folder tell of the task's chunks and of the page cache (`.diesel/stats`). Below
-`--cache-root` lie folders of chunks, also after all mounts have ended; which chunks a version has
-is read from the snapshots that the mounts have left in the state folder. Where figures of two
-places may count the same bytes twice, the larger one is taken, so that a share is a lower bound.
+`VOLUMES.md` ("What a node reports") defines each figure. There are two sources. The statistics of
+the mounts (`.diesel/stats`) have the task's chunks and the page cache. Below `--cache-root` lie
+folders of chunks, also after all mounts have ended; the snapshots that the mounts have left in the
+state folder say which chunks a version has. If figures of two places may count the same bytes, the
+larger figure is used, so that a share is a lower bound.
 
 For one thread. A mount that hangs is given up after `ANSWER_S`.
 """
@@ -39,7 +39,7 @@ UNNAMED = "-"
 """The namespace of volumes for which kubelet has named none, as in paths of cache folders."""
 
 SETTLED_NS = 2_000_000_000
-"""A folder that has not changed for so long is listed again only when its time has changed."""
+"""A folder that has not changed for this time is listed again only when its time has changed."""
 
 _ID_BYTES = 16
 
@@ -52,7 +52,7 @@ class _ChunkTable:
     sizes: npt.NDArray[np.int64]
 
     def percent_of(self, chunks: Iterable[bytes]) -> int:
-        """Which part of the version some chunks are."""
+        """The part of the version that some chunks are, in percent."""
         there = set(chunks)
         ids = (self.ids[at : at + _ID_BYTES] for at in range(0, len(self.ids), _ID_BYTES))
         is_there = np.fromiter((each in there for each in ids), np.bool_, len(self.sizes))
@@ -61,18 +61,18 @@ class _ChunkTable:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """What was found in a dataset's folder when it was last listed."""
+    """The content of a dataset's folder when it was last listed."""
 
     state: object
     """As long as this is equal, nothing has changed."""
     shares: Mapping[int, int]
     """In percent, by version."""
     is_unknown: bool
-    """Whether it holds something, and the shares do not tell how much."""
+    """Whether it holds something that is in none of the shares."""
 
 
 class NodeHoldings:
-    """What one plugin's node holds."""
+    """Measures the node of one plugin."""
 
     def __init__(self, state: StateFolder, cache_root: str) -> None:
         self._state = state
@@ -98,7 +98,7 @@ class NodeHoldings:
         return told, is_complete
 
     def _in_mounts(self) -> Iterator[HeldDataset | None]:
-        """What each mount holds; None for one that does not say."""
+        """The shares in each mount; None for a mount that does not report them."""
         table = MountTable.read(self._state)
         for name in table.roots:
             namespace = self._state.namespace(name)
@@ -115,7 +115,7 @@ class NodeHoldings:
                 yield held_by_mount(namespace or UNNAMED, figures, is_used=is_used)
 
     def _in_folders(self) -> Iterator[HeldDataset | None]:
-        """What lies below the root of cache folders; None where that cannot be looked into."""
+        """The shares below the root of cache folders; None if it cannot be read."""
         if not self._cache_root:
             return
         listed: dict[str, _Folder] = {}
@@ -149,8 +149,8 @@ class NodeHoldings:
                         yield namespace, folder, identity
 
     def _look_into(self, folder: str, identity: UUID, copies: Mapping[int, Path]) -> _Folder:
-        """What is in the folder of a dataset, of whose versions there are `copies`. Raises
-        OSError."""
+        """The content of the folder of a dataset; `copies` are the snapshots of its versions.
+        Raises OSError."""
         changed_ns = os.stat(folder).st_mtime_ns
         state = changed_ns, sorted(copies.items())
         before = self._folders.get(folder)
@@ -169,7 +169,7 @@ class NodeHoldings:
         return _Folder(state if is_settled else None, shares, is_unknown)
 
     def _table(self, identity: UUID, version: int, path: Path) -> _ChunkTable | None:
-        """The chunks of a version, from a copy of its snapshot; None where that is damaged."""
+        """The chunks of a version, from a copy of its snapshot; None if that is damaged."""
         key = identity, version
         if key not in self._tables:
             try:
@@ -186,8 +186,8 @@ class NodeHoldings:
 def held_by_mount(
     namespace: str, figures: Mapping[str, object], *, is_used: bool
 ) -> HeldDataset | None:
-    """What a mount holds in the page cache, or its node in the task's cache, by the statistics of
-    the mount; None where these do not tell which dataset they are of."""
+    """The share that a mount holds in the page cache, or its node in the task's cache, by the
+    statistics of the mount; None if these do not name their dataset."""
     match figures:
         case {"identity": str(identity), "version": int(version)}:
             pass

@@ -5,7 +5,9 @@ import signal
 import socket
 import sys
 import threading
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,20 +19,45 @@ from .mounter import Mounter, ProcessMounter
 from .node import NodeVolumes
 
 try:
-    from .service import Server, Services
+    from .service import CsiServices, GrpcServer
 except ModuleNotFoundError as error:
     raise SystemExit(
         f"diesel-csi: the Python package {error.name} is missing; run"
         " `pip install 'diesel_fs-VERSION-py3-none-any.whl[kubernetes]'`"
     ) from None
 from .state import StateFolder
-from .volumes import Limits
+from .volumes import VolumeLimits
+
+if TYPE_CHECKING:
+    from .reporter import NodeReporter
 
 PREFIX = "DIESEL_CSI"
-"""What the names of options begin with in the environment."""
+"""The prefix of options in the environment."""
 
 CONTAINER = "plugin"
 """The name of this program's container, in the pod that `--pod` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class PluginOptions:
+    """The options of the command, under the names that click gives them."""
+
+    endpoint: str
+    node: str
+    state: Path
+    url: str
+    idle: float
+    starts: int
+    memory_max: int
+    file_root: tuple[str, ...]
+    cache_root: str
+    cache_size_max: int
+    mounter: str
+    namespace: str
+    image: str
+    pod: str
+    pod_cpu: str
+    pod_memory: str
 
 
 def size(text: str) -> int:
@@ -159,11 +186,7 @@ def size(text: str) -> int:
     show_default=True,
     help="Memory that a mount pod requests. Its limit is that for contents, and 512Mi.",
 )
-def program(
-    endpoint: str, node: str, state: Path, url: str, idle: float, starts: int, memory_max: int,
-    file_root: tuple[str, ...], cache_root: str, cache_size_max: int, mounter: str, namespace: str,
-    image: str, pod: str, pod_cpu: str, pod_memory: str,
-) -> None:  # fmt: skip
+def program(**given: object) -> None:
     """Mount datasets as volumes of pods: the node plugin of the CSI driver csi.diesel-fs.dev.
 
     One runs on each node, as root. Every option may also stand in the environment (--memory-max as
@@ -178,49 +201,62 @@ def program(
         stream=sys.stderr,
         format="%(asctime)s diesel-csi %(levelname)s %(message)s",
     )
-    limits = Limits(
-        url=url,
-        file_roots=tuple(file_root),
-        cache_root=cache_root.rstrip("/"),
-        memory_bytes_max=memory_max,
-        cache_bytes_max=cache_size_max,
+    serve(PluginOptions(**given))  # type: ignore[arg-type]  # click gives them as objects
+
+
+def serve(options: PluginOptions) -> None:
+    """Serve kubelet until SIGTERM or SIGINT."""
+    limits = VolumeLimits(
+        url=options.url,
+        file_roots=options.file_root,
+        cache_root=options.cache_root.rstrip("/"),
+        memory_bytes_max=options.memory_max,
+        cache_bytes_max=options.cache_size_max,
     )
     ending = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ending.set())
-    folder = StateFolder(state)
-    chosen: Mounter = ProcessMounter(folder)
+    folder = StateFolder(options.state)
+    mounter: Mounter = ProcessMounter(folder)
     reporter = None
-    if mounter == "pod":
-        if not image and not pod:
-            raise UsageError(
-                "--mounter pod needs --image or --pod", advice="name an image that has dlcmd"
-            )
-        from lightkube import Client  # noqa: PLC0415  # takes long to import
-
-        from ..api import image_in_pod  # noqa: PLC0415
-        from .holdings import NodeHoldings  # noqa: PLC0415
-        from .pods import PodMounter, PodOptions  # noqa: PLC0415
-        from .reporter import NodeReporter  # noqa: PLC0415
-
-        client = Client(namespace=namespace)
-        image = image or image_in_pod(client, pod, CONTAINER)
-        options = PodOptions(node, namespace, image, pod_cpu, pod_memory)
-        chosen = PodMounter(folder, client, options)
-        holdings = NodeHoldings(folder, limits.cache_root)
-        reporter = NodeReporter(client, node, namespace, holdings.measure, pod=pod)
-    chosen.tidy()
-    volumes = NodeVolumes(folder, chosen, limits, idle_s=idle, starts_max=starts)
-    server = Server(Services(volumes, folder, node), endpoint)
+    if options.mounter == "pod":
+        mounter, reporter = _in_pods(options, folder, limits)
+    mounter.tidy()
+    volumes = NodeVolumes(folder, mounter, limits, idle_s=options.idle, starts_max=options.starts)
+    server = GrpcServer(CsiServices(volumes, folder, options.node), options.endpoint)
     if reporter is not None:
         reporter.start()
-    click.echo(f"diesel-csi listens at {endpoint}")
+    click.echo(f"diesel-csi listens at {options.endpoint}")
     ending.wait()
     if reporter is not None:
         reporter.close()
     server.stop()
     volumes.close()
     folder.close()
+
+
+def _in_pods(
+    options: PluginOptions, folder: StateFolder, limits: VolumeLimits
+) -> "tuple[Mounter, NodeReporter]":
+    """How a plugin that runs in a pod mounts, and how it reports what its node holds."""
+    if not options.image and not options.pod:
+        raise UsageError(
+            "--mounter pod needs --image or --pod", advice="name an image that has dlcmd"
+        )
+    from lightkube import Client  # noqa: PLC0415  # takes long to import
+
+    from ..api import image_in_pod  # noqa: PLC0415
+    from .holdings import NodeHoldings  # noqa: PLC0415
+    from .pods import PodMounter, PodOptions  # noqa: PLC0415
+    from .reporter import NodeReporter  # noqa: PLC0415
+
+    node, namespace = options.node, options.namespace
+    client = Client(namespace=namespace)
+    image = options.image or image_in_pod(client, options.pod, CONTAINER)
+    pods = PodOptions(node, namespace, image, options.pod_cpu, options.pod_memory)
+    holdings = NodeHoldings(folder, limits.cache_root)
+    reporter = NodeReporter(client, node, namespace, holdings.measure, pod=options.pod)
+    return PodMounter(folder, client, pods), reporter
 
 
 def main() -> None:

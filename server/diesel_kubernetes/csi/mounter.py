@@ -30,19 +30,19 @@ class Mounter(Protocol):
     several names may come at once, from any thread."""
 
     def start(self, volume: Volume, name: str, lock: int) -> None:
-        """Mount a volume at the root of `name`, whose folder exists, and return when reads work.
+        """Mount a volume at the root of the existing folder of `name`, and return when reads work.
 
         A program that starts the mount inherits the descriptor `lock`. The mount goes on when this
         process ends. Raises DieselError; nothing is mounted then.
         """
 
     def end(self, name: str) -> None:
-        """End a mount, dead or alive, or do nothing where there is none. What it has needed is gone
-        then, but for its folder. Raises BusyError where a process uses it, and DieselError."""
+        """End a mount, dead or alive, if there is one, and remove all that it needed except its
+        folder. Raises BusyError if a process uses it, and DieselError."""
 
     def tidy(self) -> None:
-        """When the plugin starts: remove what a killed one has left outside the state folder.
-        Raises DieselError."""
+        """When the plugin starts: remove everything that a killed one has left outside the state
+        folder. Raises DieselError."""
 
 
 class ProcessMounter:
@@ -82,7 +82,7 @@ def mount_arguments(volume: Volume) -> list[str]:
 
 
 def detach_dead(root: str) -> None:
-    """Take away what dead daemons have left at the root of a mount. Raises DieselError."""
+    """Detach the mounts of dead daemons at the root of a mount. Raises DieselError."""
     try:
         while topmost_at(root, mounts()) is not None:
             syscalls.umount2(root, syscalls.MNT_DETACH)

@@ -1,4 +1,4 @@
-"""The volumes of one node: what is mounted for them, when it is shared, and when it ends.
+"""The volumes of one node: which mounts they have, when mounts are shared, and when they end.
 
 `NodeVolumes` has the logic of `VOLUMES.md`, without gRPC. Rules of concurrency: any thread may call
 it. Starts run in a pool of few threads; callers of one key wait for one start. A thread of its own
@@ -22,9 +22,9 @@ from diesel_fs.errors import ConflictError, DeadlineError, DieselError, NotFound
 from .mounter import Mounter, current_version
 from .state import StateFolder, key_of
 from .targets import (
+    FileSystemUsage,
     MountTable,
-    Place,
-    Usage,
+    TargetState,
     bind,
     check_place,
     checked_target,
@@ -34,7 +34,7 @@ from .targets import (
     show_control,
     usage_of,
 )
-from .volumes import Limits, Volume, check_mount_flags, name_the_same, parse_volume
+from .volumes import Volume, VolumeLimits, check_mount_flags, name_the_same, parse_volume
 
 log = logging.getLogger("diesel.csi")
 
@@ -47,12 +47,12 @@ moments of each other."""
 
 
 @dataclass(frozen=True, slots=True)
-class Condition:
+class VolumeHealth:
     """How a published volume is."""
 
     trouble: str
     """Empty: it can be read."""
-    usage: Usage | None
+    usage: FileSystemUsage | None
 
 
 class NodeVolumes:
@@ -62,7 +62,7 @@ class NodeVolumes:
         self,
         state: StateFolder,
         mounter: Mounter,
-        limits: Limits,
+        limits: VolumeLimits,
         *,
         idle_s: float,
         starts_max: int,
@@ -106,7 +106,7 @@ class NodeVolumes:
         """Show a volume at a target. Returns the volume when it can be read there.
 
         `is_wanted` says whether the caller still waits; nothing is bound if not. Raises UsageError,
-        ConflictError where another volume or file system is at the target, BusyError where anything
+        ConflictError if another volume or file system is at the target, BusyError if anything
         else is there or the folder above is missing, DeadlineError, and the errors of
         `dlcmd mount`; no message has a secret.
         """
@@ -141,19 +141,19 @@ class NodeVolumes:
             remove_target(target)
         self._wake.set()
 
-    def condition(self, target: str) -> Condition:
-        """How the volume at a target is. Raises NotFoundError where there is none."""
+    def condition(self, target: str) -> VolumeHealth:
+        """How the volume at a target is. Raises NotFoundError if there is none."""
         target = checked_target(target, self._state)
         place, name = MountTable.read(self._state).at(target)
-        if place in (Place.FREE, Place.FOREIGN):
+        if place in (TargetState.FREE, TargetState.FOREIGN):
             raise NotFoundError(f"no volume of this driver is published at {target}")
-        if place is Place.STALE or not lives(self._state.root(name)):
+        if place is TargetState.STALE or not lives(self._state.root(name)):
             trouble = "the mount has ended: reads fail until kubelet publishes the volume again"
-            return Condition(f"{trouble}, and then until the container restarts", None)
+            return VolumeHealth(f"{trouble}, and then until the container restarts", None)
         try:
-            return Condition("", usage_of(target))
+            return VolumeHealth("", usage_of(target))
         except OSError as error:
-            return Condition(f"the mount does not answer: {error.strerror}", None)
+            return VolumeHealth(f"the mount does not answer: {error.strerror}", None)
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[None]:
@@ -185,21 +185,21 @@ class NodeVolumes:
 
     def _is_published(self, target: str, key: str) -> bool:
         """Whether this volume is at the target, and can be read. A dead bind is taken away. Raises
-        ConflictError where something else is there."""
+        ConflictError if something else is there."""
         place, name = MountTable.read(self._state).at(target)
         match place:
-            case Place.FREE:
+            case TargetState.FREE:
                 return False
-            case Place.OURS if not lives(self._state.root(name)):
+            case TargetState.OURS if not lives(self._state.root(name)):
                 log.warning("the mount behind %s has ended: it is replaced", target)
-            case Place.OURS if name_the_same(key_of(name), key):
+            case TargetState.OURS if name_the_same(key_of(name), key):
                 return True  # its secret may have been renewed meanwhile
-            case Place.OURS:
+            case TargetState.OURS:
                 raise ConflictError(
                     f"another volume is published at {target}",
                     advice="unpublish it first; a volume has the same attributes each time",
                 )
-            case Place.FOREIGN:
+            case TargetState.FOREIGN:
                 raise ConflictError(f"another file system is mounted at {target}")
         detach(target)
         return False
@@ -211,7 +211,7 @@ class NodeVolumes:
             is_new = start is None
             if start is None:
                 start = self._starting[key] = self._starters.submit(self._start, volume, key)
-        if is_new:  # not with the lock held: where it has ended, the callback is called here
+        if is_new:  # not with the lock held: if it has ended, the callback is called here
             start.add_done_callback(lambda _: self._forget_start(key))
         try:
             return start.result(max(0.0, until_s - time.monotonic()))
@@ -294,7 +294,8 @@ class NodeVolumes:
                 log.exception("cannot look for idle mounts (a bug)")
 
     def _end_idle(self) -> float:
-        """End what has been idle for long enough. Returns after how many seconds to look again."""
+        """End mounts that were idle for long enough. Returns after how many seconds to look
+        again."""
         now_s = time.monotonic()
         table = MountTable.read(self._state)
         idle = {name for name in self._state.names() if not table.binds.get(name)}

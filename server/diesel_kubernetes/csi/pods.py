@@ -1,9 +1,10 @@
 """Mounts that are pods: on each node of a cluster, a mount has a pod of its own (a *mount pod*).
 
 So a mount outlives the plugin's pod, has limits of its own, and its log is that of a pod. The mount
-pod mounts below the state folder, from where the mount propagates to the node and to the plugin.
-Secrets reach it by a Secret that the plugin makes for it, and deletes as soon as the mount works;
-the pod owns it, so that the cluster deletes it with the pod where the plugin cannot. Any thread.
+pod mounts below the state folder, and the mount propagates from there to the node and to the
+plugin. Secrets reach it by a Secret that the plugin makes for it, and deletes as soon as the mount
+works; the pod owns it, so that the cluster deletes it with the pod if the plugin cannot. Any
+thread.
 """
 
 import logging
@@ -34,7 +35,7 @@ from .volumes import Volume
 log = logging.getLogger("diesel.csi")
 
 POD_CHECK_S = 1.0
-"""How often the cluster is asked about a mount pod that starts. The mount itself is an event."""
+"""The pause between two looks at a mount pod that starts. The mount itself is an event."""
 
 END_DEADLINE_S = 60.0
 """How long the end of a mount pod is waited for: it has 30 s after SIGTERM."""
@@ -42,8 +43,8 @@ END_DEADLINE_S = 60.0
 END_CHECK_S = 0.25
 
 OVERHEAD_BYTES = 512 << 20
-"""What a mount pod may have beside the memory for contents: its three processes, and tables of
-large datasets."""
+"""Memory of a mount pod beside that for contents: for its three processes, and for tables of large
+datasets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +166,7 @@ class PodMounter:
                     self._delete_secret(named)
 
     def end(self, name: str) -> None:
-        """See `Mounter`. The pod unmounts when it is told to end."""
+        """See `Mounter`. The pod unmounts on SIGTERM."""
         named, until_s = pod_name(name), time.monotonic() + END_DEADLINE_S
         with api_errors():
             with suppress(NotFoundError), api_errors():

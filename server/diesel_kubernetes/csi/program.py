@@ -32,14 +32,15 @@ from .volumes import Volume
 DLCMD = (sys.executable, "-m", "dlcmd")
 
 SHOWN_LINES, SHOWN_CHARS = 5, 1500
-"""How much of a log an error repeats where the program has not reported one."""
+"""The part of a log that an error repeats if the program has not reported an error."""
 
 KILLED_OUTPUT_S = 5.0
 """How long the output of a program that was killed is waited for."""
 
 
 def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
-    """The environment of a mount but for the secrets: the repository, and where its files lie."""
+    """The environment of a mount without the secrets: the repository, and the folders of its
+    files."""
     return {
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(cache),
@@ -92,7 +93,7 @@ def run_dlcmd(
 
 
 def _reported(text: str, verb: str, code: int) -> DieselError:
-    """The error in the last line of what `dlcmd --json` wrote to stderr."""
+    """The error in the last line that `dlcmd --json` wrote to stderr."""
     *before, last = text.strip().splitlines() or [""]
     try:
         match json.loads(last):

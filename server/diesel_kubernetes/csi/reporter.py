@@ -1,8 +1,8 @@
-"""Reports what this node holds of datasets to the cluster, from which the operator reads it.
+"""Reports the shares of datasets on this node to the cluster; the operator reads the reports.
 
 The report is a ConfigMap of the driver's namespace (`../reports.py`). It belongs to the plugin's
 pod, so the cluster deletes it when the node or the driver goes. A thread of its own measures, which
-may wait for mounts that hang, and writes only what differs noticeably from what was written last.
+may wait for mounts that hang. It writes only a report that differs noticeably from the last one.
 """
 
 import logging
@@ -31,12 +31,12 @@ from ..reports import (
 log = logging.getLogger("diesel.csi")
 
 INTERVAL_S = 30.0
-"""How often is measured."""
+"""The pause between two measurements."""
 
 CLOSE_S = 5.0
 
 Measure = Callable[[], tuple[list[HeldDataset], bool]]
-"""What the node holds, and whether that is all."""
+"""Returns the shares on the node, and whether these are all."""
 
 
 class NodeReporter:
@@ -72,15 +72,15 @@ class NodeReporter:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread; one that waits for mounts that hang is left behind. What was written
+        """End the thread; one that waits for mounts that hang is left behind. The written report
         stays."""
         self._ending.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 
     def report(self) -> bool:
-        """Measure, and write what is noticeably new; whether something was written. Raises
-        DieselError."""
+        """Measure, and write a report that is noticeably new. Returns whether it was written.
+        Raises DieselError."""
         datasets, is_complete = self._measure()
         now_s = self._clock()
         report = make_report(self._node, now_s, datasets, is_complete=is_complete)
@@ -115,7 +115,7 @@ class NodeReporter:
                 self.report()
                 self._is_failing = False
             except DieselError as error:
-                if not self._is_failing:  # it is said once
+                if not self._is_failing:  # it is logged once
                     log.warning("cannot report what this node holds: %s", error)
                 self._is_failing = True
             except Exception:

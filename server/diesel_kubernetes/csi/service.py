@@ -41,16 +41,16 @@ log = logging.getLogger("diesel.csi")
 
 PUBLISHES_MAX = 100
 OTHER_CALLS_MAX = 28
-"""Threads that calls other than publishing always find, whatever waits for mounts."""
+"""Threads for calls other than publishing, which must not wait for mounts."""
 
 DEFAULT_TIMEOUT_S = 110.0
-"""For a publish whose caller has no deadline; kubelet's is 120 s."""
+"""For a publish without a deadline of its caller; kubelet's is 120 s."""
 
 END_GRACE_S = 5.0
 """How long calls under way may take after SIGTERM."""
 
 FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
-"""What the specification of CSI allows for a text, and for a map, in a request (Size Limits)."""
+"""The limits of CSI for a text, and for a map, in a request ("Size Limits")."""
 
 DETAILS_CHARS_MAX = 3000
 """gRPC carries a status in headers, of which 8 KiB are sure to arrive."""
@@ -85,7 +85,7 @@ def code_of(error: DieselError) -> grpc.StatusCode:
     )
 
 
-class Services:
+class CsiServices:
     """The handlers of all calls. Each ends with an answer, or with a status and one log line."""
 
     def __init__(self, volumes: NodeVolumes, state: StateFolder, node: str) -> None:
@@ -186,7 +186,7 @@ class Services:
     def node_get_capabilities(
         self, _: csi.NodeGetCapabilitiesRequest, __: grpc.ServicerContext
     ) -> csi.NodeGetCapabilitiesResponse:
-        """What of the Node service there is: statistics, condition, and all access modes."""
+        """The parts of the Node service: statistics, condition, and all access modes."""
         kinds = csi.NodeServiceCapability.RPC.Type
         wanted = (kinds.GET_VOLUME_STATS, kinds.VOLUME_CONDITION, kinds.SINGLE_NODE_MULTI_WRITER)
         return csi.NodeGetCapabilitiesResponse(
@@ -244,10 +244,10 @@ def _handler(
     )
 
 
-class Server:
+class GrpcServer:
     """The gRPC server on a unix socket, which other users cannot reach."""
 
-    def __init__(self, services: Services, endpoint: str) -> None:
+    def __init__(self, services: CsiServices, endpoint: str) -> None:
         """`endpoint` is `unix:///path`. Raises UsageError for another one, or one that cannot be
         listened at."""
         scheme, _, path = endpoint.partition("://")
@@ -278,7 +278,7 @@ class Server:
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Remove the socket that a killed plugin has left. Raises BusyError where somebody listens."""
+    """Remove the socket that a killed plugin has left. Raises BusyError if somebody listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

@@ -33,7 +33,7 @@ class StateFolder:
     """The state folder of one plugin, which it holds as long as the object lives."""
 
     def __init__(self, path: Path) -> None:
-        """Makes what is missing. Raises BusyError where another plugin runs on this folder, and
+        """Makes missing folders. Raises BusyError if another plugin runs on this folder, and
         PermissionDenied."""
         # The kernel lists mounts by their real paths
         self.path = private_folder(Path(os.path.realpath(path)))
@@ -56,7 +56,7 @@ class StateFolder:
         os.close(self._lock)
 
     def check(self) -> None:
-        """Raises PermissionDenied where nothing can be written into the folder."""
+        """Raises PermissionDenied if nothing can be written into the folder."""
         probe = self.path / ".probe"
         try:
             with atomic_file(probe, sync=False) as file:
@@ -70,7 +70,7 @@ class StateFolder:
         return self.mounts / name
 
     def root(self, name: str) -> str:
-        """Where a mount is mounted."""
+        """The mount point of a mount."""
         return str(self.mounts / name / "root")
 
     def run_folder(self, name: str) -> Path:
@@ -99,15 +99,15 @@ class StateFolder:
             (folder / "namespace").write_text(namespace)
 
     def namespace(self, name: str) -> str | None:
-        """The namespace of the pods that a mount is for; empty where kubelet named none, None where
+        """The namespace of the pods that a mount is for; empty if kubelet named none, None if
         that is not known."""
         with suppress(OSError, UnicodeDecodeError):
             return (self.folder(name) / "namespace").read_text()
         return None
 
     def remove_folder(self, name: str) -> None:
-        """Remove the folder of a mount that has ended. The mount point goes first, and not with
-        what it may show. Raises OSError where something is still mounted there."""
+        """Remove the folder of a mount that has ended. The mount point goes first, never
+        with files in it. Raises OSError if something is still mounted there."""
         folder = self.folder(name)
         with suppress(FileNotFoundError):
             os.rmdir(folder / "root")
@@ -116,7 +116,7 @@ class StateFolder:
     @contextmanager
     def key_lock(self, key: str, *, wait: bool = True) -> Iterator[int]:
         """Hold the lock of a mount key. A program that inherits the descriptor holds it, too.
-        Raises BlockingIOError where somebody else has it, unless this call waits."""
+        Raises BlockingIOError if somebody else has it, unless this call waits."""
         path = self._locks / key
         while True:
             descriptor = _open_lock(path)

@@ -1,9 +1,9 @@
 """Binds mounts at the paths where pods see them, and reads from the kernel which mount is where.
 
 `/proc/self/mountinfo` is the only record: a bind has the device number of the mount that it shows.
-Nothing here touches a file of a mount, which could wait for a daemon that hangs; where a mount is
-asked whether it lives, a child process does it (`mounts/mountpoint.py`), and where a path in it is
-walked (`show_control`), a thread that may be left behind. Any thread.
+Nothing here touches a file of a mount, which could wait for a daemon that hangs: a child process
+tries whether a mount lives (`mounts/mountpoint.py`), and a thread that may be left behind walks a
+path in it (`show_control`). Any thread.
 """
 
 import errno
@@ -33,13 +33,13 @@ NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
 """The kernel's limits of a name, and of a path."""
 
 CONTROL_DEADLINE_S = 5.0
-"""How long a mount may take to answer where its control socket is to be shown."""
+"""The time for a mount to answer, when its control socket is to be shown."""
 
 _NOT_COUNTED = 1 << 62
 
 
-class Place(Enum):
-    """What is mounted at a target."""
+class TargetState(Enum):
+    """The kind of thing that is mounted at a target."""
 
     FREE = "nothing"
     OURS = "a bind of one of this plugin's mounts"
@@ -54,7 +54,7 @@ class MountTable:
     roots: Mapping[str, DatasetMount]
     """The mounts of the state folder, by name."""
     binds: Mapping[str, tuple[str, ...]]
-    """Where each of these is bound."""
+    """The paths at which each of these is bound."""
     entries: tuple[MountEntry, ...]
 
     @classmethod
@@ -74,16 +74,16 @@ class MountTable:
                 binds[name].append(each.path)
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
-    def at(self, target: str) -> tuple[Place, str]:
-        """What is at a target, and the name of the mount if it is one of ours."""
+    def at(self, target: str) -> tuple[TargetState, str]:
+        """The state of a target, and the name of the mount if it is one of ours."""
         top = topmost_at(target, self.entries)
         if top is None:
-            return Place.FREE, ""
+            return TargetState.FREE, ""
         for name, root in self.roots.items():
             if root.tree.device == top.device:
-                return Place.OURS, name
+                return TargetState.OURS, name
         is_dataset = any(each.tree is top for each in dataset_mounts(self.entries))
-        return (Place.STALE if is_dataset else Place.FOREIGN), ""
+        return (TargetState.STALE if is_dataset else TargetState.FOREIGN), ""
 
 
 def checked_target(path: str, state: StateFolder) -> str:
@@ -160,7 +160,7 @@ def show_control(run: Path, target: str) -> None:
     """Show the control socket of a mount, which lies below its folder `run`, at a target.
 
     The link `.diesel/control` leads to a path of the node, which a container does not have, so the
-    socket itself is bound over the link. Where that fails, programs in the pod announce no plans;
+    socket itself is bound over the link. If that fails, programs in the pod announce no plans;
     all else works, so it is only logged.
     """
     link = os.path.join(target, HIDDEN_FOLDER, "control")
@@ -191,7 +191,7 @@ def show_control(run: Path, target: str) -> None:
 
 
 def detach(target: str) -> None:
-    """Take away the mounts of datasets at a target, dead ones too. Raises BusyError where another
+    """Take away the mounts of datasets at a target, dead ones too. Raises BusyError if another
     file system is mounted there."""
     while True:
         entries = list(mounts())
@@ -226,15 +226,15 @@ def remove_target(target: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class FileSystemUsage:
     """The size of a file system, in bytes, and its entries (0: it does not say)."""
 
     total_bytes: int
     entries: int
 
 
-def usage_of(target: str) -> Usage:
+def usage_of(target: str) -> FileSystemUsage:
     """The size of a living mount. Raises OSError."""
     found = os.statvfs(Path(target))
     is_counted = found.f_files < _NOT_COUNTED  # EROFS does not say
-    return Usage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)
+    return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

@@ -1,4 +1,5 @@
-"""Reads what a volume names, and computes the key by which equal volumes share a mount. Pure.
+"""Reads the attributes of a volume, and computes the key by which equal volumes share a mount.
+Pure.
 
 A volume's attributes and secrets come from tenants. Each is checked against a pattern, and becomes
 one argument `--name=value` of `dlcmd mount`, or a variable of its environment: no value can become
@@ -27,7 +28,7 @@ MOUNT_FLAGS = frozenset({"ro", "noatime", "nosuid", "nodev"})
 
 PART_CHARS = 16
 KEY_CHARS = 2 * PART_CHARS
-"""A key has two parts: of what the volume names, and of its secrets."""
+"""A key has two parts: a hash of the attributes, and a hash of the secrets."""
 SECRET_BYTES_MAX = 16 << 10
 SHOWN_SECRET_CHARS = 6
 """Shorter secrets are not looked for in messages: a user called `pets` would hide the dataset."""
@@ -57,8 +58,8 @@ _NEEDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """What the administrator of the nodes lets volumes have."""
+class VolumeLimits:
+    """The limits that the administrator of the nodes sets for volumes."""
 
     url: str = ""
     """The repository of volumes that name none."""
@@ -73,7 +74,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Volume:
-    """What a volume shows, and how it is mounted."""
+    """A volume: its dataset, and how it is mounted."""
 
     dataset: str
     version: int
@@ -82,18 +83,18 @@ class Volume:
     options: tuple[str, ...]
     """Arguments of `dlcmd mount`."""
     environment: Mapping[str, str]
-    """What the mount gets in its environment, and is no secret: the repository, the user."""
+    """Variables for the environment of the mount, without secrets: the repository, the user."""
     namespace: str
     memory_bytes: int
     cache_dir: str = ""
     file_folder: str = ""
     """The folder of a repository on the node's own disk."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What the mount gets in its environment, and nobody else may see."""
+    """Secret variables for the environment of the mount."""
 
     @property
     def named(self) -> str:
-        """What `dlcmd mount` is told to mount."""
+        """The dataset, as an argument of `dlcmd mount`."""
         return f"{self.dataset}@{self.version}" if self.version else self.dataset
 
     @property
@@ -113,7 +114,7 @@ class Volume:
         return "".join(each.hexdigest()[:PART_CHARS] for each in digests)
 
     def without_secrets(self, text: str) -> str:
-        """A text in which each of the secrets is replaced: whatever an error says, none is told."""
+        """A text in which each of the secrets is replaced, so that no error shows one."""
         for value in sorted(self.secrets.values(), key=len, reverse=True):
             for each in (value, *value.split()):
                 if len(each) >= SHOWN_SECRET_CHARS:
@@ -127,10 +128,10 @@ def name_the_same(key: str, other: str) -> bool:
 
 
 def parse_volume(
-    attributes: Mapping[str, str], secrets: Mapping[str, str], limits: Limits
+    attributes: Mapping[str, str], secrets: Mapping[str, str], limits: VolumeLimits
 ) -> Volume:
-    """The volume with these attributes and secrets. Raises UsageError, whose message names what is
-    wrong, and repeats no secret."""
+    """The volume with these attributes and secrets. Raises UsageError; its message names the
+    attribute, and repeats no secret."""
     given = {name: text for name, text in attributes.items() if not name.startswith(POD_INFO)}
     for name in sorted(given.keys() - set(ATTRIBUTES)):
         raise UsageError(
@@ -180,7 +181,7 @@ def parse_volume(
 
 
 def _options(
-    given: Mapping[str, str], attributes: Mapping[str, str], limits: Limits
+    given: Mapping[str, str], attributes: Mapping[str, str], limits: VolumeLimits
 ) -> tuple[tuple[str, ...], int]:
     """The arguments of `dlcmd mount` but those of the cache, and the memory of the mount."""
     options = []
@@ -245,7 +246,7 @@ def _bad(given: Mapping[str, str], name: str, meant: str) -> UsageError:
 
 
 def _size(given: Mapping[str, str], name: str, most: int) -> int:
-    """A size in bytes; 0 where none is given."""
+    """A size in bytes; 0 if none is given."""
     if name not in given:
         return 0
     try:
@@ -272,7 +273,7 @@ def _rank(text: str, pod: str) -> str:
     return str(int(ordinal[1]) + int(match[1] or 0))
 
 
-def _cache_dir(given: Mapping[str, str], namespace: str, limits: Limits) -> str:
+def _cache_dir(given: Mapping[str, str], namespace: str, limits: VolumeLimits) -> str:
     if "cacheDir" not in given:
         if given.get("evict") == "lrfu":
             raise UsageError(
@@ -289,7 +290,7 @@ def _cache_dir(given: Mapping[str, str], namespace: str, limits: Limits) -> str:
     return f"{limits.cache_root}/{namespace or '-'}/{name}"
 
 
-def _cache_size(given: Mapping[str, str], limits: Limits) -> tuple[str, ...]:
+def _cache_size(given: Mapping[str, str], limits: VolumeLimits) -> tuple[str, ...]:
     size = _size(given, "cacheSize", limits.cache_bytes_max) or limits.cache_bytes_max
     return (f"--cache-size={size}",) if size else ()
 
@@ -307,7 +308,7 @@ def _endpoint(text: str) -> str:
     return text
 
 
-def _checked_url(url: str, limits: Limits) -> str:
+def _checked_url(url: str, limits: VolumeLimits) -> str:
     """The folder of a repository on the node's disk; empty for others. Raises UsageError."""
     if not url:
         raise UsageError(

@@ -1,6 +1,19 @@
 """The operator: it makes datasets by Jobs, and runs training jobs on the nodes that suit them.
 
-`OPERATOR.md` is the authority. `datasets.py` and `training.py` decide, from what is in the cluster,
-what to do next: they are pure. `controller.py` reads, asks them, and applies their decisions; it
-holds no state, so it may be killed at any time. Start reading at `datasets.py`.
+`OPERATOR.md` is the authority: each field, each object that is made, the state after a crash.
+
+Start reading at `datasets.py`. It decides the next step for a Dataset, `training.py` for a
+TrainingJob; both are pure. `controller.py` reads an object, has them decide, and does the step. It
+holds no state, so it may be killed at any time.
+
+| part | files |
+| --- | --- |
+| the API's objects | `decoding.py` (from JSON and back), `api_objects.py`, `resources.py` |
+| decisions, pure | `datasets.py`, `training.py`; `specs.py`, `holdings.py`, `placement.py` |
+| objects that are made | `objects.py` |
+| the loop | `handlers.py` (watches), `queue.py` (turns), `controller.py` (steps), `cluster.py` |
+| programs | `main.py` (`diesel-operator`), `prepare.py` (in the pod of a preparation) |
+
+One rule: JSON of the API is decoded once, by its reader. Only parts that are passed on unchanged,
+such as a user's pod template, stay JSON.
 """

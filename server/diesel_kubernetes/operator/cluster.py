@@ -1,8 +1,8 @@
-"""Reads and writes objects of the API, as plain dictionaries.
+"""Reads and writes objects of the Kubernetes API, as plain dictionaries.
 
-Plain ones, since a pod template may have fields that no library knows yet. The only module of the
-operator that speaks to the API server, but for the watches of kopf. Errors are those of lightkube
-(`ApiError`, which has the status) and of httpx2.
+They are plain because a pod template may have fields that no library knows yet; the controller
+decodes them (`decoding.py`). Only this module and the watches of kopf speak to the API server.
+Errors are those of lightkube (`ApiError`, which has the status) and of httpx2.
 """
 
 from collections.abc import AsyncIterator, Mapping
@@ -19,11 +19,12 @@ from lightkube.generic_resource import (
 from lightkube.types import CascadeType, PatchType
 
 from ..names import GROUP
-from .fields import Json, fields, text
+from .api_objects import AnyObject, Metadata
+from .decoding import Json, decode
 from .resources import VERSION
 
 CHUNK = 500
-"""How many objects of a list are asked for at once."""
+"""How many objects of a list are requested at once."""
 
 
 class Pods(GenericNamespacedResource):
@@ -114,7 +115,7 @@ class Cluster:
     async def get(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> Json | None:
-        """An object; None where there is none."""
+        """An object; None if there is none."""
         try:
             return dict(await self._client.get(kind, name, namespace=namespace))
         except ApiError as error:
@@ -143,8 +144,8 @@ class Cluster:
         return [dict(each) async for each in self._client.list(Nodes, chunk_size=CHUNK)]
 
     async def create(self, made: Json) -> bool:
-        """Make an object; whether there was none of this name."""
-        one: GenericNamespacedResource = _KINDS[text(made, "kind")].from_dict(made)
+        """Make an object. Returns False if one of this name is there already."""
+        one: GenericNamespacedResource = _KINDS[decode(AnyObject, made).kind].from_dict(made)
         try:
             await self._client.create(one)  # its metadata have the namespace
         except ApiError as error:
@@ -156,7 +157,7 @@ class Cluster:
     async def delete(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> None:
-        """Delete an object, if it is there, and what it owns."""
+        """Delete an object, if it is there, and the objects that it owns."""
         try:
             # A Job is gone when its pods are: then another one may begin
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND
@@ -166,27 +167,29 @@ class Cluster:
                 raise
 
     async def write_status(self, kind: Owner, seen: Json, status: Json) -> None:
-        """Replace the status of an object, unless somebody has changed it: ApiError with 409."""
+        """Replace the status of an object; ApiError with 409 if somebody has changed the object."""
         made = _STATUS[kind].from_dict({**seen, "status": status})
-        namespace, name = text(seen, "metadata", "namespace"), text(seen, "metadata", "name")
-        await self._client.replace(made, name, namespace=namespace)
+        metadata = decode(Metadata, seen.get("metadata"))
+        await self._client.replace(made, metadata.name, namespace=metadata.namespace)
 
     async def set_finalizers(self, kind: Owner, seen: Json, finalizers: list[str]) -> Json | None:
-        """Replace the finalizers of an object, unless somebody has changed it; the object as it is
-        then, None where it is gone."""
-        metadata = fields(seen, "metadata")
+        """Replace the finalizers of an object, and return the changed object; None if it is gone.
+
+        Raises ApiError with 409 if somebody has changed the object since `seen` was read.
+        """
+        metadata = decode(Metadata, seen.get("metadata"))
         patch: Json = {
             "metadata": {
                 "finalizers": finalizers,
-                "resourceVersion": metadata["resourceVersion"],
+                "resourceVersion": metadata.resource_version,
             }
         }
         try:
             changed = await self._client.patch(
                 kind,
-                text(metadata, "name"),
+                metadata.name,
                 patch,
-                namespace=text(metadata, "namespace"),
+                namespace=metadata.namespace,
                 patch_type=PatchType.MERGE,
             )
         except ApiError as error:
@@ -198,6 +201,6 @@ class Cluster:
 
 @asynccontextmanager
 async def opened_cluster() -> AsyncIterator[Cluster]:
-    """The cluster in whose pod the program runs, or that of `KUBECONFIG`."""
+    """The cluster in which the program runs, or that of `KUBECONFIG`."""
     async with AsyncClient(field_manager="diesel-operator") as client:
         yield Cluster(client)

@@ -1,7 +1,24 @@
-"""Looks at one object after the other, and does what `datasets.py` and `training.py` decide.
+"""The reconciler: it reads an object, has the next step decided, and does that step.
 
-It holds no state: all that it knows of an object it reads anew, and each write can be done twice.
-Only what nodes report is read apart from that, for all objects at once (`refresh_holdings`).
+`datasets.py` and `training.py` decide, `cluster.py` reads and writes. A step is safe to do twice,
+and the controller keeps no state of objects, so it may be killed between any two writes.
+
+The tasks, all in one asyncio loop and its thread:
+
+- Workers of the queue (`queue.py`) call `handle(key)`, many at once. The queue never gives one key
+  to two of them, so no two steps of one object interleave. Steps of different objects do, at each
+  call of the cluster.
+- One task calls `refresh_holdings` at intervals. It reads the reports of all nodes at once and
+  replaces `_reports` and `_holdings` without a wait in between. A step that began before keeps the
+  old index until its end. The task then wakes the Datasets with changed shares.
+- The watch (`handlers.py`) calls `note_pod`, which never waits.
+
+What may go wrong between a read and a write: somebody else, a user or a second operator, changes
+the object. The API server refuses the write then (409), and `handle` asks for another turn.
+
+Kept between turns are only hints, which may be out of date: names of pods (`KnownPods`), the
+reports, and the nodes of each Dataset (`_known_datasets`). They save lists; a wrong one costs a
+list or a turn, and never decides anything.
 """
 
 import asyncio
@@ -22,9 +39,10 @@ from diesel_fs.errors import FormatError
 from ..names import LABEL_NODE
 from ..reports import Held, NodeReport, parse_config_map
 from . import datasets, training
+from .api_objects import AnyObject, ClusterNode, Job, Metadata, Pod, Secret
 from .cluster import Cluster, ConfigMaps, Datasets, Jobs, Pods, Secrets, Services, TrainingJobs
-from .fields import Json, at, fields, items, seconds_of, text, texts, whole
-from .holdings import NodeHoldings, held_key
+from .decoding import Json, decode, encode, seconds_of
+from .holdings import ReportedHoldings, held_key
 from .objects import (
     LABEL_DATASET,
     LABEL_PURPOSE,
@@ -33,31 +51,39 @@ from .objects import (
     PROGRESS_PORT,
     RECLAIM,
     USES,
-    PlannedVolume,
-    is_ours,
     job_name,
     key_secret,
 )
 from .placement import NodeState
 from .queue import Key
-from .resources import RECLAIM_FINALIZER, Defaults, Object, parse_object
+from .resources import (
+    RECLAIM_FINALIZER,
+    DatasetObject,
+    Object,
+    PlannedVolume,
+    Progress,
+    TrainingObject,
+    decode_dataset,
+    decode_training,
+)
+from .specs import Defaults
 
 log = logging.getLogger("diesel.operator")
 
 DATASETS, TRAINING_JOBS = "datasets", "trainingjobs"
 
 PROGRESS_S = 2.0
-"""How long a preparation has to say how far it is."""
+"""How long a preparation has to report its progress."""
 PROGRESS_BYTES_MAX = 4096
 
 CONFLICT_S = 0.1
 
 YOUNG_S = 5.0
-"""A Job younger than this is not asked how far it is."""
+"""A Job younger than this is not asked for its progress."""
 
 
 class Hindered(Exception):
-    """Something that a TrainingJob needs cannot be made now; it is tried again."""
+    """An object that a TrainingJob needs cannot be made now; it is tried again."""
 
     def __init__(self, reason: str, why: str) -> None:
         """`reason` is that of the condition `ObjectsMade`."""
@@ -66,17 +92,16 @@ class Hindered(Exception):
 
 
 class KnownPods:
-    """Names of pods, as the watch has shown them. It may be behind, and empty at first: it only
-    says what is worth reading."""
+    """Names of pods, as the watch has shown them. The watch may be behind, and empty at first, so
+    the names are only hints about which pods to read."""
 
     def __init__(self) -> None:
         self._by_job: dict[tuple[str, str], set[str]] = {}
         self._by_dataset: dict[tuple[str, str], set[str]] = {}
 
-    def note(self, raw: Json, *, is_gone: bool) -> None:
-        """A pod was seen, or seen to be gone."""
-        namespace, name = text(raw, "metadata", "namespace"), text(raw, "metadata", "name")
-        labels = texts(raw, "metadata", "labels")
+    def note(self, pod: Metadata, *, is_gone: bool) -> None:
+        """The watch has shown a pod, or its end."""
+        namespace, name, labels = pod.namespace, pod.name, pod.labels
         if job := labels.get("job-name"):
             _keep(self._by_job, (namespace, job), name, is_gone=is_gone)
         for label in labels:
@@ -105,8 +130,8 @@ def _keep(
         del index[key]
 
 
-class Controller:
-    """Handles keys, in any number of tasks at once, but each key in one."""
+class Reconciler:
+    """Does the next step for objects. Many tasks may call `handle` at once, with different keys."""
 
     def __init__(
         self,
@@ -118,25 +143,25 @@ class Controller:
         wake: Callable[[Key], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`driver_namespace` is where nodes report what they hold; empty: nobody does."""
+        """Nodes write their reports in `driver_namespace`; empty: none does."""
         self._cluster = cluster
         self._defaults = defaults
         self._interval_s = interval_s
         self._driver_namespace = driver_namespace
         self._clock = clock
         self.wake = wake
-        """Called with objects that should be looked at after a change of another one."""
+        """Called with the keys of objects that another object's change concerns."""
         self._known = KnownPods()
         self._reports: list[NodeReport] = []
-        self._holdings = NodeHoldings()
+        self._holdings = ReportedHoldings()
         self._known_datasets: dict[Key, tuple[Held, frozenset[str]]] = {}
         self._wrong_reports: set[str] = set()
         self._is_blind = False
         self._http: httpx2.AsyncClient | None = None  # it takes 0.1 s to make
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
-        """A pod was seen: its name is kept, so that it can be read without a list."""
-        self._known.note(raw, is_gone=is_gone)
+        """Keep the name of a pod that the watch has shown, to read the pod without a list."""
+        self._known.note(decode(Metadata, raw.get("metadata")), is_gone=is_gone)
 
     async def close(self) -> None:
         """Close connections."""
@@ -144,7 +169,7 @@ class Controller:
             await self._http.aclose()
 
     async def handle(self, key: Key) -> float | None:
-        """Do the next step for an object; after how many seconds to look again."""
+        """Do the next step for an object. Returns after how many seconds to look again."""
         handle = self._dataset if key.plural == DATASETS else self._training_job
         try:
             return await handle(key)
@@ -156,62 +181,65 @@ class Controller:
     # What nodes hold
 
     async def refresh_holdings(self) -> None:
-        """Read what the plugins of all nodes report, and have the Datasets looked at that are
-        concerned. Where that cannot be read, the reports before are used until they are too
-        old."""
+        """Read the reports of all nodes, and wake the Datasets that they concern. If they cannot be
+        read, the reports before are used until they are too old."""
         if not self._driver_namespace:
             return
         try:
             found = await self._cluster.find(ConfigMaps, self._driver_namespace, {LABEL_NODE: None})
         except (ApiError, httpx2.HTTPError) as error:
-            if not self._is_blind:  # it is said once
+            if not self._is_blind:  # it is logged once
                 log.warning("shares of nodes are estimates: cannot read their reports: %s", error)
             self._is_blind = True
         else:
             self._is_blind = False
             self._reports = self._parsed(found)
-        before, self._holdings = self._holdings, NodeHoldings(self._reports, self._clock())
+        before, self._holdings = self._holdings, ReportedHoldings(self._reports, self._clock())
         datasets_changed, nodes_changed = self._holdings.changed_since(before)
         for key, (held, nodes) in list(self._known_datasets.items()):
             if held in datasets_changed or not nodes_changed.isdisjoint(nodes):
                 self.wake(key)
 
     def _parsed(self, found: list[Json]) -> list[NodeReport]:
-        """The reports in ConfigMaps. One that is none is left out, and said once."""
+        """The reports in ConfigMaps. A malformed one is left out, and logged once."""
         reports, wrong = [], set()
         for raw in found:
             try:
                 reports.append(parse_config_map(raw))
             except FormatError as error:
-                wrong.add(text(raw, "metadata", "name"))
-                if text(raw, "metadata", "name") not in self._wrong_reports:
+                name = decode(AnyObject, raw).metadata.name
+                wrong.add(name)
+                if name not in self._wrong_reports:
                     log.warning("a report of a node is not used: %s", error.message)
         self._wrong_reports = wrong
         return reports
 
-    def _note_dataset(self, key: Key, raw: Json | None) -> None:
-        """Keep what makes a Dataset concerned by reports."""
-        status = fields(raw, "status")
-        held = held_key(key.namespace, status)
-        if held is None:
+    def _note_dataset(self, key: Key, seen: DatasetObject | None) -> None:
+        """Keep the key and the nodes by which reports concern a Dataset."""
+        held = held_key(key.namespace, seen.status.identity) if seen else None
+        if seen is None or held is None:
             self._known_datasets.pop(key, None)
         else:
-            nodes = frozenset(text(each, "name") for each in items(status, "nodes"))
+            nodes = frozenset(each.name for each in seen.status.nodes or ())
             self._known_datasets[key] = held, nodes
 
     # Datasets
 
+    async def _get_dataset(self, namespace: str, name: str) -> DatasetObject | None:
+        raw = await self._cluster.get(Datasets, namespace, name)
+        return None if raw is None else decode_dataset(raw)
+
     async def _dataset(self, key: Key) -> float | None:
-        raw = await self._cluster.get(Datasets, key.namespace, key.name)
-        self._note_dataset(key, raw)
-        if raw is None:
+        seen = await self._get_dataset(key.namespace, key.name)
+        self._note_dataset(key, seen)
+        if seen is None:
             return None
-        seen = parse_object(raw)
-        situation = await self._situation(seen)
-        decision = datasets.decide(situation, self._defaults)
+        decision = datasets.decide(await self._situation(seen), self._defaults)
+        raw = seen.raw
+        finalizers = list(seen.metadata.finalizers)
         if decision.add_finalizer:
             made = await self._cluster.set_finalizers(
-                Datasets, raw, [*seen.finalizers, RECLAIM_FINALIZER]
+                Datasets, raw, [*finalizers, RECLAIM_FINALIZER]
             )
             if made is None:
                 return None
@@ -221,76 +249,80 @@ class Controller:
         for event in decision.events:
             await self._cluster.create(event)
         if decision.status != seen.status:
-            await self._cluster.write_status(Datasets, raw, decision.status)
+            await self._cluster.write_status(Datasets, raw, encode(decision.status))
             raw = await self._cluster.get(Datasets, key.namespace, key.name) or raw
-            if decision.status.get("phase") != seen.status.get("phase"):
+            if decision.status.phase != seen.status.phase:
                 await self._wake_readers(seen)
         for name in decision.delete_jobs:
             await self._cluster.delete(Jobs, key.namespace, name)
         if decision.remove_finalizer:
-            left = [each for each in seen.finalizers if each != RECLAIM_FINALIZER]
-            await self._cluster.set_finalizers(Datasets, raw, left)
+            finalizers.remove(RECLAIM_FINALIZER)
+            await self._cluster.set_finalizers(Datasets, raw, finalizers)
         return decision.again_s
 
-    async def _situation(self, seen: Object) -> datasets.Situation:
-        """What the cluster has of a Dataset.
+    async def _situation(self, seen: DatasetObject) -> datasets.DatasetSituation:
+        """A Dataset with its objects in the cluster.
 
-        The API server looks through all objects of a namespace for each list, so there is none
-        where names tell enough: else the time for many Datasets would grow with their square.
+        The API server looks through all objects of a namespace for each list, so the controller
+        lists nothing that it can get by name: the time for many Datasets would grow with their
+        square.
         """
         own = await self._jobs(seen)
-        pods: list[Json] = []
+        pods: list[Pod] = []
         for job in filter(self._may_tell, own):
-            pods += await self._pods_of(seen.namespace, text(job, "metadata", "name"))
+            pods += await self._pods_of(seen.namespace, job.metadata.name)
         readers: list[Json] = []
-        is_read = self._known.readers(seen.namespace, seen.name) or items(seen.status, "nodes")
+        is_read = self._known.readers(seen.namespace, seen.name) or seen.status.nodes
         if seen.is_deleted or is_read:
             uses = {f"{USES}{seen.name}": None}
             readers = await self._cluster.find(Pods, seen.namespace, uses)
         jobs = tuple(datasets.view_of_job(each, pods) for each in own)
-        return datasets.Situation(
+        return datasets.DatasetSituation(
             seen=seen,
             jobs=jobs,
-            pods=tuple(readers),
+            pods=tuple(decode(Pod, each) for each in readers),
             progress=await self._progress(jobs),
             now_s=self._clock(),
             interval_s=self._interval_s,
             holdings=self._holdings,
         )
 
-    async def _pods_of(self, namespace: str, job: str) -> list[Json]:
+    async def _pods_of(self, namespace: str, job: str) -> list[Pod]:
         names = self._known.pods(namespace, job)
         if not names:
-            return await self._cluster.find(Pods, namespace, {"job-name": job})
-        found = [await self._cluster.get(Pods, namespace, name) for name in sorted(names)]
-        return [each for each in found if each is not None]
+            found = await self._cluster.find(Pods, namespace, {"job-name": job})
+            return [decode(Pod, each) for each in found]
+        known = [await self._cluster.get(Pods, namespace, name) for name in sorted(names)]
+        return [decode(Pod, each) for each in known if each is not None]
 
-    async def _jobs(self, seen: Object) -> list[Json]:
+    async def _jobs(self, seen: DatasetObject) -> list[Job]:
         """The Jobs of a Dataset that matter for its next step."""
-        observed = whole(seen.status, "observedGeneration")
+        observed = seen.status.observed_generation
         if seen.is_deleted or observed not in (0, seen.generation):
             found = await self._cluster.find(Jobs, seen.namespace, {LABEL_DATASET: seen.name})
-            return [each for each in found if is_ours(each, seen) or _is_reclaim(each)]
-        if observed and text(seen.status, "phase") in datasets.SETTLED:
+            jobs = [decode(Job, each) for each in found]
+            return [each for each in jobs if _is_own_job(each, seen)]
+        if observed and seen.status.phase in datasets.SETTLED:
             return []
         # The last attempt, and the one that an operator may have made before it was killed
-        attempt = max(1, whole(seen.status, "attempt"))
+        attempt = max(1, seen.status.attempt or 0)
         names = [job_name(seen, PREPARE, each) for each in (attempt, attempt + 1)]
         made = [await self._cluster.get(Jobs, seen.namespace, name) for name in names]
-        return [each for each in made if each is not None and is_ours(each, seen)]
+        jobs = [decode(Job, each) for each in made if each is not None]
+        return [each for each in jobs if each.metadata.is_owned_by(seen.uid)]
 
-    def _may_tell(self, job: Json) -> bool:
-        """Whether the pods of a Job have something to say: it has ended, or runs for a while."""
-        if items(job, "status", "conditions"):
+    def _may_tell(self, job: Job) -> bool:
+        """Whether the pods of a Job may have something to report: it has ended, or is not young."""
+        if job.status.conditions:
             return True
-        since_s = seconds_of(text(job, "status", "startTime"))
+        since_s = seconds_of(job.status.start_time)
         return bool(since_s) and self._clock() - since_s >= min(self._interval_s, YOUNG_S)
 
-    async def _progress(self, jobs: tuple[datasets.JobView, ...]) -> Json:
-        """How far the running preparation is, by its own account; {} where it does not answer."""
+    async def _progress(self, jobs: tuple[datasets.JobView, ...]) -> Progress | None:
+        """The progress that the running preparation reports; None if it does not answer."""
         running = next((each for each in jobs if each.runs and each.address), None)
         if running is None:
-            return {}
+            return None
         if self._http is None:
             self._http = httpx2.AsyncClient(trust_env=False, timeout=PROGRESS_S)
         host = f"[{running.address}]" if ":" in running.address else running.address
@@ -301,14 +333,15 @@ class Controller:
                 async for piece in answer.aiter_bytes():
                     content += piece
                     if len(content) > PROGRESS_BYTES_MAX:
-                        return {}
-                return _progress(json.loads(content))
-        return {}
+                        return None
+                return _checked(decode(Progress, json.loads(content)))
+        return None
 
     async def _wake_readers(self, seen: Object) -> None:
         for raw in await self._cluster.find(TrainingJobs, seen.namespace):
-            if any(text(each, "name") == seen.name for each in items(raw, "spec", "datasets")):
-                self.wake(Key(TRAINING_JOBS, seen.namespace, text(raw, "metadata", "name")))
+            job = decode_training(raw)
+            if any(each.name == seen.name for each in job.given.datasets):
+                self.wake(Key(TRAINING_JOBS, seen.namespace, job.name))
 
     # TrainingJobs
 
@@ -316,14 +349,15 @@ class Controller:
         raw = await self._cluster.get(TrainingJobs, key.namespace, key.name)
         if raw is None:
             return None
-        seen = parse_object(raw)
-        names = {text(each, "name") for each in items(raw, "spec", "datasets")}
-        found = {name: await self._cluster.get(Datasets, key.namespace, name) for name in names}
-        pods = await self._cluster.find(Pods, key.namespace, {LABEL_TRAINING: seen.name})
-        situation = training.Situation(
+        seen = decode_training(raw)
+        names = {each.name for each in seen.given.datasets}
+        found = {name: await self._get_dataset(key.namespace, name) for name in names}
+        listed = await self._cluster.find(Pods, key.namespace, {LABEL_TRAINING: seen.name})
+        pods = [decode(Pod, each) for each in listed]
+        situation = training.TrainingSituation(
             seen=seen,
             datasets={name: each for name, each in found.items() if each is not None},
-            pods=tuple(each for each in pods if is_ours(each, seen)),
+            pods=tuple(each for each in pods if each.metadata.is_owned_by(seen.uid)),
             now_s=self._clock(),
         )
         decision = training.decide(situation, self._defaults)
@@ -333,13 +367,13 @@ class Controller:
         try:
             await self._make(seen, decision)
         except Hindered as error:
-            await self._say(raw, situation, error.reason, str(error))
+            await self._write_condition(situation, error.reason, str(error))
             raise
         for event in decision.events:
             await self._cluster.create(event)
         status = training.unhindered(situation, decision.status)
         if status != seen.status:
-            await self._cluster.write_status(TrainingJobs, raw, status)
+            await self._cluster.write_status(TrainingJobs, raw, encode(status))
         for name in decision.delete_pods:
             await self._cluster.delete(Pods, key.namespace, name)
         for name in decision.delete_secrets:
@@ -348,16 +382,15 @@ class Controller:
             await self._cluster.delete(Services, key.namespace, name)
         return decision.again_s
 
-    async def _survey(self, situation: training.Situation) -> tuple[NodeState, ...]:
-        own = [text(each, "metadata", "uid") for each in situation.datasets.values()]
-        return training.survey(
-            await self._cluster.nodes(),
-            await self._cluster.find(Pods, "*"),
-            await self._cluster.find(Datasets, "*"),
-            own,
-        )
+    async def _survey(self, situation: training.TrainingSituation) -> tuple[NodeState, ...]:
+        nodes = [decode(ClusterNode, each) for each in await self._cluster.nodes()]
+        pods = [decode(Pod, each) for each in await self._cluster.find(Pods, "*")]
+        found = [decode_dataset(each) for each in await self._cluster.find(Datasets, "*")]
+        own = {each.uid for each in situation.datasets.values()}
+        return training.survey(nodes, pods, found, own)
 
-    async def _make(self, seen: Object, decision: training.Decision) -> None:
+    async def _make(self, seen: TrainingObject, decision: training.TrainingDecision) -> None:
+        """Make the objects of a decision. Raises Hindered if the cluster does not let us."""
         for volume in decision.key_secrets:
             with _forbidden("SecretDenied"):
                 await self._make_key(seen, volume)
@@ -366,28 +399,33 @@ class Controller:
                 is_made = await self._cluster.create(made)
             if is_made:
                 continue
-            kind = Pods if text(made, "kind") == "Pod" else Services
-            name = text(made, "metadata", "name")
+            wanted = decode(AnyObject, made)
+            kind = Pods if wanted.kind == "Pod" else Services
+            name = wanted.metadata.name
             there = await self._cluster.get(kind, seen.namespace, name)
-            if there is not None and not is_ours(there, seen):
-                kind_name = text(made, "kind")
-                raise Hindered("NameTaken", f"the {kind_name} {name} is not of this TrainingJob")
+            if there is None or decode(AnyObject, there).metadata.is_owned_by(seen.uid):
+                continue
+            raise Hindered("NameTaken", f"the {wanted.kind} {name} is not of this TrainingJob")
 
-    async def _make_key(self, seen: Object, volume: PlannedVolume) -> None:
-        """Make the Secret of a volume once. The key that is there is never replaced."""
+    async def _make_key(self, seen: TrainingObject, volume: PlannedVolume) -> None:
+        """Make the Secret of a volume once. A key that is there is never replaced."""
         source = await self._cluster.get(Secrets, seen.namespace, volume.key_from)
-        data = texts(source, "data")
-        await self._cluster.create(key_secret(seen, volume.secret, data, secrets.token_hex(32)))
+        data = decode(Secret, source).data
+        made = key_secret(seen, volume.secret_name, data, secrets.token_hex(32))
+        await self._cluster.create(made)
 
-    async def _say(self, raw: Json, situation: training.Situation, reason: str, why: str) -> None:
+    async def _write_condition(
+        self, situation: training.TrainingSituation, reason: str, why: str
+    ) -> None:
+        """Write the condition that says what could not be made."""
         status = training.hindered(situation, reason, why)
         if status != situation.seen.status:
-            await self._cluster.write_status(TrainingJobs, raw, status)
+            await self._cluster.write_status(TrainingJobs, situation.seen.raw, encode(status))
 
 
 @contextmanager
 def _forbidden(reason: str) -> Iterator[None]:
-    """Raises Hindered where the cluster forbids what is done."""
+    """Turn a refusal of the cluster into Hindered."""
     try:
         yield
     except ApiError as error:
@@ -396,27 +434,29 @@ def _forbidden(reason: str) -> Iterator[None]:
         raise Hindered(reason, str(error.status.message)) from error
 
 
-def _is_reclaim(job: Json) -> bool:
-    return texts(job, "metadata", "labels").get(LABEL_PURPOSE) == RECLAIM
+def _is_own_job(job: Job, seen: Object) -> bool:
+    """Whether a Job is of a Dataset. A reclaim Job has no owner, only labels."""
+    is_reclaim = job.metadata.labels.get(LABEL_PURPOSE) == RECLAIM
+    return is_reclaim or job.metadata.is_owned_by(seen.uid)
 
 
-def _progress(found: object) -> Json:
-    """What a pod said of its progress; only whole numbers are taken from it."""
-    made: Json = {
-        name: max(0, whole(found, name)) for name in ("entries", "bytes") if at(found, name)
-    }
-    percent = at(found, "percent")
-    if isinstance(percent, int) and 0 <= percent <= 100:
-        made["percent"] = percent
-    return made
+def _checked(found: Progress) -> Progress | None:
+    """The progress that a pod reports, without figures that cannot be; None if none is left."""
+    percent = found.percent
+    made = Progress(
+        entries=max(0, found.entries) if found.entries else None,
+        bytes=max(0, found.bytes) if found.bytes else None,
+        percent=percent if percent is not None and 0 <= percent <= 100 else None,
+    )
+    return None if made == Progress() else made
 
 
 def keys_of(raw: Json, plural: str) -> list[Key]:
-    """Which objects are to be looked at when this one has changed."""
-    metadata = fields(raw, "metadata")
-    namespace, labels = text(metadata, "namespace"), texts(metadata, "labels")
+    """The objects that are to be looked at when this one has changed."""
+    metadata = decode(Metadata, raw.get("metadata"))
+    namespace, labels = metadata.namespace, metadata.labels
     if plural in (DATASETS, TRAINING_JOBS):
-        return [Key(plural, namespace, text(metadata, "name"))]
+        return [Key(plural, namespace, metadata.name)]
     found = [
         Key(DATASETS, namespace, name.removeprefix(USES))
         for name in labels

@@ -1,7 +1,7 @@
-"""Decides what to do next for a Dataset, from what the cluster has of it. Pure.
+"""Decides the next step for a Dataset. Pure.
 
-`OPERATOR.md` has the phases. Every decision is made anew from the object, its Jobs and the pods
-that read it; so it does not matter at which step an operator before was killed.
+`OPERATOR.md` has the phases. `decide` looks only at the object, its Jobs and the pods that read it,
+and never at earlier decisions. So it does not matter at which step an earlier operator was killed.
 """
 
 import json
@@ -25,8 +25,9 @@ from diesel_fs.errors import (
     error_by_class_name,
 )
 
-from .fields import Json, at, fields, items, seconds_of, text, texts, whole
-from .holdings import NodeHoldings, held_key
+from .api_objects import Job, Pod
+from .decoding import Json, decode, seconds_of
+from .holdings import ReportedHoldings, held_key
 from .objects import (
     LABEL_ATTEMPT,
     LABEL_GENERATION,
@@ -34,7 +35,9 @@ from .objects import (
     LABEL_TRAINING,
     PREPARE,
     RECLAIM,
+    News,
     event,
+    job_name,
     preparation_job,
     reclaim_job,
     volume_name,
@@ -42,18 +45,19 @@ from .objects import (
 from .placement import Holding
 from .resources import (
     RECLAIM_FINALIZER,
+    ConditionContent,
+    DatasetObject,
     DatasetPhase,
-    DatasetSpec,
-    Defaults,
-    Object,
-    condition_of,
-    parse_dataset,
+    DatasetStatus,
+    NodeShare,
+    Progress,
     with_condition,
 )
+from .specs import DatasetSpec, Defaults, parse_dataset
 
 BACKOFF_S, BACKOFF_MAX_S = 10.0, 300.0
 LOOK_S = 1.0
-"""How soon something is looked at again that is about to end, beside the event of its end."""
+"""How soon to look again at something that is about to end, in case its event is lost."""
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
 """Phases in which nothing is left to do until the spec changes."""
@@ -75,8 +79,43 @@ _LASTING = frozenset({"Denied"})
 
 
 @dataclass(frozen=True, slots=True)
+class Description:
+    """A dataset, as `dlcmd stat` describes it."""
+
+    entries: int = 0
+    files: int = 0
+    bytes: int = 0
+    version: int = 0
+    identity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class JobReport:
+    """The termination message of a Job's pod, which `prepare.py` writes."""
+
+    dataset: Description | None = None
+    error: str = ""
+    """The class of the error by which `dlcmd` ended."""
+    message: str = ""
+    advice: str = ""
+    done: bool = False
+    """Whether it succeeded with nothing to describe."""
+    said: str = ""
+    """The end of a message that is no report."""
+
+
+def parse_report(message: str) -> JobReport:
+    """The report in a termination message. Pods write it, so it may be anything."""
+    try:
+        found = json.loads(message)
+    except ValueError:
+        return JobReport(said=message[-_SAID_CHARS_MAX:])
+    return decode(JobReport, found)
+
+
+@dataclass(frozen=True, slots=True)
 class JobView:
-    """A Job of a Dataset, and what its pod has reported."""
+    """A Job of a Dataset, with the report of its pod."""
 
     name: str
     purpose: str
@@ -86,12 +125,11 @@ class JobView:
     succeeded: bool
     failed: bool
     reason: str
-    """Of the condition by which it failed."""
+    """That of the condition by which it failed."""
     finished_s: float
-    report: Json
-    """What the pod said at its end; empty: nothing."""
+    report: JobReport
     address: str
-    """Of the running pod; empty: it does not run."""
+    """The address of the running pod; empty: it does not run."""
     waits: str = ""
     """Why its pod does not run yet, if that is known."""
 
@@ -101,35 +139,32 @@ class JobView:
         return not (self.succeeded or self.failed)
 
 
-def view_of_job(job: Json, pods: Sequence[Json]) -> JobView:
-    """What a Job and its pods say."""
-    labels = texts(job, "metadata", "labels")
-    ended = {
-        text(each, "type"): fields(each)
-        for each in items(job, "status", "conditions")
-        if at(each, "status") == "True"
-    }
-    own = [each for each in pods if texts(each, "metadata", "labels").get("job-name")
-           == text(job, "metadata", "name")]  # fmt: skip
-    report: Json = {}
+def view_of_job(job: Job, pods: Sequence[Pod]) -> JobView:
+    """A Job and its pods in one value."""
+    labels = job.metadata.labels
+    ended = {each.type: each for each in job.status.conditions if each.holds}
+    report = JobReport()
     address = waits = ""
-    for pod in own:
-        waits = _waiting(pod) or waits
-        state = fields(pod, "status", "containerStatuses", 0, "state")
-        report = parse_report(text(state, "terminated", "message")) or report
-        if "running" in state:
-            address = text(pod, "status", "podIP")
-    failed = ended.get("Failed", {})
-    time = text(failed, "lastTransitionTime") or text(job, "status", "completionTime")
+    for pod in pods:
+        if pod.metadata.labels.get("job-name") != job.metadata.name:
+            continue
+        waits = _why_it_waits(pod) or waits
+        state = pod.first_state
+        if state.terminated.message:
+            report = parse_report(state.terminated.message)
+        if state.running is not None:
+            address = pod.status.pod_ip
+    failed = ended.get("Failed")
+    time = (failed.last_transition_time if failed else "") or job.status.completion_time
     return JobView(
-        name=text(job, "metadata", "name"),
+        name=job.metadata.name,
         purpose=labels.get(LABEL_PURPOSE, ""),
         generation=_number(labels.get(LABEL_GENERATION, "")),
         attempt=_number(labels.get(LABEL_ATTEMPT, "")),
-        is_leaving=bool(text(job, "metadata", "deletionTimestamp")),
+        is_leaving=job.metadata.is_leaving,
         succeeded="Complete" in ended,
-        failed="Failed" in ended,
-        reason=text(failed, "reason"),
+        failed=failed is not None,
+        reason=failed.reason if failed else "",
         finished_s=seconds_of(time),
         report=report,
         address=address,
@@ -137,59 +172,48 @@ def view_of_job(job: Json, pods: Sequence[Json]) -> JobView:
     )
 
 
-def _waiting(pod: Json) -> str:
+def _why_it_waits(pod: Pod) -> str:
     """Why a pod does not run: it cannot be scheduled, or an image or a Secret is missing."""
-    for each in items(pod, "status", "conditions"):
-        if at(each, "type") == "PodScheduled" and at(each, "status") == "False":
-            return text(each, "message")
-    waiting = fields(pod, "status", "containerStatuses", 0, "state", "waiting")
-    if text(waiting, "message"):
-        return f"{text(waiting, 'reason')}: {text(waiting, 'message')}"
-    return ""
+    for each in pod.status.conditions:
+        if each.type == "PodScheduled" and each.status == "False":
+            return each.message
+    waiting = pod.first_state.waiting
+    return f"{waiting.reason}: {waiting.message}" if waiting.message else ""
 
 
 def _number(label: str) -> int:
     return int(label) if label.isdecimal() else 0
 
 
-def parse_report(message: str) -> Json:
-    """The report in a termination message; empty for none. Pods write it, so it may be anything."""
-    try:
-        found = json.loads(message)
-    except ValueError:
-        return {"said": message[-_SAID_CHARS_MAX:]} if message else {}
-    return fields(found)
-
-
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class JobOutcome:
     """How a Job ended."""
 
     reason: str
-    message: str
-    may_pass: bool
+    message: str = ""
+    may_pass: bool = False
     """Whether it may succeed later although nobody changes anything."""
-    described: Json
-    """What was said of the dataset, if it is there."""
+    described: Description | None = None
+    """The dataset, if it is there."""
 
 
-def outcome_of(job: JobView) -> Outcome:
-    """How a Job that has ended ended."""
-    if described := fields(job.report, "dataset"):
-        return Outcome("Prepared", "", False, described)
-    if name := text(job.report, "error"):
-        advice = text(job.report, "advice")
-        error = error_by_class_name(name, text(job.report, "message"), advice)
+def outcome_of(job: JobView) -> JobOutcome:
+    """How a Job ended that has ended."""
+    report = job.report
+    if report.dataset not in (None, Description()):
+        return JobOutcome("Prepared", described=report.dataset)
+    if report.error:
+        error = error_by_class_name(report.error, report.message, report.advice)
         found = (reason for kind, reason in _REASONS if isinstance(error, kind))
         reason = next(found, "Failed")
-        return Outcome(reason, str(error), error.retry and reason not in _LASTING, {})
+        return JobOutcome(reason, str(error), error.retry and reason not in _LASTING)
     if job.reason == "DeadlineExceeded":
-        return Outcome("DeadlineExceeded", f"the Job {job.name} took too long", False, {})
-    if at(job.report, "done") is True:
-        return Outcome("Done", "", False, {})
-    said = text(job.report, "said").strip()
+        return JobOutcome("DeadlineExceeded", f"the Job {job.name} took too long")
+    if report.done:
+        return JobOutcome("Done")
+    said = report.said.strip()
     message = f"the pod of the Job {job.name} ended without a report{said and f': {said}'}"
-    return Outcome("Interrupted", message, True, {})
+    return JobOutcome("Interrupted", message, may_pass=True)
 
 
 def backoff_s(attempt: int) -> float:
@@ -198,11 +222,11 @@ def backoff_s(attempt: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """What is to be done, in this order: the finalizer is added, objects are made, events are told,
-    the status is written, Jobs are deleted, the finalizer is removed."""
+class DatasetDecision:
+    """The next step for a Dataset. The controller does it in this order: it adds the finalizer,
+    makes objects, makes events, writes the status, deletes Jobs, removes the finalizer."""
 
-    status: Json
+    status: DatasetStatus
     add_finalizer: bool = False
     create: tuple[Json, ...] = ()
     events: tuple[Json, ...] = ()
@@ -213,140 +237,145 @@ class Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Situation:
-    """A Dataset, and what the cluster has of it."""
+class DatasetSituation:
+    """A Dataset, and its objects in the cluster."""
 
-    seen: Object
+    seen: DatasetObject
     jobs: tuple[JobView, ...]
-    pods: tuple[Json, ...]
+    pods: tuple[Pod, ...]
     """The pods of its namespace that read it, ended ones too."""
-    progress: Json
-    """What the running preparation told about itself; empty: nothing."""
+    progress: Progress | None
+    """The progress that the running preparation reports; None: it did not answer."""
     now_s: float
     interval_s: float
-    holdings: NodeHoldings = field(default_factory=NodeHoldings)
+    holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
     """What nodes report that they hold."""
 
 
-def decide(situation: Situation, defaults: Defaults) -> Decision:
+def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
     """The next step for a Dataset."""
     seen = situation.seen
     if seen.is_deleted:
-        return _deleting(situation, defaults)
+        return _with_event(situation, _deleting(situation, defaults))
     try:
         spec = parse_dataset(seen, defaults)
     except DieselError as error:
-        return _told(situation, _settled(situation, DatasetPhase.FAILED, "InvalidSpec", str(error)))
+        failed = _finished(situation, DatasetPhase.FAILED, "InvalidSpec", str(error))
+        return _with_event(situation, DatasetDecision(failed))
     decision = _preparing(situation, spec, defaults)
-    has = RECLAIM_FINALIZER in seen.finalizers
+    has = RECLAIM_FINALIZER in seen.metadata.finalizers
     decision = replace(
         decision,
         status=_with_nodes(decision.status, situation),
         add_finalizer=spec.reclaims and not has,
         remove_finalizer=has and not spec.reclaims,
     )
-    return _told(situation, decision)
+    return _with_event(situation, decision)
 
 
-def _preparing(situation: Situation, spec: DatasetSpec, defaults: Defaults) -> Decision:
+# Preparation
+
+
+def _preparing(
+    situation: DatasetSituation, spec: DatasetSpec, defaults: Defaults
+) -> DatasetDecision:
     seen, status = situation.seen, situation.seen.status
     preparations = [each for each in situation.jobs if each.purpose == PREPARE]
     old = [each for each in preparations if each.generation != seen.generation]
-    delete = tuple(each.name for each in old if not each.is_leaving)
-    is_observed = whole(status, "observedGeneration") == seen.generation
-    phase = text(status, "phase")
-    if is_observed and phase in SETTLED:
-        return Decision(status, delete_jobs=delete)
+    delete = _not_leaving(old)
+    is_observed = status.observed_generation == seen.generation
+    if is_observed and status.phase in SETTLED:
+        return DatasetDecision(status, delete_jobs=delete)
     if old:  # all of them must be gone: two would put at once
         message = "the preparation of the former specification is ended"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Replacing", message)
         # The new generation counts as observed when no old Job is left to be looked for
-        made |= {"attempt": 0, "observedGeneration": whole(status, "observedGeneration")}
-        return Decision(made, delete_jobs=delete, again_s=LOOK_S)
-    current = [each for each in preparations if each.generation == seen.generation]
-    if not current:
-        attempt = max(1, whole(status, "attempt")) if is_observed else 1
-        return _attempt(situation, spec, attempt, defaults, delete)
-    latest = max(current, key=lambda each: each.attempt)
+        made = replace(made, attempt=0, observed_generation=status.observed_generation)
+        return DatasetDecision(made, delete_jobs=delete, again_s=LOOK_S)
+    if not preparations:
+        attempt = max(1, status.attempt or 0) if is_observed else 1
+        return _attempt(situation, spec, attempt, defaults)
+    latest = max(preparations, key=lambda each: each.attempt)
     if latest.is_leaving:
         made = _in_phase(situation, DatasetPhase.PREPARING, "Interrupted", "the Job was deleted")
-        return Decision(made, delete_jobs=delete, again_s=LOOK_S)
+        return DatasetDecision(made, again_s=LOOK_S)
     if latest.runs:
         message = f"the Job {latest.name} {f'waits: {latest.waits}' if latest.waits else 'runs'}"
         made = _in_phase(situation, DatasetPhase.PREPARING, "Running", message)
-        made |= {"attempt": latest.attempt}
-        if situation.progress:
-            made["progress"] = situation.progress
-        return Decision(made, delete_jobs=delete, again_s=situation.interval_s)
-    ended = outcome_of(latest)
-    if ended.described:
-        made = _in_phase(situation, DatasetPhase.READY, "Prepared", _described(ended.described))
-        counts = {
-            name: whole(ended.described, name) for name in ("entries", "files", "bytes", "version")
-        }
-        made |= {**counts, "attempt": latest.attempt}
-        if key := held_key(seen.namespace, ended.described):
-            made["identity"] = str(key[1])
-        else:
-            made.pop("identity", None)
-        made.pop("progress", None)
-        return Decision(made, delete_jobs=delete)
-    if not ended.may_pass or latest.attempt > spec.retries:
-        decision = _settled(situation, DatasetPhase.FAILED, ended.reason, ended.message)
-        made = {**decision.status, "attempt": latest.attempt}
-        made.pop("progress", None)
-        return replace(decision, status=made, delete_jobs=delete)
-    due_s = latest.finished_s + backoff_s(latest.attempt)
-    if situation.now_s >= due_s:
-        return _attempt(situation, spec, latest.attempt + 1, defaults, delete)
-    message = f"attempt {latest.attempt} failed, and is made again: {ended.message}"
-    made = _in_phase(situation, DatasetPhase.PREPARING, ended.reason, message)
-    made |= {"attempt": latest.attempt}
-    return Decision(made, delete_jobs=delete, again_s=due_s - situation.now_s)
-
-
-def _described(found: Json) -> str:
-    return f"version {whole(found, 'version')} has {whole(found, 'files')} files"
+        progress = situation.progress or made.progress
+        made = replace(made, attempt=latest.attempt, progress=progress)
+        return DatasetDecision(made, again_s=situation.interval_s)
+    return _after_attempt(situation, spec, defaults, latest)
 
 
 def _attempt(
-    situation: Situation,
-    spec: DatasetSpec,
-    attempt: int,
-    defaults: Defaults,
-    delete: tuple[str, ...],
-) -> Decision:
-    job = preparation_job(situation.seen, spec, attempt, defaults)
-    message = f"the Job {text(job, 'metadata', 'name')} runs"
+    situation: DatasetSituation, spec: DatasetSpec, attempt: int, defaults: Defaults
+) -> DatasetDecision:
+    message = f"the Job {job_name(situation.seen, PREPARE, attempt)} runs"
     made = _in_phase(situation, DatasetPhase.PREPARING, "Running", message)
-    made |= {"attempt": attempt}
-    return Decision(made, create=(job,), delete_jobs=delete, again_s=situation.interval_s)
+    job = preparation_job(situation.seen, spec, attempt, defaults)
+    return DatasetDecision(
+        replace(made, attempt=attempt), create=(job,), again_s=situation.interval_s
+    )
 
 
-def _deleting(situation: Situation, defaults: Defaults) -> Decision:
-    """What is left to do for a Dataset that is deleted. Without our finalizer, the cluster does all
-    of it."""
+def _after_attempt(
+    situation: DatasetSituation, spec: DatasetSpec, defaults: Defaults, latest: JobView
+) -> DatasetDecision:
+    """The next step after a Job has ended: the Dataset is ready, has failed, or is tried again."""
+    ended = outcome_of(latest)
+    if found := ended.described:
+        message = f"version {found.version} has {found.files} files"
+        made = _finished(situation, DatasetPhase.READY, "Prepared", message)
+        key = held_key(situation.seen.namespace, found.identity)
+        return DatasetDecision(
+            replace(
+                made,
+                attempt=latest.attempt,
+                entries=found.entries,
+                files=found.files,
+                bytes=found.bytes,
+                version=found.version,
+                identity=str(key[1]) if key else "",
+            )
+        )
+    if not ended.may_pass or latest.attempt > spec.preparation.retries:
+        made = _finished(situation, DatasetPhase.FAILED, ended.reason, ended.message)
+        return DatasetDecision(replace(made, attempt=latest.attempt))
+    due_s = latest.finished_s + backoff_s(latest.attempt)
+    if situation.now_s >= due_s:
+        return _attempt(situation, spec, latest.attempt + 1, defaults)
+    message = f"attempt {latest.attempt} failed, and is made again: {ended.message}"
+    made = _in_phase(situation, DatasetPhase.PREPARING, ended.reason, message)
+    return DatasetDecision(replace(made, attempt=latest.attempt), again_s=due_s - situation.now_s)
+
+
+# Deletion
+
+
+def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
+    """The next step for a Dataset that was deleted. Without our finalizer, the cluster does all of
+    it."""
     seen = situation.seen
-    if RECLAIM_FINALIZER not in seen.finalizers:
-        return Decision(seen.status)
+    if RECLAIM_FINALIZER not in seen.metadata.finalizers:
+        return DatasetDecision(seen.status)
     reclaims = [each for each in situation.jobs if each.purpose == RECLAIM]
-    names = tuple(each.name for each in reclaims if not each.is_leaving)
+    let_go = DatasetDecision(seen.status, delete_jobs=_not_leaving(reclaims), remove_finalizer=True)
     try:
         spec = parse_dataset(seen, defaults)
     except DieselError:  # it was never prepared as it stands there now
-        return Decision(seen.status, delete_jobs=names, remove_finalizer=True)
+        return let_go
     if not spec.reclaims:
-        return Decision(seen.status, delete_jobs=names, remove_finalizer=True)
-    readers = [text(each, "metadata", "name") for each in situation.pods if _is_active(each)]
-    preparations = [each for each in situation.jobs if each.purpose == PREPARE]
+        return let_go
+    readers = sorted(each.name for each in situation.pods if not each.has_ended)
     if readers:
-        message = f"pods read it: {', '.join(sorted(readers)[:5])}"
+        message = f"pods read it: {', '.join(readers[:5])}"
         made = _in_phase(situation, DatasetPhase.DELETING, "InUse", message)
-        return _told(situation, Decision(made, again_s=situation.interval_s))
+        return DatasetDecision(made, again_s=situation.interval_s)
+    preparations = [each for each in situation.jobs if each.purpose == PREPARE]
     if preparations:
         made = _in_phase(situation, DatasetPhase.DELETING, "Stopping", "the preparation is ended")
-        delete = tuple(each.name for each in preparations if not each.is_leaving)
-        return _told(situation, Decision(made, delete_jobs=delete, again_s=LOOK_S))
+        return DatasetDecision(made, delete_jobs=_not_leaving(preparations), again_s=LOOK_S)
     latest = max(reclaims, key=lambda each: each.attempt, default=None)
     message, attempt, again_s = "the data are being deleted", 1, situation.interval_s
     create: tuple[Json, ...] = ()
@@ -354,11 +383,11 @@ def _deleting(situation: Situation, defaults: Defaults) -> Decision:
         create = (reclaim_job(seen, spec, attempt, defaults),)
     elif not latest.runs:
         ended = outcome_of(latest)
-        # Where no preparation has ended well, there may not even be a repository
-        never_ready = not whole(seen.status, "version")
+        # If no preparation has ever ended well, there may not even be a repository
+        never_ready = not seen.status.version
         is_nothing = ended.reason == "NotFound" or (never_ready and ended.reason == "StoreMissing")
         if latest.succeeded or is_nothing:
-            return Decision(seen.status, delete_jobs=names, remove_finalizer=True)
+            return let_go
         message, attempt = f"{ended.reason}: {ended.message}", latest.attempt + 1
         again_s = latest.finished_s + backoff_s(latest.attempt) - situation.now_s
         if again_s <= 0:
@@ -366,81 +395,91 @@ def _deleting(situation: Situation, defaults: Defaults) -> Decision:
             again_s = situation.interval_s
     made = _in_phase(situation, DatasetPhase.DELETING, "Reclaiming", message)
     old = tuple(each.name for each in reclaims if latest and each.attempt < latest.attempt)
-    return _told(situation, Decision(made, create=create, delete_jobs=old, again_s=again_s))
+    return DatasetDecision(made, create=create, delete_jobs=old, again_s=again_s)
 
 
-def _in_phase(situation: Situation, phase: DatasetPhase, reason: str, message: str) -> Json:
+def _not_leaving(jobs: Sequence[JobView]) -> tuple[str, ...]:
+    return tuple(each.name for each in jobs if not each.is_leaving)
+
+
+# The status
+
+
+def _in_phase(
+    situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
+) -> DatasetStatus:
     """The status with a phase and the reason of its condition."""
     seen = situation.seen
-    made = {**seen.status, "phase": phase.value, "observedGeneration": seen.generation}
-    holds = phase is DatasetPhase.READY
-    return with_condition(made, "Ready", holds, reason, message, seen, situation.now_s)
+    made = replace(seen.status, phase=phase.value, observed_generation=seen.generation)
+    found = ConditionContent("Ready", reason, message, holds=phase is DatasetPhase.READY)
+    return with_condition(made, found, seen, situation.now_s)
 
 
-def _settled(situation: Situation, phase: DatasetPhase, reason: str, message: str) -> Decision:
-    return Decision(_in_phase(situation, phase, reason, message))
+def _finished(
+    situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
+) -> DatasetStatus:
+    """The status after the end of the preparation, good or bad."""
+    return replace(_in_phase(situation, phase, reason, message), progress=None)
 
 
-def _told(situation: Situation, decision: Decision) -> Decision:
-    """A decision with an event, where phase or reason change."""
+def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> DatasetDecision:
+    """The decision, with an event if phase or reason change."""
     before, after = situation.seen.status, decision.status
-    old, new = condition_of(before, "Ready"), condition_of(after, "Ready")
-    if before.get("phase") == after.get("phase") and old.get("reason") == new.get("reason"):
+    old, new = before.condition("Ready"), after.condition("Ready")
+    if before.phase == after.phase and old.reason == new.reason:
         return decision
-    is_bad = after.get("phase") == DatasetPhase.FAILED or new.get("reason") in (
-        *(reason for _, reason in _REASONS), "Interrupted"
-    )  # fmt: skip
-    made = event(
-        situation.seen,
-        "Warning" if is_bad else "Normal",
-        text(new, "reason"),
-        f"{after.get('phase')}: {text(new, 'message')}",
-        situation.now_s,
+    bad_reasons = (*(reason for _, reason in _REASONS), "Interrupted")
+    news = News(
+        is_bad=after.phase == DatasetPhase.FAILED or new.reason in bad_reasons,
+        reason=new.reason,
+        message=f"{after.phase}: {new.message}",
     )
+    made = event(situation.seen, news, situation.now_s)
     return replace(decision, events=(*decision.events, made))
 
 
-def _is_active(pod: Json) -> bool:
-    return text(pod, "status", "phase") not in ("Succeeded", "Failed")
+# The nodes that have blocks
 
 
-def _with_nodes(status: Json, situation: Situation) -> Json:
-    """The status with the nodes that have blocks of the dataset (`OPERATOR.md`): as they were
-    measured where that is so, else as the pods let expect."""
+def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
+    """The status with the nodes that have blocks of the dataset (`OPERATOR.md`): with their
+    measured shares, or estimated ones if a node was not measured."""
     made = _expected_nodes(status, situation)
-    if key := held_key(situation.seen.namespace, status):
+    if key := held_key(situation.seen.namespace, status.identity):
         for name in made.keys() | situation.holdings.nodes(key):
-            held = situation.holdings.find(name, key, whole(status, "version"))
+            held = situation.holdings.find(name, key, status.version or 0)
             if held is None:
                 continue
-            expected = made.pop(name, {})
-            is_active = held.is_used or at(expected, "state") == "Active"
+            expected = made.pop(name, NodeShare())
+            is_active = held.is_used or expected.state == "Active"
             if is_active or held.share:
-                made[name] = {
-                    "name": name,
-                    "state": "Active" if is_active else "Cached",
-                    "share": held.share,
-                    "keeps": bool(held.disk) or (is_active and at(expected, "keeps") is True),
-                    "diskShare": held.disk,
-                    "measured": True,
-                }
-    nodes = [made[name] for name in sorted(made)]
-    return {**status, "nodes": nodes[:NODES_MAX]} if nodes or "nodes" in status else status
+                made[name] = NodeShare(
+                    name,
+                    "Active" if is_active else "Cached",
+                    held.share,
+                    keeps=bool(held.disk) or (is_active and expected.keeps),
+                    disk_share=held.disk,
+                    measured=True,
+                )
+    nodes = tuple(made[name] for name in sorted(made))
+    if not nodes and status.nodes is None:
+        return status
+    return replace(status, nodes=nodes[:NODES_MAX])
 
 
-def _expected_nodes(status: Json, situation: Situation) -> dict[str, Json]:
+def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[str, NodeShare]:
     """The nodes that should have blocks, by name, judged by where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()
     kept: set[str] = set()
     active: set[str] = set()
     for pod in situation.pods:
-        node = text(pod, "spec", "nodeName")
+        node = pod.spec.node_name
         if not node:
             continue
         attributes = _attributes(pod, situation.seen.name)
-        if _is_active(pod):
-            group = texts(pod, "metadata", "labels").get(LABEL_TRAINING, "")
+        if not pod.has_ended:
+            group = pod.metadata.labels.get(LABEL_TRAINING, "")
             groups.setdefault(group, set()).add(node)
             active.add(node)
             if "task" in attributes:
@@ -452,38 +491,28 @@ def _expected_nodes(status: Json, situation: Situation) -> dict[str, Json]:
         share = 100 // len(nodes) if group in shared else 100
         for node in nodes:
             shares[node] = max(share, shares.get(node, 0))
-    made: dict[str, Json] = {}
-    for node in active:
-        state: Json = {"name": node, "state": "Active", "share": shares[node]}
-        made[node] = {**state, "keeps": node in kept, "measured": False}
-    for each in items(status, "nodes"):
-        name = text(each, "name")
-        if name not in active and (at(each, "keeps") is True or name in kept):
-            share = whole(each, "diskShare", default=whole(each, "share"))
-            state = {"name": name, "state": "Cached", "share": share}
-            made[name] = {**state, "keeps": True, "measured": False}
+    made = {node: NodeShare(node, "Active", shares[node], keeps=node in kept) for node in active}
+    for each in status.nodes or ():
+        if each.name not in active and (each.keeps or each.name in kept):
+            made[each.name] = NodeShare(each.name, "Cached", each.share_on_disk, keeps=True)
     return made
 
 
-def _attributes(pod: Json, dataset: str) -> dict[str, str]:
+def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
     """The attributes of the volume of a Dataset in a pod."""
-    for volume in items(pod, "spec", "volumes"):
-        if text(volume, "name") == volume_name(dataset):
-            return texts(volume, "csi", "volumeAttributes")
-    return {}
+    found = (each for each in pod.spec.volumes if each.name == volume_name(dataset))
+    return next((each.csi.volume_attributes for each in found), {})
 
 
-def holding_of(status: Mapping[str, object], *, on_disk: bool = False) -> Holding:
-    """The dataset of a status, and the shares of nodes; of those on disks, or all."""
+def holding_of(status: DatasetStatus) -> Holding:
+    """The dataset of a status, and the shares of nodes in memory or on a disk."""
+    shares = {each.name: Fraction(each.share, 100) for each in status.nodes or ()}
+    return Holding(status.bytes or 0, shares)
+
+
+def holding_on_disks(status: DatasetStatus) -> Holding:
+    """The dataset of a status, and the shares that nodes keep on their disks."""
     shares = {
-        text(each, "name"): Fraction(_share(each, on_disk=on_disk), 100)
-        for each in items(dict(status), "nodes")
-        if not on_disk or at(each, "keeps") is True
+        each.name: Fraction(each.share_on_disk, 100) for each in status.nodes or () if each.keeps
     }
-    return Holding(whole(dict(status), "bytes"), shares)
-
-
-def _share(node: object, *, on_disk: bool) -> int:
-    """The share of a node of a status; that on its disk is told apart where it was measured."""
-    share = whole(node, "share")
-    return whole(node, "diskShare", default=share) if on_disk else share
+    return Holding(status.bytes or 0, shares)

@@ -14,11 +14,12 @@ import kopf
 
 from ..names import GROUP
 from .cluster import opened_cluster
-from .controller import DATASETS, TRAINING_JOBS, Controller, keys_of
-from .fields import Json
+from .controller import DATASETS, TRAINING_JOBS, Reconciler, keys_of
+from .decoding import Json
 from .objects import LABEL_MANAGED, MANAGED
 from .queue import WorkQueue
-from .resources import VERSION, Defaults
+from .resources import VERSION
+from .specs import Defaults
 
 log = logging.getLogger("diesel.operator")
 
@@ -29,7 +30,8 @@ KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
 HOLDINGS_INTERVALS = 3
-"""The reports of nodes are read once in so many intervals: a node writes at most every 30 s."""
+"""The reports of nodes are read once in this number of intervals: a node writes at most every 30
+s."""
 
 
 def _settings() -> kopf.OperatorSettings:
@@ -46,7 +48,7 @@ def _settings() -> kopf.OperatorSettings:
     return made
 
 
-def _registry(queue: WorkQueue, controller: Controller) -> kopf.OperatorRegistry:
+def _registry(queue: WorkQueue, controller: Reconciler) -> kopf.OperatorRegistry:
     registry = kopf.OperatorRegistry()
 
     def watch(group: str, version: str, plural: str) -> None:
@@ -81,7 +83,7 @@ def _registry(queue: WorkQueue, controller: Controller) -> kopf.OperatorRegistry
     return registry
 
 
-async def _refresh_always(controller: Controller, interval_s: float) -> None:
+async def _refresh_always(controller: Reconciler, interval_s: float) -> None:
     """Read what nodes report, until cancelled."""
     while True:
         await asyncio.sleep(HOLDINGS_INTERVALS * interval_s)
@@ -99,7 +101,7 @@ async def serve(
 ) -> None:
     """Serve namespaces (all of them without a name) until a signal ends kopf."""
     async with opened_cluster() as cluster:
-        controller = Controller(
+        controller = Reconciler(
             cluster, defaults, interval_s=interval_s, driver_namespace=driver_namespace
         )
         queue = WorkQueue(controller.handle, workers)

@@ -1,17 +1,17 @@
-"""What nodes hold of datasets, from the reports of their plugins. Pure.
+"""An index of the reports of all nodes: which shares of datasets they hold. Pure.
 
-`../reports.py` parses the reports, `controller.py` reads them, and `datasets.py` puts what they say
+`../reports.py` parses the reports, `controller.py` reads them, and `datasets.py` puts the shares
 into the status.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from uuid import UUID
 
 from ..reports import Held, HeldDataset, NodeReport
 
 
-class NodeHoldings:
-    """What all nodes hold that report, at one moment."""
+class ReportedHoldings:
+    """The fresh reports of all nodes, at one moment."""
 
     def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
         """Reports that are too old at `now_s` are left out."""
@@ -23,30 +23,27 @@ class NodeHoldings:
                 self._held.setdefault(each.key, {}).setdefault(node, []).append(each)
 
     def nodes(self, key: Held) -> set[str]:
-        """The nodes that say that they hold something of a dataset."""
+        """The nodes that report a share of a dataset."""
         return set(self._held.get(key, ()))
 
     def find(self, node: str, key: Held, version: int) -> HeldDataset | None:
-        """What a node holds of a version of a dataset, which may be nothing; None where that was
-        not measured."""
+        """The share of a version of a dataset on a node, which may be 0; None if it was not
+        measured."""
         entries = self._held.get(key, {}).get(node, [])
         if not entries and node in self._complete:
             return HeldDataset(*key, version)
         return next((each for each in entries if each.version == version), None)
 
-    def changed_since(self, before: "NodeHoldings") -> tuple[set[Held], set[str]]:
-        """The datasets of which a node has begun to say something else, and the nodes that have
-        begun or ceased to say what they do not hold."""
+    def changed_since(self, before: "ReportedHoldings") -> tuple[set[Held], set[str]]:
+        """The datasets for which a node reports something else now, and the nodes with
+        reports that have become complete or incomplete."""
         keys = self._held.keys() | before._held.keys()
         datasets = {key for key in keys if self._held.get(key) != before._held.get(key)}
         return datasets, self._complete ^ before._complete
 
 
-def held_key(namespace: str, status: Mapping[str, object]) -> Held | None:
-    """By which name reports know the dataset of a status; None where that has no identity."""
-    identity = status.get("identity")
-    if not isinstance(identity, str):
-        return None
+def held_key(namespace: str, identity: str) -> Held | None:
+    """The key of a dataset in reports; None if its status has no identity."""
     try:
         return namespace, UUID(identity)
     except ValueError:

@@ -9,10 +9,10 @@ import click
 import diesel_fs
 from diesel_fs.errors import DieselError, UsageError
 
-from .resources import Defaults
+from .specs import Defaults
 
 PREFIX = "DIESEL_OPERATOR"
-"""What the names of options begin with in the environment."""
+"""The prefix of options in the environment."""
 
 IMAGE = "diesel-fs"
 """The image that is built by the command in `deploy/Dockerfile`."""

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 from diesel_fs.errors import UsageError
 
 from ..names import DRIVER, SECRETS
-from .fields import Json, at, fields, items, text, texts, time_of
-from .resources import API_VERSION, DatasetSpec, Defaults, Object, Repository, TrainingSpec
+from .api_objects import Container, Metadata
+from .decoding import Json, decode, time_of
+from .resources import API_VERSION, DatasetObject, Object, PlannedVolume, TrainingObject
+from .specs import DatasetSpec, Defaults, RepositoryPlace, TrainingSpec
 
 LABEL = "operator.diesel-fs.dev"
 LABEL_MANAGED = "app.kubernetes.io/managed-by"
@@ -44,7 +46,7 @@ _HASH_CHARS = 8
 
 
 def digest(*parts: object) -> str:
-    """A few characters that stand for values, in names."""
+    """A short hash of values, for names."""
     joined = "\0".join(map(str, parts))
     return hashlib.sha256(joined.encode()).hexdigest()[:_HASH_CHARS]
 
@@ -54,39 +56,30 @@ def job_name(seen: Object, purpose: str, attempt: int) -> str:
     return f"{seen.name}-{purpose}-{digest(seen.uid, purpose, seen.generation, attempt)}"
 
 
-def preparation_job(seen: Object, spec: DatasetSpec, attempt: int, defaults: Defaults) -> Json:
+def preparation_job(
+    seen: DatasetObject, spec: DatasetSpec, attempt: int, defaults: Defaults
+) -> Json:
     """The Job that makes a dataset, or looks at an existing one."""
     words = [f"--describe={spec.named}"]
     if spec.keep >= 0:
         words.append(f"--keep={spec.keep}")
     if spec.put:
         words += ["--", *spec.put]
-    made = _job(seen, spec, PREPARE, attempt, defaults, words)
-    if spec.deadline_s:
-        fields_of_job = made["spec"]
-        assert isinstance(fields_of_job, dict)
-        fields_of_job["activeDeadlineSeconds"] = spec.deadline_s
-    metadata = made["metadata"]
-    assert isinstance(metadata, dict)
-    metadata["ownerReferences"] = [seen.owner]
-    return made
+    limits: Json = {}
+    if spec.preparation.deadline_seconds:
+        limits["activeDeadlineSeconds"] = spec.preparation.deadline_seconds
+    pod = _job_pod(spec, PREPARE, defaults, words)
+    return _job(seen, PREPARE, attempt, pod, {"ownerReferences": [seen.owner]}, limits)
 
 
-def reclaim_job(seen: Object, spec: DatasetSpec, attempt: int, defaults: Defaults) -> Json:
+def reclaim_job(seen: DatasetObject, spec: DatasetSpec, attempt: int, defaults: Defaults) -> Json:
     """The Job that deletes a dataset. It has no owner: its owner is being deleted, and the garbage
     collector would delete the Job first."""
     words = ["--", "delete-dataset", spec.dataset, "--yes"]
-    return _job(seen, spec, RECLAIM, attempt, defaults, words)
+    return _job(seen, RECLAIM, attempt, _job_pod(spec, RECLAIM, defaults, words), {}, {})
 
 
-def _job(
-    seen: Object,
-    spec: DatasetSpec,
-    purpose: str,
-    attempt: int,
-    defaults: Defaults,
-    words: Sequence[str],
-) -> Json:
+def _job(seen: Object, purpose: str, attempt: int, pod: Json, metadata: Json, limits: Json) -> Json:
     labels = {
         LABEL_MANAGED: MANAGED,
         LABEL_DATASET: seen.name,
@@ -94,6 +87,31 @@ def _job(
         LABEL_GENERATION: str(seen.generation),
         LABEL_ATTEMPT: str(attempt),
     }
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": job_name(seen, purpose, attempt),
+            "namespace": seen.namespace,
+            "labels": labels,
+            **metadata,
+        },
+        "spec": {
+            "backoffLimit": 0,
+            "template": {"metadata": {"labels": labels}, "spec": pod},
+            **limits,
+        },
+    }
+
+
+def _job_pod(spec: DatasetSpec, purpose: str, defaults: Defaults, words: Sequence[str]) -> Json:
+    """The specification of the pod that runs `dlcmd` with some arguments."""
+    volumes: list[object] = [{"name": "scratch", "emptyDir": {}}]
+    mounts: list[object] = [{"name": "scratch", "mountPath": SCRATCH}]
+    if folder := spec.repository.file_folder:
+        # `Directory`: a folder that is not mounted must not be made on the node's own disk
+        volumes.append({"name": "repository", "hostPath": {"path": folder, "type": "Directory"}})
+        mounts.append({"name": "repository", "mountPath": folder})
     address = {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     container: Json = {
         "name": purpose,
@@ -102,7 +120,7 @@ def _job(
         "args": [
             f"--result={RESULT_FILE}",
             f"--listen=$(POD_IP):{PROGRESS_PORT}",
-            # Else `$(DIESEL_KEY)` in a glob would be the key
+            # Unescaped, `$(DIESEL_KEY)` in a glob would become the key
             *(each.replace("$", "$$") for each in words),
         ],
         "env": [address, *_variables(spec.repository)],
@@ -112,11 +130,10 @@ def _job(
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},
         },
-        "volumeMounts": [{"name": "scratch", "mountPath": SCRATCH}],
+        "volumeMounts": mounts,
     }
-    if spec.resources:
-        container["resources"] = spec.resources
-    volumes: list[object] = [{"name": "scratch", "emptyDir": {}}]
+    if spec.preparation.resources:
+        container["resources"] = spec.preparation.resources
     pod: Json = {
         "restartPolicy": "Never",  # the operator counts the attempts
         "automountServiceAccountToken": False,
@@ -124,33 +141,15 @@ def _job(
         "containers": [container],
         "volumes": volumes,
     }
-    if folder := spec.repository.file_folder:
-        # `Directory`: a folder that is not mounted must not be made on the node's own disk
-        volumes.append({"name": "repository", "hostPath": {"path": folder, "type": "Directory"}})
-        mounts = container["volumeMounts"]
-        assert isinstance(mounts, list)
-        mounts.append({"name": "repository", "mountPath": folder})
-    if spec.node_selector:
-        pod["nodeSelector"] = dict(spec.node_selector)
-    if spec.tolerations:
-        pod["tolerations"] = spec.tolerations
-    return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": {
-            "name": job_name(seen, purpose, attempt),
-            "namespace": seen.namespace,
-            "labels": labels,
-        },
-        "spec": {
-            "backoffLimit": 0,
-            "template": {"metadata": {"labels": labels}, "spec": pod},
-        },
-    }
+    if spec.placement.node_selector:
+        pod["nodeSelector"] = dict(spec.placement.node_selector)
+    if spec.placement.tolerations:
+        pod["tolerations"] = list(spec.placement.tolerations)
+    return pod
 
 
-def _variables(repository: Repository) -> list[Json]:
-    """The environment of `dlcmd`: the repository, and what the Secret has."""
+def _variables(repository: RepositoryPlace) -> list[Json]:
+    """The environment of `dlcmd`: the repository, and the keys of the Secret."""
     found: list[Json] = [
         {"name": name, "value": value.replace("$", "$$")}
         for name, value in repository.variables.items()
@@ -162,47 +161,6 @@ def _variables(repository: Repository) -> list[Json]:
                 source = {"name": repository.secret, "key": key, "optional": True}
                 found.append({"name": variable, "valueFrom": {"secretKeyRef": source}})
     return found
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedVolume:
-    """What the pods of a TrainingJob mount; pinned in its status at admission."""
-
-    name: str
-    """That of the Dataset."""
-    mount_path: str
-    attributes: Mapping[str, str]
-    secret: str
-    """The Secret that the volume names; empty: none."""
-    key_from: str = ""
-    """The Secret of which that one is a copy with a task key; empty: it is none."""
-
-    def to_json(self) -> Json:
-        """As it stands in the status."""
-        made: Json = {
-            "name": self.name,
-            "mountPath": self.mount_path,
-            "attributes": dict(self.attributes),
-        }
-        if self.secret:
-            made["secretName"] = self.secret
-        if self.key_from:
-            made["keyFrom"] = self.key_from
-        return made
-
-
-def planned_volumes(status: Json) -> list[PlannedVolume]:
-    """The volumes that a status has."""
-    return [
-        PlannedVolume(
-            name=text(each, "name"),
-            mount_path=text(each, "mountPath"),
-            attributes=texts(each, "attributes"),
-            secret=text(each, "secretName"),
-            key_from=text(each, "keyFrom"),
-        )
-        for each in items(status, "volumes")
-    ]
 
 
 def task_name(seen: Object) -> str:
@@ -231,7 +189,7 @@ def pod_name(seen: Object, rank: int) -> str:
 
 
 def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Json:
-    """A Secret for volumes: what the Dataset's Secret has (in base64), and the task's key."""
+    """A Secret for volumes: the keys of the Dataset's Secret (in base64), and the task's key."""
     known = {each: value for each, value in data.items() if each in SECRETS}
     return {
         "apiVersion": "v1",
@@ -266,37 +224,47 @@ def _owned(seen: Object, name: str, labels: Mapping[str, str]) -> Json:
     }
 
 
-def training_pod(
-    seen: Object,
-    spec: TrainingSpec,
-    volumes: Sequence[PlannedVolume],
-    order: Sequence[str],
-    selector: Mapping[str, str],
-    rank: int,
-    attempt: int,
-) -> Json:
-    """The pod of a rank. `order` are hostnames, the best first. Raises UsageError where the
-    template contradicts what the datasets need."""
+@dataclass(frozen=True, slots=True)
+class PodPlan:
+    """The values that all pods of a TrainingJob share, as decided at its admission."""
+
+    seen: TrainingObject
+    spec: TrainingSpec
+    volumes: Sequence[PlannedVolume]
+    order: Sequence[str]
+    """Hostnames, the best first."""
+    selector: Mapping[str, str]
+    """The node selectors of the datasets."""
+    attempt: int
+
+
+def training_pod(plan: PodPlan, rank: int) -> Json:
+    """The pod of a rank. Fields of the template that this release does not know stay as they are.
+
+    Raises UsageError if the template contradicts the needs of the datasets.
+    """
+    seen, spec = plan.seen, plan.spec
     template = deepcopy(spec.template)
+    given = _object(template.get("metadata"))
     labels = {
-        **texts(template, "metadata", "labels"),
+        **decode(Metadata, given).labels,
         LABEL_TRAINING: seen.name,
         LABEL_RANK: str(rank),
-        LABEL_ATTEMPT: str(attempt),
-        **{f"{USES}{each.name}": "true" for each in volumes},
+        LABEL_ATTEMPT: str(plan.attempt),
+        **{f"{USES}{each.name}": "true" for each in plan.volumes},
     }
     metadata = _owned(seen, pod_name(seen, rank), labels)
-    if annotations := texts(template, "metadata", "annotations"):
+    if annotations := _object(given.get("annotations")):
         metadata["annotations"] = annotations
-    pod = fields(template, "spec")
+    pod = _object(template.get("spec"))
     pod.setdefault("restartPolicy", "Never")
     if spec.replicas > 1:
         pod |= {"hostname": pod_name(seen, rank), "subdomain": service_name(seen)}
-    pod["nodeSelector"] = merged_selectors(texts(pod, "nodeSelector"), selector)
-    pod["affinity"] = _affinity(fields(pod, "affinity"), seen, spec, order)
-    taken = {text(each, "name") for each in items(pod, "volumes")}
-    added = [_volume(each, spec, rank, taken) for each in volumes]
-    pod["volumes"] = [*items(pod, "volumes"), *added]
+    pod["nodeSelector"] = merged_selectors(spec.pod.node_selector, plan.selector)
+    pod["affinity"] = _affinity(_object(pod.get("affinity")), plan)
+    taken = {each.name for each in spec.pod.volumes}
+    added = [_volume(each, spec, rank, taken) for each in plan.volumes]
+    pod["volumes"] = [*_list(pod.get("volumes")), *added]
     mounts: list[object] = [
         {
             "name": each["name"],
@@ -304,18 +272,18 @@ def training_pod(
             "readOnly": True,
             "mountPropagation": "HostToContainer",  # a mount that died is replaced
         }
-        for each, volume in zip(added, volumes, strict=True)
+        for each, volume in zip(added, plan.volumes, strict=True)
     ]
     for group in ("initContainers", "containers"):
         if group in pod:
             pod[group] = [
-                _container(fields(each), seen, spec, mounts, rank) for each in items(pod, group)
+                _container(_object(each), plan, mounts, rank) for each in _list(pod[group])
             ]
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": pod}
 
 
 def merged_selectors(*selectors: Mapping[str, str]) -> dict[str, str]:
-    """One selector for several. Raises UsageError where they contradict each other."""
+    """One selector for several. Raises UsageError if they contradict each other."""
     found: dict[str, str] = {}
     for each in selectors:
         for name, value in each.items():
@@ -324,9 +292,9 @@ def merged_selectors(*selectors: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _affinity(given: Json, seen: Object, spec: TrainingSpec, order: Sequence[str]) -> Json:
+def _affinity(given: Json, plan: PodPlan) -> Json:
     """The template's affinity, with the order of nodes as preferences, and one pod a node."""
-    chosen = order[:PREFERRED_NODES_MAX]
+    chosen = plan.order[:PREFERRED_NODES_MAX]
     preferred: list[object] = [
         {
             # From 100 down, evenly
@@ -340,11 +308,11 @@ def _affinity(given: Json, seen: Object, spec: TrainingSpec, order: Sequence[str
     given = _added(
         given, "nodeAffinity", "preferredDuringSchedulingIgnoredDuringExecution", preferred
     )
-    if spec.one_per_node and spec.replicas > 1:
+    if plan.spec.one_per_node and plan.spec.replicas > 1:
         apart: list[object] = [
             {
                 "topologyKey": _HOSTNAME,
-                "labelSelector": {"matchLabels": {LABEL_TRAINING: seen.name}},
+                "labelSelector": {"matchLabels": {LABEL_TRAINING: plan.seen.name}},
             }
         ]
         given = _added(
@@ -356,8 +324,17 @@ def _affinity(given: Json, seen: Object, spec: TrainingSpec, order: Sequence[str
 def _added(given: Json, kind: str, terms: str, more: list[object]) -> Json:
     if not more:
         return given
-    inner = fields(given, kind)
-    return {**given, kind: {**inner, terms: [*items(inner, terms), *more]}}
+    inner = _object(given.get(kind))
+    return {**given, kind: {**inner, terms: [*_list(inner.get(terms)), *more]}}
+
+
+def _object(value: object) -> Json:
+    """A part of the template; empty if it has none."""
+    return {str(name): each for name, each in value.items()} if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[object]:
+    return value if isinstance(value, list) else []
 
 
 def _volume(volume: PlannedVolume, spec: TrainingSpec, rank: int, taken: set[str]) -> Json:
@@ -365,59 +342,62 @@ def _volume(volume: PlannedVolume, spec: TrainingSpec, rank: int, taken: set[str
     if "task" in attributes:
         attributes |= {"rank": str(rank), "world": str(spec.replicas)}
     csi: Json = {"driver": DRIVER, "readOnly": True, "volumeAttributes": attributes}
-    if volume.secret:
-        csi["nodePublishSecretRef"] = {"name": volume.secret}
+    if volume.secret_name:
+        csi["nodePublishSecretRef"] = {"name": volume.secret_name}
     name = volume_name(volume.name)
     if name in taken:
         raise UsageError(f"spec.template.spec.volumes: the name {name} is the operator's")
     return {"name": name, "csi": csi}
 
 
-def _container(
-    container: Json, seen: Object, spec: TrainingSpec, mounts: Sequence[object], rank: int
-) -> Json:
-    given = {text(each, "name") for each in items(container, "env")}
-    hints = {"RANK": str(rank), "WORLD_SIZE": str(spec.replicas)}
-    if spec.replicas > 1:
-        master = f"{pod_name(seen, 0)}.{service_name(seen)}"
+def _container(container: Json, plan: PodPlan, mounts: Sequence[object], rank: int) -> Json:
+    given = {each.name for each in decode(Container, container).env}
+    replicas = plan.spec.replicas
+    hints = {"RANK": str(rank), "WORLD_SIZE": str(replicas)}
+    if replicas > 1:
+        master = f"{pod_name(plan.seen, 0)}.{service_name(plan.seen)}"
         hints |= {"MASTER_ADDR": master, "MASTER_PORT": str(MASTER_PORT)}
     env: list[object] = [
         {"name": name, "value": value} for name, value in hints.items() if name not in given
     ]
     return {
         **container,
-        "env": [*env, *items(container, "env")],
-        "volumeMounts": [*items(container, "volumeMounts"), *mounts],
+        "env": [*env, *_list(container.get("env"))],
+        "volumeMounts": [*_list(container.get("volumeMounts")), *mounts],
     }
 
 
-def event(seen: Object, kind: str, reason: str, message: str, now_s: float) -> Json:
-    """An event of an object. What is said twice about one generation has one name, so a second
-    operator does not repeat the first."""
-    name = f"{seen.name}.{digest(seen.uid, seen.generation, kind, reason, message)}"
+@dataclass(frozen=True, slots=True)
+class News:
+    """The content of an event."""
+
+    is_bad: bool
+    reason: str
+    message: str
+
+
+def event(seen: Object, news: News, now_s: float) -> Json:
+    """An event of an object. The same news of one generation has one name, so a second operator
+    does not repeat the first."""
+    kind = "Warning" if news.is_bad else "Normal"
+    hashed = digest(seen.uid, seen.generation, kind, news.reason, news.message)
     return {
         "apiVersion": "v1",
         "kind": "Event",
-        "metadata": {"name": name, "namespace": seen.namespace},
+        "metadata": {"name": f"{seen.name}.{hashed}", "namespace": seen.namespace},
         "involvedObject": {
             "apiVersion": API_VERSION,
             "kind": seen.kind,
             "name": seen.name,
             "namespace": seen.namespace,
             "uid": seen.uid,
-            "resourceVersion": text(seen.raw, "metadata", "resourceVersion"),
+            "resourceVersion": seen.metadata.resource_version,
         },
         "type": kind,
-        "reason": reason,
-        "message": message[:1024],
+        "reason": news.reason,
+        "message": news.message[:1024],
         "source": {"component": MANAGED},
         "firstTimestamp": time_of(now_s),
         "lastTimestamp": time_of(now_s),
         "count": 1,
     }
-
-
-def is_ours(made: Json, seen: Object) -> bool:
-    """Whether an object has this one as its owner."""
-    owners = items(made, "metadata", "ownerReferences")
-    return any(at(each, "uid") == seen.uid for each in owners)

@@ -1,8 +1,8 @@
 """On which nodes a training job should run, and whether its datasets fit. Pure.
 
 The score of nodes is that of DLCache (section III-B), admission its algorithm 1. Exact fractions
-are used, so equal nodes have equal scores. `OPERATOR.md` says what counts as free storage, and
-where the numbers of blocks come from.
+are used, so equal nodes have equal scores. `OPERATOR.md` defines free storage, and the
+sources of the numbers of blocks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 BLOCK_BYTES = 4 << 20
-"""What is counted as one block: a chunk of the default size."""
+"""The size of one block: a chunk of the default size."""
 
 Amounts = Mapping[str, Fraction]
 """Resources by name, as `cpu` and `nvidia.com/gpu`, in their units."""
@@ -28,11 +28,11 @@ class NodeState:
     labels: Mapping[str, str]
     allocatable: Amounts
     requested: Amounts = field(default_factory=dict)
-    """What its pods request."""
+    """The sums of the requests of its pods."""
     cached_bytes: int = 0
-    """What datasets keep on its disk."""
+    """The bytes of datasets on its disk."""
     preemptible_bytes: int = 0
-    """What of it belongs to datasets that no pod reads."""
+    """The part of it that belongs to datasets that no pod reads."""
 
     @property
     def free_bytes(self) -> int:
@@ -59,7 +59,7 @@ class Holding:
 
     content_bytes: int
     shares: Mapping[str, Fraction] = field(default_factory=dict)
-    """By the node's name, 0 to 1."""
+    """From 0 to 1, by the node's name."""
 
     @property
     def blocks(self) -> int:
@@ -124,7 +124,7 @@ class Admission:
 
 
 def admission(nodes: Sequence[NodeState], holdings: Sequence[Holding]) -> Admission:
-    """What a job's datasets need, beside what nodes have of them, and what there is.
+    """The bytes that a job's datasets still need, and the bytes that nodes offer.
 
     Their own blocks do not count as preemptible: they are to stay.
     """

@@ -1,11 +1,11 @@
-"""The program in the pod of a preparation: runs `dlcmd`, and reports what became of it.
+"""The program in the pod of a preparation: it runs `dlcmd`, and reports the outcome.
 
     python -m diesel_kubernetes.operator.prepare --result FILE --listen HOST:PORT \\
         --describe NAME -- put s3://bucket/images NAME
 
 It runs `dlcmd --json` with the arguments after `--`, then `purge --keep` if asked, and `stat`. The
 report is one object of JSON: `{"dataset": {...}}` as `dlcmd stat` describes it, `{"done": true}`
-where nothing is to be described, or the error as `dlcmd` prints it. The exit code is that of
+if nothing is to be described, or the error as `dlcmd` prints it. The exit code is that of
 `dlcmd`. While it runs, `GET /progress` answers with the last progress that `put` printed.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import click
 
-from .fields import Json, at, fields, whole
+from .decoding import Json
 
 RESULT_BYTES_MAX = 4096
 """Kubernetes takes no longer message."""
@@ -72,7 +72,7 @@ class Runner:
             last: Json = {}
             for line in process.stdout:
                 found = _parsed(line)
-                if at(found, "event") == "progress":
+                if found.get("event") == "progress":
                     self.progress = progress_of(found)
                 elif found:
                     last = found
@@ -98,19 +98,22 @@ def _keep_last(stream: "object", lines: list[str]) -> None:
 
 
 def _parsed(line: str) -> Json:
+    """The object in a line that `dlcmd --json` prints; empty if the line is something else."""
     try:
-        return fields(json.loads(line))
+        found = json.loads(line)
     except ValueError:
         return {}
+    return found if isinstance(found, dict) else {}
 
 
 def progress_of(found: Json) -> Json:
-    """What is told of a line of progress."""
-    entries, total = whole(found, "entries"), whole(found, "entries_total")
-    told: Json = {"entries": entries, "bytes": whole(found, "bytes")}
-    if total:
-        told["percent"] = min(100, 100 * entries // total)
-    return told
+    """The answer about the progress, from a line of progress of `dlcmd put`."""
+    entries, size, total = (
+        value if isinstance(value, int) else 0
+        for value in (found.get("entries"), found.get("bytes"), found.get("entries_total"))
+    )
+    percent = {"percent": min(100, 100 * entries // total)} if total else {}
+    return {"entries": entries, "bytes": size, **percent}
 
 
 def error_report(lines: Sequence[str], code: int) -> Json:

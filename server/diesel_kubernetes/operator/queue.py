@@ -1,8 +1,26 @@
-"""Which objects are to be looked at, and when: each by one worker at a time.
+"""The work queue: it decides which object has its turn, and when.
 
-Events of the cluster put keys in; keys that are put in several times before their turn come out
-once. A key whose turn failed comes again after a pause, which doubles up to a limit. Nothing is
-kept: a new process starts with the list of all objects. For one event loop.
+Events of the cluster add keys. A key that is added several times before its turn has one turn. A
+key with a failed turn has another one after a pause, which doubles up to a limit. Nothing is
+stored: a new process begins with the list of all objects.
+
+The tasks, all in one asyncio loop and its thread:
+
+- `add`, `add_later` and `forget` never wait. The watches and the controller call them.
+- `run` owns `workers` tasks, each of which takes a ready key and awaits `handle(key)`, and one task
+  that watches the clock and adds the keys that are due.
+
+A key is in at most one of three places: waiting (`_waiting`, and once in `_ready`), in the hands of
+one worker (`_busy`), or in neither, maybe with a time in `_due`. If a key is added while a worker
+has it, it is only marked (`_again`); the worker adds it at the end of the turn. So no change is
+lost, and no two workers have one key.
+
+Between two waits everything is atomic: a worker takes a key and marks it busy without a wait, and
+ends the turn without one. During `await handle(key)` anything may be added. A time in `_due` that
+was replaced or removed stays in the heap `_timers`; the clock's task skips it when it comes up.
+
+An exception of `handle` ends only that turn. A cancelled `run` ends all workers, in the middle of
+their turns; a turn is safe to do twice (`controller.py`).
 """
 
 import asyncio
@@ -26,15 +44,15 @@ class Key(NamedTuple):
 
 
 class WorkQueue:
-    """Calls `handle(key)` for keys that were added; what it returns is after how many seconds to
-    call it again (None: not before the next event)."""
+    """Calls `handle(key)` for keys that were added. `handle` returns after how many seconds the key
+    is to have another turn; None: not before the next event."""
 
     def __init__(self, handle: Callable[[Key], Awaitable[float | None]], workers: int) -> None:
         self._handle = handle
         self._workers = workers
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._waiting: set[Key] = set()
-        """Keys that are in the queue."""
+        """Keys in `_ready`."""
         self._busy: set[Key] = set()
         self._again: set[Key] = set()
         """Keys that were added while a worker had them."""
@@ -44,10 +62,10 @@ class WorkQueue:
         self._failures: dict[Key, int] = {}
         self._timer_changed = asyncio.Event()
         self.handled = 0
-        """How many turns there were."""
+        """The number of turns that have ended."""
 
     def add(self, key: Key) -> None:
-        """Have an object looked at soon."""
+        """Give a key a turn soon."""
         self._due.pop(key, None)
         if key in self._busy:
             self._again.add(key)
@@ -56,7 +74,7 @@ class WorkQueue:
             self._ready.put_nowait(key)
 
     def add_later(self, key: Key, after_s: float) -> None:
-        """Have an object looked at after a while, or earlier if something happens."""
+        """Give a key a turn after `after_s`, or earlier if it is added before."""
         due = asyncio.get_running_loop().time() + after_s
         if key in self._due and self._due[key] <= due:
             return
@@ -65,7 +83,7 @@ class WorkQueue:
         self._timer_changed.set()
 
     def forget(self, key: Key) -> None:
-        """Forget an object that is gone."""
+        """Drop the timer and the failures of an object that is gone."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
 
@@ -84,7 +102,7 @@ class WorkQueue:
             try:
                 after_s = await self._handle(key)
                 self._failures.pop(key, None)
-            except Exception as error:  # whatever it is, the others go on
+            except Exception as error:  # whatever it is, the other keys have their turns
                 count = self._failures[key] = self._failures.get(key, 0) + 1
                 after_s = min(PAUSE_S * 2 ** min(count - 1, 16), PAUSE_MAX_S)
                 log.warning(

@@ -1,1 +1,1 @@
-"""The benchmarks, by what they measure; `benchmarks.py` has their names."""
+"""The functions of the benchmarks; `benchmarks.py` has their names."""

@@ -1,8 +1,8 @@
 """Benchmarks of ours alone, against fixed limits: the metadata of N1M (its snapshot, and look-ups
-in it), `read_many` in one process, what `dlcmd run` costs, and volumes of the CSI driver.
+in it), `read_many` in one process, the cost of `dlcmd run`, and volumes of the CSI driver.
 
-What `dlcmd run` costs is a difference: the same command with and without it, one after the other.
-The CSI plugin runs as a program whose mounts are processes; root only.
+The cost of `dlcmd run` is a difference: the same command with and without it, one after the other.
+The CSI plugin runs as a program, and its mounts as processes; root only.
 """
 
 import json
@@ -37,8 +37,8 @@ ANNOUNCING = Path(__file__).parent.parent / "probes" / "announcing.py"
 
 
 def snapshot(bench: Workbench) -> list[Row]:
-    """Making the snapshot of N1M, adding to it, opening it, looking paths up: in the order of a
-    dataset's life."""
+    """Make the snapshot of N1M, add to it, open it, look paths up: in the order of a dataset's
+    life."""
     name = N1M.name
 
     def ask(what: str, fresh_cache: str = "") -> dict[str, float]:
@@ -122,7 +122,7 @@ def read_many(bench: Workbench) -> list[Row]:
 
 
 class _Passes(TypedDict):
-    """What `probes/read.py` says."""
+    """The output of `probes/read.py`."""
 
     seconds: list[float]
     files: int
@@ -131,7 +131,8 @@ class _Passes(TypedDict):
 
 
 def read_twice(data: Stored, seed: int, by: str, first: str) -> list[float]:
-    """The seconds of two passes in a new process, whose `first` sums contents, or only counts."""
+    """The seconds of two passes in a new process. The first pass sums contents, or only counts
+    (`first`)."""
     data.bench.warm_page_cache(data.dlcmd.store)
     words = (data.shape.name, str(seed), by, first)
     said: _Passes = probes.run("read", data.dlcmd, *words)  # type: ignore[assignment] # its own words
@@ -199,7 +200,7 @@ def _read_first_byte(target: Path) -> None:
 
 
 def csi_publish(bench: Workbench) -> list[Row]:
-    """The time from NodePublishVolume to the first byte, of a volume that nobody has mounted here,
+    """The time from NodePublishVolume to the first byte, of a volume that is not mounted here yet,
     and of one that shares a mount."""
     with _published(bench) as (plugin, targets, attributes):
 
@@ -253,7 +254,7 @@ def csi_many(bench: Workbench) -> list[Row]:
                 mounted = len(plugin.roots) + len(plugin.processes()) + len([*targets.iterdir()])
                 return mounted + len(plugin.descriptors()) - before
 
-            with suppress(AssertionError):  # the last `dlcmd umount` is still being waited for
+            with suppress(AssertionError):  # the last `dlcmd umount` may still run
                 wait_until(lambda: left() <= 0)
             return {"seconds": published_s, "left": left()}
 

@@ -1,8 +1,8 @@
-"""Benchmarks of mounts: how soon one is ready, and how fast files are read from it and listed.
+"""Benchmarks of mounts: the time until one is ready, and the rate of reading and listing files.
 
 `kernel-*` measure the kernel session, which needs no rights. `native-*` measure mounts of
-`bench.session`, mostly the one whose tree is in the kernel, and what ordinary Python code gets of
-it; another session gives the figures to compare with.
+`bench.session`, mostly the one with its tree in the kernel, and the rates of ordinary Python code
+on it; another session gives the figures to compare with.
 """
 
 import os
@@ -50,7 +50,7 @@ PLOT = Plot(
 
 OTHER_VERSION = "3.13"
 LOOPS = ((STOCK, 1), (STOCK, 4), (STOCK, 16), (SYSTEM_CALLS, 1))
-"""What reads resident files, and in how many processes."""
+"""The loops that read resident files, and their numbers of processes."""
 PROCESSOR = "% of a core"
 KERNEL_SESSION = "our kernel session"
 DISK, GIGABYTES = "the file on the disk", "GB/s"
@@ -59,7 +59,6 @@ FIRST_OWNER = 20_000  # a user ID that no other mount of the bench shows
 
 
 def readers_text(count: int) -> str:
-    """Such as `2 readers`."""
     return f"{count} reader{'s' * (count > 1)}"
 
 
@@ -116,8 +115,7 @@ def kernel_readers(bench: Workbench) -> list[Row]:
 
 
 def kernel_reads(bench: Workbench) -> list[Row]:
-    """D4 where nothing is loaded into the page cache, so that each file costs a READ, against
-    pyfuse3."""
+    """D4 without anything in the page cache, so that each file costs a READ, against pyfuse3."""
     rows: list[Row] = []
     with stored(bench, bench.shape(D4)) as data:
 
@@ -143,10 +141,11 @@ def kernel_reads(bench: Workbench) -> list[Row]:
 def read_first_epoch(
     data: Stored, side: str, *options: str, python: str = "", cold: bool = False
 ) -> dict[str, float]:
-    """Read all files once from a fresh mount, and walk its folders before.
+    """Read all files once from a fresh mount, after a walk of its folders.
 
-    The rate counts from when the mount is ready. `python` is the interpreter of the stock loop; if
-    it is empty, the C reader reads. A `cold` side begins with no content in the page cache.
+    The rate counts from the moment at which the mount is ready. `python` is the interpreter of the
+    stock loop; if it is empty, the C reader reads. A `cold` side begins with no content in the page
+    cache.
     """
     [order] = data.orders(side, 1)
     data.prepare(side, cold=cold)
@@ -159,7 +158,8 @@ def read_first_epoch(
 
 
 def kernel_first(bench: Workbench) -> list[Row]:
-    """The first epoch on a fresh mount, from when it is ready, with a walk of its folders."""
+    """The first epoch on a fresh mount, from the moment at which it is ready, with a walk of its
+    folders."""
     rows: list[Row] = []
     since = "from the return of the mount command on, with a walk of all folders; one reader"
     for wanted, ratio in FIRST_RATIO.items():
@@ -334,7 +334,7 @@ def native_file(bench: Workbench) -> list[Row]:
                 with data.mounted(OURS, *options):
                     return rate(on_mount)
             finally:
-                _end_users_of(chunks)  # the next round shall find them on the disk only
+                _end_users_of(chunks)  # the next round must find them only on the
 
         def theirs() -> dict[str, float]:
             bench.drop_page_cache(data.source)

@@ -34,7 +34,7 @@ UNPACKED = "whole commands and a final sync; the archive is in the page cache"
 RECOVERED = "whole command: headers read by ranges, one rebuild, a full snapshot"
 
 Way = Callable[[Path], float]
-"""Runs commands in an empty folder. Returns the seconds that count."""
+"""Runs commands in an empty folder. Returns the measured seconds."""
 
 
 def rates(

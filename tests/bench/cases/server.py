@@ -1,4 +1,4 @@
-"""Benchmarks of a server between clients and their stores: what it costs, and what it saves.
+"""Benchmarks of a server between clients and their stores: its cost, and its savings.
 
 Servers, Redis and the S3 server (moto's, in Python, one process) are programs of the bench's own on
 loopback, and share this machine's processors with the clients.
@@ -104,7 +104,7 @@ def _with_d4(bench: Workbench) -> Iterator[tuple[Serving, Server]]:
 
 
 def put(bench: Workbench) -> list[Row]:
-    """D4 through a server, against the same without one."""
+    """D4 through a server, against the same put without one."""
     shape, source = bench.prepared(D4)
 
     def seconds(folder: Path, *, through: bool) -> float:
@@ -160,8 +160,8 @@ def _redis_benchmark(url: str, pipeline: int) -> dict[str, float]:
 
 
 def snapshot(bench: Workbench) -> list[Row]:
-    """Clients look up paths in their snapshots: the server does nothing, and each has the same
-    rate."""
+    """Clients look up paths in their snapshots: the server does nothing, and each client has the
+    same rate."""
     files, most = bench.shape(D4).files, len(os.sched_getaffinity(0))
     with _with_d4(bench) as (serving, _):
 
@@ -174,8 +174,7 @@ def snapshot(bench: Workbench) -> list[Row]:
 
 
 def read(bench: Workbench) -> list[Row]:
-    """Small files and whole chunks, against objects of the S3 server that stands behind the
-    server."""
+    """Small files and whole chunks, against objects of the S3 server behind the server."""
     shape, source = bench.prepared(D4)
     with bench.scratch() as folder, ExitStack() as stack:
         s3 = stack.enter_context(s3_server(folder))
@@ -211,7 +210,7 @@ def read(bench: Workbench) -> list[Row]:
 def _small(bench: Workbench, serving: Serving, objects: str, keys: int, tier: str) -> list[Row]:
     count = max(FILES_EACH // bench.divisor, 10)
     files = partial(serving.clients, "files", CLIENTS, count)
-    first = repeat(1, files)  # and fills what there is
+    first = repeat(1, files)  # and fills the caches
     peer = copy(serving.dlcmd)
     peer.url = objects
 

@@ -1,5 +1,6 @@
-"""Benchmark of many clients of one master: whether their connections hold, what memory each takes,
-and what processor time a master with them takes while nothing is read."""
+"""Benchmark of many clients of one master: whether their connections hold, the memory of each, and
+the processor time of a master with them while nothing is read.
+"""
 
 import os
 import time
@@ -21,9 +22,9 @@ C4 = Shape("C4", 2_000, 10, 4096)
 CHUNK_BYTES = 256 << 10  # so that each node has some of the chunks
 CLIENTS, PROCESSES = 1_000, 20
 IDLE_S = 10.0
-SETTLE_S = 2.0  # after which what clients did last has ended
+SETTLE_S = 2.0  # until the last work of clients has ended
 RANKS = {"of its own node": 0, "of other nodes": 1}
-"""Of the node where all clients are, and of another one."""
+"""The node with all clients, and another one."""
 
 GROWTH = "the growth of Rss in smaps_rollup of its processes, for {:,} more connections"
 CHARGED = "the growth of what the kernel charges to a control group that has the master alone"
@@ -33,10 +34,10 @@ CLOCKS = "processor time of the master's processes by their own clocks"
 def measure(bench: Workbench) -> list[Row]:
     """1,000 clients on one of four nodes, in 20 processes; each reads a file of each chunk.
 
-    Where clients connect to the owners of what they read, the master of each node has a connection
-    of each client. Where they do not, only that of their own node has; of that a client may have
-    several. Memory is measured before and after; that of the kernel is what it charges to a control
-    group of the master.
+    If clients connect to the owners of the chunks that they read, the master of each node has a
+    connection of each client. Otherwise only the master of their own node has connections, perhaps
+    several of one client. Memory is measured before and after; the kernel's is the memory charged
+    to a control group of the master.
     """
     count, processes = (max(each // bench.divisor, 2) for each in (CLIENTS, PROCESSES))
     idle_s = max(IDLE_S / bench.divisor, 1.0)
@@ -69,8 +70,8 @@ def measure(bench: Workbench) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What a master has at a moment, and the processor time that it takes while nobody reads, in
-    percent of one processor. `kernel_bytes` is None where no control group tells it."""
+    """The state of a master at a moment, and its processor time while nothing is read, in percent
+    of one processor. `kernel_bytes` is None without a control group."""
 
     sockets: int
     resident_bytes: int
@@ -79,7 +80,7 @@ class _Look:
 
 
 class _Master:
-    """The processes of the master of a node, in a control group where one can be made."""
+    """The processes of the master of a node, in a control group if one can be made."""
 
     def __init__(self, stack: ExitStack, task: Running, rank: int) -> None:
         self._pids = task.task.masters(rank)
@@ -91,7 +92,7 @@ class _Master:
             stack.callback(task.stop)  # so that it can be removed
 
     def look(self, seconds: float) -> _Look:
-        """Look, and then for some seconds at the processor time."""
+        """Measure the state, and then the processor time for some seconds."""
         resident_bytes = sum(rollup_bytes(str(pid)).get("Rss", 0) for pid in self._pids)
         kernel_bytes = None if self._group is None else self._group.kernel_bytes()
         sockets, start_s, used_s = self.sockets(), time.monotonic(), self._processor_s()
@@ -124,8 +125,8 @@ def _connected(stack: ExitStack, task: Running, count: int, processes: int) -> l
 
 
 def _read_by_all(clients: Sequence[ClientProcess]) -> float:
-    """Let each client read a file of each chunk. Returns how many files of all reads so far came
-    from the store, since a master did not answer in time."""
+    """Let each client read a file of each chunk. Returns the number of files of all reads until now
+    that came from the store because a master did not answer in time."""
     from_store = 0.0
     for said in answers_of(clients, [{"do": "read"}] * len(clients)):
         assert said["right"] == said["files"], f"not every read was answered: {said}"

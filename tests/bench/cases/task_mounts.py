@@ -36,8 +36,8 @@ EGRESS_BYTES_MIN = 4 << 20  # a few answers of nodes are late on a busy machine
 
 @dataclass(slots=True)
 class Mounted:
-    """A mount on the first node of a task, whose files are read epoch by epoch. Nearly
-    all must come from a cache."""
+    """A mount on the first node of a task; its files are read epoch by epoch. Nearly all must come
+    from a cache."""
 
     bench: Workbench
     task: Running
@@ -46,7 +46,7 @@ class Mounted:
     epoch: int = 0
 
     def read(self) -> dict[str, float]:
-        """Read the next epoch in a random order that the mount is told before."""
+        """Read the next epoch in a random order that is announced to the mount before."""
         self.epoch += 1
         order = random_order(self.task.shape, self.mount.path, self.epoch, self.folder)
         before = self.mount.counts().reads
@@ -64,7 +64,7 @@ class Mounted:
 
 
 def memory_of(shape: Shape) -> int:
-    """Memory of a node that is to hold half of the dataset."""
+    """Memory of a node that must hold half of the dataset."""
     return max(shape.bytes // 2, MEMORY_MIN)
 
 
@@ -89,7 +89,7 @@ def mounted(task: Running, *, cache_dir: Path | None = None) -> Iterator[list[Pa
             return mountpoints
 
         mountpoints = mount_all()
-        if cache_dir is not None:  # at its end a master writes what it has in memory to the disk
+        if cache_dir is not None:  # at its end a master writes its memory to the disk
             stack.pop_all().close()
             until(lambda: not any(task.task.masters(rank) for rank in ranks), "the end", END_S)
             mountpoints = mount_all()
@@ -118,7 +118,7 @@ def mounted_alone(task: Running, *, cache_dir: Path) -> Iterator[Path]:
 
 @contextmanager
 def _no_delay(task: Running) -> Iterator[None]:
-    """The store answers at once meanwhile, as it is not what is measured."""
+    """Meanwhile the store answers at once: it is not measured here."""
     before, task.task.s3.delay_s = task.task.s3.delay_s, 0.0
     try:
         yield
@@ -202,7 +202,7 @@ def large_files(bench: Workbench) -> list[Row]:
 
 
 def announce(mountpoint: Path, shape: Shape, epoch: int) -> None:
-    """Tell the mount the order that `random_order` draws for this seed."""
+    """Announce the order that `random_order` draws for this seed to the mount."""
     drawn = np.random.default_rng(epoch).permutation(shape.files)
     entries = entries_of(mountpoint, shape.paths())[drawn]
     with control.Control.connect(mountpoint) as link:
@@ -212,6 +212,5 @@ def announce(mountpoint: Path, shape: Shape, epoch: int) -> None:
 def entries_of(
     mountpoint: Path, paths: Sequence[str]
 ) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
-    """The entries of these files in the snapshot of a mount."""
     view = Snapshot((mountpoint / ".diesel" / "snapshot").read_bytes())
     return view.lookup_many([path.encode() for path in paths])

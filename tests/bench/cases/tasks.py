@@ -1,5 +1,6 @@
-"""Benchmarks of the cache of a task by its Python interface: reads of single files and batches, how
-the cache is filled and kept, recovery after a node's death, and eviction."""
+"""Benchmarks of the cache of a task by its Python interface: reads of single files and batches,
+filling and keeping the cache, recovery after a node's death, and eviction.
+"""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,8 @@ from ..workbench import Workbench
 
 T4 = Shape("T4", 40_000, 200, 4096)
 SMALL_CHUNK_BYTES = 512 << 10
-"""Of what half of the dataset is to be: of a node's ten large ones, four or five would fit."""
+"""Chunk size if half of the dataset must fit: of a node's ten large chunks, four or five would
+fit."""
 POLICY_BATCHES = 30
 SAMPLE = 2_000  # files that are read one by one from the store, to measure that rate
 SLOW_ROUNDS = 2  # for benchmarks that take a minute a round
@@ -43,7 +45,7 @@ GONE = 3  # the rank of the node that is killed
 BATCHES: Mapping[str, object] = {"do": "steady_batches", "size": BATCH}
 SINGLES: Mapping[str, object] = {"do": "steady_singles"}
 READ_COUNTS = ("mapped_reads", "local_reads", "peer_reads", "master_reads", "store_reads")
-"""The counters of a client that tell together how many files it has read. Some versions of
+"""The counters of a client that add up to the number of files that it has read. Some versions of
 DIESEL-FS have only some of them."""
 
 GATHER, REMOTE = "numpy's gather", "one by one, over 4 nodes"
@@ -87,7 +89,8 @@ def reads(bench: Workbench) -> list[Row]:
 
 def local(bench: Workbench) -> list[Row]:
     """T4 on a node that holds all of it: batches against numpy, which gathers the same files in the
-    same process; single files against those of four nodes that come through the own master."""
+    same process; single files against those of four nodes that come through the node's own master.
+    """
     with running(bench, T4, 1) as one, running(bench, T4) as four:
         one.start()
         four.start(peers_through_master=True)
@@ -160,7 +163,7 @@ def cold(bench: Workbench) -> list[Row]:
 
 
 def _file_by_file(task: Running) -> Measured:
-    """The rate of filling memcached, where each file is read from the store by itself: files/s."""
+    """The rate of filling memcached if each file is read from the store by itself: files/s."""
     paths = task.shape.paths()[:: max(task.shape.files // (SAMPLE * NODES), 1)]
     task.put_files(paths)
 
@@ -175,7 +178,7 @@ def _file_by_file(task: Running) -> Measured:
 def _refilled(
     cluster: Memcached, task: Running, ranks: Sequence[int], paths: Sequence[str]
 ) -> list[dict[str, float]]:
-    """The answers of clients on these nodes that share the files, and set what is missing."""
+    """The answers of clients on these nodes that share the files, and set the missing ones."""
     begun: list[ClientProcess] = []
     for at, rank in enumerate(ranks):
         listed = write_list(paths[at :: len(ranks)], task.nodes.folder / f"refill-{rank}")
@@ -186,10 +189,10 @@ def _refilled(
 
 
 def recovery(bench: Workbench) -> list[Row]:
-    """D4L, when one of four nodes is killed: how long until nothing is read from the store again.
+    """D4L, when one of four nodes is killed: the time until nothing is read from the store again.
 
-    Readers on the others go on. A new memcached takes the dead one's place at once; its readers put
-    into it what they miss. Of ours nobody takes the place: the others share what it had.
+    Readers on the others continue. A new memcached takes the dead one's place at once; its readers
+    set the files that they miss. In our task no node takes the place: the others share its chunks.
     """
     others = [rank for rank in range(NODES) if rank != GONE]
     with running(bench, D4L) as task:
@@ -259,8 +262,8 @@ def policies(bench: Workbench) -> list[Row]:
 
 
 def _counted(task: Running) -> tuple[int, int]:
-    """What clients have read, and what of it was in no cache: read by them from the store, or by a
-    master while they waited."""
+    """The number of files that clients have read, and the number that was in no cache: a client
+    read it from the store, or a master did while the client waited."""
     said = task.all(do="stats")
     read = sum(int(each.get(name, 0)) for each in said for name in READ_COUNTS)
     left = sum(int(each.get("store_reads", 0)) for each in said)
@@ -296,12 +299,13 @@ def too_large(bench: Workbench) -> list[Row]:
 
 
 def planned(bench: Workbench) -> list[Row]:
-    """What the store gives in an epoch to four nodes whose memory holds half of the dataset, by
-    what it must give at least: eviction by plan, and `lru`.
+    """The bytes that the store gives in an epoch to four nodes with memory for half of the dataset,
+    divided by the least possible: eviction by plan, and `lru`.
 
     The readers announce their orders, read in step, and are paced, as training is: an epoch takes
-    half a minute, and what masters know of each other is more than a second old. `planned_nodes.py`
-    has the optimum. The machine's speed does not matter, as long as it keeps the pace.
+    half a minute, and the masters' knowledge of each other is more than a second old.
+    `planned_nodes.py` has the optimum. The machine's speed does not matter, as long as it keeps the
+    pace.
     """
     rows = []
     with (

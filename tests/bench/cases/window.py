@@ -31,8 +31,8 @@ RATE_AGAIN, READS_AGAIN, PEAK = "files/s, second", "READs a file, second", "peak
 
 
 class _Setting:
-    """D4L in small chunks, the options of a mount of `session` with a budget of a tenth, and of one
-    that has all resident."""
+    """D4L in small chunks, the options of a mount of `session` with a budget of a tenth, and those
+    of one that keeps all resident."""
 
     def __init__(self, data: Stored, session: tuple[str, ...]) -> None:
         self.data, self.bench = data, data.bench
@@ -108,7 +108,7 @@ def _setting(bench: Workbench, session: tuple[str, ...] = KERNEL) -> Iterator[_S
 
 
 def _peak(rounds: Rounds) -> Measured:
-    """The greatest memory, in the worst round. A control group tells it."""
+    """The greatest memory, in the worst round, from a control group."""
     if PEAK in rounds.runs[OURS][0]:
         return worst(rounds.ours(PEAK))
     return NotMeasured("no control group can be made here")

@@ -1,4 +1,4 @@
-"""Experiments that repeat figures and tables of papers, or hold a simulation against what happens.
+"""Experiments that repeat figures and tables of papers, or compare a simulation with real runs.
 
 Each was run by hand once or a few times, and is kept so that it can be run again. They are started
 by name as the benchmarks are (`make bench ARGS=lrfu`), print rows of the same table, and stand in
@@ -6,7 +6,7 @@ RESULTS.md; README.md shows none of them.
 
 | name | repeats |
 | --- | --- |
-| accuracy | figure 13 of the paper (DIESEL): what chunk-wise shuffle costs in accuracy |
+| accuracy | figure 13 of the paper (DIESEL): the accuracy that chunk-wise shuffle costs |
 | tasks-clients, tasks-deaths | figures 11a and 6 of the paper |
 | importance-* | tables and figures of iCache (HPCA 2023) |
 | order-* | figure 5 of LCache |

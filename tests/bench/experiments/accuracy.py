@@ -1,8 +1,8 @@
-"""Benchmark of what a network learns from images in chunk-wise order, held against full shuffle: a
-table, and a plot beside the bench. It repeats figure 13 of the paper (DIESEL, section 6.5), which
-finds no loss, in small: with made images, many seeds and intervals.
+"""Benchmark of the accuracy of a network trained with images in chunk-wise order, compared with
+full shuffle: a table, and a plot beside the bench. It repeats figure 13 of the paper (DIESEL,
+section 6.5), which finds no loss, in small: with made images, many seeds and intervals.
 
-Nothing is timed, so a busy machine changes nothing but how long it takes.
+Nothing is timed, so a busy machine only makes it take longer.
 """
 
 import json
@@ -68,7 +68,7 @@ class Difference:
 
     @classmethod
     def of(cls, ours: Sequence[float], others: Sequence[float]) -> "Difference":
-        """Ours less the others, pair by pair; two pairs at least."""
+        """Ours less the others, pair by pair; at least two pairs."""
         differences = [one - other for one, other in zip(ours, others, strict=True)]
         deviation = statistics.stdev(differences)
         half_width = T_975[len(differences) - 2] * deviation / math.sqrt(len(differences))
@@ -76,7 +76,7 @@ class Difference:
 
     @property
     def farthest(self) -> float:
-        """How far from 0 the interval reaches."""
+        """The greatest distance of the interval from 0."""
         return abs(self.mean) + self.half_width
 
     @property
@@ -152,13 +152,13 @@ def put_images(folder: Path, pixels: Pixels, packed: Mapping[str, Indices]) -> D
 
 
 def probe(dlcmd: Dlcmd, seed: int, *words: str) -> dict[str, float]:
-    """What `learning_probe.py` says of a seed."""
+    """The output of `learning_probe.py` for a seed."""
     name = "experiments.learning_probe"
     return probes.run(name, dlcmd, str(seed), *words, deadline_s=PROBE_S_MAX)
 
 
 def probe_seeds(bench: Workbench, dlcmd: Dlcmd, seeds: int, *words: str) -> Runs:
-    """What it says of each seed; two seeds if the bench is only tried."""
+    """Its output for each seed; two seeds if the bench is only tried."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         numbers = range(seeds if bench.divisor == 1 else 2)
         return list(pool.map(lambda seed: probe(dlcmd, seed, *words), numbers))

@@ -1,17 +1,17 @@
 """Benchmarks of importance sampling, beside the tables of iCache (HPCA 2023).
 
-- `accuracy`: what a network learns from half of the samples in each epoch, chosen by importance, at
-  random, and with substitutes (tables I and III).
+- `accuracy`: the accuracy of a network trained with half of the samples in each epoch, chosen by
+  importance, at random, and with substitutes (tables I and III).
 - `accuracy_of_less`: the same with 30 % of the samples, chosen by importance and at random.
-- `hits`: how many of the samples that an epoch reads are in memory already (figures 11 and 16), by
-  the prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The
-  losses are those that a network has left in each epoch of `accuracy`'s images, drawn again with
+- `hits`: the part of an epoch's samples that is in memory already (figures 11 and 16), by the
+  prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The losses
+  are those that a network has left in each epoch of `accuracy`'s images, drawn again with
   replacement; time is not simulated.
-- `jobs`: two jobs train on one dataset and share a cache for 20 % (figure 14), which keeps what
-  matters to one of them, or to both by percentile and benefit: on a real mount as `epochs`, and
-  with the losses of two networks simulated as in `hits`.
+- `jobs`: two jobs train on one dataset and share a cache for 20 % (figure 14). It keeps the samples
+  that are important to one of them, or to both by percentile and benefit: on a real mount as
+  `epochs`, and with the losses of two networks simulated as in `hits`.
 - `epochs`: a training loop on a real mount of a store with 5 ms and 200 MB/s, without a model.
-- `overhead`: what the sampler and the mount need for 1.28 million samples.
+- `overhead`: time and memory of the sampler and the mount for 1.28 million samples.
 
 The paper's samples lie one by one on a file system; ours lie in chunks.
 """
@@ -67,7 +67,7 @@ trainings of 48 epochs."""
 FULL, UNIFORM, BY_IMPORTANCE = "full order", "uniform subsampling", "importance"
 
 CACHES = (0.2, 0.4, 0.6, 0.8)
-"""What a cache holds of the dataset, as in figure 16."""
+"""The parts of the dataset that a cache holds, as in figure 16."""
 PAPER_OURS, PAPER_LRU = (0.37, 0.55, 0.69, 0.83), (0.02, 0.09, 0.23, 0.48)
 KEPT, SUBSTITUTED = "kept by importance", "with substitutes"
 HITS_MIN = {KEPT: 0.25, SUBSTITUTED: 0.37}
@@ -75,14 +75,14 @@ HITS_MIN = {KEPT: 0.25, SUBSTITUTED: 0.37}
 FASTER_MIN = 1.7
 SIZES = {"CIFAR-10": 50_000, "ImageNet": 1_281_167}
 LARGE = 1_000_000
-"""Of so many samples only the smallest cache is simulated: that takes minutes."""
+"""For this many samples only the smallest cache is simulated: that takes minutes."""
 SAMPLE_BYTES, CHUNK_SAMPLES, READ_AT_ONCE = 110 << 10, 36, 256
 
 COUNTED = 4
-"""The last epochs, whose hits are counted."""
+"""Number of epochs at the end in which hits are counted."""
 JOB_WIDTHS, JOB_BENEFITS, JOB_ROUNDS = (32, 8), (3.0, 2.0), 3
 TELLING = {"of the first job": (0,), "of the second job": (1,), OURS: (0, 1)}
-"""Which of two jobs tell what is important to them."""
+"""The jobs, of two, that send their importances to the mount."""
 
 _PROGRAM = Path(__file__).parent / "importance_program.py"
 
@@ -105,7 +105,7 @@ ACCURACY_PLOT = Plot(
 )
 
 Losses = npt.NDArray[np.float32]
-"""By epoch and sample."""
+"""Losses by epoch and sample."""
 
 
 def accuracy(bench: Workbench) -> list[Row]:
@@ -129,7 +129,7 @@ def accuracy_of_less(bench: Workbench) -> list[Row]:
 
 
 def _trainings(bench: Workbench, share: float, seeds: int, *ways: str) -> Runs:
-    """What the probe says for each seed; without `ways`, of all of them."""
+    """The output of the probe for each seed; without `ways`, for all of them."""
     with bench.scratch() as folder:
         dlcmd, numbers = _packed(bench, folder), json.dumps({**_numbers(bench), "share": share})
         return probe_seeds(bench, dlcmd, seeds, "ways", numbers, json.dumps(ways))
@@ -140,7 +140,7 @@ def _ways(runs: Runs) -> Sequence[str]:
 
 
 def _compared(runs: Runs, share: float) -> tuple[list[Row], Mapping[str, Sequence[Difference]]]:
-    """Rows of each way but the full order, and by how much they differ from that and from samples
+    """Rows of each way but the full order, and its differences from the full order and from samples
     at random."""
     full, rows = of(runs, FULL), []
     lines: dict[str, list[Difference]] = {FULL: [], UNIFORM: []}
@@ -214,14 +214,13 @@ def hits(bench: Workbench) -> list[Row]:
 
 
 def _recorded(bench: Workbench, dlcmd: Dlcmd, file: Path, seed: int, **more: float) -> Losses:
-    """The losses that a training in full order has left."""
     probe(dlcmd, seed, "ways", json.dumps({**_numbers(bench), **more}), "[]", str(file))
     images = IMAGES // bench.divisor
     return np.frombuffer(file.read_bytes(), np.float32).reshape(-1, images)
 
 
 def _drawn_again(recorded: Losses, count: int) -> Losses:
-    """The losses of so many samples: those of recorded ones, with replacement."""
+    """The losses of `count` samples, drawn from the recorded ones with replacement."""
     rng = np.random.default_rng(1)
     chosen = rng.integers(0, recorded.shape[1], count)
     return recorded[:, chosen] * rng.lognormal(0, 0.02, count).astype(np.float32)
@@ -230,7 +229,7 @@ def _drawn_again(recorded: Losses, count: int) -> Losses:
 def _draws(
     losses: Losses, rule: DrawRule | None, seed: int = 1
 ) -> Sequence[tuple[Indices, npt.NDArray[np.float32]]]:
-    """The samples of each epoch in order, and how likely each sample was drawn."""
+    """The samples of each epoch in order, and the probability of each sample."""
     count = losses.shape[1]
     known = np.full(count, np.nan, np.float32)
     found = []
@@ -245,11 +244,11 @@ def _draws(
 
 
 def _parts_in_memory(losses: Losses, cache: float) -> tuple[dict[str, float], float]:
-    """Which part of the last epochs' samples is in memory by each way of caching, and how many
+    """The part of the last epochs' samples that is in memory, for each way of caching; and how many
     times as much LRU reads from the store as ours."""
     lru = _by_lru(losses, cache, None)
     sampled = _by_lru(losses, cache, DrawRule(SHARE))
-    kept, reads = _planned(losses, cache, substitutes=False)  # what changes no sample is compared
+    kept, reads = _planned(losses, cache, substitutes=False)  # without substitutes: comparable
     with_substitutes, _ = _planned(losses, cache, substitutes=True)
     by_part = {"LRU": lru, "importance sampling, LRU": sampled}
     by_part |= {KEPT: kept, SUBSTITUTED: with_substitutes}
@@ -259,7 +258,7 @@ def _parts_in_memory(losses: Losses, cache: float) -> tuple[dict[str, float], fl
 
 
 def _by_lru(losses: Losses, cache: float, rule: DrawRule | None) -> float:
-    """Hits of a cache that evicts what was not read for the longest time."""
+    """Hits of a cache that evicts the least recently read sample."""
     room = int(cache * losses.shape[1])
     cached: OrderedDict[int, None] = OrderedDict()
     hits, reads = 0, 0
@@ -289,7 +288,7 @@ def _planner(count: int, cache: float) -> tuple[PrefetchPlanner, Indices, "npt.N
 
 
 def _planned(losses: Losses, cache: float, *, substitutes: bool) -> tuple[float, int]:
-    """Hits of the planner of a mount, and what an epoch reads from the store."""
+    """Hits of the planner of a mount, and the number of reads from the store in an epoch."""
     planner, chunks, everything = _planner(losses.shape[1], cache)
     draws = _draws(losses, DrawRule(SHARE))
     hits, total, now_s = 0, 0, 0.0
@@ -361,8 +360,8 @@ def jobs(bench: Workbench) -> list[Row]:
 
 
 def _shared(losses: Sequence[Losses], told: Sequence[int]) -> tuple[float, ...]:
-    """Which part of its samples each job finds in memory, where these jobs tell what is important
-    to them."""
+    """The part of its samples that each job finds in memory, if the jobs in `told` send their
+    importances."""
     planner, _, everything = _planner(losses[0].shape[1], CACHES[0])
     draws = [_draws(each, DrawRule(SHARE), seed) for seed, each in enumerate(losses)]
     hits, now_s = [0, 0], 0.0
@@ -380,7 +379,7 @@ def _shared(losses: Sequence[Losses], told: Sequence[int]) -> tuple[float, ...]:
 
 
 def _timed_jobs(bench: Workbench) -> tuple[dict[str, Samples], dict[str, str]]:
-    """Two jobs train on one mount, side by side, and one of them or both tell what is important:
+    """Two jobs train on one mount, side by side, and one of them or both send their importances:
     the seconds of an epoch of both, and notes."""
     rounds: dict[str, list[list[float]]] = {name: [] for name in TELLING}
     benefits: dict[str, str] = {}
@@ -390,7 +389,7 @@ def _timed_jobs(bench: Workbench) -> tuple[dict[str, Samples], dict[str, str]]:
                 with _mounted(bench, shape, slow, "--evict", "importance") as start:
                     started = [start(("importance", str(SHARE), str(1 + job)), {
                         "SLURM_JOB_ID": str(1 + job),
-                        # A process that is not the first on its node tells nothing.
+                        # A process that is not the first on its node sends nothing.
                         "LOCAL_RANK": str(int(job not in tells)),
                     }) for job in range(2)]  # fmt: skip
                     said = [_said(job) for job in started]
@@ -427,8 +426,8 @@ def _stored_slowly(bench: Workbench) -> Iterator[tuple[Shape, SlowStore]]:
 
 @contextmanager
 def _mounted(bench: Workbench, shape: Shape, slow: SlowStore, *options: str) -> Iterator[_Start]:
-    """Mount the images with an empty cache for a fifth of them; what is yielded starts trainings
-    there."""
+    """Mount the images with an empty cache for a fifth of them; the yielded function starts
+    trainings there."""
     bench.warm_page_cache(slow.store.bucket / "datasets")
     memory = ("--memory", str(int(CACHES[0] * shape.bytes)))
     with bench.scratch() as scratch:
@@ -444,7 +443,7 @@ def _mounted(bench: Workbench, shape: Shape, slow: SlowStore, *options: str) -> 
 
 
 def _said(training: "subprocess.Popen[str]") -> _Trained:
-    """What a training has printed at its end. Raises CalledProcessError."""
+    """The output of a training at its end. Raises CalledProcessError."""
     try:
         output, _ = training.communicate(timeout=DEADLINE_S)
     finally:
@@ -457,7 +456,7 @@ def _said(training: "subprocess.Popen[str]") -> _Trained:
 
 def epochs(bench: Workbench) -> list[Row]:
     """Train on a mount: in full order and by importance. In full order, the mount reads ahead of
-    the loop, so it takes no longer than with a cache that evicts what was not read for longest."""
+    the loop, so it takes no longer than with a cache that evicts the least recently read files."""
     sides: dict[str, list[str]] = {
         FULL: ["announced", "--evict", "plan"],
         OURS: ["importance", "--evict", "importance"],

@@ -7,7 +7,7 @@ epochs, as fast as its loader gives them.
 Losses are drawn once by a seed, and change a little from epoch to epoch, as those of a network do.
 A JOB is a number: the losses of each are another multiple of the same ones, as those of different
 networks are.
-The second form prints what the sampler needs for so many samples, which lie nowhere.
+The second form prints the sampler's time and memory for SAMPLES samples without files.
 """
 
 import json
@@ -24,7 +24,7 @@ from diesel_fs.mounts.plans.control import Control
 from diesel_fs.orders.shuffle import ChunkedFiles
 from diesel_fs.torch import ImportanceSampler
 from diesel_fs.torch import sampler as module
-from diesel_fs.torch.sources import SampleFiles
+from diesel_fs.torch.sources import SampleSource
 
 EPOCHS, BATCH, WORKERS = 6, 64, 2
 BATCH_OF_JOBS = 32  # 20 such batches of samples in memory are timed, and no more may be there
@@ -49,7 +49,7 @@ class Files(Dataset[int]):  # type: ignore[misc]  # mypy skips torch
 
 
 def kept_entries(mount: str) -> int:
-    """What the mount has kept for readers, so far."""
+    """The number of entries that the mount has kept for readers until now."""
     with Control.connect(mount) as control:
         residency = control.stats()["residency"]
     assert isinstance(residency, dict)
@@ -100,10 +100,10 @@ def train(mount: str, way: str, share: float, job: int = 0) -> None:
 
 
 def overhead(count: int) -> None:
-    """Time and memory of the sampler for samples that lie nowhere."""
+    """Time and memory of the sampler for samples without files."""
     entries = np.arange(count)
     files = ChunkedFiles(entries, entries // 1000, np.zeros((count // 1000 + 1, 16), np.uint8))
-    module.sample_files = lambda _: SampleFiles("x", "x", 1, files, None)  # type: ignore[attr-defined,assignment]  # patched
+    module.sample_files = lambda _: SampleSource("x", "x", 1, files, None)  # type: ignore[attr-defined,assignment]  # patched
     sampler = ImportanceSampler(None)
     rng = np.random.default_rng(1)
     batches = np.array_split(rng.permutation(count), max(count // 256, 1))

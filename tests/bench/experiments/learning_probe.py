@@ -6,13 +6,13 @@ tests it.
 
 NUMBERS is a mapping (`accuracy.py`, `importance.py`). Prints, for each of them, the percentage of
 right answers on other images. All networks of a seed begin with the same weights, so that their
-results are pairs, and are trained with SGD, whose learning rate goes up, and then down to nothing
+results are pairs. They are trained with SGD; its learning rate goes up, and then down to nothing
 (one cycle). On a processor there is one thread: torch then gives the same result each time.
 
 `orders` are those of `Dataset.shuffle` (group size 0: full shuffle). All images are read by
-`read_many` in the order of their entries, and kept in memory. `ways` also tells with how many
-samples each was trained; where there is a GPU, it is used. With FILE only the full order is
-trained, and the losses that each epoch has left go there.
+`read_many` in the order of their entries, and kept in memory. `ways` also prints the number of
+samples that each was trained with; it uses a GPU if there is one. With FILE only the full order
+is trained, and the losses that each epoch has left go there.
 """
 
 import json
@@ -52,7 +52,7 @@ TESTED = 500  # images at once
 
 FULL, UNIFORM, IMPORTANCE = "full order", "uniform subsampling", "importance"
 WEIGHTED, GRADIENT = "importance, weighted", "importance, gradient norm"
-WEIGHTED_FLOOR = 0.2  # else weights have no limit, and a few great ones end the training
+WEIGHTED_FLOOR = 0.2  # otherwise weights have no limit, and a few great ones end the training
 FROM_LOW, FROM_HIGH = "importance, substitutes of low", "importance, substitutes of high"
 WAYS = (FULL, UNIFORM, IMPORTANCE, WEIGHTED, GRADIENT, FROM_LOW, FROM_HIGH)
 
@@ -157,7 +157,7 @@ def trained_in_order(
 def in_orders(
     url: str, seed: int, numbers: dict[str, int], orders: list[tuple[str, str, int]]
 ) -> dict[str, float]:
-    """The percentage of right answers by order, and how even the batches were."""
+    """The percentage of right answers by order, and a measure of the evenness of the batches."""
     tested = numbers["test_images"]
     test = tensors(made_images(tested, numbers["test_seed"]), labels_of(tested))
     report: dict[str, float] = {}
@@ -178,7 +178,7 @@ def in_orders(
 
 
 class Chooser:
-    """Which samples an epoch has, one way of choosing them."""
+    """The samples of an epoch, chosen in one way."""
 
     def __init__(self, way: str, data: DieselDataset, seed: int, numbers: dict[str, float]) -> None:
         self.way, self.seed, share = way, seed, numbers["share"]

@@ -1,4 +1,4 @@
-"""Benchmarks of `dlcmd plan` and of the policy `plan`, beside the tables of Lobster (ICPP 2022).
+"""Benchmarks of `dlcmd forecast` and the policy `plan`, beside the tables of Lobster (ICPP 2022).
 
 Nothing is trained here: the jobs of the paper's sections 5.3 and 5.5 are simulated by
 `diesel_fs.forecast`, with made-up files of ImageNet's number and sizes (log-normal, by a seed). One
@@ -16,7 +16,7 @@ The models of the other systems:
 - **PyTorch**: the kernel's page cache (least recently used, 40 GB), and workers that read two
   batches each ahead.
 
-All systems get the same bytes a second from the store; so what threads gain in the paper is not
+All systems get the same bytes a second from the store; so the gain by threads in the paper is not
 modelled. Figures of the paper are averages over a training, ours of the last simulated epoch.
 """
 
@@ -28,8 +28,8 @@ import numpy as np
 import numpy.typing as npt
 
 from diesel_fs.forecast.kept import MEMORY, STORE, EpochSources, replay
-from diesel_fs.forecast.nodes import Job, Node, Store
-from diesel_fs.forecast.reads import ALONE, EpochReads, Files, cut_epoch, epoch_order
+from diesel_fs.forecast.nodes import ForecastJob, ForecastNode, ForecastStore
+from diesel_fs.forecast.reads import ALONE, EpochReads, ForecastFiles, cut_epoch, epoch_order
 from diesel_fs.forecast.simulate import EpochForecast, forecast, read_epochs, timed
 from diesel_fs.orders.shuffle import ChunkedFiles
 
@@ -59,7 +59,7 @@ PERCENT = "% of files"
 THE_PAPER, MODELLED = "Lobster, section 5.5", "NoPFS here"
 
 
-def made_files(count: int, total_bytes: float) -> Files:
+def made_files(count: int, total_bytes: float) -> ForecastFiles:
     """Files of log-normal sizes, packed in chunks in the order of their numbers."""
     rng = np.random.default_rng(SEED)
     drawn = rng.lognormal(0.0, SIGMA, count)
@@ -71,16 +71,16 @@ def made_files(count: int, total_bytes: float) -> Files:
     chunk_bytes = (np.bincount(chunk, size) + ALIGNMENT).astype(np.uint64)
     ids = rng.integers(0, 256, (len(chunk_bytes), 16), np.uint8)
     chunked = ChunkedFiles(np.arange(count), chunk, ids)
-    return Files(chunked, offset, size, (-(-size // 4096)).astype(np.uint32), chunk_bytes)
+    return ForecastFiles(chunked, offset, size, (-(-size // 4096)).astype(np.uint32), chunk_bytes)
 
 
-def job_of(files: Files, store_bytes_per_s: float, *, epochs: int = 3) -> Job:
+def job_of(files: ForecastFiles, store_bytes_per_s: float, *, epochs: int = 3) -> ForecastJob:
     """The job of section 5.1 on one node; with less data also with less memory."""
     memory = MEMORY_BYTES * files.bytes / BYTES_1K if len(files) < FILES_1K else MEMORY_BYTES
     window = min(WINDOW_BYTES, int(memory / 16))
-    node = Node(window, int(memory) - window, push_bytes_per_s=1e14)
-    store = Store(0.0, store_bytes_per_s, connection_bytes_per_s=1e14)
-    return Job(
+    node = ForecastNode(window, int(memory) - window, push_bytes_per_s=1e14)
+    store = ForecastStore(0.0, store_bytes_per_s, connection_bytes_per_s=1e14)
+    return ForecastJob(
         node, store, ranks=RANKS, batch=BATCH, workers=WORKERS, images_per_s=IMAGES_PER_S,
         epochs=epochs, seed=SEED,
     )  # fmt: skip
@@ -88,16 +88,16 @@ def job_of(files: Files, store_bytes_per_s: float, *, epochs: int = 3) -> Job:
 
 @dataclass(frozen=True, slots=True)
 class NoPfs:
-    """The model of NoPFS: its reads, and where they come from. Time depends on the store's rate."""
+    """The model of NoPFS: its reads, and their sources. Time depends on the store's rate."""
 
-    files: Files
-    job: Job
+    files: ForecastFiles
+    job: ForecastJob
     reads: Sequence[EpochReads]
     sources: Sequence[EpochSources]
 
     @classmethod
-    def of(cls, files: Files, *, epochs_trained: int = EPOCHS_TRAINED) -> "NoPfs":
-        """Its reads in two epochs, of which the first fills the caches."""
+    def of(cls, files: ForecastFiles, *, epochs_trained: int = EPOCHS_TRAINED) -> "NoPfs":
+        """Its reads in two epochs; the first fills the caches."""
         job = job_of(files, 1e9, epochs=2)
         memory = job.node.memory_bytes + job.node.window_bytes
         staging = min(STAGING_BYTES, memory // RANKS // 5)
@@ -115,13 +115,13 @@ class NoPfs:
         return cls(files, job, reads, sources)
 
     def timed(self, store_bytes_per_s: float) -> EpochForecast:
-        """Its second epoch, where the store gives so many bytes a second."""
+        """Its second epoch, with this rate of the store."""
         store = replace(self.job.store, bytes_per_s=store_bytes_per_s)
         job = replace(self.job, store=store)
         return timed(job, self.files, self.reads, self.sources, shares_memory=False)[-1]
 
     def calibrated(self) -> float:
-        """The store's rate with which it has the paper's hit ratio."""
+        """The store's rate at which it has the paper's hit ratio."""
         demand = self.files.bytes / len(self.files) * RANKS * IMAGES_PER_S
         low, high = 0.0, demand
         for _ in range(CALIBRATIONS):
@@ -134,10 +134,10 @@ class NoPfs:
 
 
 def _most_read(
-    job: Job, files: Files, cache_bytes: int, epochs_trained: int
+    job: ForecastJob, files: ForecastFiles, cache_bytes: int, epochs_trained: int
 ) -> npt.NDArray[np.bool_]:
-    """Which files any process of NoPFS holds: each those that it reads most often in the whole
-    training, of equal ones the first."""
+    """The files that any process of NoPFS holds: each process holds those that it reads most often
+    in the whole training; of equal ones, the first."""
     reads = np.zeros((job.world, len(files)), np.uint8)
     for epoch in range(epochs_trained):
         order = epoch_order(job, files, epoch)
@@ -206,8 +206,8 @@ def hit_ratios(bench: Workbench) -> list[Row]:
     return rows
 
 
-def _one_by_one(job: Job, files: Files) -> list[EpochReads]:
-    """The reads of each epoch, where each file is loaded by itself."""
+def _one_by_one(job: ForecastJob, files: ForecastFiles) -> list[EpochReads]:
+    """The reads of each epoch if each file is loaded by itself."""
     orders = (epoch_order(job, files, epoch) for epoch in range(job.epochs))
     return [cut_epoch(job, files, order, push_files=1) for order in orders]
 
@@ -215,7 +215,7 @@ def _one_by_one(job: Job, files: Files) -> list[EpochReads]:
 def imbalance(bench: Workbench) -> list[Row]:
     """Figure 8(a): iterations with imbalance, ImageNet-22K on one node."""
     small = made_files(FILES_1K // bench.divisor, BYTES_1K / bench.divisor)
-    # Files of ImageNet-22K are smaller: the store's rate is the same part of what is asked for
+    # Files of ImageNet-22K are smaller: the store's rate is the same part of the demand
     part = NoPfs.of(small).calibrated() / (small.bytes / len(small))
     files = made_files(FILES_22K // bench.divisor, BYTES_22K / bench.divisor)
     rate = part * files.bytes / len(files)
@@ -244,15 +244,15 @@ def imbalance(bench: Workbench) -> list[Row]:
 
 
 def speed(bench: Workbench) -> list[Row]:
-    """Simulating ImageNet-1K: 8 ranks, 3 epochs, one policy and order. Processor time, which is
-    what it takes on an idle machine, as it has one thread."""
+    """Simulating ImageNet-1K: 8 ranks, 3 epochs, one policy and order. The figure is processor
+    time, the time on an idle machine, since there is one thread."""
     files = made_files(FILES_1K // bench.divisor, BYTES_1K / bench.divisor)
     memory = files.bytes // 10
-    node = Node(files.bytes // 50, memory, 2 * memory)
+    node = ForecastNode(files.bytes // 50, memory, 2 * memory)
     rows = []
     for shuffle in ("full", "chunk"):
         for policy in ("plan", "lru"):
-            job = Job(node, ranks=RANKS, batch=BATCH, shuffle=shuffle)
+            job = ForecastJob(node, ranks=RANKS, batch=BATCH, shuffle=shuffle)
             begun_s = time.process_time()
             forecast(job, files, policy)
             taken = Samples((time.process_time() - begun_s,))

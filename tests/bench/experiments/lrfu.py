@@ -1,6 +1,6 @@
-"""The third experiment of DLCache (sections III-C.2 and IV): how long jobs wait for their datasets
-where a node's storage holds only a part of them, by eviction policy. It is a simulation, as the
-paper's is.
+"""The third experiment of DLCache (sections III-C.2 and IV): the time that jobs wait for their
+datasets if a node's storage holds only a part of them, by eviction policy. It is a simulation, as
+in the paper.
 
 Four datasets are used as the paper says: a dataset of traffic (TrafficInrix, 96 GB) once; ImageNet
 (136 GB) again and again; intrusion detection (CSE-CIC-IDS2018, 6.89 GB) by two jobs, of which the
@@ -24,7 +24,7 @@ The paper leaves open what stands below as constants, and three things that matt
 - Whether the jobs that share LibriSpeech are jobs of the sequence, which is drawn at random, or
   start together. In the main run they are jobs of the sequence; a further run has them start at
   once, so that they count as often and read the dataset once.
-- What the datasets cost beside each other: the private one's cost is not published. In the main run
+- The relative costs of the datasets: the private one's cost is not published. In the main run
   all cost the same for each byte, but blocks differ. Two further runs make one dataset three times
   as dear. In another, blocks do not differ either: in a cache folder, all chunks of a dataset count
   as equally dear.
@@ -56,22 +56,23 @@ BLOCK_BYTES = 1e9
 """The mean size of a block. A block is a file of the bucket, and archives are cut to some size; the
 paper gives none. With 136 blocks, a dataset can be evicted in parts."""
 BLOCK_SIGMA = 0.5
-"""Of the logarithms of sizes: one block in six has 1.6 times the median or more."""
+"""Standard deviation of the logarithms of sizes: one block in six has 1.6 times the median or
+more."""
 OLD, NEW = 7, 3
 """CSE-CIC-IDS2018 has a file for each of ten days. At most 7 old files are used again, so the first
 job uses 7, and the second has 3 new ones beside them."""
 DOWNLOAD_BYTES_PER_S = 100e6
-"""What a link of 1 Gbit/s (section IV-A) gives a bucket's client."""
+"""The rate of a link of 1 Gbit/s (section IV-A) for a bucket's client."""
 EXTRACT_BYTES_PER_S = 200e6
-"""What `pigz` and the file system give on 8 processors: decompression has one thread."""
+"""The rate of `pigz` and the file system on 8 processors: decompression has one thread."""
 COST_SIGMA = 0.5
-"""Of the logarithms of costs for a byte: downloads of one host differ by that much over a day, and
-files differ in compression."""
+"""Standard deviation of the logarithms of costs for a byte: downloads of one host differ by that
+much over a day, and files differ in compression."""
 DEFAULT = Attenuation()
 GAP_HOURS = 6.0
 """Between the starts of two jobs: training on these datasets takes hours."""
 DEAR = 3.0
-"""How many times as much a dataset costs in the further runs."""
+"""The factor by which one dataset costs more in the further runs."""
 
 PS, STEPS = (1.5, 2.0, 4.0, 16.0), (0.0, 1 / 96, 1 / 24, 1 / 6, 1.0)
 FURTHER_ORDERS = 5
@@ -101,7 +102,8 @@ class Blocks:
 
     @classmethod
     def drawn(cls, dearer: Mapping[str, float], cost_sigma: float = COST_SIGMA) -> "Blocks":
-        """By a seed; `dearer` has how many times as much the blocks of some datasets cost."""
+        """Draw the blocks by a seed; `dearer` has the factors by which the blocks of some datasets
+        cost more."""
         rng = np.random.default_rng(SEED)
         sizes, costs, numbers, count = [], [], list[Numbers](), 0
         for dataset, total in enumerate(DATASET_BYTES):
@@ -111,7 +113,7 @@ class Blocks:
             byte_s = 1 / DOWNLOAD_BYTES_PER_S + 1 / EXTRACT_BYTES_PER_S
             byte_s *= dearer.get(NAMES[dataset], 1.0)
             vary = rng.lognormal(0.0, cost_sigma, blocks)
-            vary *= size.sum() / (vary * size).sum()  # so that datasets cost what they should
+            vary *= size.sum() / (vary * size).sum()  # so that each dataset has its cost
             sizes.append(size)
             costs.append(size * byte_s * vary)
             numbers.append(np.arange(count, count + blocks))
@@ -121,7 +123,7 @@ class Blocks:
 
 @dataclass(slots=True)
 class Storage:
-    """What a policy knows: of each block its references and its last use, in hours."""
+    """The knowledge of a policy: for each block its references and its last use, in hours."""
 
     blocks: Blocks
     attenuation: Attenuation
@@ -134,7 +136,7 @@ class Storage:
         self.crf, self.count, self.used = (np.zeros(len(self.blocks.bytes)) for _ in range(3))
 
     def reference(self, blocks: Numbers, times: int, now: float) -> None:
-        """So many jobs that use these blocks start now."""
+        """`times` jobs that use these blocks start now."""
         for _ in range(times):
             self.crf[blocks] = self.attenuation.add_reference(
                 self.crf[blocks], self.used[blocks], now
@@ -143,7 +145,8 @@ class Storage:
         self.count[blocks] += times
 
     def eviction_order(self, blocks: Numbers, now: float, byte_cost_s: Values) -> Numbers:
-        """These blocks by what their references count now, and what their bytes cost."""
+        """The order in which these blocks are evicted, by the present count of their references and
+        the cost of their bytes."""
         log_crf = self.attenuation.log_crf(self.crf[blocks], self.used[blocks], now)
         return eviction_order(log_crf, byte_cost_s, self.used[blocks])
 
@@ -152,7 +155,7 @@ class Storage:
 
 
 Order = Callable[[Storage, Numbers, float], Numbers]
-"""Of these blocks, at this hour, which goes first: places in the array."""
+"""The order in which blocks are evicted at an hour: places in the array."""
 
 
 def _ours(storage: Storage, blocks: Numbers, now: float) -> Numbers:
@@ -176,7 +179,7 @@ POLICIES: Mapping[str, Order] = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Jobs that start at once: the blocks that they use, and how many they are."""
+    """Jobs that start at once: the blocks that they use, and the number of jobs."""
 
     blocks: Numbers
     jobs: int = 1
@@ -191,7 +194,7 @@ class Workload:
     seed: Sequence[int]
 
     def prepared_s(self, blocks: Blocks, order: Order, attenuation: Attenuation = DEFAULT) -> float:
-        """Seconds in which all jobs together prepare their blocks."""
+        """The time that all jobs together need to prepare their blocks."""
         storage = Storage(blocks, attenuation, np.random.default_rng(self.seed))
         is_here = np.zeros(len(blocks.bytes), np.bool_)
         held_bytes = total_s = 0.0
@@ -216,7 +219,7 @@ class Workload:
 def workloads(
     bench: Workbench, blocks: Blocks, orders: int, *, at_once: bool = False
 ) -> list[Workload]:
-    """All settings, with so many orders of each. `at_once`: the jobs that share a dataset start
+    """All settings, with `orders` orders of each. `at_once`: the jobs that share a dataset start
     together."""
     found = []
     levels: list[float] = STORAGE_BYTES[:: min(bench.divisor, len(STORAGE_BYTES))].tolist()
@@ -264,7 +267,6 @@ def simulate(bench: Workbench) -> list[Row]:
 
 
 def _hours(blocks: Blocks, jobs: Sequence[Workload]) -> dict[str, Values]:
-    """The total hours of each workload, by policy."""
     # Rounded, as sums of the same costs in another order differ in their last digits
     return {
         name: np.round([each.prepared_s(blocks, order) / 3600 for each in jobs], 9)
@@ -325,7 +327,7 @@ def _compared(name: str, hours: Mapping[str, Values]) -> list[Row]:
 
 
 def _plot(bench: Workbench, blocks: Blocks, hours: Mapping[str, Values]) -> None:
-    """The distributions, and what each workload takes at least."""
+    """The distributions, and the least time of each workload."""
     least = float(blocks.cost_s.sum()) / 3600
     highest = max(float(np.percentile(each, 99)) for each in hours.values())
     places = np.linspace(0.95 * least, highest, 150)

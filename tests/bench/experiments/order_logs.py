@@ -6,8 +6,8 @@ on the disk, or half of it (then the rest comes from a store that takes 5 ms and
 Reads of files and chunks go past the page cache (O_DIRECT); that of the logs is dropped before an
 epoch, and again with each segment.
 
-`limited` does the same with a disk of 100 MB/s and 2,000 requests/s: `LimitedDisk` makes the calls
-that read and write take so long. (The blkio throttle of control groups would not see what the
+`limited` does the same with a disk of 100 MB/s and 2,000 requests/s: `LimitedDisk` makes reading
+and writing calls take that long. (The blkio throttle of control groups would not see pages that the
 kernel writes back later.)
 """
 
@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache import order_log
 from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.disk.folder import CacheFolder
 from diesel_fs.cache.disk.logs import OrderLogFiles
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.order_log import LoggedReader, LogPlan, OrderLogs
+from diesel_fs.cache.order_logs.logs import STAGED_BYTES, LoggedReader, OrderLogs
+from diesel_fs.cache.order_logs.streams import LogPlan
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.plan import Entries
@@ -47,19 +47,19 @@ THREADS = 8  # for files and parts of chunks
 UNIT = 2048  # files of one push, as in a mount
 DISK_BYTES_PER_S, DISK_REQUESTS_PER_S, REQUEST_BYTES = 100e6, 2_000, 1 << 20
 STORE_S, STORE_BYTES_PER_S = 0.005, 200e6
-EPOCHS = 2  # that are measured
+EPOCHS = 2  # number of measured epochs
 WRITTEN, FETCHED, REQUESTS = "written/dataset", "fetched/dataset", "requests/file"
 
 
 class Pace:
-    """What all threads together may use at once, such as a disk or a link."""
+    """A shared resource of all threads with a limited rate, such as a disk or a link."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free_s = 0.0  # when all that was asked is done
+        self._free_s = 0.0  # when all requests until now are done
 
     def take(self, cost_s: float, at_least_s: float = 0.0) -> None:
-        """Wait until it was used for so long."""
+        """Wait until the resource was used for this time."""
         with self._lock:
             self._free_s = max(self._free_s, time.monotonic()) + cost_s
             until_s = self._free_s
@@ -70,7 +70,7 @@ class LimitedDisk(Pace):
     """Makes reads and writes of this process take as long as a slow disk takes."""
 
     def serve(self, size: int) -> None:
-        """Wait until the disk has served a request of so many bytes."""
+        """Wait until the disk has served a request of `size` bytes."""
         requests = max(-(-size // REQUEST_BYTES), 1)
         self.take(max(size / DISK_BYTES_PER_S, requests / DISK_REQUESTS_PER_S))
 
@@ -98,7 +98,8 @@ class LimitedDisk(Pace):
 
 
 class _SlowStore(ReadWrapper):
-    """A store whose reads take `STORE_S`, and share its bandwidth. Its files are below `root`."""
+    """A store with reads that take `STORE_S` and share its bandwidth. Its files are below
+    `root`."""
 
     def __init__(self, inner: ObjectStore, root: Path) -> None:
         super().__init__(inner)
@@ -122,7 +123,6 @@ def _index(data: Stored, view: Snapshot) -> Entries:
 
 
 def _order(data: Stored, seed: int) -> Indices:
-    """A random order of the files."""
     return np.random.default_rng(seed).permutation(data.shape.files)
 
 
@@ -147,7 +147,7 @@ def _figure5(bench: Workbench, shapes: Sequence[Shape], disk: LimitedDisk | None
 
 
 def _sides(data: Stored, part: float, disk: LimitedDisk | None) -> dict[str, Side]:
-    """The three ways to read, where this part of the dataset is on the disk."""
+    """The three ways to read, with this part of the dataset on the disk."""
     shape, count, names = data.shape, data.shape.files, data.shape.paths()
     is_here = np.random.default_rng(99).permutation(count) < part * count
 
@@ -196,7 +196,7 @@ def _sides(data: Stored, part: float, disk: LimitedDisk | None) -> dict[str, Sid
         with data.bench.scratch() as place, LocalRepository.open(data.dlcmd.url) as repository:
             view = repository.view(shape.name)
             store = _SlowStore(repository.objects, data.dlcmd.store)
-            room = int(shape.bytes * part) + 2 * order_log.STAGED_BYTES + (32 << 20)
+            room = int(shape.bytes * part) + 2 * STAGED_BYTES + (32 << 20)
             room += shape.bytes // 2 if part == 1 else 0
             folder = CacheFolder(
                 prepare_cache_folder(place / "cache"), repository.objects.store_id, room
@@ -259,7 +259,6 @@ def _figure5_rows(shape: Shape, rounds: Rounds, part: float, disk: LimitedDisk |
 
 
 def _drop_pages(folder: Path) -> None:
-    """Have the kernel forget what it has of the files there."""
     for path in folder.rglob("order-*"):
         file = os.open(path, os.O_RDONLY)
         os.fdatasync(file)

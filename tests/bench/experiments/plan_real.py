@@ -1,15 +1,15 @@
-"""Benchmark of the forecast against what then happens: four nodes in network namespaces mount a
-dataset as a task and train on it, with memory for all of it, half, or a tenth.
+"""Benchmark of the forecast against real runs: four nodes in network namespaces mount a dataset as
+a task and train on it, with memory for all of it, half, or a tenth.
 
-The forecast is what `dlcmd plan` prints. It gets the rates of this run: the store's latency and
-bandwidth, as a node measures them, and the pace of the readers. Each row is by how much that
-differs from what happened, in parts of what was said: requests to the store and their bytes,
-as the store counts them, and hits, the part of the bytes that readers read which the store did not
-give (in points); all of two epochs, as a mount loads files of the second one before the first is
-over. The times are those of each epoch. The first one begins with empty caches.
+The forecast is that of `dlcmd forecast`. It gets the rates of this run: the store's latency and
+bandwidth, as a node measures them, and the pace of the readers. Each row is the difference of the
+run from the forecast, relative to the forecast: requests to the store and their bytes, as the store
+counts them, and hits, the part of the bytes that readers read which the store did not give (in
+points). These are sums over two epochs, since a mount loads files of the second one before the
+first is over. The times are those of each epoch. The first one begins with empty caches.
 
-A node reads ahead as far as the window of its memory goes, which is a 30th of an epoch where a
-tenth of the dataset fits. With few files that is little time; so the readers are slow.
+A node reads ahead within the window of its memory, which is a 30th of an epoch if a tenth of the
+dataset fits. With few files that is little time; so the readers are slow.
 """
 
 import itertools
@@ -67,7 +67,7 @@ _PROGRAM = Path(__file__).parent / "ranks_program.py"
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Of one epoch. `requests` and `bytes` are of the store."""
+    """Figures of one epoch. `requests` and `bytes` are those of the store."""
 
     requests: int
     bytes: int
@@ -76,7 +76,7 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """The store's, as a node measures them."""
+    """The store's rates, as a node measures them."""
 
     request_s: float
     bytes_per_s: float
@@ -107,7 +107,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Ground:
-    """The task's dataset in its store, and what a forecast and a mount get alike."""
+    """The task's dataset in its store, and the settings that a forecast and a mount share."""
 
     task: RunningTask
     folder: Path
@@ -120,7 +120,6 @@ class _Ground:
         return left * SERVER_DIVISOR // (SERVER_DIVISOR - 1)
 
     def foretold(self, order: Order, memory_bytes: int, rates: Rates) -> list[Figures]:
-        """What `dlcmd plan` says of each epoch."""
         options = {
             "nodes": NODES, "ranks": 1, "batch": BATCH, "workers": 0, "memory": memory_bytes,
             "store-latency": rates.request_s * 1e3, "store-bandwidth": int(rates.bytes_per_s),
@@ -128,7 +127,7 @@ class _Ground:
             "shuffle": order.shuffle, "group-size": min(order.group, 1000), "evict": "plan",
         }  # fmt: skip
         words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
-        printed = self.task.nodes.shared.dlcmd("--json", "plan", *words, DATASET)
+        printed = self.task.nodes.shared.dlcmd("--json", "forecast", *words, DATASET)
         [said] = json.loads(printed.stdout.splitlines()[-1])["forecasts"]
         return [
             Figures(each["store_requests"], each["store_bytes"], each["seconds"])
@@ -197,7 +196,7 @@ def measure(bench: Workbench) -> list[Row]:
 
 
 def _rows(name: str, foretold: list[Figures], happened: list[Figures]) -> list[Row]:
-    """By how much what happened differs from what was said."""
+    """The differences of the run from the forecast."""
     requests, sizes, hits = [], [], []
     for side in (foretold, happened):
         requests.append(sum(each.requests for each in side))

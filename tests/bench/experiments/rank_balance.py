@@ -1,11 +1,11 @@
-"""Benchmark of ranks that wait for each other, where one of them misses all its files: the gap
-between the slowest and the fastest rank of an iteration (Lobster, sections 3 and 5.3).
+"""Benchmark of ranks that wait for each other, of which one misses all its files: the gap between
+the slowest and the fastest rank of an iteration (Lobster, sections 3 and 5.3).
 
-A mount serves all ranks of a node. Its disk cache has the files of all ranks but the first, whose
-files are in a slow store. The other side is the same mount, whose prefetch worker serves streams by
-turns, as it did before it balanced them (`by_turns/sitecustomize.py` replaces those methods there).
-A third side, whose disk cache has all files, shows what the ranks differ by without any miss: they
-share the machine's processors.
+A mount serves all ranks of a node. Its disk cache has the files of all ranks but the first; the
+first rank's files are in a slow store. The other side is the same mount with a prefetch worker that
+serves streams by turns, as it did before it balanced them (`by_turns/sitecustomize.py` replaces
+those methods there). A third side has all files in its disk cache. It shows the differences between
+ranks without any miss: they share the machine's processors.
 """
 
 import json
@@ -42,7 +42,7 @@ STORE_S, STORE_BYTES_PER_S = 0.03, 60e6
 END_S = 60.0
 GROUP_FILES = 128
 IMBALANCE_PART = 0.1
-"""An iteration is unbalanced where the gap is more than so much of `COMPUTE_S`."""
+"""An iteration is unbalanced if the gap is more than this part of `COMPUTE_S`."""
 
 BY_TURNS, NO_MISS = "by turns", "without a miss"
 MEDIAN, P95, PART, SECONDS = "median ms", "p95 ms", "part", "s"
@@ -162,12 +162,12 @@ def _fill(setting: _Setting) -> None:
 
 
 def _wait_for_end(folder: Path) -> None:
-    """Wait until no process is left whose environment names a folder: at its end, the mount's
-    master writes what it has in memory to its cache."""
+    """Wait until no process has a folder in its environment: at its end, the mount's master writes
+    its memory to its cache."""
 
     def has_ended() -> bool:
         for process in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or is somebody else's
+            with suppress(OSError):  # it has ended, or belongs to another user
                 if os.fsencode(folder) + b"/" in (process / "environ").read_bytes():
                     return False
         return True

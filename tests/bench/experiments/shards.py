@@ -14,14 +14,14 @@ from ..workbench import Workbench
 
 MDS, LIT, WDS = "mosaicml-streaming", "litdata", "webdataset"
 NAMES = (MDS, LIT, WDS)
-SHARD_BYTES, SHARD_BYTES_MIN = 64 << 20, 1 << 20  # what two of the peers have as their defaults
+SHARD_BYTES, SHARD_BYTES_MIN = 64 << 20, 1 << 20  # two of the peers have these
 _PROGRAM = Path(__file__).with_name("shards_program.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """What a peer needed to read all samples from the local disk in one process: the seconds of
-    each pass, as it iterates in its own shuffled order, and by random indices."""
+    """The time that a peer took to read all samples from the local disk in one process: the seconds
+    of each pass, as it iterates in its own shuffled order, and by random indices."""
 
     files: int
     bytes: int
@@ -31,7 +31,7 @@ class Passes:
 
 
 def shard_bytes(bench: Workbench) -> int:
-    """How large shards are: small ones if the bench is only tried."""
+    """The size of shards: small if the bench is only tried."""
     return max(SHARD_BYTES // bench.divisor, SHARD_BYTES_MIN)
 
 
@@ -40,7 +40,6 @@ def pack(peer: str, source: Path, out: Path, shard_bytes: int) -> None:
 
 
 def read(peer: str, folder: Path, seed: int) -> Passes:
-    """Read all samples of a folder of shards."""
     return Passes(**json.loads(in_peers(_PROGRAM, "read", peer, str(folder), str(seed))))
 
 
@@ -48,7 +47,7 @@ def train(
     peer: str, options: Mapping[str, object], store: Store, cache: Path, cache_bytes: int
 ) -> list[dict[str, float]]:
     """Train from the shards in the folder of the peer's name in a store's bucket, with an empty
-    folder for copies (`cache_bytes` of 0: without a limit); what each epoch took."""
+    folder for copies (`cache_bytes` of 0: without a limit); returns the figures of each epoch."""
     place = {
         "endpoint": store.endpoint,
         "bucket": BUCKET,

@@ -48,8 +48,8 @@ Loader = Iterable[torch.Tensor]
 
 @dataclass(frozen=True)
 class Place:
-    """Where a training process finds its shards: the folder below a bucket, the store's endpoint,
-    an empty folder for copies of shards, and how many bytes it may hold (0: no limit)."""
+    """The place of a training process's shards: the folder below a bucket, the store's endpoint, an
+    empty folder for copies of shards, and the bytes that it may hold (0: no limit)."""
 
     endpoint: str
     bucket: str
@@ -118,7 +118,7 @@ def read_all(peer: str, folder: str, seed: int) -> dict[str, object]:
     for _ in range(PASSES):
         for way in passes:
             start_s, read_bytes = time.perf_counter(), 0
-            # Not `iter(dataset)`: litdata's iterators begin anew where they are sliced.
+            # Not `iter(dataset)`: litdata's iterators begin anew when they are sliced.
             everything = (each for each in dataset)
             samples = everything if way == "iterated" else map(dataset.__getitem__, order)
             while batch := [*islice(samples, BATCH)]:  # held together, as a `DataLoader` does

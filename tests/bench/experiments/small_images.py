@@ -1,5 +1,5 @@
-"""Makes the images of the accuracy study: small, of ten classes, and too noisy to be told apart
-always.
+"""Makes the images of the accuracy study: small, of ten classes, and so noisy that no classifier is
+always right.
 
 An image has the pattern of its class at a random place, a fainter one of any class at another, and
 noise. So a classifier must find the patterns, and no classifier is right about all images. The same
@@ -80,7 +80,7 @@ def _shown(
 
 
 def _patterns(count: int) -> npt.NDArray[np.float32]:
-    """So many smooth random patterns, with mean 0 and deviation 1."""
+    """`count` smooth random patterns, with mean 0 and deviation 1."""
     rough = np.random.default_rng(0).standard_normal((count, _PATTERN + 2, _PATTERN + 2, CHANNELS))
     for axis in (1, 2):
         rough = 0.25 * np.roll(rough, 1, axis) + 0.5 * rough + 0.25 * np.roll(rough, -1, axis)
@@ -103,7 +103,7 @@ def decoded(content: bytes | memoryview) -> Pixels:
 
 
 def write_tar(file: BinaryIO, pixels: Pixels, order: Labels) -> None:
-    """Write a tar of PPM files in this order, which is that in which `put` packs them."""
+    """Write a tar of PPM files in this order, in which `put` packs them."""
     labels = labels_of(len(pixels))
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.USTAR_FORMAT) as archive:
         for number in order.tolist():

@@ -46,7 +46,7 @@ PLOT = Plot(
 def measure(bench: Workbench) -> list[Row]:
     """D4L from the caches of four nodes, in batches by the API and by memcached's clients, and by
     the C reader through mounts that have half of the dataset in their nodes' memory. The readers of
-    a node share an epoch in random order, which its mount is told before."""
+    a node share an epoch in random order, which is announced to its mount before."""
     with running(bench, D4L) as task, ExitStack() as stack:
         mountpoints = stack.enter_context(mounted(task))
         folders = [stack.enter_context(bench.scratch()) for _ in mountpoints]
@@ -64,7 +64,7 @@ def measure(bench: Workbench) -> list[Row]:
             return lambda: {str(each): read(clients[:each])()[RATE] for each in CLIENTS}
 
         def through_mounts(count: int) -> float:
-            """The files a second of so many readers together, from the first open to the last
+            """The files a second of `count` readers together, from the first open to the last
             close."""
             places: list[tuple[Path, int, Path]] = [
                 (point, next(seeds), lists)

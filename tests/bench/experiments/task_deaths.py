@@ -1,5 +1,6 @@
-"""Experiment: how fast files are read while nodes of a task die, one after the other: a table, and
-a plot over time beside the bench. It repeats figure 6 of the paper (DIESEL, section 4.2)."""
+"""Experiment: the rate of reading while nodes of a task die, one after the other: a table, and a
+plot over time beside the bench. It repeats figure 6 of the paper (DIESEL, section 4.2).
+"""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from ..samples import OURS, Rounds, Side, alternate
 from ..workbench import Workbench
 
 DEATHS = ((5.0, 3), (16.0, 2))
-"""When nodes are killed, in seconds, and their ranks."""
+"""The times at which nodes are killed, in seconds, and their ranks."""
 
 SECONDS, BUCKET_S = 28.0, 0.5
 READERS = (0, 1)  # ranks of nodes that live
@@ -30,12 +31,12 @@ SHOWN = {OURS: "DIESEL-FS", MEMCACHED: "memcached, as in the paper", REFILLED: R
 def measure(bench: Workbench) -> list[Row]:
     """D4L in random batches by two clients, while two of four nodes are killed.
 
-    Of memcached, in one case each miss is read from the store, as in the paper; in the other the
-    servers that remain get the keys of the dead ones, and clients set what they miss. The store
-    answers each of its requests, of ours too, in 5 ms. The rows are the mean rates before each
+    memcached is measured twice: once each miss is read from the store, as in the paper; once the
+    remaining servers get the keys of the dead ones, and clients set the files that they miss. The
+    store answers each request, including ours, in 5 ms. The rows are the mean rates before each
     death, after it, and at last.
     """
-    scale = min(bench.divisor, 4)  # a shorter time where the bench is only tried
+    scale = min(bench.divisor, 4)  # a shorter time if the bench is only tried
     seconds, bucket_s = SECONDS / scale, BUCKET_S / scale
     deaths = [(at_s / scale, rank) for at_s, rank in DEATHS]
     with running(bench, D4L) as task:

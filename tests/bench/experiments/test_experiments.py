@@ -91,7 +91,8 @@ def test_the_tables_of_lobster_are_simulated(tmp_path: Path) -> None:
 
 
 def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str) -> float:
-    """What `Workload.prepared_s` says, block by block, with the literal sum of DLCache."""
+    """The result of `Workload.prepared_s`, computed block by block, with the literal sum of
+    DLCache."""
     here, total_s = set[int](), 0.0
     references: dict[int, list[float]] = {}
     for number, start in enumerate(workload.starts):
@@ -116,7 +117,7 @@ def plainly_prepared_s(workload: lrfu.Workload, blocks: lrfu.Blocks, policy: str
 
 
 @each_row("policy", [lrfu.OURS, "LRU"])
-def test_the_simulated_storage_of_lrfu_is_as_told_block_by_block(policy: str) -> None:
+def test_the_simulated_storage_of_lrfu_equals_a_sum_block_by_block(policy: str) -> None:
     rng = np.random.default_rng(7)
     sizes = rng.integers(1, 9, 12).astype(np.float64)
     blocks = lrfu.Blocks(sizes, rng.random(12), np.split(np.arange(12), 4))

@@ -1,9 +1,9 @@
-"""Experiments with a training loop whose data lie in a store: how long the loop waits for them; and
+"""Experiments with a training loop that reads from a store: the time for which the loop waits; and
 with reading samples without a mount, in one process, from the local disk.
 
 The script (`training_program.py`) is stock PyTorch. Its files lie on the local disk, in the store
-one by one, or on a mount of ours; the peers read shards of the same files from the same store.
-One run of all sides takes minutes, so there is one round, whatever the bench was told.
+one by one, or on a mount of ours; the peers read shards of the same files from the same store. One
+run of all sides takes minutes, so there is always one round.
 """
 
 import json
@@ -26,7 +26,7 @@ from ..stored import Stored, stored
 from ..workbench import Workbench
 from . import shards
 
-MODEL_PART = 0.6  # of the store's bandwidth: what the model needs
+MODEL_PART = 0.6  # the part of the store's bandwidth that the model needs
 BATCH, WORKERS = 64, 4
 EPOCHS, EPOCHS_WITHOUT_MODEL = 3, 2
 MEMORY_PART = 4
@@ -42,7 +42,7 @@ _LAUNCHED = (str(PROGRAM), "-q", "run")
 
 SECONDS, WAITED, RATE = "s an epoch", "s waited", "files/s"
 _PARTS = {"first": 15.0, "later": 5.0}
-"""How many percent of the first epoch, and of later ones, may be waited."""
+"""The most waiting in the first epoch, and in later ones, in percent."""
 
 API_ROUNDS = 3
 API_RATIOS = {D4: 2.0, D110: 1.0}  # to the better peer
@@ -64,7 +64,7 @@ def waits(bench: Workbench) -> list[Row]:
 
 
 def little_memory(bench: Workbench) -> list[Row]:
-    """The same where caches and the mount's memory hold a quarter of the dataset. Sides without a
+    """The same with caches and a mount's memory that hold a quarter of the dataset. Sides without a
     cache are measured by `waits`."""
     with _setting(bench, D110, MEMORY_PART) as setting:
         sides = {k: v for k, v in setting.sides().items() if k not in (LOCAL, OBJECTS)}
@@ -72,7 +72,7 @@ def little_memory(bench: Workbench) -> list[Row]:
 
 
 def rates(bench: Workbench) -> list[Row]:
-    """How fast the loaders are without a model, with files of 110 KiB and of 4 KiB."""
+    """The rates of the loaders without a model, with files of 110 KiB and of 4 KiB."""
     rows: list[Row] = []
     for shape in (D110, D4):
         with _setting(bench, shape, has_model=False) as setting:
@@ -86,7 +86,8 @@ def rates(bench: Workbench) -> list[Row]:
 
 
 def decoding(bench: Workbench) -> list[Row]:
-    """How many images of about 110 KiB the processors decode, beside which loading is small."""
+    """The number of images of about 110 KiB that the processors decode; compared with it, loading
+    is small."""
     command = _program("decode", str(max(5.0 / bench.divisor, 0.2)))
     measured = repeat(min(bench.rounds, 3), lambda: json.loads(last_line(command)))
     how = "JPEG by Pillow, a process for each processor"
@@ -112,7 +113,7 @@ class _Setting:
     slow: SlowStore
     folder: Path
     memory_bytes: int
-    """What memory holds; 0: all of the dataset."""
+    """Bytes that memory holds; 0: all of the dataset."""
     has_model: bool
     packing: Mapping[str, str]
     """The peers that could not pack, and why."""
@@ -160,7 +161,7 @@ class _Setting:
         return self.stock(f"{store.endpoint}/{BUCKET}/{_STORED}")
 
     def mounted(self, *prefix: str) -> dict[str, float]:
-        """Our mount, of a user who has nothing of the dataset yet."""
+        """Our mount, for a user without cached data of the dataset."""
         self.bench.warm_page_cache(self.slow.store.bucket / "datasets")
         with self.bench.scratch() as folder:
             dlcmd = self.slow.user(folder)

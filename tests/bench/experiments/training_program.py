@@ -6,10 +6,10 @@
 `source` is a folder with the files, or the URL of a store's bucket that has each file as an object;
 `list` names a file with their NUL-terminated paths. Samples are the bytes of files, not decoded.
 Each batch is summed, as a copy to an accelerator reads it; then the loop sleeps, in the place of
-the model, so that a batch takes `compute_s` in all. What each epoch took is printed as JSON.
+the model, so that a batch takes `compute_s` in all. The times of each epoch are printed as JSON.
 
-`decode` decodes a JPEG of about 110 KiB
-again and again, in a process for each processor, and prints images and bytes (of JPEG) a second.
+`decode` decodes a JPEG of about 110 KiB again and again, in a process for each processor, and
+prints images and bytes (of JPEG) a second.
 """
 
 import http.client
@@ -39,8 +39,6 @@ SMOOTHNESS = 3  # pixels of noise that are one value: with it the file has about
 
 @dataclass(frozen=True)
 class Options:
-    """How to train."""
-
     epochs: int
     batch: int
     workers: int
@@ -50,9 +48,9 @@ class Options:
 
 @dataclass
 class Epoch:
-    """What an epoch took, from the request for its iterator to its end. `waited_s` is the time in
-    which the loop waited for batches or for the start of workers, `sum` adds all bytes as 64-bit
-    words modulo 2^64."""
+    """The times of an epoch, from the request for its iterator to its end. `waited_s` is the time
+    for which the loop waited for batches or for the start of workers, `sum` adds all bytes as
+    64-bit words modulo 2^64."""
 
     seconds: float = 0.0
     waited_s: float = 0.0
@@ -104,7 +102,7 @@ def content(data: bytes) -> Content:
 
 
 def train(loader: Iterable[torch.Tensor], options: Options) -> list[Epoch]:
-    """Iterate the loader, whose batches are tensors of bytes, and measure each epoch."""
+    """Iterate the loader, which gives tensors of bytes, and measure each epoch."""
     epochs = []
     for _ in range(options.epochs):
         epoch = Epoch()
@@ -133,7 +131,7 @@ def report(epochs: list[Epoch]) -> None:
 
 
 def be_quiet() -> None:
-    """Hide the warning that samples cannot be written to, which nobody does."""
+    """Hide the warning that samples cannot be written to: nothing writes to them."""
     warnings.filterwarnings("ignore", "The given NumPy array is not writable")
 
 

@@ -39,7 +39,7 @@ def system_program(name: str) -> str:
 def python(version: str) -> str:
     """The interpreter of a version such as "3.13": on PATH, or one that pyenv has installed.
 
-    Raises PeerMissing where there is none.
+    Raises PeerMissing if there is none.
     """
     root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
     installed = sorted(root.glob(f"versions/{version}.*/bin/python{version}"))
@@ -53,7 +53,7 @@ def python(version: str) -> str:
 
 
 def python_of_training() -> str:
-    """The Python of the peers' environment; ours where the peers are not installed."""
+    """The Python of the peers' environment; ours if the peers are not installed."""
     try:
         return installed("python")
     except PeerMissing:
@@ -61,7 +61,7 @@ def python_of_training() -> str:
 
 
 def output_of(command: Sequence[str], environment: Mapping[str, str] | None = None) -> str:
-    """Run a peer, and return what it printed."""
+    """Run a peer, and return its output."""
     try:
         done = subprocess.run(
             command, env=environment, check=False, capture_output=True, text=True,
@@ -77,7 +77,7 @@ def output_of(command: Sequence[str], environment: Mapping[str, str] | None = No
 
 def in_peers(program: Path, *words: str, **environment: str) -> str:
     """The last line that a program prints in the peers' environment; the peers print, too."""
-    # -P: else the peer may import modules of its folder that have the same names as its own
+    # -P: otherwise the peer may import modules of its folder that have the same names as its own
     command = [installed("python"), "-P", str(program), *words]
     printed = output_of(command, {**os.environ, "PYTHONPATH": str(TREE), **environment})
     return next(reversed(printed.splitlines()), "")

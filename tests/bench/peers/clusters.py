@@ -1,5 +1,6 @@
-"""The peers that run on each node of a task: memcached, twemproxy before it, and the prototype of a
-task's data plane; and iperf3, which measures what TCP gives between two nodes."""
+"""The peers that run on each node of a task: memcached, twemproxy in front of it, and the prototype
+of a task's data plane; and iperf3, which measures the rate of TCP between two nodes.
+"""
 
 import json
 import subprocess
@@ -35,7 +36,6 @@ bench:
 
 
 def listen_at(place: NodeHost, port: int, what: str) -> None:
-    """Wait until a program on a node listens at a port."""
     until(
         lambda: any(each.port == port for each in place.sockets(listening=True)),
         f"{what} on {place.name}", _LISTEN_S,
@@ -106,8 +106,8 @@ class Memcached(_Servers):
 
 
 class Twemproxy(_Servers):
-    """A proxy on each node (Debian's nutcracker): clients connect to that of their own node alone,
-    and it has the connections to all servers. It gives keys to other servers than the clients of
+    """A proxy on each node (Debian's nutcracker): clients connect only to that of their own node,
+    and it has the connections to all servers. It maps keys to other servers than the clients of
     memcached do, so it must be filled on its own."""
 
     name, port = TWEMPROXY, 22121
@@ -149,7 +149,6 @@ class Prototype(_Servers):
         return *program, "serve", *served, str(rank), str(len(self.nodes))
 
     def client(self, place: NodeHost) -> ClientProcess:
-        """Start a client on a node."""
         sums, program = ",".join(map(str, self._sums)), (sys.executable, "-P", PROTOTYPE_PROGRAM)
         client = ClientProcess(place, *program, "read", self.addresses, sums, str(self._size))
         self.callback(client.close)
@@ -157,8 +156,8 @@ class Prototype(_Servers):
 
 
 def tcp_bytes_per_s(sender: NodeHost, receiver: NodeHost, seconds: float) -> float:
-    """What the receiver gets from the sender over one connection, measured by iperf3 for some
-    seconds (at least one)."""
+    """The rate at which the receiver gets bytes from the sender over one connection, measured by
+    iperf3 for some seconds (at least one)."""
     program, port = system_program(IPERF3), 5201
     words = ["-s", "-1", "-B", sender.address, "-p", str(port)]
     server = sender.start(program, *words, out=subprocess.DEVNULL)

@@ -37,8 +37,8 @@ Sums = npt.NDArray[np.uint64]
 
 
 def serve(listener: socket.socket, memory: memoryview, size: int) -> None:
-    """Answer requests for ever. One that does not fit a segment, as no request here is, ends the
-    server."""
+    """Answer requests for ever. A request that does not fit a segment ends the server; no request
+    here is that long."""
     listener.setblocking(False)
     epoll = select.epoll()
     epoll.register(listener, select.EPOLLIN)

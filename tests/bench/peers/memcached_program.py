@@ -34,8 +34,8 @@ from tests.bench.answering import DRAWN, answer_orders, drawn_singles, series_of
 _Wanted = TypeVar("_Wanted")
 
 BEHAVIORS = {"tcp_nodelay": True, "ketama": True}
-"""The binary protocol and blocking calls: the fastest combination for many keys at once, and no
-slower than the others (text protocol, no blocking) for one key."""
+"""The binary protocol and blocking calls: the fastest combination for many keys in one request, and
+no slower than the others (text protocol, no blocking) for one key."""
 
 
 def listed(file: str) -> list[str]:
@@ -60,7 +60,7 @@ class Store:
 
 
 class Reader:
-    """A client, whose public methods are the orders; `paths` is a FILE."""
+    """A client. Its public methods are the orders; `paths` is a FILE."""
 
     def __init__(self, client: pylibmc.Client) -> None:
         self._client = client

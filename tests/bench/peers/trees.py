@@ -31,16 +31,19 @@ _RDONLY_NOSUID_NODEV = 1 | 2 | 4
 
 
 def pack(name: str, source: Path, image: Path) -> Path:
-    """Make what a peer mounts of the files below `source`, without compression."""
+    """Make the image or archive that a peer mounts, of the files below `source`, without
+    compression."""
     if name == RATARMOUNT:
         tar.pack_seconds(source, image)
     elif name == EROFS:
         output_of([system_program("mkfs.erofs"), "--quiet", "-x-1", str(image), str(source)])
     else:
         plain = ["-noI", "-noId", "-noD", "-noF", "-noX"]
-        # -no-duplicates: else files of one size are compared with each other, which takes minutes.
+        # -no-duplicates: otherwise files of one size are compared with each other, which takes
+        # minutes.
         quiet = ["-quiet", "-no-progress", "-noappend", "-no-duplicates"]
-        # Else small files share blocks of 128 KiB, each of which is read whole for each of them.
+        # Otherwise small files share blocks of 128 KiB, and each block is read whole for each of
+        # its files.
         alone = ["-no-fragments"] if name == SQUASHFS else []
         make_image = system_program("mksquashfs")
         output_of([make_image, str(source), str(image), *plain, *quiet, *alone])
@@ -49,8 +52,8 @@ def pack(name: str, source: Path, image: Path) -> Path:
 
 @contextmanager
 def mounted(name: str, image: Path, mountpoint: Path) -> Iterator[tuple[float, float]]:
-    """Mount an image at a mount point, which is made. Yields the seconds that this took, and when
-    files could be read (`time.monotonic()`)."""
+    """Mount an image at a mount point, which is made. Yields the seconds that this took, and the
+    moment from which files could be read (`time.monotonic()`)."""
     mountpoint.mkdir(exist_ok=True)
     daemon = None
     try:

@@ -1,7 +1,7 @@
 """Programs that use the library as a user's program does, and measure themselves.
 
-Each runs in a process of its own, so that nobody else's memory, caches or garbage are measured,
-and prints one JSON object. Starting Python and importing are not in the figures.
+Each runs in a process of its own, so that no other memory, caches or garbage are measured, and
+prints one JSON object. Starting Python and importing are not in the figures.
 """
 
 import json
@@ -13,9 +13,8 @@ from ..dlcmd import DEADLINE_S, Dlcmd, last_line
 def run(
     probe: str, dlcmd: Dlcmd, *arguments: str, fresh_cache: str = "", deadline_s: float = DEADLINE_S
 ) -> dict[str, float]:
-    """What a probe says of itself, in a repository. `fresh_cache`: an empty folder for private
-    copies, as a new user has it.
-    """
+    """The output of a probe, in a repository. `fresh_cache`: an empty folder for private copies, as
+    a new user has it."""
     environment = dict(dlcmd.environment)
     if fresh_cache:
         environment["XDG_CACHE_HOME"] = fresh_cache

@@ -1,8 +1,8 @@
 """A training script with many files, of which it reads none: LIST, in the peers' environment.
 
-LIST holds the NUL-terminated paths of a dataset. An epoch of a shuffling `DataLoader` is begun, and
-its first batch is taken. It prints the seconds that this took, and by how many bytes the memory of
-this process was greater meanwhile than before, at its peak.
+LIST holds the NUL-terminated paths of a dataset. The script begins an epoch of a shuffling
+`DataLoader` and takes its first batch. It prints the seconds that this took, and the growth of this
+process's memory meanwhile, at its peak.
 """
 
 import json

@@ -1,13 +1,13 @@
-"""What N client processes of a server get, at the same time: URL DATASET WHAT CLIENTS COUNT [SIZE].
+"""Rates of N concurrent client processes of a server: URL DATASET WHAT CLIENTS COUNT [SIZE].
 
     files     COUNT files each, in random order, one request a file
     batches   COUNT batches each of SIZE random files, one request a batch
     chunks    COUNT passes each over all chunks, whole, one request a chunk
     stat      COUNT requests each for the entries at SIZE random paths
-    lookups   COUNT times SIZE random paths looked up in the snapshot; the server is not asked
+    lookups   COUNT times SIZE random paths looked up in the snapshot, without a request
     objects   COUNT objects of an S3 server each, of SIZE, in random order; URL is the bucket's
 
-Clients are processes that begin together; what they do before, and Python's start, is not counted.
+Clients are processes that begin together; their preparation and Python's start do not count.
 """
 
 import http.client
@@ -29,10 +29,10 @@ from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.settings import load_settings
 
 SAMPLE_STEP = 10
-"""One file in so many is an object of the S3 server, too: those are read on both sides."""
+"""One file in this many is an object of the S3 server, too: those are read on both sides."""
 
 MEMORY_BYTES = 8 << 20
-"""Of a client: no chunk is worth keeping, as with a dataset that is larger than its memory."""
+"""Memory of a client: too little to keep a chunk, as with a dataset larger than its memory."""
 
 Work = Callable[[], None]
 _Wanted = TypeVar("_Wanted")
@@ -48,8 +48,8 @@ def sample(paths: list[str]) -> list[str]:
 
 
 def together(clients: int, prepare: Callable[[int], Work]) -> float:
-    """Seconds from the start of all clients to the end of the last. Each is a fork of this process:
-    what it connects to is its own."""
+    """Seconds from the start of all clients to the end of the last. Each is a fork of this process,
+    and makes its own connections."""
     ready_in, ready_out = os.pipe()
     go_in, go_out = os.pipe()
     pids = []

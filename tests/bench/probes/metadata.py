@@ -1,4 +1,6 @@
-"""Measures what a snapshot costs its readers and its maker: URL DATASET export|open|rates|scan."""
+"""Measures the cost of a snapshot for its readers and its maker: URL DATASET
+export|open|rates|scan.
+"""
 
 import json
 import os

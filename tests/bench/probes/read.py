@@ -1,7 +1,7 @@
 """Reads all files of a dataset twice in one process: URL DATASET SEED BY FIRST.
 
-BY says how files are named: as `indices` or `paths` to `read_many`, or as the `dataset` of a
-`DataLoader` reads them, in batches with `DieselDataset`, whose loader returns the bytes. Each pass
+BY is the way of naming files: `indices` or `paths` for `read_many`, or `dataset` for batches with
+`DieselDataset`, as a `DataLoader` reads them, with a loader that returns the bytes. Each pass
 has its own random order. The first one sums every byte (FIRST is `sum`), so that every chunk is
 fetched and every checksum verified, or it only counts them (`count`); then a further pass, which is
 not timed, sums the contents. The second pass counts. Connecting is not in the figures.

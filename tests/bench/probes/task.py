@@ -1,19 +1,19 @@
 """A reader of a task on one of its nodes: it reads orders as lines of JSON, and prints answers so.
 
 The first line has the arguments of `connect`; the answer is the number of files. With `clients` it
-opens the dataset so many times: many clients in one process. Orders (and those of `answering.py`):
+opens the dataset that often: many clients in one process. Orders (and those of `answering.py`):
 
     {"do": "touch", "part": K, "of": N}      a file of each chunk of that part
-    {"do": "batches", "seed": S, "count": N, "size": M}     random files, so many in one request
+    {"do": "batches", "seed": S, "count": N, "size": M}     random files, M in one request
     {"do": "steady_gather", ...}             as `steady_batches`, with numpy from one array of all
                                              contents, which it reads at first
     {"do": "series", "seed": S, "seconds": T, "start_s": B, "size": M, "bucket_s": U}
                                              random batches: the files a second of each U seconds
     {"do": "epoch", "seed": S, "size": M}    all files in random order
     {"do": "chunks"}                         all chunks of the store, one after the other
-    {"do": "stats"}                          how much it has read from where
-    {"do": "read"}                           each client reads a file of each chunk; how many files
-                                             were right, and how many had to come from the store
+    {"do": "stats"}                          the numbers of its reads by source
+    {"do": "read"}                           each client reads a file of each chunk; the numbers of
+                                             right files, and of files that came from the store
 """
 
 import json

@@ -39,7 +39,7 @@ class CleanRoot:
         self._packages = packages
 
     def __call__(self, script: str) -> str:
-        """What the script prints; it must succeed."""
+        """Run the script, which must succeed; returns its output."""
         namespaces = ["--mount", "--pid", "--fork", "--kill-child"]
         done = subprocess.run(
             ["unshare", *namespaces, "sh", "-c", START, "sh",
@@ -61,8 +61,9 @@ def _suite() -> str:
 
 @pytest.fixture(scope="session")
 def packages() -> Path:
-    """The folder with the sdist, the wheel and the Debian package of this tree, and nothing else;
-    and beside it all that pip needs."""
+    """The folder with only the sdist, the wheel and the Debian package of this tree; beside it, the
+    packages that pip needs.
+    """
     package = build_deb()
     folder = BUILT / "packages"
     shutil.rmtree(folder, ignore_errors=True)
@@ -80,8 +81,9 @@ def packages() -> Path:
 
 
 def _download(wheel: Path) -> None:
-    """Download what the wheel and the building of the sdist need, for the system's Python: the
-    clean system knows nothing of where this machine gets packages from."""
+    """Download the dependencies of the wheel and of the sdist's build, for the system's Python: the
+    clean system has no settings for package sources.
+    """
     resolver = BUILT / "resolver"
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([PYTHON, "-m", "venv", "--without-pip", resolver], check=True, env=clean)

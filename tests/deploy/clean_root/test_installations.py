@@ -105,7 +105,7 @@ apt-get -qq -y purge diesel-fs >/dev/null
 
 
 @pytest.mark.parametrize("package", ["*.whl", "*.tar.gz"], ids=["wheel", "sdist"])
-def test_what_pip_installs(clean_root: CleanRoot, package: str) -> None:
+def test_the_packages_of_pip(clean_root: CleanRoot, package: str) -> None:
     output = clean_root(rf"""
 {APT} python3-venv fuse3 man-db openssl >/dev/null
 python3 -m venv /venv

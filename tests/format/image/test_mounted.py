@@ -18,7 +18,7 @@ from .erofs import BLOCK
 from .kernel import mounted, needs_erofs, silence
 from .test_tree import drawn_trees
 from .trees import (
-    ContentFile,
+    ImageContentFile,
     Seen,
     differences,
     everything,
@@ -39,7 +39,7 @@ ME = Shown(uid=1000, gid=1001, umask=0o022)
 
 def write_content(image: Image, entries: Mapping[bytes, ShownEntry], path: Path) -> None:
     """Write the content file, which is empty between contents."""
-    content = ContentFile(image, entries.values())
+    content = ImageContentFile(image, entries.values())
     with path.open("wb") as target:
         target.truncate((image.end_block + 1) * BLOCK)
         for address, (entry, page) in content.pages.items():
@@ -150,8 +150,8 @@ def test_a_later_image_of_a_chain_reads_from_the_same_content_file(tmp_path: Pat
     earlier = image_of(snapshot_of(before, version=1), ME)
     later = image_of(snapshot_of(after, version=2, also=[3]), ME, earlier)
     content = tmp_path / "content"
-    pages = ContentFile(earlier, shown(before).values()).pages
-    pages |= ContentFile(later, shown(after).values()).pages
+    pages = ImageContentFile(earlier, shown(before).values()).pages
+    pages |= ImageContentFile(later, shown(after).values()).pages
     with content.open("wb") as target:
         for address, (entry, page) in pages.items():
             target.seek(address * BLOCK)

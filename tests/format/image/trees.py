@@ -111,7 +111,7 @@ def seen_of(entries: Mapping[bytes, ShownEntry], how: Shown, *, hidden: bool) ->
     return result
 
 
-class ContentFile:
+class ImageContentFile:
     """The content file of an image: each entry's pages at the addresses that the image says."""
 
     def __init__(self, image: Image, entries: Iterable[ShownEntry]) -> None:

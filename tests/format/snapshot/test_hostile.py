@@ -22,7 +22,7 @@ from diesel_fs.errors import (
 )
 from diesel_fs.format.entries import PATH_BYTES_MAX, Kind
 from diesel_fs.format.snapshot import layout as layout
-from diesel_fs.format.snapshot.layout import Columns
+from diesel_fs.format.snapshot.layout import SnapshotColumns
 from diesel_fs.format.snapshot.reader import Snapshot
 from tests.examples import examples
 from tests.rows import each_row
@@ -84,13 +84,13 @@ def test_E1_other_bytes_have_the_right_error(data: bytes, error: type[FormatErro
     assert error is NewerVersionError or "save-meta" in caught.value.advice
 
 
-Forge = Callable[[Columns], Columns]
+Forge = Callable[[SnapshotColumns], SnapshotColumns]
 
 
 def put(name: str, at: int, value: int, part: str = "") -> Forge:
     """Replace one item of one column."""
 
-    def forge(columns: Columns) -> Columns:
+    def forge(columns: SnapshotColumns) -> SnapshotColumns:
         array = columns._asdict()[name].copy()
         (array[part] if part else array)[at] = value
         return columns._replace(**{name: array})
@@ -177,7 +177,7 @@ FORGERIES: dict[str, Forge] = {
 }
 
 
-def forged_from(columns: Columns) -> bytes:
+def forged_from(columns: SnapshotColumns) -> bytes:
     """A snapshot of these columns, with right checksums and counts."""
     header = layout.header_of(columns, oracle.IDENTITY, "flowers", 1, 0)
     return b"".join(layout.write(header, columns))
@@ -204,11 +204,11 @@ EXTREMES = (
 )
 
 
-def drawn_columns(data: st.DataObject) -> Columns:
+def drawn_columns(data: st.DataObject) -> SnapshotColumns:
     """The columns of the small snapshot, with extreme values in some places."""
     columns = Snapshot(SMALL).columns
     for _ in range(data.draw(st.integers(1, 3))):
-        name = data.draw(st.sampled_from(Columns._fields))
+        name = data.draw(st.sampled_from(SnapshotColumns._fields))
         array = getattr(columns, name).copy()
         field = array[data.draw(st.sampled_from(array.dtype.names))] if array.dtype.names else array
         at = data.draw(st.integers(0, len(array) - 1))
@@ -248,7 +248,7 @@ def test_E2_an_accepted_snapshot_keeps_the_limits_of_the_format(data: st.DataObj
     assert all(used[chunk] <= size for chunk, size in enumerate(snapshot.chunk_sizes.tolist()))
 
 
-@each_row("name", Columns._fields)
+@each_row("name", SnapshotColumns._fields)
 def test_E2_a_section_of_a_wrong_length_is_refused(name: str) -> None:
     good = Snapshot(SMALL)
     column = good.columns._asdict()[name]

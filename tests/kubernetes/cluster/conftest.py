@@ -1,7 +1,7 @@
 """Runs tests against a real control plane of Kubernetes, which `make test-kubernetes` builds.
 
 `make test` leaves this folder out (`norecursedirs` in `pyproject.toml`). README.md, one folder up,
-says what the control plane is, and what stands in for nodes.
+describes the control plane, and the stand-ins for nodes.
 """
 
 import os

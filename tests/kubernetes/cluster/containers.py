@@ -1,4 +1,4 @@
-"""What the process of a container is given: its command, environment, paths and volumes.
+"""The command, environment, paths and volumes of a container's process.
 
 There are no images and no mount namespaces here: a container's process runs in the file system of
 the host, as the user of the test, with the environment that stands in for its image. So that it
@@ -6,9 +6,9 @@ finds its volumes, each `mountPath` in its command, in its arguments and in the 
 environment is replaced by the volume's folder.
 
 Volumes are emptyDir, hostPath, secret (by which admission gives a pod the token of its
-ServiceAccount) and csi (inline). A CSI driver is asked as kubelet asks it: with the volume's
-attributes, what `podInfoOnMount` adds, the secret of `nodePublishSecretRef`, and a target below the
-pod's folder, whose parent exists. The calls and names follow Kubernetes 1.20
+ServiceAccount) and csi (inline). A CSI driver gets the calls that kubelet makes: with the
+volume's attributes, those that `podInfoOnMount` adds, the secret of `nodePublishSecretRef`, and a
+target in an existing folder below the pod's. The calls and names follow Kubernetes 1.20
 (`pkg/volume/csi/csi_mounter.go`).
 """
 
@@ -57,13 +57,13 @@ def translate(text: str, paths: Mapping[str, Path]) -> str:
 
 
 def secret_of(client: Client, name: str | None, namespace: str | None) -> dict[str, str]:
-    """The content of a Secret. Raises ApiError where there is none."""
+    """The content of a Secret. Raises ApiError if there is none."""
     data = client.get(Secret, name or "", namespace=namespace).data or {}
     return {key: base64.b64decode(text).decode() for key, text in data.items()}
 
 
 def environment_of(container: Container, client: Client, pod: Pod, address: str) -> dict[str, str]:
-    """The variables of a container. Raises ContainerError, and ApiError where a Secret is
+    """The variables of a container. Raises ContainerError, and ApiError if a Secret is
     missing."""
     assert pod.metadata is not None
     namespace = pod.metadata.namespace
@@ -102,7 +102,7 @@ def start(
     volumes: Mapping[str, Path],
     folder: Path,
 ) -> "subprocess.Popen[bytes]":
-    """Start the process of a container. What it writes is added to a log in the pod's folder.
+    """Start the process of a container. Its output is appended to a log in the pod's folder.
 
     It leads a session of its own, and ends with the thread that called this.
     """
@@ -132,7 +132,7 @@ def _message_file(container: Container, folder: Path) -> Path:
 
 
 def last_message(container: Container, exit_code: int, folder: Path) -> str:
-    """What the pod's status quotes of a container that has ended: what it has written to its
+    """The message of an ended container in the pod's status: the content of its
     `terminationMessagePath`, or the end of its log."""
     try:
         found = _message_file(container, folder).read_bytes()[:4096]
@@ -160,7 +160,7 @@ class CsiVolume:
 class CsiDriver(Protocol):
     """The node service of a CSI driver, called over whatever it listens on.
 
-    A failed call raises VolumeError, with what the driver said, and is made again.
+    A failed call raises VolumeError, with the driver's message, and is made again.
     """
 
     def publish(self, volume: CsiVolume) -> None:
@@ -179,7 +179,7 @@ class PodVolumes:
     folder: Path
     drivers: Mapping[str, CsiDriver]
     folders: dict[str, Path] = field(default_factory=dict)
-    """By the volume's name: the folder of those that have been made."""
+    """The folders of the volumes that have been made, by the volume's name."""
     _published: dict[str, tuple[CsiDriver, CsiVolume]] = field(default_factory=dict)
 
     def make(self) -> None:

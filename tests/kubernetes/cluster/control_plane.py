@@ -40,7 +40,7 @@ START_S = 120.0
 Options = dict[str, object]
 
 
-class Program:
+class ControlPlaneProgram:
     """One program of the control plane.
 
     Used by one thread, which lives as long as the program: the kernel kills the program with it.
@@ -95,7 +95,9 @@ class ControlPlane:
             CONTROLLERS: self._controllers(),
             SCHEDULER: self._of_controllers(SCHEDULER),
         }
-        self._programs = {name: Program(folder, name, own) for name, own in options.items()}
+        self._programs = {
+            name: ControlPlaneProgram(folder, name, own) for name, own in options.items()
+        }
 
     def _etcd(self, clients: str, peers: str) -> Options:
         return {
@@ -160,7 +162,7 @@ class ControlPlane:
     def start(self) -> None:
         """Start all programs, and return when they are ready.
 
-        What is ready answers; that the caches of the controllers are filled takes a little longer.
+        A ready server answers; the caches of the controllers are filled a little later.
         """
         self._programs[ETCD].start()  # the API server waits for it
         self._programs[API_SERVER].start()

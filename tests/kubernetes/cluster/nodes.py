@@ -1,7 +1,7 @@
 """Nodes without machines: Node objects that stay ready, and a stand-in for their kubelets.
 
 The scheduler, the controllers and the API server see a node as any other: its capacity and lease,
-and pods that become Running, Succeeded or Failed. A `Node` runs the commands of its pods'
+and pods that become Running, Succeeded or Failed. A `SimulatedNode` runs the commands of its pods'
 containers as processes of this machine, with their volumes (`containers.py`).
 
 Not there: init containers and restarts (a pod ends with its containers), probes (a container is
@@ -64,7 +64,7 @@ def _now() -> str:
     return dt.datetime.now(dt.UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class Node:
+class SimulatedNode:
     """A node, from `with` to the end of `with`, which ends its pods' processes and removes it.
 
     `images` are what its containers run from: an environment, by the name of the image. `drivers`
@@ -189,7 +189,7 @@ class Node:
 class _PodRun:
     """Runs one pod, in a thread of its own: volumes, containers, and their end."""
 
-    def __init__(self, node: Node, pod: Pod) -> None:
+    def __init__(self, node: SimulatedNode, pod: Pod) -> None:
         assert pod.spec is not None
         self._node = node
         self._pod = pod
@@ -206,7 +206,7 @@ class _PodRun:
         self.thread.start()
 
     def end(self, grace_s: float) -> None:
-        """The pod was deleted. Its processes have so many seconds after a SIGTERM."""
+        """The pod was deleted. Its processes have this number of seconds after a SIGTERM."""
         if not self._leave.is_set():
             self._grace_s = grace_s
             self._leave.set()
@@ -310,7 +310,7 @@ class _PodRun:
                 return
 
     def _end_processes(self) -> None:
-        """End the processes, and what they started in their groups."""
+        """End the processes, and all others in their groups."""
         for process in self._processes.values():
             process.terminate()
         until = time.monotonic() + self._grace_s

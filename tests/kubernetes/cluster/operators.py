@@ -28,10 +28,10 @@ from lightkube.resources.rbac_authorization_v1 import (
 )
 
 from diesel_kubernetes.names import GROUP
-from diesel_kubernetes.operator.fields import Json, fields, text
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
+from tests.kubernetes.fields import Json, fields, text
 from tests.waiting import PATIENCE_S, wait_until
 
 IMAGE = "diesel-fs"
@@ -157,7 +157,8 @@ class Resources:
     def wait(
         self, condition: Callable[[], object], operator: Operator, within_s: float = PATIENCE_S
     ) -> None:
-        """Wait for something. A failure shows what is in the namespace, and the operator's log."""
+        """Wait for something. A failure shows the objects in the namespace, and the operator's
+        log."""
         wait_until(condition, within_s, otherwise=lambda: self._explained(operator))
 
     def _found(self, kind: type[GenericNamespacedResource], name: str) -> Json:

@@ -17,14 +17,12 @@ from lightkube.resources.batch_v1 import Job
 from lightkube.resources.core_v1 import Event, Pod, PodStatus
 from lightkube.types import PatchType
 
-from diesel_kubernetes.operator.fields import Json, fields, items, text, whole
-from diesel_kubernetes.operator.resources import condition_of
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import ControlPlane
-from tests.kubernetes.cluster.nodes import Node
+from tests.kubernetes.cluster.nodes import SimulatedNode
 from tests.kubernetes.cluster.operators import (
     OWN_IMAGE,
     SYSTEM,
@@ -33,6 +31,7 @@ from tests.kubernetes.cluster.operators import (
     Resources,
     TrainingJobResource,
 )
+from tests.kubernetes.fields import Json, condition_of, fields, items, text, whole
 from tests.waiting import wait_until
 
 FILES = {f"images/{number}.jpg": b"%d" % number * 1000 for number in range(20)}
@@ -59,9 +58,9 @@ def archive(tmp_path: Path) -> Iterator[str]:
 def node(
     control_plane: ControlPlane, images: dict[str, Environment], tmp_path: Path
 ) -> Iterator[None]:
-    """A node that runs what the operator's Jobs say."""
+    """A node that runs the pods of the operator's Jobs."""
     name = f"node-{tmp_path.name[-20:]}".replace("_", "-")
-    with Node(control_plane, name, tmp_path / "node", images):
+    with SimulatedNode(control_plane, name, tmp_path / "node", images):
         yield
 
 
@@ -69,7 +68,7 @@ def node(
 def operator(
     control_plane: ControlPlane, resources: Resources, tmp_path: Path
 ) -> Iterator[Operator]:
-    """The operator. It is told the name of its pod alone, and reads with its own rights which image
+    """The operator. It gets only the name of its pod, and reads with its own rights which image
     the pod has: its Jobs have the same one."""
     pod: Json = {
         "metadata": {"name": "operator-itself", "namespace": SYSTEM},
@@ -84,7 +83,7 @@ def operator(
         with Operator(control_plane, tmp_path, "--pod=operator-itself", *options) as made:
             yield made
     finally:
-        with suppress(ApiError):  # the cluster itself deletes a pod whose node there is not
+        with suppress(ApiError):  # the cluster itself deletes a pod on a node that does not exist
             resources.client.delete(Pod, "operator-itself", namespace=SYSTEM, grace_period=0)
 
 
@@ -240,9 +239,9 @@ COUNT = 1000
 def test_a_thousand_datasets(
     client: Client, control_plane: ControlPlane, resources: Resources, tmp_path: Path
 ) -> None:
-    """All Datasets get their Job; then, as Jobs are said to have ended, all become ready.
+    """All Datasets get their Job; then the test marks the Jobs as ended, and all become ready.
 
-    No pod runs, since there is no node: the test says that they have ended.
+    No pod runs, since there is no node.
     """
     # A busy machine takes some minutes, so what ends a test that hangs may come later here
     faulthandler.dump_traceback_later(900, exit=True)

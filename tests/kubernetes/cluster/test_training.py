@@ -22,12 +22,11 @@ from lightkube.models.meta_v1 import ObjectMeta
 from lightkube.resources.core_v1 import Pod, Secret, Service
 
 from diesel_kubernetes.names import DRIVER, POD_NAME, POD_NAMESPACE
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, whole
 from diesel_kubernetes.operator.objects import LABEL_TRAINING
 from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import CsiVolume, Environment, VolumeError
 from tests.kubernetes.cluster.control_plane import ControlPlane
-from tests.kubernetes.cluster.nodes import Node
+from tests.kubernetes.cluster.nodes import SimulatedNode
 from tests.kubernetes.cluster.operators import (
     DRIVER_ACCOUNT,
     IMAGE,
@@ -36,6 +35,7 @@ from tests.kubernetes.cluster.operators import (
     Resources,
 )
 from tests.kubernetes.csi.plugin import Plugin, running_plugin
+from tests.kubernetes.fields import Json, at, fields, items, text, whole
 from tests.server.program import Server, new_repository
 from tests.storage.metadata.redis_servers import RedisServer
 from tests.storage.objects.s3_server import Server as Bucket
@@ -74,7 +74,7 @@ while not go.exists():
 
 @contextmanager
 def volume_errors() -> Iterator[None]:
-    """What a driver refuses is tried again."""
+    """A call that a driver refuses is made again."""
     try:
         yield
     except grpc.RpcError as error:
@@ -140,7 +140,7 @@ def address() -> Iterator[str]:
 def node_with_driver(
     control_plane: ControlPlane, name: str, folder: Path, images: Mapping[str, Environment]
 ) -> Iterator[Plugin]:
-    """A node whose CSI driver is the plugin's program; its mounts are pods of the node."""
+    """A node with the plugin's program as its CSI driver; the mounts are pods of the node."""
     folder.mkdir()
     options = ("--idle=0", "--mounter=pod", f"--namespace={SYSTEM}", f"--image={IMAGE}")
     kubeconfig = {"KUBECONFIG": str(control_plane.kubeconfig_of(SYSTEM, DRIVER_ACCOUNT))}
@@ -148,13 +148,15 @@ def node_with_driver(
         running_plugin(
             folder / "plugin", f"--node={name}", *options, environment=kubeconfig
         ) as plugin,
-        Node(control_plane, name, folder / "node", images, drivers={DRIVER: PluginDriver(plugin)}),
+        SimulatedNode(
+            control_plane, name, folder / "node", images, drivers={DRIVER: PluginDriver(plugin)}
+        ),
     ):
         try:
             yield plugin
             plugin.wait_until_clean()
         except BaseException:
-            plugin.end(signal.SIGKILL)  # else it waits for mounts, and hides what has failed
+            plugin.end(signal.SIGKILL)  # otherwise it waits for mounts, and hides the failure
             raise
 
 

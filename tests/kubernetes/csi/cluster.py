@@ -2,10 +2,10 @@
 that runs the commands of pods as processes of this machine.
 
 The API server answers only the calls that the plugin makes (create, get, list by label,
-merge-patch, delete), by the rules of Kubernetes' API, and refuses what the Role in the manifests
-does not allow. The kubelet has no containers: a pod's
-command runs with the pod's environment in a mount namespace of its own, so its mounts are real, and
-reach the node only by propagation.
+merge-patch, delete), by the rules of Kubernetes' API, and refuses calls that the Role in the
+manifests does not allow. The kubelet has no containers: a pod's command runs with the pod's
+environment in a mount namespace of its own, so its mounts are real, and reach the node only by
+propagation.
 """
 
 import itertools
@@ -22,9 +22,9 @@ from urllib.parse import parse_qs, urlsplit
 
 from lightkube import Client, KubeConfig
 
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 
 NAMESPACE = ("unshare", "--mount", "--propagation", "unchanged")
 """A container's mounts are its own, but for those below a shared mount (`Bidirectional`)."""
@@ -34,7 +34,7 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 def rights() -> set[tuple[object, object]]:
-    """What the plugin's Role allows: kinds of objects, and what may be done with them."""
+    """The rights of the plugin's Role: kinds of objects, and verbs."""
     access = read(KUBERNETES / "base/csi/access.yaml")
     (role,) = [each for each in access if each["kind"] == "Role"]
     return {
@@ -45,7 +45,7 @@ def rights() -> set[tuple[object, object]]:
     }
 
 
-class Cluster:
+class ApiStandIn:
     """The objects of one namespace, and the processes of its pods. Any thread."""
 
     def __init__(self) -> None:

@@ -13,9 +13,9 @@ from diesel_fs.client.dataset import connect
 from diesel_kubernetes.csi.mounter import Mounter
 from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.state import StateFolder
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.volumes import VolumeLimits
 
-from .cluster import Cluster
+from .cluster import ApiStandIn
 from .plugin import Plugin, running_plugin
 
 MOUNTS_AS_ROOT = [
@@ -73,7 +73,9 @@ def own_plugin(tmp_path: Path) -> Iterator[Plugin]:
 
 
 @contextmanager
-def node_volumes(state: StateFolder, mounter: Mounter, limits: Limits) -> Iterator[NodeVolumes]:
+def node_volumes(
+    state: StateFolder, mounter: Mounter, limits: VolumeLimits
+) -> Iterator[NodeVolumes]:
     """The logic of a plugin, in this process; it ends idle mounts at once."""
     volumes = NodeVolumes(state, mounter, limits, idle_s=0, starts_max=2)
     try:
@@ -97,7 +99,7 @@ def publish(
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[ApiStandIn]:
     """A cluster of one node."""
-    with closing(Cluster()) as cluster:
+    with closing(ApiStandIn()) as cluster:
         yield cluster

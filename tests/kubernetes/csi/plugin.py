@@ -100,7 +100,7 @@ class Plugin:
 
     @property
     def log(self) -> Path:
-        """What the plugin has written to stderr."""
+        """The plugin's output on stderr."""
         return self.folder / "plugin.log"
 
     def start(self) -> None:
@@ -133,12 +133,13 @@ class Plugin:
 
     @property
     def roots(self) -> list[str]:
-        """Where the plugin's own mounts are, but for `.diesel` in them."""
+        """The paths of the plugin's own mounts, without `.diesel` in them."""
         place = f"{self.state}/mounts/"
         return [each.path for each in mounts() if re.fullmatch(f"{place}[^/]+/root", each.path)]
 
     def processes(self) -> dict[int, str]:
-        """All processes whose arguments name the state folder, but the plugin: those of mounts."""
+        """All processes with the state folder in their arguments, without the plugin: those of
+        mounts."""
         found = {}
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
@@ -148,7 +149,7 @@ class Plugin:
         return found
 
     def descriptors(self) -> list[str]:
-        """What the plugin has open."""
+        """The plugin's open files."""
         found = []
         for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""What a kill of the plugin, or of a mount, leaves, and who cleans it: the tables of `VOLUMES.md`.
+"""The state after a kill of the plugin or of a mount, and its repair: the tables of `VOLUMES.md`.
 
 A restart of the plugin kills its whole process group: mounts must not be part of it.
 """

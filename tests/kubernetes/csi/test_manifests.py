@@ -7,10 +7,10 @@ import kubernetes_validate
 import pytest
 
 from diesel_kubernetes.csi.main import program
-from diesel_kubernetes.csi.volumes import Limits, Volume, check_mount_flags, parse_volume
+from diesel_kubernetes.csi.volumes import Volume, VolumeLimits, check_mount_flags, parse_volume
 from diesel_kubernetes.names import DRIVER, POD_NAME, POD_NAMESPACE, SECRETS
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
 from tests.deploy.manifests import KUBERNETES
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 from tests.kubernetes.manifests import check_schemas, objects
 
 BASE, EXAMPLES = KUBERNETES / "base/csi", KUBERNETES / "examples"
@@ -54,7 +54,7 @@ def volumes_of_examples() -> Iterator[tuple[Volume, str]]:
         for csi in filter(None, declared):
             assert csi["driver"] == DRIVER
             pod = {POD_NAMESPACE: "default", POD_NAME: "train-worker-0"}
-            volume = parse_volume({**texts(csi, "volumeAttributes"), **pod}, {}, Limits())
+            volume = parse_volume({**texts(csi, "volumeAttributes"), **pod}, {}, VolumeLimits())
             yield volume, text(each, "kind")
 
 

@@ -1,4 +1,4 @@
-"""Mounts that are pods: what the plugin asks of the cluster, and what is left of it.
+"""Mounts that are pods: the plugin's calls of the cluster, and the objects that stay.
 
 The API server and the kubelet are stand-ins (`cluster.py`); the mounts are real.
 """
@@ -19,13 +19,13 @@ from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.pods import PodMounter, PodOptions
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.volumes import VolumeLimits
 from diesel_kubernetes.names import LABEL_NODE
-from diesel_kubernetes.operator.fields import Json, at, fields
 from diesel_kubernetes.reports import parse_config_map
+from tests.kubernetes.fields import Json, at, fields
 from tests.waiting import wait_until
 
-from .cluster import Cluster, rights
+from .cluster import ApiStandIn, rights
 from .conftest import FILES, MOUNTS_AS_ROOT, node_volumes, publish, shown
 from .plugin import running_plugin
 
@@ -43,28 +43,28 @@ def state(tmp_path: Path) -> Iterator[Path]:
     for options in (["--bind", str(folder)], ["--make-shared"]):
         subprocess.run(["mount", *options, folder], check=True)
     yield folder
-    subprocess.run(["umount", folder], check=True)  # fails where a mount is left in it
+    subprocess.run(["umount", folder], check=True)  # fails if a mount is left in it
 
 
 @contextmanager
-def plugin_in(folder: Path, cluster: Cluster, url: str) -> Iterator[NodeVolumes]:
-    """The logic of a plugin whose mounts are pods, in this process."""
+def plugin_in(folder: Path, cluster: ApiStandIn, url: str) -> Iterator[NodeVolumes]:
+    """The logic of a plugin with pods as mounts, in this process."""
     state = StateFolder(folder)
     with cluster.client() as client:
         mounter = PodMounter(state, client, OPTIONS)
         mounter.tidy()
-        with node_volumes(state, mounter, Limits(url=url)) as volumes:
+        with node_volumes(state, mounter, VolumeLimits(url=url)) as volumes:
             yield volumes
 
 
 @pytest.fixture
-def volumes(state: Path, cluster: Cluster, pets: dict[str, str]) -> Iterator[NodeVolumes]:
+def volumes(state: Path, cluster: ApiStandIn, pets: dict[str, str]) -> Iterator[NodeVolumes]:
     with plugin_in(state, cluster, pets["url"]) as volumes:
         yield volumes
 
 
 def test_a_mount_is_a_pod_of_the_node(
-    cluster: Cluster, state: Path, volumes: NodeVolumes, tmp_path: Path
+    cluster: ApiStandIn, state: Path, volumes: NodeVolumes, tmp_path: Path
 ) -> None:
     target, second = tmp_path / "mount", tmp_path / "second"
     publish(volumes, target, secrets=SECRETS)
@@ -95,7 +95,7 @@ def test_a_mount_is_a_pod_of_the_node(
 
 
 def test_a_pod_that_fails_says_why_and_is_deleted(
-    cluster: Cluster, volumes: NodeVolumes, tmp_path: Path
+    cluster: ApiStandIn, volumes: NodeVolumes, tmp_path: Path
 ) -> None:
     with pytest.raises(NotFoundError, match="no-such"):
         publish(volumes, tmp_path / "mount", {"dataset": "no-such"}, secrets=SECRETS)
@@ -104,9 +104,9 @@ def test_a_pod_that_fails_says_why_and_is_deleted(
 
 
 def test_the_next_plugin_deletes_what_did_not_come_up(
-    cluster: Cluster, pets: dict[str, str], state: Path
+    cluster: ApiStandIn, pets: dict[str, str], state: Path
 ) -> None:
-    """A Secret without an owner, a pod that never started, and a pod whose folder is gone."""
+    """A Secret without an owner, a pod that never started, and a pod without a folder."""
     lost: Json = {"name": "diesel-mount-lost-1", "labels": {LABEL_NODE: "node-1"}}
     for plural in ("pods", "secrets"):
         cluster.put(plural, {"metadata": lost})
@@ -117,7 +117,7 @@ def test_the_next_plugin_deletes_what_did_not_come_up(
 
 
 def test_a_mount_pod_outlives_the_plugin_and_gets_a_successor_if_it_is_killed(
-    cluster: Cluster, pets: dict[str, str], state: Path, tmp_path: Path
+    cluster: ApiStandIn, pets: dict[str, str], state: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "mount"
     with plugin_in(state, cluster, pets["url"]) as volumes:
@@ -136,14 +136,14 @@ def test_a_mount_pod_outlives_the_plugin_and_gets_a_successor_if_it_is_killed(
 
 
 def test_an_api_that_is_away_is_an_error(
-    cluster: Cluster, volumes: NodeVolumes, tmp_path: Path
+    cluster: ApiStandIn, volumes: NodeVolumes, tmp_path: Path
 ) -> None:
     cluster.close()
     with pytest.raises(DieselError, match="cannot be reached"):
         publish(volumes, tmp_path / "mount", secrets=SECRETS)
 
 
-def add_own_pod(cluster: Cluster) -> None:
+def add_own_pod(cluster: ApiStandIn) -> None:
     """The plugin's own pod, `diesel-csi-x`, as the DaemonSet makes it."""
     images = {"sidecar": "sidecar:1", "plugin": OPTIONS.image}
     containers = [{"name": name, "image": image} for name, image in images.items()]
@@ -152,13 +152,13 @@ def add_own_pod(cluster: Cluster) -> None:
 
 
 def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
-    cluster: Cluster,
+    cluster: ApiStandIn,
     pets: dict[str, str],
     state: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The plugin is told its pod's name alone, as by the DaemonSet; its report belongs to it."""
+    """The plugin gets only its pod's name, as from the DaemonSet; its report belongs to it."""
     add_own_pod(cluster)
     (tmp_path / "config").write_text(json.dumps(cluster.kubeconfig))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
@@ -178,7 +178,7 @@ def test_a_mount_pod_has_the_image_of_the_plugins_own_pod(
         assert parse_config_map(report).is_complete
 
 
-def test_an_image_that_cannot_be_found_out_is_an_error(cluster: Cluster) -> None:
+def test_an_image_that_cannot_be_found_out_is_an_error(cluster: ApiStandIn) -> None:
     add_own_pod(cluster)
     with cluster.client() as client:
         with pytest.raises(ConfigError, match="has no container 'other'"):

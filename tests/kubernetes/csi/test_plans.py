@@ -1,4 +1,4 @@
-"""Plans in pods: a training command in a container tells the volume's mount what it will read.
+"""Plans in pods: a training command in a container announces its reads to the volume's mount.
 
 A container is a mount namespace in which the plugin's folder of the node is hidden, and the command
 runs as a user without rights. `dlcmd run` and the mount are real.
@@ -40,7 +40,8 @@ print(sum(len(batch) for batch in loader), end="")
 
 
 def in_container(plugin: Plugin, target: Path, home: Path, script: str) -> tuple[str, str]:
-    """What a script prints, and `dlcmd run`, which starts it in a container with the volume."""
+    """The output of a script, and of `dlcmd run`, which starts it in a container with the
+    volume."""
     python = user_python()
     paths = os.pathsep.join([module_path(), str(Path(dlcmd.__file__).parents[1])])
     home.mkdir()

@@ -28,7 +28,7 @@ Code = grpc.StatusCode
 def refused(
     code: grpc.StatusCode, call: Callable[P, object], *args: P.args, **more: P.kwargs
 ) -> str:
-    """The message with which a call ends, whose status is this one."""
+    """The message of a call that ends with this status."""
     with pytest.raises(grpc.RpcError) as error:
         call(*args, **more)
     assert isinstance(error.value, grpc.Call)
@@ -70,7 +70,7 @@ def test_a_volume_is_read_only_and_published_once_for_the_same_calls(
 def test_equal_volumes_share_a_mount_and_tenants_do_not(
     plugin: Plugin, pets: dict[str, str], tmp_path: Path
 ) -> None:
-    """What was published side by side leaves nothing; `make bench` has fifty volumes."""
+    """Volumes that were published side by side leave nothing; `make bench` has fifty volumes."""
     attributes = {**pets, "session": "kernel"}
     secret = {"redisPassword": "a secret of the team"}
     targets = [tmp_path / str(number) for number in range(5)]

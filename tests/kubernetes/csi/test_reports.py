@@ -1,7 +1,7 @@
-"""What a node reports that it holds: of mounts, of cache folders, of a task; and when it reports.
+"""The shares that a node reports: of mounts, of cache folders, of a task; and when it reports.
 
-Mounts are real, and the node's logic runs in this process. Where reports are written, the API
-server is a stand-in that obeys the Role in the manifests (`cluster.py`).
+Mounts are real, and the node's logic runs in this process. If reports are written, the API server
+is a stand-in that obeys the Role in the manifests (`cluster.py`).
 """
 
 import os
@@ -22,9 +22,8 @@ from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.reporter import NodeReporter
 from diesel_kubernetes.csi.state import StateFolder
 from diesel_kubernetes.csi.targets import MountTable
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.volumes import VolumeLimits
 from diesel_kubernetes.names import POD_NAMESPACE
-from diesel_kubernetes.operator.fields import Json, at
 from diesel_kubernetes.reports import (
     REFRESH_S,
     HeldDataset,
@@ -32,20 +31,21 @@ from diesel_kubernetes.reports import (
     parse_config_map,
     report_name,
 )
+from tests.kubernetes.fields import Json, at
 from tests.waiting import wait_until
 
-from .cluster import Cluster
+from .cluster import ApiStandIn
 from .conftest import MOUNTS_AS_ROOT, node_volumes, publish
 
 CHUNKS, FILE_BYTES = 8, 1_000_000
-"""Of the dataset: all chunks have the same size, and each has one file."""
+"""Chunks of the dataset: all have the same size, and each has one file."""
 
 fuse, as_root = MOUNTS_AS_ROOT
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
-    """A node with a plugin's logic, whose mounts are processes."""
+class MeasuredNode:
+    """A node with a plugin's logic, and processes as mounts."""
 
     folder: Path
     state: StateFolder
@@ -72,7 +72,7 @@ class Node:
     def held(
         self, wanted: Callable[[list[HeldDataset]], object] = lambda _: True
     ) -> list[HeldDataset]:
-        """What it holds, as soon as it is sure that this is all and a condition holds for it."""
+        """Its shares, as soon as it is sure that these are all and a condition holds for them."""
         last: list[HeldDataset] = []
 
         def holds() -> object:
@@ -84,7 +84,7 @@ class Node:
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> Iterator[Node]:
+def node(tmp_path: Path) -> Iterator[MeasuredNode]:
     """A node of a repository with a dataset of equal chunks. The test unpublishes its targets."""
     url, cache_root = (tmp_path / "store").as_uri(), tmp_path / "fast"
     with connect("pets", url, create=True) as dataset:
@@ -94,10 +94,13 @@ def node(tmp_path: Path) -> Iterator[Node]:
     with connect("pets", url) as dataset:
         identity, version = dataset.snapshot.identity, dataset.version
     cache_root.mkdir()
-    state, limits = StateFolder(tmp_path / "state"), Limits(url=url, cache_root=str(cache_root))
+    state, limits = (
+        StateFolder(tmp_path / "state"),
+        VolumeLimits(url=url, cache_root=str(cache_root)),
+    )
     with node_volumes(state, ProcessMounter(state), limits) as volumes:
         holdings = NodeHoldings(state, str(cache_root))
-        made = Node(tmp_path, state, volumes, holdings, identity, version)
+        made = MeasuredNode(tmp_path, state, volumes, holdings, identity, version)
         try:
             yield made
         finally:
@@ -113,7 +116,9 @@ def read(target: Path, count: int) -> None:
 @pytest.mark.deep
 @fuse
 @as_root
-def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(node: Node) -> None:
+def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
+    node: MeasuredNode,
+) -> None:
     def entry(share: int, disk: int, *, used: bool = False, of: int = node.version) -> HeldDataset:
         return HeldDataset("team", node.identity, of, share, disk, used)
 
@@ -135,7 +140,7 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(nod
         path.unlink()
     assert node.held() == [entry(62, 62)]
     log = chunks[0].with_name("order-0123456789abcdef")
-    log.touch()  # what a log holds cannot be told
+    log.touch()  # the share of a log is not known
     assert node.held() == [entry(0, 0, of=0)]
     log.unlink()
     for path in (node.state.cache / "diesel/snapshots").iterdir():
@@ -150,7 +155,9 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(nod
 
 @fuse
 @as_root
-def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(node: Node) -> None:
+def test_memory_counts_while_the_mount_lives_and_for_its_namespace_alone(
+    node: MeasuredNode,
+) -> None:
     one = node.publish("one", policy="oneshot")
     other = node.publish("other", namespace="others")
     found = node.held(lambda found: max(each.share for each in found) == 100)
@@ -184,18 +191,18 @@ def test_a_mount_of_another_version_than_its_master_tells_of_the_page_cache_alon
 
 
 @pytest.fixture
-def client(cluster: Cluster) -> Iterator[Client]:
+def client(cluster: ApiStandIn) -> Iterator[Client]:
     with cluster.client() as client:
         yield client
 
 
-def report_in(cluster: Cluster, node: str = "node-1") -> NodeReport:
+def report_in(cluster: ApiStandIn, node: str = "node-1") -> NodeReport:
     """The report of a node as the operator reads it."""
     return parse_config_map(cluster.objects["configmaps", report_name(node)])
 
 
 def test_a_report_is_written_when_something_has_changed_noticeably(
-    cluster: Cluster, client: Client
+    cluster: ApiStandIn, client: Client
 ) -> None:
     now_s, is_complete = 1_800_000_000.0, True
     one = HeldDataset("team", uuid4(), 7, 40, 20)
@@ -226,7 +233,7 @@ def test_a_report_is_written_when_something_has_changed_noticeably(
 
 
 def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
-    cluster: Cluster, client: Client
+    cluster: ApiStandIn, client: Client
 ) -> None:
     pod = cluster.put("pods", {"metadata": {"name": "diesel-csi-x"}})
     for node in ("node-1", "node-" + "x" * 200):
@@ -241,7 +248,7 @@ def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
     assert not cluster.objects
 
 
-def test_a_thread_reports_and_goes_on_after_errors(cluster: Cluster, client: Client) -> None:
+def test_a_thread_reports_and_goes_on_after_errors(cluster: ApiStandIn, client: Client) -> None:
     held, is_failing = HeldDataset("team", uuid4(), 7, 40, 20), True
 
     def measure() -> tuple[list[HeldDataset], bool]:

@@ -29,7 +29,8 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Crede
 
 
 def traces_of(secret: str, plugin: Plugin) -> list[Path]:
-    """Where a secret can be found: the plugin's folder, and the arguments of all processes."""
+    """The places to search for a secret: the plugin's folder, and the arguments of all
+    processes."""
     own = [path for path in plugin.folder.rglob("*") if path.is_file()]
     own = [path for path in own if "/root/" not in str(path)]
     found = [path for path in own if secret.encode() in path.read_bytes()]
@@ -74,8 +75,8 @@ def test_an_error_repeats_no_secret(
     code: Code,
     said: str,
 ) -> None:
-    """Of a server that refuses a key, of a dataset that does not exist, whatever its name is, and
-    of a secret that nobody knows."""
+    """Errors of a server that refuses a key, of a dataset that does not exist, whatever its name
+    is, and of a secret that nobody knows."""
     url, credentials = users
     attributes = {"dataset": dataset, "url": url}
     secrets = {"user": "trainer", "key": credentials.key_text, name: secret}

@@ -15,7 +15,7 @@ from diesel_kubernetes.csi import node
 from diesel_kubernetes.csi.mounter import ProcessMounter
 from diesel_kubernetes.csi.node import NodeVolumes
 from diesel_kubernetes.csi.state import StateFolder
-from diesel_kubernetes.csi.volumes import Limits
+from diesel_kubernetes.csi.volumes import VolumeLimits
 from tests.waiting import wait_until
 
 from .conftest import MOUNTS_AS_ROOT, node_volumes, publish, put_files
@@ -35,7 +35,7 @@ def url(tmp_path: Path) -> str:
 def volumes(url: str, tmp_path: Path) -> Iterator[NodeVolumes]:
     """The logic of a plugin."""
     state = StateFolder(tmp_path / "state")
-    with node_volumes(state, ProcessMounter(state), Limits(url=url)) as volumes:
+    with node_volumes(state, ProcessMounter(state), VolumeLimits(url=url)) as volumes:
         yield volumes
         wait_until(lambda: not state.names())
 
@@ -43,7 +43,7 @@ def volumes(url: str, tmp_path: Path) -> Iterator[NodeVolumes]:
 def test_a_later_pod_sees_the_later_version(
     url: str, volumes: NodeVolumes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pods before keep theirs. Where nobody can say what is current, the mount is shared."""
+    """The pods before keep theirs. If the current version is not known, the mount is shared."""
     monkeypatch.setattr(node, "VERSION_KNOWN_S", 0.0)
     targets = [tmp_path / str(number) for number in range(4)]
 
@@ -66,7 +66,7 @@ def test_a_later_pod_sees_the_later_version(
 
 
 def test_a_caller_that_has_gone_gets_no_bind(volumes: NodeVolumes, tmp_path: Path) -> None:
-    """Else the target would be mounted after kubelet has unpublished it."""
+    """Otherwise the target would be mounted after kubelet has unpublished it."""
     with pytest.raises(DeadlineError):
         publish(volumes, tmp_path / "mount", is_wanted=False)
     assert not (tmp_path / "mount").exists()

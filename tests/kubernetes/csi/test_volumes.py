@@ -1,4 +1,5 @@
-"""What a volume may name, and the arguments that `dlcmd mount` gets for it. Nothing is mounted."""
+"""The attributes of a volume, and the arguments that `dlcmd mount` gets for it. Nothing is
+mounted."""
 
 from dataclasses import replace
 
@@ -6,12 +7,12 @@ import click
 import pytest
 
 from diesel_fs.errors import UsageError
-from diesel_kubernetes.csi.volumes import Limits, Volume, check_mount_flags, parse_volume
+from diesel_kubernetes.csi.volumes import Volume, VolumeLimits, check_mount_flags, parse_volume
 from diesel_kubernetes.names import ATTRIBUTES, POD_NAME, POD_NAMESPACE, SECRETS
-from dlcmd.mounting import mount
+from dlcmd.verbs.mount import mount
 from tests.rows import each_row
 
-LIMITS = Limits(
+LIMITS = VolumeLimits(
     url="diesel://default:9300",
     file_roots=("/data",),
     cache_root="/fast",
@@ -22,7 +23,7 @@ NODE_KEY = b"k" * 32
 
 
 def parsed(
-    attributes: dict[str, str], secrets: dict[str, str] | None = None, limits: Limits = LIMITS
+    attributes: dict[str, str], secrets: dict[str, str] | None = None, limits: VolumeLimits = LIMITS
 ) -> Volume:
     """The volume with some attributes, and a dataset if they name none."""
     return parse_volume({"dataset": "pets", **attributes}, secrets or {}, limits)
@@ -140,7 +141,7 @@ def test_what_is_refused_is_named(attributes: dict[str, str], said: str) -> None
 
 
 def test_without_roots_no_folder_of_the_node_is_reached() -> None:
-    bare = Limits(url="file:///admins/own")
+    bare = VolumeLimits(url="file:///admins/own")
     assert parsed({}, limits=bare).file_folder == "/admins/own"
     with pytest.raises(UsageError, match="--file-root"):
         parsed({"url": "file:///data"}, limits=bare)

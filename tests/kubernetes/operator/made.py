@@ -3,17 +3,28 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from diesel_kubernetes.operator.api_objects import Job, Pod
 from diesel_kubernetes.operator.datasets import (
-    Decision,
+    DatasetDecision,
+    DatasetSituation,
+    JobReport,
     JobView,
-    Situation,
     decide,
     view_of_job,
 )
-from diesel_kubernetes.operator.fields import Json
-from diesel_kubernetes.operator.holdings import NodeHoldings
+from diesel_kubernetes.operator.decoding import Json, decode, encode
+from diesel_kubernetes.operator.holdings import ReportedHoldings
 from diesel_kubernetes.operator.objects import LABEL_TRAINING, volume_name
-from diesel_kubernetes.operator.resources import Defaults, Object, parse_object
+from diesel_kubernetes.operator.resources import (
+    DatasetObject,
+    DatasetStatus,
+    Progress,
+    TrainingObject,
+    TrainingStatus,
+    decode_dataset,
+    decode_training,
+)
+from diesel_kubernetes.operator.specs import Defaults
 from diesel_kubernetes.reports import NodeReport
 
 NOW_S = 1_800_000_000.0
@@ -24,13 +35,13 @@ GOOD: Json = {"dataset": {"entries": 3, "files": 2, "bytes": 5, "version": 7}}
 
 def dataset(
     spec: Json | None = None,
-    status: Json | None = None,
+    status: Json | DatasetStatus | None = None,
     *,
     generation: int = 1,
     finalizers: Sequence[str] = (),
     deleted: bool = False,
     name: str = "pets",
-) -> Object:
+) -> DatasetObject:
     """A Dataset, made from a bucket unless its spec says something else."""
     given: Json = {"url": URL, "source": {"bucket": {"url": "s3://bucket/pets"}}, **(spec or {})}
     metadata: Json = {
@@ -43,12 +54,11 @@ def dataset(
     }
     if deleted:
         metadata["deletionTimestamp"] = "2026-01-01T00:00:00Z"
-    return parse_object(
-        {"kind": "Dataset", "metadata": metadata, "spec": given, "status": status or {}}
-    )
+    raw = encode(status) if isinstance(status, DatasetStatus) else status or {}
+    return decode_dataset({"kind": "Dataset", "metadata": metadata, "spec": given, "status": raw})
 
 
-def training_job(spec: Json | None = None, status: Json | None = None) -> Object:
+def training_job(spec: Json | None = None, status: TrainingStatus | None = None) -> TrainingObject:
     """A TrainingJob of two pods that read `pets`."""
     container: Json = {"name": "train", "image": "image", "command": ["train"]}
     given: Json = {
@@ -58,36 +68,42 @@ def training_job(spec: Json | None = None, status: Json | None = None) -> Object
         **(spec or {}),
     }
     metadata: Json = {"name": "train", "namespace": "default", "uid": "0123456789", "generation": 1}
-    return parse_object(
-        {"kind": "TrainingJob", "metadata": metadata, "spec": given, "status": status or {}}
+    raw = encode(status) if status else {}
+    return decode_training(
+        {"kind": "TrainingJob", "metadata": metadata, "spec": given, "status": raw}
     )
+
+
+def view(job: Json, pods: Sequence[Json] = ()) -> JobView:
+    """A Job of the API, and its pods."""
+    return view_of_job(decode(Job, job), [decode(Pod, each) for each in pods])
 
 
 def ended(job: Json, report: Json, *, failed: bool = False) -> JobView:
     """A Job that the operator has made, as it is seen after its end."""
     return replace(
-        view_of_job(job, ()),
+        view(job),
         succeeded=not failed,
         failed=failed,
         reason="BackoffLimitExceeded" if failed else "",
         finished_s=NOW_S,
-        report=report,
+        report=decode(JobReport, report),
     )
 
 
 def decided(
-    seen: Object,
+    seen: DatasetObject,
     jobs: Sequence[JobView] = (),
     pods: Sequence[Json] = (),
     *,
-    progress: Json | None = None,
+    progress: Progress | None = None,
     now_s: float = NOW_S,
     reports: Sequence[NodeReport] = (),
-) -> Decision:
+) -> DatasetDecision:
     """The decision on a Dataset, of which the cluster has these Jobs and readers."""
-    situation = Situation(
-        seen, tuple(jobs), tuple(pods), progress or {}, now_s, 10.0, NodeHoldings(reports, now_s)
-    )
+    readers = tuple(decode(Pod, each) for each in pods)
+    holdings = ReportedHoldings(reports, now_s)
+    situation = DatasetSituation(seen, tuple(jobs), readers, progress, now_s, 10.0, holdings)
     return decide(situation, DEFAULTS)
 
 

@@ -1,7 +1,7 @@
 """A cluster in memory: a dictionary with the rules that matter to the operator.
 
-Names are unique, a status is replaced only by who has read the last version, finalizers hold
-objects, and owners take what they own with them. A Job or pod ends as the test says.
+Names are unique, a status is replaced only by a client that has read the last version, finalizers
+hold objects, and a deleted owner takes its objects with it. A Job or pod ends as the test says.
 
 Nothing of it waits, nor does a controller that no pod tells its progress. So tests call both as
 coroutines, although the operator's loop is asyncio's.
@@ -17,9 +17,9 @@ from lightkube import ApiError
 from lightkube.generic_resource import GenericNamespacedResource
 
 from diesel_kubernetes.operator.cluster import Cluster
-from diesel_kubernetes.operator.controller import Controller
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
+from diesel_kubernetes.operator.controller import Reconciler
 from diesel_kubernetes.operator.queue import Key
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 
 from .made import DEFAULTS, NOW_S, node_object
 
@@ -41,16 +41,16 @@ class ManualClock:
 
 
 def refusal(code: int, message: str) -> ApiError:
-    """What the API server says of a request that it refuses."""
+    """The API server's answer to a request that it refuses."""
     request = httpx2.Request("PUT", "http://x")
     content = {"code": code, "message": message}
     return ApiError(request=request, response=httpx2.Response(code, json=content, request=request))
 
 
 class MemoryCluster(Cluster):
-    """The API server, in memory. `kill_after` writes, the one who wrote is killed.
+    """The API server, in memory. After `kill_after` writes, the writer is killed.
 
-    It refuses what is `forbidden`: `get Secret`, `find ConfigMap`, `create Pod`.
+    It refuses calls in `forbidden`: `get Secret`, `find ConfigMap`, `create Pod`.
     """
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class MemoryCluster(Cluster):
         self.collect(kind, name)
 
     def collect(self, kind: str, name: str) -> None:
-        """Remove an object that is deleted and held by nothing, with what it owns."""
+        """Remove an object that is deleted and held by nothing, with the objects that it owns."""
         metadata = fields(self.objects[kind, name], "metadata")
         if not text(metadata, "deletionTimestamp") or items(metadata, "finalizers"):
             return
@@ -196,13 +196,13 @@ def _kind(kind: type[GenericNamespacedResource]) -> str:
 async def settle(cluster: MemoryCluster, key: Key) -> None:
     """Have an object handled until nothing is left to do now; a killed controller is replaced."""
     clock = ManualClock()
-    controller = Controller(cluster, DEFAULTS, clock=clock)
+    controller = Reconciler(cluster, DEFAULTS, clock=clock)
     for _ in range(STEPS_MAX):
         before = cluster.writes
         try:
             await controller.handle(key)
         except Killed:
-            controller = Controller(cluster, DEFAULTS, clock=clock)
+            controller = Reconciler(cluster, DEFAULTS, clock=clock)
             continue
         if cluster.writes == before:
             return

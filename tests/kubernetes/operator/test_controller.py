@@ -1,5 +1,5 @@
-"""The controller is killed after each of its writes, and another one goes on; and what a
-TrainingJob says when the cluster does not let the operator make what it needs.
+"""The controller is killed after each of its writes, and another one goes on; and the
+conditions of a TrainingJob when the cluster does not let the operator make its objects.
 
 Whatever was killed, the end is the same.
 """
@@ -7,10 +7,9 @@ Whatever was killed, the end is the same.
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Controller
-from diesel_kubernetes.operator.fields import Json, at, text
+from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Reconciler
 from diesel_kubernetes.operator.queue import Key
-from diesel_kubernetes.operator.resources import condition_of
+from tests.kubernetes.fields import Json, at, condition_of, text
 from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, dataset, training_job
@@ -36,7 +35,7 @@ async def deletion(cluster: MemoryCluster) -> list[object]:
 
 
 async def life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
-    """A Dataset from its making to its deletion; what was seen on the way."""
+    """A Dataset from its making to its deletion; the states that were seen on the way."""
     cluster.put(dataset({"reclaimPolicy": "Delete"}).raw)
     await settle(cluster, PETS)
     seen: list[object] = [cluster.of_kind("Job")]
@@ -54,7 +53,7 @@ async def short_life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
 
 
 def put_job(cluster: MemoryCluster, restarts: int = 0) -> None:
-    """Make a TrainingJob whose dataset is ready. It needs a Secret of its own."""
+    """Make a TrainingJob with a ready dataset. It needs a Secret of its own."""
     ready: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 9, "version": 7}
     cluster.put(dataset({"url": "diesel://host:1", "secretName": "account"}, ready).raw)
     cluster.put({"kind": "Secret", "metadata": {"name": "account"}, "data": {"key": "eA=="}})
@@ -102,7 +101,7 @@ async def test_the_end_is_the_same_wherever_the_controller_is_killed(
 
 async def tried(cluster: MemoryCluster) -> Json:
     """The status of the TrainingJob after the operator has tried twice."""
-    controller = Controller(cluster, DEFAULTS, clock=ManualClock())
+    controller = Reconciler(cluster, DEFAULTS, clock=ManualClock())
     for _ in range(2):
         with suppress(Exception):  # the queue logs it, and tries again
             await controller.handle(TRAIN)

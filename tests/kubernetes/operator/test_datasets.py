@@ -1,35 +1,38 @@
-"""Each transition of a Dataset, each failure, as decisions about what the cluster has."""
+"""Each transition of a Dataset, each failure, as decisions about objects of the cluster."""
 
 from dataclasses import replace
 
-from diesel_kubernetes.operator.datasets import backoff_s, view_of_job
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text
+from diesel_kubernetes.operator.datasets import backoff_s
+from diesel_kubernetes.operator.decoding import encode
 from diesel_kubernetes.operator.resources import (
     RECLAIM_FINALIZER,
-    Object,
-    condition_of,
-    parse_object,
+    DatasetObject,
+    DatasetStatus,
+    NodeShare,
+    Progress,
+    decode_dataset,
 )
+from tests.kubernetes.fields import Json, at, fields, items, text
 from tests.rows import each_row
 
-from .made import GOOD, NOW_S, dataset, decided, ended, reader_pod
+from .made import GOOD, NOW_S, dataset, decided, ended, reader_pod, view
 
 
-def after(seen: Object, status: Json) -> Object:
+def after(seen: DatasetObject, status: DatasetStatus) -> DatasetObject:
     """The object with another status."""
-    return parse_object({**seen.raw, "status": status})
+    return decode_dataset({**seen.raw, "status": encode(status)})
 
 
-def started(spec: Json | None = None) -> tuple[Object, Json]:
-    """A Dataset whose first Job was made, and that Job."""
+def started(spec: Json | None = None) -> tuple[DatasetObject, Json]:
+    """A Dataset after its first Job was made, and that Job."""
     seen = dataset(spec)
     decision = decided(seen)
     (job,) = decision.create
     return after(seen, decision.status), job
 
 
-def reason_of(status: Json) -> str:
-    return text(condition_of(status, "Ready"), "reason")
+def reason_of(status: DatasetStatus) -> str:
+    return status.condition("Ready").reason
 
 
 def arguments(job: Json) -> list[object]:
@@ -39,7 +42,7 @@ def arguments(job: Json) -> list[object]:
 def test_a_new_dataset_gets_a_job_and_an_event() -> None:
     decision = decided(dataset({"secretName": "account"}))
     (job,) = decision.create
-    assert decision.status["phase"] == "Preparing"
+    assert decision.status.phase == "Preparing"
     container = fields(job, "spec", "template", "spec", "containers", 0)
     secret = {"name": "account", "key": "key", "optional": True}
     assert {"name": "DIESEL_KEY", "valueFrom": {"secretKeyRef": secret}} in items(container, "env")
@@ -50,11 +53,11 @@ def test_a_new_dataset_gets_a_job_and_an_event() -> None:
 
 def test_a_running_job_is_waited_for_and_its_progress_shown() -> None:
     seen, job = started()
-    running = view_of_job(job, ())
-    progress: Json = {"entries": 5, "percent": 50}
+    running = view(job)
+    progress = Progress(entries=5, percent=50)
     decision = decided(seen, [running], progress=progress)
     assert (decision.create, decision.events, decision.again_s) == ((), (), 10.0)
-    assert decision.status["progress"] == progress
+    assert decision.status.progress == progress
 
 
 def test_a_job_that_succeeded_makes_the_dataset_ready_once() -> None:
@@ -62,8 +65,8 @@ def test_a_job_that_succeeded_makes_the_dataset_ready_once() -> None:
     done = ended(job, GOOD)
     decision = decided(seen, [done])
     described = {"phase": "Ready", "entries": 3, "files": 2, "bytes": 5, "version": 7}
-    assert described.items() <= decision.status.items()
-    assert condition_of(decision.status, "Ready")["status"] == "True"
+    assert described.items() <= encode(decision.status).items()
+    assert decision.status.condition("Ready").holds
     assert [each["reason"] for each in decision.events] == ["Prepared"]
     ready = after(seen, decision.status)
     again = decided(ready, [done], now_s=NOW_S + 99)
@@ -88,8 +91,8 @@ def test_an_error_that_stays_fails_the_dataset_at_once(error: str, reason: str) 
     seen, job = started()
     report: Json = {"error": error, "message": "what failed", "advice": "do this"}
     decision = decided(seen, [ended(job, report, failed=True)])
-    assert (decision.status["phase"], reason_of(decision.status)) == ("Failed", reason)
-    assert condition_of(decision.status, "Ready")["message"] == "what failed; do this"
+    assert (decision.status.phase, reason_of(decision.status)) == ("Failed", reason)
+    assert decision.status.condition("Ready").message == "what failed; do this"
     assert (decision.create, decision.again_s) == ((), None)
     assert decision.events[0]["type"] == "Warning"
 
@@ -109,17 +112,17 @@ def test_an_error_that_may_go_away_is_tried_again_with_pauses(error: str, reason
     report: Json = {"error": error, "message": "away", "advice": ""} if error else {}
     first = ended(job, report, failed=True)
     waiting = decided(seen, [first], now_s=NOW_S + 3)
-    assert (waiting.status["phase"], reason_of(waiting.status)) == ("Preparing", reason)
+    assert (waiting.status.phase, reason_of(waiting.status)) == ("Preparing", reason)
     assert waiting.again_s == backoff_s(1) - 3
     assert not waiting.create
     seen = after(seen, waiting.status)
     due = decided(seen, [first], now_s=NOW_S + backoff_s(1))
     (second,) = due.create
-    assert due.status["attempt"] == 2
+    assert due.status.attempt == 2
     assert at(second, "metadata", "name") != at(job, "metadata", "name")
     failed = [first, ended(second, report, failed=True)]
     last = decided(after(seen, due.status), failed, now_s=NOW_S + 999)
-    assert (last.status["phase"], reason_of(last.status)) == ("Failed", reason)
+    assert (last.status.phase, reason_of(last.status)) == ("Failed", reason)
     assert not last.create
 
 
@@ -128,28 +131,28 @@ def test_a_deadline_is_no_reason_to_try_again() -> None:
     assert at(job, "spec", "activeDeadlineSeconds") == 60
     late = replace(ended(job, {}, failed=True), reason="DeadlineExceeded")
     decision = decided(seen, [late])
-    assert (decision.status["phase"], reason_of(decision.status)) == ("Failed", "DeadlineExceeded")
+    assert (decision.status.phase, reason_of(decision.status)) == ("Failed", "DeadlineExceeded")
 
 
 def test_a_job_that_was_deleted_is_made_again() -> None:
     seen, job = started()
     decision = decided(seen)
     assert decision.create == (job,)
-    leaving = replace(view_of_job(job, ()), is_leaving=True)
+    leaving = replace(view(job), is_leaving=True)
     assert not decided(seen, [leaving]).create
 
 
 def test_a_change_of_the_spec_ends_the_old_job_before_it_makes_the_new_one() -> None:
     seen, job = started()
     changed = dataset({"refresh": "again"}, seen.status, generation=2)
-    running = view_of_job(job, ())
+    running = view(job)
     decision = decided(changed, [running])
     assert (decision.create, decision.delete_jobs) == ((), (running.name,))
     assert reason_of(decision.status) == "Replacing"
     decision = decided(after(changed, decision.status))
     (new,) = decision.create
     assert at(new, "metadata", "name") != at(job, "metadata", "name")
-    assert decision.status["attempt"] == 1
+    assert decision.status.attempt == 1
 
 
 @each_row(
@@ -176,8 +179,8 @@ def test_a_change_of_the_spec_ends_the_old_job_before_it_makes_the_new_one() -> 
 )
 def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) -> None:
     decision = decided(dataset(spec))
-    assert (decision.status["phase"], reason_of(decision.status)) == ("Failed", "InvalidSpec")
-    message = text(condition_of(decision.status, "Ready"), "message")
+    assert (decision.status.phase, reason_of(decision.status)) == ("Failed", "InvalidSpec")
+    message = decision.status.condition("Ready").message
     assert field in message
     assert "u:p" not in message
     assert not decision.create
@@ -227,7 +230,7 @@ def test_deletion_waits_for_readers_and_preparations_then_deletes_the_data() -> 
     seen = dataset(DELETE, finalizers=[RECLAIM_FINALIZER])
     (job,) = decided(seen).create
     gone = dataset(DELETE, finalizers=[RECLAIM_FINALIZER], deleted=True)
-    running = view_of_job(job, ())
+    running = view(job)
 
     decision = decided(gone, [running], [reader_pod("a")])
     assert reason_of(decision.status) == "InUse"
@@ -268,17 +271,14 @@ def test_nodes_have_a_share_of_a_task_and_cached_ones_stay() -> None:
         reader_pod("c", job="alone"),
     ]
 
-    def node(name: str, state: str, share: int, *, keeps: bool) -> Json:
-        return {"name": name, "state": state, "share": share, "keeps": keeps, "measured": False}
-
     status = decided(seen, pods=pods).status
-    assert status["nodes"] == [
-        node("a", "Active", 50, keeps=True),
-        node("b", "Active", 50, keeps=False),
-        node("c", "Active", 100, keeps=False),
-    ]
+    assert status.nodes == (
+        NodeShare("a", "Active", 50, keeps=True),
+        NodeShare("b", "Active", 50, keeps=False),
+        NodeShare("c", "Active", 100, keeps=False),
+    )
     status = decided(after(seen, status)).status
-    assert status["nodes"] == [node("a", "Cached", 50, keeps=True)]
+    assert status.nodes == (NodeShare("a", "Cached", 50, keeps=True),)
 
 
 def pod_of(job: Json, status: Json) -> Json:
@@ -292,9 +292,9 @@ def test_a_pod_may_report_anything(message: str) -> None:
     pod = pod_of(job, {"containerStatuses": [{"state": {"terminated": {"message": message}}}]})
     status: Json = {"conditions": [{"type": "Failed", "status": "True",
                                     "lastTransitionTime": "2027-01-15T08:00:00Z"}]}  # fmt: skip
-    view = view_of_job({**job, "status": status}, [pod])
-    assert view.finished_s == NOW_S
-    decision = decided(seen, [view])
+    found = view({**job, "status": status}, [pod])
+    assert found.finished_s == NOW_S
+    decision = decided(seen, [found])
     assert reason_of(decision.status) == "Interrupted"
 
 
@@ -313,6 +313,6 @@ def test_a_pod_that_cannot_start_says_why() -> None:
     seen, job = started()
     why = {"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}
     pod = pod_of(job, {"conditions": [why]})
-    decision = decided(seen, [view_of_job(job, [pod])])
+    decision = decided(seen, [view(job, [pod])])
     assert reason_of(decision.status) == "Running"
-    assert "0/3 nodes" in text(condition_of(decision.status, "Ready"), "message")
+    assert "0/3 nodes" in decision.status.condition("Ready").message

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import FormatError
-from diesel_kubernetes.operator.controller import DATASETS, Controller
-from diesel_kubernetes.operator.fields import Json, at, fields, items
+from diesel_kubernetes.operator.controller import DATASETS, Reconciler
+from diesel_kubernetes.operator.decoding import encode
 from diesel_kubernetes.operator.queue import Key
 from diesel_kubernetes.reports import (
     AGE_S_MAX,
@@ -25,6 +25,7 @@ from diesel_kubernetes.reports import (
     parse_config_map,
     report_name,
 )
+from tests.kubernetes.fields import Json, at, fields, items
 from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, NOW_S, dataset, decided, ended, reader_pod
@@ -52,7 +53,7 @@ held_datasets = st.builds(
 
 
 def held(share: int, disk: int = 0, *, version: int = 7, used: bool = False) -> HeldDataset:
-    """What a node has of `pets`, for pods of its namespace."""
+    """The share of `pets` on a node, for pods of its namespace."""
     return HeldDataset("default", IDENTITY, version, share, disk, used)
 
 
@@ -68,10 +69,10 @@ def nodes_of(
     status: Json = READY,
     pods: Sequence[Json] = (),
     now_s: float = NOW_S,
-) -> list[object]:
+) -> list[Json]:
     """The nodes in the status of `pets` after these reports."""
     decision = decided(dataset(status=status), pods=pods, now_s=now_s, reports=reports)
-    return items(decision.status, "nodes")
+    return [encode(each) for each in decision.status.nodes or ()]
 
 
 def measured(name: str, state: str, share: int, disk: int, *, keeps: bool) -> Json:
@@ -206,12 +207,12 @@ def test_the_identity_comes_from_the_preparation() -> None:
     seen = dataset(status=decision.status)
     described = {**fields(GOOD, "dataset"), "identity": str(IDENTITY)}
     done = decided(seen, [ended(job, {"dataset": described})])
-    assert done.status["identity"] == str(IDENTITY)
+    assert done.status.identity == str(IDENTITY)
     described["identity"] = "../no identity"  # whoever wrote the report of the pod
-    seen = dataset(status={**decision.status, "identity": str(OTHER)})
+    seen = dataset(status=replace(decision.status, identity=str(OTHER)))
     done = decided(seen, [ended(job, {"dataset": described})])
-    assert done.status["phase"] == "Ready"
-    assert "identity" not in done.status
+    assert done.status.phase == "Ready"
+    assert "identity" not in encode(done.status)
 
 
 # The controller
@@ -220,13 +221,13 @@ OTHERS = Key(DATASETS, "default", "other")
 
 
 class Operated:
-    """A controller of a cluster in memory, and what it has woken."""
+    """A controller of a cluster in memory, and the keys that it has woken."""
 
     def __init__(self, driver_namespace: str = "diesel-system") -> None:
         self.cluster = MemoryCluster()
         self.clock = ManualClock()
         self.woken: list[Key] = []
-        self.controller = Controller(
+        self.controller = Reconciler(
             self.cluster,
             DEFAULTS,
             driver_namespace=driver_namespace,

@@ -1,18 +1,21 @@
-"""The manifests of the operator, its examples, and what it makes: the published schemas."""
+"""The manifests of the operator, its examples, and the objects that it makes: the published
+schemas."""
 
 from click.testing import CliRunner
 
 from diesel_kubernetes.operator import main
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text
-from diesel_kubernetes.operator.objects import PlannedVolume, key_secret, reclaim_job
+from diesel_kubernetes.operator.decoding import encode
+from diesel_kubernetes.operator.objects import key_secret, reclaim_job
 from diesel_kubernetes.operator.resources import (
     DatasetPhase,
+    PlannedVolume,
     TrainingPhase,
-    parse_dataset,
-    parse_object,
-    parse_training,
+    decode_dataset,
+    decode_training,
 )
+from diesel_kubernetes.operator.specs import parse_dataset, parse_training
 from tests.deploy.manifests import KUBERNETES, read
+from tests.kubernetes.fields import Json, at, fields, items, text
 from tests.kubernetes.manifests import check_schemas, objects
 
 from .made import DEFAULTS, dataset, decided, training_job
@@ -44,7 +47,7 @@ def test_what_the_operator_makes_has_the_published_schemas() -> None:
     made += [*decided_on_job(status=admitted.status).create, *admitted.events]
     secret = key_secret(training_job(), "key", {"user": "eA==", "other": "eA=="}, "task key")
     assert fields(secret, "data") == {"user": "eA=="}, "volumes would refuse another name"
-    assert PlannedVolume("a", "/a", {}, "key", "account").to_json()["keyFrom"] == "account"
+    assert encode(PlannedVolume("a", "/a", {}, "key", "account"))["keyFrom"] == "account"
     made.append(secret)
     kinds = {text(each, "kind") for each in made}
     assert kinds == {"Job", "Pod", "Service", "Event", "Secret"}
@@ -53,12 +56,12 @@ def test_what_the_operator_makes_has_the_published_schemas() -> None:
 
 def test_the_examples_are_taken() -> None:
     (example,) = read(EXAMPLES / "dataset.yaml")
-    spec = parse_dataset(parse_object(example), DEFAULTS)
+    spec = parse_dataset(decode_dataset(example), DEFAULTS)
     assert spec.put[-3:] == (
         "s3://data.example/pets/*.tar.gz", "https://data.example/pets-extra.zip", "pets"
     )  # fmt: skip
     (example,) = read(EXAMPLES / "trainingjob.yaml")
-    assert parse_training(parse_object(example)).replicas == 4
+    assert parse_training(decode_training(example)).replicas == 4
 
 
 def test_the_schemas_have_all_phases() -> None:

@@ -5,8 +5,8 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_kubernetes.operator.datasets import holding_of
-from diesel_kubernetes.operator.fields import Json
+from diesel_kubernetes.operator.datasets import holding_of, holding_on_disks
+from diesel_kubernetes.operator.decoding import decode
 from diesel_kubernetes.operator.placement import (
     BLOCK_BYTES,
     STORAGE,
@@ -15,13 +15,15 @@ from diesel_kubernetes.operator.placement import (
     admission,
     in_order,
 )
+from diesel_kubernetes.operator.resources import DatasetStatus
+from tests.kubernetes.fields import Json
 from tests.rows import each_row
 
 NAMES = [f"node-{number}" for number in range(6)]
 
 
 def node(name: str, free: int, cpu: int = 8, preemptible: int = 0) -> NodeState:
-    """A node with so many bytes free, beside what is preemptible."""
+    """A node with free bytes, beside the preemptible ones."""
     return NodeState(
         name=name,
         hostname=name,
@@ -71,7 +73,7 @@ def test_nodes_stand_in_the_order_of_the_papers_score(
 def test_a_job_is_admitted_if_its_datasets_fit(
     storage: list[tuple[int, int]], datasets: list[tuple[int, int]]
 ) -> None:
-    """Algorithm 1, line 3. What a node has already of a dataset needs no room."""
+    """Algorithm 1, line 3. Blocks that a node has already need no room."""
     nodes = [node(NAMES[n], free, 8, kept) for n, (free, kept) in enumerate(storage)]
     holdings = [Holding(size, {"node-9": Fraction(share, 100)}) for size, share in datasets]
     needed = sum(size - -(-size * share // 100) for size, share in datasets)
@@ -92,7 +94,7 @@ def test_a_job_is_admitted_if_its_datasets_fit(
 def test_the_score_has_whole_shares_and_admission_those_on_disks(
     node: Json, share: int, on_disk: int
 ) -> None:
-    status: Json = {"bytes": 7, "nodes": [{"name": "a", **node}]}
+    status = decode(DatasetStatus, {"bytes": 7, "nodes": [{"name": "a", **node}]})
     assert holding_of(status) == Holding(7, {"a": Fraction(share, 100)})
-    kept = holding_of(status, on_disk=True)
+    kept = holding_on_disks(status)
     assert (kept.content_bytes, kept.shares.get("a", 0)) == (7, Fraction(on_disk, 100))

@@ -7,10 +7,10 @@ import sys
 import urllib.request
 from pathlib import Path
 
-from diesel_kubernetes.operator.datasets import parse_report
-from diesel_kubernetes.operator.fields import Json, fields
+from diesel_kubernetes.operator.datasets import JobReport, parse_report
 from diesel_kubernetes.operator.prepare import error_report, progress_of
 from tests.cli.conftest import program_environment
+from tests.kubernetes.fields import Json
 from tests.rows import each_row
 from tests.storage.objects.swift_server import free_ports
 from tests.trees import write
@@ -28,8 +28,8 @@ def start(folder: Path, *arguments: str) -> "subprocess.Popen[str]":
     )
 
 
-def put(folder: Path, source: str, *options: str) -> tuple[int, str, Json]:
-    """The exit code of a preparation that puts a folder, what it said, and its report."""
+def put(folder: Path, source: str, *options: str) -> tuple[int, str, JobReport]:
+    """The exit code of a preparation that puts a folder, its output, and its report."""
     words = ("--", "put", str(folder / source), "pets")
     process = start(folder, "--describe=pets", *options, *words)
     _, errors = process.communicate()
@@ -40,14 +40,14 @@ def test_a_put_is_described_and_old_versions_are_kept(tmp_path: Path) -> None:
     write(tmp_path / "files", {"a.jpg": b"content"})
     code, errors, report = put(tmp_path, "files", "--keep=1")
     assert code == 0, errors
-    described = fields(report, "dataset")
-    assert [described[name] for name in ("dataset", "files", "bytes")] == ["pets", 1, 7]
-    assert described["version"]
+    assert report.dataset
+    assert (report.dataset.files, report.dataset.bytes) == (1, 7)
+    assert report.dataset.version
 
 
 def test_an_error_is_reported_with_its_class_and_exit_code(tmp_path: Path) -> None:
     code, errors, report = put(tmp_path, "none")
-    assert (code, report["error"]) == (10, "NotFoundError")
+    assert (code, report.error) == (10, "NotFoundError")
     assert "there is no file or folder" in errors  # the pod's log says it, too
 
 

@@ -27,7 +27,7 @@ def handled(
 ) -> list[Key]:
     """The first keys that are handled of those that were added, for now or for much later.
 
-    `answer` says of what has been handled so far when the last one is to come again.
+    `answer` gets the keys that were handled, and says when the last one is to come again.
     """
     seen: list[Key] = []
 

@@ -1,20 +1,22 @@
-"""Each transition of a TrainingJob, as decisions about what the cluster has."""
+"""Each transition of a TrainingJob, as decisions about objects of the cluster."""
 
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
-from diesel_kubernetes.csi.volumes import Limits, parse_volume
+from diesel_kubernetes.csi.volumes import VolumeLimits, parse_volume
 from diesel_kubernetes.names import POD_NAME, POD_NAMESPACE
-from diesel_kubernetes.operator.fields import Json, at, fields, items, text, texts
+from diesel_kubernetes.operator.api_objects import ClusterNode, Pod, PodSpec
+from diesel_kubernetes.operator.decoding import decode
 from diesel_kubernetes.operator.placement import STORAGE, NodeState
-from diesel_kubernetes.operator.resources import Object, condition_of
+from diesel_kubernetes.operator.resources import DatasetObject, TrainingStatus
 from diesel_kubernetes.operator.training import (
-    Decision,
-    Situation,
+    TrainingDecision,
+    TrainingSituation,
     decide,
     pod_requests,
     survey,
 )
+from tests.kubernetes.fields import Json, at, fields, items, text, texts
 from tests.rows import each_row
 
 from .made import DEFAULTS, NOW_S, dataset, node_object, training_job
@@ -23,7 +25,7 @@ READY: Json = {"phase": "Ready", "observedGeneration": 1, "bytes": 1000, "versio
 
 
 def node(name: str, free: int = 10**9, **labels: str) -> NodeState:
-    """A node with so many bytes free."""
+    """A node with some free bytes."""
     return NodeState(name, f"host-{name}", labels, {STORAGE: Fraction(free), "cpu": Fraction(4)})
 
 
@@ -32,33 +34,35 @@ NODES = (node("a", 10**6), node("b", 10**9))
 
 def decided(
     spec: Json | None = None,
-    status: Json | None = None,
+    status: TrainingStatus | None = None,
     *,
-    datasets: Sequence[Object] = (dataset(status=READY),),
+    datasets: Sequence[DatasetObject] = (dataset(status=READY),),
     pods: Sequence[Json] = (),
     nodes: Sequence[NodeState] | None = NODES,
-) -> Decision:
+) -> TrainingDecision:
     """The decision on a TrainingJob of two pods."""
-    found = {each.name: each.raw for each in datasets}
+    found = {each.name: each for each in datasets}
+    given = tuple(decode(Pod, each) for each in pods)
     there = None if nodes is None else tuple(nodes)
     seen = training_job(spec, status)
-    return decide(Situation(seen, found, tuple(pods), NOW_S, there), DEFAULTS)
+    return decide(TrainingSituation(seen, found, given, NOW_S, there), DEFAULTS)
 
 
-def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> Json:
+def admitted(spec: Json | None = None, url: str = "diesel+tls://host:1") -> TrainingStatus:
     """The status of a job that was admitted."""
     made = dataset({"url": url, "secretName": "account"}, READY)
     decision = decided(spec, datasets=[made])
-    assert decision.status["phase"] == "Starting", decision.status
+    assert decision.status.phase == "Starting", decision.status
     return decision.status
 
 
-def pods_of(decision: Decision) -> list[Json]:
+def pods_of(decision: TrainingDecision) -> list[Json]:
     return [each for each in decision.create if each["kind"] == "Pod"]
 
 
-def names(found: Sequence[object]) -> list[str]:
-    return [text(each, "name") for each in found]
+def names(status: TrainingStatus) -> list[str]:
+    """The nodes in the order of their scores."""
+    return [each.name for each in status.nodes or ()]
 
 
 def in_phase(pods: Sequence[Json], *phases: str) -> list[Json]:
@@ -66,8 +70,8 @@ def in_phase(pods: Sequence[Json], *phases: str) -> list[Json]:
     return [{**pod, "status": {"phase": phase}} for pod, phase in zip(pods, phases, strict=True)]
 
 
-def reason_of(status: Json, kind: str) -> str:
-    return text(condition_of(status, kind), "reason")
+def reason_of(status: TrainingStatus, kind: str) -> str:
+    return status.condition(kind).reason
 
 
 @each_row(
@@ -81,37 +85,37 @@ def reason_of(status: Json, kind: str) -> str:
         ([dataset(status={**READY, "phase": "Failed"})], "DatasetFailed"),
     ],
 )
-def test_a_job_waits_until_its_dataset_is_ready(found: list[Object], reason: str) -> None:
+def test_a_job_waits_until_its_dataset_is_ready(found: list[DatasetObject], reason: str) -> None:
     decision = decided(datasets=found)
-    assert decision.status["phase"] == "Pending"
+    assert decision.status.phase == "Pending"
     assert reason_of(decision.status, "DatasetsReady") == reason
     assert not decision.create
     assert [each["reason"] for each in decision.events] == [reason]
 
 
 def test_nodes_are_looked_at_only_when_the_datasets_are_ready_and_before_a_pod_is_made() -> None:
-    """What is decided is in the status then."""
+    """The decision is in the status then."""
     assert decided(nodes=None).wants_survey
     assert not decided(datasets=[], nodes=None).wants_survey
     decision = decided()
     assert not decision.create
     assert decision.again_s == 0
-    assert names(items(decision.status, "nodes")) == ["b", "a"]
-    assert at(decision.status, "volumes", 0, "attributes", "version") == "7"
+    assert names(decision.status) == ["b", "a"]
+    assert decision.status.volumes[0].attributes["version"] == "7"
 
 
 def test_a_job_whose_datasets_cannot_fit_is_refused() -> None:
     """The nodes have 1,001 million bytes free for 2,000 million. Blocks in memory count for the
     score, and not for the storage."""
 
-    def big(**held: object) -> list[Object]:
+    def big(**held: object) -> list[DatasetObject]:
         nodes = [{"name": "a", "state": "Active", "share": 100, **held}] if held else []
         return [dataset(status={**READY, "bytes": 2 * 10**9, "nodes": nodes})]
 
     refused = decided(datasets=big()).status
     assert not decided(status=refused, datasets=big()).create
     always = decided({"admission": "Always"}, datasets=big(keeps=False)).status
-    assert names(items(always, "nodes")) == ["a", "b"]
+    assert names(always) == ["a", "b"]
     assert reason_of(always, "Admitted") == "NotChecked"
     for held, phase, reason in (
         ({}, "Rejected", "NoSpace"),
@@ -121,7 +125,7 @@ def test_a_job_whose_datasets_cannot_fit_is_refused() -> None:
         ({"keeps": True, "diskShare": 50}, "Starting", "Fits"),
     ):
         status = decided(datasets=big(**held)).status
-        assert (status["phase"], reason_of(status, "Admitted")) == (phase, reason), held
+        assert (status.phase, reason_of(status, "Admitted")) == (phase, reason), held
 
 
 def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
@@ -139,7 +143,7 @@ def test_all_pods_are_made_at_once_with_ranks_and_volumes() -> None:
         csi = fields(pod, "spec", "volumes", 0, "csi")
         assert csi["nodePublishSecretRef"] == {"name": "account"}
         given = {POD_NAME: f"train-{rank}", POD_NAMESPACE: "default"}
-        volume = parse_volume({**texts(csi, "volumeAttributes"), **given}, {}, Limits())
+        volume = parse_volume({**texts(csi, "volumeAttributes"), **given}, {}, VolumeLimits())
         assert volume.named == "pets@7"
         options = {"--task=train-01234567", f"--rank={rank}", "--world=2", "--memory=2147483648"}
         assert options <= set(volume.options)
@@ -196,7 +200,7 @@ def test_a_task_has_a_key_of_its_own_only_where_nobody_else_gives_it(
     csi = fields(pods_of(decision)[0], "spec", "volumes", 0, "csi")
     assert ("task" in texts(csi, "volumeAttributes")) == task
     assert at(csi, "nodePublishSecretRef", "name") == secret
-    made = {each.secret for each in decision.key_secrets}
+    made = {each.secret_name for each in decision.key_secrets}
     assert made == {secret} - {"account"}
 
 
@@ -210,8 +214,8 @@ def test_a_job_runs_and_succeeds_and_leaves_only_pods_that_ended() -> None:
         (("Succeeded", "Succeeded"), "Succeeded", 0),
     ):
         status = decided(status=status, pods=in_phase(pods, *phases)).status
-        assert (status["phase"], status["running"]) == (phase, running)
-    assert condition_of(status, "Finished")["status"] == "True"
+        assert (status.phase, status.running) == (phase, running)
+    assert status.condition("Finished").holds
     decision = decided(status=status, pods=in_phase(pods, "Succeeded", "Succeeded"))
     assert decision.delete_pods == ()
     assert decision.delete_secrets == ("train-task-0",)
@@ -224,7 +228,7 @@ def test_a_pod_that_fails_restarts_all_then_fails_the_job() -> None:
     status = admitted(spec)
     failed = in_phase(pods_of(decided(spec, status)), "Running", "Failed")
     decision = decided(spec, status, pods=failed)
-    assert (decision.status["restarts"], decision.delete_pods) == (1, ())  # first it is counted
+    assert (decision.status.restarts, decision.delete_pods) == (1, ())  # first it is counted
     status = decision.status
     decision = decided(spec, status, pods=failed)
     assert decision.delete_pods == ("train-0", "train-1")
@@ -235,10 +239,10 @@ def test_a_pod_that_fails_restarts_all_then_fails_the_job() -> None:
     ended = {"name": "train", "state": {"terminated": {"exitCode": 3, "reason": "Error"}}}
     failed[1]["status"] = {"phase": "Failed", "containerStatuses": [ended]}
     status = decided(spec, status, pods=failed).status
-    assert status["phase"] == "Failed"
-    finished = condition_of(status, "Finished")
-    assert finished["reason"] == "PodFailed"
-    assert "train ended with exit code 3 Error" in text(finished, "message")
+    assert status.phase == "Failed"
+    finished = status.condition("Finished")
+    assert finished.reason == "PodFailed"
+    assert "train ended with exit code 3 Error" in finished.message
     assert decided(spec, status, pods=failed).delete_pods == ("train-0",)
 
 
@@ -256,38 +260,36 @@ def test_a_pod_that_fails_restarts_all_then_fails_the_job() -> None:
 )
 def test_a_spec_that_means_nothing_is_refused_by_name(spec: Json, field: str) -> None:
     status = decided(spec).status
-    assert status["phase"] == "Failed"
-    assert field in text(condition_of(status, "Admitted"), "message")
+    assert status.phase == "Failed"
+    assert field in status.condition("Admitted").message
 
 
 def test_selectors_of_datasets_and_template_hold_together() -> None:
     placed = [dataset({"placement": {"nodeSelector": {"disk": "ssd"}}}, READY)]
     nodes = [node("a", disk="ssd"), node("b"), node("c", disk="hdd")]
     status = decided(datasets=placed, nodes=nodes).status
-    assert names(items(status, "nodes")) == ["a"]
+    assert names(status) == ["a"]
     pod = pods_of(decided(status=status))[0]
     assert texts(pod, "spec", "nodeSelector") == {"disk": "ssd"}
     contrary: Json = {"template": {"spec": {"containers": [{}], "nodeSelector": {"disk": "hdd"}}}}
-    assert decided(contrary, datasets=placed, nodes=nodes).status["phase"] == "Failed"
+    assert decided(contrary, datasets=placed, nodes=nodes).status.phase == "Failed"
 
 
 def test_a_survey_counts_what_is_left_on_nodes() -> None:
-    def pod(phase: str) -> Json:
+    def pod(phase: str) -> Pod:
         resources = {"requests": {"cpu": "500m"}, "limits": {STORAGE: "100", "cpu": "2"}}
-        return {
-            "spec": {"nodeName": "a", "containers": [{"resources": resources}] * 2},
-            "status": {"phase": phase},
-        }
+        spec = {"nodeName": "a", "containers": [{"resources": resources}] * 2}
+        return decode(Pod, {"spec": spec, "status": {"phase": phase}})
 
-    def held(name: str, state: str, **more: object) -> Json:
+    def held(name: str, state: str, **more: object) -> DatasetObject:
         status = {"bytes": 300, "nodes": [{"name": "a", "state": state, "share": 50, **more}]}
-        return dataset(status=status, name=name).raw
+        return dataset(status=status, name=name)
 
     (only,) = survey(
         [
-            node_object("a", storage="1000"),
-            node_object("lost", ready="Unknown"),
-            node_object("closed", unschedulable=True),
+            decode(ClusterNode, node_object("a", storage="1000")),
+            decode(ClusterNode, node_object("lost", ready="Unknown")),
+            decode(ClusterNode, node_object("closed", unschedulable=True)),
         ],
         [pod("Running"), pod("Succeeded")],
         [
@@ -312,9 +314,9 @@ def test_a_pod_requests_its_containers_together_or_its_largest_init_container() 
         return {"resources": {"requests": {"cpu": cpu}}}
 
     containers = [container("1"), container("500m")]
-    assert pod_requests({"containers": containers}) == {"cpu": Fraction(3, 2)}
+    assert pod_requests(decode(PodSpec, {"containers": containers})) == {"cpu": Fraction(3, 2)}
     pod: Json = {"containers": containers, "initContainers": [container("2")]}
-    assert pod_requests(pod) == {"cpu": 2}
+    assert pod_requests(decode(PodSpec, pod)) == {"cpu": 2}
 
 
 def test_versions_are_pinned_at_admission() -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from diesel_fs.peers.options import TaskOptions
+from diesel_fs.peers.members.options import TaskOptions
 from diesel_fs.system.unix_sockets import connect_unix
 from tests.mounts.observed import Processes, mounted, mounts_below, noise
 from tests.mounts.versions.followed_dataset import FILES, FollowedMount, begin

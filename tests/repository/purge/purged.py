@@ -11,7 +11,8 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.interface import PurgeOptions
 from diesel_fs.repository.leases import ReadLease, leased_versions
 from diesel_fs.repository.local import LocalRepository
-from diesel_fs.storage.objects.store import ObjectStore, StoreWrapper
+from diesel_fs.storage.objects.store import Housekeeping, ObjectInfo, ObjectStore, StoreWrapper
+from tests.storage.objects.faulty_store import ListedHousekeeping
 
 from ..test_interleavings import Writer
 
@@ -111,8 +112,12 @@ class ShortListing(StoreWrapper):
         super().__init__(inner)
         self._hidden = hidden
 
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        return (name for name in super().names(prefix, after) if name != self._hidden)
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return ListedHousekeeping(self)
+
+    def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
+        return (info for info in super().list(prefix, after) if info.name != self._hidden)
 
 
 def dataset_of(repository: LocalRepository) -> Dataset:

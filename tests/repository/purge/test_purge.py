@@ -22,7 +22,7 @@ from diesel_fs.format.object_names import chunk_object, lease_object
 from diesel_fs.repository.leases import PURGE, Lease, PurgeLease
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.stored import LocalWriteSession
-from diesel_fs.storage.metadata.store import Batch, ReadCommitted
+from diesel_fs.storage.metadata.store import CommitBatch, ReadCommitted
 
 from ...datasets import content, dataset_state, stored_bytes
 from ...storage.objects.faulty_store import Fault, FaultyStore
@@ -178,9 +178,13 @@ def test_P5_a_purge_beside_a_rebuild_that_has_read(holed: LocalRepository, tmp_p
     rebuild = holed.meta.rebuild
 
     def rebuild_slowly(
-        name: str, identity: UUID, batches: Iterable[Batch], late: ReadCommitted, newer_than: int
+        name: str,
+        identity: UUID,
+        batches: Iterable[CommitBatch],
+        late: ReadCommitted,
+        newer_than: int,
     ) -> int:
-        def then_purged() -> Iterator[Batch]:
+        def then_purged() -> Iterator[CommitBatch]:
             yield from batches
             with LocalRepository.open(holed.url) as other:
                 assert other.purge("ds", NOW).deleted > 4

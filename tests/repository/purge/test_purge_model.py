@@ -47,7 +47,9 @@ class PurgeModel(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp(prefix="diesel-purge-"))
         self.stack = ExitStack()
         self.clock = self.stack.enter_context(moved_clock())
-        self.stack.enter_context(mock.patch("diesel_fs.client.dataset.CHUNK_BYTES_DEFAULT", 65536))
+        self.stack.enter_context(
+            mock.patch("diesel_fs.client.pending_puts.CHUNK_BYTES_DEFAULT", 65536)
+        )
         self.stack.enter_context(
             mock.patch("diesel_fs.repository.purge.CHUNK_BYTES_DEFAULT", 65536)
         )

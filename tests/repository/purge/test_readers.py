@@ -153,7 +153,10 @@ def test_leases_that_ended_go_where_nobody_purges(
     monkeypatch.setattr(leases, "CLEANUP_ONE_IN", 1)
 
     def there() -> set[str]:
-        names = {name.rpartition("/")[2] for name in holed.objects.names(lease_prefix(identity))}
+        names = {
+            name.rpartition("/")[2]
+            for name in holed.objects.housekeeping.names(lease_prefix(identity))
+        }
         return names & {PURGE, POLICY, *(f"{number:032x}" for number in range(5))}
 
     expected = {PURGE, POLICY, *(f"{number:032x}" for number in range(3))}
@@ -285,6 +288,6 @@ def test_L5_H16_a_deleted_dataset_stays_for_its_readers(holed: LocalRepository) 
     assert reader.reads_on()
     lease.close()
     assert "is deleted" in holed.purge("ds").notes[0]
-    assert list(holed.objects.names(f"datasets/{reader.view.identity.hex}/")) == []
+    assert list(holed.objects.housekeeping.names(f"datasets/{reader.view.identity.hex}/")) == []
     with pytest.raises(NoSuchDataset):
         holed.purge("ds")

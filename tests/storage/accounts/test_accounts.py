@@ -60,10 +60,10 @@ HEAD = '{"diesel-accounts": 1}\n'
         ("pets", Role.ADMIN, PermissionDenied),
         ("cars", Role.ADMIN, None),
         ("gone", Role.READ, NoSuchDataset),
-        ("gone", Role.ADMIN, NoSuchDataset),  # who may not see it is told nothing else
+        ("gone", Role.ADMIN, NoSuchDataset),  # as if it did not exist
     ],
 )
-def test_what_a_role_allows(dataset: str, role: Role, error: type[Exception] | None) -> None:
+def test_rights_of_each_role(dataset: str, role: Role, error: type[Exception] | None) -> None:
     ANN.require(dataset, role)
     ANN.require_admin()
     if error is None:
@@ -85,7 +85,7 @@ def test_under_a_ceiling_a_user_may_only_read() -> None:
     with pytest.raises(MetadataError):
         low.require_admin()
     bob = Account("bob", OTHER, grants={"pets": Role.READ}, ceiling=Role.READ)
-    with pytest.raises(PermissionDenied):  # that he never might
+    with pytest.raises(PermissionDenied):  # he never may
         bob.require("pets", Role.WRITE)
 
 
@@ -106,7 +106,7 @@ def test_every_generated_key_is_accepted(seed: bytes) -> None:
     assert not keys.verify(public, keys.sign(seed, b"words"), b"other words")
 
 
-# All encodings of the points of small order: whoever has one of these as "key" lets everybody in
+# All encodings of the points of small order: with one of these as a user's "key", anybody gets in
 SMALL = [y.to_bytes(32, "little") for y in (0, 1, 2**255 - 20, 2**255 - 19, 2**255 - 18)] + [
     bytes.fromhex("26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05"),
     bytes.fromhex("c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a"),

@@ -220,8 +220,8 @@ def test_the_file_is_not_listed_as_an_object(tmp_path: Path) -> None:
         "accounts.lock",
         "deleted",
     ]
-    assert [*store.names("")] == ["DIESEL-STORE"]
-    assert [*store.foreign(), *store.leftovers()] == []
+    assert [*store.housekeeping.names("")] == ["DIESEL-STORE"]
+    assert [*store.housekeeping.foreign(), *store.housekeeping.leftovers()] == []
     with pytest.raises(UsageError):
         store.get("accounts")
     assert FolderStore.create(store.root).store_id == store.store_id
@@ -339,10 +339,10 @@ def test_the_temporary_file_of_a_crash_is_a_leftover_of_the_store(
     monkeypatch.setattr(Path, "unlink", cut)
     with pytest.raises(MetadataError):
         table.change(add(ANN))
-    assert [(each.host, each.pid) for each in store.leftovers()] == [
+    assert [(each.host, each.pid) for each in store.housekeeping.leftovers()] == [
         (os.uname().nodename, os.getpid())
     ]
-    assert [*store.foreign()] == []
+    assert [*store.housekeeping.foreign()] == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root makes files for others")

@@ -2,7 +2,7 @@
 
 `Chunk` describes a chunk by the entries at its places. `fold` computes the state after chunks from
 scratch, whatever their order; it shares no code with the stores, so it can judge them. `check`
-compares all that a store says with it.
+compares the results of all methods of a store with it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,7 +13,7 @@ from uuid import UUID
 import numpy as np
 
 from diesel_fs.format.entries import EXTENT, RECORD, ChunkId, ChunkInfo, Kind, Rows, Stamp
-from diesel_fs.storage.metadata.store import Batch, MetadataStore, StoreRestarted
+from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore, StoreRestarted
 
 
 def chunk_id(number: int) -> ChunkId:
@@ -78,8 +78,7 @@ class Chunk:
             return self.extent(place)
         return entry.target if entry is not None and entry.kind == Kind.LINK else None
 
-    def batch(self) -> Batch:
-        """The chunk as a batch."""
+    def batch(self) -> CommitBatch:
         places = [place for place, entry in enumerate(self.entries) if entry is not None]
         split = [
             (b"/".join(parts[:-1]), parts[-1])
@@ -98,7 +97,7 @@ class Chunk:
         )
         stamps = {i: self.stamp(at) for i, at in enumerate(places) if self.has_foreign_stamp(at)}
         info = ChunkInfo(self.id, 1000 + self.number)
-        return Batch(
+        return CommitBatch(
             info, uploaded_ns=self.number, rows=rows, stamps=stamps, by_purge=self.by_purge
         )
 
@@ -109,7 +108,6 @@ def files(number: int, *paths: bytes, size: int = 7) -> Chunk:
 
 
 def tombstones(number: int, *paths: bytes) -> Chunk:
-    """A chunk of tombstones."""
     return Chunk(number, tuple(Entry(path, 0, Kind.TOMBSTONE) for path in paths))
 
 
@@ -123,8 +121,9 @@ def big(number: int, path: bytes, count: int, first: int = 0) -> list[Chunk]:
 
 
 def chunk_by_purge(number: int, *places: tuple[Chunk, int], known: bool = True) -> Chunk:
-    """A chunk into which purge has copied these entries, with their stamps. `known` is false for an
-    orphan: a chunk that its writer did not commit, and that is not known to be by purge."""
+    """A chunk into which purge has copied these entries, with their stamps. With `known=False` it
+    is an orphan: its writer did not commit it, and the store does not know that purge wrote it.
+    """
     entries = []
     for chunk, place in places:
         entry = chunk.entries[place]
@@ -134,8 +133,6 @@ def chunk_by_purge(number: int, *places: tuple[Chunk, int], known: bool = True) 
 
 
 class StoredEntry(NamedTuple):
-    """An entry as a store shows it."""
-
     stamp: bytes
     chunk: bytes
     record: bytes
@@ -201,7 +198,7 @@ def _show(answer: ExpectedState, path: bytes, stamp: bytes, shown: Sequence[Plac
 
 
 def stored_entries(rows: Rows) -> dict[bytes, StoredEntry]:
-    """The entries in rows, by path; the stamp is empty where the rows have none."""
+    """The entries in rows, by path; the stamp is empty if the rows have none."""
     stamps: Sequence[bytes] = getattr(rows, "stamps", [b""] * len(rows))
     found = {
         rows.path(i): StoredEntry(
@@ -223,7 +220,7 @@ def without_tombstones(entries: dict[bytes, StoredEntry]) -> dict[bytes, StoredE
     }
 
 
-def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: Batch) -> int:
+def commit_and_repair(meta: MetadataStore, identity: UUID, *batches: CommitBatch) -> int:
     """Commit; if the store has been restarted, confirm first that it has lost nothing."""
     while True:
         try:

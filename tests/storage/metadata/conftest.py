@@ -1,4 +1,4 @@
-"""Where stores are: a file, and Redis servers with stores that hold `FIRST`."""
+"""The places of stores: a file, and Redis servers with stores that hold `FIRST`."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -30,7 +30,7 @@ def shared() -> RedisServer:
 
 @pytest.fixture
 def link(shared: RedisServer) -> WatchedLink:
-    """The connections of `stored`, whose steps a test can watch."""
+    """The connections of `stored`; a test can watch their steps."""
     return watched_link(shared.url)
 
 

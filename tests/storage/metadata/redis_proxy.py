@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Self
 
 Fault = Callable[[int, bytes], str]
-"""Gets the number of a request (from 1) and the request, and returns what to do with it:
+"""Gets the number of a request (from 1) and the request, and returns an action:
 
     ""         forward it, and the reply
     "lose"     close both ends; Redis never sees it
@@ -66,7 +66,7 @@ class RedisProxy:
                 server.sendall(request)
                 if what == "swallow":
                     server.shutdown(socket.SHUT_WR)
-                    time.sleep(0.02)  # Redis carries out what it has read, whoever waits
+                    time.sleep(0.02)  # Redis runs a request that it has read, client or not
                     return
 
     def _answer(self, server: socket.socket, client: socket.socket) -> None:

@@ -56,7 +56,7 @@ def once(work: Callable[[], object]) -> Callable[[], None]:
 
 
 def program(name: str) -> str:
-    """The path of one of Redis's programs; skips the test where it is missing."""
+    """The path of one of Redis's programs; skips the test if it is missing."""
     found = shutil.which(name, path="/usr/local/bin:/usr/bin:/bin:/usr/sbin")
     if found is None:
         pytest.skip(f"{name} is missing")
@@ -64,8 +64,6 @@ def program(name: str) -> str:
 
 
 class RedisServer:
-    """A `redis-server` in a folder."""
-
     def __init__(
         self, folder: Path, options: Mapping[str, str] | None = None, *, port: int = 0
     ) -> None:
@@ -93,7 +91,7 @@ class RedisServer:
         config.write_text("".join(lines))
         command = [program("redis-server"), str(config)]
         if threading.current_thread() is threading.main_thread():
-            command[:0] = ["setpriv", "--pdeathsig", "KILL"]  # ends with us, however we end
+            command[:0] = ["setpriv", "--pdeathsig", "KILL"]  # it never outlives this process
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         until(self._answers, "redis-server")
 
@@ -119,7 +117,6 @@ class RedisServer:
         )
 
     def signal(self, number: int) -> None:
-        """Send it a signal."""
         assert self._process is not None
         self._process.send_signal(number)
 

@@ -80,7 +80,7 @@ def acknowledged(output: str) -> list[tuple[int, int]]:
 
 
 def committed(meta: MetadataStore, tried: list[int]) -> list[int]:
-    """Which of these chunks are committed; asserts that the state is theirs and no others'."""
+    """The committed ones among these chunks; asserts that the state is theirs and no others'."""
     found = {record.id for record in meta.chunks(IDENTITY)}
     done = [number for number in tried if overlapping(number).id in found]
     assert len(done) == len(found)
@@ -243,7 +243,7 @@ class KillAt:
             process.kill()
             process.wait()
             return "lose"
-        process.send_signal(signal.SIGSTOP)  # Redis hears it, and the process no answer
+        process.send_signal(signal.SIGSTOP)  # Redis gets the request, and the process no answer
         threading.Timer(0.05, process.kill).start()
         return ""
 

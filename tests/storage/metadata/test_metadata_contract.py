@@ -25,7 +25,7 @@ from diesel_fs.errors import (
 from diesel_fs.format.chunk_id import stamp as chunk_stamp
 from diesel_fs.format.entries import EXTENT, RECORD, Kind
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
-from diesel_fs.storage.metadata.store import Batch, MetadataStore, chunks_digest
+from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore, chunks_digest
 from tests.rows import each_row
 from tests.storage.forks import exit_code, fork, in_child
 from tests.storage.metadata.batches import (
@@ -351,7 +351,7 @@ def test_C18_a_failed_rebuild_leaves_the_old_state(meta: MetadataStore) -> None:
     commit(meta, files(1, b"a"), files(2, b"b"))
     before = meta.head(NAME)
 
-    def broken() -> Iterator[Batch]:
+    def broken() -> Iterator[CommitBatch]:
         yield files(2, b"b").batch()
         assert meta.head(NAME) == before  # readers do not see half of it
         raise CorruptError("a chunk is damaged")

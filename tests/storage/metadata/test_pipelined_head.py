@@ -73,7 +73,7 @@ def setup(shared: RedisServer, request: pytest.FixtureRequest) -> Iterator[ReadS
         yield ReadSetup(meta, shared.client(), connection, PipelinedHeadRead(NAME))
 
 
-def test_it_learns_what_to_ask_and_then_sees_every_commit(setup: ReadSetup) -> None:
+def test_it_learns_its_commands_and_then_sees_every_commit(setup: ReadSetup) -> None:
     assert setup.read() is None
     assert setup.learn() == setup.meta.head(NAME)
     for number in range(2, 8):
@@ -141,7 +141,7 @@ def test_after_a_change_it_proves_the_right_head_or_nothing(setup: ReadSetup, ch
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_change_between_two_of_its_commands_proves_nothing(setup: ReadSetup, last: bool) -> None:
-    """The head is of a generation that is replaced before or while the buckets are asked."""
+    """The head is of a generation that is replaced before or during the requests to the buckets."""
     setup.learn()
     request = setup.pipelined.begin()
     cut = request.rindex(b"*3\r\n", 0, -1 if last else request.index(b"pieces"))
@@ -155,7 +155,7 @@ def test_a_change_between_two_of_its_commands_proves_nothing(setup: ReadSetup, l
 
 
 def test_random_histories_prove_the_right_head_or_nothing(setup: ReadSetup) -> None:
-    """Whatever happens between two reads."""
+    """Any changes happen between two reads."""
     draw, proved = random.Random(1), 0
     number = 2
     for _ in range(150):

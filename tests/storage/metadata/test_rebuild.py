@@ -17,7 +17,7 @@ from diesel_fs.format.entries import ChunkId
 from diesel_fs.storage.metadata import rebuild
 from diesel_fs.storage.metadata.sqlite import shadow_state
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
-from diesel_fs.storage.metadata.store import Batch, MetadataStore, RenewingCommitLock
+from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore, RenewingCommitLock
 from tests.storage.metadata.batches import Chunk, check, chunk_id, files, stored_entries, tombstones
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Opener, commit, edit
 
@@ -36,14 +36,14 @@ class Chunks:
         self.there += chunks
         commit(meta, *chunks)
 
-    def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[Batch]:
-        """All chunks that exist when the first batch is asked for; `then` is called after that."""
+    def listed(self, *, then: Callable[[], object] = lambda: None) -> Iterator[CommitBatch]:
+        """All chunks that exist when the first batch is requested; `then` is called after that."""
         found = [chunk.batch() for chunk in self.there]
         then()
         yield from found
 
-    def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[Batch]:
-        """A `ReadCommitted` that notes which chunks it was asked for."""
+    def read_committed(self, chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
+        """A `ReadCommitted` that records the requested chunks."""
         self.requested.append([*chunks])
         wanted = {chunk.id: chunk for chunk in self.there}
         yield from (wanted[chunk].batch() for chunk in chunks)
@@ -60,7 +60,6 @@ def with_chunks(meta: MetadataStore, *chunks: Chunk) -> Chunks:
 
 
 def commits_are_locked(opened: Opener) -> bool:
-    """Whether commits are locked now."""
     with closing(opened(deadline_s=0.05)) as hasty:
         try:
             hasty.commit(IDENTITY, files(999, b"hasty").batch())
@@ -106,7 +105,7 @@ def test_C18_commits_do_not_wait_for_a_long_rebuild(
                 store.committed(writer, files(number, b"n%d" % number))
                 time.sleep(0.01)
 
-    def slowly(batches: Iterable[Batch]) -> Iterator[Batch]:
+    def slowly(batches: Iterable[CommitBatch]) -> Iterator[CommitBatch]:
         for batch in batches:
             yield batch
             time.sleep(0.25)
@@ -131,7 +130,7 @@ def test_C18_commits_are_locked_for_the_last_few_chunks_only(
     def put() -> None:
         store.committed(meta, *(files(number, b"f%d" % number) for number in range(10, 20)))
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         if not store.requested:
             store.committed(meta, files(30, b"more"), files(31, b"even more"))
             was_locked.append(False)
@@ -161,7 +160,7 @@ def test_C18_late_chunks_that_cannot_be_read_leave_the_old_state(
     store = with_chunks(meta, files(1, b"a"))
     batches = store.listed(then=lambda: store.committed(meta, files(2, b"b")))
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         yield from store.read_committed(chunks)
         raise error
 
@@ -171,7 +170,7 @@ def test_C18_late_chunks_that_cannot_be_read_leave_the_old_state(
     assert not commits_are_locked(open_meta)
 
 
-def test_late_chunks_without_a_batch_are_asked_for_once(
+def test_late_chunks_without_a_batch_are_requested_once(
     meta: MetadataStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 0)
@@ -179,7 +178,7 @@ def test_late_chunks_without_a_batch_are_asked_for_once(
     batches = store.listed(then=lambda: commit(meta, files(2, b"damaged")))
     asked = list[Collection[ChunkId]]()
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         asked.append(chunks)
         yield from ()
 
@@ -188,8 +187,8 @@ def test_late_chunks_without_a_batch_are_asked_for_once(
     check(meta, NAME, store.there)
 
 
-def test_chunks_committed_before_a_rebuild_are_not_asked_for(meta: MetadataStore) -> None:
-    """A rebuild leaves out chunks that were committed before, and whose objects are lost."""
+def test_chunks_committed_before_a_rebuild_are_not_requested(meta: MetadataStore) -> None:
+    """A rebuild leaves out chunks that were committed before, if their objects are lost."""
     store = Chunks(files(1, b"a"), files(3, b"orphan"))
     commit(meta, files(1, b"a"), files(2, b"lost"))
     store.rebuild(meta)
@@ -203,7 +202,7 @@ def test_a_rebuilt_state_is_newer_than_the_last_commit(meta: MetadataStore) -> N
     commit(meta, files(1, b"a"))
     last = list[int]()
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         yield from store.listed()
         store.committed(meta, files(3, b"b"))
         last.append(meta.head(NAME).version)
@@ -222,7 +221,7 @@ def test_a_dataset_dropped_during_a_rebuild_stays_dropped(meta: MetadataStore) -
 
 
 def test_two_rebuilds_at_once_lose_nothing(meta: MetadataStore, open_meta: Opener) -> None:
-    """Nor if the store did not know the dataset, and the other one has made it."""
+    """Even if the store did not know the dataset, and the other rebuild has made it."""
     store = Chunks(files(1, b"a"), files(2, b"b"))
     meta.drop(IDENTITY)
     with closing(open_meta()) as other:
@@ -270,7 +269,7 @@ def embedded(path: Path) -> Iterator[SqliteMetadata]:
 
 
 def rows_of_no_dataset(path: Path) -> int:
-    """How many rows belong to numbers that no dataset has."""
+    """The number of rows that belong to numbers that no dataset has."""
     owners = {
         "dataset": ("folder", "chunk", "aside", "hold"),
         "folder": ("entry", "run", "part"),
@@ -300,7 +299,7 @@ def test_no_rows_of_a_shadow_state_are_left(
         monkeypatch.setattr(shadow_state, name, 3)
     store = with_chunks(embedded, *many())
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         yield from store.listed()
         assert rows_of_no_dataset(path) > 0
         if ends_by == "error":
@@ -322,7 +321,9 @@ def test_no_rows_of_a_shadow_state_are_left(
 def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They go after a long time without heartbeats; a rebuild that is alive after all fails."""
+    """They are removed after a long time without heartbeats; a rebuild that is still alive
+    fails.
+    """
     now_ns = [1_800_000_000 * ONE_S]
     opened = SqliteMetadata.open(path, create=True, clock_ns=lambda: now_ns[0])
     with closing(opened) as meta:
@@ -337,11 +338,11 @@ def test_rows_of_a_killed_rebuild_are_removed_by_a_later_one(
             now_ns[0] += seconds * ONE_S
             meta.rebuild("other", uuid.UUID(int=9), [files(1, b"a").batch()])
 
-        def batches(seconds: int) -> Iterator[Batch]:
+        def batches(seconds: int) -> Iterator[CommitBatch]:
             yield from store.listed()
             beside(seconds)
 
-        def killed() -> Iterator[Batch]:
+        def killed() -> Iterator[CommitBatch]:
             yield from store.listed()
             raise KeyboardInterrupt
 
@@ -376,7 +377,7 @@ def test_a_rebuild_without_its_lock_includes_late_commits(
 ) -> None:
     store = with_chunks(embedded, files(1, b"a"))
 
-    def read_committed(chunks: Collection[ChunkId]) -> Iterator[Batch]:
+    def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
         edit(path, "DELETE FROM hold")
         if len(store.there) == 2:
             store.committed(embedded, files(3, b"c"))

@@ -207,7 +207,7 @@ def test_S14_a_redis_without_a_password_is_warned_of(
 
 
 def outer_address() -> str:
-    """An address of this machine that is not loopback; skips where there is none."""
+    """An address of this machine that is not loopback; skips the test if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))  # sends nothing
@@ -267,8 +267,9 @@ def all_keys(client: Redis) -> set[bytes]:
 
 
 class WaitingNode:
-    """Stands for a node of a cluster that can wait for its log (Redis 7.2). It notes the commands
-    that it gets in `commands`, and its log is on disk after `waits` commands that wait in vain."""
+    """Stands for a node of a cluster that can wait for its log (Redis 7.2). It records the commands
+    that it gets in `commands`. The first `waits` waits for its log fail; then the log is on disk.
+    """
 
     def __init__(self, commands: list[object], waits: int) -> None:
         self.commands = commands
@@ -379,7 +380,7 @@ def test_C7_a_full_memory_stops_commits_not_reads(server: RedisServer, own: Redi
     assert fault.exit_code == 16
     assert "maxmemory" in str(fault)
     assert len(chunks) > 3
-    client.config_set("maxmemory", used)  # whatever has been promised is applied nevertheless
+    client.config_set("maxmemory", used)  # committed pieces are applied nevertheless
     check(own, NAME, chunks)
     with pytest.raises(NoSpaceError):
         own.create("other", uuid.uuid4())
@@ -403,7 +404,9 @@ def test_C7_a_full_memory_lets_pieces_be_applied(server: RedisServer, own: Redis
 
 
 def test_C7_a_full_memory_lets_room_be_made(server: RedisServer, own: RedisMetadata) -> None:
-    """All that leads to deleting and purging, also by a process that opens the store then."""
+    """All steps that lead to deleting and purging work, also in a process that opens the store
+    then.
+    """
     commit(own, MORE)
     store = uuid.uuid4()
     RedisMetadata.open(server.url, store=store).close()
@@ -430,7 +433,7 @@ def test_C7_a_full_memory_lets_room_be_made(server: RedisServer, own: RedisMetad
 
 def test_C7_a_redis_that_may_evict_keys_is_refused(server: RedisServer, own: RedisMetadata) -> None:
     """Also if its policy changes while the store is open: a missing key would prove nothing."""
-    server.client().config_set("maxmemory-policy", "allkeys-lru")  # whatever maxmemory is now
+    server.client().config_set("maxmemory-policy", "allkeys-lru")  # with any maxmemory
     calls: list[Callable[[], object]] = [
         own.heads,
         lambda: own.needs_repair(IDENTITY),

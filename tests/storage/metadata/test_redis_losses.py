@@ -17,7 +17,7 @@ from diesel_fs.errors import CorruptError, DieselError, MetadataBehind, NoSpaceE
 from diesel_fs.format.entries import Rows
 from diesel_fs.storage.metadata.redis.head_scripts import APPLIED, COMMIT, REPLACE_LIVE
 from diesel_fs.storage.metadata.redis.keys import DatasetKeys
-from diesel_fs.storage.metadata.redis.link import Command
+from diesel_fs.storage.metadata.redis.link import RedisCommand
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import StoreRestarted
 from tests.rows import each_row
@@ -39,7 +39,7 @@ MORE = files(2, b"c")
 
 
 def pieces(client: Redis) -> int:
-    """How many pieces wait to be applied."""
+    """The number of pieces that wait to be applied."""
     return sum(int(client.hlen(key)) for key in client.keys("dfs:*}:x"))
 
 
@@ -69,7 +69,7 @@ def test_C2_a_scan_across_a_restart_misses_nothing(server: RedisServer, what: st
         meta.commit(IDENTITY, *(files(n, b"d/%05d" % n).batch() for n in range(2, 1500)))
         scanned, pages = KEYS.chunks if what == "chunks" else b":e:", 0
 
-        def restart_after_five_pages(command: Command) -> None:
+        def restart_after_five_pages(command: RedisCommand) -> None:
             nonlocal pages
             if command.words[0] == "HSCAN" and scanned in command.key:
                 pages += 1
@@ -173,7 +173,9 @@ def test_C7_a_rebuild_in_a_full_memory_leaves_no_keys(server: RedisServer) -> No
 def test_C10_removing_an_incomplete_file_takes_time_by_present_extents(
     shared: RedisServer, stored: RedisMetadata
 ) -> None:
-    """Not by the number that the file would have: looking for a million extents takes seconds."""
+    """Not by the number of extents of the whole file: looking for a million extents takes
+    seconds.
+    """
     client = shared.client()
     last = (1 << 20) - 1
     late = [
@@ -233,7 +235,7 @@ def test_C15_any_damaged_value_is_an_error_until_a_rebuild(shared: RedisServer) 
                         ask()
                     except DieselError:
                         pass
-                    except Exception as error:  # what must not happen
+                    except Exception as error:  # any other error is a fault
                         faults.append(f"{key!r} {field!r} {junk[:2]!r} {name}: {error!r}")
                 if client.hget("dfs:{head}:names", NAME) == IDENTITY.bytes and field != b"name":
                     meta.rebuild(NAME, IDENTITY, [first.batch()])
@@ -318,7 +320,7 @@ def test_C2_a_rebuild_succeeds_though_its_lock_cannot_be_released(
 
 
 def lose_piece(server: RedisServer) -> None:
-    """Of a commit that has not been applied: the version is that of the commit."""
+    """Lose a piece of a commit that has not been applied: the version is that of the commit."""
     commit_without_applying(server.url, files(50, b"new/file").batch())
     lost = [key for key in server.client().keys("dfs:*}:x") if server.client().hlen(key)]
     assert len(lost) in (1, 2)

@@ -154,9 +154,9 @@ class Sentinels:
         until(lambda: execute(self.client(), "SENTINEL", "REPLICAS", "main"), "the sentinel")
 
     def copied(self) -> bool:
-        """Whether the replica has what the master had before the call."""
+        """Whether the replica has all data that the master had before the call."""
         with self.master.client() as client:
-            client.set("written", "since")  # only what a connection wrote is waited for
+            client.set("written", "since")  # WAIT covers only writes of its own connection
             return bool(client.wait(1, 1000))
 
     def fail_over(self) -> bool:
@@ -193,7 +193,7 @@ def test_C9_a_failover_to_a_replica_is_followed(sentinels: Sentinels) -> None:
             done.append(chunk(len(done) + 1))
             commit_and_repair(meta, IDENTITY, done[-1].batch())
             assert time.monotonic() - start < 30
-        for each in done:  # what the failover has lost (C11)
+        for each in done:  # commits that the failover has lost (C11)
             commit_and_repair(meta, IDENTITY, each.batch())
         check(meta, NAME, done)
     assert sentinels.replica.client().dbsize()
@@ -264,7 +264,7 @@ def test_C10_slots_that_are_being_moved_are_followed(
             assert len(keys) > 3
             migrate(clients[source], cluster.nodes[target], keys[: len(keys) // 2])
             if whose == "bucket":
-                check(meta, NAME, done)  # what only reads is sent after the keys
+                check(meta, NAME, done)  # reads are redirected to the keys' new place
             writing = pool.submit(commit_and_repair, meta, IDENTITY, chunk(3).batch())
             time.sleep(0.4)
             left = execute(clients[source], "CLUSTER", "GETKEYSINSLOT", slot, 1000)

@@ -11,7 +11,7 @@ import pytest
 
 from diesel_fs.errors import BusyError, UsageError
 from diesel_fs.format.entries import ChunkId
-from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY, Script
+from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY, LoadedScript
 from diesel_fs.storage.metadata.redis.head_scripts import (
     APPLIED,
     CLAIM_ABANDONED,
@@ -20,7 +20,7 @@ from diesel_fs.storage.metadata.redis.head_scripts import (
 )
 from diesel_fs.storage.metadata.redis.keys import DEAD_KEY, DatasetKeys
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
-from diesel_fs.storage.metadata.store import Batch
+from diesel_fs.storage.metadata.store import CommitBatch
 from tests.storage.metadata.batches import (
     Chunk,
     big,
@@ -65,7 +65,11 @@ def other(shared: RedisServer, meta: RedisMetadata) -> Iterator[RedisMetadata]:
     ids=["same chunk", "counts reported in another order"],
 )
 def test_another_writer_commits_between_two_steps_of_a_commit(
-    link: WatchedLink, meta: RedisMetadata, other: RedisMetadata, step: Script, theirs: list[Chunk]
+    link: WatchedLink,
+    meta: RedisMetadata,
+    other: RedisMetadata,
+    step: LoadedScript,
+    theirs: list[Chunk],
 ) -> None:
     ours = files(1, b"a", b"b/c", size=5)
     link.before = at(step, once(lambda: commit(other, *theirs)))
@@ -81,11 +85,11 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
     commit(meta, chunks[0])
     late = list[Sequence[ChunkId]]()
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         yield chunks[0].batch()
         commit(other, chunks[1])
 
-    def rest(some: Collection[ChunkId]) -> Iterator[Batch]:
+    def rest(some: Collection[ChunkId]) -> Iterator[CommitBatch]:
         late.append([*some])
         shared.client().delete(DatasetKeys(IDENTITY).commit_locks)
         if len(late) == 1:
@@ -101,11 +105,11 @@ def test_a_rebuild_whose_lock_has_expired_includes_late_commits(
 def test_a_commit_that_times_out_leaves_no_pieces(meta: RedisMetadata, shared: RedisServer) -> None:
     chunks = [files(number, b"f%d" % number) for number in (1, 2, 3)]
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         yield from ()
         commit(meta, chunks[0])
 
-    def rest(_: Collection[ChunkId]) -> Iterator[Batch]:
+    def rest(_: Collection[ChunkId]) -> Iterator[CommitBatch]:
         yield chunks[0].batch()
         hasty = RedisMetadata.open(shared.url, deadline_s=0.1)
         with closing(hasty), pytest.raises(BusyError):
@@ -152,7 +156,7 @@ def test_C18_a_slow_rebuild_of_few_rows_sends_heartbeats(
     monkeypatch.setattr("diesel_fs.storage.metadata.redis.shadow_state._ABANDONED_S", 2)
     commit(meta, files(1, b"x"))
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         for number in range(60):
             yield files(number + 1, b"x%d" % number).batch()
             time.sleep(0.05)
@@ -219,7 +223,7 @@ def test_keys_of_a_crashed_rebuild_are_removed_by_a_later_one(
 ) -> None:
     chunks = [files(number, *(b"%d/%d" % (number, i) for i in range(50))) for number in range(9)]
 
-    def batches() -> Iterator[Batch]:
+    def batches() -> Iterator[CommitBatch]:
         for chunk in chunks:
             yield chunk.batch()
         raise KeyboardInterrupt

@@ -69,7 +69,6 @@ Lease = Callable[[str], HostLease]
 
 @pytest.fixture
 def lease(tmp_path: Path, clock: Clock) -> Lease:
-    """The lease of a process on this host."""
     return lambda host: HostLease(tmp_path / "meta.lease", host, clock.seconds)
 
 

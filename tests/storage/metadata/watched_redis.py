@@ -1,4 +1,4 @@
-"""Redis metadata stores whose steps a test can watch, delay or cut off.
+"""Redis metadata stores; a test can watch, delay or cut off their steps.
 
 A step is a script that runs inside Redis, or a command: a test does something between two steps of
 a client, or ends the client there as a crash would.
@@ -10,17 +10,17 @@ from contextlib import closing, suppress
 from redis import Redis
 
 from diesel_fs.storage.metadata.redis.address import parse_redis_url
-from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY, Script
+from diesel_fs.storage.metadata.redis.bucket_scripts import APPLY, LoadedScript
 from diesel_fs.storage.metadata.redis.head import HeadReader
 from diesel_fs.storage.metadata.redis.keys import STATE, Generation
-from diesel_fs.storage.metadata.redis.link import Command, RedisLink, ScriptCommand
+from diesel_fs.storage.metadata.redis.link import RedisCommand, RedisLink, ScriptCommand
 from diesel_fs.storage.metadata.redis.replies import packed_dict
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
-from diesel_fs.storage.metadata.store import Batch
+from diesel_fs.storage.metadata.store import CommitBatch
 from tests.storage.metadata.metadata_stores import IDENTITY
 from tests.storage.metadata.redis_servers import execute
 
-Watcher = Callable[[Script], object]
+Watcher = Callable[[LoadedScript], object]
 
 
 class WatchedLink(RedisLink):
@@ -31,10 +31,10 @@ class WatchedLink(RedisLink):
 
     before: Watcher = staticmethod(lambda _: None)
     after: Watcher = staticmethod(lambda _: None)
-    after_command: Callable[[Command], object] | None = None
+    after_command: Callable[[RedisCommand], object] | None = None
     page_rows = 10
 
-    def run(self, commands: Sequence[Command]) -> list[object]:
+    def run(self, commands: Sequence[RedisCommand]) -> list[object]:
         if self.after_command is None:
             return super().run(commands)
         replies = list[object]()
@@ -61,12 +61,12 @@ def watched_link(url: str, deadline_s: float = 10) -> WatchedLink:
     return WatchedLink.open(parse_redis_url(url), deadline_s)
 
 
-def at(script: Script, work: Callable[[], object]) -> Watcher:
+def at(script: LoadedScript, work: Callable[[], object]) -> Watcher:
     """A watcher that does work at one script."""
     return lambda each: work() if each == script else None
 
 
-def dies_at(script: Script) -> Watcher:
+def dies_at(script: LoadedScript) -> Watcher:
     """A watcher that ends the client at one script with KeyboardInterrupt, without any cleaning."""
 
     def die() -> None:
@@ -75,7 +75,7 @@ def dies_at(script: Script) -> Watcher:
     return at(script, die)
 
 
-def commit_without_applying(url: str, *batches: Batch) -> None:
+def commit_without_applying(url: str, *batches: CommitBatch) -> None:
     """Commit as a writer that dies before it applies its pieces."""
     link = watched_link(url)
     link.before = dies_at(APPLY)
@@ -85,7 +85,7 @@ def commit_without_applying(url: str, *batches: Batch) -> None:
 
 
 def make_older(client: Redis, key: bytes, seconds: int) -> None:
-    """Set back the times of the states (`STATE`) in a hash, as if so much time had passed."""
+    """Set back the times of the states (`STATE`) in a hash by `seconds`."""
     for field, packed in packed_dict(execute(client, "HGETALL", key)).items():
         state, since = STATE.unpack_from(packed)
         client.hset(key, field, STATE.pack(state, since - seconds) + packed[STATE.size :])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.storage.objects.scripted_s3 import ScriptedS3
-from tests.storage.objects.scripted_store import Bucket, VirtualSleep, store_on
+from tests.storage.objects.scripted_store import ScriptedBucket, VirtualSleep, store_on
 
 
 @pytest.fixture(autouse=True)
@@ -30,5 +30,5 @@ def server() -> Iterator[ScriptedS3]:
 
 
 @pytest.fixture
-def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> Bucket:
-    return Bucket(server, sleeps, store_on(server, sleeps))
+def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
+    return ScriptedBucket(server, sleeps, store_on(server, sleeps))

@@ -1,5 +1,5 @@
-"""Planned faults, in a script of which each must happen as often as planned: a test whose fault did
-not happen proves nothing, so it fails.
+"""A script of planned faults. Each must happen as often as planned: a test without its fault proves
+nothing, so it fails.
 """
 
 import threading
@@ -9,8 +9,9 @@ from typing import Generic, Self, TypeVar
 
 @dataclass(slots=True)
 class PlannedFault:
-    """A fault of the next `times` operations of this name on objects whose name contains `where`,
-    or of all of them if `times` is None. The first `skip` of these operations are left alone."""
+    """A fault of the next `times` operations of this name on objects with `where` in their name, or
+    of all of them if `times` is None. The first `skip` of these operations are left alone.
+    """
 
     operation: str
     where: str = ""
@@ -29,7 +30,7 @@ F = TypeVar("F", bound=PlannedFault)
 
 
 class FaultScript(Generic[F]):
-    """Faults, in a `with` that checks them at its end. The first that matches happens."""
+    """Faults, in a `with` that checks them at its end. The first fault that matches happens."""
 
     def __init__(self, *script: F) -> None:
         self.script = script
@@ -49,7 +50,7 @@ class FaultScript(Generic[F]):
         self.script = script
 
     def next_fault(self, operation: str, name: str) -> F | None:
-        """The fault of this operation, which counts as having happened."""
+        """The fault of this operation; it counts as having happened."""
         with self._script_lock:
             for fault in self.script:
                 if fault.operation != operation or fault.where not in name:

@@ -3,8 +3,8 @@
     with FaultyStore(store, Fault("get", "chunks/", error=ObjectStoreError("503"), times=2)) as s:
         ...
 
-By the end of the `with`, every fault must have hit exactly `times` times: a test whose fault did
-not hit proves nothing, so it fails.
+The end of the `with` checks that every fault has hit exactly `times` times: a test without its
+fault proves nothing, so it fails.
 """
 
 from collections import Counter
@@ -14,22 +14,45 @@ from dataclasses import dataclass
 from itertools import islice
 
 from diesel_fs.format.entries import Bytes
-from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
+from diesel_fs.storage.objects.store import (
+    Housekeeping,
+    Leftover,
+    ObjectInfo,
+    ObjectStore,
+    ReadWrapper,
+    StoreWrapper,
+)
 from tests.storage.objects.fault_script import FaultScript, PlannedFault
 
 
 @dataclass(slots=True)
 class Fault(PlannedFault):
-    """What happens to the next calls of the method `operation`.
+    """A fault of the next calls of the method `operation`.
 
     `act` is called first. `error` is raised before the call's effect, or, with `done`, after it (a
-    lost answer). `keep` shortens what a read returns; `flip` flips that bit of it."""
+    lost answer). `keep` shortens the result of a read; `flip` flips that bit of it.
+    """
 
     error: Exception | None = None
     done: bool = False
     keep: int | None = None
     flip: int | None = None
     act: Callable[[str], None] | None = None
+
+
+class ListedHousekeeping(Housekeeping):
+    """The housekeeping of a wrapped store; names come from the wrapper's own `list`."""
+
+    _store: StoreWrapper
+
+    def leftovers(self, prefix: str = "") -> Iterator[Leftover]:
+        return self._store.inner.housekeeping.leftovers(prefix)
+
+    def discard(self, leftover: Leftover) -> None:
+        self._store.inner.housekeeping.discard(leftover)
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        return self._store.inner.housekeeping.foreign(prefix)
 
 
 class FaultyStore(ReadWrapper, FaultScript[Fault]):
@@ -42,7 +65,7 @@ class FaultyStore(ReadWrapper, FaultScript[Fault]):
 
     @contextmanager
     def _call(self, operation: str, name: str) -> Iterator[Fault]:
-        """Do what the fault of this call says, before and after the call."""
+        """Apply the fault of this call, before and after the call."""
         with self._script_lock:
             self.calls[operation] += 1
         fault = self.next_fault(operation, name) or Fault(operation)
@@ -53,6 +76,10 @@ class FaultyStore(ReadWrapper, FaultScript[Fault]):
         yield fault
         if fault.error is not None:
             raise fault.error
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return ListedHousekeeping(self)
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         with self._call("put", name):
@@ -77,10 +104,6 @@ class FaultyStore(ReadWrapper, FaultScript[Fault]):
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         with self._call("list", prefix) as fault:
             yield from islice(super().list(prefix, after), fault.keep)
-
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        with self._call("list", prefix) as fault:
-            yield from islice(super().names(prefix, after), fault.keep)
 
     def stat(self, name: str) -> ObjectInfo:
         with self._call("stat", name):

@@ -1,11 +1,10 @@
-"""A small S3 server for tests, whose answers fail as a script says.
+"""A small S3 server for tests, with answers that fail by a script.
 
     with ScriptedS3(Rule("GET", "chunks/", status=503, times=2)) as server:
         store = CloudStore.create(server.url, ...)
 
-It answers correct requests as S3 does, as far as `CloudStore` uses it. By the end of the `with`,
-every rule must have hit exactly `times` times: a test whose fault did not hit proves nothing, so it
-fails.
+It answers correct requests as S3 does, as far as `CloudStore` uses it. The end of the `with` checks
+that every rule has hit exactly `times` times: a test without its fault proves nothing, so it fails.
 
 Concurrency: a thread per connection, one lock around the objects and the script.
 """
@@ -47,14 +46,14 @@ _CODES = {
 
 @dataclass(slots=True)
 class Rule(PlannedFault):
-    """What happens to the next requests of the method `operation` whose path and query contain
-    `where`.
+    """A fault of the next requests of the method `operation` with `where` in their path and query.
 
-    In this order: `act` is called; with `reset` the connection is torn down before anything is
-    done; `status` (with `code`, `headers`) is answered instead of doing what was asked, or, with
-    `done`, after it; `ignore` leaves out that header of the request; `edit` changes the body of the
-    answer, `flip` that bit of it; after `keep` bytes of the body the connection is reset, closed,
-    or stalls, or goes on at one byte each 50 ms."""
+    In this order: `act` is called; with `reset` the connection is torn down before the request has
+    an effect; the server answers `status` (with `code`, `headers`) instead of carrying the request
+    out, or, with `done`, after it; `ignore` leaves out that header of the request; `edit` changes
+    the body of the answer, `flip` that bit of it; after `keep` bytes of the body the connection is
+    reset, closed, or stalls, or continues at one byte each 50 ms.
+    """
 
     act: Callable[["ScriptedS3"], None] | None = None
     reset: bool = False
@@ -71,8 +70,6 @@ class Rule(PlannedFault):
 
 @dataclass(frozen=True)
 class Stored:
-    """An object on the server."""
-
     content: bytes
     modified_s: float
 
@@ -83,8 +80,6 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRequest:
-    """A request that the server got."""
-
     method: str
     key: str
     query: Mapping[str, str]
@@ -93,9 +88,7 @@ class RecordedRequest:
 
 
 @dataclass(slots=True)
-class Answer:
-    """An answer of the server."""
-
+class ScriptedAnswer:
     status: int
     body: bytes = b""
     headers: dict[str, str] = field(default_factory=dict)
@@ -113,12 +106,12 @@ class ScriptedS3(FaultScript[Rule]):
         self.uploads: dict[str, str] = {}  # key by upload ID
         self.parts: dict[tuple[str, int], bytes] = {}  # by upload and number
         self.asked: list[RecordedRequest] = []
-        self.busiest = 0  # the most requests that waited for an answer at once
+        self.busiest = 0  # the most requests that waited for an answer simultaneously
         self.delay_s = 0.0
         self.bytes_per_s = 0.0  # of all bodies to one address together; 0: no limit
         self.stopped = threading.Event()
         self._busy = 0
-        self._sent_s: dict[str, float] = {}  # by address: when all so far is sent, at that rate
+        self._sent_s: dict[str, float] = {}  # by address: the end of sending all bytes until now
         self._lock = threading.Lock()
         self._server = _Listener(address, _Handler)
         self._server.owner = self
@@ -148,7 +141,7 @@ class ScriptedS3(FaultScript[Rule]):
         self.objects[key] = Stored(content, time.time())
 
     def count(self, method: str, where: str = "") -> int:
-        """How many such requests the server got."""
+        """The number of such requests that the server got."""
         return sum(each.method == method and where in each.key for each in self.asked)
 
     def enter(self, asked: RecordedRequest) -> None:
@@ -162,19 +155,18 @@ class ScriptedS3(FaultScript[Rule]):
             self._busy -= 1
 
     def wait_to_send(self, size: int, address: str) -> None:
-        """Wait until the rate allows that a body of this size has been sent there."""
+        """Wait until the rate allows a body of this size to that address."""
         if self.bytes_per_s:
             with self._lock:
                 begin_s = max(self._sent_s.get(address, 0.0), time.monotonic())
                 self._sent_s[address] = end_s = begin_s + size / self.bytes_per_s
             self.stopped.wait(max(end_s - time.monotonic(), 0))
 
-    def answer(self, asked: RecordedRequest) -> Answer:
-        """The answer that S3 gives."""
+    def answer(self, asked: RecordedRequest) -> ScriptedAnswer:
         if asked.key == "" and asked.method in ("GET", "HEAD"):
             if "uploads" in asked.query:
-                return Answer(200, self._list_uploads(asked.query).encode())
-            return Answer(200, self._list(asked.query).encode())
+                return ScriptedAnswer(200, self._list_uploads(asked.query).encode())
+            return ScriptedAnswer(200, self._list(asked.query).encode())
         with self._lock:
             match asked.method:
                 case "POST" if "uploads" in asked.query or "uploadId" in asked.query:
@@ -187,13 +179,13 @@ class ScriptedS3(FaultScript[Rule]):
                     return self._get(asked)
                 case "DELETE" if "uploadId" in asked.query:
                     known = self.uploads.pop(asked.query["uploadId"], None)
-                    return Answer(204) if known else problem(404, "NoSuchUpload")
+                    return ScriptedAnswer(204) if known else problem(404, "NoSuchUpload")
                 case "DELETE":
                     self.objects.pop(asked.key, None)
-                    return Answer(204)
+                    return ScriptedAnswer(204)
         return problem(501)
 
-    def _put(self, asked: RecordedRequest) -> Answer:
+    def _put(self, asked: RecordedRequest) -> ScriptedAnswer:
         signed = asked.headers.get("x-amz-content-sha256", "UNSIGNED-PAYLOAD")
         if signed not in ("UNSIGNED-PAYLOAD", hashlib.sha256(asked.body).hexdigest()):
             return problem(400, "XAmzContentSHA256Mismatch")
@@ -201,15 +193,15 @@ class ScriptedS3(FaultScript[Rule]):
             return problem(412)
         stored = Stored(asked.body, time.time())
         self.objects[asked.key] = stored
-        return Answer(200, headers={"ETag": stored.etag})
+        return ScriptedAnswer(200, headers={"ETag": stored.etag})
 
-    def _upload(self, asked: RecordedRequest) -> Answer:
+    def _upload(self, asked: RecordedRequest) -> ScriptedAnswer:
         """Begin or complete an upload in parts."""
         if "uploads" in asked.query:
             number = f"upload-{len(self.asked)}"
             self.uploads[number] = asked.key
             begun = f"<InitiateMultipartUploadResult><UploadId>{number}</UploadId>"
-            return Answer(200, f"{begun}</InitiateMultipartUploadResult>".encode())
+            return ScriptedAnswer(200, f"{begun}</InitiateMultipartUploadResult>".encode())
         number = asked.query["uploadId"]
         if self.uploads.pop(number, None) is None:
             return problem(404, "NoSuchUpload")
@@ -217,16 +209,16 @@ class ScriptedS3(FaultScript[Rule]):
         stored = Stored(b"".join(self.parts.pop((number, each)) for each in numbers), time.time())
         self.objects[asked.key] = stored
         ended = f"<CompleteMultipartUploadResult><ETag>{escape(stored.etag)}</ETag>"
-        return Answer(200, f"{ended}</CompleteMultipartUploadResult>".encode())
+        return ScriptedAnswer(200, f"{ended}</CompleteMultipartUploadResult>".encode())
 
-    def _put_part(self, asked: RecordedRequest) -> Answer:
+    def _put_part(self, asked: RecordedRequest) -> ScriptedAnswer:
         number = asked.query["uploadId"]
         if number not in self.uploads:
             return problem(404, "NoSuchUpload")
         self.parts[number, int(asked.query["partNumber"])] = asked.body
-        return Answer(200, headers={"ETag": Stored(asked.body, 0.0).etag})
+        return ScriptedAnswer(200, headers={"ETag": Stored(asked.body, 0.0).etag})
 
-    def _get(self, asked: RecordedRequest) -> Answer:
+    def _get(self, asked: RecordedRequest) -> ScriptedAnswer:
         stored = self.objects.get(asked.key)
         if stored is None:
             return problem(404)
@@ -241,7 +233,7 @@ class ScriptedS3(FaultScript[Rule]):
                 return problem(416)
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             content, status = content[start : end + 1], 206
-        return Answer(status, content, headers)
+        return ScriptedAnswer(status, content, headers)
 
     def _list(self, query: Mapping[str, str]) -> str:
         after = max(query.get("start-after", ""), query.get("continuation-token", ""))
@@ -279,11 +271,11 @@ class ScriptedS3(FaultScript[Rule]):
         )
 
 
-def problem(status: int, code: str = "", **headers: str) -> Answer:
+def problem(status: int, code: str = "", **headers: str) -> ScriptedAnswer:
     """An error in the XML of S3."""
     code = code or _CODES.get(status, "Unknown")
     text = f"<Error><Code>{code}</Code><Message>scripted</Message></Error>"
-    return Answer(status, text.encode(), headers)
+    return ScriptedAnswer(status, text.encode(), headers)
 
 
 def _iso(at_s: float) -> str:
@@ -367,7 +359,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer.headers.update(rule.headers)
         self._send(owner, answer, rule)
 
-    def _send(self, owner: ScriptedS3, answer: Answer, rule: Rule) -> None:
+    def _send(self, owner: ScriptedS3, answer: ScriptedAnswer, rule: Rule) -> None:
         body = answer.body
         owner.wait_to_send(len(body), self.client_address[0])
         if rule.edit is not None:

@@ -65,7 +65,6 @@ _PIPELINE = "catch_errors gatekeeper cache listing_formats bulk s3api tempauth s
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -86,7 +85,6 @@ def make_ring(folder: Path, kind: str, port: int) -> None:
 
 
 def wait_for_port(port: int, process: "subprocess.Popen[bytes]", log: Path) -> None:
-    """Wait until a server listens on the port."""
     until = time.monotonic() + START_S
     while time.monotonic() < until and process.poll() is None:
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):

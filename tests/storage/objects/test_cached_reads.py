@@ -26,7 +26,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> FolderStore:
 
 def read_nowait(store: FolderStore, name: str, start: int, size: int) -> bytes | None:
     room = memoryview(bytearray(size))
-    return bytes(room) if store.read_nowait(name, start, room) else None
+    return bytes(room) if store.fast_reads.read_nowait(name, start, room) else None
 
 
 @each_row("start", [0, 1, 4095, 4096, 200_000])
@@ -41,7 +41,7 @@ def test_bytes_on_the_disk_are_not_waited_for(store: FolderStore) -> None:
         pytest.skip("the temporary folder is in memory")
 
     def is_gone() -> bool:
-        """The kernel keeps a page while it is in use, so eviction is asked for again and again."""
+        """The kernel keeps a page while it is in use, so eviction is requested again and again."""
         with path.open("rb") as file:
             os.fsync(file.fileno())
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -34,7 +34,7 @@ from tests.storage.objects.scripted_store import (
     LIMITS,
     POLICY,
     URL,
-    Bucket,
+    ScriptedBucket,
     VirtualSleep,
     chunk,
     key,
@@ -55,8 +55,8 @@ CALLS: dict[str, Callable[[RetryingStore], object]] = {
 }
 
 
-def call(bucket: Bucket, rule: Rule) -> None:
-    """Make the call that the rule is about; the server has the objects that it needs."""
+def call(bucket: ScriptedBucket, rule: Rule) -> None:
+    """Make the call that the rule concerns; the server has the objects that it needs."""
     bucket.server.objects.pop(key(NAME), None)
     if rule.operation != "PUT":
         bucket.server.put(key(NAME), CONTENT)
@@ -85,7 +85,7 @@ def call(bucket: Bucket, rule: Rule) -> None:
     ],
 )
 def test_O3_O4_O11_after_an_error_that_passes_the_request_is_repeated(
-    bucket: Bucket, rule: Rule, pauses: list[float]
+    bucket: ScriptedBucket, rule: Rule, pauses: list[float]
 ) -> None:
     """A put that was carried out finds its own object when it is repeated, and has succeeded."""
     bucket.sleeps.slept.clear()
@@ -109,7 +109,7 @@ def test_O3_O4_O11_after_an_error_that_passes_the_request_is_repeated(
     ],
 )
 def test_O3_O4_O5_a_deadline_ends_lasting_faults(
-    bucket: Bucket, rule: Rule, complaint: str
+    bucket: ScriptedBucket, rule: Rule, complaint: str
 ) -> None:
     bucket.sleeps.slept.clear()
     with within(POLICY.deadline_s + 1), pytest.raises(ObjectStoreError, match=complaint):
@@ -121,10 +121,10 @@ def test_O3_O4_O5_a_deadline_ends_lasting_faults(
 
 def test_O3_creating_a_store_is_retried(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     server.plan(Rule("GET", status=503), Rule("PUT", status=500, done=True))
-    assert [*store_on(server, sleeps).names("")] == [STORE_MARKER]
+    assert [*store_on(server, sleeps).housekeeping.names("")] == [STORE_MARKER]
 
 
-def test_after_a_lost_answer_a_lease_is_written_again(bucket: Bucket) -> None:
+def test_after_a_lost_answer_a_lease_is_written_again(bucket: ScriptedBucket) -> None:
     bucket.server.plan(Rule("PUT", LEASE, reset=True, done=True))
     bucket.store.replace(LEASE, [b"one"])
     bucket.store.replace(LEASE, [b"two"])
@@ -149,7 +149,7 @@ def test_after_a_lost_answer_a_lease_is_written_again(bucket: Bucket) -> None:
     ],
 )
 def test_O1_O18_B14_an_error_that_stays_is_raised_at_once(
-    bucket: Bucket, rule: Rule, error: type[DieselError], complaint: str | None
+    bucket: ScriptedBucket, rule: Rule, error: type[DieselError], complaint: str | None
 ) -> None:
     with pytest.raises(error, match=complaint):
         call(bucket, rule)
@@ -197,7 +197,7 @@ def test_O4_an_address_without_a_server_is_named(sleeps: VirtualSleep) -> None:
             assert "testing-secret" not in repr(caught.value)
 
 
-def test_O19_a_put_does_not_follow_a_redirect(bucket: Bucket) -> None:
+def test_O19_a_put_does_not_follow_a_redirect(bucket: ScriptedBucket) -> None:
     with ScriptedS3() as elsewhere:
         bucket.server.plan(Rule("PUT", NAME, status=307, headers={"Location": elsewhere.endpoint}))
         with pytest.raises(ObjectStoreError, match=r"elsewhere.*AWS_REGION"):
@@ -206,7 +206,7 @@ def test_O19_a_put_does_not_follow_a_redirect(bucket: Bucket) -> None:
     assert bucket.sleeps.slept == []
 
 
-def test_S8_no_message_holds_a_secret(bucket: Bucket) -> None:
+def test_S8_no_message_holds_a_secret(bucket: ScriptedBucket) -> None:
     rules = [Rule("GET", NAME, status=status) for status in (400, 403, 404, 416, 500)]
     bucket.server.put(key(NAME), CONTENT)
     bucket.server.plan(*rules, Rule("GET", NAME, reset=True))
@@ -222,7 +222,7 @@ def test_S8_no_message_holds_a_secret(bucket: Bucket) -> None:
             error = error.__cause__
 
 
-def test_O2_object_missing_is_raised_only_while_the_store_is_there(bucket: Bucket) -> None:
+def test_O2_object_missing_is_raised_only_while_the_store_is_there(bucket: ScriptedBucket) -> None:
     for call in (bucket.store.get, bucket.store.stat):
         with pytest.raises(ObjectMissing):
             call(NAME)
@@ -263,7 +263,7 @@ def test_a_store_is_made_only_under_an_empty_prefix(server: ScriptedS3) -> None:
 def test_a_store_may_have_a_whole_bucket(server: ScriptedS3) -> None:
     store = open_cloud(f"s3://{BUCKET}", create=True, environ=credentials(server.endpoint))
     store.put(NAME, [b"x"])
-    assert sorted(server.objects) == [*store.names("")] == [STORE_MARKER, NAME]
+    assert sorted(server.objects) == [*store.housekeeping.names("")] == [STORE_MARKER, NAME]
 
 
 def test_several_callers_that_create_one_store_get_the_same(server: ScriptedS3) -> None:
@@ -294,7 +294,7 @@ def test_O4_a_broken_read_resumes_behind_the_last_good_byte(
     assert sleeps.slept == []
 
 
-def test_O5_a_request_that_stalls_is_given_up_and_repeated(bucket: Bucket) -> None:
+def test_O5_a_request_that_stalls_is_given_up_and_repeated(bucket: ScriptedBucket) -> None:
     def hold(s3: ScriptedS3) -> None:
         """Do not answer for longer than any client waits."""
         s3.stopped.wait(10 * LIMITS.stall_s)
@@ -333,7 +333,7 @@ def test_O5_an_answer_that_trickles_is_given_up(server: ScriptedS3, sleeps: Virt
     assert "if-match" not in server.asked[1].headers  # the read begins again and is not resumed
 
 
-def test_O7_damaged_bytes_of_a_read_are_returned_unchecked(bucket: Bucket) -> None:
+def test_O7_damaged_bytes_of_a_read_are_returned_unchecked(bucket: ScriptedBucket) -> None:
     """S3's ETag is in general no checksum of the content; readers check our own checksums."""
     bucket.server.plan(Rule("GET", NAME, flip=3))
     bucket.server.put(key(NAME), b"\0\0")
@@ -341,7 +341,7 @@ def test_O7_damaged_bytes_of_a_read_are_returned_unchecked(bucket: Bucket) -> No
     assert bucket.store.get(NAME) == b"\0\0"
 
 
-def test_O9_a_resumed_read_is_of_one_version(bucket: Bucket) -> None:
+def test_O9_a_resumed_read_is_of_one_version(bucket: ScriptedBucket) -> None:
     old, new = b"o" * MIB, b"n" * MIB
     bucket.server.plan(
         Rule("GET", LEASE, keep=MIB // 2, then="close"),
@@ -352,10 +352,12 @@ def test_O9_a_resumed_read_is_of_one_version(bucket: Bucket) -> None:
     assert len(bucket.sleeps.slept) == 1
 
 
-def test_O9_ranges_are_of_one_version(bucket: Bucket) -> None:
+def test_O9_ranges_are_of_one_version(bucket: ScriptedBucket) -> None:
     for name in (LEASE, NAME):
         bucket.server.put(key(name), b"old content")
-        ranges = bucket.store.read_ranges(name, [(0, 3), (4, 7), (0, 3)], memoryview(bytearray(7)))
+        ranges = bucket.store.fast_reads.read_ranges(
+            name, [(0, 3), (4, 7), (0, 3)], memoryview(bytearray(7))
+        )
         assert bytes(next(ranges)) == b"old"
         assert bytes(next(ranges)) == b"content"
         bucket.server.put(key(name), b"new content")
@@ -365,14 +367,17 @@ def test_O9_ranges_are_of_one_version(bucket: Bucket) -> None:
     assert bucket.server.asked[1].headers["if-match"] == bucket.server.asked[2].headers["if-match"]
 
 
-def test_after_a_failure_ranges_continue_behind_the_last_one(bucket: Bucket) -> None:
+def test_after_a_failure_ranges_continue_behind_the_last_one(bucket: ScriptedBucket) -> None:
     bucket.server.plan(Rule("GET", NAME, status=500, skip=1, times=2))
     bucket.server.put(key(NAME), b"0123456789")
     room = memoryview(bytearray(4))
-    found = [bytes(view) for view in bucket.store.read_ranges(NAME, [(0, 2), (5, 4), (9, 1)], room)]
+    found = [
+        bytes(view)
+        for view in bucket.store.fast_reads.read_ranges(NAME, [(0, 2), (5, 4), (9, 1)], room)
+    ]
     assert found == [b"01", b"5678", b"9"]
     with pytest.raises(TruncatedError):
-        [*bucket.store.read_ranges(NAME, [(0, 1), (8, 4)], room)]
+        [*bucket.store.fast_reads.read_ranges(NAME, [(0, 1), (8, 4)], room)]
 
 
 @each_row(
@@ -384,7 +389,7 @@ def test_after_a_failure_ranges_continue_behind_the_last_one(bucket: Bucket) -> 
     ],
     ids=["the whole object", "an error page", "a part without its range"],
 )
-def test_a_200_instead_of_a_206_is_retried(bucket: Bucket, rule: Rule) -> None:
+def test_a_200_instead_of_a_206_is_retried(bucket: ScriptedBucket, rule: Rule) -> None:
     """Whichever way a part of an object is read."""
     bucket.server.put(key(NAME), b"0123456789")
     bucket.server.plan(replace(rule))
@@ -393,9 +398,10 @@ def test_a_200_instead_of_a_206_is_retried(bucket: Bucket, rule: Rule) -> None:
     bucket.store.read_into(NAME, 2, room := bytearray(3))
     assert room == b"234"
     bucket.server.plan(replace(rule))
-    assert [bytes(each) for each in bucket.store.read_ranges(NAME, [(1, 3)], memoryview(room))] == [
-        b"123"
-    ]
+    assert [
+        bytes(each)
+        for each in bucket.store.fast_reads.read_ranges(NAME, [(1, 3)], memoryview(room))
+    ] == [b"123"]
 
 
 def inner(store: RetryingStore) -> CloudStore:
@@ -403,7 +409,7 @@ def inner(store: RetryingStore) -> CloudStore:
     return store.inner
 
 
-def test_B14_O11_a_put_carries_a_checksum_and_a_condition(bucket: Bucket) -> None:
+def test_B14_O11_a_put_carries_a_checksum_and_a_condition(bucket: ScriptedBucket) -> None:
     assert inner(bucket.store).supports_conditional_put is True
     bucket.store.put(NAME, [b"con", b"tent"])
     assert bucket.server.count("PUT") == 1
@@ -433,7 +439,7 @@ NOT_IMPLEMENTED = Rule("PUT", STORE_MARKER, code="NotImplemented")
     ],
     ids=["ignored", "501", "400"],
 )
-def test_O11_without_conditional_puts_the_store_is_asked_first(
+def test_O11_without_conditional_puts_a_put_first_checks_the_store(
     server: ScriptedS3, sleeps: VirtualSleep, rules: list[Rule]
 ) -> None:
     server.plan(*rules)
@@ -448,14 +454,16 @@ def test_O11_without_conditional_puts_the_store_is_asked_first(
     assert server.objects[key(STORE_MARKER)].content == marker
 
 
-def test_O11_a_conflict_is_not_a_lost_answer(bucket: Bucket) -> None:
+def test_O11_a_conflict_is_not_a_lost_answer(bucket: ScriptedBucket) -> None:
     """Another writer that was faster with equal content has won."""
     bucket.server.plan(Rule("PUT", NAME, act=lambda s: s.put(key(NAME), CONTENT), status=409))
     with pytest.raises(ObjectExists):
         bucket.store.put(NAME, [CONTENT])
 
 
-def test_O20_requests_at_once_are_bounded(bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_O20_requests_at_once_are_bounded(
+    bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cloud_requests, "_slots", threading.BoundedSemaphore(4))
     bucket.server.put(key(NAME), CONTENT)
     bucket.server.busiest, bucket.server.delay_s = 0, 0.005
@@ -466,7 +474,7 @@ def test_O20_requests_at_once_are_bounded(bucket: Bucket, monkeypatch: pytest.Mo
 
 
 def test_O20_each_end_of_a_read_frees_a_slot(
-    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+    bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A read that waits in vain for a slot is an error."""
     slots = threading.BoundedSemaphore(1)
@@ -480,5 +488,5 @@ def test_O20_each_end_of_a_read_frees_a_slot(
             bucket.store.get(NAME, 5, wanted)
         except DieselError:
             continue
-    assert [*bucket.store.names("")] == [STORE_MARKER, NAME]
+    assert [*bucket.store.housekeeping.names("")] == [STORE_MARKER, NAME]
     assert slots.acquire(blocking=False)

@@ -19,7 +19,7 @@ from tests.storage.objects.scripted_store import (
     LEASE,
     LIMITS,
     URL,
-    Bucket,
+    ScriptedBucket,
     VirtualSleep,
     chunk,
     key,
@@ -35,13 +35,13 @@ _CONTENTS = re.compile(r"<Contents>.*?</Contents>", re.DOTALL)
 
 
 @pytest.fixture
-def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> Bucket:
+def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
     """A store that holds `NAMES`, on a server that lists five names in a page."""
     store = store_on(server, sleeps, limits=PAGES)
     for name in NAMES:
         server.put(key(name), b"x")
     server.page_keys = 5
-    return Bucket(server, sleeps, store)
+    return ScriptedBucket(server, sleeps, store)
 
 
 def always(edit: Callable[[str], str]) -> Rule:
@@ -69,14 +69,14 @@ def encoded(page: str) -> str:
     return re.sub(f"(?<=<Key>{key('')}).*?(?=</Key>)", lambda m: m[0].replace("/", "%2F"), page)
 
 
-def test_pages_are_fetched_as_they_are_needed(bucket: Bucket) -> None:
-    listing = bucket.store.names(CHUNKS)
+def test_pages_are_fetched_as_they_are_needed(bucket: ScriptedBucket) -> None:
+    listing = bucket.store.housekeeping.names(CHUNKS)
     assert next(listing) == NAMES[0]
     assert len(bucket.server.asked) == 1
     assert [*listing] == NAMES[1:]
     assert len(bucket.server.asked) == 4  # three pages, and an empty one behind the last name
     bucket.server.asked.clear()
-    assert [*bucket.store.names(CHUNKS, NAMES[6])] == NAMES[7:]
+    assert [*bucket.store.housekeeping.names(CHUNKS, NAMES[6])] == NAMES[7:]
     assert bucket.server.asked[0].query["start-after"] == key(NAMES[6])
 
 
@@ -91,10 +91,12 @@ def test_pages_are_fetched_as_they_are_needed(bucket: Bucket) -> None:
     ],
     ids=["ends too early", "500", "503", "breaks off", "refused token"],
 )
-def test_O12_a_listing_goes_on_after_a_failure(bucket: Bucket, rule: Rule, pauses: int) -> None:
+def test_O12_a_listing_goes_on_after_a_failure(
+    bucket: ScriptedBucket, rule: Rule, pauses: int
+) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.plan(rule)
-    assert [*bucket.store.names(CHUNKS)] == NAMES
+    assert [*bucket.store.housekeeping.names(CHUNKS)] == NAMES
     assert len(bucket.sleeps.slept) == pauses
 
 
@@ -121,23 +123,25 @@ def test_O12_an_unordered_listing_is_sorted_or_an_error(
     server.page_keys = page_keys
     server.plan(reordered(order))
     with suppress(ObjectStoreError):
-        assert [*store.names(CHUNKS)] == NAMES
-    assert [*store.names(CHUNKS)] == NAMES  # after the first fault all is read and sorted
+        assert [*store.housekeeping.names(CHUNKS)] == NAMES
+    assert [
+        *store.housekeeping.names(CHUNKS)
+    ] == NAMES  # after the first fault all is read and sorted
     server.plan()
 
 
-def test_O12_a_skipped_name_is_an_error(bucket: Bucket) -> None:
+def test_O12_a_skipped_name_is_an_error(bucket: ScriptedBucket) -> None:
     """The second name comes last, after others have been yielded."""
     bucket.server.page_keys = 1000
     bucket.server.plan(reordered(lambda entries: [*entries[:1], *entries[2:], *entries[1:2]]))
-    listing = bucket.store.inner.names(CHUNKS)
+    listing = bucket.store.inner.housekeeping.names(CHUNKS)
     given = [next(listing)]
     with pytest.raises(ObjectStoreError, match="not in order"):
         given.extend(listing)
-    assert [*bucket.store.inner.names(CHUNKS)] == NAMES
+    assert [*bucket.store.inner.housekeeping.names(CHUNKS)] == NAMES
 
 
-def test_O12_a_repeated_page_is_merged_or_an_error(bucket: Bucket) -> None:
+def test_O12_a_repeated_page_is_merged_or_an_error(bucket: ScriptedBucket) -> None:
     """A continuation token leads back to the page before, once or for ever."""
     pages: list[str] = []
 
@@ -146,10 +150,10 @@ def test_O12_a_repeated_page_is_merged_or_an_error(bucket: Bucket) -> None:
         return pages[0] if len(pages) == 2 else page
 
     bucket.server.plan(always(once))
-    assert [*bucket.store.names(CHUNKS)] == NAMES
+    assert [*bucket.store.housekeeping.names(CHUNKS)] == NAMES
     bucket.server.plan(always(lambda _: pages[0]))
     with pytest.raises(ObjectStoreError, match="repeats without end"):
-        [*bucket.store.names(CHUNKS)]
+        [*bucket.store.housekeeping.names(CHUNKS)]
 
 
 @each_row(
@@ -163,15 +167,15 @@ def test_O12_a_repeated_page_is_merged_or_an_error(bucket: Bucket) -> None:
     ],
     ids=["encoded names", "without the marker", "nothing", "no XML", "half"],
 )
-def test_O12_an_answer_that_is_no_whole_listing_is_an_error(
-    bucket: Bucket, edit: Callable[[str], str], prefix: str, complaint: str
+def test_O12_an_incomplete_or_malformed_listing_is_an_error(
+    bucket: ScriptedBucket, edit: Callable[[str], str], prefix: str, complaint: str
 ) -> None:
     bucket.server.plan(always(edit))
     with pytest.raises(ObjectStoreError, match=complaint):
-        [*bucket.store.names(prefix)]
+        [*bucket.store.housekeeping.names(prefix)]
 
 
-def test_O1_expired_credentials_in_a_listing_are_read_again(bucket: Bucket) -> None:
+def test_O1_expired_credentials_in_a_listing_are_read_again(bucket: ScriptedBucket) -> None:
     environ = credentials(bucket.server.endpoint)
 
     def renew(_: ScriptedS3) -> None:
@@ -180,15 +184,15 @@ def test_O1_expired_credentials_in_a_listing_are_read_again(bucket: Bucket) -> N
     bucket.server.plan(
         Rule("GET", "continuation-token", act=renew, status=400, code="ExpiredToken")
     )
-    assert [*open_cloud(URL, environ=environ, limits=PAGES).names(CHUNKS)] == NAMES
+    assert [*open_cloud(URL, environ=environ, limits=PAGES).housekeeping.names(CHUNKS)] == NAMES
     asked = [each.headers["authorization"] for each in bucket.server.asked]
     renewed = ["Credential=renewed/" in each for each in asked]
     assert renewed[-5:] == [False, False, True, True, True]
 
 
-def test_a_listing_sees_changes_made_meanwhile(bucket: Bucket) -> None:
+def test_a_listing_sees_changes_made_meanwhile(bucket: ScriptedBucket) -> None:
     bucket.server.page_keys = 2
-    listing = bucket.store.names(CHUNKS)
+    listing = bucket.store.housekeeping.names(CHUNKS)
     assert next(listing) == NAMES[0]
     del bucket.server.objects[key(NAMES[1])]
     del bucket.server.objects[key(NAMES[11])]
@@ -199,7 +203,7 @@ def test_a_listing_sees_changes_made_meanwhile(bucket: Bucket) -> None:
     assert found == sorted(found)
 
 
-def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: Bucket) -> None:
+def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: ScriptedBucket) -> None:
     """Those outside of the prefix are not reported."""
     foreign = [
         ".DS_Store",
@@ -215,7 +219,7 @@ def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: Bucket) -> Non
     for name in (*map(key, foreign), "some/prefixother/" + chunk("d"), chunk("d")):
         bucket.server.put(name, b"")
     bucket.server.put(key(LEASE), b"x")
-    assert [*bucket.store.names("")] == [STORE_MARKER, *NAMES, LEASE]
+    assert [*bucket.store.housekeeping.names("")] == [STORE_MARKER, *NAMES, LEASE]
     reported = {
         ".DS_Store",
         "README",
@@ -224,14 +228,14 @@ def test_O12_B10_keys_of_others_are_left_out_and_reported(bucket: Bucket) -> Non
         f"{CHUNKS}aaaa/short",
         f"{LEASE}/",
     }
-    assert {*bucket.store.foreign()} == reported
-    assert [*bucket.store.foreign(CHUNKS)] == [f"{CHUNKS}aaaa/short"]
+    assert {*bucket.store.housekeeping.foreign()} == reported
+    assert [*bucket.store.housekeeping.foreign(CHUNKS)] == [f"{CHUNKS}aaaa/short"]
     bucket.server.plan(always(lambda page: page.replace(key(NAMES[0]), NAMES[0])))
-    assert [*bucket.store.names("")] == [STORE_MARKER, *NAMES[1:], LEASE]
-    assert {*bucket.store.foreign()} == reported
+    assert [*bucket.store.housekeeping.names("")] == [STORE_MARKER, *NAMES[1:], LEASE]
+    assert {*bucket.store.housekeeping.foreign()} == reported
 
 
-def test_a_key_that_cannot_be_listed_is_named_in_the_error(bucket: Bucket) -> None:
+def test_a_key_that_cannot_be_listed_is_named_in_the_error(bucket: ScriptedBucket) -> None:
     bucket.server.put(key("datasets//x"), b"")
     with pytest.raises(ObjectStoreError, match="prefix of its own"):
-        [*bucket.store.names("")]
+        [*bucket.store.housekeeping.names("")]

@@ -11,19 +11,26 @@ from diesel_fs.storage.objects.cloud.store import open_cloud
 from tests.rows import each_row
 from tests.storage.objects.s3_server import Server
 from tests.storage.objects.scripted_s3 import Rule, ScriptedS3
-from tests.storage.objects.scripted_store import LIMITS, Bucket, VirtualSleep, chunk, key, store_on
+from tests.storage.objects.scripted_store import (
+    LIMITS,
+    ScriptedBucket,
+    VirtualSleep,
+    chunk,
+    key,
+    store_on,
+)
 
 NAME = chunk("aaaa")
-PART = 5 << 20  # S3 takes no smaller ones but the last
+PART = 5 << 20  # S3 accepts smaller parts only at the end
 CONTENT = random.Random(1).randbytes(3 * PART + 12345)
 PIECES = [CONTENT[:7], CONTENT[7 : 2 * PART + 1], CONTENT[2 * PART + 1 :]]
 
 
 @pytest.fixture
-def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> Bucket:
+def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
     """A store that puts objects larger than `PART` in parts."""
     limits = replace(LIMITS, put_bytes_max=PART, part_bytes=PART)
-    return Bucket(server, sleeps, store_on(server, sleeps, limits=limits))
+    return ScriptedBucket(server, sleeps, store_on(server, sleeps, limits=limits))
 
 
 def part_requests(server: ScriptedS3) -> list[int]:
@@ -44,7 +51,7 @@ def test_a_large_object_on_a_complete_s3_server(s3: Server) -> None:
     store.delete(NAME)
 
 
-def test_only_a_new_object_that_fits_no_request_is_put_in_parts(bucket: Bucket) -> None:
+def test_only_a_new_object_that_fits_no_request_is_put_in_parts(bucket: ScriptedBucket) -> None:
     bucket.store.put(NAME, [CONTENT[:PART]])
     assert [each.method for each in bucket.server.asked] == ["PUT"]
     bucket.server.asked.clear()
@@ -66,7 +73,9 @@ def test_only_a_new_object_that_fits_no_request_is_put_in_parts(bucket: Bucket) 
         Rule("POST", "uploadId", status=503),
     ],
 )
-def test_O3_after_a_failed_request_the_whole_put_is_repeated(bucket: Bucket, rule: Rule) -> None:
+def test_O3_after_a_failed_request_the_whole_put_is_repeated(
+    bucket: ScriptedBucket, rule: Rule
+) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.objects.pop(key(NAME), None)
     bucket.server.plan(rule)
@@ -75,7 +84,7 @@ def test_O3_after_a_failed_request_the_whole_put_is_repeated(bucket: Bucket, rul
     assert len(bucket.sleeps.slept) == 1
 
 
-def test_O3_a_put_that_keeps_failing_leaves_no_object_and_no_upload(bucket: Bucket) -> None:
+def test_O3_a_put_that_keeps_failing_leaves_no_object_and_no_upload(bucket: ScriptedBucket) -> None:
     bucket.server.plan(Rule("PUT", "partNumber=3", status=500, times=None))
     with pytest.raises(ObjectStoreError):
         bucket.store.put(NAME, PIECES)
@@ -84,7 +93,7 @@ def test_O3_a_put_that_keeps_failing_leaves_no_object_and_no_upload(bucket: Buck
     assert not bucket.server.uploads, "an upload is left, for which the bucket is charged"
 
 
-def test_O4_a_lost_last_answer_is_no_failure(bucket: Bucket) -> None:
+def test_O4_a_lost_last_answer_is_no_failure(bucket: ScriptedBucket) -> None:
     """The object exists and has our content, so the put has succeeded."""
     bucket.server.plan(Rule("POST", "uploadId", reset=True, done=True))
     bucket.store.put(NAME, PIECES)

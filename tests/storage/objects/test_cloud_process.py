@@ -58,7 +58,7 @@ FORKED = "an object store in the cloud was used before this process was forked"
 
 
 def run(code: str, endpoint: str, more: Mapping[str, str] = MappingProxyType({})) -> str:
-    """What the program prints; `more` is added to its environment."""
+    """The program's output; `more` is added to its environment."""
     environ = {**without_proxies(), **credentials(endpoint), "PYTHONPATH": str(TREE), **more}
     environ["OPENBLAS_NUM_THREADS"] = "1"  # numpy's threads would be counted
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", PRELUDE + code]

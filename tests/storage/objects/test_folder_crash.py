@@ -38,7 +38,7 @@ print("acknowledged", flush=True)
 
 
 def strace(log: Path, root: Path, method: str, name: str, *inject: str) -> tuple[int, list[str]]:
-    """Run the child under strace; its exit status and what it printed."""
+    """Run the child under strace. Returns its exit status and its output."""
     traced = "trace=" + ",".join(f"/^{call}(at2?)?$" for call in CALLS)
     command = ["strace", "-f", "-qq", "-o", str(log), "-e", traced]
     for injection in inject:
@@ -82,20 +82,20 @@ def kills(
             shutil.rmtree(root)
 
 
-def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
+def test_A2_A3_a_put_killed_at_each_step_leaves_the_object_absent_or_whole(tmp_path: Path) -> None:
     empty = FolderStore.create(tmp_path / "empty")
     calls, outcomes = list[str](), Counter[str]()
     for call, store, pid in kills(tmp_path, "put", NAME, empty):
         calls.append(call)
-        names = [*store.names("datasets/")]
+        names = [*store.housekeeping.names("datasets/")]
         assert names in ([], [NAME])
         if names:
             assert store.get(NAME) == b"".join(PARTS), f"torn at {store.root}"
-        leftovers = [*store.leftovers()]
+        leftovers = [*store.housekeeping.leftovers()]
         for leftover in leftovers:
             assert (leftover.host, leftover.pid) == (os.uname().nodename, pid)
-            store.discard(leftover)
-        assert [*store.foreign()] == []
+            store.housekeeping.discard(leftover)
+        assert [*store.housekeeping.foreign()] == []
         outcomes["object"] += len(names)
         outcomes["leftover"] += len(leftovers)
         try:
@@ -110,7 +110,7 @@ def test_A2_A3_put_killed_at_each_step(tmp_path: Path) -> None:
     assert outcomes["leftover"] >= 4
 
 
-def test_A3_replace_killed_at_each_step(tmp_path: Path) -> None:
+def test_A3_a_replace_killed_at_each_step_leaves_the_lease_old_or_new(tmp_path: Path) -> None:
     prepared = FolderStore.create(tmp_path / "prepared")
     prepared.replace(LEASE, [b"old"])
     seen: Counter[bytes] = Counter()
@@ -121,17 +121,17 @@ def test_A3_replace_killed_at_each_step(tmp_path: Path) -> None:
     assert len(seen) == 2, "no kill fell after the rename, or none before"
 
 
-def test_O15_fsync_error_of_the_kernel(tmp_path: Path) -> None:
+def test_O15_after_a_failed_fsync_the_put_is_written_again(tmp_path: Path) -> None:
     store = FolderStore.create(tmp_path / "store")
     once = "fsync:error=EIO:when=5"  # after those of the four new folders: the file's
     status, printed = strace(tmp_path / "log", tmp_path / "store", "put", NAME, once)
     assert (status, printed[1:]) == (0, ["acknowledged"])
     assert "EIO" in (tmp_path / "log").read_text()
     assert store.get(NAME) == b"".join(PARTS)
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.leftovers()] == []
     other = NAME[:-1] + "1"
     always = "fsync:error=EIO:when=5+"
     status, printed = strace(tmp_path / "log", tmp_path / "store", "put", other, always)
     assert (status, printed[1:]) == (1, [])
-    assert [*store.names("datasets/")] == [NAME]
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.names("datasets/")] == [NAME]
+    assert [*store.housekeeping.leftovers()] == []

@@ -179,8 +179,8 @@ def test_a_disk_that_fills_up_in_a_direct_write_is_an_error(
     monkeypatch.setattr(os, "writev", full)
     with pytest.raises(NoSpaceError):
         store.put(NAME, parts_of(SIZES[-1]))
-    assert not list(store.names("datasets/"))
-    assert not list(store.leftovers())
+    assert not list(store.housekeeping.names("datasets/"))
+    assert not list(store.housekeeping.leftovers())
 
 
 def test_direct_writes_are_synced_before_the_object_is_visible(

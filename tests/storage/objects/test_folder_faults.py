@@ -31,7 +31,7 @@ PARTS: list[Bytes] = [b"some", b"thing"]
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
-    """A store whose chunk folder exists already and is known to be durable."""
+    """A store with a chunk folder that exists already and is known to be durable."""
     made = FolderStore.create(tmp_path / "store")
     made.put(OTHER, [b"other"])
     return made
@@ -68,7 +68,6 @@ class Syncs:
 
 @pytest.fixture
 def syncs(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Syncs:
-    """Replaces os.fsync."""
     made = Syncs(store.root)
     monkeypatch.setattr(os, "fsync", made)
     return made
@@ -76,8 +75,8 @@ def syncs(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Syncs:
 
 def assert_untouched(store: FolderStore) -> None:
     """Assert that the store holds only the object of before, and no temporary file."""
-    assert [*store.names(DATASET)] == [OTHER]
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.names(DATASET)] == [OTHER]
+    assert [*store.housekeeping.leftovers()] == []
     assert sorted(os.listdir(f"{store.root}/{CHUNKS}")) == [OTHER.rpartition("/")[2]]
 
 
@@ -112,7 +111,7 @@ def test_O15_after_one_fsync_error_the_object_is_written_again(
     assert syncs.hits == 1
     assert len(set(syncs.temporaries())) == len(syncs.temporaries()) == temporaries
     assert store.get(name) == b"something"
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.leftovers()] == []
 
 
 @each_row(
@@ -147,7 +146,7 @@ def test_O15_a_failed_replace_leaves_the_old_version(store: FolderStore, syncs: 
     with pytest.raises(ObjectStoreError):
         store.replace(LEASE, [b"new"])
     assert store.get(LEASE) == b"old"
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.leftovers()] == []
 
 
 def test_O15_close_error_writes_again(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +164,7 @@ def test_O15_close_error_writes_again(store: FolderStore, monkeypatch: pytest.Mo
     store.put(NAME, PARTS)
     assert len(set(closed)) == 2
     assert store.get(NAME) == b"something"
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.leftovers()] == []
 
 
 def test_a_file_system_that_cannot_sync_folders_works(store: FolderStore, syncs: Syncs) -> None:
@@ -204,7 +203,7 @@ def test_every_errno_becomes_an_error_of_the_tree(
         lambda: store.read_into(OTHER, 0, bytearray(1)),
         lambda: store.stat(OTHER),
         lambda: store.delete(OTHER),
-        lambda: [*store.names(DATASET)],
+        lambda: [*store.housekeeping.names(DATASET)],
         lambda: FolderStore.open(store.root),
     ]
     for number, call in enumerate(calls):
@@ -261,14 +260,14 @@ def test_without_hard_links_or_an_answer_to_one_a_put_succeeds(
         with pytest.raises(ObjectExists):
             store.put(NAME, [b"else"])
     assert store.get(NAME) == b"something"
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.leftovers()] == []
     store.delete(NAME)
 
 
 def test_a_removed_folder_is_made_again(store: FolderStore) -> None:
     shutil.rmtree(f"{store.root}/datasets")
     store.put(NAME, PARTS)
-    assert [*store.names("datasets/")] == [NAME]
+    assert [*store.housekeeping.names("datasets/")] == [NAME]
 
 
 def test_a_put_interrupted_is_undone(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,8 +292,8 @@ def test_a_full_disk_is_an_error_and_leaves_nothing(disk: Path) -> None:
     with pytest.raises(NoSpaceError) as caught:
         store.put(NAME, [bytes(100_000)] * 30)
     assert caught.value.exit_code == 16
-    assert [*store.names(DATASET)] == []
-    assert [*store.leftovers()] == []
+    assert [*store.housekeeping.names(DATASET)] == []
+    assert [*store.housekeeping.leftovers()] == []
     store.put(NAME, [bytes(100_000)] * 3)
     assert store.stat(NAME).bytes == 300_000
 
@@ -304,7 +303,7 @@ def test_O16_a_store_on_a_read_only_file_system_can_be_read(disk: Path) -> None:
     remount(disk, "ro")
     store = FolderStore.open(disk / "store")
     assert store.get(NAME) == b"something"
-    assert [*store.names(DATASET)] == [NAME]
+    assert [*store.housekeeping.names(DATASET)] == [NAME]
     with pytest.raises(PermissionDenied, match="read-only"):
         store.put(OTHER, PARTS)
     with pytest.raises(PermissionDenied, match="read-only"):

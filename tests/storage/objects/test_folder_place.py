@@ -106,9 +106,9 @@ def test_O16_an_unmounted_store_is_not_an_empty_store(store: FolderStore, tmp_pa
         lambda: store.stat(NAME),
         lambda: store.delete(NAME),
         lambda: store.put(OTHER, [b"x"]),
-        lambda: [*store.names(CHUNKS)],
+        lambda: [*store.housekeeping.names(CHUNKS)],
         lambda: [*store.list(f"{CHUNKS}/aaaa/")],
-        lambda: [*store.leftovers("deleted/")],
+        lambda: [*store.housekeeping.leftovers("deleted/")],
     ]
     for number, call in enumerate(calls):
         with pytest.raises(ObjectStoreError, match="gone") as caught:
@@ -153,15 +153,15 @@ def test_a_folder_that_was_moved_and_linked_is_read(store: FolderStore, tmp_path
     os.rename(f"{store.root}/datasets", tmp_path / "larger disk")
     os.symlink(tmp_path / "larger disk", f"{store.root}/datasets")
     store.put(OTHER, [b"x"])
-    assert [*store.names(CHUNKS)] == [NAME, OTHER]
+    assert [*store.housekeeping.names(CHUNKS)] == [NAME, OTHER]
     assert store.get(NAME) == b"chunk"
     store.delete(NAME)
-    assert [*store.names("")] == [STORE_MARKER, OTHER]
+    assert [*store.housekeeping.names("")] == [STORE_MARKER, OTHER]
 
 
 @contextmanager
 def another_user() -> Iterator[None]:
-    """If this process is root, become another user, whom permissions bind."""
+    """If this process is root, become another user, to whom permissions apply."""
     if os.geteuid() != 0:
         yield
         return
@@ -211,7 +211,7 @@ def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore
         store = FolderStore.open(public.root)
         for prefix in ("", CHUNKS, f"{CHUNKS}/", f"{CHUNKS}/aaaa/"):
             with pytest.raises(PermissionDenied):
-                [*store.names(prefix)]
+                [*store.housekeeping.names(prefix)]
         with pytest.raises(PermissionDenied):
             store.get(NAME)
     os.chmod(f"{public.root}/{CHUNKS}", READ_ONLY_FOLDER)
@@ -246,8 +246,8 @@ def test_B10_garbage_is_ignored_named_and_kept(store: FolderStore) -> None:
     assert [*store.list("")] == before
     named = {*files, link, pipe}
     named |= {"x/", f"{CHUNKS}/aaaa/y/", f"{OTHER}/", ".git/", f"{CHUNKS}/.snapshot/"}
-    assert sorted(store.foreign()) == sorted(named)
-    assert [*store.leftovers()] == []
+    assert sorted(store.housekeeping.foreign()) == sorted(named)
+    assert [*store.housekeeping.leftovers()] == []
     for name in (OTHER, link, pipe):
         for call in (store.get, store.stat, store.delete):
             with pytest.raises(ObjectStoreError) as caught:
@@ -255,7 +255,7 @@ def test_B10_garbage_is_ignored_named_and_kept(store: FolderStore) -> None:
             assert not isinstance(caught.value, ObjectMissing)
         with pytest.raises(ObjectExists):
             store.put(name, [b"x"])
-    assert sorted(store.foreign()) == sorted(named)
+    assert sorted(store.housekeeping.foreign()) == sorted(named)
     assert store.get(NAME) == b"chunk"
 
 
@@ -264,17 +264,17 @@ def test_leftovers_name_their_writer_and_are_discarded_one_by_one(store: FolderS
     Path(store.root, here).write_bytes(b"half")
     os.utime(Path(store.root, here), ns=(0, 5_000_000_000))
     Path(store.root, ".tmp-x-1-0123456789abcdef").touch()
-    found = {leftover.name: leftover for leftover in store.leftovers()}
+    found = {leftover.name: leftover for leftover in store.housekeeping.leftovers()}
     assert len(found) == 2
     assert found[here] == Leftover(here, 4, 5_000_000_000, "gpu-node-7.example", 4711)
-    assert [leftover.name for leftover in store.leftovers(CHUNKS)] == [here]
-    assert [*store.names(CHUNKS)] == [NAME]
-    store.discard(found[here])
-    store.discard(found[here])
-    assert len([*store.leftovers()]) == 1
+    assert [leftover.name for leftover in store.housekeeping.leftovers(CHUNKS)] == [here]
+    assert [*store.housekeeping.names(CHUNKS)] == [NAME]
+    store.housekeeping.discard(found[here])
+    store.housekeeping.discard(found[here])
+    assert len([*store.housekeeping.leftovers()]) == 1
     for name in (NAME, "../.tmp-x-1-0123456789abcdef", f"x/{here}", "meta.sqlite"):
         with pytest.raises(UsageError):
-            store.discard(Leftover(name, 0, 0, "x", 1))
+            store.housekeeping.discard(Leftover(name, 0, 0, "x", 1))
 
 
 def fill(root: str, folders: int, each: int) -> list[str]:
@@ -305,10 +305,10 @@ def test_long_listings_are_sorted_and_lazy(tmp_path: Path, monkeypatch: pytest.M
     with monkeypatch.context() as patch:
         patch.setattr(os, "scandir", count)
         patch.setattr(os, "lstat", refuse)
-        assert [*store.names(f"{CHUNKS}/")] == names
+        assert [*store.housekeeping.names(f"{CHUNKS}/")] == names
         assert len(scanned) == 201
         scanned.clear()
-        assert next(store.names(f"{CHUNKS}/", after=names[15_000])) == names[15_001]
+        assert next(store.housekeeping.names(f"{CHUNKS}/", after=names[15_000])) == names[15_001]
         assert len(scanned) <= 3, "folders before `after`, or after the answer, were read"
     assert [info.name for info in store.list(CHUNKS, after=names[9_999])] == names[10_000:]
     assert time.perf_counter() - began < 5

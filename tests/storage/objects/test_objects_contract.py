@@ -64,7 +64,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectStor
         if request.param == "wrapped":
             made = StoreWrapper(made)
     yield made
-    assert not [*made.leftovers()], "a method left a temporary behind"
+    assert not [*made.housekeeping.leftovers()], "a method left a temporary behind"
 
 
 many_examples = examples(25, suppress=(HealthCheck.function_scoped_fixture,))
@@ -72,18 +72,18 @@ object_names = st.from_regex(OBJECT_NAME, fullmatch=True).filter(lambda name: na
 
 
 def reads(store: ObjectStore, name: str) -> list[Callable[[], object]]:
-    """All ways to ask for one object."""
+    """All ways to read one object."""
     return [
         lambda: store.get(name),
         lambda: store.read_into(name, 0, bytearray(1)),
-        lambda: store.read(name, 0, 0),
-        lambda: store.read(name, 0, 1),
+        lambda: store.fast_reads.read(name, 0, 0),
+        lambda: store.fast_reads.read(name, 0, 1),
         lambda: store.stat(name),
     ]
 
 
 def test_get_returns_what_was_put(store: ObjectStore) -> None:
-    """Also more parts than one system call takes."""
+    """Even with more parts than one system call takes."""
     numbers = array.array("I", range(1000))
     parts: list[bytes | bytearray | memoryview] = [
         *(b"head", bytearray(b"er"), b"", memoryview(numbers), memoryview(b"xtailx")[1:-1]),
@@ -99,7 +99,7 @@ def test_an_empty_object_is_an_object(store: ObjectStore, parts: list[bytes]) ->
     store.put(chunk("a"), parts)
     assert store.get(chunk("a")) == b""
     assert store.stat(chunk("a")).bytes == 0
-    assert chunk("a") in store.names("")
+    assert chunk("a") in store.housekeeping.names("")
 
 
 def test_put_never_overwrites(store: ObjectStore) -> None:
@@ -132,13 +132,13 @@ def test_delete_is_idempotent(store: ObjectStore) -> None:
     store.put(chunk("b"), [b"y"])
     store.delete(chunk("a"))
     store.delete(chunk("a"))
-    assert [*store.names(DATASET)] == [chunk("b")]
+    assert [*store.housekeeping.names(DATASET)] == [chunk("b")]
     store.put(chunk("a"), [b"again"])
     assert store.get(chunk("a")) == b"again"
 
 
 def test_the_marker_is_an_object_that_stays(store: ObjectStore) -> None:
-    assert [*store.names("")] == [STORE_MARKER]
+    assert [*store.housekeeping.names("")] == [STORE_MARKER]
     with pytest.raises(ObjectExists):
         store.put(STORE_MARKER, [b"{}"])
     with pytest.raises(UsageError):
@@ -174,7 +174,7 @@ def test_names_outside_the_grammar_are_refused(store: ObjectStore, name: str) ->
 
 @each_row("prefix", ["../", "/", f"{DATASET}/../", "elsewhere/"])
 def test_prefixes_outside_the_grammar_are_refused(store: ObjectStore, prefix: str) -> None:
-    for listing in (store.list, store.names):
+    for listing in (store.list, store.housekeeping.names):
         with pytest.raises(UsageError):
             [*listing(prefix)]
 
@@ -208,9 +208,12 @@ def test_a_range_is_exact_or_an_error(
         with pytest.raises(TruncatedError):
             store.read_into(chunk("r"), start, buffer)
         with pytest.raises(TruncatedError):
-            store.read(chunk("r"), start, len(buffer))
+            store.fast_reads.read(chunk("r"), start, len(buffer))
     else:
-        assert store.read(chunk("r"), start, len(buffer)) == content[start : start + len(buffer)]
+        assert (
+            store.fast_reads.read(chunk("r"), start, len(buffer))
+            == content[start : start + len(buffer)]
+        )
         store.read_into(chunk("r"), start, memoryview(buffer))
         assert buffer == content[start : start + len(buffer)]
 
@@ -244,14 +247,14 @@ def test_a_listing_is_in_byte_order_from_a_name_on(store: ObjectStore) -> None:
     for prefix in prefixes:
         for after in afters:
             wanted = [name for name in expected if name.startswith(prefix) and name > after]
-            assert [*store.names(prefix, after)] == wanted, (prefix, after)
+            assert [*store.housekeeping.names(prefix, after)] == wanted, (prefix, after)
             assert [info.name for info in store.list(prefix, after)] == wanted, (prefix, after)
 
 
-def test_listing_what_was_never_written_is_empty(store: ObjectStore) -> None:
+def test_the_listing_of_an_unused_prefix_is_empty(store: ObjectStore) -> None:
     assert [*store.list(f"{DATASET}/chunks/")] == []
-    assert [*store.names("deleted/")] == []
-    assert [*store.foreign()] == []
+    assert [*store.housekeeping.names("deleted/")] == []
+    assert [*store.housekeeping.foreign()] == []
 
 
 def test_a_listing_outlives_deletions(store: ObjectStore) -> None:
@@ -331,8 +334,8 @@ def test_a_fault_hits_where_it_was_meant_to(store: ObjectStore) -> None:
         buffer = bytearray(2)
         faulty.read_into(chunk("a"), 0, buffer)
         assert buffer == b"\x01\0"
-        assert [*faulty.names(DATASET)] == [chunk("a")]
-        assert len([*faulty.names(DATASET)]) == 2
+        assert [*faulty.housekeeping.names(DATASET)] == [chunk("a")]
+        assert len([*faulty.housekeeping.names(DATASET)]) == 2
     assert faulty.calls == {"put": 2, "get": 2, "read_into": 1, "list": 2}
 
 
@@ -389,14 +392,17 @@ def test_reads_of_a_read_wrapper_all_go_through_its_read_into() -> None:
         def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
             memoryview(buffer)[:] = b"r" * len(buffer)
 
-    inner = Mock(batches_reads=True)
+    inner = Mock(fast_reads=Mock(batches_reads=True))
     store = Filling(inner)
     room, buffer = bytearray(4), bytearray(2)
-    ranges = store.read_ranges("x", [(0, 1), (5, 3)], memoryview(room))
+    ranges = store.fast_reads.read_ranges("x", [(0, 1), (5, 3)], memoryview(room))
     assert [bytes(each) for each in ranges] == [b"r", b"rrr"]
-    assert [bytes(each) for each in store.read_parts([("x", 0, 2), ("y", 1, 1)])] == [b"rr", b"r"]
-    assert store.read("x", 5, 3) == b"rrr"
-    store.read_uncached("x", 0, buffer)
+    assert [bytes(each) for each in store.fast_reads.read_parts([("x", 0, 2), ("y", 1, 1)])] == [
+        b"rr",
+        b"r",
+    ]
+    assert store.fast_reads.read("x", 5, 3) == b"rrr"
+    store.fast_reads.read_uncached("x", 0, buffer)
     assert buffer == b"rr"
-    assert not store.batches_reads
+    assert not store.fast_reads.batches_reads
     assert inner.method_calls == []

@@ -1,4 +1,6 @@
-"""Which calls are retried and for how long, with a clock of the test's own and no network."""
+"""The calls that are retried, and the time for which they are, with a clock of the test's own and
+no network.
+"""
 
 import email.utils
 from collections.abc import Iterator
@@ -32,7 +34,7 @@ from diesel_fs.storage.objects.retry import (
     RetryPolicy,
     retry_after_s,
 )
-from diesel_fs.storage.objects.store import ObjectInfo, ObjectStore, ReadWrapper
+from diesel_fs.storage.objects.store import FastReads, Housekeeping, ObjectInfo, ObjectStore
 from tests.rows import each_row
 from tests.storage.objects.faulty_store import Fault, FaultyStore
 from tests.storage.objects.scripted_store import CHUNKS, LEASE, chunk
@@ -69,7 +71,7 @@ def time() -> Time:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> FolderStore:
-    """The store below, which has the object `NAME`."""
+    """The store behind the others, with the object `NAME`."""
     made = FolderStore.create(tmp_path / "store")
     made.put(NAME, [b"0123456789"])
     return made
@@ -203,7 +205,7 @@ def test_after_a_failure_a_listing_continues_behind_its_last_name(
     for name in names[:10]:
         folder.put(name, [b"x"])
     faulty.plan(Fault("list", error=FAILED, done=True, keep=3))
-    assert [*store.names(CHUNKS)] == names
+    assert [*store.housekeeping.names(CHUNKS)] == names
     store = RetryingStore(_Flaky(folder, 3), POLICY, clock=time.clock())
     assert [info.name for info in store.list(CHUNKS)] == names
     store = RetryingStore(_Flaky(folder, 50), POLICY, clock=time.clock())
@@ -212,7 +214,9 @@ def test_after_a_failure_a_listing_continues_behind_its_last_name(
 
 
 class _Flaky(FaultyStore):
-    """A store whose listings break off: the first `dead` before any name, later ones after two."""
+    """A store with listings that break off: the first `dead` before any name, later ones after
+    two.
+    """
 
     def __init__(self, inner: FolderStore, dead: int) -> None:
         super().__init__(inner)
@@ -229,12 +233,12 @@ class _Flaky(FaultyStore):
 def test_ranges_of_a_mutable_object_are_not_continued_after_a_failure(
     time: Time, folder: FolderStore, faulty: FaultyStore, store: RetryingStore
 ) -> None:
-    """Those of others are, up to the deadline."""
+    """Ranges of other objects are, up to the deadline."""
     folder.replace(LEASE, [b"0123456789"])
 
     def second_range(name: str, times: int | None = 1) -> bytes:
         faulty.plan(Fault("read_into", error=FAILED, skip=1, times=times))
-        ranges = store.read_ranges(name, [(0, 2), (4, 3)], memoryview(bytearray(3)))
+        ranges = store.fast_reads.read_ranges(name, [(0, 2), (4, 3)], memoryview(bytearray(3)))
         assert bytes(next(ranges)) == b"01"
         return bytes(next(ranges))
 
@@ -247,29 +251,29 @@ def test_ranges_of_a_mutable_object_are_not_continued_after_a_failure(
     assert time.at <= POLICY.deadline_s
 
 
-NOT_RETRIED = {
-    *("fork_safe", "batches_reads", "can_pin", "can_pin_nowait"),  # they ask nothing of a store
-    *("close_idle", "read_nowait", "pin"),  # the caller has another way if they fail
-}
+def _public(members: type) -> set[str]:
+    return {name for name in vars(members) if not name.startswith("_")}
 
 
-def test_every_method_that_can_fail_is_retried() -> None:
-    """A new method of `ObjectStore` is retried by `RetryingStore`, or named in `NOT_RETRIED`."""
-    public = {name for name in vars(ObjectStore) if not name.startswith("_")}
-    by_read_into = {name for name in vars(ReadWrapper) if not name.startswith("_")}
-    assert public - set(vars(RetryingStore)) - by_read_into == NOT_RETRIED - by_read_into
+def test_every_method_that_can_fail_is_retried(store: RetryingStore) -> None:
+    """`fork_safe` asks nothing of a store; `FastReads` reads by the store's own `read_into` unless
+    it is overridden."""
+    assert _public(ObjectStore) - _public(RetryingStore) == {"fork_safe"}
+    assert _public(Housekeeping) - _public(type(store.housekeeping)) == set()
+    assert _public(type(store.fast_reads)) == {"read_ranges", "read_uncached"}
+    assert isinstance(store.fast_reads, FastReads)
 
 
 def test_reads_of_parts_are_retried(time: Time, faulty: FaultyStore, store: RetryingStore) -> None:
     faulty.plan(Fault("read_into", error=FAILED, times=2))
-    assert [bytes(part) for part in store.read_parts([(NAME, 2, 3)])] == [b"234"]
-    store.read_uncached(NAME, 0, buffer := bytearray(2))
+    assert [bytes(part) for part in store.fast_reads.read_parts([(NAME, 2, 3)])] == [b"234"]
+    store.fast_reads.read_uncached(NAME, 0, buffer := bytearray(2))
     assert buffer == b"01"
     assert len(time.slept) == 2
 
 
 class NotedPauses(LongPauses):
-    """Pauses that are noted, and take no time."""
+    """Pauses that are recorded, and take no time."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -2,7 +2,7 @@
 
 `make test-clients` makes the environment `.venv/clients`, which has these libraries, and runs the
 tests of this folder; `make test` leaves them out. The tests themselves run in `.venv`, and start
-the scripts (`scripts/`) with the Python of `.venv/clients`. README.md says more.
+the scripts (`scripts/`) with the Python of `.venv/clients`. README.md has more.
 """
 
 import json
@@ -33,11 +33,12 @@ DEADLINE_S = 280
 
 @dataclass(slots=True)
 class Epoch:
-    """What a script got in one epoch of one loader, and what the mount was asked meanwhile."""
+    """The samples that a script got in one epoch of one loader, and the mount's requests
+    meanwhile."""
 
     name: str
     samples: dict[int, object]
-    """By rank: the samples in their order."""
+    """The samples in their order, by rank."""
     reads: int
     """READ requests since the epoch before."""
 
@@ -46,7 +47,7 @@ class Epoch:
 class Training:
     epochs: list[Epoch]
     said: str
-    """What it, and `dlcmd run`, wrote to stderr."""
+    """The stderr of the script and of `dlcmd run`."""
 
     @property
     def samples(self) -> dict[str, dict[int, object]]:
@@ -132,7 +133,7 @@ class Client:
     def train(
         self, *command: str | Path, joined: bool, memory: str = "256M", flags: Sequence[str] = ()
     ) -> Training:
-        """Run a command of the clients' environment to its end, on a mount that nobody has read."""
+        """Run a command of the clients' environment to its end, on a fresh mount."""
         self._dlcmd("mount", "--memory", memory, "pets", self.mount)
         seen = self._folder / "seen"
         try:

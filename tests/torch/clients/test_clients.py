@@ -15,7 +15,7 @@ from .conftest import FILES, PYTHON, Client, Training
 pytestmark = pytest.mark.fuse
 
 READS_MAX = FILES // 50
-"""2 % of the files: so many READ requests may reach the mount in an epoch."""
+"""2 % of the files: the most READ requests that may reach the mount in an epoch."""
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 LAUNCH = ("-m", "accelerate.commands.launch", "--cpu", "--num_processes")
@@ -63,7 +63,7 @@ LATER_CLIENTS = {
 
 
 def trained(client: Client, command: tuple[str, ...]) -> tuple[Training, Training]:
-    """The training without and under `dlcmd run`, which gave the same samples."""
+    """The training without and under `dlcmd run`; both gave the same samples."""
     alone = client.train(PYTHON, *command, client.mount, joined=False)
     joined = client.train(PYTHON, *command, client.mount, joined=True)
     print(f"READs of each epoch: {alone.reads} without, {joined.reads} with a plan", joined.said)
@@ -83,9 +83,9 @@ def reads_after_the_first_epoch(training: Training) -> int:
 
 
 @pytest.mark.parametrize("name", CLIENTS)
-def test_the_same_samples_and_hardly_a_read(client: Client, name: str) -> None:
-    """What the first epoch reads before its order has reached the mount is left to READs, so that
-    epoch is compared with one that has no plan."""
+def test_the_samples_are_the_same_and_nearly_all_are_pushed(client: Client, name: str) -> None:
+    """READs serve the files that the first epoch reads before its order has reached the mount, so
+    that epoch is compared with one that has no plan."""
     alone, joined = trained(client, CLIENTS[name])
     assert sum(joined.reads.values()) < sum(alone.reads.values())
     assert reads_after_the_first_epoch(joined) <= READS_MAX
@@ -96,7 +96,9 @@ def test_the_same_samples_and_hardly_a_read(client: Client, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LATER_CLIENTS)
-def test_the_same_samples_and_hardly_a_read_from_epoch_2(client: Client, name: str) -> None:
+def test_the_samples_are_the_same_and_from_epoch_2_nearly_all_are_pushed(
+    client: Client, name: str
+) -> None:
     _, joined = trained(client, LATER_CLIENTS[name])
     assert reads_after_the_first_epoch(joined) <= READS_MAX
 

@@ -1,6 +1,6 @@
 """Unmodified libraries read datasets by `diesel://`: `fsspec_reads.py`, in their own environment.
 
-That environment has no diesel-fs. So its Python finds diesel-fs, and what it needs, behind its own
+That environment has no diesel-fs. So its Python finds diesel-fs and its dependencies after its own
 packages, as if they were installed there.
 """
 

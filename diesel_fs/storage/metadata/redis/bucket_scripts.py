@@ -1,8 +1,8 @@
 """Lua scripts that run inside Redis on one bucket: they fold pieces into its entries.
 
-`APPLY` folds one piece of a commit in (FORMAT.md, section 5, has the rules), `UNAPPLY` removes what
-is left of an empty chunk. `keys.py` describes the keys, `pieces.py` packs pieces. Each script is
-atomic, and touches the keys of one slot, all of which it gets as `KEYS`.
+`APPLY` folds one piece of a commit in (FORMAT.md, section 5, has the rules). `UNAPPLY` removes the
+remaining tombstones and holes of an empty chunk. `keys.py` describes the keys, `pieces.py` packs
+pieces. Each script is atomic, and touches the keys of one slot, all of which it gets as `KEYS`.
 
 Scripts must not compare strings with `<`: Lua would use the locale of the server.
 """
@@ -11,21 +11,20 @@ from hashlib import sha1
 from typing import NamedTuple
 
 
-class Script(NamedTuple):
+class LoadedScript(NamedTuple):
     """A script, and the SHA-1 by which Redis knows it."""
 
     source: bytes
     sha: bytes
 
 
-SCRIPTS: list[Script] = []
-"""All scripts of this process. A Redis that does not know one of them is sent all of them."""
+SCRIPTS: list[LoadedScript] = []
+"""All scripts of this process. If a Redis lacks one of them, it is sent all of them."""
 
 
-def script(source: str) -> Script:
-    """Make a script from its source, and add it to `SCRIPTS`."""
+def script(source: str) -> LoadedScript:
     packed = source.encode()
-    made = Script(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
+    made = LoadedScript(packed, sha1(packed, usedforsecurity=False).hexdigest().encode())
     SCRIPTS.append(made)
     return made
 
@@ -41,12 +40,12 @@ end
 """
 
 # x n t h d f p q, (e s) of each folder | field in x, field in n, [the piece itself]
-# Returns the bucket's counts (pieces, files, bytes), or false where there is no such piece.
-# Numbers in a piece are little-endian. A piece is: count of folders (u16), so many folders (16),
+# Returns the bucket's counts (pieces, files, bytes), or false if there is no such piece.
+# Numbers in a piece are little-endian. A piece is: count of folders (u16), the folders (16 each),
 # then steps, each with the position of its folder (u16):
 #   F parent (16) name        the folder's parent and name, for the index
 #   S name                    the name of a folder in the folder
-#   N count (u16), files, tombstones (u32), bytes (u64), then so many times (name, entry of 64):
+#   N count (u16), files, tombstones (u32), bytes (u64), then `count` times (name, entry of 64):
 #     plain entries: each name once, of one extent, not by purge; the counts are their sums
 #   G by purge (u8), name, length of the entry (u32), entry
 #   H chunk (16), place (u32): a hole from the start (the folder has no meaning)
@@ -289,8 +288,7 @@ return call('HMGET', T, 'pieces', 'files', 'bytes')
 """
 )
 
-# x | field in x, piece
-# HSET of a piece that a full memory does not refuse (`head_scripts.py`)
+# An HSET of a piece that succeeds even if the memory is full (`head_scripts.py`)
 STAGE = script(
     """
 redis.call('HDEL', KEYS[1], ARGV[1])
@@ -299,8 +297,7 @@ return 1
 """
 )
 
-# sync |
-# A write that a full memory does not refuse
+# A write that succeeds even if the memory is full
 NOTE_SYNC = script(
     """
 redis.call('HDEL', KEYS[1], 'sync')
@@ -310,9 +307,10 @@ return 1
 )
 
 # The keys of APPLY | field in x, field in n
-# The piece: count of folders (u16), so many folders (16), how many fields of `h` the chunk has in
-# this bucket (u32), then the tombstones to remove: position of the folder (u16), length of the name
-# (u8), name, length of the entry (u32), entry. A tombstone is removed if it is still the entry.
+# The piece: count of folders (u16), the folders (16 each), the number of fields of `h` that the
+# chunk has in this bucket (u32), then the tombstones to remove: position of the folder (u16),
+# length of the name (u8), name, length of the entry (u32), entry. A tombstone is removed if it is
+# still the entry.
 UNAPPLY = script(
     """
 local X, N, T, H, D = unpack(KEYS, 1, 5)
@@ -340,7 +338,7 @@ return 1
 )
 
 # x | field in x
-# Returns the beginning of the piece, up to the end of its list of folders
+# Returns the piece up to the end of its list of folders
 READ_PIECE_FOLDERS = script(
     """
 local piece = redis.call('HGET', KEYS[1], ARGV[1])

@@ -27,7 +27,7 @@ reads only.
 
 
 class RetryLater(Exception):
-    """An error that may pass. `last_error` is raised in its place when no time is left."""
+    """An error that may pass. When no time is left, `last_error` is raised instead."""
 
     def __init__(self, last_error: DieselError, reason: str = "") -> None:
         super().__init__(str(last_error))
@@ -40,17 +40,17 @@ def _secrets(where: RedisAddress) -> list[str]:
 
 
 def safe_cause(error: Exception, where: RedisAddress) -> Exception | None:
-    """The cause of a translated error; None where the text of `error` may have a password in it."""
+    """`error`, as the cause of its translation; None if its text may have a password in it."""
     text = str(error)
     return None if _UNKNOWN.search(text) or any(s in text for s in _secrets(where)) else error
 
 
 _UNKNOWN = re.compile(r"unknown command\W+(\w+)", re.IGNORECASE)
-"""Redis repeats the unknown command and its arguments, and they may have been a password."""
+"""Redis repeats an unknown command and its arguments, which may have been a password."""
 
 
 _CONNECTING = re.compile(r"Error -?\d+ connecting to \S+\. (?=\S)")
-"""redis-py names the address; ours is named already."""
+"""redis-py repeats the address, which our message names already."""
 
 
 def _redacted(text: str, where: RedisAddress) -> str:
@@ -62,7 +62,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """Translate an error of redis-py; the result is RetryLater where it may pass."""
+    """Translate an error of redis-py; the result is RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)
@@ -117,8 +117,8 @@ _CODES = {
 
 
 def _code(text: str) -> str:
-    """Redis's code word for an error. It is the first word of the text; Redis 5 and 6 put it in
-    the middle where the error happened in a script.
+    """Redis's code word for an error. It is the first word of the text; Redis 5 and 6 put it in the
+    middle if the error happened in a script.
     """
     first = text.split(" ", 1)[0]
     if first in _CODES:
@@ -132,7 +132,6 @@ def _code(text: str) -> str:
 
 
 def _reply(code: str, text: str, where: RedisAddress) -> DieselError | RetryLater:
-    """Translate an error reply, by its code word."""
     match code:
         case "NOAUTH":
             return MetadataError(f"{where} needs a password", advice="set DIESEL_REDIS_PASSWORD")

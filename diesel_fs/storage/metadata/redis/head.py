@@ -2,8 +2,8 @@
 
 After a reader has read entries, `HeadReader.is_unchanged` tells whether they were of the state that
 the head described. `open_link` connects to a Redis, and checks that it belongs to the repository.
-Nothing is cached. Safe to use from threads, processes and forked children. `keys.py` says what the
-keys hold.
+
+Nothing is cached. Threads, processes and forked children may use it. `keys.py` describes the keys.
 """
 
 import re
@@ -23,7 +23,7 @@ from ....errors import (
 from ....format.entries import ChunkId
 from ..store import DatasetHead, StoreRestarted, corrupt_store_error, no_such_dataset_error
 from .address import parse_redis_url
-from .bucket_scripts import Script
+from .bucket_scripts import LoadedScript
 from .head_scripts import CONFIRM, NEEDS_REPAIR, READ_HEAD
 from .keys import BUCKETS_MAX, SCHEMA, SCHEMA_KEY, STORE_KEY, DatasetKeys, Generation
 from .link import RedisLink, ScriptCommand, Word, command, in_portions
@@ -38,11 +38,11 @@ class UnknownDataset(Exception):
 
 
 class ScriptRejected(Exception):
-    """A head script did nothing, since what it relied on has changed.
+    """A head script did nothing, because something that it relied on has changed.
 
     `word` is the reason that the script returned: "moved" (another generation is live, or another
-    writer was faster), "held" (commits are locked), "young" (what is to be removed is not old
-    enough), "lost" (Redis has lost data).
+    writer was faster), "held" (commits are locked), "young" (the transaction or generation to be
+    removed is not old enough), "lost" (Redis has lost data).
     """
 
     def __init__(self, word: str) -> None:
@@ -57,8 +57,8 @@ class RedisHead:
     dataset: DatasetHead
     generation: Generation
     first: int  # the version of chunks whose record has version 0
-    pending: Sequence[bytes]  # packed plans that are committed and perhaps not applied yet
-    pieces_by_bucket: Mapping[int, int]  # how many pieces of each bucket are committed
+    pending: Sequence[bytes]  # packed changes that are committed and perhaps not applied yet
+    pieces_by_bucket: Mapping[int, int]  # number of committed pieces of each bucket
 
 
 class HeadReader:
@@ -68,7 +68,7 @@ class HeadReader:
         self.link = link
 
     def run_head_script(
-        self, script: Script, keys: Sequence[bytes], *arguments: Word
+        self, script: LoadedScript, keys: Sequence[bytes], *arguments: Word
     ) -> list[object]:
         """Run a script on the head's slot, and return its reply without the first word. Raises
         UnknownDataset, ScriptRejected or a DieselError, according to that word.
@@ -77,8 +77,8 @@ class HeadReader:
         return _check_reply(reply)
 
     def check_schema(self) -> None:
-        """Raises NewerVersionError or MetadataError where a program with another schema has
-        written to this Redis.
+        """Raises NewerVersionError or MetadataError if a program with another schema has written to
+        this Redis.
         """
         found = self.link.execute("GET", SCHEMA_KEY)
         if found not in (None, b"%d" % SCHEMA):
@@ -86,7 +86,7 @@ class HeadReader:
 
     def bind_object_store(self, store: UUID) -> None:
         """Bind this Redis to the object store of one repository, once and for all. Raises
-        ConfigError where it is bound to another: the datasets of two repositories would be mixed.
+        ConfigError if it is bound to another: the datasets of two repositories would be mixed.
         """
         found = self.link.execute("GET", STORE_KEY)
         if found is None:  # a Redis whose memory is full refuses even a SET that changes nothing
@@ -123,7 +123,7 @@ class HeadReader:
 
     def have_lost_pieces(self, heads: Sequence[RedisHead]) -> list[bool]:
         """For each head, whether a bucket has fewer pieces than are committed. Valid only if the
-        head's generation is still the dataset's, and all pending plans were applied.
+        head's generation is still the dataset's, and all pending changes were applied.
         """
         buckets = [
             (i, head.generation.key(bucket, b"t"), committed)
@@ -139,10 +139,10 @@ class HeadReader:
         return [i in lost for i in range(len(heads))]
 
     def is_unchanged(self, head: RedisHead, *, or_newer: bool = False) -> bool:
-        """Whether all that was read since `head` belongs to its version, provided that its pending
-        plans had been applied: a commit changes the version before its pieces are applied. With
+        """Whether everything that was read since `head` belongs to its version, if its pending
+        changes had been applied: a commit changes the version before its pieces are applied. With
         `or_newer`: whether its generation is still the dataset's, at whatever version. Raises
-        MetadataBehind where a bucket of the dataset has lost pieces.
+        MetadataBehind if a bucket of the dataset has lost pieces.
         """
         (lost,), key = self.have_lost_pieces([head]), DatasetKeys(head.dataset.identity).head
         name, version = listed(self.link.execute("HMGET", key, "generation", "version"))
@@ -161,7 +161,7 @@ class HeadReader:
         """Confirm that this run of Redis has lost nothing of a dataset. Raises StoreRestarted."""
         self._run_on_head(identity, CONFIRM, run)
 
-    def _run_on_head(self, identity: UUID, script: Script, *arguments: Word) -> list[object]:
+    def _run_on_head(self, identity: UUID, script: LoadedScript, *arguments: Word) -> list[object]:
         try:
             return self.run_head_script(script, [DatasetKeys(identity).head], *arguments)
         except UnknownDataset:
@@ -178,8 +178,8 @@ def open_link(
     """Connect to the Redis at a URL (`address.py`). `store` is the object store of the repository,
     to which the Redis is bound from now on.
 
-    Raises ConfigError for a bad URL or a Redis of another repository; MetadataError where Redis
-    cannot be reached, is a replica or may evict keys; NewerVersionError.
+    Raises ConfigError for a bad URL or a Redis of another repository; MetadataError if Redis cannot
+    be reached, is a replica or may evict keys; NewerVersionError.
     """
     link = RedisLink.open(parse_redis_url(url, environment), deadline_s)
     heads = HeadReader(link)
@@ -194,7 +194,6 @@ def open_link(
 
 
 def read_head_command(identity: UUID) -> ScriptCommand:
-    """The command that reads a dataset's head."""
     keys = DatasetKeys(identity)
     return _head_script(READ_HEAD, [keys.head, keys.pending, keys.counts])
 
@@ -206,12 +205,12 @@ def parse_head(identity: UUID, reply: object) -> RedisHead:
     return _unpack_head(identity, *_check_reply(reply))
 
 
-def _head_script(script: Script, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:
+def _head_script(script: LoadedScript, keys: Sequence[bytes], *arguments: Word) -> ScriptCommand:
     return ScriptCommand(script, (SCHEMA_KEY, *keys), (SCHEMA, *arguments))
 
 
 def _check_reply(reply: object) -> list[object]:
-    """A head script's reply without its first word, which tells success or the error to raise."""
+    """A head script's reply without its first word, which is "ok" or names the error to raise."""
     word, *rest = listed(reply) or [b""]
     match word, *rest:
         case b"ok", *_:
@@ -254,13 +253,12 @@ def _unpack_head(identity: UUID, reply: object, pending: object, counts: object)
             if bucket >= buckets:
                 raise corrupt_store_error("a count of a bucket that does not exist")
             pieces[bucket] = as_count(count)
-    plans = [octets(plan) for plan in listed(pending)]
+    changes = [octets(each) for each in listed(pending)]
     first = as_count(fields.get(b"first"))
-    return RedisHead(dataset, Generation(generation, buckets), first, plans, pieces)
+    return RedisHead(dataset, Generation(generation, buckets), first, changes, pieces)
 
 
 def lost_data_error(name: str) -> MetadataBehind:
-    """The error for a dataset of which Redis has lost data."""
     return MetadataBehind(
         f"the metadata store has lost data of dataset {name!r}",
         advice="run `dlcmd recover`: it makes the metadata again from the chunks",

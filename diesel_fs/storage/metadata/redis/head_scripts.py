@@ -1,11 +1,11 @@
-"""Lua scripts that run inside Redis on the head's slot: they compare what is there, and set it.
+"""Lua scripts that run inside Redis on the head's slot: each checks its conditions, then writes.
 
 Each script is atomic as long as it does not fail in its middle: Redis does not undo the first
 writes of a script then. So a script checks all values that it relies on before it writes. Redis
 refuses a write for lack of memory or disk only as the first write of a script; so the first write
-of each script is one that may be refused without harm. A full memory (`maxmemory`) refuses what may
-need memory, and never HDEL. So a script that has to run in a full memory begins with HDEL: what
-frees memory, and small notes without which nothing could be freed.
+of each script is one that may be refused without harm. A full memory (`maxmemory`) refuses commands
+that may need memory, and never HDEL. So a script that must run in a full memory begins with HDEL:
+scripts that free memory, and those that write the small notes without which nothing could be freed.
 
 The comment above a script lists its keys, then its arguments. The first word of a reply is `ok` or
 the reason why nothing was done (`head.py`). Scripts must not compare strings with `<`: Lua would
@@ -19,13 +19,13 @@ local schema = redis.call('GET', KEYS[1])
 if schema and schema ~= ARGV[1] then return {'schema', schema} end
 """
 
-# The run ID of this Redis: after a restart it is another one, and data may be lost
+# The run ID of this Redis. Redis makes a new one at each start, after which data may be lost
 _RUN = """
 local function run() return redis.call('INFO', 'server'):match('run_id:(%w+)') or '' end
 """
 
-# Locks are timed by Redis's clock alone. One that seems to last longer than `longest` is ignored:
-# the clock has gone back
+# Only Redis's clock times locks. A lock that seems to last longer than `longest` is ignored: the
+# clock has gone back
 _TIME = """
 local function now_s()
   local now = redis.call('TIME')
@@ -98,7 +98,7 @@ return {'ok'}
 
 # schema head chunks begun | schema generation transaction plan frees, chunk...
 # `frees`: 1 for a transaction that a full memory must not refuse, else 0. Returns the version, for
-# each chunk whether it is known, and how many transactions have begun
+# each chunk whether it is known, and the number of transactions that have begun
 BEGIN = script(
     _CHECK_SCHEMA
     + """
@@ -123,8 +123,8 @@ return {'ok', head[2], flags, redis.call('HLEN', KEYS[4])}
 # schema generation transaction plan frees, clock in us, run or nothing, longest lock,
 # count of buckets, (bucket, pieces)..., (chunk, record or nothing, digest)...
 # Adds chunks to a dataset, or removes those without a record (their digest is 2^128 less the
-# chunk's). Returns the new version, and how many plans are pending. After a restart of Redis, only
-# a writer that names the new run (it is going to confirm it) commits
+# chunk's). Returns the new version and the number of pending plans. After a restart of Redis, only
+# a writer that names the new run (it is going to confirm it) can commit
 COMMIT = script(
     _CHECK_SCHEMA
     + LESS
@@ -215,7 +215,7 @@ return {'ok'}
 
 # schema head pending counts | schema generation plan, (bucket, pieces, files, bytes)...
 # Removes the plan, and adds the changes of the buckets' counts to the head's. Counts of fewer
-# pieces than were reported before are old, and ignored
+# pieces than an earlier report are out of date, and are ignored
 APPLIED = script(
     _CHECK_SCHEMA
     + """
@@ -263,7 +263,7 @@ return {'ok'}
 )
 
 # schema begun | schema transaction age
-# A transaction that is at least so many seconds old can no longer commit. Returns its plan
+# A transaction that is at least `age` seconds old can no longer commit. Returns its plan
 ABANDON = script(
     _CHECK_SCHEMA
     + """
@@ -292,8 +292,8 @@ return {'ok', run()}
 )
 
 # schema dead | schema generation age
-# A generation whose heartbeat is at least so many seconds old can no longer become live. Returns
-# for how many seconds that has been so
+# A generation whose heartbeat is at least `age` seconds old can no longer become live. Returns
+# for how many seconds it has been abandoned
 CLAIM_ABANDONED = script(
     _CHECK_SCHEMA
     + """
@@ -312,7 +312,7 @@ return {'ok', 0}
 # schema names dead head chunks counts pending begun locks built |
 # schema name identity generation buckets, old generation, old version,
 # new version, files bytes chunks digest newest, run, (bucket, counts)...
-# The generation becomes the dataset's state. `built` has its chunks
+# Makes the generation the dataset's live state. `built` has its chunks
 REPLACE_LIVE = script(
     _CHECK_SCHEMA
     + _RUN

@@ -5,8 +5,8 @@ The folders of a generation are spread over **buckets**. All keys of a bucket ha
 braces, so they are in one **slot**: the unit that a Redis Cluster assigns to its nodes. A script
 must touch one slot only, so it touches one bucket; a cluster spreads the buckets over its nodes.
 The small values that describe the store and its datasets as wholes are in one slot, the **head's**.
-A chunk's entries that belong to one bucket are cut into **pieces**, each small enough to be applied
-by one script. A **transaction** adds or removes chunks; its **plan** lists the pieces.
+A chunk's entries that belong to one bucket are cut into **pieces**; one script applies one piece.
+A **transaction** adds or removes chunks; its **changes** list the pieces.
 
 Every key starts with `dfs:` (for an ACL, `~dfs:*`). No name that a user chose is part of a key:
 folders are named by hashes.
@@ -22,19 +22,19 @@ folders are named by hashes.
                                 newest, run (the run of Redis that was last confirmed: `CONFIRM`)
     dfs:{head}:c:ID     HASH    chunk -> `CHUNK` and where its pieces are (`PieceCounts`)
     dfs:{head}:t:ID     HASH    bucket -> "pieces files bytes", the counts that it last reported;
-                                n, bucket -> how many pieces are committed: a bucket that has fewer
+                                n, bucket -> number of committed pieces: a bucket that has fewer
                                 when all are applied has lost some
-    dfs:{head}:u:ID     LIST    plans that are committed and perhaps not applied yet, in order
-    dfs:{head}:b:ID     HASH    transaction -> state, `time`, plan: begun, not committed
+    dfs:{head}:u:ID     LIST    changes that are committed and perhaps not applied yet, in order
+    dfs:{head}:b:ID     HASH    transaction -> state, `time`, changes: begun, not committed
     dfs:{head}:h:ID     HASH    commit locks: token -> time at which it expires, by Redis's clock
     dfs:{head}:k:GEN    HASH    the `c:` of a generation that is being built; renamed at its end
 
-    dfs:{GEN.B}:x       HASH    transaction, chunk, piece -> packed piece: waits to be applied; of a
-                                transaction that removes chunks: what is removed with that piece
+    dfs:{GEN.B}:x       HASH    transaction, chunk, piece -> packed piece: waits to be applied; if
+                                the transaction removes chunks, it lists the entries to remove
     dfs:{GEN.B}:n       HASH    chunk, piece -> its paths: the piece has been applied
     dfs:{GEN.B}:t       HASH    pieces (that have been applied), files, bytes
     dfs:{GEN.B}:h       HASH    chunk, number of 1,024 places -> bitmap of holes, 128 bytes
-    dfs:{GEN.B}:d       HASH    folder -> how many of its entries are tombstones
+    dfs:{GEN.B}:d       HASH    folder -> number of its entries that are tombstones
     dfs:{GEN.B}:f       HASH    folder -> its parent (16 bytes), its name: the bucket's index
     dfs:{GEN.B}:p       HASH    folder, stamp, number, name -> an extent of a file that is not
                                 complete, after the number of the extent that came before it
@@ -43,8 +43,8 @@ folders are named by hashes.
     dfs:{GEN.B}:e:F     HASH    name -> entry: the state, tombstones too
     dfs:{GEN.B}:s:F     SET     names of the folders below; a folder that is named may not exist
 
-    dfs:{task.T}:m      HASH    rank -> instance (16 bytes), since (u64, us), what is kept of that
-                                master; `secret` of the task; `state`: when any of it last changed
+    dfs:{task.T}:m      HASH    rank -> instance (16 bytes), since (u64, us), that master's report;
+                                `secret` of the task; `state`: when any of it last changed
     dfs:{task.T}:u      ZSET    rank -> until (us), by Redis's clock; both end with the last
 
     dfs:{sync.N}:       HASH    written before waiting for a node's log; N chooses the node
@@ -56,7 +56,7 @@ stamp is its own place and it has no tail, stamp (20) and tail; nearly all have 
 
 A file takes some 150 bytes besides its name, which is stored twice: in `e:`, and packed by LZ4 in
 `n`. `rebuild` makes all keys of a dataset again from the chunks; `u`, `b` and `h` start empty.
-`users` cannot be made again. The keys of a task need not be: its members report every few seconds.
+`users` cannot be made again. A task's keys need no rebuild: its members report every few seconds.
 """
 
 import secrets
@@ -85,7 +85,7 @@ USERS_TOKEN = b"="  # no user can have this name
 CHUNK = struct.Struct("<QqIQ")
 """A chunk's record: bytes of its object, when it was uploaded (ns), entries, version (or 0)."""
 PIECE_COUNT = struct.Struct("<HH")
-"""A bucket, and how many pieces of a chunk it has."""
+"""A bucket, and the number of a chunk's pieces in it."""
 STATE = struct.Struct("<cQ")
 """A state (`b`: begun, `x`: abandoned) and when it was written, in seconds by Redis's clock."""
 
@@ -99,8 +99,8 @@ EXTENDED_BYTES = PLAIN_BYTES + 20
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
 GENERATION_BYTES = 16
-PLAN_CHUNK = struct.Struct(">16sH")
-"""A chunk of a plan, before its piece counts: its ID, and their number."""
+CHANGED_CHUNK = struct.Struct(">16sH")
+"""A chunk of a transaction's changes, before its piece counts: its ID, and their number."""
 REMOVAL_PREFIX = b"forget"
 """The first bytes of a transaction that removes chunks, and of no transaction that adds them."""
 
@@ -114,7 +114,7 @@ NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
 """The parent of the root."""
 
 PieceCounts = Sequence[tuple[int, int]]
-"""Where the pieces of a chunk are: buckets, and how many pieces are in each."""
+"""Where the pieces of a chunk are: buckets, and the number of pieces in each."""
 
 
 def child_folder(parent: FolderId, name: bytes) -> FolderId:
@@ -131,7 +131,6 @@ def steps(path: bytes) -> list[bytes]:
 
 
 def folder_id(path: bytes) -> FolderId:
-    """The ID of the folder at a path."""
     folder = ROOT_FOLDER
     for name in steps(path):
         folder = child_folder(folder, name)
@@ -160,7 +159,7 @@ class Generation:
 
     @classmethod
     def new(cls, buckets: int) -> Self:
-        """A generation with a random name that was never used before."""
+        """A generation with a random name, which no other generation has."""
         return cls(secrets.token_hex(GENERATION_BYTES // 2).encode(), buckets)
 
     @property
@@ -173,16 +172,16 @@ class Generation:
         return [b"dfs:{%s.%d}:" % (self.name, bucket) for bucket in range(self.buckets)]
 
     def bucket(self, folder: FolderId) -> int:
-        """The bucket of a folder."""
         return int.from_bytes(folder[:4], "big") % self.buckets
 
     def key(self, bucket: int | FolderId, letter: bytes) -> bytes:
-        """The key with this letter (one of `BUCKET_KEYS`) of a bucket, or of a folder's bucket."""
+        """The key with this letter (one of `BUCKET_KEYS`) of a bucket, given by number or by a
+        folder in it.
+        """
         number = bucket if isinstance(bucket, int) else self.bucket(bucket)
         return self._prefixes[number] + letter
 
     def entries(self, folder: FolderId) -> bytes:
-        """The key of a folder's entries."""
         return self._prefixes[self.bucket(folder)] + b"e:" + folder
 
     def below(self, folder: FolderId) -> bytes:
@@ -211,7 +210,7 @@ class PieceName(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ApplyPlan:
+class Changes:
     """The chunks of one transaction, and where their pieces are."""
 
     generation: bytes
@@ -219,10 +218,9 @@ class ApplyPlan:
     chunks: Sequence[tuple[ChunkId, PieceCounts]]
 
     def pack(self) -> bytes:
-        """The plan as it is stored."""
         parts = [self.generation, self.transaction]
         for chunk, counts in self.chunks:
-            parts += [PLAN_CHUNK.pack(chunk, len(counts)), pack_piece_counts(counts)]
+            parts += [CHANGED_CHUNK.pack(chunk, len(counts)), pack_piece_counts(counts)]
         return b"".join(parts)
 
     def pieces(self) -> Iterator[PieceName]:
@@ -231,22 +229,21 @@ class ApplyPlan:
             yield from piece_names(chunk, counts)
 
 
-def unpack_plan(packed: bytes, buckets: int) -> ApplyPlan:
-    """Unpack the plan of a generation of so many buckets. Raises CorruptError."""
+def unpack_changes(packed: bytes, buckets: int) -> Changes:
+    """Unpack changes; their generation has `buckets` buckets. Raises CorruptError."""
     chunks, at = [], GENERATION_BYTES + TRANSACTION_BYTES
     generation, transaction = packed[:GENERATION_BYTES], packed[GENERATION_BYTES:at]
     try:
         while at != len(packed):
-            chunk, count = PLAN_CHUNK.unpack_from(packed, at)
-            start, at = at + PLAN_CHUNK.size, at + PLAN_CHUNK.size + count * PIECE_COUNT.size
+            chunk, count = CHANGED_CHUNK.unpack_from(packed, at)
+            start, at = at + CHANGED_CHUNK.size, at + CHANGED_CHUNK.size + count * PIECE_COUNT.size
             chunks.append((ChunkId(chunk), unpack_piece_counts(packed[start:at], buckets)))
     except struct.error:
-        raise corrupt_store_error("a plan that is too short") from None
-    return ApplyPlan(generation, transaction, chunks)
+        raise corrupt_store_error("changes that are too short") from None
+    return Changes(generation, transaction, chunks)
 
 
 def piece_names(chunk: ChunkId, counts: PieceCounts) -> Iterator[PieceName]:
-    """The pieces of a chunk."""
     for bucket, pieces in counts:
         yield from (PieceName(chunk, bucket, number) for number in range(pieces))
 
@@ -257,7 +254,7 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """Unpack piece counts of a generation of so many buckets. Raises CorruptError."""
+    """Unpack piece counts; their generation has `buckets` buckets. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -291,14 +288,13 @@ def unpack_chunk(packed: bytes, first: int, buckets: int) -> ChunkFacts:
 
 
 def check_entry(entry: bytes) -> bytes:
-    """Return a packed entry. Raises CorruptError where its length is wrong."""
     if len(entry) != PLAIN_BYTES and len(entry) < EXTENDED_BYTES:
-        raise corrupt_store_error("an entry of another length")
+        raise corrupt_store_error("an entry of a wrong length")
     return entry
 
 
 def task_keys(digest: bytes) -> tuple[bytes, bytes]:
-    """The keys `m` and `u` of a task, by the digest of its name (`peers/redis_registry.py`)."""
+    """The keys `m` and `u` of a task, by its name (`peers/members/redis_registry.py`)."""
     prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
     return prefix + b"m", prefix + b"u"
 
@@ -309,17 +305,15 @@ def sync_key(number: int) -> bytes:
 
 
 def entry_place(entry: bytes) -> int:
-    """The place of a packed entry in its chunk."""
     return int.from_bytes(entry[PLACE_AT : PLACE_AT + 4], "little")
 
 
 def entry_stamp(entry: bytes) -> Stamp:
-    """The stamp of a packed entry."""
     if len(check_entry(entry)) == PLAIN_BYTES:
         return Stamp(entry[RECORD.itemsize : PLAIN_BYTES] + entry_place(entry).to_bytes(4, "big"))
     return Stamp(entry[PLAIN_BYTES:EXTENDED_BYTES])
 
 
 def hole_fields(chunk: ChunkId, entries: int) -> Iterable[bytes]:
-    """The fields of the hash `h` that can have holes of a chunk."""
+    """The fields of the hash `h` in which a chunk of `entries` entries can have holes."""
     return (chunk + i.to_bytes(4, "big") for i in range(-(-entries // HOLES_PER_FIELD)))

@@ -3,9 +3,9 @@
 Commands are sent in pipelines. In a cluster, each command goes to the node of its key's slot. Work
 that runs inside `with_retries` is tried again, with pauses, while Redis may come back (a refused
 connection, a server that is loading its data, a failover, a slot that is being moved) and the
-deadline has not passed. So everything that is sent must be repeatable. Errors that do not pass by
-themselves (a wrong password, a missing right, a full memory) are raised at once. Nothing is sent
-after the deadline; long work that makes progress moves it on (`extend_deadline`).
+deadline has not passed. So every command must be repeatable. Errors that do not pass by themselves
+(a wrong password, a missing right, a full memory) are raised at once. Nothing is sent after the
+deadline; long work that makes progress extends it (`extend_deadline`).
 
 Concurrency: one thread at a time uses a connection, for one pipeline. A child of a fork opens
 connections of its own.
@@ -36,7 +36,7 @@ from redis.retry import Retry
 from ....errors import DeadlineError, MetadataError
 from ..store import log
 from .address import RedisAddress
-from .bucket_scripts import NOTE_SYNC, SCRIPTS, Script
+from .bucket_scripts import NOTE_SYNC, SCRIPTS, LoadedScript
 from .errors import CLIENT_ERRORS, LOADING, SILENT, RetryLater, safe_cause, translate_error
 from .keys import sync_key
 
@@ -48,16 +48,16 @@ is raised within 10 s. For a Redis that is loading its data, a read waits as lon
 
 _OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
 """How long to try to open a store, by the reason of its errors: a server that is down, or that
-expects TLS, is reported soon; one that is loading its data will serve.
+expects TLS, is reported soon; one that is loading its data will serve later.
 """
 
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
 _ALL_HOSTS_S = 5.0
-"""How long it may take to find that no host of an address answers, one after the other."""
+"""The most time spent on finding that no host of an address answers, one after the other."""
 
 _WAITAOF_MS = 1000  # for one command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16  # of keys: how many are remembered, and tried to find one on each node
+_TAGS_MAX = 1 << 16  # tags of keys that are kept, and tried to find one on each node
 _PAUSE_S = 0.02  # before the second try; each pause is twice the one before
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
@@ -68,29 +68,27 @@ Word = bytes | str | int | float
 T = TypeVar("T")
 
 
-class Command(NamedTuple):
+class RedisCommand(NamedTuple):
     """A command, and the key whose slot decides which node of a cluster gets it."""
 
     key: bytes
     words: Sequence[Word]
 
 
-def command(word: str, key: bytes, *arguments: Word) -> Command:
-    """A command on a key."""
-    return Command(key, (word, key, *arguments))
+def command(word: str, key: bytes, *arguments: Word) -> RedisCommand:
+    return RedisCommand(key, (word, key, *arguments))
 
 
 class ScriptCommand(NamedTuple):
     """A script with its keys, which are all in one slot, and its arguments."""
 
-    script: Script
+    script: LoadedScript
     keys: Sequence[bytes]
     arguments: Sequence[Word]
 
-    def command(self) -> Command:
-        """The command that runs the script."""
+    def command(self) -> RedisCommand:
         words = ("EVALSHA", self.script.sha, len(self.keys), *self.keys, *self.arguments)
-        return Command(self.keys[0], words)
+        return RedisCommand(self.keys[0], words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +102,10 @@ class ServerFacts:
     keeps_log: bool  # (appendonly) without it, a crash loses what was written last
 
 
-class Nodes(Protocol):
+class RedisNodes(Protocol):
     """The servers to which commands are sent."""
 
-    def send(self, commands: Sequence[Command]) -> list[object]:
+    def send(self, commands: Sequence[RedisCommand]) -> list[object]:
         """The reply to each command; an error is a reply. Commands of one slot run in order."""
 
     def masters(self) -> "list[Redis]": ...
@@ -129,15 +127,15 @@ class _Deadline(threading.local):
 class RedisLink:
     """Connections to one Redis (see the module). Thread-safe."""
 
-    def __init__(self, address: RedisAddress, nodes: Nodes, deadline_s: float) -> None:
+    def __init__(self, address: RedisAddress, nodes: RedisNodes, deadline_s: float) -> None:
         self.address = address
         self.deadline_s = deadline_s
-        self._open_nodes: Nodes | None = nodes
+        self._open_nodes: RedisNodes | None = nodes
         self._deadline = _Deadline()
 
     @classmethod
     def open(cls, address: RedisAddress, deadline_s: float) -> Self:
-        """Connect, and check the server. Raises MetadataError where it cannot be used."""
+        """Connect, and check the server. Raises MetadataError if it cannot be used."""
         socket_s = max(1.0, min(_SOCKET_S, deadline_s))
 
         def retried(work: Callable[[], T]) -> T:
@@ -145,7 +143,7 @@ class RedisLink:
             ends = {reason: start + min(deadline_s, limit) for reason, limit in _OPEN_S.items()}
             return _with_retries(work, address, lambda reason: ends.get(reason, ends[""]))
 
-        nodes: Nodes = retried(lambda: _connect(address, socket_s))
+        nodes: RedisNodes = retried(lambda: _connect(address, socket_s))
         link = cls(address, nodes, deadline_s)
         try:
             retried(link._check_server)
@@ -156,25 +154,23 @@ class RedisLink:
 
     @property
     def is_cluster(self) -> bool:
-        """Whether keys are spread over several nodes."""
         return self.address.kind == "cluster"
 
     def close(self) -> None:
-        """Close all connections. Repeatable."""
         nodes, self._open_nodes = self._open_nodes, None
         if nodes is not None:
             nodes.close()
 
     @property
-    def nodes(self) -> Nodes:
+    def nodes(self) -> RedisNodes:
         """The servers. Raises MetadataError after `close`."""
         if self._open_nodes is None:
             raise MetadataError("the metadata store is closed")
         return self._open_nodes
 
     def with_retries(self, work: Callable[[], T], seconds: float = math.inf) -> T:
-        """Do repeatable work, again and again until it succeeds or the deadline passes, and return
-        its result. `seconds` is a shorter deadline.
+        """Repeat `work` until it succeeds or the deadline passes, and return its result. `work`
+        must be repeatable. `seconds` is a shorter deadline.
         """
         current, start = self._deadline, time.monotonic()
         outer = current.end_s, current.limit_s
@@ -192,7 +188,7 @@ class RedisLink:
             current.end_s, current.limit_s = outer
 
     def extend_deadline(self) -> None:
-        """Start this thread's deadline anew, since its work makes progress."""
+        """Start this thread's deadline anew, because its work makes progress."""
         self._deadline.end_s = time.monotonic() + self._deadline.limit_s
 
     def execute(self, word: str, key: bytes, *arguments: Word) -> object:
@@ -200,7 +196,7 @@ class RedisLink:
         (reply,) = self.run([command(word, key, *arguments)])
         return reply
 
-    def run(self, commands: Sequence[Command]) -> list[object]:
+    def run(self, commands: Sequence[RedisCommand]) -> list[object]:
         """Send commands together, and return their replies. Raises RetryLater, or the DieselError
         of the first reply that is an error.
         """
@@ -213,7 +209,7 @@ class RedisLink:
         except CLIENT_ERRORS as error:
             raise translate_error(error, self.address) from safe_cause(error, self.address)
 
-    def _run(self, commands: Sequence[Command]) -> list[object]:
+    def _run(self, commands: Sequence[RedisCommand]) -> list[object]:
         nodes = self.nodes
         replies = nodes.send(commands)
         unknown = [i for i, each in enumerate(replies) if isinstance(each, errors.NoScriptError)]
@@ -233,14 +229,13 @@ class RedisLink:
         return self.run([each.command() for each in runs])
 
     def run_ids(self) -> list[str]:
-        """The run ID of each master. A restarted server has another one, and may have lost data."""
+        """The run ID of each master. A restarted server has a new one, and may have lost data."""
         return sorted(str(master.info("server")["run_id"]) for master in self.nodes.masters())
 
     def wait_durable(self) -> None:
-        """Wait until all earlier writes are on disk, if Redis can tell (7.2 or later, with a log).
-
-        `WAITAOF` waits for the writes of its own connection, and so for all before them: therefore
-        this writes a key first.
+        """Wait until all earlier writes are on disk, if Redis can report that (7.2 or later, with a
+        log). `WAITAOF` waits for the writes of its own connection, and so for all before them;
+        therefore this method writes a key first.
         """
         for key, master in self.nodes.masters_with_keys():
             info = master.info()
@@ -262,7 +257,7 @@ class RedisLink:
             raise translate_error(error, self.address) from safe_cause(error, self.address)
 
     def check_policy(self) -> None:
-        """Raises MetadataError where Redis may evict keys: a missing key would prove nothing."""
+        """Raises MetadataError if Redis may evict keys: a missing key would prove nothing."""
         for master in self.nodes.masters():
             _check_policy(master.info("memory"), self.address)
 
@@ -317,7 +312,7 @@ def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
 
 
 def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
-    """Try work until the time that `end_s` gives for the reason of its last error."""
+    """Repeat `work` until the time that `end_s` gives for the reason of its last error."""
     pause = _PAUSE_S
     while True:
         try:
@@ -345,7 +340,7 @@ def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
 # Servers, sentinels, clusters
 
 
-def _connect(address: RedisAddress, socket_s: float) -> Nodes:
+def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
     options: dict[str, object] = {
         "username": address.user or None,
         "password": address.password or None,
@@ -410,7 +405,7 @@ class _One:
     def __init__(self, node: Redis) -> None:
         self._node = node
 
-    def send(self, commands: Sequence[Command]) -> list[object]:
+    def send(self, commands: Sequence[RedisCommand]) -> list[object]:
         return _send(self._node, [command.words for command in commands])
 
     def masters(self) -> "list[Redis]":
@@ -435,7 +430,7 @@ class _Cluster:
         self._lock = threading.Lock()
         self._slot_of_tag: dict[bytes, int] = {}
 
-    def send(self, commands: Sequence[Command]) -> list[object]:
+    def send(self, commands: Sequence[RedisCommand]) -> list[object]:
         replies: list[object] = [None] * len(commands)
         unanswered = list(range(len(commands)))
         for _ in range(_REDIRECTIONS_MAX):
@@ -463,7 +458,7 @@ class _Cluster:
             self._update_slots()
         raise errors.ClusterDownError("CLUSTERDOWN its nodes redirect commands to each other")
 
-    def _follow(self, ask: errors.AskError, command: Command) -> object:
+    def _follow(self, ask: errors.AskError, command: RedisCommand) -> object:
         """Send a command to the node to which its slot is being moved."""
         node = self._cluster.get_node(ask.host, ask.port)
         if node is None:
@@ -472,7 +467,6 @@ class _Cluster:
         return _send(self._cluster.get_redis_connection(node), [("ASKING",), command.words])[1]
 
     def _update_slots(self) -> None:
-        """Ask the cluster which node has which slot."""
         with self._lock:
             self._cluster.nodes_manager.initialize()
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from ....errors import UsageError
 from ....format.entries import EXTENT, RECORD, ChunkId, Kind
-from ..store import Batch, corrupt_store_error
+from ..store import CommitBatch, corrupt_store_error
 from .keys import (
     CHUNK,
     FOLDER_BYTES,
@@ -40,11 +40,11 @@ EXTENTS_MAX = 1 << 20
 SIZE_MAX = 1 << 50
 """1 PiB: Lua counts exactly up to 2^53."""
 
-# Redis serves nobody else while it applies a piece: pieces of this size take milliseconds
+# Redis serves no other client while it applies a piece: pieces of this size take milliseconds
 _PIECE_ROWS = 4096
 _PIECE_BYTES = 1 << 20
 _PIECE_FOLDERS = 512
-_BLOCK_ROWS = 1000  # a script unpacks a block at once, and Lua's stack holds 8,000 values
+_BLOCK_ROWS = 1000  # a script unpacks a whole block, and Lua's stack holds 8,000 values
 
 _EXPANSION_MAX = 256  # data packed by LZ4 does not expand more than that
 
@@ -72,7 +72,7 @@ class BucketPiece:
 @dataclass(frozen=True, slots=True)
 class ChunkPieces:
     """A chunk that is added or removed, in pieces. `record` is its value in the hash `c`, and empty
-    where the chunk is removed.
+    if the chunk is removed.
     """
 
     chunk: ChunkId
@@ -95,7 +95,7 @@ def folders_of(packed: bytes) -> list[FolderId]:
 
 
 def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
-    """Folders and names in them, of the list of a piece's paths. Raises CorruptError."""
+    """Folders and the names in them, from a piece's list of paths. Raises CorruptError."""
     if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # would take memory
         raise corrupt_store_error("a malformed list of paths")
     try:
@@ -116,8 +116,6 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 
 @dataclass(slots=True)
 class _Packer:
-    """Packs one piece."""
-
     folders: dict[FolderId, int] = field(default_factory=dict)  # with their positions
     steps: list[bytes] = field(default_factory=list)
     paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
@@ -125,7 +123,6 @@ class _Packer:
     size: int = 0  # of the entries, in bytes, about
 
     def add_step(self, letter: bytes, folder: FolderId, *arguments: bytes) -> None:
-        """Add a step for the script (see `APPLY`)."""
         position = self.folders.setdefault(folder, len(self.folders))
         self.steps.append(_STEP.pack(letter, position))
         self.steps += arguments
@@ -138,7 +135,7 @@ class _Packer:
         self.size += size
 
     def is_full(self) -> bool:
-        """Whether further rows belong in another piece."""
+        """Whether further rows must go to another piece."""
         return (
             self.rows >= _PIECE_ROWS
             or self.size >= _PIECE_BYTES
@@ -146,16 +143,13 @@ class _Packer:
         )
 
     def packed(self) -> bytes:
-        """The packed piece."""
         last_step = (_STEP.pack(b"U", 0), lz4.block.compress(b"".join(self.paths)))
         count = _FOLDER_COUNT.pack(len(self.folders))
         return b"".join([count, *self.folders, *self.steps, *last_step])
 
 
 class _Cutter:
-    """Cuts one batch into pieces."""
-
-    def __init__(self, batch: Batch, generation: Generation) -> None:
+    def __init__(self, batch: CommitBatch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
         self._packers: dict[int, list[_Packer]] = {}  # of each bucket, the last one not full
@@ -256,15 +250,19 @@ class _Cutter:
         packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """Add the holes of places that no row names to some bucket that has rows of the chunk."""
+        """Record the places that no row names as holes, in some bucket that has rows of the
+        chunk.
+        """
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():
             packer.add_step(b"H", folder, self._batch.chunk.id, _U32.pack(place))
 
 
-def cut_batch(batch: Batch, generation: Generation) -> ChunkPieces:
-    """Cut a checked batch into pieces. Raises UsageError for numbers too great for the scripts."""
+def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
+    """Cut a checked batch into pieces. Raises UsageError if a number is too great for the
+    scripts.
+    """
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
         raise UsageError(f"a file has more than {EXTENTS_MAX} extents")
@@ -276,8 +274,8 @@ def cut_batch(batch: Batch, generation: Generation) -> ChunkPieces:
 def cut_removal(
     chunk: ChunkId, facts: ChunkFacts, tombstones: Mapping[PieceName, Tombstones]
 ) -> ChunkPieces:
-    """The pieces that remove an empty chunk. `tombstones` has those to be removed with each of its
-    pieces, of which the first in each bucket also removes the chunk's holes.
+    """The pieces that remove an empty chunk. `tombstones` lists, for each of the chunk's pieces,
+    the tombstones to remove with it; the first piece in each bucket also removes the chunk's holes.
     """
     pieces = []
     for name, rows in tombstones.items():

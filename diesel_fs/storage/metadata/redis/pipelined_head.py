@@ -1,16 +1,16 @@
 """Reads a dataset's head from a single Redis in one round trip, for the server's many readers.
 
 `RedisMetadata.head` takes several round trips in a thread: it needs the identity, generation and
-buckets of a dataset before it can ask for its counts. Here the same commands are sent at once, with
+buckets of a dataset before it can request its counts. Here the same commands are sent at once, with
 the identity, generation and buckets from the last replies. If the new replies confirm these, they
-prove the head; otherwise `head` is None, the next request uses what was learnt, and the caller
-falls back to `RedisMetadata.head`. That one also applies pending commits, waits for a Redis that
-cannot be reached, and raises errors.
+prove the head. Otherwise `head` is None, the next request uses the values that were learnt, and the
+caller falls back to `RedisMetadata.head`, which also applies pending commits, waits for a Redis
+that cannot be reached, and raises errors.
 
 All replies must come over one connection from one Redis, which runs the commands in order; the
 nodes of a cluster would not. redis-py cannot be used: its client for threads takes a thread for
 each read, and its asyncio client does not run in trio's loop. This module does no input or output
-itself (`server/diesel_server/pipelined_heads.py` does). Not safe for concurrent use.
+itself (`server/diesel_server/requests/pipelined_heads.py` does). Not safe for concurrent use.
 """
 
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ class PipelinedHeadRead:
         self.head: DatasetHead | None = None
 
     def begin(self) -> bytes:
-        """Begin a read: the bytes to send over a connection without other requests."""
+        """Begin a read. Returns the bytes to send over a connection that has no other requests."""
         self._replies, self._received, self.head = None, b"", None
         return self._request
 
@@ -94,7 +94,7 @@ class PipelinedHeadRead:
         return True
 
     def _check_replies(self, replies: Sequence[object]) -> DatasetHead | None:
-        """The head that replies prove. Otherwise, remember what to ask for next time."""
+        """The head that replies prove. Otherwise remember what to request next time."""
         named, *rest = replies
         identity = UUID(bytes=named) if isinstance(named, bytes) and len(named) == 16 else None
         if identity is None or identity != self._identity:
@@ -102,7 +102,7 @@ class PipelinedHeadRead:
             return None
         try:
             head = parse_head(identity, rest[0])
-        except (UnknownDataset, ScriptRejected, DieselError):  # also where the script is not loaded
+        except (UnknownDataset, ScriptRejected, DieselError):  # also if the script is not loaded
             return None
         buckets = sorted(head.pieces_by_bucket)
         if head.generation != self._generation or buckets != self._buckets:
@@ -121,7 +121,6 @@ class PipelinedHeadRead:
         return None if lost else head.dataset
 
     def _commands(self) -> tuple[bytes, int]:
-        """The bytes of all commands, and the number of replies."""
         commands: list[Sequence[Word]] = [("HGET", NAMES_KEY, self._name)]
         if self._identity is not None:
             commands.append(read_head_command(self._identity).command().words)
@@ -136,6 +135,5 @@ _MORE = object()
 
 
 def encode_command(words: Sequence[Word]) -> bytes:
-    """The bytes of one command."""
     packed: bytes = pack_command(tuple(words))  # type: ignore[arg-type]  # its stub takes one word
     return packed

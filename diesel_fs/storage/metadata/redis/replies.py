@@ -32,7 +32,6 @@ def as_count(reply: object) -> int:
 
 
 def packed_dict(reply: object) -> dict[bytes, bytes]:
-    """The fields and values of a hash."""
     if isinstance(reply, dict):
         return reply
     values = [octets(each) for each in listed(reply)]
@@ -49,14 +48,12 @@ def octets(reply: object, length: int | None = None) -> bytes:
 
 
 def listed(reply: object) -> list[object]:
-    """A list."""
     if isinstance(reply, list):
         return reply
     raise corrupt_store_error("something else where a list should be")
 
 
 def pair(reply: object) -> tuple[object, object]:
-    """A list of two values."""
     if isinstance(reply, list | tuple) and len(reply) == 2:
         return reply[0], reply[1]
     raise corrupt_store_error("something else where a pair should be")

@@ -4,7 +4,7 @@
 the bytes of an entry. Every reply has a bounded size, so large hashes are scanned in pages. The
 cursor of a scan is valid only for the server that gave it: a Redis that was restarted, or that has
 taken over the slot, continues at another position without an error. So a scan of several pages is
-checked: it has to yield as many different names as the hash has, or PartialScan is raised. The
+checked: if it does not yield as many different names as the hash has, PartialScan is raised. The
 caller checks, before and after, that the generation is still the dataset's and its version has not
 changed. Nothing is cached, so nothing can be stale.
 """
@@ -49,7 +49,9 @@ _START = b"0"
 
 
 class _ScanWords(NamedTuple):
-    """Redis's commands that scan a value of one type and count it, and what unpacks a page."""
+    """The commands that scan and count a value of one type, and the function that unpacks a
+    page.
+    """
 
     scan: str
     size: str
@@ -69,7 +71,6 @@ class GenerationGone(Exception):
 
 
 def kind_of(entry: bytes) -> int:
-    """The `Kind` of a packed entry."""
     return check_entry(entry)[KIND_AT]
 
 
@@ -100,7 +101,7 @@ class GenerationReader:
     def entries(
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
-        """Folder, name and packed entry, for those of the names that exist, in no order."""
+        """Yields folder, name and packed entry for the names that exist, in no order."""
         portions = (
             (folder, names)
             for folder, all_names in wanted.items()
@@ -150,7 +151,6 @@ class GenerationReader:
         return found
 
     def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
-        """The paths of these folders."""
         parents: dict[FolderId, tuple[FolderId, bytes]] = {}
         wanted = [*dict.fromkeys(folders)]
         level: Sequence[FolderId] = wanted  # these folders, then their parents, and so on
@@ -183,7 +183,7 @@ class GenerationReader:
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
         """Names and packed entries in a folder, with tombstones and implied folders (those that
-        exist only since something lies in them).
+        exist only because something lies in them).
         """
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
@@ -208,7 +208,7 @@ class GenerationReader:
                 commands = []
                 for _, folder in portion:
                     commands.append(command("HLEN", self._generation.entries(folder)))
-                    # How many of these are tombstones
+                    # The number of these that are tombstones
                     commands.append(command("HGET", self._generation.key(folder, b"d"), folder))
                 replies = [*map(number, self._link.run(commands))]
                 for (i, folder), entries, tombstones in zip(
@@ -228,7 +228,6 @@ class GenerationReader:
         return alive
 
     def _subfolders(self, folders: Sequence[FolderId]) -> list[list[bytes]]:
-        """For each folder, the names of the folders in it."""
         names_of: dict[bytes, dict[bytes, bytes]] = {
             self._generation.below(folder): {} for folder in folders
         }
@@ -246,11 +245,11 @@ class GenerationReader:
         words: _ScanWords = _HASHES,
         keys_at_once: int = _FOLDERS_AT_ONCE,
     ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """The fields and values of hashes, or the members of sets, in pages: key and page. A name
-        may come twice, while Redis resizes the hash. Raises PartialScan.
+        """Yields the fields and values of hashes, or the members of sets, in pages: key and page. A
+        name may come twice, while Redis resizes the hash. Raises PartialScan.
         """
         cursors = [(key, _START) for key in keys]
-        names = dict[bytes, set[bytes]]()  # that have come, by key, where there are several pages
+        names = dict[bytes, set[bytes]]()  # names seen so far, by key, if there are several pages
         while cursors:
             self._at_each_page()
             portion, cursors = cursors[:keys_at_once], cursors[keys_at_once:]
@@ -320,7 +319,7 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
         plain.append(joined)
     packed = np.frombuffer(b"".join(plain), np.uint8).reshape(-1, PLAIN_BYTES)
     if len(packed) != len(names):
-        raise corrupt_store_error("an entry of another length")
+        raise corrupt_store_error("an entry of a wrong length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
     # NumPy ignores trailing zeros when it compares; IDs of one length stay different without them
@@ -343,7 +342,7 @@ def _without_tombstones(
     names: list[bytes], entries: list[bytes]
 ) -> tuple[list[bytes], list[bytes]]:
     if entries and min(map(len, entries)) < PLAIN_BYTES:
-        raise corrupt_store_error("an entry of another length")
+        raise corrupt_store_error("an entry of a wrong length")
     keep = [entry[KIND_AT] != Kind.TOMBSTONE.value for entry in entries]
     if all(keep):
         return names, entries

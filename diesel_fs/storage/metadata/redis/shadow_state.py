@@ -1,11 +1,11 @@
 """Rebuilds a dataset in Redis as a new generation, beside the one that readers see.
 
 `keys.py` defines the terms: a generation is one build of a dataset's state, its buckets are groups
-of keys, and a chunk's entries go to the buckets in pieces. A generation that is being built, or
-that has been replaced or dropped, is listed in the hash `dead`. A rebuild writes a heartbeat there
-every 20 s. A generation without a heartbeat for 10 minutes is taken for abandoned, and its keys are
-removed in small steps, as are those of generations that were replaced or dropped. It stays listed
-for 10 more minutes, since a writer that has not noticed may still write some keys.
+of keys, and a chunk's entries go to the buckets in pieces. The hash `dead` lists each generation
+that is being built, or has been replaced or dropped. A rebuild writes a heartbeat there every 20 s.
+A generation without a heartbeat for 10 minutes counts as abandoned, and its keys are removed in
+small steps, as are those of generations that were replaced or dropped. It stays listed for 10 more
+minutes, since a writer that has not noticed may still write some keys.
 
 A rebuild does not rely on the state that it replaces: that may be damaged.
 """
@@ -26,7 +26,7 @@ from ....errors import (
 from ....format.chunk_id import LOWEST
 from ....format.entries import ChunkId
 from ..rebuild import NO_LIVE_STATE, LiveState, ShadowState
-from ..store import Batch, chunks_digest, log, rebuilt_version
+from ..store import CommitBatch, chunks_digest, log, rebuilt_version
 from .bucket_scripts import APPLY
 from .head import ScriptRejected, UnknownDataset
 from .head_scripts import CLAIM_ABANDONED, HEARTBEAT, REPLACE_LIVE
@@ -49,16 +49,16 @@ from .transactions import BucketCounts, RedisTransactions, parse_bucket_counts, 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
 _HEARTBEAT_S = 20.0
-_CLEAN_S = 3.0  # how long one call removes abandoned generations; a later call removes the rest
+_CLEAN_S = 3.0  # limit of one call that removes generations; a later call removes the rest
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
 _NO_REVISION = (b"", b"0")
-"""What REPLACE_LIVE expects as generation and version where no state is live."""
+"""The generation and version that REPLACE_LIVE expects if no state is live."""
 
 
 class RedisShadowState(ShadowState):
-    """The shadow state of one rebuild of a dataset, in a generation of so many buckets. Of one
+    """The shadow state of one rebuild of a dataset, in a generation of `buckets` buckets. For one
     thread.
     """
 
@@ -75,10 +75,10 @@ class RedisShadowState(ShadowState):
         self._generation = Generation.new(buckets)
         self._name = name
         self._identity = identity
-        self._newer_than = newer_than  # a version: that of the new state will be greater
+        self._newer_than = newer_than  # the new state's version will be greater
         self._chunks: dict[ChunkId, None] = {}
         self._counts: dict[int, BucketCounts] = {}  # by bucket, as its script returned them last
-        self._sent_pieces = Counter[int]()  # how many pieces were sent to each bucket
+        self._sent_pieces = Counter[int]()  # number of pieces sent to each bucket
         self._waiting: list[ChunkPieces] = []  # for `flush`
         self._rows = 0  # in `_waiting`
         self._bytes = 0
@@ -110,7 +110,7 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """Generation and version of the live state; empty where there is no such dataset. Raises
+        """Generation and version of the live state; empty if there is no such dataset. Raises
         ConflictError as `begin` does.
         """
         name, identity = self._name, self._identity
@@ -132,9 +132,7 @@ class RedisShadowState(ShadowState):
         return octets(generation or b""), b"0" if version is None else octets(version)
 
     def _heartbeat(self) -> None:
-        """Report that this rebuild is alive, if it is time to. Raises BusyError where Redis has
-        been restarted.
-        """
+        """Write a heartbeat if it is due. Raises BusyError if Redis has been restarted."""
         if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
         words = self._generation.name, self._generation.buckets
@@ -146,7 +144,7 @@ class RedisShadowState(ShadowState):
         self._head_run_id = octets(run_id)
         self._heartbeat_s = time.monotonic()
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CommitBatch) -> None:
         self._heartbeat()
         chunk = cut_batch(batch, self._generation)
         self._chunks[chunk.chunk] = None
@@ -192,8 +190,8 @@ class RedisShadowState(ShadowState):
         return version
 
     def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
-        """Run REPLACE_LIVE with the version `wanted`. Returns the version, or None where another
-        state is live than `expected`.
+        """Run REPLACE_LIVE with the version `wanted`. Returns the version, or None if the live
+        state is not `expected`.
         """
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
@@ -222,7 +220,7 @@ class RedisShadowState(ShadowState):
         return as_count(version)
 
     def _rejected(self, word: str) -> int | None:
-        """What `_replace_live` returns after the script has refused with `word`."""
+        """The result of `_replace_live` after the script has refused with `word`."""
         with suppress(NoSuchDataset, CorruptError):
             head = self._transactions.read_head(self._identity)
             if head.generation.name == self._generation.name:
@@ -247,7 +245,7 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Remove generations that no dataset has and no rebuild writes, for some seconds."""
+    """Remove generations that belong to no dataset and no rebuild, for some seconds."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
@@ -262,8 +260,8 @@ def remove_abandoned(transactions: RedisTransactions) -> None:
 
 
 def remove_generation(transactions: RedisTransactions, generation: Generation, age_s: int) -> None:
-    """Remove a generation that no dataset has, unless its last heartbeat is younger than `age_s`
-    seconds.
+    """Remove a generation that belongs to no dataset, unless its last heartbeat is younger than
+    `age_s` seconds.
     """
     link = transactions.link
     try:
@@ -290,7 +288,6 @@ def remove_generation(transactions: RedisTransactions, generation: Generation, a
 
 
 def _exists(link: RedisLink, generation: Generation) -> bool:
-    """Whether a generation has any keys."""
     commands = [command("EXISTS", generation.chunks)]
     for bucket in range(generation.buckets):
         commands.append(command("EXISTS", *generation.script_keys(bucket)))

@@ -2,21 +2,21 @@
 
 Commits are in `transactions.py`, the fold is in scripts that run inside Redis
 (`bucket_scripts.py`), entries are read by `rows.py`; `keys.py` defines the terms (generation, head,
-bucket, piece, plan).
+bucket, piece, changes).
 
-This module makes every read see one state of its dataset. A read first gets the head and applies
-commits that are pending. After it has read the entries, it checks that generation and version are
-still those of the head, and otherwise starts again; after some tries it locks commits meanwhile. A
-read of all entries also compares their number with the head's counts. So "no such file" is never
-the answer to a read that missed something.
+This module lets every read see one state of its dataset. A read first gets the head and applies
+pending commits. After it has read the entries, it checks that generation and version are still
+those of the head, and otherwise starts again; after some tries it locks commits meanwhile. A read
+of all entries also compares their number with the head's counts. So a read that missed something
+never answers "no such file".
 
-A read fails within 10 s where Redis cannot be reached; a commit waits for up to 30 s.
+A read fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
 
 With `appendonly yes` on Redis 7.2 or later, everything that was committed before `sync` returned
 survives a power cut. Older versions cannot report when their log is on disk (with `appendfsync
-everysec` within some two seconds, with `always` at once), and without a log Redis loses what came
-after its last snapshot. Nothing is lost for good: the chunks are in the object store, and those
-that the metadata store does not know any more are folded in again.
+everysec` within some two seconds, with `always` at once), and without a log Redis loses all writes
+since its last snapshot. Nothing is lost for good: the chunks are in the object store, and those
+that the metadata store no longer knows are folded in again.
 
 Methods may be called from threads, processes and forked children.
 """
@@ -37,8 +37,8 @@ from ....format.entries import ChunkId, ChunkInfo, Kind, Rows, Stamp, split
 from ..rebuild import RebuildingStore, ShadowState
 from ..store import (
     COMMIT_LOCK_S_MAX,
-    Batch,
     ChunkRecord,
+    CommitBatch,
     CommitLock,
     DatasetHead,
     MetadataChanges,
@@ -69,7 +69,7 @@ from .keys import (
 from .link import (
     DEADLINE_S,
     METADATA_READ_S,
-    Command,
+    RedisCommand,
     RedisLink,
     ServerFacts,
     command,
@@ -101,16 +101,18 @@ _TRIES_WITHOUT_LOCK = 3
 _QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
 _TRIES_MAX = 20
 _PARTIAL_SCANS_MAX = 4
-"""After so many scans of an unchanged state that each missed something, Redis has lost data: it is
-not restarted, nor a slot moved, in the middle of so many scans in a row."""
+"""After this many scans of an unchanged state that each missed something, Redis has lost data: it
+does not restart, or move a slot, in the middle of each of several scans in a row.
+"""
 
 _REPAIR_ENTRIES = 1 << 20
-"""Lost chunks of up to so many entries are folded in by one commit: until all are, readers see some
-of them only."""
+"""Lost chunks with up to this many entries in total are folded in by one commit. Until all are,
+readers see only some of them.
+"""
 
-_RELEASE_S = 1.0  # how long to try to release a lock: it expires by itself
+_RELEASE_S = 1.0  # limit of the tries to release a lock: it expires by itself
 _FORGET_AT_ONCE = 64
-"""How many chunks one transaction removes: the script of the head keeps Redis busy for 1 ms."""
+"""Chunks that one transaction removes. For 64, the script of the head keeps Redis busy for 1 ms."""
 
 _PATHS_AT_ONCE = 10_000  # or chunks: in one round of requests
 
@@ -118,8 +120,6 @@ T = TypeVar("T")
 
 
 class RedisMetadata(RebuildingStore):
-    """A metadata store in Redis."""
-
     def __init__(
         self, link: RedisLink, clock_ns: Callable[[], int] = time.time_ns, *, buckets: int = 0
     ) -> None:
@@ -151,11 +151,13 @@ class RedisMetadata(RebuildingStore):
         self._link.close()
 
     def server_facts(self) -> list[ServerFacts]:
-        """How each server is set up. Raises MetadataError."""
+        """The settings of each server. Raises MetadataError."""
         return self._with_read_deadline(self._link.server_facts)
 
     def now_s(self) -> float:
-        (reply,) = self._with_read_deadline(lambda: self._link.run([Command(NAMES_KEY, ["TIME"])]))
+        (reply,) = self._with_read_deadline(
+            lambda: self._link.run([RedisCommand(NAMES_KEY, ["TIME"])])
+        )
         seconds, microseconds = cast(tuple[int, int], reply)
         return seconds + microseconds / 1e6
 
@@ -251,10 +253,10 @@ class RedisMetadata(RebuildingStore):
 
     # Commits
 
-    def commit(self, identity: UUID, *batches: Batch) -> int:
+    def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         return self._commit(identity, batches)
 
-    def _commit(self, identity: UUID, batches: Iterable[Batch], run: str = "") -> int:
+    def _commit(self, identity: UUID, batches: Iterable[CommitBatch], run: str = "") -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
         deadline, tries = time.monotonic() + self._link.deadline_s, list[Transaction]()
         return self._link.with_retries(
@@ -268,8 +270,8 @@ class RedisMetadata(RebuildingStore):
 
         return self._link.with_retries(ask)
 
-    def repair(self, identity: UUID, run_id: str, batches: Iterable[Batch]) -> None:
-        waiting, entries = list[Batch](), 0
+    def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
+        waiting, entries = list[CommitBatch](), 0
         for batch in batches:
             waiting.append(batch)
             entries += len(batch.rows)
@@ -338,9 +340,9 @@ class RedisMetadata(RebuildingStore):
         facts: ChunkFacts,
         tombstones: bool,
     ) -> ChunkPieces | None:
-        """What removes a chunk; None where some place is neither a hole nor, with `tombstones`, a
-        tombstone. It stays right whatever is committed meanwhile: a hole stays a hole, and a
-        tombstone is removed only if it is still the entry of its path.
+        """The pieces that remove a chunk; None if some place is neither a hole nor, with
+        `tombstones`, a tombstone. They stay right whatever is committed meanwhile: a hole stays a
+        hole, and a tombstone is removed only if it is still the entry of its path.
         """
         places = set(self._holes(head, chunk, facts).tolist())
         dropped = {name: Tombstones() for name in piece_names(chunk, facts.piece_counts)}
@@ -498,10 +500,9 @@ class RedisMetadata(RebuildingStore):
         *,
         until_empty: bool = False,
     ) -> T:
-        """Call `read` until all it read belongs to one state, and return its result. It gets the
-        head, with the right counts if `until_empty`, and a reader of the head's generation.
-
-        Commits are locked if they keep changing the version.
+        """Call `read` until everything that it read belongs to one state, and return its result.
+        `read` gets the head, with the right counts if `until_empty`, and a reader of the head's
+        generation. If commits keep changing the version, they are locked.
         """
         return self._with_read_deadline(
             lambda: self._read_once(identity, read, until_empty=until_empty)
@@ -510,7 +511,7 @@ class RedisMetadata(RebuildingStore):
     def _read_once(
         self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
     ) -> T:
-        """As `_read`, but an error of Redis is not followed by another try."""
+        """As `_read`, but does not try again after an error of Redis."""
         tries_without_lock = _TRIES_WITHOUT_LOCK if until_empty else _QUICK_TRIES_WITHOUT_LOCK
         partial_scans = 0
         with RenewingCommitLock(self, identity) as lock:
@@ -551,7 +552,7 @@ def _unpack_chunk(head: RedisHead, packed: object) -> ChunkFacts:
 
 
 def _check_counts(head: DatasetHead, rows: Rows) -> None:
-    """Raises PartialScan where the number and size of the files in `rows` are not the head's."""
+    """Raises PartialScan if the number and size of the files in `rows` are not the head's."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
     if counts != (head.files, head.bytes):
@@ -559,7 +560,6 @@ def _check_counts(head: DatasetHead, rows: Rows) -> None:
 
 
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
-    """The packed entry at each path, or None."""
     folders: dict[bytes, FolderId] = {}
     asked: dict[FolderId, list[bytes]] = {}
     keys = []

@@ -1,25 +1,46 @@
 """Adds chunks to a dataset in Redis, and removes them: all chunks of a transaction or none.
 
 A script is atomic, but touches one slot only, and a dataset has many. So a commit first writes its
-pieces (the entries of its chunks, by bucket; see `keys.py`) where no reader looks. Then one script
-in the head's slot commits: it records the chunks, changes the version, and lists the pieces as
-pending. Every reader of the dataset, and its writer too, applies all pending pieces before it reads
-entries. So nobody sees the new version without its entries, or entries of a later version.
+pieces (the entries of its chunks, by bucket; see `keys.py`) to keys that no reader reads. Then one
+script in the head's slot commits: it records the chunks, changes the version, and lists the pieces
+as pending. Every reader of the dataset, and its writer too, applies all pending pieces before it
+reads entries. So nobody sees the new version without its entries, or entries of a later version.
 
-    1  BEGIN    Record the plan, so that others can remove the pieces if the writer dies.
+    1  BEGIN    Record the changes, so that others can remove the pieces if the writer dies.
     2  (HSET)   Write the pieces to the hash `x` of each bucket.
-    3  COMMIT   Record chunks, version, counts of chunks, and the plan as pending. Refused while
+    3  COMMIT   Record chunks, version, counts of chunks, and the changes as pending. Refused while
                 commits are locked.
     4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
-    5  APPLIED  Add the buckets' counts to the head; remove the plan from the pending ones.
+    5  APPLIED  Add the buckets' counts to the head; remove the changes from the pending ones.
 
-Chunks are removed in the same way: step 2 writes what is to be removed, COMMIT removes the chunks,
-and UNAPPLY takes the place of APPLY. A Redis whose memory is full refuses steps 1 to 3, except of a
-removal and of a commit that makes room (`Batch.makes_room`): else the memory would stay full.
+Chunks are removed in the same way: step 2 lists the entries to remove, COMMIT removes the chunks,
+and UNAPPLY takes the place of APPLY. A Redis whose memory is full refuses steps 1 to 3, except
+those of a removal and of a commit that makes room (`CommitBatch.makes_room`): otherwise the
+memory would stay full.
+
+Concurrency. Each of steps 1, 3 and 5 is one script on the head's slot, and each piece of step 4 is
+one script on its bucket's slot: Redis runs no other command meanwhile. Between two scripts,
+anything may happen: other writers begin and commit, readers apply the same pieces, the writer dies,
+Redis restarts, or a rebuild replaces the generation.
+
+- Two writers may prepare (1, 2) at once, since each writes to fields named after its transaction.
+  COMMIT decides the order. It checks in one step that the generation is still live, that no lock is
+  held, that the transaction was not abandoned, and that each chunk is still unknown (or known, if
+  it is to be removed). If a check fails, the script writes nothing.
+- Several clients may apply the same changes at once. The script that applies a piece records it in
+  the hash `n`, so a piece is applied once, by the first client. A later client gets the bucket's
+  counts without a change, and APPLIED ignores counts of fewer pieces than it has seen.
+- Pieces of several transactions are applied in the order of the commits only if that matters:
+  purge's copies must follow the entries that they replace, so their writer applies all earlier
+  changes first.
+  Other entries give the same state in every order.
+- A reader sees one version because it applies all pending changes, reads entries, and then checks
+  that the version has not changed (`store.py`): COMMIT changes the version before any piece is
+  applied.
 
 After a crash before step 3 the pieces are removed later (`remove_abandoned_transactions`); after
-it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. A piece
-that is missing has been applied if the hash `n` has it; otherwise Redis has lost it, and
+it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. If a piece
+is missing and the hash `n` has it, it has been applied; otherwise Redis has lost it, and
 MetadataBehind is raised.
 """
 
@@ -41,12 +62,12 @@ from ....format.entries import ChunkId
 from ..store import (
     COMMIT_LOCK_S_MAX,
     DIGEST_MODULUS,
-    Batch,
+    CommitBatch,
     chunk_digest,
     commits_locked_error,
     no_such_dataset_error,
 )
-from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, STAGE, UNAPPLY, Script
+from .bucket_scripts import APPLY, READ_PIECE_FOLDERS, STAGE, UNAPPLY, LoadedScript
 from .errors import UNWRITABLE, RetryLater
 from .head import HeadReader, RedisHead, ScriptRejected, UnknownDataset, lost_data_error
 from .head_scripts import ABANDON, APPLIED, BEGIN, COMMIT
@@ -57,38 +78,40 @@ from .keys import (
     SCHEMA_KEY,
     STATE,
     TRANSACTION_BYTES,
-    ApplyPlan,
+    Changes,
     DatasetKeys,
     FolderId,
     Generation,
     PieceName,
-    unpack_plan,
+    unpack_changes,
 )
-from .link import Command, RedisLink, ScriptCommand, Word, command, in_portions
+from .link import RedisCommand, RedisLink, ScriptCommand, Word, command, in_portions
 from .pieces import BucketPiece, ChunkPieces, cut_batch, folders_of
 from .replies import as_count, listed, octets
 
 _LOCK_POLL_S = 0.02
-"""How long a writer waits before it looks again whether commits are still locked."""
+"""A writer waits this long before it checks again whether commits are locked."""
 
 _PIECES_AT_ONCE = 64  # in one pipeline
 _APPLY_ROUNDS_MAX = 8  # before a reader locks commits
 _TRIES_MAX = 20
 _CLEAN_INTERVAL_S = 60.0  # between two searches for abandoned transactions
 _ABANDONED_S = 600
-"""A transaction that began so long ago is removed: its writer is dead, or has to start again."""
+"""A transaction that began this many seconds ago is removed: its writer is dead, or must start
+again.
+"""
 
 BucketCounts = tuple[int, int, int]
-"""A bucket's counts: pieces that have been applied, files, bytes of the files."""
+"""A bucket's counts: applied pieces, files, bytes of the files."""
 
 
 @dataclass(frozen=True)
 class Transaction:
-    """A transaction on a dataset: its plan, and the generation that has its pieces."""
+    """A transaction on a dataset: its changes, and the generation that has its pieces."""
 
     identity: UUID
     generation: Generation
-    plan: ApplyPlan
+    changes: Changes
     frees: bool = False  # a Redis whose memory is full must take it: it makes room
 
     @classmethod
@@ -101,9 +124,8 @@ class Transaction:
         *,
         frees: bool,
     ) -> Self:
-        """The transaction `name` that adds or removes chunks."""
         counts = [(each.chunk, each.piece_counts) for each in chunks]
-        return cls(identity, generation, ApplyPlan(generation.name, name, counts), frees)
+        return cls(identity, generation, Changes(generation.name, name, counts), frees)
 
     @cached_property
     def keys(self) -> DatasetKeys:
@@ -111,36 +133,37 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
-        """The arguments with which scripts of the head begin: generation, transaction, plan,
-        whether it frees memory."""
-        return self.generation.name, self.plan.transaction, self.plan.pack(), int(self.frees)
+        """The first arguments of a script on the head: generation, transaction, changes, whether it
+        frees memory.
+        """
+        return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
         """Key and field of a piece that waits to be applied."""
-        return self.generation.key(name.bucket, b"x"), self.plan.transaction + name.field
+        return self.generation.key(name.bucket, b"x"), self.changes.transaction + name.field
 
-    def stage_command(self, piece: BucketPiece) -> Command:
-        """The command that writes a piece where it waits to be applied."""
+    def stage_command(self, piece: BucketPiece) -> RedisCommand:
+        """The command that writes a piece, to be applied later."""
         key, field = self.staged_piece(piece.name)
         if self.frees:
             return ScriptCommand(STAGE, (key,), (field, piece.packed)).command()
         return command("HSET", key, field, piece.packed)
 
     def script_command(
-        self, script: Script, name: PieceName, folders: Sequence[FolderId]
+        self, script: LoadedScript, name: PieceName, folders: Sequence[FolderId]
     ) -> ScriptCommand:
-        """The run of `APPLY` or `UNAPPLY` for a piece with these folders."""
+        """The command that runs `APPLY` or `UNAPPLY` for a piece with these folders."""
         _, field = self.staged_piece(name)
         keys = piece_keys(self.generation, name.bucket, folders)
         return ScriptCommand(script, keys, (field, name.field))
 
 
 class PendingCommits(Exception):
-    """Others commit so often that there is always a plan which is not applied yet."""
+    """Others keep committing, so some changes are always pending."""
 
 
 class RedisTransactions(HeadReader):
-    """Commits and removes chunks of all datasets of a store. Safe to use from many threads."""
+    """Commits and removes chunks of all datasets of a store. Many threads may use it."""
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
@@ -154,10 +177,10 @@ class RedisTransactions(HeadReader):
         return head
 
     def apply_pending(self, identity: UUID, *, until_empty: bool = True) -> RedisHead:
-        """Read a dataset's head, apply all its pending plans, and return the head.
+        """Read a dataset's head, apply all its pending changes, and return the head.
 
-        `until_empty`: repeat that until no plan is pending, since only then do the head's counts
-        belong to its version. Raises PendingCommits where others keep committing.
+        `until_empty`: repeat that until no changes are pending, since only then do the head's
+        counts belong to its version. Raises PendingCommits if others keep committing.
         """
         for _ in range(_APPLY_ROUNDS_MAX):
             head = self.read_head(identity)
@@ -176,11 +199,11 @@ class RedisTransactions(HeadReader):
 
     def _apply_one_pending(self, identity: UUID, head: RedisHead, packed: bytes) -> None:
         generation = head.generation
-        if packed[:GENERATION_BYTES] != generation.name:  # of an old generation: drop the plan
+        if packed[:GENERATION_BYTES] != generation.name:  # of an old generation: drop the changes
             self._report_applied(identity, generation, packed)
         else:
-            plan = unpack_plan(packed, generation.buckets)
-            self._apply(Transaction(identity, generation, plan))
+            changes = unpack_changes(packed, generation.buckets)
+            self._apply(Transaction(identity, generation, changes))
 
     def invalidate_generation(self, identity: UUID) -> None:
         """Forget the cached generation of a dataset, which has been replaced."""
@@ -191,14 +214,14 @@ class RedisTransactions(HeadReader):
     def commit(
         self,
         identity: UUID,
-        batches: Mapping[ChunkId, Batch],
+        batches: Mapping[ChunkId, CommitBatch],
         deadline: float,
         earlier_tries: list[Transaction],
         run_id: str = "",
     ) -> int:
         """Try once to commit batches, and return the new version. Raises StoreRestarted.
 
-        Waits until `deadline` (monotonic time) while commits are locked. `earlier_tries` has the
+        Waits until `deadline` (monotonic time) while commits are locked. `earlier_tries` lists
         transactions that earlier tries may have left; they are removed first. `run_id` is the run
         of Redis that the caller is going to confirm.
         """
@@ -237,7 +260,7 @@ class RedisTransactions(HeadReader):
         raise changing_error(identity)
 
     def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
-        """Record the plan. Returns for each of the chunks whether it is known already."""
+        """Record the changes. Returns, for each chunk, whether it is already known."""
         keys = transaction.keys
         _, known, begun = self.run_head_script(
             BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
@@ -254,7 +277,7 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str = "",
     ) -> tuple[int, int]:
-        """Write all pieces, then commit. Returns the new version, and how many plans are pending.
+        """Write all pieces, then commit. Returns the new version and how many are pending.
         Waits until `deadline` (monotonic time) while commits are locked.
         """
         with self._undone_on_error(transaction):
@@ -323,9 +346,9 @@ class RedisTransactions(HeadReader):
         chunks: Sequence[ChunkPieces],
         deadline: float,
     ) -> None:
-        """Try once to remove chunks of which every place is a hole, or a tombstone to be dropped.
+        """Try once to remove chunks in which every place is a hole, or a tombstone to be dropped.
 
-        Waits as `commit` does. Raises ScriptRejected("moved") where a chunk is not known, or the
+        Waits as `commit` does. Raises ScriptRejected("moved") if a chunk is not known, or the
         generation was replaced.
         """
         name = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
@@ -340,14 +363,15 @@ class RedisTransactions(HeadReader):
     def _apply(
         self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
-        """Apply a transaction. The writer gives the pieces that it has written (`own_pieces`): they
-        replace pieces that Redis has lost.
+        """Apply a transaction. The writer passes the pieces that it has written (`own_pieces`):
+        they replace pieces that Redis has lost.
         """
-        identity, generation, plan = transaction.identity, transaction.generation, transaction.plan
-        is_removal = plan.transaction.startswith(REMOVAL_PREFIX)
+        identity, generation = transaction.identity, transaction.generation
+        changes = transaction.changes
+        is_removal = changes.transaction.startswith(REMOVAL_PREFIX)
         script = UNAPPLY if is_removal else APPLY
         counts: dict[int, BucketCounts] = {}
-        for names in in_portions(plan.pieces(), _PIECES_AT_ONCE):
+        for names in in_portions(changes.pieces(), _PIECES_AT_ONCE):
             if own_pieces is None:
                 folders = self._folders_of(transaction, names)
             else:
@@ -356,7 +380,7 @@ class RedisTransactions(HeadReader):
             self.link.extend_deadline()
             replies = self.link.run_scripts(runs)
             if is_removal:
-                continue  # of a removal, a piece that is missing has been applied
+                continue  # if a piece of a removal is missing, it has been applied
             missing = [i for i, reply in enumerate(replies) if reply is None]
             if missing:
                 if not self._is_pending(transaction):
@@ -372,7 +396,7 @@ class RedisTransactions(HeadReader):
             for name, reply in zip(names, replies, strict=True):
                 counts[name.bucket] = parse_bucket_counts(reply)
         words = [word for bucket, each in counts.items() for word in (bucket, *each)]
-        self._report_applied(identity, generation, plan.pack(), *words)
+        self._report_applied(identity, generation, changes.pack(), *words)
 
     def _report_applied(
         self, identity: UUID, generation: Generation, packed: bytes, *words: Word
@@ -396,25 +420,26 @@ class RedisTransactions(HeadReader):
         }
 
     def _is_pending(self, transaction: Transaction) -> bool:
-        """Whether a plan is still pending."""
-        head, plan = self.read_head(transaction.identity), transaction.plan
-        return head.generation.name == plan.generation and plan.pack() in head.pending
+        head, changes = self.read_head(transaction.identity), transaction.changes
+        return head.generation.name == changes.generation and changes.pack() in head.pending
 
     # Removing what failed transactions left
 
     def _abandon(self, transaction: Transaction) -> None:
-        """Take back a transaction of this process, unless it has been committed."""
+        """Undo a transaction of this process, unless it has been committed."""
         try:
-            self.run_head_script(ABANDON, [transaction.keys.begun], transaction.plan.transaction, 0)
+            self.run_head_script(
+                ABANDON, [transaction.keys.begun], transaction.changes.transaction, 0
+            )
         except (UnknownDataset, ScriptRejected):
             return  # it has been committed or removed already, or was never begun
         self._drop(transaction)
 
     def _drop(self, transaction: Transaction) -> None:
-        """Remove the pieces of a transaction that can never be committed any more."""
-        staged = map(transaction.staged_piece, transaction.plan.pieces())
+        """Remove the pieces of a transaction that can no longer be committed."""
+        staged = map(transaction.staged_piece, transaction.changes.pieces())
         commands = [command("HDEL", key, field) for key, field in staged]
-        commands.append(command("HDEL", transaction.keys.begun, transaction.plan.transaction))
+        commands.append(command("HDEL", transaction.keys.begun, transaction.changes.transaction))
         with suppress(Exception):  # otherwise they are removed as abandoned
             self.link.run(commands)
 
@@ -431,15 +456,15 @@ class RedisTransactions(HeadReader):
             match answer:
                 case [b"ok", bytes(packed)]:
                     try:
-                        plan = unpack_plan(packed, generation.buckets)
+                        changes = unpack_changes(packed, generation.buckets)
                     except CorruptError:
-                        plan = ApplyPlan(generation.name, name, [])
-                    if plan.generation == generation.name:
-                        self._drop(Transaction(identity, generation, plan))
+                        changes = Changes(generation.name, name, [])
+                    if changes.generation == generation.name:
+                        self._drop(Transaction(identity, generation, changes))
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
-    """The keys of `APPLY` and `UNAPPLY`, for a piece with these folders."""
+    """The keys of `APPLY` and `UNAPPLY` for a piece with these folders."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))
@@ -447,18 +472,17 @@ def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId])
 
 
 def parse_bucket_counts(reply: object) -> BucketCounts:
-    """Parse the reply of `APPLY`."""
     pieces, files, total = (listed(reply) + [None] * 3)[:3]
     return as_count(pieces), as_count(files), as_count(total)
 
 
 def changing_error(identity: UUID) -> BusyError:
-    """The error where others kept changing a dataset until the tries or the time were used up."""
+    """The error when others kept changing a dataset until the tries or the time were used up."""
     return BusyError(f"dataset {identity} kept changing", advice="try again")
 
 
 def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
-    """The error of a reader that cannot apply a pending plan, since Redis takes no writes."""
+    """The error of a reader that cannot apply pending changes, since Redis takes no writes."""
     name = head.dataset.name
     return MetadataBehind(
         f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"
@@ -466,10 +490,9 @@ def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
 
 
 def _new_transaction_name() -> bytes:
-    """A name for a transaction that adds chunks."""
     while (name := secrets.token_bytes(TRANSACTION_BYTES)).startswith(REMOVAL_PREFIX):
         pass
     return name
 
 
-assert STATE.size == 9  # the scripts skip so many bytes
+assert STATE.size == 9  # the scripts skip 9 bytes

@@ -4,13 +4,13 @@ This module opens connections, runs transactions, translates SQLite's errors, an
 journal. On a local disk that is a WAL (write-ahead log): readers do not wait for a writer. A WAL
 needs memory that all processes share, so over a network file system the file has a rollback
 journal, and a lease lets only one host write at a time (`host_lease.py`). Once a lease file exists,
-all hosts use the rollback journal, also the host that has the disk.
+all hosts use the rollback journal, including the host that has the disk.
 
 Concurrency: one thread at a time uses a connection, for one transaction. SQLite does not support a
 fork with open connections: the child would take its parent's locks for its own, even if it opened
 the file anew. So a fork waits for all transactions of this process and closes all connections;
 parent and child open new ones when they need them. No other code may open the file in this process:
-closing it would drop the locks of all connections here (POSIX locks work like that).
+when it closed it, the locks of all connections here would be dropped (POSIX locks work like that).
 """
 
 import os
@@ -48,7 +48,8 @@ _WAL_BYTES_KEPT = 64 << 20
 _IDLE_MAX = 4  # connections that are kept open for the next transactions
 _POLL_S = 0.02
 _PROBE_S = 2.0
-"""How long opening a file over a network may wait for a lock: a reader can use a snapshot instead.
+"""The longest wait for a lock when a file is opened over a network: a reader can use a snapshot
+instead.
 """
 
 _RECOVER = "run `dlcmd recover`: it makes the metadata again from the chunks"
@@ -59,7 +60,7 @@ class SqliteFile:
 
     A file that is not writable is refused with PermissionDenied, since a WAL needs a writable file
     beside it even for reading; a reader can use a snapshot instead. Each transaction checks whether
-    the file has been replaced or removed. A fork waits `fork_wait_s` for transactions at most. All
+    the file has been replaced or removed. A fork waits at most `fork_wait_s` for transactions. All
     methods are thread-safe.
     """
 
@@ -84,7 +85,7 @@ class SqliteFile:
         self._locks_checked = False
         self._change = threading.Condition()  # guards all below
         self._idle: list[sqlite3.Connection] = []
-        self._in_use = 0  # how many connections transactions have now
+        self._in_use = 0  # number of connections that transactions use now
         self._file: tuple[int, int] | None = None  # device and inode that `_idle` are open on
         self._forking = False
         self._unusable = ""  # why no transaction can begin any more
@@ -115,8 +116,8 @@ class SqliteFile:
 
     @contextmanager
     def writing(self, *, sync: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes, and is committed at the end of the context. With `sync` it
-        and all before it survive a power cut.
+        """A transaction that writes, and is committed at the end of the context. With `sync`, it
+        and all earlier ones survive a power cut.
         """
         if self._readonly:
             raise PermissionDenied(f"{self.path} was opened for reading only")
@@ -139,7 +140,9 @@ class SqliteFile:
         self._lease.release()
 
     def _lease_exists(self) -> bool:
-        """Whether a host has ever written over a network: then all use the rollback journal."""
+        """Whether a host has ever written over a network. All hosts then use the rollback
+        journal.
+        """
         return self.path.with_name(LEASE_NAME).exists()
 
     def _keep_lease(self) -> None:
@@ -212,7 +215,6 @@ class SqliteFile:
     # Opening
 
     def _check_files(self, create: bool) -> None:
-        """Raise where the file or its folder cannot be used."""
         folder = self.path.parent
         if not self.path.exists():
             if not create:
@@ -272,7 +274,9 @@ class SqliteFile:
             raise BusyError(f"another host has begun to write to {self.path}")
 
     def _is_made(self, connection: sqlite3.Connection) -> bool:
-        """Whether the tables exist. Raises for another program's file, or another schema."""
+        """Whether the tables exist. Raises an error for another program's file, or another
+        schema.
+        """
         (application_id,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if application_id != APPLICATION_ID:
@@ -371,7 +375,8 @@ class SqliteFile:
                 advice="make room on that disk; `dlcmd delete-dataset` works all the same",
             )
         if name == "SQLITE_READONLY" and not self._readonly and self._may_be_written():
-            # SQLite opens a file for reading where it cannot for writing, and does not say why
+            # If SQLite cannot open a file for writing, it opens it for reading and does not report
+            # why
             return MetadataError(
                 f"{self.path} could not be opened for writing, though its mode allows it",
                 advice="check whether its disk fails (`dmesg`), then try again",

@@ -33,12 +33,10 @@ def all_datasets(db: sqlite3.Connection) -> list[DatasetRow]:
 
 
 def dataset_by_name(db: sqlite3.Connection, name: str) -> DatasetRow:
-    """The dataset with this name. Raises NoSuchDataset."""
     return _dataset_where(db, "name = ?", name, name)
 
 
 def dataset_by_identity(db: sqlite3.Connection, identity: UUID) -> DatasetRow:
-    """The dataset with this identity. Raises NoSuchDataset."""
     return _dataset_where(db, "identity = ?", identity.bytes, identity)
 
 
@@ -52,8 +50,8 @@ def _dataset_where(
 
 
 def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow | None:
-    """The dataset with this name and identity; None where both are free. Raises ConflictError
-    where one of them belongs to another dataset.
+    """The dataset with this name and identity; None if both are free. Raises ConflictError if one
+    of them belongs to another dataset.
     """
     same = db.execute(
         f"SELECT {_COLUMNS} FROM dataset WHERE name = ? OR identity = ?", (name, identity.bytes)
@@ -71,14 +69,16 @@ def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow 
 
 
 def new_number(db: sqlite3.Connection) -> int:
-    """A number that no dataset ever had, nor will get."""
+    """A number that no dataset ever had, or will get."""
     number = _insert(db, None, b"", "")
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     return number
 
 
 def insert(db: sqlite3.Connection, head: DatasetHead, number: int | None = None) -> None:
-    """Make a dataset; `number` is that of rows which exist already, or None for a new number."""
+    """Make a dataset. `number` is that of rows which exist already; None stands for a new
+    number.
+    """
     write(db, _insert(db, number, head.identity.bytes, head.name), head)
 
 

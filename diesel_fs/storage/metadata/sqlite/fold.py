@@ -18,13 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from ....format.entries import EXTENT, RECORD, ChunkId, Kind, Stamp
-from ..store import Batch, DatasetHead, chunks_digest, corrupt_store_error
+from ..store import CommitBatch, DatasetHead, chunks_digest, corrupt_store_error
 from .rows import FolderNumbers
 from .runs import insert_runs, segments, split_runs
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
 _UNLESS_THERE = "ON CONFLICT (folder, name) DO NOTHING"
-# How many rows one statement inserts: a third less time than one by one, and under 999 parameters
+# Rows that one statement inserts: a third less time than one by one, and under 999 parameters
 _ROWS_AT_ONCE = 100
 _PARAMETERS = range(2, 4 * _ROWS_AT_ONCE + 2, 4)
 _INSERT_MANY = (
@@ -49,7 +49,6 @@ class _Row(NamedTuple):
 
     @property
     def key(self) -> tuple[int, bytes, bytes]:
-        """Folder, name and stamp."""
         return self.folder, self.name, self.stamp
 
     @property
@@ -58,12 +57,16 @@ class _Row(NamedTuple):
 
     @property
     def extents(self) -> int:
-        """The number of extents of the file; 0 or 1 where it is not split."""
+        """The number of extents of the file; 0 or 1 if it is not split."""
         return int(np.frombuffer(self.record, RECORD)["extents"][0])
 
 
 def fold_chunks(
-    db: sqlite3.Connection, number: int, head: DatasetHead, batches: Sequence[Batch], version: int
+    db: sqlite3.Connection,
+    number: int,
+    head: DatasetHead,
+    batches: Sequence[CommitBatch],
+    version: int,
 ) -> DatasetHead:
     """Fold chunks that are not known yet into a dataset, and return its head at `version`."""
     folders = FolderNumbers(db, number)
@@ -95,7 +98,7 @@ class ChunkFold:
         db: sqlite3.Connection,
         dataset: int,
         folders: FolderNumbers,
-        batch: Batch,
+        batch: CommitBatch,
         version: int,
     ) -> None:
         self.files = 0
@@ -109,7 +112,6 @@ class ChunkFold:
         self._chunk = self._insert_chunk(version)
 
     def run(self) -> None:
-        """Fold every row of the batch."""
         rows = self._batch.rows
         folder_numbers = [self._folders.make(folder) for folder in rows.folders]
         self._add_own_holes()
@@ -136,7 +138,7 @@ class ChunkFold:
             self._add_part(part)
 
     def _insert_runs(self, folders: list[int]) -> list[int]:
-        """Insert what can be stored as runs, nearly all of a put. Returns the other rows."""
+        """Insert rows as runs if possible: that is nearly all of a put. Returns the other rows."""
         rows = self._batch.rows
         single = np.ones(len(rows), bool)
         for segment in segments(self._batch, folders):
@@ -191,7 +193,7 @@ class ChunkFold:
                 self._add_hole(row.chunk, row.place)
 
     def _insert_new(self, plain: list[_Key], tailed: list[_Row]) -> list[_Row]:
-        """Insert the rows whose path is new, nearly always all. Returns the others."""
+        """Insert the rows with a new path, nearly always all. Returns the others."""
         before = self._db.total_changes
         singly_from = len(plain) - len(plain) % _ROWS_AT_ONCE
         for start in range(0, singly_from, _ROWS_AT_ONCE):
@@ -228,8 +230,8 @@ class ChunkFold:
     def _drop_parts(
         self, key: tuple[int, bytes, bytes], comparison: str, *, hole: bool = True
     ) -> None:
-        """Remove the parts of a folder and name of which the stamp compares so (`=` or `<`) with
-        the third value of `key`. Their places become holes, unless `hole` is false.
+        """Remove the parts of a folder and name whose stamp is equal to (`comparison` `=`) or less
+        than (`<`) the third value of `key`. Their places become holes, unless `hole` is false.
         """
         where = f"FROM part WHERE folder = ? AND name = ? AND stamp {comparison} ?"
         if hole:
@@ -286,7 +288,7 @@ class ChunkFold:
         """If `row` was the last missing extent of its file, make the file the path's entry."""
         where = "FROM part WHERE folder = ? AND name = ? AND stamp = ?"
         key = (row.folder, row.name, row.stamp)
-        # Counting all parts for each would take quadratic time; mostly the next one is missing
+        # Counting all parts for each part would take quadratic time; mostly the next one is missing
         following = (*key, (number + 1) % row.extents)
         if self._db.execute(f"SELECT 1 {where} AND number = ?", following).fetchone() is None:
             return
@@ -301,7 +303,9 @@ class ChunkFold:
         self._drop_parts(row.key, "<")
 
     def _swap_extent(self, old: _Row, row: _Row) -> None:
-        """Fold another copy of an extent of `old`: the chunk with the greater ID holds it."""
+        """Fold another copy of an extent of `old`: the copy in the chunk with the greater ID is
+        kept.
+        """
         extents = np.frombuffer(old.tail or b"" if old.extents > 1 else b"", EXTENT).copy()
         number = _extent_number(row)
         if number >= len(extents) or extents[number]["chunk"].tobytes() >= self._id(row.chunk):
@@ -340,11 +344,10 @@ class ChunkFold:
         return None if found is None else _Row(*found)
 
     def _rank(self, row: _Row) -> tuple[Stamp, ChunkId]:
-        """Of two entries of a path the one with the greater rank wins."""
+        """If two entries have one path, the one with the greater rank wins."""
         return Stamp(row.stamp), self._id(row.chunk)
 
     def _places(self, row: _Row) -> list[tuple[int, int]]:
-        """The chunk number and place of each extent of a row."""
         if row.extents <= 1:
             return [(row.chunk, row.place)]
         extents = np.frombuffer(row.tail or b"", EXTENT)

@@ -30,12 +30,14 @@ from ....system.mountinfo import file_system_of
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
-"""How far the clocks of hosts may differ. The lease of a dead host is valid for so much longer."""
+"""The clocks of hosts may differ by this much. The lease of a dead host is valid for this much
+longer.
+"""
 
 _LOCK_DEADLINE_S = 10.0
 _POLL_S = 0.02
 _FILE_BYTES_MAX = 1 << 16
-_HOLDERS_MAX = 500  # of which the file stays smaller than that
+_HOLDERS_MAX = 500  # with so few holders the file stays smaller than that
 
 # Mount options that keep locks inside one host, or turn them off.
 _LOCAL_LOCKS = frozenset(
@@ -46,7 +48,7 @@ _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process
 
 
 def locks_fault(folder: Path) -> str:
-    """Why file locks in a folder do not work between processes, or the empty string if they do."""
+    """Why file locks in a folder do not work between processes; the empty string if they do."""
     refused = file_system_of(folder).options & _LOCAL_LOCKS
     if refused:
         return f"it is mounted with {sorted(refused)[0]!r}"
@@ -109,7 +111,7 @@ class HostLease:
     def keep(self) -> None:
         """Take the lease, or renew it once half of its time has passed. Cheap before that.
 
-        Raises BusyError where another host has the lease, PermissionDenied, MetadataError.
+        Raises BusyError if another host has the lease, PermissionDenied, MetadataError.
         """
         if self._process != os.getpid():
             self._process, self._token, self._fresh_until = os.getpid(), secrets.token_hex(8), 0.0
@@ -134,7 +136,7 @@ class HostLease:
         self._fresh_until = began + LEASE_S / 2
 
     def release(self) -> None:
-        """Stop being a holder. Never raises: a holder that could not be removed expires."""
+        """Stop being a holder. Never raises: if the holder cannot be removed, it expires."""
         if self._process != os.getpid():
             return
         self._fresh_until = 0.0

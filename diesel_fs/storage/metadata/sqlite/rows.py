@@ -33,12 +33,11 @@ Row = tuple[bytes, int, bytes, bytes | None]
 
 
 def kind_of(record: bytes) -> int:
-    """The `Kind` of a packed record."""
     return record[KIND_AT]
 
 
 def implied(name: bytes) -> Row:
-    """A row for an implied folder, which has none in the table."""
+    """A row for an implied folder, which the table does not have."""
     return name, IMPLIED_CHUNK, implied_record(), None
 
 
@@ -52,10 +51,12 @@ class FolderNumbers:
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Numbers of folders that `make` has made; code that inserts an entry removes them here."""
+        """Numbers of new folders that `make` has made; code that inserts an entry removes them
+        here.
+        """
 
     def number(self, path: bytes) -> int | None:
-        """The number of the folder at a path; None where it never had an entry below it."""
+        """The number of the folder at a path; None if it never had an entry in it or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -79,7 +80,6 @@ class FolderNumbers:
         return number
 
     def path(self, number: int) -> bytes:
-        """The path of a folder."""
         select = "SELECT parent, name FROM folder WHERE number = ?"
         names, at = [], number
         while at not in self._paths:
@@ -143,25 +143,24 @@ class FolderNumbers:
         return self._numbers[key]
 
 
-class ChunkTable(NamedTuple):
+class ChunkRows(NamedTuple):
     """Numbers of chunks, ascending, and what belongs to each."""
 
     numbers: npt.NDArray[np.int64]
     infos: Sequence[ChunkInfo]
 
 
-def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkTable:
-    """All chunks of a dataset."""
+def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkRows:
     select = "SELECT number, id, object_bytes FROM chunk WHERE dataset = ? ORDER BY number"
     rows = db.execute(select, (dataset,)).fetchall()
-    return ChunkTable(
+    return ChunkRows(
         np.array([row[0] for row in rows], np.int64),
         [ChunkInfo(ChunkId(row[1]), row[2]) for row in rows],
     )
 
 
-def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
-    """The chunks with these numbers, of which one may be `IMPLIED_CHUNK`."""
+def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
+    """The chunks with these numbers, one of which may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
     for number in wanted:
@@ -169,14 +168,14 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkTable:
         if row is None:
             raise corrupt_store_error("an entry without a chunk")
         infos.append(ChunkInfo(ChunkId(row[0]), row[1]))
-    return ChunkTable(np.array(wanted, np.int64), infos)
+    return ChunkRows(np.array(wanted, np.int64), infos)
 
 
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """The numbers of those of `chunks` of which all places are holes or, with `tombstones`,
-    tombstones.
+    """The numbers of those of `chunks` that are empty: all their places are holes or, with
+    `tombstones`, tombstones.
     """
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
@@ -209,11 +208,11 @@ class RowCollector:
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
-        self._folder: list[int] = []  # position in `_folders`, once for ...
-        self._counts: list[int] = []  # ... so many rows
+        self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
+        self._counts: list[int] = []  # numbers of these rows
         self._names: list[Names] = []
-        self._chunk: list[int] = []  # number of a chunk, once for ...
-        self._chunk_counts: list[int] = []  # ... so many rows
+        self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
+        self._chunk_counts: list[int] = []  # numbers of these rows
         self._records = bytearray()
         self._tails: dict[int, bytes] = {}
 
@@ -223,7 +222,6 @@ class RowCollector:
         return set(self._chunk)
 
     def add(self, folder: bytes, rows: Sequence[Row]) -> None:
-        """Add rows of one folder."""
         if not rows:
             return
         names, chunks, records, tails = zip(*rows, strict=True)
@@ -234,20 +232,19 @@ class RowCollector:
         self._tails |= {start + i: tail for i, tail in enumerate(tails) if tail is not None}
 
     def add_run(self, folder: bytes, run: EntryRun) -> None:
-        """Add the entries of a run in a folder."""
         self._add(folder, run.names, run.records)
         self._chunk.append(run.chunk)
         self._chunk_counts.append(len(run.names))
 
     def _add(self, folder: bytes, names: Names, records: bytes) -> None:
         if len(records) != len(names) * RECORD.itemsize:
-            raise corrupt_store_error("records of another length")
+            raise corrupt_store_error("records of a wrong length")
         self._folder.append(self._folders.setdefault(folder, len(self._folders)))
         self._counts.append(len(names))
         self._names.append(names)
         self._records += records
 
-    def rows(self, table: ChunkTable) -> Rows:
+    def rows(self, table: ChunkRows) -> Rows:
         """The columns. Call this once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
@@ -283,7 +280,7 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
     rows = db.execute(
         f"SELECT entry.folder, {COLUMNS}"
         f" FROM chunk CROSS JOIN entry ON entry.chunk = chunk.number {new_chunks}"
-        # Files of several extents, of which the first is in an older chunk
+        # Files of several extents whose first extent is in an older chunk
         f" UNION ALL SELECT DISTINCT entry.folder, {COLUMNS}"
         " FROM chunk CROSS JOIN span ON span.chunk = chunk.number"
         " CROSS JOIN entry ON entry.folder = span.folder AND entry.name = span.name"
@@ -301,5 +298,4 @@ def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
 
 
 def _steps(path: bytes) -> list[bytes]:
-    """The names of the folders from the root to the folder at a path."""
     return [ROOT, *path.split(b"/")] if path else [ROOT]

@@ -6,9 +6,10 @@ takes a tenth of the time. The table has this invariant:
     In each folder, no run's range of names (first to last, both included) overlaps another run's,
     and no row of `entry` or `part` has a name within such a range.
 
-So a path is either in one run or in `entry`. Code that inserts a row into `entry` or `part` calls
-`split_runs` first, which turns the runs in the way into rows of `entry`. A run holds regular files
-of one extent. The stamp of each is the run's chunk and the record's place, so it needs no column.
+So a path is either in one run or in `entry`. Code that inserts a row into `entry` or `part` first
+calls `split_runs`, which turns runs that include its name into rows of `entry`. A run holds regular
+files of one extent. The stamp of each is the run's chunk and the record's place, so it needs no
+column.
 
 All functions work inside the caller's transaction, in one thread.
 """
@@ -25,11 +26,12 @@ import numpy.typing as npt
 
 from ....format.chunk_id import stamp
 from ....format.entries import RECORD, ChunkId, Kind, Names
-from ..store import Batch, corrupt_store_error
+from ..store import CommitBatch, corrupt_store_error
 
 ENTRIES_MIN = 8
-"""Fewer entries of a folder become rows of `entry`: looking for other runs in the way of a run
-costs as much."""
+"""Fewer entries of a folder than this become rows of `entry`: finding runs that overlap a run costs
+as much.
+"""
 
 _RECORD_BYTES = RECORD.itemsize
 
@@ -42,7 +44,6 @@ class EntryRun(NamedTuple):
     records: bytes
 
     def record(self, i: int) -> bytes:
-        """The packed record of the i-th name."""
         return self.records[i * _RECORD_BYTES : (i + 1) * _RECORD_BYTES]
 
 
@@ -54,10 +55,10 @@ class Segment(NamedTuple):
     names: list[bytes]
 
 
-def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
+def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
     """The entries of a batch that runs can hold; `folders` are the numbers of its folders.
 
-    The entries may have any order in the batch: names in a tar come as its file system gave them.
+    The entries may have any order in the batch: a tar lists names in the order of its file system.
     """
     rows = batch.rows
     if batch.by_purge or len(rows) < ENTRIES_MIN:
@@ -88,7 +89,7 @@ def segments(batch: Batch, folders: Sequence[int]) -> Iterator[Segment]:
 
 
 def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
-    """The names of these rows, which mostly follow each other."""
+    """The names of these rows, which are mostly consecutive."""
     first, behind = int(rows[0]), int(rows[-1]) + 1
     if behind - first == len(rows) and (np.diff(rows) == 1).all():
         return [*names[first:behind]]
@@ -96,11 +97,10 @@ def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
 
 
 def insert_runs(
-    db: sqlite3.Connection, chunk: int, batch: Batch, segment: Segment, *, into_empty: bool
+    db: sqlite3.Connection, chunk: int, batch: CommitBatch, segment: Segment, *, into_empty: bool
 ) -> bool:
-    """Insert a segment as runs. Returns False, and does nothing, where another row is in its way.
-
-    `into_empty` says that the folder has no rows at all, so nothing has to be looked up.
+    """Insert a segment as runs. Returns False, and does nothing, if another row is in the way.
+    `into_empty`: the folder has no rows at all, so nothing must be looked up.
     """
     folder, rows, names = segment
     cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
@@ -117,7 +117,7 @@ def insert_runs(
 
 
 def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[int]:
-    """Where to cut `names` into runs that overlap no other; empty where there is no such cut."""
+    """Where to cut `names` into runs that overlap no other; empty if there is no such cut."""
     folder_first_last = (folder, names[0], names[-1])
     for table in ("entry", "part"):
         exists = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
@@ -173,7 +173,7 @@ def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
 
 
 def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
-    """The chunk's number and the record of a file that is in a run; otherwise None."""
+    """The chunk's number and the record of a file that is in a run; None if no run has it."""
     row = db.execute(
         "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
         " ORDER BY first DESC LIMIT 1",
@@ -195,7 +195,7 @@ def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
 def runs_since(
     db: sqlite3.Connection, dataset: int, version: int
 ) -> Iterator[tuple[int, EntryRun]]:
-    """The folder and run, for each run of a chunk that was committed after a version."""
+    """The folder and run, for each run of a chunk that was committed after `version`."""
     select = (
         "SELECT run.folder, run.chunk, run.names, run.records"
         " FROM chunk CROSS JOIN run ON run.chunk = chunk.number"
@@ -212,5 +212,5 @@ def _decoded(row: Sequence[object]) -> EntryRun:
     assert isinstance(records, bytes)
     count, rest = divmod(len(records), _RECORD_BYTES)
     if rest or names.count(b"\0") != count - 1:
-        raise corrupt_store_error("a run of which names and records differ in number")
+        raise corrupt_store_error("a run with different numbers of names and records")
     return EntryRun(chunk, Names(names, count), records)

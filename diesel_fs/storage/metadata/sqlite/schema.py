@@ -1,8 +1,8 @@
 """The tables of the SQLite metadata store.
 
 `record` is a packed `RECORD`. `tail` is a link's target, or the `EXTENT`s of a file of several.
-Numbers are never given out twice (AUTOINCREMENT): a number that another process remembers never
-comes to mean another row.
+Numbers are never given out twice (AUTOINCREMENT), so a number that another process remembers
+never means another row.
 
 dataset  One row for each dataset: its head. `digest` is 16 bytes, big-endian.
 folder   Gives each folder's path a number. `parent` is the number of another folder, or 0 for the
@@ -19,9 +19,9 @@ part     Extents of files of which some extents have not been committed yet, as 
 hole     Places whose entry has been replaced or deleted.
 hold     Commit locks: until when (seconds since 1970) a dataset takes no commits.
 sync     One number, changed by `sync`, since a transaction that changes nothing is not synced.
-aside    Dataset numbers that no dataset has, of which there are rows. `beat` is when the rebuild
-         that writes them last reported that it is alive (seconds since 1970), or 0 where they are
-         to be removed. This table is made when it is first needed.
+aside    Dataset numbers of rows that belong to no dataset. `beat` is the time of the last heartbeat
+         of the rebuild that writes the rows (seconds since 1970), or 0 if they are to be removed.
+         This table is made when it is first needed.
 """
 
 APPLICATION_ID = 0x4453454C  # "DSEL"

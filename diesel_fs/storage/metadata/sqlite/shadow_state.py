@@ -4,10 +4,10 @@ A shadow state has its rows in the same tables as the datasets, under a number t
 so readers do not see them. The table `aside` lists these numbers. When a rebuild is complete, its
 number becomes the dataset's, and the old number goes to `aside`: its rows are to be removed.
 
-A rebuild writes a heartbeat to `aside` every 20 s. One that has not done so for 10 minutes is taken
-for dead, and the next rebuild or deletion removes its rows; a rebuild that was removed by mistake
-notices that at its next heartbeat, and fails. Rows are removed in small transactions, so that other
-writers need not wait. One thread for each rebuild.
+A rebuild writes a heartbeat to `aside` every 20 s. A rebuild without a heartbeat for 10 minutes
+counts as dead, and the next rebuild or deletion removes its rows; a rebuild that was removed by
+mistake notices that at its next heartbeat, and fails. Rows are removed in small transactions, so
+that other writers need not wait. One thread runs each rebuild.
 """
 
 import sqlite3
@@ -20,7 +20,7 @@ from ....errors import BusyError, DieselError
 from ....format.chunk_id import LOWEST
 from ....format.entries import ChunkId
 from ..rebuild import NO_LIVE_STATE, LiveState, ShadowState
-from ..store import Batch, DatasetHead, log, rebuilt_version
+from ..store import CommitBatch, DatasetHead, log, rebuilt_version
 from .database_file import SqliteFile
 from .datasets import DatasetRow, dataset_of, insert, new_number
 from .fold import fold_chunks
@@ -38,17 +38,15 @@ ClockNs = Callable[[], int]
 
 
 class SqliteShadowState(ShadowState):
-    """The shadow state of one rebuild of a dataset."""
-
     def __init__(
         self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
     ) -> None:
-        self._newer_than = newer_than  # a version: that of the new state will be greater
+        self._newer_than = newer_than  # the new state's version will be greater
         self._file = file
         self._clock_ns = clock_ns
         self._number = 0  # of the shadow state's rows
         self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
-        self._waiting: list[Batch] = []  # for `flush`
+        self._waiting: list[CommitBatch] = []  # for `flush`
         self._rows = 0  # in `_waiting`
         self._heartbeat_s = 0.0  # monotonic time of the last heartbeat
 
@@ -67,7 +65,7 @@ class SqliteShadowState(ShadowState):
             chunks = db.execute("SELECT id FROM chunk WHERE dataset = ?", (found.number,))
             return LiveState(_revision(found), frozenset(ChunkId(id_) for (id_,) in chunks))
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: CommitBatch) -> None:
         self._waiting.append(batch)
         self._rows += len(batch.rows)
         if self._rows >= _ROWS_AT_ONCE or time.monotonic() > self._heartbeat_s + _HEARTBEAT_S:
@@ -80,7 +78,7 @@ class SqliteShadowState(ShadowState):
         self._waiting, self._rows = [], 0
 
     def _heartbeat(self, db: sqlite3.Connection) -> None:
-        """Report that this rebuild is alive. Raises BusyError where it has been removed."""
+        """Write a heartbeat. Raises BusyError if this rebuild has been removed."""
         beat = (self._clock_ns() / 1e9, self._number)
         update = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
         if not db.execute(update, beat).rowcount:
@@ -113,7 +111,7 @@ class SqliteShadowState(ShadowState):
         try:
             with self._file.writing() as db:
                 db.execute(SHADOW_TABLE)
-                # Changes no row where the number has become the dataset's
+                # Changes no row if the number has become the dataset's
                 db.execute(
                     "UPDATE aside SET beat = ? WHERE dataset = ?", (_ABANDONED_BEAT, self._number)
                 )
@@ -126,7 +124,6 @@ class SqliteShadowState(ShadowState):
 
 
 def _revision(found: DatasetRow | None) -> tuple[bytes, ...]:
-    """`LiveState.revision` of a dataset."""
     return (b"%d %d" % (found.number, found.head.version),) if found else NO_LIVE_STATE.revision
 
 
@@ -142,7 +139,7 @@ def _write_heartbeat(db: sqlite3.Connection, number: int, beat: float) -> None:
 
 
 def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
-    """Remove the rows of dropped datasets and dead rebuilds, for at most so many seconds."""
+    """Remove the rows of dropped datasets and dead rebuilds, for at most `seconds`."""
     end_s = time.monotonic() + seconds
     now_s = clock_ns() / 1e9
     with file.writing() as db:

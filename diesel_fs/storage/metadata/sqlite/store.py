@@ -30,8 +30,8 @@ from ..rebuild import RebuildingStore, ShadowState
 from ..store import (
     COMMIT_LOCK_S_MAX,
     DIGEST_MODULUS,
-    Batch,
     ChunkRecord,
+    CommitBatch,
     CommitLock,
     DatasetHead,
     MetadataChanges,
@@ -67,8 +67,6 @@ T = TypeVar("T")
 
 
 class SqliteMetadata(RebuildingStore):
-    """A metadata store in one SQLite file."""
-
     def __init__(self, file: SqliteFile, clock_ns: Callable[[], int] = time.time_ns) -> None:
         self._file = file
         self._clock_ns = clock_ns
@@ -83,11 +81,11 @@ class SqliteMetadata(RebuildingStore):
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> Self:
-        """Open the store at `path`; `create` makes it where there is none. A `readonly` store
-        refuses changes and takes no lease.
+        """Open the store at `path`; `create` makes it if there is none. A `readonly` store refuses
+        changes and takes no lease.
 
-        Raises MetadataBehind where there is no store, PermissionDenied where the file or its folder
-        is not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
+        Raises MetadataBehind if there is no store, PermissionDenied if the file or its folder is
+        not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
         CorruptError.
         """
         file = SqliteFile(
@@ -137,7 +135,7 @@ class SqliteMetadata(RebuildingStore):
 
     # Commits
 
-    def commit(self, identity: UUID, *batches: Batch) -> int:
+    def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         by_chunk = {batch.check().chunk.id: batch for batch in batches}
         return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
@@ -150,8 +148,7 @@ class SqliteMetadata(RebuildingStore):
             time.sleep(_LOCK_POLL_S)
         return found
 
-    def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, Batch]) -> int | None:
-        """The version after the commit; None while commits are locked."""
+    def _try_commit(self, identity: UUID, batches: Mapping[ChunkId, CommitBatch]) -> int | None:
         with self._file.writing() as db:
             number, head = dataset_by_identity(db, identity)
             new = [batches[chunk] for chunk in _missing(db, number, batches)]
@@ -180,7 +177,7 @@ class SqliteMetadata(RebuildingStore):
     def _try_forget(
         self, identity: UUID, chunks: Sequence[ChunkId], *, tombstones: bool
     ) -> int | None:
-        """How many chunks were removed; None while commits are locked."""
+        """The number of removed chunks; None while commits are locked."""
         with self._file.writing() as db:
             number, head = dataset_by_identity(db, identity)
             others = (chunk for chunk in chunks if chunk != head.newest)
@@ -301,7 +298,6 @@ class SqliteMetadata(RebuildingStore):
 
 
 def _missing(db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId]) -> list[ChunkId]:
-    """Those of `chunks` that have not been committed."""
     known = "SELECT 1 FROM chunk WHERE dataset = ? AND id = ?"
     return [id_ for id_ in chunks if db.execute(known, (dataset, id_)).fetchone() is None]
 
@@ -309,7 +305,6 @@ def _missing(db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId]) ->
 def _row_in_run(
     db: sqlite3.Connection, folder: int | None, name: bytes
 ) -> tuple[bytes, int, bytes, None, Stamp] | None:
-    """`COLUMNS` and the stamp of an entry that is in a run."""
     found = find(db, folder, name)
     if found is None:
         return None

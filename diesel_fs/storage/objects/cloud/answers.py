@@ -1,4 +1,4 @@
-"""What the answers of a bucket's store mean: errors for HTTP statuses and codes, and time limits.
+"""The meaning of a bucket's answers: errors for HTTP statuses and codes, and time limits.
 
 Shared by the two modules that send requests: `requests.py` and `s3_source.py`. Pure.
 """
@@ -53,7 +53,7 @@ class PermanentStoreError(ObjectStoreError):
 
 
 class ObjectArchived(PermanentStoreError):
-    """The object is in an archive, of which the store gives no bytes before it is restored."""
+    """The object is in an archive; the store returns no bytes of it before it is restored."""
 
 
 class RangeNotSatisfiable(ObjectStoreError):
@@ -75,7 +75,8 @@ class AttemptLimits:
     """The longest pause between two bytes of a read, and the longest time for a request that moves
     no content."""
     put_stall_s: float = 20.0
-    """What a put may take in addition to its bytes: some stores answer after making copies."""
+    """The time that a put may take in addition to that for its bytes: some stores answer only after
+    they have made copies."""
     bytes_per_s_min: float = 256 * 1024
     put_bytes_max: int = 128 << 20
     """Larger objects are put in parts: stores take at most 5 GiB in one request, and one stream is
@@ -105,8 +106,8 @@ class CloudObject:
 def meaning_of_status(
     what: str, status: int, code: str, exists: bool, pause_s: float = 0.0
 ) -> DieselError:
-    """The error for an HTTP status and the store's error code; `exists`: the library says that the
-    object exists; `pause_s`: the pause that the store asks for."""
+    """The error for an HTTP status and the store's error code. `exists`: the library says that the
+    object exists. `pause_s`: the pause that the store demands."""
     if code in _NO_BUCKET:
         return PermanentStoreError(
             f"{what}: no such bucket", advice="check its name, and create it first"
@@ -121,11 +122,11 @@ def meaning_of_status(
         return NoSpaceError(what, advice="free some space, or raise the quota")
     if exists and (status in (304, 412) or code in _EXISTS):
         return ObjectExists(f"{what}: exists already")
-    if code == "NoSuchUpload":  # ended, perhaps by our own last request, whose answer was lost
+    if code == "NoSuchUpload":  # ended, perhaps by our last request, if its answer was lost
         return AttemptFailed(what, may_have_succeeded=True)
     match status:
         case 401 | 403:
-            # S3 also says this of a missing key to a user who may not list the bucket.
+            # S3 also answers so for a missing key, if the user may not list the bucket.
             return ObjectStoreRefused(what, advice="check the credentials, and what they may do")
         case 404:
             return ObjectMissing(f"{what}: no such object")

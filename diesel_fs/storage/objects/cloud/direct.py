@@ -5,18 +5,16 @@ buckets hangs in forked children, and users' training processes fork. The librar
 the first bucket is opened, since that takes a tenth of a second.
 """
 
-from ....urls import CLOUD_SCHEMES, RepositoryUrl
-from ...open_stores import register_opener
 from ..store import ObjectStore
+from .opening import open_buckets_by
 
 
 def open_buckets_directly() -> None:
     """From now on this process opens bucket URLs itself. Nothing is sent before one is opened."""
-    for scheme in CLOUD_SCHEMES:
-        register_opener(scheme, _open)
+    open_buckets_by(_open)
 
 
-def _open(url: RepositoryUrl, create: bool) -> ObjectStore:
+def _open(url: str, create: bool) -> ObjectStore:
     from .store import open_cloud  # noqa: PLC0415  # the module's docstring says why
 
-    return open_cloud(url.objects_url, create=create)
+    return open_cloud(url, create=create)

@@ -1,12 +1,14 @@
 """Parses the URL of a bucket, and finds the endpoint and the credentials for it.
 
 Endpoint, region and credentials are those that the vendors' own tools would use: the environment
-first, then the profile in `~/.aws`, which botocore reads, with all that may stand there:
-`services`, `source_profile`, `credential_process`, SSO. (It is imported only then, since that takes
-a fifth of a second.) Plain http is used only if the endpoint's own URL says so. Credentials of
-instance and container roles are not read here: the client library asks for those itself.
+first, then the profile in `~/.aws`. botocore reads the profile, with everything that it may
+contain: `services`, `source_profile`, `credential_process`, SSO. (botocore is imported only then,
+since the import takes a fifth of a second.) Plain http is used only if the endpoint's own URL says
+so. Credentials of instance and container roles are not read here: the client library fetches those
+itself.
 
-Everything is computed again whenever credentials are to be read again; nothing is kept. Any thread.
+This module keeps nothing: each time that credentials must be read again, everything is computed
+again. Any thread.
 """
 
 import os
@@ -26,7 +28,7 @@ _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,220}[A-Za-z0-9]")
 # Characters that every vendor's store and the client library take without encoding them.
 _COMPONENT = re.compile(r"[A-Za-z0-9!_.*'()=+@,: -]{1,128}")
 _PREFIX_CHARS_MAX = 512  # a key has at most 1,024 bytes, and names of objects have some 100
-_RENEWED_S = 60  # credentials that end are read again so long before
+_RENEWED_S = 60  # this long before credentials end, they are read again
 
 _KEYS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 # With any of these variables the client library finds credentials by itself.
@@ -58,7 +60,8 @@ class BucketLocation:
 class BucketAccess:
     """How to reach a bucket. `options` holds secrets, so it is in no repr and no message.
 
-    `is_over` tells whether the credentials end soon: then all this has to be found again.
+    `is_over` returns whether the credentials end soon: the caller then calls `resolve_access`
+    again.
     """
 
     host: str
@@ -70,7 +73,7 @@ class BucketAccess:
 def parse_bucket_url(url: str) -> BucketLocation:
     """The location that `s3://bucket/prefix`, `gs://...` or `az://container/...` names.
 
-    Raises ConfigError, whose message repeats only parts of the URL that cannot be secret.
+    Raises ConfigError. Its message repeats only parts of the URL that cannot be secret.
     """
     location = source_location(parse_url(url))
     scheme, bucket, prefix = location.scheme, location.bucket, location.prefix
@@ -84,8 +87,8 @@ def parse_bucket_url(url: str) -> BucketLocation:
 
 
 def source_location(url: RepositoryUrl) -> BucketLocation:
-    """The bucket and the prefix that a URL names, if others have put the objects there: they may
-    have any keys. Raises ConfigError."""
+    """The bucket and the prefix that a URL names, if others have put the objects there: such
+    objects may have any keys. Raises ConfigError."""
     if url.scheme not in CLOUD_SCHEMES or url.meta:
         raise ConfigError(f"{url}: not the URL of a bucket", advice="s3://, gs:// or az://")
     if not _BUCKET.fullmatch(url.host):
@@ -95,8 +98,7 @@ def source_location(url: RepositoryUrl) -> BucketLocation:
 
 def resolve_access(location: BucketLocation, environ: Mapping[str, str]) -> BucketAccess:
     """The endpoint and the credentials that now apply. Raises ConfigError; ObjectStoreRefused if
-    the profile gives no credentials, AttemptFailed if a server that gives them cannot be reached.
-    """
+    the profile gives no credentials; AttemptFailed if a server of credentials cannot be reached."""
     match location.scheme:
         case "s3":
             return _access_to_s3(environ)
@@ -161,7 +163,7 @@ def _files(environ: Mapping[str, str]) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Profile:
-    """What the user's AWS profile says; empty for what it does not say."""
+    """The settings in the user's AWS profile; a setting that is not there is empty."""
 
     endpoint: str = ""
     region: str = ""
@@ -170,8 +172,8 @@ class _Profile:
 
 
 def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
-    """The user's AWS profile, with its credentials if they are wanted. Raises as `resolve_access`,
-    with errors that show no line of a file."""
+    """The user's AWS profile, with its credentials if `credentials` is true. Raises as
+    `resolve_access`; no error shows a line of a file."""
     import botocore.session  # noqa: PLC0415  # the module's docstring says why
     from botocore.exceptions import (  # noqa: PLC0415
         BotoCoreError,

@@ -41,7 +41,7 @@ from ....net.messages import parse_error
 from ....settings import state_folder
 from ....system import daemons
 from ....system.vectored_io import byte_views, write_all
-from ..store import ObjectInfo, ObjectStore, check_range
+from ..store import Housekeeping, ObjectInfo, ObjectStore, check_range
 
 log = logging.getLogger("diesel.objects")
 
@@ -145,7 +145,7 @@ class CloudProxy(ObjectStore):
         self, *call: object, payload: Sequence[Bytes] = (), room: memoryview | None = None
     ) -> tuple[object, memoryview]:
         """The value and the bytes that a call of the store returns. If the helper has ended, the
-        call is repeated once with a new helper. Raises what the call raised."""
+        call is repeated once with a new helper. Raises the error of the call."""
         try:
             return self._call_once(call, payload, room)
         except HelperDisconnected:
@@ -224,10 +224,6 @@ class CloudProxy(ObjectStore):
                 )
                 self._sockets.close()
 
-    def close_idle(self) -> None:
-        with self._lock:
-            self._sockets.close()
-
     def _helper_ended(self) -> ObjectStoreError:
         return ObjectStoreError(
             f"the helper process for {self._url} has ended", advice=f"its log is {_log_path()}"
@@ -242,6 +238,10 @@ class CloudProxy(ObjectStore):
         self._connections = weakref.WeakSet()
 
     # The store
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return _ProxyHousekeeping(self)
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """As `ObjectStore.put`. The call is not repeated if the helper ends: then it is unknown
@@ -269,10 +269,6 @@ class CloudProxy(ObjectStore):
         for batch in self._batches("list", prefix, after):
             yield from (ObjectInfo(*each) for each in cast("list[tuple[str, int, int]]", batch))
 
-    def names(self, prefix: str, after: str = "") -> Iterator[str]:
-        for batch in self._batches("names", prefix, after):
-            yield from cast("list[str]", batch)
-
     def _batches(self, listing: str, prefix: str, after: str) -> Iterator[_Batch]:
         """The answers of the helper to one listing, each of `NAMES_AT_ONCE` items but the last."""
         while True:
@@ -291,9 +287,21 @@ class CloudProxy(ObjectStore):
     def delete(self, name: str) -> None:
         self._call("delete", name)
 
+
+class _ProxyHousekeeping(Housekeeping):
+    _store: CloudProxy
+
+    def names(self, prefix: str, after: str = "") -> Iterator[str]:
+        for batch in self._store._batches("names", prefix, after):
+            yield from cast("list[str]", batch)
+
     def foreign(self, prefix: str = "") -> Iterator[str]:
-        value, _ = self._call("foreign", prefix)
+        value, _ = self._store._call("foreign", prefix)
         return iter(cast("list[str]", value))
+
+    def close_idle(self) -> None:
+        with self._store._lock:
+            self._store._sockets.close()
 
 
 def _start_helper(url: str, *, create: bool) -> tuple[socket.socket, uuid.UUID]:

@@ -2,8 +2,8 @@
 
 `python -m diesel_fs.storage.objects.cloud.proxy_process URL DESCRIPTOR [--create]` opens the store
 at URL and reports on stdout that it is ready. DESCRIPTOR is the helper's end of the control socket.
-Each connection that comes over it is served by a thread of its own. The helper ends when the other
-ends of the control socket and of all connections are closed.
+A thread of its own serves each connection that arrives over it. The helper ends when the other ends
+of the control socket and of all connections are closed.
 """
 
 import logging
@@ -89,9 +89,11 @@ def _answer(
                 batch = islice(store.list(prefix, after), NAMES_AT_ONCE)
                 return {"value": [astuple(info) for info in batch]}, []
             case ["names", str(prefix), str(after)]:
-                return {"value": [*islice(store.names(prefix, after), NAMES_AT_ONCE)]}, []
+                return {
+                    "value": [*islice(store.housekeeping.names(prefix, after), NAMES_AT_ONCE)]
+                }, []
             case ["foreign", str(prefix)]:
-                return {"value": [*store.foreign(prefix)]}, []
+                return {"value": [*store.housekeeping.foreign(prefix)]}, []
         raise UsageError(f"not a call of an object store: {call!r:.80}")
     except FormatError as error:
         return {**error_message(error), "offset": error.offset}, []

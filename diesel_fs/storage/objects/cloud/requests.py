@@ -1,14 +1,15 @@
 """Single requests to a bucket (S3, Google, Azure) through the library `obstore`, by key.
 
-This is the only module that knows obstore: its clients, its options, and what its errors mean. It
-bounds the time of each request and the number of requests that a process has under way (an upload
-in parts counts as one). No request is repeated, here or in the library; `retry.py` does that.
+This is the only module that knows obstore: its clients, its options, and the meaning of its errors.
+It bounds the time of each request and the number of requests that a process has under way (an
+upload in parts counts as one). Neither this module nor the library repeats a request; `retry.py`
+does that.
 
 Redirects: the library follows a redirect of a GET by itself, without our signature if the host
 changes, and never from https to http. A PUT is not redirected.
 
-Two things have no bound: a listing whose pages are empty and always promise more does not end, and
-a signal does not interrupt a request, so ^C takes effect when the request ends.
+Two things have no bound. If all pages of a listing are empty and promise more, the listing does not
+end. A signal does not interrupt a request, so ^C takes effect when the request ends.
 
 Concurrency: any thread. All threads share one client for each time limit. A semaphore of the
 process bounds the requests under way, whatever the number of stores: 2,000 readers at the start of
@@ -16,10 +17,10 @@ a task must not need 2,000 sockets.
 
 Fork: the library's runtime (tokio, with threads of its own, started by the first request of a
 process) does not survive in a forked child: every request there would hang for ever (obstore
-0.12.1; measured with the parent's client, with a new one, with all of the parent's deleted, and
-with the module imported again). If the parent has imported this module, and even made clients, but
-sent no request, its child can send requests; a child of that child then cannot. So a request in a
-child of a process that has sent one raises at once (`check_process`).
+0.12.1; measured with the parent's client, with a new client, with all clients of the parent
+deleted, and with the module imported again). If the parent has imported this module, and even made
+clients, but sent no request, its child can send requests; then a child of that child cannot. So a
+request raises at once (`check_process`) if a process that this one was forked from has sent one.
 """
 
 import os
@@ -269,7 +270,7 @@ class CloudRequests:
             after = page[-1]["path"]
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
-        """The listing; nothing is sent before its first page is asked for."""
+        """The listing; nothing is sent before the caller takes its first page."""
         client = self._client(self.limits.stall_s)
         return obstore.list(
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
@@ -322,8 +323,8 @@ class CloudRequests:
             raise self._translate_error(doing, key, error) from None
 
     def _client(self, request_s: float) -> _Client:
-        """The client whose requests may take `request_s`: in the library a client, not a request,
-        has a time-out.
+        """The client with the time limit `request_s`: in the library a client, not a request, has a
+        time-out.
 
         Only the client that reads bodies has a read time-out, since that also runs while a request
         is being sent.
@@ -335,7 +336,8 @@ class CloudRequests:
         return clients[request_s]
 
     def _open_client(self, request_s: float) -> dict[float, _Client]:
-        """The clients, among them one for `request_s`, with credentials that last."""
+        """The clients, with one for `request_s` among them, and with credentials that do not end
+        soon."""
         access = self._access
         if access is None or access.is_over():
             access = resolve_access(
@@ -382,7 +384,7 @@ class CloudRequests:
 
 
 def _fault_of_key(text: str) -> str:
-    """Which key the library refuses as a path, and why, as far as its text says."""
+    """The key that the library refuses as a path, and the reason, as far as its text names them."""
     match = _BAD_KEY.search(text.partition("\n\nDebug source")[0])
     key = match[1] if match else ""
     named = f"the key {shown(key.encode())}" if key else "a key there"

@@ -1,9 +1,10 @@
 """Objects that others have put into an S3 bucket, under any key: lists and reads them.
 
-Through botocore. `requests.py`, which speaks to the chunks of a repository, takes keys for paths:
-its library removes the slash at the end of a key, and lists nothing of a page that has a key like
-`a//b`. botocore gives keys as they are, and knows all that `~/.aws` may say: profiles, SSO, roles,
-programs that give credentials. No other module sends requests for objects by botocore.
+This module uses botocore, and no other module sends requests for objects through it. The reason is
+that `requests.py`, which reads and writes the chunks of a repository, treats keys as paths: its
+library removes the slash at the end of a key, and lists nothing of a page that has a key like
+`a//b`. botocore returns keys unchanged, and knows everything that `~/.aws` may contain: profiles,
+SSO, roles, programs that print credentials.
 
 No request is repeated here; `retry.py` does that. Concurrency: any thread; a fork is allowed.
 """
@@ -49,7 +50,7 @@ _YES = ("1", "true", "yes", "on")
 
 
 class _Client(Protocol):
-    """What is used of botocore's client, which has no types."""
+    """The methods that this module uses of botocore's client, which has no types."""
 
     def list_objects_v2(self, **fields: object) -> Mapping[str, object]: ...
     def head_object(self, **fields: object) -> Mapping[str, object]: ...
@@ -70,8 +71,8 @@ class S3Source:
         self._host = "S3"
 
     def pages(self, prefix: str, after: str) -> Iterator[list[CloudObject]]:
-        """Pages of the objects whose keys begin with `prefix` and come after the key `after`, in
-        the order of the store's listing."""
+        """Pages of the objects with keys that begin with `prefix` and come after the key `after`,
+        in the order of the store's listing."""
         token: dict[str, object] = {"StartAfter": after} if after else {}
         while True:
             found = self._send("list", prefix, lambda client, token=token: client.list_objects_v2(  # type: ignore[misc]  # mypy infers no lambda with defaults
@@ -118,8 +119,8 @@ class S3Source:
 
     @cached_property
     def _client(self) -> _Client:
-        """botocore's client, which repeats nothing, and sends by the settings of the environment
-        and of `~/.aws`."""
+        """botocore's client, set up to repeat nothing, with the settings of the environment and of
+        `~/.aws`."""
         environ, limits = os.environ, self.limits
         session = botocore.session.get_session()
         style = "virtual" if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
@@ -168,7 +169,7 @@ class S3Source:
             return PermanentStoreError(f"{what}: its certificate is not trusted")
         if isinstance(error, _NO_ANSWER):
             return AttemptFailed(f"{what}: {_reason(error)}")
-        # All others come before a request is sent: of credentials, profiles, settings
+        # All other errors arise before a request is sent: from credentials, profiles, settings
         return ObjectStoreRefused(
             f"{what}: {_first_line(error)}",
             advice="check the environment (AWS_...) and ~/.aws/config, with `aws s3 ls`",

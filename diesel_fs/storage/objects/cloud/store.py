@@ -1,18 +1,20 @@
 """The object store in a bucket: S3 and stores that speak its protocol, Google's, and Azure's.
 
 `CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`): it never
-overwrites an object, resumes a read whose body broke off, and lists in order whatever order the
+overwrites an object, resumes a read if the body breaks off, and lists in order whatever order the
 bucket answers in. `open_cloud` adds retries (`retry.py`).
 
 An object is written by one request, or in parts if it is large, and is there whole or not at all.
 So a bucket has no leftovers that can be listed; a rule of the bucket for incomplete uploads removes
 the parts of processes that were killed.
 
-Importing this module imports `obstore`, so only programs of DIESEL-FS do (`requests.py` says why,
-and what holds after a fork).
+Importing this module imports `obstore`, so only programs of DIESEL-FS import it (`requests.py` says
+why, and which requests are possible after a fork).
 
-Concurrency: any thread. Threads share only what has been found out about the store, each by a
-single assignment.
+Concurrency: any thread. Threads share two facts that they have found out about the store: whether
+it supports "put only if absent", and whether it lists out of order. Each is one field, set by a
+single assignment. If two threads find out the same fact at once, the race costs only a repeated
+request.
 """
 
 import re
@@ -31,7 +33,7 @@ from ....format.entries import Bytes
 from ....format.object_names import FOLDER_NAME, OBJECT_NAME, STORE_MARKER
 from .. import store as contract
 from ..retry import AttemptFailed, RetryClock, RetryingStore, RetryLoop, RetryPolicy
-from ..store import ObjectInfo, ObjectStore
+from ..store import FastReads, Housekeeping, ObjectInfo, ObjectStore
 from .answers import (
     AttemptLimits,
     BrokenBody,
@@ -44,8 +46,8 @@ from .answers import (
 from .location import parse_bucket_url
 from .requests import CloudRequests, ResponseBody
 
-_RESUMES_MAX = 8  # of one read, and one more for each MiB: a link that breaks more often is useless
-_RELISTS_MAX = 4  # listings of which two must agree, where the bucket lists out of order
+_RESUMES_MAX = 8  # per read, and one more for each MiB: a link that breaks more often is useless
+_RELISTS_MAX = 4  # listings of a bucket that lists out of order, until two of them agree
 _STRAY_KEYS_MAX = 5000  # repeated keys in one listing before it counts as endless
 _ENCODED = re.compile(r"%2[Ff]")  # a slash in a name that the store has listed in URL encoding
 _PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these in an offset
@@ -76,7 +78,7 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """A store whose objects are objects of a bucket, with keys below one prefix."""
+    """A store that keeps each object as an object of a bucket, under a key below one prefix."""
 
     fork_safe = False  # `requests.py` says why
 
@@ -132,6 +134,14 @@ class CloudStore(ObjectStore):
         except ConditionsUnsupported:
             requests.put(location.key(STORE_MARKER), [content], create=False)
         return cls.open(requests)
+
+    @property
+    def fast_reads(self) -> FastReads:
+        return _CloudReads(self)
+
+    @property
+    def housekeeping(self) -> Housekeeping:
+        return _CloudHousekeeping(self)
 
     # Writing
 
@@ -216,17 +226,6 @@ class CloudStore(ObjectStore):
         contract.check_range(name, start, None)
         self._read(name, start, memoryview(buffer).cast("B"), None)
 
-    def read_ranges(
-        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
-    ) -> Iterator[memoryview]:
-        """As `ObjectStore.read_ranges`. All ranges are of one version of the object: later requests
-        demand the ETag of the first."""
-        etag: str | None = None
-        for start, size in ranges:
-            contract.check_range(name, start, size)
-            etag = self._read(name, start, room[:size], etag)
-            yield room[:size].toreadonly()
-
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
         """Fill `view` from the version with this ETag (None: any). Returns the version's ETag."""
         key, end, until = self._location.key(name), start + len(view), self._until(len(view))
@@ -260,7 +259,7 @@ class CloudStore(ObjectStore):
         cause: BrokenBody,
         until: float,
     ) -> None:
-        """Resume a read whose body broke off (`cause`), from the same version of the object, as
+        """Resume a read after its body broke off (`cause`), from the same version of the object, as
         long as each request brings some bytes."""
         done, resumes_left = cause.received, _RESUMES_MAX + (len(view) >> 20)
         while done < len(view):
@@ -324,22 +323,9 @@ class CloudStore(ObjectStore):
         if marker_due:
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
-    def foreign(self, prefix: str = "") -> Iterator[str]:
-        contract.check_prefix(prefix)
-        known: set[str] = set()
-        for page in self._pages(prefix, ""):
-            for found in page:
-                name = self._name(found.key)
-                if not name.startswith(prefix) or OBJECT_NAME.fullmatch(name):
-                    continue
-                shown = _topmost_foreign(name)
-                if shown and shown not in known:
-                    known.add(shown)
-                    yield shown
-
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """The objects in order: lazily, until a page is out of order; then all are read and
-        sorted."""
+        """The objects in order. They are yielded lazily until a page is out of order; then all
+        objects are read and sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
@@ -364,8 +350,8 @@ class CloudStore(ObjectStore):
     def _rest(
         self, prefix: str, after: str, last: str, yielded: "_Digest"
     ) -> Iterator[CloudObject]:
-        """The objects behind `last`, sorted. Raises PermanentStoreError if an object before `last`
-        is not among those that the caller has yielded already."""
+        """The objects behind `last`, sorted. Raises PermanentStoreError if the caller has not yet
+        yielded an object before `last`."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -381,7 +367,7 @@ class CloudStore(ObjectStore):
         yield from rest
 
     def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """All objects, sorted, from as many listings as it takes until one shows nothing new."""
+        """All objects, sorted. Lists the bucket again until a listing shows nothing new."""
         known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
@@ -425,8 +411,41 @@ class CloudStore(ObjectStore):
         return key[len(start) :] if key.startswith(start) else f"/{key}"
 
 
+class _CloudReads(FastReads):
+    _store: CloudStore
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        """As `FastReads.read_ranges`. All ranges are of one version of the object: later requests
+        demand the ETag of the first."""
+        etag: str | None = None
+        for start, size in ranges:
+            contract.check_range(name, start, size)
+            etag = self._store._read(name, start, room[:size], etag)
+            yield room[:size].toreadonly()
+
+
+class _CloudHousekeeping(Housekeeping):
+    _store: CloudStore
+
+    def foreign(self, prefix: str = "") -> Iterator[str]:
+        contract.check_prefix(prefix)
+        known: set[str] = set()
+        for page in self._store._pages(prefix, ""):
+            for found in page:
+                name = self._store._name(found.key)
+                if not name.startswith(prefix) or OBJECT_NAME.fullmatch(name):
+                    continue
+                shown = _topmost_foreign(name)
+                if shown and shown not in known:
+                    known.add(shown)
+                    yield shown
+
+
 class _Digest:
-    """A set of names that can only be compared: two numbers, whatever their order and count."""
+    """A set of names that can only be compared: two numbers, however many names it has and in
+    whatever order they came."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -453,7 +472,7 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
-    """Read a body. If it breaks off, returns the error, which says how far it got."""
+    """Read a body. If it breaks off, returns the error, which says how many bytes arrived."""
     try:
         body.fill(view, until)
     except BrokenBody as error:
@@ -480,8 +499,8 @@ def _just_before(prefix: str) -> str:
 
 
 def _topmost_foreign(name: str) -> str:
-    """The first part of a foreign name that is no folder of the store. Empty for a key outside the
-    store, and for a key that only stands for a folder."""
+    """The shortest beginning of a foreign name that is no folder of the store. Empty for a key
+    outside the store, and for a key that only stands for a folder."""
     parts = name.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])

@@ -1,7 +1,7 @@
-"""Which files a dataset of Hugging Face's `datasets` reads: its Arrow table has their paths.
+"""Finds the files of a dataset of Hugging Face's `datasets`: its Arrow table has their paths.
 
-`load_dataset("imagefolder")` and its like keep a path in the table for each file that lies on this
-machine, and open the file when the row is asked for.
+`load_dataset("imagefolder")` and the like keep a path in the table for each file on this machine,
+and open the file when the row is read.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol
 
 _OF_FILES = frozenset(("Image", "Audio", "Video", "Pdf", "Nifti"))
-"""Features whose column has a path and, where the content is in the table, bytes."""
+"""Features with a column that has a path and, if the content is in the table, bytes."""
 
 
 class _Column(Protocol):
-    """What is used of an Arrow column of structs."""
+    """The used part of an Arrow column of structs."""
 
     chunks: list[_Column]
     null_count: int
@@ -25,13 +25,13 @@ class _Column(Protocol):
 
 
 class _Rows(Protocol):
-    """What is used of an Arrow table."""
+    """The used part of an Arrow table."""
 
     def column(self, name: str) -> _Column: ...
 
 
 class _Dataset(Protocol):
-    """What is used of a `datasets.Dataset`."""
+    """The used part of a `datasets.Dataset`."""
 
     features: Mapping[str, object]
     format: Mapping[str, list[str]]
@@ -42,14 +42,14 @@ class _Dataset(Protocol):
 
 
 def paths(dataset: object) -> Iterable[str] | None:
-    """The path of each row's file, "" for a row without one; None for any other dataset, and where
-    the table has the contents themselves. Of several columns with files, the first counts."""
+    """The path of each row's file, "" for a row without one; None for any other dataset, and if the
+    table has the contents themselves. If several columns have files, the first one counts."""
     found = _column(dataset)
     return None if found is None else _paths(found[0][:].column(found[1]))
 
 
 def path_at(dataset: object, index: int) -> str | None:
-    """The path of one row's file; None where `paths` gives none."""
+    """The path of one row's file; None if `paths` gives none."""
     found = _column(dataset)
     if found is None:
         return None
@@ -58,14 +58,14 @@ def path_at(dataset: object, index: int) -> str | None:
 
 
 def _column(dataset: object) -> tuple[_Dataset, str] | None:
-    """The column of a dataset that names files, alone and as Arrow's, and its name."""
+    """The column of a dataset that names files, as a dataset of Arrow values, and its name."""
     if type(dataset).__module__ != "datasets.arrow_dataset":
         return None
     table: _Dataset = dataset  # type: ignore[assignment] # by its module
     for name, feature in table.features.items():
         if type(feature).__name__ in _OF_FILES and name in table.format["columns"]:
             rows = table.select_columns(name).with_format("arrow")
-            if _has_files(rows[:1].column(name)):  # else `[:]` might bring all contents
+            if _has_files(rows[:1].column(name)):  # otherwise `[:]` might read all contents
                 return rows, name
     return None
 

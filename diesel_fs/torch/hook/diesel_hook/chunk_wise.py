@@ -6,7 +6,7 @@ and the rules for `drop_last` are those of the sampler that is replaced. A `Dist
 gives each rank a contiguous part, so that a chunk is read by one rank.
 
 A sampler is chunk-wise while it has the attribute `_diesel_chunks` (`Grouping`). A copy of the
-sampler has it, too, so orders can be foreseen.
+sampler has the attribute, too, so orders can be predicted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _installed: list[bool] = []  # one, once the classes are wrapped
 
 
 class _Tensor(Protocol):
-    """What is used of a tensor."""
+    """The used part of a tensor."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: object) -> _Tensor: ...
@@ -34,7 +34,7 @@ class _Tensor(Protocol):
 
 
 class _Sampler(Protocol):
-    """What is used of torch's samplers; none has all of it."""
+    """The used parts of torch's samplers; none has all of them."""
 
     data_source: Sequence[object]
     dataset: Sequence[object]
@@ -52,7 +52,7 @@ class _Sampler(Protocol):
 
 
 class Grouping(NamedTuple):
-    """How the samples of a dataset are shuffled."""
+    """Determines the groups in which the samples of a dataset are shuffled."""
 
     chunks: _Tensor
     """For each index of the dataset the number of a chunk, or -1."""
@@ -61,7 +61,6 @@ class Grouping(NamedTuple):
 
 
 def _install() -> None:
-    """Have the samplers that are marked give chunk-wise orders."""
     if _installed:
         return
     _installed.append(True)
@@ -74,8 +73,8 @@ def _install() -> None:
 def mark(sampler: object, grouping: Grouping, *, is_whole: bool = True) -> str | None:
     """Make a sampler of a dataset chunk-wise, if it is random.
 
-    `is_whole` is False where this process alone knows the chunks, so that its order may differ
-    from that of other ranks. Returns what the user should know where a random order stays as it is.
+    `is_whole` is False if this process alone knows the chunks, so that its order may differ from
+    that of other ranks. Returns a note for the user if a random order stays as it is.
     """
     dataset_size = len(grouping.chunks)
     data = sys.modules["torch.utils.data"]
@@ -119,7 +118,7 @@ def chunk_wise(grouping: Grouping, generator: object) -> list[int]:
         chunks[unknown] = known[drawn]  # type: ignore[index] # a tensor
     numbers, inverse = torch.unique(chunks, return_inverse=True)
     group = torch.randperm(len(numbers), generator=generator) // group_size
-    # Equal keys are so rare that what is done with them does not matter, if it is always the same.
+    # Equal keys are rare, so any order among them is good, if it is always the same.
     keys = group[inverse] + torch.rand(len(chunks), generator=generator, dtype=torch.float64)
     order: list[int] = torch.argsort(keys, stable=True).tolist()
     return order

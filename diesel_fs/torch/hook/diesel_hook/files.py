@@ -1,4 +1,4 @@
-"""Which files a map-style dataset reads for each index."""
+"""Finds the files that a map-style dataset reads for each index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .link import Link
 
 if TYPE_CHECKING:
     Steps = Sequence[str | int]
-    """How one comes from a loader's dataset to one inside: attributes, and indices of lists."""
+    """The way from a loader's dataset to one inside: attributes, and indices of lists."""
 
 _Row = TypeVar("_Row")
 
@@ -30,16 +30,16 @@ _FOLDERS = ("samples", "imgs", "paths")
 """Attributes of datasets of files: a list of paths, or of tuples that begin with a path."""
 
 
-_SAMPLED = 256  # rows of a list that are looked at again: lists change as a whole
+_SAMPLED = 256  # rows of a list that are compared again: lists change as a whole
 
 
-class Part(NamedTuple):
-    """A dataset in a loader's dataset, or that itself, which reads files."""
+class NestedDataset(NamedTuple):
+    """A dataset that reads files: a loader's dataset, or one inside it."""
 
     steps: Steps
-    """How one comes to it from the loader's dataset."""
+    """The way to it from the loader's dataset."""
     table: str
-    """The launcher's name for what is known of its files."""
+    """The launcher's name of its table of files."""
     is_listed: bool
     """Whether it has a list of its files."""
 
@@ -48,31 +48,31 @@ def _never_changes(_: object) -> bool:
     return True
 
 
-class Told:
-    """A dataset that the launcher has been told of."""
+class KnownDataset:
+    """A dataset that the launcher knows."""
 
     def __init__(
         self,
         number: int,
-        parts: Sequence[Part],
+        parts: Sequence[NestedDataset],
         size: int,
         is_unchanged: Callable[[object], bool] = _never_changes,
     ) -> None:
-        """`is_unchanged` says of the dataset whether it is still as it was told."""
+        """`is_unchanged` returns whether the dataset is still as the launcher knows it."""
         self.number = number
         self.is_whole = all(each.is_listed for each in parts)
-        """Whether it said all of its files itself."""
+        """Whether the dataset lists all of its files."""
         self.parts = parts
         self.size = size
         self.is_unchanged = is_unchanged
         self.is_learned = not parts
-        """Whether nothing is left to learn of what its samples open."""
+        """Whether all files that its samples open are known."""
         self._seen = bytearray(size if parts else 0)
-        self._news = 0  # indices that were new since the last call of `begin`
+        self._news = 0  # new indices since the last call
         self._has_begun = False
 
     def begin(self) -> None:
-        """An epoch begins. Learning ends with the first one that gave nothing new."""
+        """Begin an epoch. Learning ends after the first epoch without a new sample."""
         if self.is_learned:
             return
         news, self._news = self._news, 0
@@ -82,7 +82,7 @@ class Told:
         self._has_begun = True
 
     def saw(self, indices: Sequence[int]) -> None:
-        """These samples were read while their dataset was learned."""
+        """Record that these samples were read while their dataset was learned."""
         seen = self._seen
         for index in indices:
             if index < len(seen) and not seen[index]:
@@ -90,19 +90,17 @@ class Told:
                 self._news += 1
 
 
-class Datasets:
-    """The datasets that the launcher has been told of."""
-
+class KnownDatasets:
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._known: dict[int, tuple[weakref.ref[object], Told]] = {}  # by id
-        """Of each dataset: a reference that does not keep it, and what was told."""
+        self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}  # by id
+        """Each dataset: a weak reference, and its `KnownDataset`."""
 
         self._count = 0
 
-    def told(self, dataset: object) -> Told | None:
-        """What the launcher knows of a dataset; None where it has no files by index. One that has
-        changed since is told anew."""
+    def told(self, dataset: object) -> KnownDataset | None:
+        """The launcher's record of a dataset; None if it has no files by index. A dataset that has
+        changed is sent again."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -113,7 +111,7 @@ class Datasets:
             self._link.send({"do": "forget", "dataset": known[1].number})
         told = self._tell(dataset, size)
         if told is not None:
-            with suppress(TypeError):  # of a class without references: it is told each time
+            with suppress(TypeError):  # no weak references: it is sent each time
                 self._known[id(dataset)] = weakref.ref(dataset), told
         return told
 
@@ -123,7 +121,7 @@ class Datasets:
                 del self._known[key]
                 self._link.send({"do": "forget", "dataset": told.number})
 
-    def _tell(self, dataset: object, size: int) -> Told | None:
+    def _tell(self, dataset: object, size: int) -> KnownDataset | None:
         name = type(dataset).__name__
         inner = getattr(dataset, "dataset", None)
         indices = getattr(dataset, "indices", None)
@@ -149,11 +147,11 @@ class Datasets:
             return None
         if size > 0 and hasattr(kind, "__getitem__") and kind.__flags__ & _DEFINED_IN_PYTHON:
             number = self._next({"do": "learn", "size": size, "name": name})
-            part = Part((), f"{os.getpid()}.{number}", is_listed=False)
-            return Told(number, [part], size)
+            part = NestedDataset((), f"{os.getpid()}.{number}", is_listed=False)
+            return KnownDataset(number, [part], size)
         return None
 
-    def _subset(self, inner: object, indices: Sequence[int]) -> Told | None:
+    def _subset(self, inner: object, indices: Sequence[int]) -> KnownDataset | None:
         of = self.told(inner)
         if of is None:
             return None
@@ -166,9 +164,9 @@ class Datasets:
 
         number = self._next({"do": "subset", "of": of.number}, memoryview(column))
         parts = [each._replace(steps=("dataset", *each.steps)) for each in of.parts]
-        return Told(number, parts, len(column), is_unchanged)
+        return KnownDataset(number, parts, len(column), is_unchanged)
 
-    def _concat(self, parts: Sequence[object], size: int) -> Told | None:
+    def _concat(self, parts: Sequence[object], size: int) -> KnownDataset | None:
         told = [self.told(each) for each in parts]
         known = [each for each in told if each is not None]
         if len(known) < len(told):
@@ -183,7 +181,7 @@ class Datasets:
             for at, each in enumerate(known)
             for part in each.parts
         ]
-        return Told(number, inner, size, is_unchanged)
+        return KnownDataset(number, inner, size, is_unchanged)
 
     def _files(
         self,
@@ -191,14 +189,14 @@ class Datasets:
         paths: Iterable[str],
         size: int,
         is_unchanged: Callable[[object], bool] = _never_changes,
-    ) -> Told:
+    ) -> KnownDataset:
         number = self._next({"do": "files", "size": size, "name": name})
         left = iter(paths)
         while part := list(islice(left, _PART)):
             message = {"do": "paths", "dataset": number, "cwd": os.getcwd()}
             self._link.send(message, os.fsencode("\0".join(part)))
-        known = Part((), f"{os.getpid()}.{number}", is_listed=True)
-        return Told(number, [known], size, is_unchanged)
+        known = NestedDataset((), f"{os.getpid()}.{number}", is_listed=True)
+        return KnownDataset(number, [known], size, is_unchanged)
 
     def _next(self, message: dict[str, object], payload: bytes | memoryview = b"") -> int:
         self._count += 1
@@ -206,17 +204,17 @@ class Datasets:
         return self._count
 
 
-class Listing:
-    """Looks up which file a dataset lists for an index. It does not keep the dataset."""
+class FileListing:
+    """Looks up the file that a dataset lists for an index. It holds no reference to the dataset."""
 
     def __init__(self, dataset: object) -> None:
         self._place = _place(dataset, _size(dataset))
         self.is_slow = self._place is None
-        """Whether it takes milliseconds: the list is an Arrow table."""
+        """Whether a look-up takes milliseconds, because the list is an Arrow table."""
 
     def path(self, dataset: object, index: int) -> str:
-        """The path, as `dataset` lists it now; empty if it lists none. May raise what a dataset
-        raises."""
+        """The path that `dataset` now lists; empty if it lists none. May raise any exception of the
+        dataset."""
         if self._place is None:
             return arrow_tables.path_at(dataset, index) or ""
         return _path(_rows_at(dataset, self._place)[index])
@@ -245,7 +243,7 @@ def _place(dataset: object, size: int) -> Sequence[str] | None:
         if isinstance(found, (list, tuple)) and len(found) == size and size:
             first = found[0]
             path = first[0] if isinstance(first, (tuple, list)) and first else first
-            # Or it is a path below a folder that only the dataset knows.
+            # Otherwise it may be a path below a folder that only the dataset knows.
             if isinstance(path, (str, os.PathLike)) and os.path.lexists(path):
                 return place
     return None
@@ -263,6 +261,6 @@ def _path(row: object) -> str:
 
 
 def _sampled(rows: Sequence[_Row], what: Callable[[_Row], object]) -> list[object]:
-    """Something of rows that are spread over a list."""
+    """A value of each of some rows that are spread over a list."""
     size = len(rows)
     return [what(rows[at]) for at in range(0, size, max(size // _SAMPLED, 1))]

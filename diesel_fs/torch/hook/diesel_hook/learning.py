@@ -1,16 +1,16 @@
 """Finds out which files a dataset opens for each index: whether those of its list, if it has one.
 
-While the samples of a dataset are read, the `__getitem__` of its class notes which index is read,
-and an audit hook notes which files Python opens meanwhile. Native readers open files that Python
-does not see: some are wrapped by name. This happens where samples are read: in the workers of a
-`DataLoader`, or in the process itself if it has none. What was found goes to the launcher, which
-keeps the files that lie in mounts.
+While the samples of a dataset are read, the `__getitem__` of its class records the index, and an
+audit hook records the files that Python opens meanwhile. Native readers open files that Python does
+not see: some are wrapped by name. This happens in the process that reads the samples: in the
+workers of a `DataLoader`, or in the process itself if it has none. The launcher gets the result,
+and keeps the files that lie in mounts.
 
-A few samples are *checked*: the first ones of an epoch, and one in a second. For these, what was
-opened is sent in any case, so that the launcher finds out if it plans what nobody reads. Where a
+A few samples are *checked*: the first ones of an epoch, and one in a second. For these, the opened
+files are sent in any case, so that the launcher notices a plan of files that are never read. If a
 listed file was not seen, the next checks look with inotify (`opens.py`): a native library may have
 read it. All other samples are *learned* in the first epochs, unless the dataset opens its list and
-nothing else. In between the class is left as it was, so a loop pays for the checks alone.
+nothing else. In between the class is left unwrapped, so a loop pays only for the checks.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Protocol
 
-from .files import Listing, Part
+from .files import FileListing, NestedDataset
 from .link import Link
 
 _SEND_S = 0.02
-_CHECKED_FIRST = 16  # samples of an epoch, in each process
+_CHECKED_FIRST = 16  # first samples of an epoch, in each process
 _CHECK_S = 1.0  # between two checks after these
 _CHECKED_ROWS_MAX = 256  # of a batch that is read at once
 _WRITES = os.O_WRONLY | os.O_RDWR
@@ -57,52 +57,48 @@ if TYPE_CHECKING:
 
 
 class _Function(Protocol):
-    """A function or a method of somebody else's."""
+    """A function or a method of other code."""
 
     def __call__(self, *arguments: object, **named: object) -> object: ...
 
 
 class _Known:
-    """A dataset whose samples are looked at."""
-
-    def __init__(self, dataset: object, part: Part, *, may_learn: bool) -> None:
+    def __init__(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
         try:
             self.dataset: Callable[[], object] = weakref.ref(dataset)
-        except TypeError:  # of a class without references
+        except TypeError:  # its class allows no weak references
             self.dataset = lambda: dataset
         self.kind = type(dataset)
         self.table = part.table
-        self._listing = Listing(dataset) if part.is_listed else None
+        self._listing = FileListing(dataset) if part.is_listed else None
         self.may_learn = may_learn
         self.learns = may_learn and not part.is_listed
-        """Whether every sample is looked at."""
+        """Whether every sample is observed."""
         self.indices: set[int] = set()
-        """Those that are known."""
+        """Its known samples."""
         self.is_suspected = False
-        """Whether a file of its list was not seen when it should have been opened."""
+        """Whether a file of its list was not seen although it should have been opened."""
         self._checked = 0  # samples
         self._checked_s = 0.0
 
     def is_due(self) -> bool:
-        """Whether the next sample is to be checked."""
         return self._checked < _CHECKED_FIRST or time.monotonic() - self._checked_s >= _CHECK_S
 
     def is_idle(self) -> bool:
-        """Whether no sample is looked at until the next check."""
+        """Whether no sample is observed until the next check."""
         return not self.learns and not self.is_due()
 
     def checks(self, samples: int) -> None:
-        """So many are checked now."""
         self._checked += samples
         self._checked_s = time.monotonic()
 
     def suspect(self) -> None:
-        """A listed file was not seen. Check as many samples as when an epoch begins."""
+        """A listed file was not seen. Check as many samples as at the beginning of an epoch."""
         self.is_suspected, self._checked = True, 0
 
     def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
-        """What the dataset lists for these samples; empty if it has no list, or one that is slow
-        to look up, unless `always`."""
+        """The files that the dataset lists for these samples; empty if it has no list, or a list
+        that is slow to look up, unless `always`."""
         if self._listing is None or (self._listing.is_slow and not always):
             return []
         dataset = self.dataset()
@@ -110,7 +106,7 @@ class _Known:
 
 
 class _Reading:
-    """What is opened while samples are read."""
+    """The files that are opened while samples are read."""
 
     def __init__(self) -> None:
         self.paths: list[Path] = []
@@ -120,15 +116,15 @@ class _Reading:
 
 
 class Learner:
-    """Notes which files datasets open, and sends it."""
+    """Records the files that datasets open, and sends them."""
 
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, _Known] = {}  # by id of the dataset
         self._reading: _Reading | None = None  # while a sample is read
-        self._found: dict[str, list[Row]] = {}  # not sent yet, by table
-        self._lock = threading.Lock()  # for what was found
-        self._opens: Opens | None = None  # until what was found is sent
+        self._found: dict[str, list[Row]] = {}  # to be sent, by table
+        self._lock = threading.Lock()  # guards `_found`
+        self._opens: Opens | None = None  # until the next flush
         self._opens_lock = threading.RLock()
         os.register_at_fork(after_in_child=self._after_fork)
         self._undo: list[Callable[[], None]] = []
@@ -137,8 +133,9 @@ class Learner:
         self._is_watching = False
         self._timers: list[threading.Timer] = []
 
-    def learn(self, dataset: object, part: Part, *, may_learn: bool) -> None:
-        """Note from now on what this dataset opens; unless it `may_learn`, of a few samples."""
+    def learn(self, dataset: object, part: NestedDataset, *, may_learn: bool) -> None:
+        """Record from now on the files that this dataset opens; without `may_learn`, only those of
+        a few samples."""
         if id(dataset) in self._known or not hasattr(type(dataset), "__getitem__"):
             return
         if not self._is_watching:
@@ -150,14 +147,14 @@ class Learner:
             self._wrap_all()
 
     def stop(self) -> None:
-        """Send what was found, and note nothing any more."""
+        """Send the records, and stop recording."""
         if not self._known:
             return
         self.flush()
         with self._wraps:
             self._unwrap()
             self._known.clear()
-        # None of our threads is left when the program forks: Python warns of threads then.
+        # No thread of the hook may exist when the program forks: Python warns of threads then.
         timers, self._timers = self._timers, []
         for each in timers:
             each.cancel()
@@ -171,7 +168,6 @@ class Learner:
         timer.start()
 
     def _wrap_all(self) -> None:
-        """Wrap the classes of all datasets."""
         for kind in dict.fromkeys(each.kind for each in self._known.values()):
             self._wrap(kind, "__getitem__", self._item_reader)
             if hasattr(kind, "__getitems__"):
@@ -184,7 +180,7 @@ class Learner:
         self._seen_modules.clear()
 
     def _rest(self) -> None:
-        """Leave the classes alone until the next check."""
+        """Unwrap the classes until the next check."""
         with self._wraps:
             if self._undo and all(each.is_idle() for each in self._known.values()):
                 self._unwrap()
@@ -196,7 +192,7 @@ class Learner:
                 self._wrap_all()
 
     def flush(self) -> None:
-        """Send what was found. Any thread."""
+        """Send the records. Any thread."""
         with self._lock:
             found, self._found = self._found, {}
         for table, rows in found.items():
@@ -227,11 +223,11 @@ class Learner:
         self._timers = []
 
     def _on_event(self, event: str, arguments: tuple[object, ...]) -> None:
-        """Python's audit hook. It cannot be removed, so it must cost nothing later; and what it
-        raised would be raised in the program."""
+        """Python's audit hook. It cannot be removed, so it must cost nothing when idle; an
+        exception here would be raised in the program."""
         reading = self._reading
         if reading is not None and event == "open":
-            with suppress(Exception):  # anybody may raise such an event, with any arguments
+            with suppress(Exception):  # any code may raise such an event, with any arguments
                 path, _, flags = arguments
                 if not (isinstance(flags, int) and flags & _WRITES):
                     _add(reading.paths, path)
@@ -257,8 +253,8 @@ class Learner:
         return __getitems__
 
     def _being_learned(self, arguments: Sequence[object]) -> _Known | None:
-        """What is known of the dataset that a method is called of, if its next samples are to be
-        looked at; None where they are read by another that is."""
+        """The observed dataset to which a method belongs, if its next samples must be observed;
+        None if another observed dataset reads them."""
         known = self._known.get(id(arguments[0]))
         if known is None:
             return None
@@ -271,7 +267,6 @@ class Learner:
         return known if known.dataset() is arguments[0] else None
 
     def _read(self, known: _Known, indices: object, read: Callable[[], object]) -> object:
-        """Read samples, and note what is opened."""
         try:
             wanted = [operator.index(each) for each in indices]  # type: ignore[attr-defined] # or it raises
         except (TypeError, ValueError):  # a slice, or a key of the user's
@@ -290,10 +285,11 @@ class Learner:
     def _read_suspected(
         self, known: _Known, wanted: Sequence[int], read: Callable[[], object]
     ) -> object:
-        """Read samples, and see whether the files of their list are opened at all."""
+        """Read samples, and check with inotify whether the files of their list are opened at
+        all."""
         with self._opens_lock:
             opens = None
-            with suppress(Exception):  # then nobody knows: they are taken for opened
+            with suppress(Exception):  # if this fails, they count as opened
                 from .opens import Opens  # noqa: PLC0415  (few processes need ctypes)
 
                 self._opens = self._opens or Opens()
@@ -315,7 +311,7 @@ class Learner:
             result = read()
         finally:
             self._reading = None
-        with suppress(Exception):  # the loop goes on as it would without us
+        with suppress(Exception):  # the loop runs on as without the hook
             if not reading.is_mixed:
                 self._note(known, wanted, reading.paths, opens, is_due=is_due)
             if known.is_idle():
@@ -331,14 +327,14 @@ class Learner:
         *,
         is_due: bool,
     ) -> None:
-        """Keep what was opened for samples, unless it is what the dataset lists."""
+        """Keep the files that were opened for samples, unless they are the listed ones."""
         if len(wanted) == 1:
             opened = list(dict.fromkeys(opened))
         listed = known.listed(wanted, always=is_due)
         missing = _absent(listed, opened)
         if missing and is_due:
             if not known.is_suspected:
-                known.suspect()  # the next ones are looked at by inotify
+                known.suspect()  # inotify watches the next ones
                 is_due = False
             else:
                 seen = set(missing) if opens is None else opens.opened()
@@ -346,7 +342,7 @@ class Learner:
         if listed and len(listed) == len(wanted) and not _absent(opened, listed):
             if not is_due:
                 known.indices.update(wanted)
-                return  # no other file, so the list says it all
+                return  # no other file, so the list is complete
             unseen = set(_absent(listed, opened))
             new: list[Row] = [
                 (index, True, [] if path in unseen else [path])
@@ -357,7 +353,7 @@ class Learner:
             # Shared out equally, in the order of opening.
             share, rest = divmod(len(opened), len(wanted))
             if rest:
-                return  # nobody knows which sample opened which
+                return  # the files cannot be assigned to samples
             new = [
                 (index, is_due, opened[at * share : (at + 1) * share])
                 for at, index in enumerate(wanted)
@@ -374,7 +370,6 @@ class Learner:
             self._later(_SEND_S, self._flush_and_close)
 
     def _wrap_readers(self, kind: type) -> None:
-        """Wrap the native readers that are imported by now."""
         if not self._undo:
             return
         for module_name, name in _READERS:
@@ -389,7 +384,7 @@ class Learner:
                 continue
             at = 1 if holder else 0
             self._wrap(owner, attribute, functools.partial(self._native_reader, at))
-            # A module of the user's may have taken the function by `from ... import`.
+            # A module of the user's may have imported the function by `from ... import`.
             for user in {sys.modules.get(each.__module__) for each in kind.__mro__}:
                 for alias, value in list(vars(user).items() if user is not None else ()):
                     if value is original and user is not owner:
@@ -411,7 +406,7 @@ class Learner:
 
     def _replace(self, owner: object, name: str, value: object) -> None:
         own = vars(owner).get(name, _ABSENT)
-        with suppress(TypeError, AttributeError):  # a class of C: what it opens is not learned
+        with suppress(TypeError, AttributeError):  # a class of C: its files are not learned
             setattr(owner, name, value)
             self._undo.append(functools.partial(_restore, owner, name, own, value))
 
@@ -430,7 +425,7 @@ def _restore(owner: object, name: str, value: object, ours: object) -> None:
 
 
 def _add(opened: list[Path], path: object) -> None:
-    """Note a path; anything else, such as the number of an open file, is none."""
+    """Record a path; other values, such as a file descriptor, are ignored."""
     if isinstance(path, (str, bytes)):
         opened.append(path)
     elif isinstance(path, os.PathLike):
@@ -438,7 +433,7 @@ def _add(opened: list[Path], path: object) -> None:
 
 
 def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
-    """Those of some paths that are not among others."""
+    """The elements of `paths` that are not among others."""
     left = set(map(os.fsdecode, paths)) - set(map(os.fsdecode, among))
     if not left:
         return []
@@ -447,7 +442,7 @@ def _absent(paths: Sequence[Path], among: Sequence[Path]) -> list[str]:
 
 
 def inside(dataset: object, steps: Steps) -> object:
-    """The dataset that lies in another."""
+    """The dataset inside another one, found by `steps`."""
     for step in steps:
         dataset = dataset[step] if isinstance(step, int) else getattr(dataset, step)  # type: ignore[index] # a list
     return dataset
@@ -457,20 +452,21 @@ _REMAKE = (
     "(lambda hook: hook.learning_workers(*parts) if hook else parts[2])"
     "(__import__('sys').modules.get('diesel_hook'))"
 )
-"""What a pickle of `LearningWorkers` evaluates: it needs nothing but Python."""
+"""The expression in a pickle of `LearningWorkers`: it needs nothing but Python."""
 
 
 class LearningWorkers:
-    """The `worker_init_fn` of a loader whose workers learn; the user's own runs behind it.
+    """The `worker_init_fn` of a loader with learning workers. It then calls the user's own
+    function.
 
-    It is pickled where workers are spawned. A worker that has not joined, since the script has
-    changed PYTHONPATH, cannot import this module: there the user's own comes out of the pickle.
+    It is pickled if workers are spawned. A worker that has not joined, because the script has
+    changed PYTHONPATH, cannot import this module: there the pickle yields the user's own function.
     """
 
     def __init__(
         self,
         socket_path: str,
-        wanted: Sequence[Part],
+        wanted: Sequence[NestedDataset],
         users: Callable[[int], object] | None,
         may_learn: bool,
     ) -> None:
@@ -486,7 +482,7 @@ class LearningWorkers:
         return eval, (_REMAKE, {"parts": parts})
 
     def __call__(self, worker: int) -> None:
-        with suppress(Exception):  # the worker goes on as it would without us
+        with suppress(Exception):  # the worker runs on as without the hook
             self._learn()
         if self._users is not None:
             self._users(worker)
@@ -494,7 +490,7 @@ class LearningWorkers:
     def _learn(self) -> None:
         info = sys.modules["torch.utils.data"].get_worker_info()
         learner = Learner(Link(self._socket_path))
-        for part in map(Part._make, self._wanted):
+        for part in map(NestedDataset._make, self._wanted):
             learner.learn(inside(info.dataset, part.steps), part, may_learn=self._may_learn)
         ends = sys.modules["multiprocessing.util"].Finalize  # this is a process of multiprocessing
         ends(learner, learner.flush, exitpriority=0)

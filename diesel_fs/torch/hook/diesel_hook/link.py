@@ -1,8 +1,8 @@
 """The connection of a training process to the launcher.
 
-A message is two lengths (4 bytes for a JSON object, 8 for a payload behind it; little-endian), the
-object and the payload. The launcher answers only where it is asked (`ask`): with a length of 8
-bytes and a payload. A launcher that is gone is no error: the process goes on without it.
+A message is two lengths (4 bytes for a JSON object, 8 for a payload after it; little-endian), the
+object and the payload. The launcher answers only requests (`ask`), with a length of 8 bytes and a
+payload. A launcher that is gone is no error: the process runs on without it.
 """
 
 from __future__ import annotations
@@ -18,20 +18,21 @@ from typing import TypedDict
 _LENGTHS = struct.Struct("<IQ")
 _LENGTH = struct.Struct("<Q")
 _TIME = struct.Struct("@ll")  # seconds, microseconds
-_SEND_S = 20.0  # a launcher that takes nothing for so long is given up
+_SEND_S = 20.0  # a launcher that takes nothing for this long is given up
 
 
-class Settings(TypedDict):
-    """What the launcher wants of a training process."""
+class HookSettings(TypedDict):
+    """The launcher's settings for a training process."""
 
     socket: str
     """The path of the launcher's socket."""
     ahead: int
-    """How many further epochs are announced, where they can be foreseen."""
+    """The number of further epochs that are announced if they can be foreseen."""
     group_size: int
-    """Random orders are replaced by chunk-wise ones with so many chunks in a group; 0: not."""
+    """The number of chunks in a group of the chunk-wise orders that replace random ones; 0: none
+    do."""
     own_seed: bool
-    """Whether samplers that draw from the global generator get one of their own."""
+    """Whether samplers that draw from the global generator get a generator of their own."""
 
 
 class Link:
@@ -41,7 +42,7 @@ class Link:
         self.path = path
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
-        self._place = (0, 0)  # what tells the socket from a descriptor that took its number
+        self._place = (0, 0)  # identifies the socket: another descriptor may have its number
         self._owner = 0  # the process that made the connection
         self._is_lost = False
         self._later: deque[dict[str, object]] = deque()
@@ -52,12 +53,12 @@ class Link:
         self._exchange(message, payload, has_answer=False)
 
     def ask(self, message: dict[str, object]) -> bytes | None:
-        """Send a message, and wait for the payload that answers it; None without a launcher."""
+        """Send a request, and wait for the payload of the answer; None without a launcher."""
         return self._exchange(message, b"", has_answer=True)
 
     def send_soon(self, message: dict[str, object]) -> None:
         """As `send`; may also be called while objects are collected, perhaps within `send`. The
-        message is sent now, or behind the one that is being sent."""
+        message is sent now, or after the one that is being sent."""
         self._later.append(message)
         self._send_waiting()
 
@@ -98,12 +99,12 @@ class Link:
         return connected
 
     def note(self, text: str) -> None:
-        """Have the launcher tell the user something. The same text is told once."""
+        """Have the launcher show the user a note. The same text is shown once."""
         self.send({"do": "note", "text": text})
 
     @staticmethod
     def _answer(connected: socket.socket) -> bytes:
-        """The payload of an answer: its length, and so many bytes."""
+        """The payload of an answer, which follows its length."""
         with connected.makefile("rb") as stream:
             head = stream.read(_LENGTH.size)
             content = stream.read(_LENGTH.unpack(head)[0]) if len(head) == _LENGTH.size else b""
@@ -118,7 +119,8 @@ class Link:
             made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             self._socket, self._owner = made, os.getpid()
             self._place = _place_of(made.fileno())
-            # In blocking mode: else it fails at once if many processes connect at the same time
+            # In blocking mode. Otherwise it fails at once if many processes connect at the same
+            # time
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(_SEND_S), 0))
             made.connect(self.path)
             made.settimeout(_SEND_S)
@@ -128,7 +130,7 @@ class Link:
 
     def _is_ours(self) -> bool:
         """Whether the descriptor is still that of the socket: a program may close all descriptors,
-        and then open others, which get these numbers."""
+        and then open others, which get the same numbers."""
         assert self._socket is not None
         try:
             return _place_of(self._socket.fileno()) == self._place
@@ -136,7 +138,7 @@ class Link:
             return False
 
     def _forget(self) -> None:
-        """Drop the socket: close it, unless its descriptor is the user's by now."""
+        """Drop the socket: close it, unless its descriptor now belongs to the user's program."""
         if self._socket is not None:
             if self._is_ours():
                 self._socket.close()
@@ -145,7 +147,6 @@ class Link:
             self._socket = None
 
     def _lose(self) -> None:
-        """The launcher has gone."""
         self._is_lost = True
         self._forget()
 

@@ -1,11 +1,10 @@
-"""Watches the `DataLoader`s of this process: what their samplers will give, and how far the loop
-is.
+"""Watches the `DataLoader`s of this process: the orders of their samplers, and the loop's progress.
 
-When torch's `DataLoader` is imported, its `__init__` and `__iter__` are wrapped, and with the first
-epoch of a loader the `__iter__` of its sampler's class and the `__next__` of its iterator's class.
-All of these are public. The sampler is asked when torch asks it, so it draws at the same moments as
-without us. The files of a dataset are told when its loader is made, so that the launcher has found
-them when the first epoch begins.
+When torch's `DataLoader` is imported, its `__init__` and `__iter__` are wrapped. With the first
+epoch of a loader the `__iter__` of its sampler's class and the `__next__` of its iterator's class
+are wrapped too. All of these are public. The hook iterates the sampler only when torch does, so it
+draws at the same moments as without the hook. The files of a dataset are sent when its loader is
+made, so that the launcher has found them when the first epoch begins.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from types import ModuleType
 from typing import Protocol
 
 from . import chunk_wise
-from .files import NEEDS_NO_MOUNT, Datasets, Told
+from .files import NEEDS_NO_MOUNT, KnownDataset, KnownDatasets
 from .learning import Learner, LearningWorkers, inside
-from .link import Link, Settings
-from .prediction import DRAWS, BetweenEpochs, Drawn, Order, is_known, predict
+from .link import HookSettings, Link
+from .prediction import DRAWS, BetweenEpochs, DrawnIndices, PredictedOrder, is_known, predict
 
 _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
@@ -41,18 +40,18 @@ _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
 """Packages that take a batch from a loader before the user's loop wants it."""
 
 _PROGRESS_S = 0.1  # between two messages about the position
-_MORE_S = 0.02  # between two messages about what a sampler has given that could not be foreseen
+_MORE_S = 0.02  # between two messages with indices that could not be foreseen
 
 _expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
 _loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  # by iterator
-_current: weakref.WeakKeyDictionary[object, Epoch] = weakref.WeakKeyDictionary()  # by sampler
+_current: weakref.WeakKeyDictionary[object, LoaderEpoch] = weakref.WeakKeyDictionary()  # by sampler
 _wrapped: set[type] = set()
 _SEEDS = 1 << 63
-_DROPPED_MIN = 1 << 18  # indices that were received, and are dropped together
+_DROPPED_MIN = 1 << 18  # received indices that are dropped together
 
 
 class _Loader(Protocol):
-    """What is used of torch's `DataLoader`."""
+    """The used part of torch's `DataLoader`."""
 
     dataset: object
     sampler: object
@@ -66,53 +65,54 @@ class _Loader(Protocol):
 
 
 class Watch:
-    """What is known of the loaders of this process."""
+    """The state of the loaders of this process."""
 
-    def __init__(self, link: Link, settings: Settings) -> None:
+    def __init__(self, link: Link, settings: HookSettings) -> None:
         self.link = link
         self.ahead = settings["ahead"]
         self.group_size = settings["group_size"]
         self._has_own_seed = settings["own_seed"]
-        self.datasets = Datasets(link)
+        self.datasets = KnownDatasets(link)
         self._learner = Learner(link)
-        self._loaders: weakref.WeakKeyDictionary[object, _Stream] = weakref.WeakKeyDictionary()
+        self._loaders: weakref.WeakKeyDictionary[object, _LoaderStream] = (
+            weakref.WeakKeyDictionary()
+        )
         self._between: weakref.WeakKeyDictionary[object, BetweenEpochs] = (
             weakref.WeakKeyDictionary()
         )
-        self._kept: weakref.WeakKeyDictionary[object, Told] = weakref.WeakKeyDictionary()
-        """The datasets of loaders whose workers stay: these read them as they were at first."""
+        self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
+        """The datasets of loaders with persistent workers, which keep reading the first one."""
         self._count = 0
-        self._groupings: weakref.WeakKeyDictionary[Told, chunk_wise.Grouping] = (
+        self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
         )
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """The launcher takes a child for another process: it has told nothing yet."""
-        self.datasets = Datasets(self.link)
+        """The launcher treats a child as another process, which has sent nothing yet."""
+        self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
         self._kept.clear()
 
-    def tell_files(self, loader: _Loader) -> Told | None:
-        """What the launcher knows of the loader's dataset; None where it has no files by index."""
+    def tell_files(self, loader: _Loader) -> KnownDataset | None:
+        """The launcher's record of the loader's dataset; None if it has no files by index."""
         kept = self._kept.get(loader)
         if kept is not None:
             return kept
         if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
-            return None  # that of datasets that choose for themselves
+            return None  # the sampler of datasets that choose their samples themselves
         return self.datasets.told(loader.dataset)
 
-    def stream(self, loader: _Loader) -> _Stream:
-        """That of a loader, which is made with its first epoch."""
+    def stream(self, loader: _Loader) -> _LoaderStream:
+        """The stream of a loader, which is made with its first epoch."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
-            found = self._loaders[loader] = _Stream(self._count, self.link)
+            found = self._loaders[loader] = _LoaderStream(self._count, self.link)
         return found
 
-    def begin(self, loader: _Loader) -> Epoch:
-        """The next epoch of a loader."""
+    def begin(self, loader: _Loader) -> LoaderEpoch:
         sampler = _index_sampler(loader)
         dataset, told = loader.dataset, self.tell_files(loader)
         if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
@@ -122,13 +122,13 @@ class Watch:
         stream = self.stream(loader)
         stream.epochs += 1
         batches = loader.num_workers * (loader.prefetch_factor or 0)
-        epoch = Epoch(self, sampler, told, stream, batches)
+        epoch = LoaderEpoch(self, sampler, told, stream, batches)
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
-        if not loader.persistent_workers:  # else torch draws from it for the first epoch only
+        if not loader.persistent_workers:  # otherwise torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
         is_counted = getattr(loader, "in_order", True)
         for each in _nested(sampler):
-            with suppress(TypeError):  # of a class without references
+            with suppress(TypeError):  # its class allows no weak references
                 _current.pop(each, None)
                 if is_counted:
                     _current[each] = epoch
@@ -148,8 +148,8 @@ class Watch:
             generator.manual_seed((torch.initial_seed() + number) % _SEEDS)
             sampler.generator = generator  # type: ignore[attr-defined] # see above
 
-    def _make_chunk_wise(self, sampler: object, told: Told) -> None:
-        """Replace the order of a sampler by a chunk-wise one, where it is a random one."""
+    def _make_chunk_wise(self, sampler: object, told: KnownDataset) -> None:
+        """Replace the order of a sampler by a chunk-wise one, if it is random."""
         grouping = self._groupings.get(told)
         if grouping is None:
             content = self.link.ask({"do": "chunks", "dataset": told.number})
@@ -161,15 +161,16 @@ class Watch:
             if not (chunks >= 0).any():
                 return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
-            if told.is_whole or told.is_learned:  # else it will be known better
+            if told.is_whole or told.is_learned:  # otherwise more will be known later
                 self._groupings[told] = grouping
         note = chunk_wise.mark(sampler, grouping, is_whole=told.is_whole)
         if note is not None:
             self.link.note(note)
 
-    def look(self, loader: _Loader, told: Told) -> LearningWorkers | None:
-        """An epoch begins: have it seen what its dataset opens. Returns what the workers of the
-        loader have to run when they start, if it has any."""
+    def look(self, loader: _Loader, told: KnownDataset) -> LearningWorkers | None:
+        """Begin to observe which files the loader's dataset opens, for an epoch that begins.
+        Returns the function that the workers of the loader must run when they start, if it has any.
+        """
         told.begin()
         may_learn = not told.is_learned
         self._learner.stop()
@@ -180,12 +181,11 @@ class Watch:
         return None
 
     def end(self) -> None:
-        """An epoch has ended."""
         self._learner.stop()
 
 
-class _Stream:
-    """What the launcher is told of a loader. It ends when the loader and its iterator have gone."""
+class _LoaderStream:
+    """The launcher's stream of a loader. It ends when the loader and its iterator have gone."""
 
     def __init__(self, number: int, link: Link) -> None:
         self.number = number
@@ -198,23 +198,28 @@ class _Stream:
 
 @dataclass
 class _Loop:
-    """The loop over an iterator of a loader; if that has workers that stay, one loop each epoch."""
+    """The loop over an iterator of a loader; with persistent workers, one loop for each epoch."""
 
-    epoch: Epoch
-    stream: _Stream
+    epoch: LoaderEpoch
+    stream: _LoaderStream
 
     def leave(self) -> None:
-        """The iterator has gone."""
         self.epoch.leave()
 
 
-class Epoch:
+class LoaderEpoch:
     """One iteration over a loader."""
 
     def __init__(
-        self, watch: Watch, sampler: object, told: Told | None, stream: _Stream, lag: int
+        self,
+        watch: Watch,
+        sampler: object,
+        told: KnownDataset | None,
+        stream: _LoaderStream,
+        lag: int,
     ) -> None:
-        """`lag` is how many batches the workers may have in hand, and may read in any order."""
+        """`lag` is the number of batches that the workers may have in hand, and may read in any
+        order."""
         self.sampler_kind = type(sampler)
         self._sampler = _weak(sampler)
         self.is_over = False
@@ -223,9 +228,9 @@ class Epoch:
         self.has_failed = False
         """Whether the loop has got an error instead of a batch."""
         self.is_counted = True
-        """Whether the user's loop has got the batches that were received, and none is missing."""
+        """Whether the user's loop has got all received batches, and none is missing."""
         self.loaders_generator: object = None
-        """A generator from which the loader draws when an epoch begins."""
+        """The generator from which the loader draws when an epoch begins."""
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
@@ -233,18 +238,18 @@ class Epoch:
         self._dataset = None if told is None else told.number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
-        self._order: Order | None = None  # what the sampler is expected to give
-        self._drawn = Drawn()
+        self._order: PredictedOrder | None = None  # the predicted order
+        self._drawn = DrawnIndices()
         self._received = self._sent = 0  # batches
-        self._drawn_sent = 0  # indices, where the order is not known
+        self._drawn_sent = 0  # indices, if the order is not known
         self._drawn_s = 0.0
         self._waited_s = self._computed_s = 0.0
-        self._left_s = 0.0  # when the loop got its last batch
+        self._left_s = 0.0  # time at which the loop got its last batch
         self._told_s = time.monotonic()
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
-        """The sampler's iterator is about to be asked for the first time: announce what it will
-        give."""
+        """Announce the order of the epoch, just before the sampler's iterator gives its first
+        element."""
         if self._dataset is None:
             return
         orders = predict(
@@ -265,7 +270,8 @@ class Epoch:
             self._note_unforeseen()
 
     def _note_unforeseen(self) -> None:
-        """The order is announced as it is drawn: too late, if no workers take it ahead."""
+        """The order is announced while it is drawn. That is too late if no workers take batches
+        ahead."""
         if not self._lag:
             unknown = (each for each in _nested(self._sampler()) if not is_known(each))
             name = type(next(unknown, self._sampler())).__name__
@@ -275,14 +281,15 @@ class Epoch:
             )
 
     def _batch_size(self) -> int:
-        """How many indices a batch has: as the first that is foreseen, or as the sampler says."""
+        """The number of indices in a batch: that of the first predicted one, or the sampler's own
+        number."""
         if self._order is not None:
             return self._order.bounds[0] if self._order.bounds else 1
         size = getattr(self._sampler(), "batch_size", None)
         return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
-        """The sampler gave this: an index, or the indices of a batch."""
+        """The sampler gave an element: an index, or the indices of a batch."""
         drawn, position = self._drawn, self._drawn.count
         if not drawn.append(element) or self._dataset is None:
             return
@@ -295,20 +302,20 @@ class Epoch:
             self._order = None
             self._drawn_sent = position
             self._note_unforeseen()
-            if not is_behind:  # else all that was foreseen has come
+            if not is_behind:  # otherwise the whole prediction has come true
                 self.link.send({"do": "cut", "position": position, **self._names})
         if time.monotonic() - self._drawn_s >= _MORE_S:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
-        """Send what the sampler has given, where that was not foreseen."""
+        """Send the indices that the sampler has given, if they were not predicted."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
-        """The loop has got a batch, for which it asked at `before_s`."""
+        """The loop has got a batch, which it requested at `before_s`."""
         self._received += 1
         if self.has_failed:
             self.is_counted = False
@@ -324,7 +331,7 @@ class Epoch:
             self._send_drawn()
 
     def tell(self, now_s: float, *, is_over: bool = False) -> None:
-        """Send how far the loop is."""
+        """Send the progress of the loop."""
         self._told_s = now_s
         if self._dataset is not None:
             self._send_drawn()
@@ -357,13 +364,14 @@ class Epoch:
             )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
-        """How many indices of the order were in the batches that the loop has received."""
+        """The number of indices in the batches that the loop has received, and in `more` further
+        ones."""
         return self._drawn.end_of(self._received + more)
 
 
 @contextmanager
 def _expecting_none() -> Iterator[None]:
-    """While a sampler itself runs, it may iterate itself, or samplers inside."""
+    """While a sampler itself runs, it may iterate itself, or samplers inside it."""
     pair = getattr(_expected, "pair", None)
     _expected.pair = None
     try:
@@ -373,11 +381,11 @@ def _expecting_none() -> Iterator[None]:
 
 
 class _WatchedSampler:
-    """Iterates a sampler for torch, and tells the epoch what it gives."""
+    """Iterates a sampler for torch, and passes each element to the epoch."""
 
-    def __init__(self, inner: Iterator[object], epoch: Epoch) -> None:
+    def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
-        self._epoch: Epoch | None = epoch
+        self._epoch: LoaderEpoch | None = epoch
         self._has_begun = False
 
     def __iter__(self) -> _WatchedSampler:
@@ -392,8 +400,8 @@ class _WatchedSampler:
         self._quietly(lambda epoch: epoch.drew(element))
         return element
 
-    def _quietly(self, step: Callable[[Epoch], None]) -> None:
-        """Take a step of ours; if it fails, the epoch is not watched any more."""
+    def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
+        """Take a step of the hook; if it fails, stop watching the epoch."""
         if self._epoch is not None:
             try:
                 step(self._epoch)
@@ -403,7 +411,7 @@ class _WatchedSampler:
 
 
 class _Stateful(Protocol):
-    """An iterator that can go on where another one was, as those of torchdata's samplers."""
+    """An iterator that can continue where another one was, like those of torchdata's samplers."""
 
     def __next__(self) -> object: ...
     def __iter__(self) -> Iterator[object]: ...
@@ -412,24 +420,24 @@ class _Stateful(Protocol):
 
 
 class _WatchedStateful(_WatchedSampler):
-    """The same for an iterator with a state, which torchdata's loader saves and restores."""
+    """A `_WatchedSampler` with a state, which torchdata's loader saves and restores."""
 
-    def __init__(self, inner: _Stateful, epoch: Epoch) -> None:
+    def __init__(self, inner: _Stateful, epoch: LoaderEpoch) -> None:
         super().__init__(inner, epoch)
         self.state_dict = inner.state_dict
         self.load_state_dict = inner.load_state_dict
 
 
 def _index_sampler(loader: _Loader) -> object:
-    """What torch iterates of a loader."""
+    """The sampler that torch iterates for a loader."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _weak(sampler: object) -> Callable[[], object]:
-    """Gives a sampler without keeping it: an epoch lives as long as its sampler."""
+    """Returns a sampler without keeping it: an epoch lives as long as its sampler."""
     try:
         return weakref.ref(sampler)
-    except TypeError:  # of a class without references
+    except TypeError:  # its class allows no weak references
         return lambda: sampler
 
 
@@ -445,7 +453,6 @@ def _when_collected(thing: object, act: Callable[[], object]) -> None:
 
 
 def _nested(sampler: object) -> Iterator[object]:
-    """A sampler and those inside, from which it draws."""
     seen: list[object] = []
     while sampler is not None and not any(each is sampler for each in seen):
         seen.append(sampler)
@@ -454,8 +461,8 @@ def _nested(sampler: object) -> Iterator[object]:
 
 
 def _passes_all_on(sampler: object) -> bool:
-    """Whether a sampler gives all that it draws from the one inside, in the same order. A class of
-    the user's may sort it, skip some or deal it to several processes."""
+    """Whether a sampler gives all elements of the one inside, in the same order. A class of the
+    user's may sort them, skip some or deal them to several processes."""
     kinds = [
         getattr(sys.modules.get(module), "BatchSampler", None)
         for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
@@ -465,10 +472,10 @@ def _passes_all_on(sampler: object) -> bool:
 
 
 def received(sampler: object) -> int | None:
-    """How many indices of a sampler were in the batches that the loop has received in the current
-    epoch. None if these were not the first ones, or nobody knows: for a sampler that no loop
-    iterates by a `DataLoader`, or only through one that does not pass all on; if a library takes
-    batches ahead of the loop; and if the loop has gone on behind a batch that failed."""
+    """The number of indices of a sampler in the batches that the loop has received in the current
+    epoch. None if these were not the first ones, or the number is unknown: if no loop iterates the
+    sampler through a `DataLoader`, or only through one that does not pass all elements on; if a
+    library takes batches ahead of the loop; and if the loop continued after a batch that failed."""
     try:
         epoch = _current.get(sampler)
     except TypeError:
@@ -476,8 +483,7 @@ def received(sampler: object) -> int | None:
     return None if epoch is None or not epoch.is_counted else epoch.position()
 
 
-def watch(link: Link, settings: Settings) -> None:
-    """Watch all loaders from now on."""
+def watch(link: Link, settings: HookSettings) -> None:
     state = Watch(link, settings)
     for name, loader in _LOADERS.items():
         module = sys.modules.get(name)
@@ -514,7 +520,7 @@ class _Finder:
             sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
             try:
                 _wrap_loader(getattr(module, _LOADERS[name]), state)
-            except Exception as error:  # the import goes on as it would without us
+            except Exception as error:  # the import continues as without the hook
                 state.link.note(f"cannot follow this version of torch: {error!r}")
 
         spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign] # of this loader alone
@@ -529,8 +535,8 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         made(self, *arguments, **named)
         try:
             state.tell_files(self)
-        except Exception as error:  # the program goes on as it would without us
-            state.link.note(f"cannot tell the files of a DataLoader: {error!r}")
+        except Exception as error:  # the program runs on as without the hook
+            state.link.note(f"cannot find the files of a DataLoader: {error!r}")
 
     @functools.wraps(original)
     def __iter__(self: _Loader) -> object:
@@ -540,7 +546,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
             workers = None if epoch.told is None else state.look(self, epoch.told)
-        except Exception as error:  # the loop goes on as it would without us
+        except Exception as error:  # the loop runs on as without the hook
             state.link.note(f"cannot follow a DataLoader: {error!r}")
         _expected.pair = None if epoch is None else (_index_sampler(self), epoch)
         if workers is not None:
@@ -568,8 +574,8 @@ def _wrap_loader(kind: type, state: Watch) -> None:
     kind.__iter__ = __iter__  # type: ignore[attr-defined] # likewise
 
 
-def _wrap_sampler(kind: type, epoch: Epoch) -> None:
-    """Have the iterators of a class of samplers tell the epoch that waits for them."""
+def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
+    """Let the iterators of a class of samplers report to the epoch that waits for them."""
     if kind in _wrapped:
         return
     original = kind.__iter__  # type: ignore[attr-defined] # every sampler has it
@@ -593,8 +599,8 @@ def _wrap_sampler(kind: type, epoch: Epoch) -> None:
 
 
 def _wrap_iterator(kind: type) -> None:
-    """Have the iterators of a class tell their epoch of each batch."""
-    # The one that all others call: torch's own for the classes of torchdata.
+    """Let the iterators of a class report each batch to their epoch."""
+    # The method that all others call: torch's own for the classes of torchdata.
     owner = [
         each for each in kind.__mro__ if "__next__" in vars(each) and not inspect.isabstract(each)
     ][-1]

@@ -1,10 +1,10 @@
-"""The order that a sampler is about to give, learned without a trace.
+"""Predicts the order that a sampler is about to give, without a trace.
 
 The samplers of torch, torchdata, accelerate, timm and diesel_fs are known: they draw from torch's
 global generator or from one of their own, and change nothing else. A twin of such a sampler, with
 copies of its generators, is iterated to its end; then torch's generator gets its state back. The
-sampler itself is then iterated as lazily as ever, and draws the same numbers. Of any other sampler
-nothing is said beforehand, as iterating it might change it.
+sampler itself is then iterated as lazily as ever, and draws the same numbers. The order of any
+other sampler is not predicted, as iterating it might change it.
 """
 
 from __future__ import annotations
@@ -40,39 +40,43 @@ _KNOWN = frozenset(
     }
 )
 DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
-"""These draw from torch's global generator where they have none of their own."""
+"""These draw from torch's global generator if they have no generator of their own."""
 
 _COUNT_EPOCHS = frozenset(
     ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler")
 )
 _NESTED = ("sampler", "batch_sampler")
 ENTRIES_MAX = 1 << 24
-"""Of a longer order, which may be endless, only the beginning is predicted: its indices take eight
-bytes each here, and more in the launcher."""
+"""Only this many indices of a longer order, which may be endless, are predicted: each index takes
+eight bytes here, and more in the launcher."""
 
 DRAWING_S_MAX = 1.0
-"""Nor is more predicted than can be drawn in this time: the loop waits for its first batch."""
+"""Nor are more indices predicted than can be drawn in this time: the loop waits for its first
+batch."""
 
-_TIMED_ELEMENTS = 1024  # from one look at the clock to the next
+_TIMED_ELEMENTS = 1024  # between two readings of the clock
 
-_DRAWS_MAX = 8  # torch's loaders draw a number when an epoch begins; a program has few of them
+_DRAWS_MAX = 8  # each loader of torch draws one when an epoch begins; programs have few
 
 
 class BetweenEpochs:
-    """What a program draws from torch's global generator between two epochs of a loader.
+    """The numbers that a program draws from torch's global generator between two epochs of a
+    loader.
 
     Most programs draw nothing but the numbers that torch's loaders draw themselves, to seed their
-    workers. Whether one does is seen when an epoch begins: by the generator's state now, and the
-    one behind what the sampler drew for the epoch before. If it did, it is taken to do so again.
+    workers. When an epoch begins, the generator's state shows this: it is compared with the state
+    after the sampler's draws for the epoch before. A program that drew only such numbers is
+    expected to do so again.
     """
 
     def __init__(self) -> None:
         self.draws = -1
-        """How many such numbers; -1: it is not known, or the program draws something else."""
+        """The number of such numbers; -1 if it is not known, or the program draws something
+        else."""
         self._behind: object = None  # the state after the sampler's draws of the last epoch
 
     def begin(self) -> None:
-        """An epoch begins, and the sampler draws next."""
+        """An epoch begins; the sampler's draws come next."""
         torch = sys.modules["torch"]
         behind, self._behind, self.draws = self._behind, None, -1
         if behind is None:
@@ -92,24 +96,25 @@ class BetweenEpochs:
 
     @staticmethod
     def draw(count: int) -> None:
-        """Draw so many numbers, as torch's loaders do."""
+        """Draw `count` numbers, as torch's loaders do."""
         torch = sys.modules["torch"]
         for _ in range(count):
             torch.empty((), dtype=torch.int64).random_()
 
 
-class Order:
+class PredictedOrder:
     """Indices in the order in which they will be drawn."""
 
     def __init__(self) -> None:
         self.indices = array("q")
         self.bounds = array("q")
-        """Where each batch ends, if the sampler gives batches."""
+        """The end of each batch, if the sampler gives batches."""
         self.is_whole = True
-        """Whether the sampler gives no more."""
+        """Whether the sampler is exhausted."""
 
     def append(self, element: object) -> bool:
-        """Add what a sampler gave: an index, or the indices of a batch. False for anything else."""
+        """Add an element of a sampler: an index, or the indices of a batch. False for anything
+        else."""
         try:
             if isinstance(element, (list, tuple)):
                 self.indices.extend(element)
@@ -121,21 +126,21 @@ class Order:
         return True
 
 
-class Drawn:
-    """What a sampler has given in an epoch, but for the beginning, which is dropped."""
+class DrawnIndices:
+    """The indices that a sampler has given in an epoch, without those at the beginning that were
+    dropped."""
 
     def __init__(self) -> None:
-        self._kept = Order()
+        self._kept = PredictedOrder()
         self._dropped = self._dropped_batches = 0
         self._has_batches = False
 
     @property
     def count(self) -> int:
-        """How many indices it has given."""
         return self._dropped + len(self._kept.indices)
 
     def append(self, element: object) -> bool:
-        """As that of `Order`."""
+        """As `PredictedOrder.append`."""
         is_known = self._kept.append(element)
         self._has_batches |= bool(self._kept.bounds)
         return is_known
@@ -146,18 +151,17 @@ class Drawn:
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
     def end_of(self, batches: int) -> int:
-        """How many indices were in the first `batches`."""
         if self.count and not self._has_batches:  # it gives single indices
             return max(min(batches, self.count), 0)
         at = min(batches - self._dropped_batches, len(self._kept.bounds))
         return self._dropped + self._kept.bounds[at - 1] if at > 0 else self._dropped
 
     def drop(self, batches: int, least: int) -> None:
-        """Drop these first batches, if they have at least so many indices that are kept."""
+        """Drop the first `batches` batches, if at least `least` of their indices are kept."""
         count = self.end_of(batches) - self._dropped
         if count < least:
             return
-        kept, whole = Order(), self._kept
+        kept, whole = PredictedOrder(), self._kept
         kept.indices = whole.indices[count:]
         if whole.bounds:
             behind = whole.bounds[batches - self._dropped_batches :]
@@ -173,20 +177,20 @@ def predict(
     iterator: Iterator[object] | None = None,
     loaders_generator: object = None,
     between: BetweenEpochs | None = None,
-) -> list[Order]:
+) -> list[PredictedOrder]:
     """The order of this epoch and of at most `ahead` further ones, as far as they can be known.
-    Empty for a sampler that is not known.
+    Empty for an unknown sampler.
 
-    `iterator` is the sampler's for this epoch, which has not given anything yet. Where it has a
-    state (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
+    `iterator` is the sampler's for this epoch, which has not given anything yet. If it has a state
+    (torchdata's), it may have drawn already, and may begin in the middle of the epoch.
     `loaders_generator` is one from which the loader draws a number whenever an epoch begins: torch
-    seeds its workers with it. `between` has seen the epochs of this loader before.
+    seeds its workers with it. `between` has seen the earlier epochs of this loader.
     """
     copies: dict[int, object] = {}
     twin = _twin(sampler, copies)
     if twin is None:
         return []
-    orders: list[Order] = []
+    orders: list[PredictedOrder] = []
     between = between or BetweenEpochs()
     between.begin()
     with _states_kept():
@@ -209,9 +213,10 @@ def predict(
     return orders
 
 
-def _drawn(iterator: Iterator[object]) -> Order | None:
-    """What an iterator gives, within bounds of time and memory; None if it is not understood."""
-    order, end_s = Order(), time.monotonic() + DRAWING_S_MAX
+def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
+    """The elements of an iterator, within bounds of time and memory; None if one is of an unknown
+    type."""
+    order, end_s = PredictedOrder(), time.monotonic() + DRAWING_S_MAX
     while order.is_whole:
         before = len(order.indices)
         for element in islice(iterator, _TIMED_ELEMENTS):
@@ -224,7 +229,7 @@ def _drawn(iterator: Iterator[object]) -> Order | None:
 
 
 def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
-    """An iterator of a twin that goes on as another one of its original will."""
+    """An iterator of a twin that continues where the iterator `like` of its original will."""
     begun = iter(twin)
     if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
         state = like.state_dict()  # type: ignore[union-attr] # see the line above
@@ -240,8 +245,8 @@ def is_known(sampler: object) -> bool:
 
 
 def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
-    """A copy that can be iterated without a change to the sampler; None where that is not known.
-    The copies of its generators are added to `copies`, by the ids of their originals."""
+    """A copy that can be iterated without a change to the sampler; None if that is not certain. The
+    copies of its generators are added to `copies`, by the ids of their originals."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
     if not is_known(sampler):
@@ -259,7 +264,7 @@ def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None
 
 
 class _Generator(Protocol):
-    """What is used of torch's `Generator`."""
+    """The used part of torch's `Generator`."""
 
     device: object
 
@@ -273,14 +278,14 @@ def _copied_generator(generator: _Generator) -> object:
 
 
 def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
-    """Move a twin on to the next epoch; False where that one cannot be foreseen.
+    """Move a twin on to the next epoch; False if that one cannot be foreseen.
 
-    A sampler that counts epochs (`set_epoch`) is taken to get the next number; one with a generator
-    of its own goes on from its state. With torch's global generator, the next epoch depends on
-    whatever the program draws until then (`BetweenEpochs`).
+    A sampler that counts epochs (`set_epoch`) is expected to get the next number; one with a
+    generator of its own continues from its state. With torch's global generator, the next epoch
+    depends on all draws of the program until then (`BetweenEpochs`).
     """
     name = type(twin).__name__
-    if name == "ImportanceSampler":  # it draws by what this epoch will measure
+    if name == "ImportanceSampler":  # it draws by values measured in this epoch
         return False
     if name in DRAWS and getattr(twin, "generator", None) is None and not global_generator_too:
         return False
@@ -296,9 +301,10 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
 
 @contextmanager
 def _states_kept() -> Iterator[None]:
-    """Give the global generators of this process the states back that they have now."""
+    """Afterwards restore the present states of this process's global generators."""
     torch = sys.modules["torch"]
-    # Only where the program has imported it: that takes 0.2 s, and its state is a random one then.
+    # Only if the program has imported it: the import takes 0.2 s, and its state is a random one
+    # then.
     of_numpy = sys.modules.get("numpy.random")
     states = torch.get_rng_state(), random.getstate()
     state_of_numpy = None if of_numpy is None else of_numpy.get_state()

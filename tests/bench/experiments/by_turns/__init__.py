@@ -1,2 +1,3 @@
-"""The folder that a side of the benchmark `rank-balance` has in its PYTHONPATH; Python imports its
-`sitecustomize.py` at the start of each program there."""
+"""The folder that one side of the benchmark `rank-balance` has in its PYTHONPATH; Python imports
+its `sitecustomize.py` at the start of each program.
+"""

@@ -1,7 +1,7 @@
-"""Makes a mount of ours serve its streams by turns, as it did before it balanced them.
+"""Lets a mount of ours serve its streams by turns, as before it balanced them.
 
-Python imports this module at its start where the folder is in PYTHONPATH: the benchmark
-`rank-balance` starts one of its sides so. The product has no such switch.
+Python imports this module at its start if the folder is in PYTHONPATH: the benchmark `rank-balance`
+starts one of its sides so. The product has no such switch.
 """
 
 import os
@@ -12,7 +12,7 @@ from diesel_fs.orders.plan import Entries
 
 
 def _upcoming(self: PrefetchPlanner, count: int) -> list[Entries]:
-    """The next units of the stream whose reader is nearest to its frontier, then of the others."""
+    """The next units of the stream with the reader nearest to its frontier, then of the others."""
     trackers = sorted(self._trackers.values(), key=self._ahead_s)
     units = [unit for tracker in trackers for unit in tracker.units_ahead(count)]
     soonest = [*units, *self._miss_fill.upcoming(count)][:count]

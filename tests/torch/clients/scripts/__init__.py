@@ -1,5 +1,5 @@
 """Training scripts as people write them. They know nothing of DIESEL-FS; only `seen.py`, to which
-they tell which samples they got, belongs to the tests.
+they report the samples that they got, belongs to the tests.
 
 They run in an environment of their own (`.venv/clients`), in which diesel_fs is not imported:
 `python -m scripts.imagenet FOLDER` in the folder above.

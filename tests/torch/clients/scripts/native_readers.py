@@ -1,4 +1,4 @@
-"""Reads files with libraries written in C: a dataset that says none of its paths."""
+"""Reads files with libraries written in C: a dataset that lists none of its paths."""
 
 import argparse
 import os

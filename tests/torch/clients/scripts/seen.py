@@ -1,4 +1,4 @@
-"""What a training script tells the test: the samples that it got, epoch by epoch."""
+"""Reports the samples that a training script got to the test, epoch by epoch."""
 
 import json
 import os
@@ -12,7 +12,8 @@ import torch
 class Seen:
     """The samples of one loader, in the order in which the loop got them.
 
-    A sample is told by a checksum of what the loop got, so random crops and flips count as well.
+    A checksum of the data that the loop got identifies a sample, so random crops and flips count
+    too.
     """
 
     def __init__(self, name: str) -> None:
@@ -26,7 +27,7 @@ class Seen:
             self._samples.append((zlib.crc32(image.contiguous().numpy().tobytes()), int(label)))
 
     def epoch_is_over(self) -> None:
-        """Tell the test, and wait until it has asked the mount what was read."""
+        """Report to the test, and wait until it has read the mount's counters."""
         with socket.socket(socket.AF_UNIX) as test:
             test.connect(os.environ["SEEN"])
             said = {

@@ -1,0 +1,119 @@
+"""Reads addresses (`DATASET@VERSION/path`) from the command line, and opens the repository."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import click
+
+from diesel_fs.cache.reader import EntryReader
+from diesel_fs.errors import ObjectMissing
+from diesel_fs.format.entries import check_path
+from diesel_fs.format.snapshot.reader import Snapshot
+from diesel_fs.names import parse_versioned_name, shown
+from diesel_fs.remote.open import open_configured
+from diesel_fs.repository.catalog import DatasetInfo
+from diesel_fs.repository.interface import Repository
+from diesel_fs.storage.objects.cloud.direct import open_buckets_directly
+from diesel_fs.urls import parse_url
+
+from ..show.output import print_note
+from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
+
+MEMORY_BYTES = 256 << 20
+"""Memory for the chunks that a verb keeps while it reads contents."""
+
+_STALENESS_NOTED = f"{__name__}.staleness_noted"  # key in click's `meta` of one command
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """`DATASET[@VERSION][/path]`. One that ends in a slash can only mean a folder."""
+
+    dataset: str
+    path: bytes = b""
+    must_be_folder: bool = False
+    version: int = 0  # 0: the current one
+
+    def __str__(self) -> str:
+        name = f"{self.dataset}@{self.version}" if self.version else self.dataset
+        return f"{name}/{shown(self.path)}" if self.path else name
+
+    def view(self, repository: Repository) -> Snapshot:
+        """The snapshot of this address's version, as `current_view`. Raises NotFoundError."""
+        if self.version:
+            return repository.view_at(self.dataset, self.version)
+        return current_view(repository, repository.dataset(self.dataset))
+
+
+def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
+    """The snapshot of a dataset that was found in `repository`.
+
+    A note warns, once in each command, if the snapshot may not be the current one, or if the
+    metadata store has lost entries that it shows.
+    """
+    view = repository.view_of(info)
+    meta = click.get_current_context().meta
+    if (warning := repository.staleness_warning(view)) and not meta.get(_STALENESS_NOTED):
+        meta[_STALENESS_NOTED] = True
+        print_note(warning)
+    return view
+
+
+def address(text: str) -> Address:
+    """Read an address for a verb that writes: it has no version. Raises UsageError."""
+    return _address(text, dataset(check_dataset_argument(text).partition("/")[0]), 0)
+
+
+def versioned_address(text: str) -> Address:
+    """Read an address for a verb that only reads: it may have a version. Raises UsageError."""
+    return _address(text, *parse_versioned_name(check_dataset_argument(text).partition("/")[0]))
+
+
+def listed_address(text: str) -> Address:
+    """Read an address for `ls`: as `versioned_address`, or `DATASET@` for ALL_VERSIONS."""
+    if text.endswith("@") and "/" not in text:
+        return Address(dataset(text[:-1]), version=ALL_VERSIONS)
+    return versioned_address(text)
+
+
+def _address(text: str, name: str, version: int) -> Address:
+    _, slash, rest = text.partition("/")
+    path = check_path(os.fsencode(rest.removesuffix("/")))
+    return Address(name, path, bool(slash) and (not rest or rest.endswith("/")), version)
+
+
+@contextmanager
+def open_repository_from_flags(
+    *, create: bool = False, rebuild: bool = False
+) -> Iterator[Repository]:
+    """Open the repository that the options and the environment name. Raises DieselError.
+
+    `create` makes a repository that is missing; `rebuild` makes only a missing metadata store.
+    """
+    open_buckets_directly()
+    settings = global_flags().settings()
+    try:
+        if rebuild:
+            open_configured(settings).close()  # raises if the objects are missing
+        repository = open_configured(settings, create=create or rebuild)
+    except ObjectMissing as error:
+        url = parse_url(settings.repository_url)
+        is_default = not settings.url
+        if url.scheme == "file" and (is_default or not url.path.exists()):
+            error.message = f"there is no repository at {url}"
+            error.advice = "`dlcmd put` makes one; --url or DIESEL_URL names another"
+        raise
+    with repository:
+        yield repository
+
+
+@contextmanager
+def entry_reader(repository: Repository, view: Snapshot) -> Iterator[EntryReader]:
+    """A reader of the contents of a version's files."""
+    reader = EntryReader(view, repository.objects, MEMORY_BYTES)
+    try:
+        yield reader
+    finally:
+        reader.close()

@@ -1,0 +1,197 @@
+"""Answers a shell when a user presses TAB.
+
+The code that `dlcmd completion SHELL` prints sends the line up to the cursor to `dlcmd`, which
+answers with lines of three fields, separated by tabs: kind, whole word, description. Of the kinds,
+`plain` is a finished word, `part` one that goes on (a folder), `file` and `dir` leave the word to
+the shell. The commands themselves show which words may stand at a place: an argument with the
+metavariable `DATASET...` is completed from the repository.
+
+Whatever fails, nothing is printed. A repository that does not answer in time ends the process: a
+TAB must not hang.
+"""
+
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from itertools import takewhile
+from typing import TYPE_CHECKING, NoReturn
+
+import click
+from click.shell_completion import CompletionItem, ShellComplete, split_arg_string
+
+from ..show.output import time_text, write_stdout
+from .options import Flags
+
+if TYPE_CHECKING:
+    from diesel_fs.format.snapshot.reader import Snapshot
+
+
+COMPLETE = "_DLCMD_COMPLETE"
+"""The environment variable by which a shell asks `dlcmd` for completions; its value is the shell.
+The line stands in `_DLCMD_LINE`, and in bash the part of it that is replaced in `_DLCMD_TEXT`."""
+
+ANSWER_DEADLINE_S = 2.0
+"""How long a TAB may wait for a repository. Most answer in milliseconds: only the newest version is
+asked for, if this user has its snapshot already."""
+
+WORDS_MAX = 2000
+"""If a folder has more entries that fit, only their common beginning is completed."""
+
+
+def complete(program: click.Command, shell: str) -> NoReturn:
+    """Answer a shell, and end this process."""
+    line, text = os.environ.get("_DLCMD_LINE", ""), os.environ.get("_DLCMD_TEXT", "")
+    with suppress(Exception), open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)  # a message would stand in the middle of the user's line
+        answer = "".join(
+            f"{each.type}\t{_as_typed(each.value, line, text) if shell == 'bash' else each.value}"
+            f"\t{(each.help or '').partition(chr(10))[0]}\n"
+            for each in completions(program, line, _limit_time)
+        )
+        write_stdout([answer.encode()])
+    os._exit(0)
+
+
+def _limit_time() -> None:
+    """End this process when the time for an answer is over, even if a library waits."""
+    watch = threading.Timer(ANSWER_DEADLINE_S, os._exit, (0,))
+    watch.daemon = True
+    watch.start()
+
+
+def completions(
+    program: click.Command, line: str, opening: Callable[[], None] = lambda: None
+) -> list[CompletionItem[str]]:
+    """The words that may stand at the end of a command line, instead of the one that stands there.
+
+    `opening` is called before a repository is opened. An item without a value (of the kinds `file`
+    and `dir`) stands for the shell's own completion. Raises DieselError if the repository cannot be
+    read.
+    """
+    *words, last = split_arg_string(line + "x")  # so that a blank at the end begins a word
+    last = last[:-1]
+    lead = last[: last.find("=") + 1] if last.startswith("-") else ""
+    for parameter in _command(program, words[1:]).params:
+        # click asks each parameter by this method, and lets a command line in only by decorators
+        parameter.shell_complete = partial(_values, parameter, opening)  # type: ignore[method-assign]  # click: by instance
+    items = ShellComplete(program, {"obj": Flags()}, "dlcmd", COMPLETE).get_completions(
+        words[1:], last
+    )
+    for each in items:
+        each.value = f"{lead}{each.value}" if each.type in ("plain", "part") else ""
+    return [each for each in items if f"{each.value}".isprintable()]  # else it breaks the line
+
+
+def _command(program: click.Command, words: Sequence[str]) -> click.Command:
+    context = click.Context(program)
+    for word in words:
+        found = program.get_command(context, word) if isinstance(program, click.Group) else None
+        program = found or program
+    return program
+
+
+def _values(
+    parameter: click.Parameter,
+    opening: Callable[[], None],
+    context: click.Context,
+    incomplete: str,
+) -> list[CompletionItem[str]]:
+    """The values of a parameter: what click finds by its type, or what its metavariable says."""
+    metavar = parameter.metavar or ""
+    found = click.Parameter.shell_complete(parameter, context, incomplete)
+    if isinstance(parameter, click.Argument) and "DATASET" in metavar:
+        found += _addresses(opening, context, metavar, incomplete)
+    if metavar.startswith("DIR"):
+        found = [CompletionItem("", "dir")]
+    elif re.search("FILE|FOLDER|SRC", metavar) and "file" not in [each.type for each in found]:
+        found.append(CompletionItem("", "file"))
+    return found
+
+
+def _addresses(
+    opening: Callable[[], None], context: click.Context, metavar: str, incomplete: str
+) -> Iterator[CompletionItem[str]]:
+    """The datasets, versions or entries with addresses that begin like this, as far as an argument
+    with this metavariable can name them. Raises DieselError."""
+    flags = context.find_object(Flags)
+    if flags is None or incomplete[:1] in ("/", ".", "~"):
+        return
+    # numpy and all that reads a repository, which takes longer to import than a verb to complete
+    from diesel_fs.format.entries import Kind  # noqa: PLC0415
+    from diesel_fs.remote.open import open_configured  # noqa: PLC0415
+    from diesel_fs.storage.objects.cloud.direct import open_buckets_directly  # noqa: PLC0415
+
+    opening()
+    open_buckets_directly()
+    has_path = "/path" in metavar
+    name, slash, path = incomplete.partition("/")
+    dataset, at, version = name.partition("@")
+    if (slash and not has_path) or (at and "@VERSION" not in metavar):
+        return
+    end, kind = ("/", "part") if has_path else ("", "plain")
+    with open_configured(flags.settings()) as repository:
+        if slash:
+            view = repository.view_at(dataset, int(version)) if at else repository.view(dataset)
+            yield from _entries(view, name, path, Kind.FOLDER)
+        elif at:
+            for kept in reversed(repository.kept_versions(dataset)):
+                if str(kept.version).startswith(version):
+                    published = time_text(kept.published_ns / 1e9)
+                    yield CompletionItem(f"{dataset}@{kept.version}{end}", kind, published)
+        else:
+            for each in repository.datasets():
+                if each.name.startswith(name):
+                    yield CompletionItem(f"{each.name}{end}", kind)
+
+
+def _entries(
+    view: "Snapshot", name: str, path: str, folder_kind: int
+) -> Iterator[CompletionItem[str]]:
+    """The entries of a folder of a version with paths that begin like this."""
+    folder, slash, start = path.rpartition("/")
+    top = f"{name}/{folder}{slash}"
+    children = view.children(view.index_of(os.fsencode(folder)))
+    names = dict(zip(children, view.names(children), strict=True))
+    fitting = {i: each for i, each in names.items() if each.startswith(os.fsencode(start))}
+    if len(fitting) > WORDS_MAX:
+        pairs = zip(min(fitting.values()), max(fitting.values()), strict=False)
+        common = bytes(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        yield CompletionItem(f"{top}{common.decode('utf-8', 'ignore')}", "part")
+        return
+    for i, each in fitting.items():
+        with suppress(UnicodeDecodeError):  # a shell could not write it
+            is_folder = view.stat(i).kind == folder_kind
+            word = f"{top}{each.decode()}"
+            yield CompletionItem(f"{word}/", "part") if is_folder else CompletionItem(word)
+
+
+def _as_typed(word: str, line: str, text: str) -> str:
+    """The text that bash must insert for a word, in place of `text`, the end of the line.
+
+    bash replaces only the part behind the last character of COMP_WORDBREAKS, such as `@`, and does
+    not quote the text that it inserts.
+    """
+    *_, typed = split_arg_string(line + "x")
+    typed, (text, *_) = typed[:-1], [*split_arg_string(text), ""]
+    if typed.endswith(text):
+        word = word.removeprefix(typed[: len(typed) - len(text)])
+    match _open_quote(line):
+        case "'":
+            return word.replace("'", "'\\''")
+        case '"':
+            return re.sub(r'(["$`\\])', r"\\\1", word)
+    return re.sub(r"([^\w@%+=:,./~-])|^~", r"\\\g<0>", word)
+
+
+def _open_quote(line: str) -> str:
+    """The quote that is open at the end of a line of shell; empty for none."""
+    quote, is_escaped = "", False
+    for each in line:
+        if is_escaped or (each == "\\" and quote != "'"):
+            is_escaped = not is_escaped
+        elif each in "'\"" and quote in ("", each):
+            quote = "" if quote else each
+    return quote

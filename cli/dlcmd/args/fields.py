@@ -1,0 +1,79 @@
+"""Options that set the fields of a request: a dataclass of the library, or of a verb.
+
+`options_of` gives a command an option for each field that a verb names. The option has the field's
+name and default, unless the verb says otherwise, and a field that is a bool becomes a flag. The
+command gets the values in one dict, without those that the user did not give and that have no
+default; `made` makes the request of them. So a new option is a field and a line in the verb.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from functools import partial, wraps
+from typing import ParamSpec, TypeVar
+
+from .options import option
+
+Values = dict[str, object]
+"""The values of fields, by their names."""
+
+_Request = TypeVar("_Request")
+_P = ParamSpec("_P")
+
+
+@dataclass(frozen=True, slots=True)
+class FieldOption:
+    """How a user gives a field."""
+
+    help: str
+    name: str = ""
+    """The option without its dashes, if it is not the field's name."""
+    short: str = ""
+    """A second, short name, with its dash."""
+    type: object = None
+    metavar: str | None = None
+    default: object = None
+    """The default to show, if it is not the field's own."""
+    shows_default: bool = False
+    """Whether the option has a default, which the help shows. Without, a value that is not given is
+    left out, so that the field has its own default."""
+    multiple: bool = False
+    required: bool = False
+
+
+def options_of(
+    request: type[object], into: str, **options: FieldOption
+) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
+    """Give a command an option for each of these fields of `request`, in this order. Their values
+    reach the command in its argument `into`, which several decorators may fill together."""
+    defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]
+
+    def decorate(command: Callable[_P, None]) -> Callable[_P, None]:
+        @wraps(command)
+        def collected(*words: _P.args, **given: _P.kwargs) -> None:
+            values = given.setdefault(into, {})
+            assert isinstance(values, dict)
+            values |= {name: each for name in options if (each := given.pop(name)) is not None}
+            command(*words, **given)
+
+        with_options: Callable[_P, None] = collected
+        for field, each in reversed(options.items()):
+            is_flag = isinstance(defaults[field], bool)
+            default = defaults[field] if each.default is None else each.default
+            name = each.name or field.replace("_", "-")
+            names = [*filter(None, [each.short]), f"--{name}", field]
+            described = partial(
+                option, *names, type=each.type, metavar=each.metavar, help=each.help,
+                is_flag=is_flag, multiple=each.multiple, required=each.required,
+            )  # fmt: skip
+            if is_flag or each.shows_default:  # to click, a default of None is one, too
+                described = partial(described, default=default, show_default=each.shows_default)
+            with_options = described()(with_options)
+        return with_options
+
+    return decorate
+
+
+def made(request: type[_Request], given: Mapping[str, object], **others: object) -> _Request:
+    """The request with the values that were given, and with others. Raises the errors of its
+    constructor."""
+    return request(**{**given, **others})

@@ -1,0 +1,222 @@
+"""What happened in a mount between two samples of its statistics: the figures of `dlcmd top` and of
+the dashboard.
+
+`MountSamples` takes the samples, and `interval` makes the figures of two of them. A mount counts
+since it began (`waits` in its statistics; diesel_fs/mounts/SEMANTICS.md defines the counters), so
+two samples give one interval exactly. The part of an interval in which nothing waited belongs to
+the readers themselves if any was seen in it, else to nobody.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from diesel_fs.errors import DieselError, NotFoundError
+from diesel_fs.mounts import stats as stats_of
+from diesel_fs.mounts.mountpoint import is_alive, mounted_at, our_mount
+from diesel_fs.mounts.plans.control import Control
+from diesel_fs.mounts.waits import CAUSE_NAMES
+
+Stats = Mapping[str, object]
+
+TASK_TIERS = ("mapped", "local", "peer", "store")
+"""The sources of the parts that a mount reads in a task."""
+
+RETRY_S = 0.05
+GONE_WAIT_S = 2.0
+"""How long a mount that does not answer any more may take to be unmounted, or to die."""
+
+NUMBER_END = 1 << 63
+"""No figure of a mount is so large."""
+
+
+class MountSamples:
+    """Samples of one mount's statistics: over its control socket, which costs the mount no request;
+    or from `.diesel/stats`, which may be a second old, if the socket lets only the mount's user
+    in."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises UsageError if there is no mount, NotFoundError for a dead one, DeadlineError for
+        one that hangs. A child process finds that out: this one would hang with the mount, and
+        could not be ended."""
+        self._found = our_mount(folder)
+        if not is_alive(self._found.path):
+            raise NotFoundError(
+                f"the mount on {self._found.path} has ended", advice="unmount it, and mount again"
+            )
+        self._control: Control | None = None
+        with suppress(DieselError):
+            self._control = Control.connect(self._found.path)
+
+    @property
+    def is_cheap(self) -> bool:
+        """Whether a sample costs a message on a socket, and not the start of a process."""
+        return self._control is not None
+
+    def take(self) -> Stats:
+        """A sample. Raises NotFoundError if the mount has ended, DieselError."""
+        try:
+            if self._control is not None:
+                try:
+                    return self._control.stats()
+                except DieselError:  # it has ended, or its prefetch worker is busy
+                    self._check_there()
+            return stats_of(self._found.path)
+        except DieselError:
+            self._check_there(GONE_WAIT_S)
+            raise
+
+    def take_after(self, before: Stats) -> Stats:
+        """A sample that is newer than another one."""
+        while True:
+            found = self.take()
+            if clock_s(found) > clock_s(before):
+                return found
+            time.sleep(RETRY_S)
+
+    def _check_there(self, wait_s: float = 0.0) -> None:
+        """Raises NotFoundError if the mount has ended, or ends within a time."""
+        path, until_s = self._found.path, time.monotonic() + wait_s
+        while True:
+            now = mounted_at(path)
+            if now is None or now.device != self._found.device or not is_alive(path):
+                raise NotFoundError(f"the mount on {path} has ended")
+            if time.monotonic() >= until_s:
+                return
+            time.sleep(RETRY_S)
+
+
+def clock_s(stats: Stats) -> float:
+    """When a sample was taken, in seconds of the mount's clock. Raises DieselError if an older
+    diesel-fs has made the mount."""
+    waits = stats.get("waits")
+    if not isinstance(waits, Mapping):
+        raise DieselError(
+            "the mount does not say what its readers wait for",
+            advice="an older diesel-fs has made it: mount it again",
+        )
+    return number_at(stats, "waits.clock_s")
+
+
+def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
+    """What happened between two samples: an object for `--json`. Times are in seconds.
+
+    `own_pid` is the group of processes that takes the samples, which counts as no reader. The two
+    samples were taken at different times.
+    """
+    passed_s = number_at(after, "waits.clock_s") - number_at(before, "waits.clock_s")
+
+    def rate(path: str) -> float:
+        return round(_difference(before, after, path) / passed_s, 3)
+
+    causes_s = _causes_s(before, after, "waits.causes_s")
+    waited_s = min(sum(causes_s.values()), passed_s)
+    requests_s = _causes_s(before, after, "waits.requests_s")
+    readers = [each for each in _readers(before, after, passed_s) if each["pid"] != own_pid]
+    streams = list(_streams(before, after))
+    is_seen = waited_s > 0 and any(each["requests_per_s"] for each in readers)
+    is_seen = is_seen or any(each["moved"] for each in streams)
+    left_s = round(passed_s - waited_s, 6)
+    result: dict[str, object] = {
+        "interval_s": round(passed_s, 6),
+        "waited_s": round(waited_s, 6),
+        "causes_s": causes_s,
+        "reader_s": left_s if is_seen else 0.0,
+        "idle_s": 0.0 if is_seen else left_s,
+        "waiting": round(sum(requests_s.values()) / passed_s, 3),
+        "requests_per_s": round(sum(map(_requests, readers)), 3),
+        "read_bytes_per_s": rate("reads.bytes"),
+        "reads_per_s": {"memory": rate("reads.hits"), "fetched": rate("reads.misses")},
+        "fetched_bytes_per_s": rate("cache.fetched_bytes"),
+    }
+    if isinstance(at(after, "residency"), Mapping):
+        result |= {
+            "pushed_bytes_per_s": rate("residency.pushed_bytes"),
+            "resident_bytes": int(number_at(after, "residency.resident_bytes")),
+            "budget_bytes": int(number_at(after, "residency.budget_bytes")),
+        }
+    if isinstance(at(after, "task.client"), Mapping):
+        tiers = {tier: rate(f"task.client.{tier}_reads") for tier in TASK_TIERS}
+        result["task_reads_per_s"] = tiers
+    plans = [{key: value for key, value in each.items() if key != "moved"} for each in streams]
+    return {**result, "readers": readers, "plans": plans}
+
+
+def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str, object]]:
+    """What each reader did in the interval; readers of which nothing came are left out."""
+    earlier = {_key(each): each for each in list_at(before, "waits.readers")}
+    for each in list_at(after, "waits.readers"):
+        old = earlier.get(_key(each), {})
+        requests = _difference(old, each, "requests")
+        if requests or number_at(each, "waiting"):
+            yield {
+                "rank": each["rank"],
+                "pid": each["pid"],
+                "command": each["command"],
+                "requests_per_s": round(requests / passed_s, 3),
+                "waited_s": round(_difference(old, each, "waited_s"), 6),
+                "causes_s": _causes_s(old, each, "causes_s"),
+            }
+
+
+def _key(reader: Mapping[str, object]) -> tuple[object, object]:
+    """The identity of a reader: its rank, else its process."""
+    rank = reader["rank"]
+    return rank, None if rank is not None else reader["pid"]
+
+
+def _streams(before: Stats, after: Stats) -> Iterator[dict[str, object]]:
+    earlier = {each["name"]: each for each in list_at(before, "residency.streams")}
+    for each in list_at(after, "residency.streams"):
+        old = earlier.get(each["name"], {})
+        place = each["epoch"], each["position"]
+        yield {
+            "stream": each["name"],
+            "epoch": each["epoch"] if number_at(each, "epoch") >= 0 else None,
+            "position": each["position"],
+            "length": each["length"],
+            "entries_per_s": round(number_at(each, "entries_per_s"), 3),
+            "moved": bool(old) and (old["epoch"], old["position"]) != place,
+        }
+
+
+def _causes_s(before: Stats, after: Stats, path: str) -> dict[str, float]:
+    return {name: round(_difference(before, after, f"{path}.{name}"), 6) for name in CAUSE_NAMES}
+
+
+def _difference(before: Stats, after: Stats, path: str) -> float:
+    """How much a counter has grown. One that began again (as the prefetch worker's) has not."""
+    return max(number_at(after, path) - number_at(before, path), 0.0)
+
+
+def _requests(reader: Mapping[str, object]) -> float:
+    return number_at(reader, "requests_per_s")
+
+
+def at(stats: Stats, path: str) -> object:
+    """The value at a path of names, with dots between; None if there is none."""
+    found: object = stats
+    for name in path.split("."):
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+def number_at(stats: Stats, path: str) -> float:
+    """The number at a path of names, with dots between; 0 if there is none that makes sense."""
+    found = at(stats, path)
+    if isinstance(found, int | float) and abs(found) < NUMBER_END:
+        return float(found)
+    return 0.0
+
+
+def list_at(stats: Stats, path: str) -> list[Mapping[str, object]]:
+    """The objects in the list at a path; none if there is no list."""
+    found = at(stats, path)
+    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+
+
+def mapping_at(stats: Stats, path: str) -> Mapping[str, object]:
+    """The object at a path of names, with dots between; an empty one if there is none."""
+    found = at(stats, path)
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,95 @@
+"""Draws how well orders mix, over the size of their groups, as an SVG that needs no library.
+
+Pure: a report in, the text of a picture out. Colours work on light and dark backgrounds.
+"""
+
+import math
+from html import escape
+
+from diesel_fs.orders.quality import OrderQuality, QualityReport
+
+from .output import bytes_text
+
+_WIDTH, _HEIGHT = 760, 430
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins; names of the ends stand on the right
+_LINE, _END = "#2f7ed8", "#888888"
+_PERCENT_STEP = 20
+_TEXT_HEIGHT = 15
+
+
+def quality_svg(report: QualityReport, title: str) -> str:
+    """The worth of a batch after each order, in percent of its files, over the group size.
+
+    Below each group size stands the memory that its order needs; dashed lines are the two ends.
+    """
+    sizes = list(report.by_group_size)
+    shown = [*sizes, max(report.chunks, *sizes)]
+    lowest, highest = math.log(shown[0]), math.log(max(shown[-1], shown[0] + 1))
+
+    def x(size: int) -> float:
+        wide = _WIDTH - _LEFT - _RIGHT
+        return _LEFT + wide * (math.log(size) - lowest) / max(highest - lowest, 1e-9)
+
+    def y(percent: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * min(percent, 110) / 110
+
+    parts = [_text(_LEFT, 24, title, size=15)]
+    for percent in range(0, 101, _PERCENT_STEP):
+        parts.append(_rule(y(percent), "0.25"))
+        parts.append(_text(_LEFT - 8, y(percent) + 4, f"{percent} %", anchor="end"))
+    below = -float(_TEXT_HEIGHT)
+    for name, end in (("full shuffle", report.full), ("no shuffle", report.packed)):
+        at = y(worth_percent(end))
+        parts.append(_rule(at, "1", stroke=_END, dash="6 4"))
+        below = max(at + 4, below + _TEXT_HEIGHT)  # names must not lie on each other
+        label = f"{name}, {bytes_text(end.memory_bytes)}"
+        parts.append(_text(_WIDTH - _RIGHT + 8, below, label))
+    points = [(x(size), y(worth_percent(each))) for size, each in report.by_group_size.items()]
+    path = " ".join(f"{across:.1f},{down:.1f}" for across, down in points)
+    parts.append(f'<polyline points="{path}" fill="none" stroke="{_LINE}" stroke-width="2"/>')
+    for (across, down), (size, each) in zip(points, report.by_group_size.items(), strict=True):
+        told = (
+            f"G = {size}: {worth_percent(each):.0f} % of a batch, {bytes_text(each.memory_bytes)}"
+        )
+        parts.append(
+            f'<circle cx="{across:.1f}" cy="{down:.1f}" r="4" fill="{_LINE}">'
+            f"<title>{told}</title></circle>"
+        )
+        parts.append(_text(across, _HEIGHT - _BOTTOM + 18, f"{size}", anchor="middle"))
+        memory = bytes_text(each.memory_bytes)
+        parts.append(_text(across, _HEIGHT - _BOTTOM + 36, memory, anchor="middle", size=10))
+    middle = (_LEFT + _WIDTH - _RIGHT) / 2
+    axis = f"chunks in a group (of {report.chunks:,}), and the memory of two groups"
+    parts.append(_text(middle, _HEIGHT - 22, axis, anchor="middle"))
+    what = f"worth of a batch of {report.batch_files} files, in fully shuffled files"
+    parts.append(_text(_LEFT, _TOP - 8, what, size=11))
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"'
+        f' width="{_WIDTH}" height="{_HEIGHT}" font-family="sans-serif" fill="#777777">'
+        f"<title>{_shown(title)}</title>\n" + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def worth_percent(quality: OrderQuality) -> float:
+    """How many of the files of a batch it is worth, in percent; 100 where classes say nothing."""
+    return 100 / max(quality.design_effect or 1.0, 1e-9)
+
+
+def _shown(text: str) -> str:
+    """Text for XML, which has no control characters."""
+    return escape(
+        "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
+    )
+
+
+def _text(x: float, y: float, text: str, *, anchor: str = "start", size: int = 12) -> str:
+    place = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}"'
+    return f"<text {place}>{_shown(text)}</text>"
+
+
+def _rule(y: float, opacity: str, *, stroke: str = _END, dash: str = "") -> str:
+    """A horizontal line through the plot."""
+    return (
+        f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{stroke}"'
+        f' stroke-opacity="{opacity}" stroke-dasharray="{dash}"/>'
+    )

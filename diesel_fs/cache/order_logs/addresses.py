@@ -1,0 +1,167 @@
+"""Where entries lie in the order logs, in memory that two processes of a mount share.
+
+The prefetch worker writes order logs (`writer.py`). READs that reach the mount's server get what
+a log has from there, too, instead of from the store: `LogAddresses` tells the server which file has
+an entry, and where. `LogEntryReader` reads it.
+
+The memory has the digests of up to `LOGS_MAX` logs, and a number of 64 bits for each entry: 0, or
+the number of the log plus 1 (upper 8 bits) and the offset in its file. The worker alone writes. A
+late or torn value does no harm, as the server checks what it reads, and reads from the store what
+does not match.
+"""
+
+import os
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_intdigest
+
+from ...format.snapshot.reader import Snapshot
+from ...orders.plan import Entries
+from .layout import file_name
+
+LOGS_MAX = 64
+"""Logs at once: two for each stream that reads, and no more of them than fit a plan's streams."""
+
+_OFFSET_BITS = 56
+_OFFSET_MASK = np.uint64((1 << _OFFSET_BITS) - 1)
+_HELD_BYTES_MAX = 32 << 20  # a larger file is read from the store: it would be read for each READ
+
+
+def address_bytes(entry_count: int) -> int:
+    """The bytes of the memory for a dataset of so many entries."""
+    return 8 * (LOGS_MAX + entry_count)
+
+
+class LogAddresses:
+    """The shared memory (see the module), in one of the two processes."""
+
+    def __init__(self, shared: memoryview) -> None:
+        numbers = np.frombuffer(shared, np.uint64)
+        self._digests, self._addresses = numbers[:LOGS_MAX], numbers[LOGS_MAX:]
+
+    # For the worker
+
+    def put(self, digest: int, entries: Entries, offsets: npt.NDArray[np.int64]) -> None:
+        """These entries lie in the log of this digest, from these offsets on."""
+        number = self._number(digest)
+        if number >= 0:
+            self._addresses[entries] = offsets.astype(np.uint64) | np.uint64(
+                number + 1 << _OFFSET_BITS
+            )
+
+    def remove(self, digest: int, entries: Entries) -> None:
+        """These entries do not lie in that log any more."""
+        found = np.flatnonzero(self._digests == np.uint64(digest))
+        if len(found):
+            is_there = self._addresses[entries] >> np.uint64(_OFFSET_BITS) == found[0] + 1
+            self._addresses[entries[is_there]] = 0
+
+    def remove_log(self, digest: int, entries: Entries) -> None:
+        """There is no such log any more; it had these entries."""
+        self.remove(digest, entries)
+        self._digests[self._digests == np.uint64(digest)] = 0
+
+    def _number(self, digest: int) -> int:
+        """The number of a log, which gets one if it has none; -1 where all are taken."""
+        for wanted in (digest, 0):
+            found = np.flatnonzero(self._digests == np.uint64(wanted))
+            if len(found):
+                self._digests[found[0]] = digest
+                return int(found[0])
+        return -1
+
+    # For the server
+
+    def find(self, entry: int) -> tuple[int, int] | None:
+        """The digest of the log that has an entry, and the offset in its file; None without."""
+        address = int(self._addresses[entry])
+        number = (address >> _OFFSET_BITS) - 1
+        if number < 0:
+            return None
+        return int(self._digests[number]), address & int(_OFFSET_MASK)
+
+
+class _EntryReader(Protocol):
+    """What `LogEntryReader` reads from where no log has an entry."""
+
+    def read(self, index: int, offset: int, size: int, /) -> memoryview: ...
+
+    def read_nowait(self, index: int, offset: int, size: int, /) -> memoryview | None: ...
+
+    def stats(self) -> dict[str, int]: ...
+
+    def close(self) -> None: ...
+
+
+class LogEntryReader:
+    """Reads entries out of the order logs of another process, and else from a reader.
+
+    Thread-safe, as that is.
+    """
+
+    def __init__(self, snapshot: Snapshot, reader: _EntryReader, folder: str) -> None:
+        """`folder` is that of the dataset's logs, which need not be there yet."""
+        self._snapshot, self._reader, self._folder = snapshot, reader, folder
+        self._addresses: LogAddresses | None = None
+        self._files: dict[int, int] = {}  # by the digest of the log
+        self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # what was read last
+        self._hits = self._wrong = 0
+
+    def share(self, addresses: LogAddresses) -> None:
+        """Read from the logs of which these are the addresses."""
+        self._addresses = addresses
+
+    def read(self, index: int, offset: int, size: int) -> memoryview:
+        """`size` bytes from `offset` on. May block. Raises DieselError, also for damaged bytes."""
+        found = self._find(index)
+        if found is None:
+            return self._reader.read(index, offset, size)
+        return found[offset : offset + size]
+
+    def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
+        """The same bytes if they are in memory, else None. Never blocks."""
+        last, content = self._last
+        if last == index:
+            return content[offset : offset + size]
+        if self._addresses is not None and self._addresses.find(index) is not None:
+            return None  # rather than from a store that is near
+        return self._reader.read_nowait(index, offset, size)
+
+    def _find(self, index: int) -> memoryview | None:
+        """The checked content of an entry, if a log has it."""
+        last, content = self._last
+        if last == index:
+            return content
+        place = None if self._addresses is None else self._addresses.find(index)
+        size = self._snapshot.size(index)
+        if place is None or not size or size > _HELD_BYTES_MAX:
+            return None
+        digest, start = place
+        try:
+            file = self._files.get(digest)
+            if file is None:
+                path = f"{self._folder}/{file_name(digest)}"
+                flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+                file = self._files[digest] = os.open(path, flags)
+            content = memoryview(os.pread(file, size, start))
+        except OSError:
+            return None
+        if xxh3_64_intdigest(content) != int(self._snapshot.columns.checksum[index]):
+            self._wrong += 1
+            return None
+        self._hits += 1
+        self._last = index, content
+        return content
+
+    def stats(self) -> dict[str, int]:
+        """Figures of the reader, and how many files came from logs."""
+        return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
+
+    def close(self) -> None:
+        """Free what the reader holds. Reads under way may fail."""
+        self._reader.close()
+        files, self._files = self._files, {}
+        for file in files.values():
+            os.close(file)

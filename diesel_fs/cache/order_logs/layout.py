@@ -1,0 +1,280 @@
+"""Where each entry lies in an order log, and the headers of its segments (`ORDER_LOG.md`).
+
+Arrays throughout: an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
+"""
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from uuid import UUID
+
+import numpy as np
+import numpy.typing as npt
+from xxhash import xxh3_64_digest, xxh3_64_intdigest
+
+from ...errors import FormatError
+from ...format.entries import Bytes
+from ...orders.plan import Entries
+
+SEGMENT_BYTES = 8 << 20
+"""By so many bytes an order is cut into segments: enough for a disk to read at its full rate. As
+entries are not cut, a segment has a little more or less."""
+
+SEGMENTS_MAX = 1 << 16
+"""Segments of one log; a larger log has larger segments. numpy sorts numbers below this by
+radix."""
+
+BLOCK_BYTES = 4096
+"""Segments begin at multiples of this, which is what a file system can punch out."""
+
+_MAGIC, _FORMAT = b"DSLORDER", 1
+_HEAD = struct.Struct("<8sIIIIQ16sQQ")
+_CHECKSUM_BYTES = 8
+_UNIT_MIN, _UNITS_MAX = 8, 1 << 32
+_NO_SEGMENT, _NO_PLACE = SEGMENTS_MAX - 1, (1 << 32) - 1
+
+Places = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, slots=True)
+class LogIdentity:
+    """What a log belongs to: a dataset's identity and version, and the digest of an order."""
+
+    identity: UUID
+    version: int
+    order: int
+
+    @classmethod
+    def of(cls, identity: UUID, version: int, order: Entries) -> "LogIdentity":
+        """That of an order."""
+        packed = np.ascontiguousarray(order, "<u4")
+        return cls(identity, version, xxh3_64_intdigest(packed.data))
+
+    @property
+    def file_name(self) -> str:
+        """The name of the log's file."""
+        return file_name(self.order)
+
+
+def file_name(order: int) -> str:
+    """The name of the file of a log, by the digest of its order."""
+    return f"order-{order:016x}"
+
+
+class LogCut:
+    """An order cut into segments; the first step to a layout.
+
+    `entries` are those that a log of the order has, in the order; `segment` has the segment of
+    each.
+    """
+
+    def __init__(
+        self, order: Entries, sizes: Sizes, is_logged: Mask, segment_bytes: int = SEGMENT_BYTES
+    ) -> None:
+        """`sizes` (bytes) and `is_logged` (whether a log may have it) have a value for each entry
+        of the dataset."""
+        self._sizes = sizes
+        known = is_logged[order]
+        self.entries = _first_uses(order if known.all() else order[known], len(sizes))
+        self._order = order
+        total_bytes = int(sizes.sum(dtype=np.int64, where=is_logged))
+        self.unit = _UNIT_MIN
+        # Half of the numbers are for headers and for what segments leave free at their ends
+        while total_bytes + len(sizes) * self.unit > self.unit * _UNITS_MAX // 2:
+            self.unit *= 2
+        while total_bytes + len(sizes) * self.unit > segment_bytes * (SEGMENTS_MAX - 1):
+            segment_bytes *= 2
+        self.segment_bytes = segment_bytes
+        ends = self.stored_units(self.entries)
+        np.cumsum(ends, out=ends)
+        self.segment = np.zeros(len(ends), np.uint16)
+        self.segment[1:] = ends[:-1] // np.uint32(segment_bytes // self.unit)
+
+    @property
+    def entry_count(self) -> int:
+        """The number of entries of the dataset."""
+        return len(self._sizes)
+
+    def stored_units(self, entries: Entries) -> npt.NDArray[np.uint32]:
+        """The units that each of these entries takes in the log."""
+        units = self._sizes[entries].astype(np.uint64, copy=False)
+        units += np.uint64(self.unit - 1)
+        units //= np.uint64(self.unit)
+        return units.astype(np.uint32)
+
+    def positions_behind(self, first: Places) -> Places:
+        """The position in the order behind the last entry of each segment; `first` is that of the
+        layout."""
+        if self.entries is self._order:
+            return first[1:]
+        position_of = np.zeros(self.entry_count, np.int64)
+        position_of[self._order[::-1]] = np.arange(len(self._order))[::-1]
+        behind: Places = position_of[self.entries[first[1:] - 1]] + 1
+        return np.maximum.accumulate(behind)
+
+    def by_arrival(self, arrivals: Entries) -> Entries:
+        """The entries by segment and arrival. Those that do not arrive come last in their
+        segments, in the order."""
+        segment_of = np.full(self.entry_count, _NO_SEGMENT, np.uint16)
+        segment_of[self.entries] = self.segment
+        segments = segment_of[arrivals]
+        known = segments != _NO_SEGMENT
+        arriving = _first_uses(arrivals if known.all() else arrivals[known], self.entry_count)
+        if len(arriving) < len(self.entries):
+            arrives = np.zeros(self.entry_count, np.bool_)
+            arrives[arriving] = True
+            arriving = np.concatenate([arriving, self.entries[~arrives[self.entries]]])
+        if arriving is not arrivals:
+            segments = segment_of[arriving]
+        # Sorted as numbers of both: twice as fast as a stable argsort
+        packed = segments.astype(np.uint64)
+        packed <<= np.uint64(32)
+        packed |= np.arange(len(arriving), dtype=np.uint64)
+        packed.sort()
+        return arriving[packed.astype(np.uint32)]
+
+    def from_headers(self, found: Mapping[int, Entries]) -> tuple[Entries, list[int]]:
+        """The entries by segment as the headers of some segments say, and which of these are right;
+        those of others by the order."""
+        entries = self.entries.copy()
+        first = np.searchsorted(self.segment, np.arange(SEGMENTS_MAX + 1))
+        right = []
+        for segment, listed in found.items():
+            if not 0 <= segment < SEGMENTS_MAX:
+                continue
+            mine = entries[first[segment] : first[segment + 1]]
+            if len(mine) and np.array_equal(np.sort(mine), np.sort(listed)):
+                mine[:] = listed
+                right.append(segment)
+        return entries, right
+
+
+class LogLayout:
+    """The places of a log's entries, segment by segment.
+
+    `entries[p]` is the entry at place p. Segment s has the places from `first[s]` to `first[s + 1]
+    - 1`, and lies in the file from `start[s]` to `end[s] - 1`, its header included. A reader that
+    is at the position `position_behind[s]` of the order has read all of it.
+    """
+
+    def __init__(self, cut: LogCut, entries: Entries, limit_bytes: int) -> None:
+        """`entries` are those of the cut, sorted by segment. The log has the first segments, as
+        far as they take at most `limit_bytes`."""
+        segments = int(cut.segment[-1]) + 1 if len(entries) else 0
+        first = np.searchsorted(cut.segment, np.arange(segments + 1))
+        behind = np.concatenate([np.zeros(1, np.uint32), cut.stored_units(entries)])
+        np.cumsum(behind, out=behind)
+        unit, self.segment_bytes = cut.unit, cut.segment_bytes
+        counts, content = np.diff(first), np.diff(behind[first]).astype(np.int64) * unit
+        header = _aligned(_HEAD.size + 4 * counts + _CHECKSUM_BYTES)
+        sizes = np.where(counts > 0, header + _aligned(content), 0)
+        end = np.cumsum(sizes)
+        kept = int(np.searchsorted(end, limit_bytes, "right"))
+        self.first, self.end = first[: kept + 1], end[:kept]
+        self.start = self.end - sizes[:kept]
+        count, self.unit = int(self.first[-1]), unit
+        self.entries: Entries = entries[:count]
+        self.position_behind = cut.positions_behind(self.first)
+        # Of each place: from the segment's start on, behind the header and the places before it.
+        # The differences may be negative, and wrap round; so do the sums.
+        base = (self.start + header[:kept]) // unit - behind[self.first[:-1]].astype(np.int64)
+        self._offset = behind[:count]
+        self._offset += np.repeat(base.astype(np.uint32), counts[:kept])
+        # A column over all entries where the log has most of them, else sorted pairs
+        self._place_of = self._sorted = None
+        if 2 * count >= cut.entry_count:
+            self._place_of = np.full(cut.entry_count, _NO_PLACE, np.uint32)
+            self._place_of[self.entries] = np.arange(count, dtype=np.uint32)
+        else:
+            places = np.argsort(self.entries).astype(np.uint32)
+            self._sorted = self.entries[places], places
+
+    @property
+    def segments(self) -> int:
+        """The number of segments."""
+        return len(self.end)
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes of the whole log."""
+        return int(self.end[-1]) if self.segments else 0
+
+    @property
+    def largest_bytes(self) -> int:
+        """The bytes of the largest segment."""
+        return int((self.end - self.start).max(initial=0))
+
+    def find(self, entries: Entries) -> Places:
+        """The place of each entry; -1 where the log has none for it."""
+        if self._place_of is not None:
+            places = self._place_of[entries].astype(np.int64)
+            places[places == _NO_PLACE] = -1
+            return places
+        assert self._sorted is not None
+        known, places_of_known = self._sorted
+        if not len(known):
+            return np.full(len(entries), -1, np.int64)
+        wanted = entries.astype(np.uint32, copy=False)
+        at = np.minimum(known.searchsorted(wanted), len(known) - 1)
+        places = places_of_known[at].astype(np.int64)
+        places[known[at] != wanted] = -1
+        return places
+
+    def offset(self, places: Places) -> npt.NDArray[np.int64]:
+        """Where in the file the content at each place begins."""
+        return self._offset[places].astype(np.int64) * self.unit
+
+    def segment_of(self, places: Places) -> npt.NDArray[np.int64]:
+        """The segment of each place."""
+        segments: npt.NDArray[np.int64] = self.first.searchsorted(places, "right") - 1
+        return segments
+
+    def header(self, segment: int, log: LogIdentity) -> bytes:
+        """The header of a segment."""
+        entries = self.entries[self.first[segment] : self.first[segment + 1]]
+        head = _HEAD.pack(
+            _MAGIC, _FORMAT, segment, len(entries), self.unit, self.segment_bytes,
+            log.identity.bytes, log.version, log.order,
+        )  # fmt: skip
+        content = head + entries.astype("<u4", copy=False).tobytes()
+        return content + xxh3_64_digest(content)[::-1]
+
+
+def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) -> Entries:
+    """The entries of a segment in the sequence in which they lie, by its header at the beginning of
+    `content`. Raises FormatError where there is no right header of this segment and log."""
+    if len(content) < _HEAD.size:
+        raise FormatError("the header of a segment is cut off")
+    magic, version, number, count, *rest = _HEAD.unpack_from(content)
+    if (magic, version, number) != (_MAGIC, _FORMAT, segment):
+        raise FormatError("no header of this segment")
+    if rest != [cut.unit, cut.segment_bytes, log.identity.bytes, log.version, log.order]:
+        raise FormatError("a segment of another log")
+    end = _HEAD.size + 4 * count
+    if end + _CHECKSUM_BYTES > len(content):
+        raise FormatError("the header of a segment is cut off")
+    if xxh3_64_digest(content[:end])[::-1] != content[end : end + _CHECKSUM_BYTES]:
+        raise FormatError("the header of a segment is damaged")
+    return np.frombuffer(content, "<u4", count, _HEAD.size).astype(np.uint32)
+
+
+def header_bytes(count: int) -> int:
+    """How many bytes the header of a segment with so many entries takes, with what follows up to
+    the contents."""
+    return int(_aligned(np.array([_HEAD.size + 4 * count + _CHECKSUM_BYTES]))[0])
+
+
+def _aligned(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    return (sizes + (BLOCK_BYTES - 1)) // BLOCK_BYTES * BLOCK_BYTES
+
+
+def _first_uses(order: Entries, entry_count: int) -> Entries:
+    """An order without repetitions."""
+    seen = np.zeros(entry_count, np.bool_)
+    seen[order] = True
+    if int(np.count_nonzero(seen)) == len(order):
+        return order
+    _, first = np.unique(order, return_index=True)
+    return order[np.sort(first)]

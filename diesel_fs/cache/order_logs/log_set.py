@@ -1,0 +1,191 @@
+"""The order logs that exist, and which entries each of them has.
+
+The thread that reads (`logs.py`) and the thread that writes (`writer.py`) share them. The writer
+adds and removes logs; a mask of a log is changed by one thread in one numpy assignment at a time,
+and a reader that sees an old value reads from the store, or finds a wrong checksum.
+"""
+
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from os import POSIX_FADV_DONTNEED
+
+import numpy as np
+from xxhash import xxh3_64_intdigest
+
+from ...format.entries import Kind
+from ...format.snapshot.layout import MANY_EXTENTS, kinds
+from ...format.snapshot.reader import Snapshot
+from ...orders.plan import Entries
+from ..disk.folder import DISK_PAUSE_S
+from .addresses import LogAddresses
+from .layout import LogIdentity, LogLayout, Mask, Places
+
+log = logging.getLogger("diesel.mount")
+
+_COUNTS = (
+    *("log_hits", "log_hit_bytes", "log_misses", "log_reads", "log_writes", "log_written_bytes"),
+    *("log_released_bytes", "log_wrong", "log_refused", "log_recovered"),
+)
+
+
+@dataclass(slots=True, eq=False)
+class Log:
+    """One log: its file, and which of its entries are there."""
+
+    identity: LogIdentity
+    layout: LogLayout
+    file: int
+    is_recovered: bool
+    """Whether some of `is_present` is a guess: the entries were written by another process."""
+
+    is_present: Mask = field(init=False)  # by place
+    is_sure: Mask = field(init=False)  # by place: this process has written it, or will soon
+    is_written: Mask = field(init=False)  # by place: this process has written it
+    is_delivered: Mask = field(init=False)  # by place: was read since the log is the current one
+    has_header: Mask = field(init=False)  # by segment
+    is_released: Mask = field(init=False)  # by segment
+    passed: int = 0  # segments that the reader has passed
+
+    def __post_init__(self) -> None:
+        places, segments = len(self.layout.entries), self.layout.segments
+        self.is_present = np.zeros(places, np.bool_)
+        self.is_sure = np.zeros(places, np.bool_)
+        self.is_written = np.zeros(places, np.bool_)
+        self.is_delivered = np.zeros(places, np.bool_)
+        self.has_header = np.zeros(segments, np.bool_)
+        self.is_released = np.zeros(segments, np.bool_)
+
+    def places_in(self, segment: int) -> "slice[int, int, None]":
+        """The places of a segment."""
+        return slice(int(self.layout.first[segment]), int(self.layout.first[segment + 1]))
+
+    def find_present(self, entries: Entries) -> tuple[Places, Mask]:
+        """The place of each entry, and whether the log has its content."""
+        places = self.layout.find(entries)
+        is_here = places >= 0
+        is_here[is_here] = self.is_present[places[is_here]]
+        return places, is_here
+
+    def is_done(self, segment: int) -> bool:
+        """Whether all that a segment has was read since the log is the current one."""
+        some = self.places_in(segment)
+        return not (self.is_present[some] & ~self.is_delivered[some]).any()
+
+
+class LogSet:
+    """The logs of one version of a dataset, with their counts, pauses and warnings."""
+
+    def __init__(self, snapshot: Snapshot, addresses: LogAddresses | None) -> None:
+        """`addresses` tells another process where entries lie."""
+        self.snapshot = snapshot
+        self.addresses = addresses
+        columns = snapshot.columns
+        self.is_logged: Mask = (columns.size > 0) & (columns.flags & MANY_EXTENTS == 0)
+        """By entry: whether logs have it."""
+        self.is_logged &= kinds(columns.flags) == Kind.FILE
+        self.by_order: dict[int, Log] = {}
+        """By the digest of the order."""
+        self.in_order: frozenset[int] = frozenset()
+        """The orders that are being read."""
+        self.next: frozenset[int] = frozenset()
+        """The logs that are being written: those of the next epoch."""
+        self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
+        self._paused_until_s = 0.0
+        self._warned: set[str] = set()
+
+    def next_logs(self) -> list[Log]:
+        """The logs that are being written."""
+        return [found for digest in self.next if (found := self.by_order.get(digest))]
+
+    def readable(self) -> list[Log]:
+        """The logs to read from, those that are in the order of a reader first; none in a pause."""
+        if self.is_paused:
+            return []
+        return sorted(
+            [*self.by_order.values()], key=lambda each: each.identity.order not in self.in_order
+        )
+
+    def missing(self, entries: Entries) -> Entries:
+        """The files among these that no log has."""
+        for each in self.readable():
+            _, is_here = each.find_present(entries)
+            entries = entries[~is_here]
+        return entries
+
+    def lacking(self, entries: Entries) -> Mask:
+        """Which of these files a next log should have, and lacks."""
+        wanted = np.zeros(len(entries), np.bool_)
+        for each in self.next_logs():
+            places = each.layout.find(entries)
+            is_there = places >= 0
+            is_there[is_there] = ~each.is_sure[places[is_there]]
+            wanted |= is_there
+        return wanted
+
+    def check(self, found: Log, places: Places, contents: Sequence[memoryview]) -> Mask:
+        """Which of the contents at these places are those of their entries. The others count as
+        absent from now on."""
+        checksums = self.snapshot.columns.checksum[found.layout.entries[places]]
+        sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(contents))
+        is_right: Mask = sums == checksums
+        if not is_right.all():
+            self._note_wrong(found, places[~is_right])
+        return is_right
+
+    def _note_wrong(self, found: Log, places: Places) -> None:
+        found.is_present[places] = found.is_sure[places] = found.is_written[places] = False
+        if self.addresses is not None:
+            self.addresses.remove(found.identity.order, found.layout.entries[places])
+        # A segment may be released while it is read: its contents are gone, and not damaged
+        places = places[~found.is_released[found.layout.segment_of(places)]]
+        self.counts["log_wrong"] += len(places)
+        if len(places) and not found.is_recovered:  # else they may never have been written
+            self.warn(
+                f"damage {found.identity.order}",
+                "%d files in the order log %s are damaged: they are read from the store",
+                len(places), found.identity.file_name,
+            )  # fmt: skip
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a failure of the disk was so recent that the logs are left alone."""
+        return time.monotonic() < self._paused_until_s
+
+    def pause(self, doing: str, error: OSError) -> None:
+        """Leave the logs alone for a while: the disk has failed in reading or writing (`doing`)."""
+        self._paused_until_s = time.monotonic() + DISK_PAUSE_S
+        self.warn(
+            f"{doing} {error.errno}",
+            "cannot %s the order log (%s): files are read from the store; tried again every %.0f s",
+            doing, error.strerror, DISK_PAUSE_S,
+        )  # fmt: skip
+
+    def warn(self, kind: str, message: str, *details: object) -> None:
+        """Log a warning, once of each kind."""
+        if kind not in self._warned:
+            self._warned.add(kind)
+            log.warning(message, *details)
+
+
+def read_once(file: int, start: int, size: int) -> memoryview:
+    """This part of a file, which is not kept in the kernel's page cache; shorter at the file's end.
+    Raises OSError."""
+    content = np.empty(size, np.uint8).data
+    content = content[: read_into(file, start, content)].toreadonly()
+    os.posix_fadvise(file, start, size, POSIX_FADV_DONTNEED)
+    return content
+
+
+def read_into(file: int, start: int, buffer: memoryview) -> int:
+    """Read from `start` on. Returns the number of bytes up to the file's end. Raises OSError."""
+    done = 0
+    while done < len(buffer):
+        got = os.preadv(file, [buffer[done:]], start + done)
+        if not got:
+            break
+        done += got
+    return done

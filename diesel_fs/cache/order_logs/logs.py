@@ -1,0 +1,346 @@
+"""Reads a mount's files from order logs, and copies what comes from elsewhere to the next logs.
+
+`OrderLogs` has the logs of one version of a dataset: for each order that is being read the current
+log, and the log of the next epoch, to which all that is read is copied meanwhile. `LoggedReader`
+puts it in front of the reader of the prefetch worker.
+
+Concurrency: one thread calls. `writer.py` makes, writes and removes logs in a thread of its own,
+and `segments.py` reads ahead in others.
+"""
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from os import POSIX_FADV_WILLNEED
+
+import numpy as np
+
+from ...format.snapshot.reader import Snapshot
+from ...orders.plan import Entries
+from ..coalescing_reader import Batch, BatchSource
+from ..disk.logs import OrderLogFiles
+from .addresses import LogAddresses
+from .layout import SEGMENT_BYTES, Mask, Places
+from .log_set import Log, LogSet, read_into
+from .segments import SegmentReader
+from .streams import LogPlan, StreamLogs
+from .writer import LogWriter
+
+STAGED_BYTES = 64 << 20
+"""Bytes collected before a write. More of them put more neighbours of the next epoch into one
+write."""
+
+WORTHWHILE_FILE_BYTES = 32 << 10
+"""Files of fewer bytes on average profit from a log (`is_log_worthwhile`)."""
+
+SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
+"""The most segments that a reader has passed and that are read at once for the next logs, so that
+pushes go on; and the most of an order that it has read to its end, some 32 MiB."""
+
+_GAP_BYTES = 64 << 10  # reading so much for nothing costs less than one more read
+
+
+class OrderLogs:
+    """The order logs of one version of a dataset (see the module)."""
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        files: OrderLogFiles,
+        *,
+        staged_bytes: int = STAGED_BYTES,
+        segment_bytes: int = SEGMENT_BYTES,
+        addresses: LogAddresses | None = None,
+    ) -> None:
+        """`close` closes `files`. `addresses` tells another process where entries lie."""
+        self._snapshot = snapshot
+        self._streams = StreamLogs(snapshot.identity, snapshot.version)
+        self._set = LogSet(snapshot, addresses)
+        self._writer = LogWriter(
+            self._set, files, staged_bytes=staged_bytes, segment_bytes=segment_bytes
+        )
+        self._segments = SegmentReader(self._set, self._writer)
+        self._read_s = 0.0  # that all reads have taken together
+
+    # The plan
+
+    def set_plan(self, plans: Sequence[LogPlan]) -> None:
+        """The streams read these orders now and next. Logs of other orders are removed; those that
+        are new are made, or taken over as another process has left them, in the background."""
+        if plans == self._streams.plans:
+            return
+        self._save_last(plans)
+        self._writer.flush()  # to the logs that were next until now
+        self._segments.clear()  # so that what is read again is written to the new ones
+        for name in self._streams.set_plans(plans, self._set.by_order):
+            self._set.warn(
+                "another order",
+                "%s reads another order than was announced: the files that the log of that one has"
+                " are read from it one by one",
+                name,
+            )
+        self._set.in_order = self._streams.in_order
+        self._set.next = frozenset(self._streams.following.values())
+        self._writer.change(self._streams.orders, self._set.next, self._streams.arrivals())
+
+    def settle(self) -> None:
+        """Wait until the logs are made, and what was added is written."""
+        self._writer.settle()
+
+    def passed(self, name: str, position: int) -> None:
+        """The reader of a stream has read all before this position of its current order: release
+        the segments there, some at a time where they have to be read for the next logs first."""
+        found = self._set.by_order.get(self._streams.current(name))
+        if found is not None:
+            behind = int(np.searchsorted(found.layout.position_behind, position, "right"))
+            segments = range(found.passed, behind)
+            saved = self._save(found, segments, SAVED_AT_ONCE)
+            self._writer.release(found, segments[:saved])
+            found.passed += saved
+
+    def _save_last(self, plans: Sequence[LogPlan]) -> None:
+        """If a reader goes on to its next epoch, save the rest of the log of the last one. If an
+        order was given up in its middle, too much is left."""
+        stays = {id(order) for each in plans for order in (each.current, each.following)}
+        for each in self._streams.plans:
+            found = self._log_of(each.current)
+            if found is not None and id(each.current) not in stays:
+                left = np.flatnonzero(~found.is_released).tolist()
+                if len(left) <= LAST_SEGMENTS:
+                    self._save(found, left, LAST_SEGMENTS)
+
+    def _save(self, found: Log, segments: Sequence[int], most: int) -> int:
+        """Have the entries of these segments that the next logs lack written there, before they are
+        released: a reader that outruns the mount passes segments that the mount has not read. Reads
+        at most `most` segments. Returns how many, from the first on, may be released."""
+        if self._set.is_paused or found.identity.order in self._set.next:  # not released then
+            return len(segments)
+        for at, segment in enumerate(segments):
+            some = found.places_in(segment)
+            entries = found.layout.entries[some][found.is_present[some]]
+            if found.is_released[segment] or not self._writer.lacking(entries).any():
+                continue
+            if not most:
+                return at
+            most -= 1
+            try:
+                self._segments.load(found, segment)
+            except OSError as error:
+                self._set.pause("read", error)
+                break
+        return len(segments)
+
+    # Reading
+
+    def read(self, entries: Entries) -> tuple[list[Batch], Entries]:
+        """What the logs have of these files, checked; and the files that they do not have. The
+        contents stay valid as long as they are used."""
+        start_s = time.monotonic()
+        batches: list[Batch] = []
+        for each in self._set.readable():
+            if not len(entries):
+                break
+            places, is_here = each.find_present(entries)
+            if is_here.any():
+                batch, is_read = self._read_from(each, entries[is_here], places[is_here])
+                is_here[is_here] = is_read
+                batches += batch
+                entries = entries[~is_here]
+        self._set.counts["log_misses"] += len(entries)
+        self._read_s += time.monotonic() - start_s
+        return batches, entries
+
+    def prefetch(self, entries: Entries) -> None:
+        """These files will be asked for soon: begin to read them. Call it once for each."""
+        for each in self._set.readable():
+            places, is_here = each.find_present(entries)
+            places = places[is_here]
+            if not len(places):
+                continue
+            if each.identity.order in self._set.in_order:
+                numbers = np.unique(each.layout.segment_of(places)).tolist()
+                if not self._segments.prefetch(each, numbers):
+                    return
+            else:
+                sizes = self._snapshot.columns.size[each.layout.entries[places]].tolist()
+                offsets = each.layout.offset(places).tolist()
+                with contextlib.suppress(OSError):
+                    for start, size in zip(offsets, sizes, strict=True):
+                        os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
+
+    def read_cost_s(self, count: int) -> float:
+        """About how long it takes to get so many files out of the logs."""
+        hits = self._set.counts["log_hits"]
+        return self._read_s / hits * count if hits else 0.0
+
+    def holds(self, order: Entries) -> bool:
+        """Whether most of an order can be read from its own log."""
+        found = self._log_of(order)
+        return found is not None and bool(2 * np.count_nonzero(found.is_present) >= len(order))
+
+    def _log_of(self, order: Entries | None) -> Log | None:
+        digest = self._streams.digest(order)
+        return None if digest is None else self._set.by_order.get(digest)
+
+    def missing(self, entries: Entries) -> Entries:
+        """The files among these that no log has."""
+        return self._set.missing(entries)
+
+    def lacking(self, entries: Entries) -> Entries:
+        """The files among these that a next log should have, and lacks."""
+        return entries[self._writer.lacking(entries)]
+
+    def _read_from(self, found: Log, entries: Entries, places: Places) -> tuple[list[Batch], Mask]:
+        """The contents of entries that a log should have, and of which it has them."""
+        order = np.argsort(places)
+        places, entries = places[order], entries[order]
+        try:
+            if found.identity.order in self._set.in_order:
+                contents, is_right = self._segments.contents(found, places)
+            else:
+                contents = self._one_by_one(found, places)
+                is_right = self._set.check(found, places, contents)
+                lacking = np.flatnonzero(is_right & self._writer.lacking(entries))
+                self._writer.stage(entries[lacking], [contents[at] for at in lacking.tolist()])
+        except OSError as error:
+            self._set.pause("read", error)
+            return [], np.zeros(len(entries), np.bool_)
+        if not is_right.all():
+            contents = [contents[at] for at in np.flatnonzero(is_right).tolist()]
+        self._set.counts["log_hits"] += len(contents)
+        self._set.counts["log_hit_bytes"] += sum(map(len, contents))
+        self._deliver(found, places[is_right])
+        is_read = np.zeros(len(entries), np.bool_)
+        is_read[order[is_right]] = True
+        right = entries[is_right].astype(np.int64)
+        return [Batch(right, np.zeros(len(right), np.int64), contents)], is_read
+
+    def _one_by_one(self, found: Log, places: Places) -> list[memoryview]:
+        """The contents at these ascending places; those that lie near each other are read
+        together."""
+        begins = found.layout.offset(places)
+        ends = begins + self._set.snapshot.columns.size[found.layout.entries[places]].astype(
+            np.int64
+        )
+        cuts = [0, *(np.flatnonzero(begins[1:] - ends[:-1] > _GAP_BYTES) + 1).tolist(), len(places)]
+        contents: list[memoryview] = []
+        for first, behind in pairwise(cuts):
+            start = int(begins[first])
+            read = np.empty(int(ends[behind - 1]) - start, np.uint8).data
+            read = read[: read_into(found.file, start, read)].toreadonly()
+            self._set.counts["log_reads"] += 1
+            some = zip((begins[first:behind] - start).tolist(),
+                       (ends[first:behind] - start).tolist(), strict=True)  # fmt: skip
+            contents += [read[begin:end] for begin, end in some]
+        return contents
+
+    def _deliver(self, found: Log, places: Places) -> None:
+        """Entries of a log were read: release the segments that are done."""
+        if found.identity.order in self._set.next:  # the next epoch reads them again
+            return
+        found.is_delivered[places] = True
+        segments = np.unique(found.layout.segment_of(places)).tolist()
+        self._writer.release(found, [each for each in segments if found.is_done(each)])
+
+    def add(self, batch: Batch) -> None:
+        """These contents were read from elsewhere: those that the next logs have and lack are
+        copied, and written there. Contents are whole files."""
+        entries = batch.entries.astype(np.uint32)
+        some = np.flatnonzero(self._writer.lacking(entries)).tolist()
+        if some:
+            contents = [batch.contents[at] for at in some]
+            joined, begin = memoryview(b"".join(contents)), 0
+            for at, content in enumerate(contents):
+                contents[at] = joined[begin : begin + len(content)]
+                begin += len(content)
+            self._writer.stage(entries[some], contents)
+
+    def flush(self) -> None:
+        """Begin to write what was added, though it is little. Does not wait."""
+        self._writer.flush_if_idle()
+
+    # The whole
+
+    def stats(self) -> dict[str, int]:
+        """Counts since the start, and the sizes of what is here, in bytes."""
+        files = [each.file for each in [*self._set.by_order.values()]]
+        next_entries = (np.count_nonzero(each.is_written) for each in self._set.next_logs())
+        return {
+            **self._set.counts,
+            "log_bytes": sum(os.fstat(file).st_blocks * 512 for file in files),
+            "log_staged_bytes": self._writer.staged_bytes,
+            "log_next_entries": int(sum(next_entries)),
+        }
+
+    def close(self) -> None:
+        """Write what was added, and let go of the files, which stay for the next mount. Logs that
+        hold nothing are removed."""
+        self._segments.close()
+        self._writer.close()
+
+
+def is_log_worthwhile(snapshot: Snapshot, memory_bytes: int, *, is_next_known: bool) -> bool:
+    """The rule of `--cache-layout auto`: whether order logs are worth their writes to the disk
+    (`ORDER_LOG.md`)."""
+    sizes = snapshot.columns.size
+    total_bytes, files = int(sizes.sum(dtype=np.int64)), int(np.count_nonzero(sizes))
+    is_small = total_bytes < WORTHWHILE_FILE_BYTES * max(files, 1)
+    return bool(is_next_known and is_small and total_bytes > memory_bytes)
+
+
+class LoggedReader:
+    """Contents of files out of order logs, and of another reader what these do not have."""
+
+    def __init__(self, reader: BatchSource, logs: OrderLogs) -> None:
+        """Both are this reader's from now on."""
+        self._reader, self._logs = reader, logs
+        self._rests: dict[bytes, Entries] = {}  # of announced units: what no log has
+
+    def batches(self, entries: Entries) -> Iterator[Batch]:
+        """As `BatchSource.batches`; those out of the logs come first."""
+        batches, rest = self._logs.read(entries)
+        yield from batches
+        if len(rest):
+            for batch in self._reader.batches(rest):
+                self._logs.add(batch)
+                yield batch
+
+    def prefetch(self, units: Sequence[Entries]) -> None:
+        """As `BatchSource.prefetch`."""
+        before, self._rests = self._rests, {}
+        for entries in units:
+            key = entries.tobytes()
+            rest = before.get(key)
+            if rest is None:
+                self._logs.prefetch(entries)
+                rest = self._logs.missing(entries)
+            self._rests[key] = rest
+        self._reader.prefetch([*self._rests.values()])
+
+    def read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
+        """As `BatchSource.read_costs`; for what the logs have by what reads of them have taken."""
+        rests = [self._logs.missing(unit) for unit in units]
+        costs = self._reader.read_costs(rests)
+        logged = [
+            self._logs.read_cost_s(len(u) - len(r)) for u, r in zip(units, rests, strict=True)
+        ]
+        return [
+            (latency_s, transfer_s + log_s)
+            for (latency_s, transfer_s), log_s in zip(costs, logged, strict=True)
+        ]
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether reads of the store take long, as far as is known."""
+        return self._reader.is_slow
+
+    def stats(self) -> dict[str, int]:
+        """Figures of what was read."""
+        return {**self._reader.stats(), **self._logs.stats()}
+
+    def close(self) -> None:
+        """Stop reading ahead, and let go of the logs."""
+        self._reader.close()
+        self._logs.close()

@@ -1,0 +1,130 @@
+"""Reads whole segments of order logs, ahead of the stream that reads them.
+
+A few segments stay in memory, since some of their entries are yet to be asked for. When a segment
+has come, all that it has is staged for the next logs, even files that the mount still has in
+memory. One thread calls; further threads of this module read.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from .layout import Mask, Places
+from .log_set import Log, LogSet, read_once
+from .writer import LogWriter
+
+SEGMENTS_HELD, SEGMENTS_AHEAD = 2, 2
+"""Segments of each stream that are in memory, and those that are read ahead."""
+
+
+@dataclass(slots=True, eq=False)
+class _Segment:
+    """A segment in memory: the content at each of its places, and which of them are right."""
+
+    contents: list[memoryview]
+    is_right: Mask
+
+
+class SegmentReader:
+    """The segments in memory, and those that are being read."""
+
+    def __init__(self, logs: LogSet, writer: LogWriter) -> None:
+        self._set, self._writer = logs, writer
+        # Segments that are being read ahead, and the places of their contents
+        self._reading: OrderedDict[tuple[int, int], tuple[Future[memoryview], Places]]
+        self._reading = OrderedDict()
+        self._segments: OrderedDict[tuple[int, int], _Segment] = OrderedDict()
+        self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
+
+    def clear(self) -> None:
+        """Forget all segments, so that what is read again is staged for other logs."""
+        self._segments.clear()
+        self._reading.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._readers.shutdown(cancel_futures=True)
+
+    def prefetch(self, found: Log, numbers: Iterable[int]) -> bool:
+        """Begin to read these segments, ascending. Returns False if there is no room to read all of
+        them ahead."""
+        for number in numbers:
+            if len(self._reading) >= SEGMENTS_AHEAD * len(self._set.in_order):
+                # One may have been read ahead for nothing, as the mount had all its files
+                digest, oldest = next(iter(self._reading))
+                if digest != found.identity.order or oldest >= number - SEGMENTS_AHEAD:
+                    return False
+                del self._reading[digest, oldest]
+            self._begin(found, number)
+        return True
+
+    def contents(self, found: Log, places: Places) -> tuple[list[memoryview], Mask]:
+        """The contents at these ascending places, out of their segments, each read whole; and which
+        of them are right."""
+        layout = found.layout
+        segments = layout.segment_of(places)
+        is_right = np.zeros(len(places), np.bool_)
+        contents: list[memoryview] = []
+        cuts = [0, *(np.flatnonzero(np.diff(segments)) + 1).tolist(), len(places)]
+        for first, behind in pairwise(cuts):
+            number, some = int(segments[first]), places[first:behind]
+            segment = self.load(found, number)
+            some = some - layout.first[number]
+            is_right[first:behind] = segment.is_right[some]
+            contents += map(segment.contents.__getitem__, some.tolist())
+        return contents, is_right
+
+    def load(self, found: Log, number: int) -> _Segment:
+        """A segment, which may have been read ahead. When it has come, all that it has is written
+        to the next logs, also what the mount still has in memory. Raises OSError."""
+        key = found.identity.order, number
+        segment = self._segments.get(key)
+        if segment is not None:
+            self._segments.move_to_end(key)
+            return segment
+        self._begin(found, number)
+        reading, places = self._reading.pop(key)
+        content = reading.result()
+        first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
+        whole = self._cut(found, number, content, np.arange(first, behind))
+        contents = whole if len(places) == len(whole) else [whole[at - first] for at in places]
+        is_right = self._set.check(found, places, contents)
+        segment = _Segment(whole, np.zeros(behind - first, np.bool_))
+        segment.is_right[places[is_right] - first] = True
+        if found.identity.order not in self._set.next:
+            entries = found.layout.entries[places]
+            lacking = is_right & self._writer.lacking(entries)
+            if not lacking.all():
+                contents = [contents[at] for at in np.flatnonzero(lacking).tolist()]
+            self._writer.stage(entries[lacking], contents)
+        self._segments[key] = segment
+        while len(self._segments) > SEGMENTS_HELD * max(len(self._set.in_order), 1):
+            (digest, other), _ = self._segments.popitem(last=False)
+            if (log_of_other := self._set.by_order.get(digest)) is not None:
+                self._writer.release(log_of_other, [other])
+        return segment
+
+    def _begin(self, found: Log, number: int) -> None:
+        """Begin to read a segment, unless that is done."""
+        key = found.identity.order, number
+        if key not in self._segments and key not in self._reading:
+            start, end = int(found.layout.start[number]), int(found.layout.end[number])
+            first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
+            # What is there before the read begins: more may come meanwhile
+            places = np.flatnonzero(found.is_present[first:behind]) + first
+            reading = self._readers.submit(read_once, found.file, start, end - start)
+            self._reading[key] = reading, places
+            self._set.counts["log_reads"] += 1
+
+    def _cut(
+        self, found: Log, number: int, content: memoryview, places: Places
+    ) -> list[memoryview]:
+        """The contents at these places out of the bytes of their segment."""
+        begins = found.layout.offset(places) - found.layout.start[number]
+        sizes = self._set.snapshot.columns.size[found.layout.entries[places]].astype(np.int64)
+        spans = zip(begins.tolist(), (begins + sizes).tolist(), strict=True)
+        return [content[begin:end] for begin, end in spans]

@@ -1,0 +1,277 @@
+"""Fetches spans of chunks from one store: those under way, those begun ahead, and their costs.
+
+The engine under `CoalescingReader`. Every span is fetched by a `ChunkReader` (that of a task's
+cache, else `StoredParts`), once, however many units want it: a span that is in flight is taken, and
+a smaller one is cut out of a larger one in flight. What was begun ahead is bounded by
+`ReadLimits.ahead_bytes`.
+
+Concurrency: one thread calls. The `ChunkReader` has the requests under way, in threads or in
+processes of other nodes; contents are taken in the caller's thread. So nothing here changes between
+two calls.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..errors import DieselError, ObjectMissing
+from ..format.snapshot.reader import Snapshot
+from ..storage.objects.store import IN_STORE, ChunkReader, ObjectStore, batched_parts
+from .coalesce import ChunkSource, ReadLimits
+from .costs import ReadCosts
+from .read_plan import Span
+from .stored_parts import StoredParts
+
+ARRIVED_S_MIN = 0.0002
+"""Contents that were asked for ahead and come in less than this have been here for an unknown time;
+their read is not measured."""
+
+Contents: TypeAlias = dict[Span, memoryview]
+
+
+class Arrived(NamedTuple):
+    """Stored bytes that have arrived together."""
+
+    contents: Contents
+    is_checked: bool
+    """Whether those of each extent have been checked against its checksum."""
+
+
+class _Asked:
+    """Spans that a `ChunkReader` was asked for in one request, and their contents, which are taken
+    in the thread that wants them."""
+
+    def __init__(
+        self, spans: Sequence[Span], reader: ChunkReader, note: Callable[[int, int, float], None]
+    ) -> None:
+        """`note` is told of contents that were waited for: from which place, how many bytes, and
+        when they were asked for."""
+        self._spans = spans
+        self._note = note
+        self._asked_s = time.monotonic()
+        parts = np.array(spans, np.uint32)
+        self._places = reader.places(parts[:, 0].astype(np.int64))
+        self.bytes = int(parts[:, 2].sum(dtype=np.int64))
+        self._reading = reader.begin(parts)
+        self._arrived: list[Arrived] = []
+        self._error: DieselError | None = None
+
+    def arriving(self) -> Iterator[Arrived]:
+        """The contents, group by group; those that have arrived before come first. Raises what
+        reading raises, at each call: several units may share this request."""
+        yield from self._arrived
+        while self._error is None:
+            wait_from_s = time.monotonic()
+            try:
+                group = next(self._reading)
+            except StopIteration:
+                return
+            except DieselError as error:
+                self._error = error
+                break
+            if time.monotonic() - wait_from_s >= ARRIVED_S_MIN and group.places:
+                place = int(self._places[group.places[0]])
+                self._note(place, sum(map(len, group.contents)), self._asked_s)
+            spans = map(self._spans.__getitem__, group.places)
+            contents = dict(zip(spans, group.contents, strict=True))
+            self._arrived.append(Arrived(contents, group.is_checked))
+            yield self._arrived[-1]
+        raise self._error.with_traceback(None)
+
+    def result(self) -> Contents:
+        """Wait for all of the contents. Raises what reading raises."""
+        return {span: each for some in self.arriving() for span, each in some.contents.items()}
+
+    def give_up(self) -> None:
+        """Nobody wants the contents any more. What has not been asked for is not."""
+        close = getattr(self._reading, "close", None)
+        if close is not None:
+            close()
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """Spans that are being read in one request, and how many of them are still wanted."""
+
+    contents: _Asked
+    wanted: int
+
+
+class SpanFetcher:
+    """Spans of the chunks of one snapshot, out of one object store."""
+
+    def __init__(
+        self, snapshot: Snapshot, objects: ObjectStore, limits: ReadLimits, counts: Counter[str]
+    ) -> None:
+        """Adds to `fetches`, `fetched_bytes`, `healed` and `damaged` in `counts`."""
+        self._reads = objects.fast_reads
+        self._limits = limits
+        self._counts = counts
+        self.source = ChunkSource(snapshot, objects, counts)
+        self._stored = StoredParts(snapshot, objects)
+        self._chunks: ChunkReader = (
+            self._reads.chunk_reader(snapshot.identity, snapshot.version) or self._stored
+        )
+        self._costs = {IN_STORE: self._stored.costs}  # by place
+        self._arrived_s = 0.0  # when contents that were waited for arrived last
+        # One buffer is kept: new memory costs as much as reading into it.
+        self._buffer = np.empty(limits.span_bytes, np.uint8).data
+        self._in_flight: dict[Span, _InFlight] = {}
+        self._in_flight_bytes = 0
+
+    @property
+    def batches_reads(self) -> bool:
+        """Whether the store takes many reads in one request."""
+        return self._reads.batches_reads
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether reads of the store take long, as far as is known."""
+        return not self._reads.batches_reads and self._stored.costs.is_slow
+
+    def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
+        """Whether any of these spans is being read."""
+        return not self._in_flight.keys().isdisjoint(spans)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any span is being read."""
+        return bool(self._in_flight)
+
+    def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """From where each of these chunks would be read now (`ChunkReader.places`)."""
+        return self._chunks.places(chunks)
+
+    def give_up(self, span: Span) -> None:
+        """A unit that wanted this span is not wanted any more."""
+        flight = self._take(span)
+        if flight is not None and not flight.wanted:
+            flight.contents.give_up()
+
+    def close(self) -> None:
+        """Stop reading ahead. Repeatable."""
+        self._stored.close()
+
+    def begin(self, spans: Sequence[Span], *, are_due: bool = False) -> int:
+        """Begin to read the first of these spans that there is room for, and say how many. Those
+        that are due, as they have been asked for, get room beside what was announced."""
+        room_bytes = self._limits.ahead_bytes * (1 + are_due)
+        wanted: dict[Span, None] = {}
+        begun = 0
+        for span in spans:
+            if span not in self._in_flight and span not in wanted:
+                if self._in_flight_bytes + span[2] > room_bytes:
+                    break
+                wanted[span] = None
+                self._in_flight_bytes += span[2]
+            begun += 1
+        for group in self.requests([*wanted]):
+            self._in_flight.update(dict.fromkeys(group, _InFlight(self._start(group), len(group))))
+        return begun
+
+    def _start(self, spans: Sequence[Span]) -> _Asked:
+        """Begin to read the spans of one request."""
+        asked = _Asked(spans, self._chunks, self._note_asked)
+        self._counts["fetches"] += 1
+        self._counts["fetched_bytes"] += asked.bytes
+        return asked
+
+    def requests(self, spans: Sequence[Span]) -> Iterator[Sequence[Span]]:
+        """The spans in their order, as many together as one request to the store may have."""
+        if self._reads.batches_reads:
+            return batched_parts(spans, self._limits.batch_parts, self._limits.batch_bytes)
+        return ([span] for span in spans)
+
+    def _take(self, span: Span) -> _InFlight | None:
+        """The read that brings a span, where one is in flight; the span is no longer counted."""
+        flight = self._in_flight.pop(span, None)
+        if flight is not None:
+            flight.wanted -= 1
+            self._in_flight_bytes -= span[2]
+        return flight
+
+    def arriving(self, spans: Sequence[Span]) -> Iterator[Arrived]:
+        """The stored bytes of these spans as they arrive, perhaps with others. Some of them may be
+        in flight."""
+        flights = {span: self._take(span) for span in spans}  # all, also where the first fails
+        begun = {id(each.contents): each.contents for each in flights.values() if each is not None}
+        missing = [span for span, flight in flights.items() if flight is None]
+        begun |= {id(asked): asked for asked in map(self._start, self.requests(missing))}
+        for asked in begun.values():
+            yield from asked.arriving()
+
+    def read_one(self, span: Span) -> memoryview:
+        """The stored bytes of a span, which may be in flight, in memory of their own."""
+        flight = self._take(span)
+        return self.read(span) if flight is None else self._result(flight, span)
+
+    def _result(self, flight: _InFlight, span: Span) -> memoryview:
+        """The stored bytes of a span in flight. Raises as `ChunkSource.read`."""
+        try:
+            return flight.contents.result()[span]
+        except ObjectMissing as error:
+            raise self.source.lost_chunk_error(span[0], error) from error
+
+    def within_flights(self, spans: Sequence[Span]) -> dict[Span, Span]:
+        """Those of the spans that are parts of larger ones in flight, and these."""
+        by_chunk: dict[int, list[Span]] = {}
+        for each in self._in_flight:
+            by_chunk.setdefault(each[0], []).append(each)
+        found: dict[Span, Span] = {}
+        for span in spans:
+            chunk, start, size = span
+            for larger in by_chunk.get(chunk, ()):
+                is_part = larger[1] <= start and start + size <= larger[1] + larger[2]
+                if is_part and larger != span:
+                    found[span] = larger
+        return found
+
+    def read_within(self, span: Span, larger: Span) -> memoryview:
+        """The stored bytes of a span out of a larger one in flight, which goes on for its unit."""
+        start = span[1] - larger[1]
+        return self._result(self._in_flight[larger], larger)[start : start + span[2]]
+
+    def read(self, span: Span) -> memoryview:
+        """The stored bytes of a span, in memory of their own."""
+        start_s = time.monotonic()
+        try:
+            return self.source.read(*span)
+        finally:
+            self._stored.costs.observe(span[2], time.monotonic() - start_s)
+
+    def read_spans(self, chunk: int, spans: Sequence[Span]) -> Iterator[memoryview]:
+        """The stored bytes of spans of one chunk; each may be used until the next is asked for."""
+        if self._in_flight.keys().isdisjoint(spans):
+            largest = max(size for _, _, size in spans)
+            if largest > len(self._buffer):
+                self._buffer = np.empty(largest, np.uint8).data
+            ranges = [(begin, size) for _, begin, size in spans]
+            found = self._reads.read_ranges(self.source.name(chunk), ranges, self._buffer)
+            for _, _, size in spans:
+                start_s = time.monotonic()
+                try:
+                    read = next(found)
+                except ObjectMissing as error:
+                    raise self.source.lost_chunk_error(chunk, error) from error
+                self._stored.costs.observe(size, time.monotonic() - start_s)
+                self._counts["fetches"] += 1
+                self._counts["fetched_bytes"] += size
+                yield read
+            return
+        yield from map(self.read_one, spans)
+
+    def costs_of(self, place: int) -> ReadCosts:
+        return self._costs.setdefault(place, ReadCosts())
+
+    def _note_asked(self, place: int, size: int, asked_s: float) -> None:
+        """Contents that were asked for at a time have just arrived from a node. Those of several
+        requests come one after the other."""
+        now_s = time.monotonic()
+        if self._chunks is not self._stored:  # which observes by itself
+            self.costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))
+        self._arrived_s = now_s

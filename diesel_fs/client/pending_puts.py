@@ -1,0 +1,201 @@
+"""What one process has put into a dataset and not flushed: the write half of a `Dataset`.
+
+A put is checked against the newest version that this process knows and against its own earlier
+puts, packed into chunks, and durable after `flush`. One thread at a time may call. A forked child
+starts with nothing put: what its parent has put stays with the parent.
+"""
+
+import io
+import os
+import reprlib
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from ..arguments import local_path, whole_number, wrong_type
+from ..errors import ConflictError, NoSuchFile, PermissionDenied, UsageError
+from ..format.chunk import CHUNK_BYTES_DEFAULT
+from ..format.entries import Kind, check_path, split
+from ..format.snapshot.reader import Snapshot
+from ..ingest.concurrent_writers import finish_put
+from ..ingest.options import PutReport
+from ..ingest.packer import MTIMES_NS, FileSkipped, Packer, start_packer
+from ..ingest.paths import is_reserved
+from ..names import cut
+from ..repository.interface import Repository
+from ..repository.writing import WriteSession
+from ..system.atomic_file import close_folder
+from .addressing import PathText, encoded
+
+Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
+"""Where a file's content comes from: the path of a file, bytes, or a binary file object."""
+
+_READ_BYTES = 1 << 20
+_MODE_MAX = 0o177777  # with the bits of the file's type, as `st_mode` has them
+_SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length is known
+
+
+class PendingPuts:
+    """The puts and deletions of this process that have not been flushed."""
+
+    def __init__(self, repository: Repository, view: Snapshot, compress: str) -> None:
+        self._repository = repository
+        self._name = view.dataset
+        self._compress = compress
+        self._newest = view  # `load_meta` may go back to an older version
+        self._process = os.getpid()
+        self._writing: tuple[WriteSession, Packer] | None = None
+        self._folders: set[bytes] = set()  # put, and not in the version that is shown
+        self._files: set[bytes] = set()  # likewise
+
+    def note_version(self, view: Snapshot) -> None:
+        """Note that the dataset shows another version."""
+        self._newest = max(self._newest, view, key=_version)
+
+    def add(
+        self, view: Snapshot, source: Source, path: PathText, mode: int, mtime_ns: int | None
+    ) -> None:
+        """Put a file; `view` is the version that the dataset shows. Raises as `Dataset.put`."""
+        packer = self._begun(view)[1]
+        target = self._target(path)
+        mode = whole_number("mode", mode, 0, _MODE_MAX)
+        now = time.time_ns()
+        if mtime_ns is not None:
+            now = whole_number("mtime_ns", mtime_ns, MTIMES_NS.start, MTIMES_NS.stop - 1)
+        try:
+            if isinstance(source, str | os.PathLike):
+                self._add_file(packer, local_path("source", source), target, now)
+            elif isinstance(source, bytes | bytearray | memoryview):
+                content = source if isinstance(source, bytes) else bytes(source)
+                self._add_parents(packer, target, now)
+                packer.add_stream(io.BytesIO(content), len(content), split(target), mode, now)
+            else:
+                with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
+                    _copy(source, spool)
+                    size = spool.tell()
+                    spool.seek(0)
+                    self._add_parents(packer, target, now)
+                    packer.add_stream(spool, size, split(target), mode, now)
+        except FileSkipped as reason:
+            raise ConflictError(f"{cut(os.fsdecode(target))!r} is not put: {reason}") from None
+        self._files.add(target)
+
+    def delete(self, view: Snapshot, paths: Sequence[bytes]) -> None:
+        """Delete entries of `view`, each before its folder."""
+        self._begun(view)[0].delete(paths)
+        self._folders.difference_update(paths)
+        self._files.difference_update(paths)
+
+    def flush(self) -> PutReport | None:
+        """Make all puts durable. Returns the conflicts with other writers, or None if this process
+        has put nothing."""
+        if self._writing is None or self._process != os.getpid():
+            return None
+        session, packer = self._writing
+        packer.finish()
+        report = PutReport()
+        if finish_put(self._repository, session, report):
+            packer.close()
+            self._writing = None  # the next put begins a session of its own
+        return report
+
+    def forget_paths(self) -> None:
+        """Forget which paths were put: the version that is to be shown has them."""
+        self._folders.clear()
+        self._files.clear()
+
+    def close(self) -> None:
+        """Drop what has not been flushed. May be called repeatedly."""
+        if self._writing is not None and self._process == os.getpid():
+            self._writing[1].close()
+        self._forget()
+
+    def _forget(self) -> None:
+        self._process, self._writing = os.getpid(), None
+        self.forget_paths()
+
+    def _begun(self, view: Snapshot) -> tuple[WriteSession, Packer]:
+        """The session and the packer of this process, which are made first."""
+        if self._process != os.getpid():
+            self._forget()
+        if self._writing is None:
+            session = self._repository.begin(self._name, create=False)
+            session.use_view(view)
+            _ = session.view  # loads the version of now: conflicts are found against it
+            self._writing = session, start_packer(session, CHUNK_BYTES_DEFAULT, self._compress)
+        return self._writing
+
+    def _add_file(self, packer: Packer, source: Path, target: bytes, now: int) -> None:
+        """Put a file of this machine. Raises FileSkipped, NoSuchFile, PermissionDenied."""
+        try:
+            real = Path(os.path.realpath(source, strict=True))
+            folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                self._add_parents(packer, target, now)
+                packer.add_file(folder, os.fsencode(real.name), split(target))
+            finally:
+                close_folder(folder)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise NoSuchFile(
+                f"there is no file {cut(str(source))!r} to put",
+                advice="`source` is the path of a file of this machine, or bytes: text is put by"
+                " text.encode(), and `path` comes second",
+            ) from error
+        except OSError as error:
+            raise PermissionDenied(f"cannot read {cut(str(source))!r}: {error.strerror}") from error
+
+    def _target(self, path: PathText) -> bytes:
+        """The path of a file to be put. Raises UsageError, and ConflictError for a folder."""
+        target = check_path(encoded(path))
+        if not target or is_reserved(target):
+            raise UsageError(
+                f"{reprlib.repr(path)} cannot be the path of a file: it is the root or reserved"
+            )
+        if target in self._folders or self._kind_at(target) == Kind.FOLDER:
+            raise ConflictError(
+                f"{cut(os.fsdecode(target))!r} is a folder", advice="delete it first"
+            )
+        return target
+
+    def _kind_at(self, path: bytes) -> Kind | None:
+        """The kind of the entry at a path, in the newest version that this process knows: another
+        writer may have put it after the version that is shown."""
+        assert self._writing is not None
+        view = max(self._newest, self._writing[0].view, key=_version)
+        index = view.lookup(path)
+        return view.stat(index).kind if index >= 0 else None
+
+    def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
+        """Put the folders above a path that are missing. Raises ConflictError."""
+        folder = split(target)[0]
+        missing = []
+        while folder and folder not in self._folders:
+            kind = self._kind_at(folder)
+            if folder in self._files or kind not in (None, Kind.FOLDER):
+                raise ConflictError(f"{os.fsdecode(folder)!r} is a file", advice="delete it first")
+            if kind == Kind.FOLDER:
+                break
+            missing.append(folder)
+            folder = split(folder)[0]
+        for path in reversed(missing):
+            packer.add_folder(split(path), 0o755, mtime_ns)
+            self._folders.add(path)
+
+
+def _copy(source: object, spool: "tempfile.SpooledTemporaryFile[bytes]") -> None:
+    """Copy a file object to its end. Raises UsageError for any other object, and for text."""
+    read = getattr(source, "read", None)
+    if not callable(read):
+        raise wrong_type("source", "the path of a file, bytes, or a binary file object", source)
+    while data := read(_READ_BYTES):
+        if not isinstance(data, bytes | bytearray | memoryview):
+            raise UsageError(
+                f"source reads {type(data).__name__}, not bytes", advice="open it in binary mode"
+            )
+        spool.write(data)
+
+
+def _version(view: Snapshot) -> int:
+    return view.version

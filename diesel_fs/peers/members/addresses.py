@@ -1,0 +1,182 @@
+"""The address at which a master listens for other masters, and the address that it gives them.
+
+This module interprets `--listen` and `--advertise`. Without them it chooses an address that other
+nodes reach: never all interfaces. It does not bind (`master/daemon.py`). Calls block when a name
+has to be looked up.
+
+With several nodes, a name that leads back to this machine alone is refused: Debian gives a
+machine's own name such an address. An explicit loopback address is accepted, as all nodes may be on
+one machine, with a warning unless all `--peers` have such addresses.
+"""
+
+import hashlib
+import logging
+import socket
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+from ...errors import UsageError
+from ...net.client_connection import parse_addresses as servers_of
+from ...storage.metadata.redis.address import parse_redis_url
+from ...urls import SERVER_SCHEMES, HostPort, RepositoryUrl, parse_url
+from .options import TaskRequest
+
+log = logging.getLogger("diesel.task")
+
+
+def listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
+    """The address (not a name) and port to bind; port 0 means any.
+
+    Without `listen` it is the address that `peers` has for this rank. Without `peers` it is
+    loopback if this is the only node, else the address by which this machine reaches the server
+    or Redis. Raises UsageError for a bad address, and if other nodes could not reach this one;
+    some of these cases are warnings only (see the module).
+    """
+    chosen = _choose_listen_address(request, rank, world)
+    if world > 1:
+        _check_reachable(request.advertise, chosen.host, request.peers)
+    return chosen
+
+
+def _choose_listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
+    peers = request.peers
+    if request.listen:
+        return _parse_listen(request.listen, request.advertise, world)
+    if peers:
+        if rank >= len(peers):
+            raise UsageError(f"--peers names {len(peers)} nodes, and this is node {rank}")
+        return _parse_listen(peers[rank], request.advertise, world)
+    if world == 1:
+        return HostPort(_own_loopback(), 0)
+    for endpoint in _shared_endpoints(parse_url(request.url)):
+        host = _source_address(endpoint)
+        if host and not _is_loopback(host):
+            return HostPort(host, 0)
+    raise UsageError(
+        f"no address is known at which the {world} nodes reach this one",
+        advice="say --listen ADDRESS:0",
+    )
+
+
+def advertised_address(advertise: str, bound: HostPort) -> str:
+    """The address to register for a master that is bound to `bound`. Raises UsageError."""
+    if not advertise:
+        if _is_any(bound.host):
+            raise UsageError(
+                f"{bound.host} means all interfaces of this machine: other nodes need one address",
+                advice="say --advertise HOST",
+            )
+        return str(bound)
+    given = _parse_advertise(advertise)
+    return str(given if given.port else HostPort(given.host, bound.port))
+
+
+def _parse_advertise(text: str) -> HostPort:
+    try:
+        return HostPort.parse(text, 0)
+    except ValueError:  # an IPv6 address without brackets, or a text that `Member` refuses
+        return HostPort(text, 0)
+
+
+def _parse_listen(listen: str, advertise: str, world: int) -> HostPort:
+    try:
+        given = HostPort.parse(listen)
+    except ValueError:
+        raise UsageError(
+            f"bad address {listen!r} to listen on", advice="write it as HOST:PORT"
+        ) from None
+    if _address(given.host):
+        if _is_any(given.host) and world > 1 and not advertise:
+            advertised_address("", given)  # its error names the missing part
+        return given
+    addresses = _looked_up(given.host, f"--listen {listen}")
+    reachable = [each for each in addresses if not _is_loopback(each)]
+    if not reachable and world > 1:
+        raise _loopback_error(given.host, addresses[0], "--listen ADDRESS:PORT")
+    return HostPort((reachable or addresses)[0], given.port)
+
+
+def _check_reachable(advertise: str, host: str, peers: Sequence[str]) -> None:
+    """Raises UsageError if no other node can reach this one; warns if only nodes on this
+    machine can."""
+    announced = _parse_advertise(advertise).host if advertise else host
+    if not _address(announced):
+        try:
+            addresses = _looked_up(announced, f"--advertise {advertise}")
+        except UsageError as error:  # other nodes may know names that this machine does not
+            log.warning("%s: the other nodes must be able to resolve it", error.message)
+            return
+        if all(map(_is_loopback, addresses)):
+            raise _loopback_error(announced, addresses[0], "--advertise ADDRESS")
+    elif _is_loopback(announced) and not (
+        peers and all(_is_loopback(_parse_advertise(each).host) for each in peers)
+    ):
+        log.warning(
+            "%s is this machine alone: nodes on other machines cannot reach this one; if there are"
+            " any, say --listen ADDRESS:PORT, or --advertise ADDRESS", announced,
+        )  # fmt: skip
+
+
+def _loopback_error(name: str, address: str, option: str) -> UsageError:
+    return UsageError(
+        f"{name} is {address} on this machine, which no other node reaches", advice=f"say {option}"
+    )
+
+
+def _looked_up(host: str, option: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid name
+        raise UsageError(f"{option}: {host} has no address ({error})") from None
+    return [str(each[4][0]) for each in found]
+
+
+def _own_loopback() -> str:
+    """A loopback address that differs between machines. Nodes that run alone are all rank 0 of one
+    task; this address tells them apart."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    except OSError:
+        return "127.0.0.1"
+    second, third, fourth, *_ = hashlib.sha256(boot).digest()
+    return f"127.{second}.{third}.{1 + fourth % 254}"
+
+
+def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
+    """The addresses that all nodes of a task reach: of the servers, or of Redis."""
+    if url.scheme in SERVER_SCHEMES:
+        return servers_of(url)
+    return parse_redis_url(url.meta).hosts if url.meta else ()
+
+
+def _source_address(endpoint: HostPort) -> str:
+    try:
+        found = socket.getaddrinfo(*endpoint, type=socket.SOCK_DGRAM)
+    except OSError:
+        return ""
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)
+                return str(probe.getsockname()[0])
+        except OSError:
+            continue
+    return ""
+
+
+def _address(host: str) -> IPv4Address | IPv6Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_any(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_unspecified
+
+
+def _is_loopback(host: str) -> bool:
+    address = _address(host)
+    return address is not None and address.is_loopback

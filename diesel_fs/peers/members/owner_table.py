@@ -1,0 +1,85 @@
+"""Which node owns each chunk of a version, as a master tells the clients of its node: a table in
+memory that they map, so that a look-up costs no exchange.
+
+The layout is in `PEERS.md`, section 4. One master writes; readers see each owner as it was before
+or after a change, and either is right: a node that does not own a chunk any more says so.
+"""
+
+import fcntl
+import mmap
+import os
+import struct
+
+import numpy as np
+import numpy.typing as npt
+
+from ...errors import CorruptError
+
+_HEAD = struct.Struct("<QII")  # generation, chunks, 0
+_F_SEAL_FUTURE_WRITE = 0x10  # not in Python's `fcntl`
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
+
+Owners = npt.NDArray[np.int32]
+"""The rank of each chunk's owner; -1: none."""
+
+
+class OwnerTable:
+    """The table of one version, as its master writes it."""
+
+    def __init__(self, chunks: int) -> None:
+        size = _HEAD.size + 4 * chunks
+        self.descriptor = os.memfd_create("diesel-owners", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        """For clients, which can only read it."""
+
+        os.ftruncate(self.descriptor, size)
+        self._map = mmap.mmap(self.descriptor, size)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+        self._generation = np.frombuffer(self._map, "<u8", 1)
+        self._owners = np.frombuffer(self._map, "<i4", chunks, _HEAD.size)
+        self._map[8:12] = struct.pack("<I", chunks)
+        self._owners[:] = -1
+
+    def set_owners(self, owners: npt.NDArray[np.int64]) -> None:
+        """Set the owner of each chunk; clients take them over."""
+        self._owners[:] = owners
+        self.bump_generation()
+
+    def bump_generation(self) -> None:
+        """Something has changed: clients ask for members and secret again, and read the owners."""
+        self._generation += 1
+
+    def close(self) -> None:
+        """Close the descriptor. Clients keep their mappings. Repeatable."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor = -1
+
+    def __del__(self) -> None:
+        if getattr(self, "descriptor", -1) >= 0:
+            os.close(self.descriptor)
+
+
+class OwnerTableView:
+    """The table as a client maps it."""
+
+    def __init__(self, descriptor: int, chunks: int) -> None:
+        """The descriptor stays the caller's. Raises CorruptError if it has another size or could
+        shrink, and OSError."""
+        size = _HEAD.size + 4 * chunks
+        if os.fstat(descriptor).st_size != size:
+            raise CorruptError("a table of owners of another size")
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise CorruptError("a table of owners that could shrink")
+        self.inode = os.fstat(descriptor).st_ino
+        """Another table has another one."""
+
+        mapped = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
+        self.generation_of = mapped[:8].cast("Q")
+        """The generation, as its only item."""
+
+        self.owners: Owners = np.frombuffer(mapped, "<i4", chunks, _HEAD.size)
+
+    @property
+    def generation(self) -> int:
+        """It grows after each change of owners, members or secret."""
+        return self.generation_of[0]

@@ -1,0 +1,158 @@
+"""The chunks of one version that a master has in memory, and some that it has on its disk, as its
+two threads share them.
+
+The control plane (trio's thread) puts chunks in and takes them out; the data plane reads them. Each
+call is one operation of a dictionary or a queue, so no lock is needed. A view that was found stays
+valid as long as it exists: the memory behind it is never written again.
+
+A chunk on the disk is read by the control plane, in threads, which a disk may keep waiting. After
+such a read it *lends* the chunk's open file to the data plane, which reads only bytes that the
+kernel has in its page cache, and so never waits. A loan is for a few requests: then a request comes
+to the control plane again, which decides whether the chunk should come to memory.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic
+from typing import TypeVar
+
+import numpy as np
+
+from ...cache.tiers import CacheHandle
+from ..wire import PART, PARTS_BYTES_MAX, Sizes
+
+LOAN_REQUESTS = 16
+"""After this number of requests the control plane decides whether the chunk comes to memory."""
+
+LOAN_S = 60.0
+"""The file of a chunk that was removed takes room on the disk for at most this time."""
+
+LOANS_MAX = 256
+"""So many files are lent at once. For one more, the file that was lent first is taken back."""
+
+FROM_FILES_BYTES_MAX = 8 << 20
+"""A request for more is not answered from files: it takes memory, and other connections wait."""
+
+_READS_REMEMBERED = 4096  # requests; of more the oldest are forgotten
+
+_Taken = TypeVar("_Taken")
+
+
+class _Loan:
+    """The file of a chunk, lent for a time and a number of requests. It is closed with the last
+    reference to it, as the other thread may be reading."""
+
+    __slots__ = ("file", "requests_left", "until_s")
+
+    def __init__(self, file: CacheHandle) -> None:
+        self.file = file
+        self.requests_left = LOAN_REQUESTS
+        self.until_s = monotonic() + LOAN_S
+
+
+class ChunkTable:
+    """The data plane's view of a version: it answers from `views` and from files that were
+    lent, and nothing else."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        """`sizes` has the bytes of each chunk."""
+        self.sizes = sizes
+        self.views: dict[int, memoryview] = {}
+        """The whole chunks that are in memory, by their numbers."""
+
+        self.records_reads = False
+        """Whether `record_read` keeps anything: a cache that replaces nothing need not know."""
+
+        self._reads: deque[tuple[Sequence[int], int]] = deque(maxlen=_READS_REMEMBERED)
+        self._loans: dict[int, _Loan] = {}  # by chunk, the first lent first
+        self._file_reads: deque[tuple[int, int]] = deque(maxlen=_READS_REMEMBERED)
+
+    def find(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
+        """The bytes of parts, given by their records, and how many these are. None if not all
+        of them can be had without waiting, a part lies outside its chunk, or they are more than
+        one request may ask for."""
+        views, found, size = self.views, [], 0
+        try:
+            for chunk, start, length in PART.iter_unpack(records):
+                found.append(views[chunk][start : start + length])
+                size += length
+        except KeyError:
+            return self._find_in_files(records) if self._loans else (None, 0)
+        if sum(map(len, found)) != size or (len(found) > 1 and size > PARTS_BYTES_MAX):
+            return None, 0
+        if self.records_reads:
+            self.record_read([chunk for chunk, _, _ in PART.iter_unpack(records)], size)
+        return found, size
+
+    def _find_in_files(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
+        """As `find`, where not all chunks are in memory."""
+        parts = list(PART.iter_unpack(records))
+        size = sum(length for _, _, length in parts)
+        if size > FROM_FILES_BYTES_MAX:
+            return None, 0
+        views, found, used = self.views, [], dict[int, _Loan]()
+        for chunk, start, length in parts:
+            view = views.get(chunk)
+            if view is not None:
+                content = view[start : start + length]
+            else:
+                loan = used.get(chunk) or self._loans.get(chunk)
+                if loan is None or not loan.requests_left:
+                    return None, 0
+                used[chunk] = loan
+                content = np.empty(length, np.uint8).data
+                if not loan.file.read_nowait(start, content):
+                    return None, 0
+            found.append(content)
+        if sum(map(len, found)) != size:
+            return None, 0
+        for loan in used.values():
+            loan.requests_left -= 1
+        self._file_reads.extend((chunk, length) for chunk, _, length in parts if chunk in used)
+        if in_memory := [chunk for chunk, _, _ in parts if chunk not in used]:
+            self.record_read(in_memory, size)
+        return found, size
+
+    def lend(self, chunk: int, file: CacheHandle) -> None:
+        """Lend the open file of a chunk. The table closes it. Called by the control plane."""
+        loans = self._loans
+        loans.pop(chunk, None)
+        loans[chunk] = _Loan(file)
+        if len(loans) > LOANS_MAX:
+            del loans[next(iter(loans))]
+
+    def take_back(self, chunk: int | None = None) -> None:
+        """Lend the file of a chunk, or of all chunks, no longer. Called by the control plane."""
+        if chunk is None:
+            self._loans.clear()
+        else:
+            self._loans.pop(chunk, None)
+
+    def take_back_old(self) -> None:
+        """End the loans that are too old. Called by the control plane."""
+        loans, now_s = self._loans, monotonic()
+        while loans and loans[first := next(iter(loans))].until_s <= now_s:
+            del loans[first]
+
+    def take_file_reads(self) -> list[tuple[int, int]]:
+        """The parts that were read from files since the last call: chunk and bytes. Any thread."""
+        return _taken(self._file_reads)
+
+    def record_read(self, chunks: Sequence[int], size: int) -> None:
+        """A request was answered with parts of these chunks, `size` bytes in all. Any thread."""
+        if self.records_reads:
+            self._reads.append((chunks, size))
+
+    def take_reads(self) -> list[tuple[Sequence[int], int]]:
+        """The reads that were recorded since the last call. Any thread."""
+        return _taken(self._reads)
+
+
+def _taken(queue: "deque[_Taken]") -> "list[_Taken]":
+    """Take all out of a queue to which another thread adds."""
+    taken = []
+    try:
+        while True:
+            taken.append(queue.popleft())
+    except IndexError:
+        return taken

@@ -1,0 +1,415 @@
+"""The files of chunks on a node's disk: reads and writes them, in threads, since a disk may hang.
+
+Chunks that the memory has no room for wait in the ledger's queue until they are written;
+`replacement.py` chooses the chunks that leave the disk for them. Before that, the tier evicts for
+this dataset (`CacheFolder.make_room`), as long as chunks of it are not here. At the end of a node,
+`flush` writes the chunks that are in memory. Other tasks of the user may use the same folder and
+dataset, so chunks may come and go without this process: it scans the folder again when it notices.
+
+A chunk that was just read is lent to the data plane (`chunk_table.py`), which reads further parts
+of it without the threads, as far as the kernel has them in its page cache.
+
+Concurrency. All methods run in the master's one trio loop; only the `work` functions run in
+threads, and they touch nothing but their arguments and the disk tier, which is thread-safe. `run`
+holds three tasks: one writes the queue and scans, chunk after chunk; one takes back files that were
+lent; one marks the dataset as used. Reads are tasks of callers: those that begin in the same turn
+of the loop share a thread, as entering one costs more than reading a few files.
+
+A read or load is given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk rests
+for a while, and callers read from the store. Writes and scans may take as long as the disk does, as
+no reader waits for them. At any wait the version may change, and with it the numbers of chunks, so
+the code looks again at the ledger after each: `Ledger.is_named`, the table that was lent to, the
+queue. The ledger is changed only between waits: a chunk counts as written, or as gone, in the same
+step in which the answer of the thread is looked at.
+"""
+
+import contextlib
+import itertools
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+import trio
+
+from ...cache.disk.chunks import DiskTier
+from ...cache.tiers import CacheHandle, ChunkKey
+from ...errors import NoSpaceError
+from ...format.entries import ChunkId
+from .chunk_table import LOAN_S
+from .ledger import Ledger, Mask
+from .replacement import Replacement
+from .sealed_memory import SealedMemory, WritableMemory
+
+log = logging.getLogger("diesel.task")
+
+READ_TIMEOUT_S = 1.0
+"""A disk that takes longer is slower than any store; the caller reads from the store."""
+
+DISK_PAUSE_S = 30.0
+"""How long a disk is not used after it did not answer in time, or could not be written."""
+
+RESCAN_S = 60.0
+"""How soon the folder is scanned after a chunk was found to be gone: others may be gone, too, or
+back. Also how soon the tier is asked for room again after it had too little."""
+
+NOTE_USE_S = 60.0
+"""How often a dataset is marked as used while its job lives, even if memory serves all reads:
+its chunks cool down from the job's end on (`cache/disk`)."""
+
+OTHER_WRITER_WAIT_S = 0.2
+"""At the end, the wait for a chunk that another process, or an abandoned thread of this one, is
+just writing."""
+
+_THREADS = 8
+_READS_PER_THREAD = 8  # of one chunk each; the first read of a chunk reads and checks all of it
+
+Spans = Sequence[tuple[int, int]]
+"""Ranges of one chunk: the start of each, and its bytes."""
+
+Made = TypeVar("Made")
+
+
+class _DiskRead:
+    """Bytes of a chunk that somebody waits for."""
+
+    def __init__(self, key: ChunkKey, spans: Spans) -> None:
+        self._key, self._spans = key, spans
+        self.ended = trio.Event()
+        self.contents: list[memoryview] | None = None
+        self.file: CacheHandle | None = None  # of the chunk, still open if it could be read
+        self.is_there: bool | None = None  # whether the chunk is; None: nobody has looked
+
+    def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
+        """The contents, the open file, and whether the chunk is there. Called in a thread."""
+        found = disk.find(self._key)
+        if found is not None:
+            with contextlib.suppress(OSError, EOFError, MemoryError):
+                buffers = [np.empty(size, np.uint8).data for _, size in self._spans]
+                for (start, _), buffer in zip(self._spans, buffers, strict=True):
+                    found.read_into(start, buffer)
+                return [buffer.toreadonly() for buffer in buffers], found, True
+            found.close()
+        return None, None, disk.holds(self._key)
+
+
+class Disk:
+    """The chunks of one version of a dataset on this node's disk. Without a disk tier there are
+    none, and nothing is called but `run` and `flush`."""
+
+    def __init__(
+        self,
+        tier: DiskTier | None,
+        ledger: Ledger,
+        replacement: Replacement,
+        *,
+        fetch_cost: Callable[[int], float],
+        on_change: Callable[[], None],
+    ) -> None:
+        """`fetch_cost` gives the seconds to fetch `n` bytes again; `on_change` is called when there
+        may be more room."""
+        self._tier, self._ledger, self._replacement = tier, ledger, replacement
+        self._fetch_cost, self._on_change = fetch_cost, on_change
+        self._counts = ledger.counts
+        self._next_scan_s = self._asks_room_from_s = -math.inf
+        self._work = trio.Event()
+        ledger.on_enqueue = self.wake
+        self._threads = trio.CapacityLimiter(_THREADS)
+        self._nursery: trio.Nursery | None = None  # while `run` runs
+        self._wanted: list[_DiskRead] = []
+
+    def wake(self) -> None:
+        """Have the task that writes look at the queue and the time of the next scan."""
+        self._work.set()
+
+    def note_version(self) -> None:
+        """The ledger has the chunks of another version: look which of them are on the disk."""
+        self._next_scan_s = -math.inf
+        self.wake()
+
+    async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
+        """Bytes of a chunk, by start and size; None if it turns out not to be here. Reads that
+        begin together share threads, as to enter one costs more than to read a few files."""
+        ledger, table = self._ledger, self._ledger.table
+        wanted = _DiskRead(ledger.key(chunk), spans)
+        if self._nursery is None:
+            await self._read_all([wanted])
+        else:
+            self._wanted.append(wanted)
+            if len(self._wanted) == 1:
+                self._nursery.start_soon(self._read_wanted, self._nursery)
+            await wanted.ended.wait()
+        if wanted.contents is not None:
+            self._counts["disk_reads"] += 1
+            self._counts["disk_bytes"] += sum(size for _, size in spans)
+            if wanted.file is not None and table is ledger.table and ledger.on_disk[chunk]:
+                table.lend(chunk, wanted.file)
+        elif wanted.is_there is not None:
+            self._failed(chunk, is_there=wanted.is_there)
+        return wanted.contents
+
+    async def _read_wanted(self, nursery: trio.Nursery) -> None:
+        """Serve all reads that wait by now: this task runs after those that began together."""
+        wanted, self._wanted = self._wanted, []
+        for first in range(0, len(wanted), _READS_PER_THREAD):
+            some = wanted[first : first + _READS_PER_THREAD]
+            nursery.start_soon(self._read_all, some)
+
+    async def _read_all(self, wanted: "Sequence[_DiskRead]") -> None:
+
+        def work(
+            disk: DiskTier,
+        ) -> list[tuple[list[memoryview] | None, CacheHandle | None, bool]]:
+            return [each.read(disk) for each in wanted]
+
+        try:
+            answers = await self._in_thread(work, READ_TIMEOUT_S)
+            failed = [(None, None, True)] * len(wanted)
+            for each, answer in zip(wanted, answers or failed, strict=True):
+                each.contents, each.file, each.is_there = answer
+        finally:
+            for each in wanted:
+                each.ended.set()
+
+    async def load(self, chunk: int) -> SealedMemory | None:
+        """A whole chunk, checked, in memory; None if it turns out not to be here. Raises OSError
+        where there is no memory."""
+        key, size = self._ledger.key(chunk), self._ledger.sizes[chunk]
+
+        def work(disk: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
+            try:
+                draft = WritableMemory(size)
+            except OSError as error:
+                return error, True
+            with contextlib.suppress(OSError):
+                if disk.load(key, draft.room):
+                    return draft.seal(), True
+            draft.discard()
+            return None, disk.holds(key)
+
+        answer = await self._in_thread(work, READ_TIMEOUT_S)
+        loaded, is_there = answer or (None, True)
+        if isinstance(loaded, OSError):
+            raise loaded
+        if loaded is None:
+            self._failed(chunk, is_there=is_there)
+        else:
+            self._counts["disk_loads"] += 1
+        return loaded
+
+    async def recheck(self, chunk: int) -> None:
+        """A reader got damaged bytes of a chunk: check it, and drop it if it is damaged."""
+        self._ledger.table.take_back(chunk)
+        if self._ledger.on_disk[chunk]:
+            key = self._ledger.key(chunk)
+
+            def work(disk: DiskTier) -> bool:
+                disk.report_damage(key)
+                return disk.holds(key)
+
+            if await self._in_thread(work, READ_TIMEOUT_S) is False:
+                self._failed(chunk, is_there=False)
+
+    def stats(self) -> dict[str, int]:
+        """Evictions of this process from the folder, which all datasets share, to make room."""
+        folder = None if self._tier is None else self._tier.folder
+        return {
+            "disk_room_evictions": 0 if folder is None else folder.room_evictions,
+            "disk_room_evicted_bytes": 0 if folder is None else folder.room_evicted_bytes,
+        }
+
+    async def run(self) -> None:
+        """Scan the folder, then write enqueued chunks, and read. Ends when cancelled."""
+        if self._tier is None:
+            return
+        async with trio.open_nursery() as nursery:
+            self._nursery = nursery
+            nursery.start_soon(self._take_back_always)
+            nursery.start_soon(self._note_use_always)
+            try:
+                await self._write_always()
+            finally:
+                self._nursery = None
+
+    async def _take_back_always(self) -> None:
+        while True:
+            await trio.sleep(LOAN_S)
+            self._ledger.table.take_back_old()
+
+    async def _note_use_always(self) -> None:
+        identity = self._ledger.identity
+
+        def work(disk: DiskTier) -> None:
+            disk.note_use(identity)
+
+        while True:
+            await trio.sleep(NOTE_USE_S)
+            await self._in_thread(work, math.inf)  # nobody waits; and never two of them hang
+
+    async def _write_always(self) -> None:
+        while True:
+            if trio.current_time() >= self._next_scan_s:
+                await self._scan(makes_room=True)
+            if queue := self._ledger.queue:
+                chunk, content = next(iter(queue.items()))
+                await self._write(chunk, content)
+                self._ledger.dequeue(chunk, content)
+                self._on_change()
+                continue
+            self._work = trio.Event()
+            with trio.move_on_at(self._next_scan_s):
+                await self._work.wait()
+
+    async def flush(self, contents: Iterator[tuple[int, memoryview]], evictable: Mask) -> None:
+        """At the end, after `run`: write these chunks, in this order, as far as there is room.
+        Only chunks in `evictable` are replaced. May be cancelled anywhere; the log reports the
+        outcome."""
+        if self._tier is None:
+            return
+        ledger = self._ledger
+        written_bytes: list[int] = []  # of each chunk
+        busy: list[tuple[int, memoryview]] = []  # chunks that another writer was at
+        outcome = "there was no more time"
+        try:
+            await self._scan(makes_room=False)
+            for chunk, content in itertools.chain(list(ledger.queue.items()), contents):
+                if ledger.on_disk[chunk] or evictable[chunk]:
+                    continue
+                victims = self._replacement.disk_victims(len(content), evictable) or []
+                is_there, other_writes = await self._put(chunk, content, victims)
+                if is_there:
+                    ledger.record_written(chunk)
+                    written_bytes.append(len(content))
+                elif not other_writes:
+                    outcome = "the disk takes no more"
+                    return
+                else:
+                    busy.append((chunk, content))
+            for chunk, content in busy:
+                await trio.sleep(OTHER_WRITER_WAIT_S)
+                if (await self._put(chunk, content, []))[0]:
+                    written_bytes.append(len(content))
+            outcome = "these were all"
+        finally:
+            log.info(
+                "wrote %d chunks (%s bytes) from memory to the disk cache: %s",
+                len(written_bytes), f"{sum(written_bytes):,}", outcome,
+            )  # fmt: skip
+
+    async def _write(self, chunk: int, content: memoryview) -> None:
+        victims = self._replacement.disk_victims(len(content))
+        if victims is None:
+            self._counts["disk_refused"] += 1
+            self._next_scan_s = min(self._next_scan_s, trio.current_time() + RESCAN_S)
+            return
+        if not self._replacement.may_write(chunk, victims):
+            self._counts["disk_plan_bypassed"] += 1  # the chunks on the disk are needed sooner
+            return
+        is_there, other_writes = await self._put(chunk, content, victims)
+        if is_there:
+            self._counts["disk_writes"] += 1
+            if self._ledger.queue.get(chunk) is content:  # the version may have changed
+                self._ledger.record_written(chunk)
+        elif not other_writes:
+            self._counts["disk_failures"] += 1
+            rest_until_s = trio.current_time() + DISK_PAUSE_S
+            self._ledger.disk_writes_rest_until_s = rest_until_s
+            self._next_scan_s = min(self._next_scan_s, rest_until_s)
+
+    async def _put(
+        self, chunk: int, content: memoryview, victims: Sequence[int]
+    ) -> tuple[bool, bool]:
+        """Write a chunk that replaces `victims`. Returns whether it is on the disk now, and whether
+        it is not because another writer is at it."""
+        ledger = self._ledger
+        key, victim_keys = ledger.key(chunk), [ledger.key(each) for each in victims]
+        size, total_bytes = len(content), ledger.total_bytes
+        mean_bytes = max(total_bytes // max(len(ledger.ids), 1), 1)
+        cost_s = self._fetch_cost(mean_bytes)
+        for each in victims:
+            self._record_erased(each)
+
+        def work(disk: DiskTier) -> tuple[bool, bool, int]:
+            if victim_keys:
+                disk.evict(victim_keys)
+            other_writes = False
+            with contextlib.suppress(NoSpaceError):
+                reservation = disk.reserve(key, size)
+                other_writes = reservation is None
+                if reservation is not None:
+                    reservation.commit(content)
+            if cost_s:
+                disk.jobs.note_cost(key.identity, cost_s / mean_bytes)
+            return disk.holds(key), other_writes, disk.folder.free_bytes()
+
+        answer = await self._in_thread(work, math.inf)
+        is_there, other_writes, ledger.disk_room_bytes = answer or (False, False, 0)
+        now_s = trio.current_time()
+        wanted_bytes = min(ledger.room.queue_bytes, total_bytes - ledger.tables.disk.bytes)
+        if ledger.disk_room_bytes < wanted_bytes and now_s >= self._asks_room_from_s:
+            self._next_scan_s = now_s  # it makes room
+        return is_there, other_writes
+
+    # The state of the disk
+
+    async def _scan(self, *, makes_room: bool) -> None:
+        """Make room for the queue, as far as chunks are not here, then find out which are."""
+        self._next_scan_s = math.inf
+        ledger = self._ledger
+        identity, ids, sizes = ledger.identity, ledger.ids, ledger.sizes
+        queue_bytes = ledger.room.queue_bytes if makes_room else 0
+
+        def work(disk: DiskTier) -> tuple[list[ChunkId], int, int]:
+            disk.note_use(identity)  # even if all reads came from memory
+            here = {*disk.list_chunks(identity)}
+            absent_bytes = sum(
+                size for name, size in zip(ids, sizes, strict=True) if name not in here
+            )
+            wanted_bytes = min(queue_bytes, absent_bytes)
+            room_bytes = disk.folder.make_room(identity, wanted_bytes)
+            return disk.list_chunks(identity), room_bytes, wanted_bytes
+
+        answer = await self._in_thread(work, math.inf)
+        if answer is None:
+            self._next_scan_s = trio.current_time() + RESCAN_S
+            return
+        found, ledger.disk_room_bytes = set(answer[0]), answer[1]
+        if ledger.disk_room_bytes < answer[2]:
+            self._asks_room_from_s = trio.current_time() + RESCAN_S
+        self._counts["disk_looks"] += 1
+        for chunk, name in enumerate(ledger.ids):
+            if name in found and not ledger.on_disk[chunk]:
+                ledger.record_written(chunk)
+            elif name not in found and ledger.on_disk[chunk]:
+                self._record_erased(chunk)
+        self._on_change()
+
+    def _record_erased(self, chunk: int) -> None:
+        self._ledger.record_erased(chunk)
+        self._counts["disk_evictions"] += 1
+
+    def _failed(self, chunk: int, *, is_there: bool) -> None:
+        """A chunk could not be read. If it is still there, the disk has failed."""
+        now_s = trio.current_time()
+        if is_there:
+            self._ledger.disk_rests_until_s = now_s + DISK_PAUSE_S
+        elif self._ledger.on_disk[chunk]:
+            self._record_erased(chunk)
+        self._next_scan_s = min(self._next_scan_s, now_s + RESCAN_S)
+        self._work.set()
+        self._counts["disk_failures"] += 1
+
+    # Threads
+
+    async def _in_thread(self, work: Callable[[DiskTier], Made], within_s: float) -> Made | None:
+        tier = self._tier
+        assert tier is not None
+        with trio.move_on_after(within_s):
+            try:
+                return await trio.to_thread.run_sync(
+                    work, tier, limiter=self._threads, abandon_on_cancel=True
+                )
+            except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread
+                log.warning("the cache on this node's disk is not used for now: %s", error)
+        return None

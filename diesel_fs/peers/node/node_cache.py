@@ -1,0 +1,326 @@
+"""The chunks that a node keeps: in memory that its readers can map, and on its disk.
+
+This is the face of the package, for the master and its clients. `ledger.py` keeps the place of each
+chunk and `replacement.py` decides which chunk makes room for which; both are pure. `fetches.py` and
+`disk.py` do all waiting. Chunks that are not kept are read from the disk in parts, or by the caller
+from the store.
+
+Concurrency. The callers are tasks of the master's one trio loop: requests that the data plane could
+not answer (`get`, `read`), clients (`pin`), the plan (`set_future`, `set_positions`), members
+(`set_owned`) and versions. Only methods that are `async` wait, so everything else is atomic. Reads
+of chunks in memory by the data plane's thread never come here: they use the ledger's chunk table,
+which is safe for them, and their hits arrive later, in batches.
+
+A caller of `get` or `read` may wait for a fetch, for a load from the disk, or for a read of the
+disk. During each wait, other callers run: the chunk may come, be evicted, or leave the disk, and
+the version may change and with it the meaning of chunk numbers. So `_load` begins anew after each
+wait that gave nothing, at most `_TRIES` times, and gives up when its number means another chunk. A
+caller that is cancelled ends no fetch: `run` owns the fetches.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from uuid import UUID
+
+import numpy as np
+import trio
+
+from ...cache.costs import ReadCosts
+from ...cache.disk.chunks import DiskTier
+from ...cache.policy import EvictionPolicy, UnitValues
+from ...cache.tiers import verify_chunk
+from ...errors import FormatError
+from ...format.entries import ChunkId
+from ..wire import Sizes
+from .chunk_future import ChunkFuture
+from .chunk_table import ChunkTable
+from .disk import Disk, Spans
+from .fetches import Fetch, Fetches
+from .ledger import Ledger, Mask, Room, Tables, chunk_budget_bytes, write_back_bytes
+from .replacement import Replacement
+from .sealed_memory import sealed_memories_max
+
+log = logging.getLogger("diesel.task")
+
+_TRIES = 4  # of one call, if a chunk that it has found is evicted before it is read
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheOptions:
+    """The resources that a node gives to its cache."""
+
+    memory_bytes: int
+    """Memory for chunks, those that wait to be written to the disk included."""
+    policy: Callable[[], EvictionPolicy]
+    """Makes the policies that choose victims in memory and on the disk, one for each."""
+    disk: DiskTier | None = None
+    costs: ReadCosts | None = None
+    """The costs of fetching a chunk, measured by the caller; without them, the fetches are
+    measured."""
+
+
+class NodeCache:
+    """The chunks of one version of a dataset that this node keeps."""
+
+    def __init__(
+        self,
+        identity: UUID,
+        ids: Sequence[ChunkId],
+        sizes: Sizes,
+        options: CacheOptions,
+        fetch: Fetch,
+    ) -> None:
+        memory_bytes, has_disk = options.memory_bytes, options.disk is not None
+        room = Room(
+            chunk_budget_bytes(memory_bytes, sizes, has_disk=has_disk),
+            sealed_memories_max(),
+            write_back_bytes(memory_bytes, sizes) if has_disk else 0,
+        )
+        tables = Tables(options.policy(), options.policy())
+        costs = options.costs or ReadCosts()
+        self.ledger = Ledger(identity, ids, sizes, room, tables, trio.current_time)
+        self.replacement = Replacement(self.ledger, costs)
+        self._disk = Disk(
+            options.disk,
+            self.ledger,
+            self.replacement,
+            fetch_cost=costs.read_s,
+            on_change=self._note_room,
+        )
+        self.fetches = Fetches(
+            self.ledger, self.replacement, self._disk, fetch, costs, measures=options.costs is None
+        )
+        self._warn_of_limits()
+
+    async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Run fetches and writes to the disk until cancelled. Callers that wait then get
+        nothing."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._disk.run)
+            await nursery.start(self.fetches.run)
+            task_status.started()
+
+    # Reading
+
+    @property
+    def table(self) -> ChunkTable:
+        """The table that the data plane reads from."""
+        return self.ledger.table
+
+    def holds(self, chunk: int) -> bool:
+        """Whether a chunk is in memory, or on the disk as far as is known."""
+        return self.ledger.holds(chunk)
+
+    def find(self, chunk: int) -> memoryview | None:
+        """A chunk, if it is in memory, counted as used. The view stays valid as long as it
+        exists."""
+        view = self.ledger.views.get(chunk)
+        if view is not None:
+            self.replacement.record_hits((chunk,), 0)
+        return view
+
+    async def get(self, chunk: int, wanted_bytes: int, *, load: bool) -> memoryview | None:
+        """A whole chunk, of which the caller needs `wanted_bytes`: from memory, from the disk, or,
+        with `load` and if it is worth it, fetched.
+
+        None if it is not here and will not be: read the bytes from the store. Raises DieselError
+        when the fetch failed.
+        """
+        view = self.find(chunk)
+        if view is None:
+            found = await self._load(chunk, wanted_bytes, None, load=load)
+            view = None if found is None else found[0]
+        return view
+
+    async def read(self, chunk: int, spans: Spans, *, load: bool) -> list[memoryview] | None:
+        """Bytes of a chunk, by start and size, all of which lie in it. As `get`; but of a chunk on
+        the disk that is not worth memory only these bytes are read."""
+        view, wanted_bytes = self.ledger.views.get(chunk), sum(size for _, size in spans)
+        if view is None:
+            return await self._load(chunk, wanted_bytes, spans, load=load)
+        self.replacement.record_hits([chunk] * len(spans), wanted_bytes)
+        return [view[start : start + size] for start, size in spans]
+
+    async def _load(
+        self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
+    ) -> list[memoryview] | None:
+        """`spans` of a chunk that is not in memory, or all of it."""
+        ledger = self.ledger
+        key, size, is_new = ledger.key(chunk), ledger.sizes[chunk], True
+        self.replacement.record_absent(chunk)
+        for _ in range(_TRIES):
+            if not ledger.is_named(chunk, key):  # the version has changed
+                break
+            view = ledger.views.get(chunk) or ledger.queue.get(chunk)
+            flight = self.fetches.in_flight.get(chunk)
+            if view is None and flight is None:
+                flight = self.fetches.begin(chunk, wanted_bytes, load=load, is_new=is_new)
+                is_new = False
+            if view is None and flight is not None:
+                await flight.done.wait()
+                if flight.error is not None:
+                    raise flight.error.with_traceback(None)
+                view = flight.view
+                if view is None and not flight.from_disk:
+                    break
+            elif view is None:
+                if not ledger.is_readable(chunk):
+                    break
+                found = await self._disk.read(chunk, spans or [(0, size)])
+                if found is not None:
+                    self.replacement.record_disk_read(chunk, wanted_bytes)
+                    return found
+            if view is not None:
+                ledger.counts["waited"] += 1
+                return [view[begin : begin + part] for begin, part in spans or [(0, size)]]
+        ledger.counts["misses"] += 1
+        if load:
+            self.replacement.admission.record_unserved(wanted_bytes)
+        return None
+
+    async def recheck(self, chunk: int) -> None:
+        """A reader got damaged bytes of a chunk from here: check the chunk, and drop it if it is
+        damaged."""
+        ledger = self.ledger
+        memory, key = ledger.memories.get(chunk), ledger.key(chunk)
+        if memory is not None:
+            try:
+                await self.fetches.in_thread(verify_chunk, key, memory.view)
+            except FormatError as error:
+                log.error("a chunk in this node's memory is damaged: %s", error)
+                if ledger.memories.get(chunk) is memory:
+                    ledger.drop(chunk)
+            except (MemoryError, RuntimeError):  # RuntimeError: no thread can be started
+                return
+            if not ledger.is_named(chunk, key):
+                return
+        await self._disk.recheck(chunk)
+
+    # Pins
+
+    def pin(self, pinner: int, chunk: int) -> int | None:
+        """Pin a chunk for a client process; returns its descriptor, which stays this node's, or
+        None if the chunk is not in memory or is revoked."""
+        pins, memory = self.ledger.pins, self.ledger.memories.get(chunk)
+        if memory is None or pins.is_revoked(memory):
+            return None
+        pins.pin(pinner, chunk, memory)
+        self.replacement.record_hits((chunk,), memory.bytes)
+        return memory.descriptor
+
+    def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
+        """A client process has unmapped these chunks; None: it has ended."""
+        self.ledger.unpin(pinner, chunks)
+        self._note_room()
+
+    def revoked(self, pinner: int) -> list[int]:
+        """The chunks that a client process should unpin."""
+        return self.ledger.pins.revoked(pinner)
+
+    # Owners and versions
+
+    def set_owned(self, owned: Mask) -> None:
+        """Set which chunks are this node's. All others are replaced first."""
+        self.ledger.set_owned(owned.astype(np.bool_))
+        self._note_room()
+
+    def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
+        """Switch to another version of the dataset. Chunks in both versions stay, and stay this
+        node's. Clients' pins keep the old numbers of their chunks."""
+        before = self.replacement.switch_version(ids, sizes)
+        self._disk.note_version()
+        self.fetches.switch_version(before)
+
+    @property
+    def held(self) -> Mask:
+        """A flag for each chunk: whether it is in memory or on the disk."""
+        return self.ledger.held
+
+    # What will be read
+
+    @property
+    def uses_future(self) -> bool:
+        """Whether the policy decides by what will be read, when that is known."""
+        return self.replacement.uses_future
+
+    @property
+    def uses_left(self) -> int:
+        """How many reads of chunks are known to come."""
+        future = self.replacement.future
+        return 0 if future is None else future.uses.left
+
+    def set_future(self, future: ChunkFuture | None) -> None:
+        """Set what all readers of the task will read, until another is set. None: it is not known
+        any more."""
+        self.replacement.set_future(future)
+        self.fetches.lookahead.begin(future, trio.current_time())
+        self.fetches.note_future()
+
+    def set_values(self, values: UnitValues | None) -> None:
+        """Set what chunks are worth that nobody is known to read, until other values are set."""
+        self.replacement.set_values(values)
+
+    def set_positions(self, positions: Sequence[int]) -> None:
+        """Set the position of each reader of the future in its order; it may have gone
+        back. Positions are up to a second old: decisions on them may cost time, and never
+        bytes that are wrong."""
+        future = self.replacement.future
+        if future is None:
+            return
+        passed = self.fetches.lookahead.move_readers(future, positions, trio.current_time())
+        if passed is not None:
+            self.replacement.note_passed(passed)
+            self.fetches.note_future()
+
+    def set_held_elsewhere(self, is_held: Mask) -> None:
+        """Set which chunks other nodes have, as far as is known."""
+        self.ledger.held_elsewhere = is_held
+
+    # The end
+
+    async def flush_to_disk(self, share: Mask) -> None:
+        """At the end, after `run`: write chunks from memory to the disk, as far as there is room:
+        `share` first, then this node's other chunks. Only chunks of other nodes are replaced. May
+        be cancelled anywhere."""
+        ledger = self.ledger
+        ours = share | ledger.owned
+        first, then = np.flatnonzero(share), np.flatnonzero(ours & ~share)
+        for chunk in np.flatnonzero(ledger.present & ~ours).tolist():
+            ledger.drop(chunk)
+        await self._disk.flush(self._drain_memory([*first.tolist(), *then.tolist()]), ~ours)
+
+    def _drain_memory(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
+        """Those of these chunks that are in memory. Each is dropped when the caller is done with
+        it, as other processes may be waiting for memory."""
+        for chunk in chunks:
+            view = self.ledger.views.get(chunk)
+            if view is not None:
+                yield chunk, view
+                del view
+                self.ledger.drop(chunk)
+
+    def stats(self) -> dict[str, int]:
+        """As `Ledger.stats`, with the evictions from the folder of the disk tier."""
+        self.replacement.flush_file_reads()
+        self.replacement.flush_hits()
+        return {**self.ledger.stats(), **self._disk.stats()}
+
+    def close(self) -> None:
+        """Release all memory. Views and other processes' mappings stay valid."""
+        self.ledger.close()
+
+    def _note_room(self) -> None:
+        self.fetches.note_room()
+
+    def _warn_of_limits(self) -> None:
+        ledger = self.ledger
+        part = min(ledger.room.memory_bytes / max(ledger.total_bytes, 1), 1.0)
+        chunks, chunks_max = len(ledger.sizes) * part, ledger.room.memory_chunks
+        if chunks > chunks_max:
+            log.warning(
+                "the memory of this node has room for %s chunks, but its limits allow only %s:"
+                " raise the limits of descriptors (ulimit -n) and of mappings (sysctl"
+                " vm.max_map_count), or put the dataset in larger chunks",
+                f"{int(chunks):,}", f"{chunks_max:,}",
+            )  # fmt: skip

@@ -1,0 +1,341 @@
+"""The object store of a reader in a task: its reads of the task's version are served by the nodes
+of the task as far as they have the chunks, and by the store behind it otherwise.
+
+`TaskStore` has the names of objects, the way to the store behind, and the reader's messages to its
+node's master; `task_chunks.py` reads chunks by their numbers. The caller checks the bytes, and
+reports damage by `read_uncached`.
+
+A reader never gets an error because of a master. Thread-safe; a forked child may go on with its
+parent's object.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import fields, replace
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from uuid import UUID
+
+import numpy as np
+
+from ...cache.stored_parts import StoredParts
+from ...format.object_names import chunk_of_object, identity_of_object
+from ...format.snapshot.reader import Snapshot
+from ...repository.interface import Repository
+from ...repository.private_copies import snapshot_descriptor
+from ...storage.objects.store import (
+    ChunkReader,
+    FastReads,
+    ObjectStore,
+    Part,
+    ReadGroup,
+    StoreWrapper,
+    batched_parts,
+    check_range,
+)
+from .. import local_wire, wire
+from ..launch import is_alive, join, restart_killed, wait_until_gone
+from ..members.options import TaskOptions, TaskRequest
+from .mapped_chunks import MappedChunks
+from .master_link import DEADLINE_S, PAUSE_S, MasterLink
+from .task_chunks import HEARTBEAT_S, TaskChunks
+
+READ_BYTES = 8 << 20
+"""So much `read_parts` asks for in one request, at most; a larger part is read alone."""
+
+MASTER_END_WAIT_S = 1.0
+"""How long to wait for a master that may be ending."""
+
+_JOIN_ATTEMPTS = 3
+
+
+def master_request(
+    options: TaskOptions, repository: Repository, snapshot: Snapshot, *, memory_bytes: int
+) -> TaskRequest:
+    """The request for a master with these options, for a version of a dataset."""
+    credentials = repository.credentials
+    return TaskRequest(
+        **{each.name: getattr(options, each.name) for each in fields(TaskOptions)},
+        url=repository.url.full_url,
+        user=credentials.user if credentials is not None else "",
+        key=credentials.key_text if credentials is not None else "",
+        dataset=snapshot.dataset,
+        identity=snapshot.identity.hex,
+        version=snapshot.version,
+        memory_bytes=memory_bytes,
+    )
+
+
+class TaskStore(StoreWrapper):
+    """The objects of a repository; chunks of one version of a dataset are read through the node's
+    master."""
+
+    def __init__(
+        self,
+        inner: ObjectStore,
+        path: str | os.PathLike[str],
+        snapshot: Snapshot,
+        *,
+        deadline_s: float = DEADLINE_S,
+        pause_s: float = PAUSE_S,
+        heartbeat_s: float = HEARTBEAT_S,
+        request: TaskRequest | None = None,
+    ) -> None:
+        """`path` is the master's socket; the first read connects. With `request`, a master that was
+        killed is started again."""
+        super().__init__(inner)
+        self._path = os.fspath(path)
+        self._request = request
+        self._identity = snapshot.identity
+        self._sizes: list[int] = snapshot.chunk_sizes.tolist()
+        self._version = snapshot.version
+        # Its last item, at -1, is for names that are not a chunk's
+        self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)
+        self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
+        self._number_by_name: dict[str, int] = {}
+        self._mapped = MappedChunks(snapshot.chunk_count)
+        self._link = link = MasterLink(
+            path, snapshot.identity, snapshot.version, self._mapped,
+            deadline_s=deadline_s, pause_s=pause_s,
+            restart=None if request is None else partial(_restart_master, request, Path(path)),
+        )  # fmt: skip
+        self._stored = StoredParts(snapshot, inner)
+        self._chunks = TaskChunks(
+            link, self._mapped, snapshot, self._stored,
+            through_master=request is not None and request.peers_through_master,
+            heartbeat_s=heartbeat_s,
+        )  # fmt: skip
+
+    @classmethod
+    def join(
+        cls,
+        inner: ObjectStore,
+        request: TaskRequest,
+        snapshot: Snapshot,
+        *,
+        wait_s: float = MASTER_END_WAIT_S,
+    ) -> "TaskStore":
+        """Join a task: find its master on this node, or start it; a master that may be ending is
+        waited for. Raises DieselError."""
+        for _ in range(_JOIN_ATTEMPTS):
+            socket_path = join(request)
+            store = cls(inner, socket_path, snapshot, request=request)
+            if store.connect() or not wait_until_gone(socket_path, wait_s):
+                break  # else the master has just ended: it was idle, or serves another version
+        return store
+
+    def connect(self) -> bool:
+        """Whether the master answers."""
+        return self._link.connect()
+
+    # Reading
+
+    def read_into(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        room = memoryview(buffer)
+        number = self._number(name)
+        if number < 0 or not len(room) or start + len(room) > self._sizes[number]:
+            self.inner.read_into(name, start, buffer)
+            return
+        found = self._chunks.try_part(number, start, len(room))
+        if found is None:
+            self._chunks.counts["store_reads"] += 1
+            self.inner.read_into(name, start, buffer)
+        else:
+            room[:] = found[0]
+
+    @property
+    def fast_reads(self) -> FastReads:
+        return _TaskReads(self)
+
+    # The master
+
+    def switch_version(self, snapshot: Snapshot) -> bool:
+        """Tell the master that its clients have switched to another version of the dataset. Returns
+        whether it answered."""
+        try:
+            file = snapshot_descriptor(snapshot)
+        except OSError:
+            return False
+        try:
+            body = local_wire.switch_version_body(snapshot.version)
+            return self._link.switch_version(body, file)
+        finally:
+            os.close(file)
+
+    def at_version(self, snapshot: Snapshot) -> "TaskStore":
+        """The store for another version of the dataset, through the same master, which learns of
+        that version. This store stays as it is."""
+        is_announced = self.switch_version(snapshot)
+        request = self._request and replace(self._request, version=snapshot.version)
+        store = TaskStore(self.inner, self._path, snapshot, request=request)
+        store._link.rank = self._link.rank  # it is still this node's master
+        if is_announced:
+            store.connect()  # else the master would count as idle until the first read
+        return store
+
+    def send_plan(self, body: bytes) -> int | None:
+        """Tell the master about plans (`plan/messages.py`). The status of its answer; None if it
+        does not answer."""
+        return self._link.send_plan(body)
+
+    def stats(self) -> dict[str, object]:
+        """The master's statistics, and the sources of this reader's bytes."""
+        text = self._link.stats()
+        try:
+            reported = json.loads(text) if text else {}
+        except (ValueError, RecursionError):
+            reported = {}
+        return {
+            **(reported if isinstance(reported, dict) else {}),
+            "answers": bool(text),
+            "client": {
+                **self._chunks.stats(),
+                "mapped_chunks": len(self._mapped),
+                "mapped_bytes": self._mapped.kept_bytes,
+                **self._link.counts,
+            },
+        }
+
+    @property
+    def read_counts(self) -> tuple[int, int]:
+        """How many parts this reader got from the task's cache, and how many from the store."""
+        counts = self._chunks.counts
+        hits = counts["mapped_reads"] + counts["local_reads"] + counts["peer_reads"]
+        return hits, counts["store_reads"]
+
+    def retry(self) -> None:
+        """Ask the master again at once: another reader has announced this version to it."""
+        self._link.retry()
+
+    def close(self) -> None:
+        """Release the master. Views that were given out stay valid; their chunks are unpinned with
+        the last view. Repeatable."""
+        self._chunks.close()
+        self._stored.close()
+
+    def _number(self, name: str) -> int:
+        number = self._number_by_name.get(name)
+        if number is None:
+            chunk = chunk_of_object(name)
+            known = chunk is not None and identity_of_object(name) == self._identity
+            number = self._numbers.get(chunk, -1) if known and chunk is not None else -1
+            if number >= 0:
+                self._number_by_name[name] = number
+        return number
+
+
+class _TaskReads(FastReads):
+    """Parts of chunks through the node's master, many in one request."""
+
+    _store: TaskStore
+
+    batches_reads = True
+    can_pin = True
+
+    def __init__(self, store: TaskStore) -> None:
+        super().__init__(store)
+        self._inner = store.inner.fast_reads
+
+    def read_ranges(
+        self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
+    ) -> Iterator[memoryview]:
+        yield from self.read_parts([(name, start, size) for start, size in ranges])
+
+    def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
+        """Reads many parts together, and one batch ahead: the first one is in flight when this
+        returns. Bytes of mapped chunks are not copied."""
+        batches = batched_parts(parts, wire.PARTS_MAX, READ_BYTES)
+        first = next(batches, None)
+        return iter(()) if first is None else self._read_batches(self._begin(first), batches)
+
+    def _read_batches(
+        self, begun: "_Batch", batches: Iterator[Sequence[Part]]
+    ) -> Iterator[memoryview]:
+        for parts in batches:
+            following = self._begin(parts)
+            yield from self._finish(begun)
+            begun = following
+        yield from self._finish(begun)
+
+    def chunk_reader(self, identity: UUID, version: int) -> ChunkReader | None:
+        if (identity, version) == (self._store._identity, self._store._version):
+            return self._store._chunks
+        return self._inner.chunk_reader(identity, version)
+
+    def read_nowait(self, name: str, start: int, buffer: memoryview) -> bool:
+        number = self._store._number(name)
+        view = None if number < 0 else self._store._mapped.find(number)
+        if view is None:
+            return self._inner.read_nowait(name, start, buffer)
+        found = view[start : start + len(buffer)]
+        if len(found) != len(buffer):
+            return False
+        buffer[:] = found
+        self._store._chunks.counts["mapped_reads"] += 1
+        return True
+
+    def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
+        """Read from the inner store; the node that gave these bytes before is reported for
+        damage."""
+        number = self._store._number(name)
+        if number >= 0:
+            self._store._chunks.report_damage(number, start, len(buffer))
+        self._inner.read_uncached(name, start, buffer)
+
+    def pin(self, name: str, on_revoke: Callable[[], None]) -> memoryview | None:
+        number = self._store._number(name)
+        if number < 0:
+            return None
+        view = self._store._mapped.find(number)
+        if view is None:
+            view = self._store._chunks.pin(number, fetch=True)
+        if view is not None:
+            self._store._mapped.on_revoke(number, on_revoke)
+        return view
+
+    def can_pin_nowait(self, name: str) -> bool:
+        number = self._store._number(name)
+        return number >= 0 and self._store._mapped.find(number) is not None
+
+    def _begin(self, parts: Sequence[Part]) -> "_Batch":
+        names, starts, sizes = zip(*parts, strict=True)
+        numbers = list(map(self._store._number_by_name.get, names))
+        if None in numbers:
+            for part in parts:
+                check_range(*part)
+            numbers = list(map(self._store._number, names))
+        chunk, start, size = np.array((numbers, starts, sizes), np.int64)
+        fits = (start >= 0) & (size > 0) & (start + size <= self._store._size_column[chunk])
+        places = np.flatnonzero(fits)
+        wanted = np.stack((chunk, start, size), 1)[places].astype(np.uint32)
+        reading = self._store._chunks.begin(wanted)
+        return _Batch(parts, places.tolist(), reading)
+
+    def _finish(self, batch: "_Batch") -> Iterable[memoryview]:
+        parts, places = batch.parts, batch.places
+        found: dict[int, memoryview] = {}
+        for group in batch.reading:
+            found.update(zip(map(places.__getitem__, group.places), group.contents, strict=True))
+        others = [part for at, part in enumerate(parts) if at not in found]
+        rest = self._inner.read_parts(others) if others else iter(())
+        return [found[at] if at in found else next(rest) for at in range(len(parts))]
+
+
+class _Batch(NamedTuple):
+    """Parts that are read together; those at `places` are parts of chunks."""
+
+    parts: Sequence[Part]
+    places: Sequence[int]
+    reading: Iterator[ReadGroup]
+
+
+def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
+    """Start a master at this socket if it was killed, and return whether it was started.
+    `has_served` says whether the master has served this reader. If it has not, it served readers
+    of another version, which may have ended by now: a master is started if there is none. Raises
+    DieselError."""
+    if has_served:
+        return restart_killed(request, socket_path)
+    return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)

@@ -1,0 +1,252 @@
+"""Checks the specifications of Datasets and TrainingJobs. Pure.
+
+The API server has checked types and patterns by the schemas. The rules that a schema cannot express
+are checked here, with errors that name the field.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from diesel_fs.errors import UsageError
+from diesel_fs.names import DATASET_NAME
+from diesel_fs.urls import parse_url
+
+from ..names import ATTRIBUTES
+from .api_objects import PodSpec
+from .decoding import Json, decode
+from .resources import (
+    DatasetObject,
+    DatasetUse,
+    GivenBucket,
+    GivenDataset,
+    GivenPlacement,
+    GivenPreparation,
+    GivenSource,
+    TrainingObject,
+)
+
+OWN_ATTRIBUTES = frozenset(
+    "dataset version url user region endpoint task rank world follow".split()
+)
+"""Attributes of volumes that the operator sets itself."""
+
+REPLICAS_MAX = 1000
+NAME_CHARS_MAX = 50
+
+_META_SCHEMES = ("redis", "rediss", "redis+sentinel", "redis+cluster")
+_BUCKETS = ("s3://", "gs://", "az://")
+
+
+@dataclass(frozen=True, slots=True)
+class Defaults:
+    """Values that the administrator sets for all objects."""
+
+    image: str = "diesel-fs"
+    url: str = ""
+    file_roots: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RepositoryPlace:
+    """The repository of a dataset, and how `dlcmd` gets there."""
+
+    url: str
+    variables: Mapping[str, str]
+    """The environment of `dlcmd`, without secrets."""
+    attributes: Mapping[str, str]
+    """The attributes of a volume."""
+    secret: str
+    """The name of the Secret; empty: none."""
+    file_folder: str = ""
+
+    @property
+    def can_share_caches(self) -> bool:
+        """Whether the nodes of a task can find each other: through a server, or a Redis."""
+        parsed = parse_url(self.url)
+        scheme = parsed.meta.partition("://")[0] if parsed.meta else ""
+        return parsed.scheme in ("diesel", "diesel+tls") or scheme in _META_SCHEMES
+
+    @property
+    def needs_task_key(self) -> bool:
+        """Whether the task's secret must be given to its nodes: a server without TLS hands out
+        none (PEERS.md)."""
+        return parse_url(self.url).scheme == "diesel"
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSpec:
+    """The checked specification of a Dataset."""
+
+    dataset: str
+    repository: RepositoryPlace
+    put: tuple[str, ...]
+    """Arguments of `dlcmd` that make the dataset; none: it exists."""
+    version: int
+    """The version that an existing dataset is pinned to; 0: the current one."""
+    keep: int
+    """How many versions stay; -1: no purge."""
+    reclaims: bool
+    """Whether the data are deleted with the object."""
+    warms_up: bool
+    """Whether the volumes of TrainingJobs load everything from the start."""
+    placement: GivenPlacement
+    preparation: GivenPreparation
+
+    @property
+    def named(self) -> str:
+        """The dataset, with the version that is wanted."""
+        return f"{self.dataset}@{self.version}" if self.version else self.dataset
+
+
+def parse_dataset(seen: DatasetObject, defaults: Defaults) -> DatasetSpec:
+    """The specification of a Dataset. Raises UsageError, which names the field."""
+    given = seen.given
+    name = given.dataset or seen.name
+    if not DATASET_NAME.fullmatch(name):
+        raise UsageError(f"spec.dataset: {name!r} is no name of a dataset")
+    if len(seen.name) > NAME_CHARS_MAX:
+        raise UsageError(f"metadata.name has more than {NAME_CHARS_MAX} characters")
+    source = given.source
+    if sum(each is not None for each in (source.bucket, source.archives, source.existing)) != 1:
+        raise UsageError("spec.source: name one of bucket, archives and existing")
+    reclaims = given.reclaim_policy == "Delete"
+    put: tuple[str, ...] = ()
+    version = 0
+    if source.existing is None:
+        put = _put_arguments(source, given.preparation.jobs, name)
+    elif reclaims or given.keep >= 0:
+        wrong = "reclaimPolicy: Delete" if reclaims else "keep"
+        raise UsageError(f"spec.{wrong}: an existing dataset is only looked at")
+    else:
+        version = source.existing.version
+    return DatasetSpec(
+        dataset=name,
+        repository=_repository(given, defaults),
+        put=put,
+        version=version,
+        keep=given.keep,
+        reclaims=reclaims,
+        warms_up=given.warm_up,
+        placement=given.placement,
+        preparation=given.preparation,
+    )
+
+
+def _put_arguments(source: GivenSource, jobs: int, name: str) -> tuple[str, ...]:
+    words = ["put", f"--jobs={jobs}"]
+    if archives := source.archives:
+        if not archives.urls:
+            raise UsageError("spec.source.archives.urls: name at least one archive")
+        for each in archives.urls:
+            _check_address("urls", each)
+        if archives.manifest:
+            _check_address("manifest", archives.manifest)
+            words.append(f"--manifest={archives.manifest}")
+        return (*words, "--unpack", "--", *archives.urls, name)
+    bucket = source.bucket or GivenBucket()
+    if not bucket.url.startswith(_BUCKETS) or "@" in _host(bucket.url):
+        raise UsageError(f"spec.source.bucket.url: bad address {_shown(bucket.url)}")
+    if bucket.delete:
+        words.append("--delete")
+    words += [f"--include={each}" for each in bucket.include]
+    words += [f"--exclude={each}" for each in bucket.exclude]
+    return (*words, "--", bucket.url, name)
+
+
+def _check_address(field: str, url: str) -> None:
+    """Raise UsageError if `dlcmd put --unpack` could not fetch the URL, or must not."""
+    if not url.startswith((*_BUCKETS, "https://", "http://")) or "@" in _host(url):
+        raise UsageError(f"spec.source.archives.{field}: bad address {_shown(url)}")
+
+
+def _host(url: str) -> str:
+    return url.partition("://")[2].partition("/")[0]
+
+
+def _shown(url: str) -> str:
+    """A URL without the parts that may be secret."""
+    scheme, _, rest = url.partition("://")
+    return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/..."[:120]
+
+
+def _repository(given: GivenDataset, defaults: Defaults) -> RepositoryPlace:
+    url = given.url or defaults.url
+    if not url:
+        raise UsageError("spec.url: no repository is named, and the operator has no default")
+    if "@" in url:
+        raise UsageError("spec.url: put users and passwords into the Secret")
+    try:
+        parsed = parse_url(url)
+    except UsageError as error:
+        raise UsageError(f"spec.url: {error.message}", advice=error.advice) from error
+    folder = ""
+    if url != defaults.url:
+        scheme, _, rest = (parsed.meta or "").partition("://")
+        if parsed.meta and (scheme not in _META_SCHEMES or "?" in rest):
+            raise UsageError("spec.url: ?meta= must name a Redis, without parameters")
+    if parsed.scheme == "file":
+        folder = str(parsed.path)
+        path = PurePosixPath(folder)
+        if ".." in path.parts or not any(map(path.is_relative_to, defaults.file_roots)):
+            raise UsageError(f"spec.url: no repository may lie in {folder}, see --file-root")
+    variables, attributes = {"DIESEL_URL": url}, {"url": url}
+    for name, variable, value in (
+        ("user", "DIESEL_USER", given.user),
+        ("region", "AWS_REGION", given.region),
+        ("endpoint", "AWS_ENDPOINT_URL", given.endpoint),
+    ):
+        if value:
+            variables[variable] = attributes[name] = value
+    return RepositoryPlace(url, variables, attributes, given.secret_name, folder)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSpec:
+    """The checked specification of a TrainingJob."""
+
+    replicas: int
+    uses: tuple[DatasetUse, ...]
+    template: Json
+    """A pod template, which may have fields that this release does not know."""
+    pod: PodSpec
+    """The fields of the template's pod that the operator reads."""
+    one_per_node: bool
+    checks_storage: bool
+    restarts: int
+
+
+def parse_training(seen: TrainingObject) -> TrainingSpec:
+    """The specification of a TrainingJob. Raises UsageError, which names the field."""
+    given = seen.given
+    if len(seen.name) > NAME_CHARS_MAX:
+        raise UsageError(f"metadata.name has more than {NAME_CHARS_MAX} characters")
+    for number, use in enumerate(given.datasets):
+        for name in sorted(use.options):
+            if name not in ATTRIBUTES or name in OWN_ATTRIBUTES:
+                raise UsageError(f"spec.datasets[{number}].options: {name} cannot be set")
+        path = use.mount_path
+        if not path.startswith("/") or ".." in PurePosixPath(path).parts or ":" in path:
+            raise UsageError(f"spec.datasets[{number}].mountPath: {path!r} is no absolute path")
+    for what, found in (
+        ("name", [each.name for each in given.datasets]),
+        ("mountPath", [each.mount_path for each in given.datasets]),
+    ):
+        if len(set(found)) < len(found):
+            raise UsageError(f"spec.datasets: two have the same {what}")
+    if not 1 <= given.replicas <= REPLICAS_MAX:
+        raise UsageError(f"spec.replicas: {given.replicas} is not 1 to {REPLICAS_MAX}")
+    pod = decode(PodSpec, given.template.get("spec"))
+    if not pod.containers:
+        raise UsageError("spec.template.spec.containers: there is none")
+    if pod.restart_policy == "Always":
+        raise UsageError("spec.template.spec.restartPolicy: a training job ends; use OnFailure")
+    return TrainingSpec(
+        replicas=given.replicas,
+        uses=given.datasets,
+        template=given.template,
+        pod=pod,
+        one_per_node=given.one_per_node,
+        checks_storage=given.admission != "Always",
+        restarts=given.restarts,
+    )

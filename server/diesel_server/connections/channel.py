@@ -1,0 +1,147 @@
+"""A stream of bytes to and from one client, over a plain socket or over TLS.
+
+`connection.py` reads and writes frames (`diesel_fs.net.frames`) over it, and sets the deadlines;
+`diesel_fs.net.channel` makes the system calls. This channel buffers received bytes, so that many
+small requests cost few system calls. At most one task receives and one sends at a time.
+"""
+
+import socket
+from collections.abc import Sequence
+from contextlib import suppress
+
+import trio
+
+from diesel_fs.format.entries import Bytes
+from diesel_fs.net import channel as transport
+from diesel_fs.system.vectored_io import byte_views, drop_written
+
+_BUFFER_BYTES = 8 << 10  # holds some dozens of small requests; there are thousands of connections
+_TLS_PIECE_BYTES = 256 << 10  # sent in one turn: OpenSSL encrypts it meanwhile
+_LINGER_S = 1.0  # the client's last request arrives within a round trip
+_LINGER_BYTES = 16 << 20
+
+SOCKET_OPTIONS = (  # notices within two minutes that a client's machine is gone
+    (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 15),
+    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 4),
+)
+
+
+class ClientGone(Exception):
+    """The client has closed the connection, or it broke."""
+
+
+class ClientChannel:
+    """A stream of bytes in both directions. All methods raise ClientGone if the client has closed
+    it or the network broke it."""
+
+    def __init__(self, connected: transport.Channel) -> None:
+        self._transport = connected
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._start = self._end = 0
+        self.received_bytes = 0
+        self.sent_bytes = 0
+
+    async def wait(self) -> None:
+        """Wait until there are bytes to receive. A cancelled wait loses no bytes."""
+        if self._start == self._end:
+            self._start = self._end = 0
+            self._end = await self._some(self._buffer)
+
+    async def receive_into(self, room: memoryview) -> None:
+        """Receive bytes until `room` is full."""
+        while room.nbytes:
+            if self._start < self._end:
+                count = min(room.nbytes, self._end - self._start)
+                room[:count] = self._buffer[self._start : self._start + count]
+                self._start += count
+            elif room.nbytes >= _BUFFER_BYTES:
+                count = await self._some(room)
+            else:
+                await self.wait()
+                continue
+            room = room[count:]
+
+    def has_buffered(self, size: int) -> bool:
+        """Whether the buffer has `size` bytes already: receiving them does not wait then."""
+        return self._end - self._start >= size
+
+    async def receive_exactly(self, size: int) -> bytearray:
+        """Receive `size` bytes into memory of their own."""
+        taken = bytearray(size)
+        await self.receive_into(memoryview(taken))
+        return taken
+
+    async def skip(self, size: int) -> None:
+        """Receive `size` bytes and drop them."""
+        while size:
+            await self.wait()
+            count = min(size, self._end - self._start)
+            self._start += count
+            size -= count
+
+    async def _some(self, room: memoryview) -> int:
+        try:
+            count = await self._receive(room)
+        except transport.ConnectionClosed as error:
+            raise ClientGone from error
+        self.received_bytes += count
+        return count
+
+    async def _receive(self, room: memoryview) -> int:
+        """Receive some bytes; other tasks run in any case."""
+        if self._transport.buffers_internally:
+            await trio.lowlevel.checkpoint()
+        else:
+            await self._transport.wait_readable()
+        return await self._transport.receive(room)
+
+    async def send(self, parts: Sequence[Bytes]) -> None:
+        """Send parts, one after the other. If it is cancelled, the connection is of no more use."""
+        await self.send_left(self.send_now(parts))
+
+    def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
+        """Send as much of the parts as can be sent without waiting. Returns the rest, which the
+        caller passes to `send_left`."""
+        views = byte_views(parts)
+        self.sent_bytes += sum(map(len, views))
+        if self._transport.buffers_internally:
+            views = byte_views(transport.join_small(views))
+        self._send_some(views)
+        return views
+
+    async def send_left(self, views: list[memoryview]) -> None:
+        """Send the rest. If it is cancelled, the connection is of no more use."""
+        try:
+            while views:
+                await self._transport.wait_writable()
+                self._send_some(views)
+        except transport.ConnectionClosed as error:
+            raise ClientGone from error
+
+    def _send_some(self, views: list[memoryview]) -> None:
+        """Send what can be sent in one turn, and remove it from `views`."""
+        if self._transport.buffers_internally:
+            some = [view[:_TLS_PIECE_BYTES] for view in views[:1]]
+        else:
+            some = views
+        try:
+            drop_written(views, self._transport.send_some(some))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            raise ClientGone from error
+
+    async def half_close(self) -> None:
+        """End the sending direction, and receive bytes of the client for a moment. If the socket
+        were closed with unread bytes, the kernel would reset the connection and the client might
+        lose the last answer."""
+        with suppress(ClientGone, OSError), trio.move_on_after(_LINGER_S):
+            self._transport.end_sending()
+            await self.skip(_LINGER_BYTES)
+
+    def close(self) -> None:
+        """Close the connection at once. Repeatable."""
+        self._transport.close()

@@ -1,0 +1,105 @@
+"""Notices when Redis has restarted, and repeats the commits that it may have lost.
+
+A Redis that restarts may have lost its last commits, while the chunks are durable in the object
+store. So at its start, and whenever the run ID of a Redis has changed, the server compares the
+metadata of each dataset with its chunks and commits missing chunks (`LocalRepository.begin`, as
+every writer does first). One worker of a server does this; several servers may do it at once.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import trio
+
+from diesel_fs.errors import DieselError
+from diesel_fs.repository.local import LocalRepository
+from diesel_fs.storage.metadata.redis.address import parse_redis_url
+from diesel_fs.storage.metadata.redis.link import RedisLink
+
+log = logging.getLogger("diesel.server")
+
+EVERY_S = 5.0
+EVERY_S_MAX = 300.0
+"""The pause between two comparisons grows up to this while they fail: each lists the chunks of all
+datasets."""
+
+_DEADLINE_S = 3.0
+
+Runs = Callable[[], Sequence[str]]
+"""Gives the run IDs of the servers of the metadata store. Redis makes a new one at each start.
+Blocks. Raises DieselError."""
+
+
+class RedisRuns:
+    """The run IDs of a Redis, of all its masters."""
+
+    def __init__(self, url: str) -> None:
+        self._address = parse_redis_url(url)
+        self._link: RedisLink | None = None
+
+    def __call__(self) -> Sequence[str]:
+        if self._link is None:
+            self._link = RedisLink.open(self._address, _DEADLINE_S)
+        return self._link.with_retries(self._link.run_ids)
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._link is not None:
+            self._link.close()
+
+
+async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None:
+    """Compare the metadata with the chunks now, and whenever the run IDs change, until it is
+    cancelled. `runs` is None for a metadata store that is no server of its own."""
+    one_thread = trio.CapacityLimiter(1)
+    compared: Sequence[str] | None = None  # the run IDs at the last comparison
+    succeeded = True
+    has_begun = False
+    pause_s = EVERY_S
+    while True:
+        now: Sequence[str] | None = None
+        if runs is not None:
+            try:
+                now = await trio.to_thread.run_sync(
+                    runs, limiter=one_thread, abandon_on_cancel=True
+                )
+            except DieselError:  # Redis is away, which requests report
+                now = compared
+        if not has_begun or not succeeded or now != compared:
+            if succeeded and has_begun:
+                log.warning("Redis has restarted: its metadata are compared with the chunks")
+            has_begun = True
+            succeeded = await trio.to_thread.run_sync(
+                recommit_lost, repository, limiter=one_thread, abandon_on_cancel=True
+            )
+            compared = now
+            pause_s = EVERY_S if succeeded else min(2 * pause_s, EVERY_S_MAX)
+        await trio.sleep(pause_s)
+
+
+def recommit_lost(repository: LocalRepository) -> bool:
+    """Compare the metadata of each dataset with its chunks, and commit again the chunks that the
+    metadata store has lost. They are logged. Returns False if a comparison failed and must be
+    repeated."""
+    try:
+        if repository.meta_problem is not None:
+            return False
+        datasets = repository.datasets()
+    except DieselError as error:
+        log.error("the datasets cannot be listed: %s", error)
+        return False
+    done = True
+    for info in datasets:
+        before = info.head
+        try:
+            repository.begin(info.name, create=False)
+            after = repository.dataset(info.name).head
+        except DieselError as error:
+            log.error("the metadata of a dataset cannot be compared with its chunks: %s", error)
+            done = done and not error.retry
+            continue
+        if before is None or (after is not None and after.digest != before.digest):
+            log.warning(
+                "the metadata store had lost commits of %r: they are committed again", info.name
+            )
+    return done

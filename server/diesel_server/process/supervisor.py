@@ -1,0 +1,311 @@
+"""The parent process of a server: it opens the listening sockets, starts the workers, replaces
+those that die, and ends them.
+
+A worker's *slot* is its number; the process in it may change. The workers count their metrics in
+memory that they share with the supervisor, which shows the sums and sees by a counter there that a
+worker still runs.
+
+SIGTERM and SIGINT let the workers finish the requests under way; a second signal ends the server at
+once. SIGHUP makes the workers load the certificate again.
+
+Concurrency: each slot has a task, which starts another worker after the one before has ended.
+"""
+
+import json
+import logging
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+
+import trio
+
+from diesel_fs.errors import DeadlineError, DieselError, error_by_class_name
+from diesel_fs.metrics import PARENT_TABLE, MetricCells, cells_bytes, exposition, private_cells
+from diesel_fs.net.endpoints import listen
+from diesel_fs.net.metrics_endpoint import MetricsEndpoint
+from diesel_fs.net.tls import load_certificate
+from diesel_fs.urls import HostPort
+
+from .. import limits
+from ..options import ServerOptions
+from .worker_config import WorkerConfig, config_line, split_environment
+
+log = logging.getLogger("diesel.server")
+
+PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
+
+START_S = 60.0
+"""The time that a worker has to start: it waits for a Redis that is loading its data."""
+
+_END_S = limits.DRAIN_S + 8.0
+_PAUSE_S = 0.1  # before a worker is started again; it doubles
+_PAUSE_S_MAX = 10.0
+_BEATS_MISSED_MAX = 15  # seconds; a healthy worker's loop has never been busy for more than one
+_WELL_S = 60.0  # after this lifetime a worker did not die of its start: the pause is short again
+_STATUS_BYTES_MAX = 64 << 10
+
+
+class Supervisor:
+    """A server, from `run` to its end."""
+
+    def __init__(
+        self,
+        options: ServerOptions,
+        ready: Callable[[str], None],
+        program: Sequence[str] | None = None,
+    ) -> None:
+        """`ready` is called with one line when the server accepts connections. `program` replaces
+        the worker's command in tests. Raises ConfigError, ConflictError if it cannot listen."""
+        self._options = options
+        self._ready = ready
+        self._program = PROGRAM if program is None else program
+        self._sockets = listen(options.listen)
+        self._metrics = [] if options.metrics is None else listen(options.metrics)
+        self._memory = os.memfd_create("diesel-metrics")
+        size = cells_bytes()
+        os.ftruncate(self._memory, size * options.workers)
+        whole = memoryview(mmap.mmap(self._memory, size * options.workers))
+        self._cells = [
+            MetricCells(whole[size * i : size * (i + 1)]) for i in range(options.workers)
+        ]
+        self._own = private_cells(PARENT_TABLE)
+        self._running: dict[int, trio.Process] = {}
+        self._accepting: set[int] = set()
+        self._stopping = trio.Event()
+        self._code = 0
+
+    async def run(self) -> int:
+        """Serve until a signal ends it. Returns the exit code. Raises DieselError if the server
+        cannot start."""
+        if self._options.certificate is not None and self._options.key is not None:
+            # Once, before the workers do, so that an error ends the server's start
+            load_certificate(self._options.certificate, self._options.key)
+        first_error: list[DieselError] = []
+        try:
+            with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._handle_signals, signals, nursery)
+                    try:
+                        await self._start_all(nursery)
+                    except DieselError as error:
+                        first_error.append(error)
+                        nursery.cancel_scope.cancel()
+                    else:
+                        self._say_ready()
+                        if self._metrics:
+                            shown = MetricsEndpoint(self._metrics_text, self._is_healthy)
+                            nursery.start_soon(shown.serve, self._metrics)
+                        await self._stopping.wait()
+                        await self._end_workers()
+                        nursery.cancel_scope.cancel()
+        finally:
+            for process in self._running.values():
+                process.kill()
+        if first_error:
+            raise first_error[0]
+        return self._code
+
+    def _say_ready(self) -> None:
+        options = self._options
+        scheme = "diesel" if options.certificate is None else "diesel+tls"
+        where = HostPort(options.listen.host, self._sockets[0].getsockname()[1])
+        self._ready(f"diesel-server accepts connections at {scheme}://{where}")
+        if options.metrics is not None:
+            port = self._metrics[0].getsockname()[1]
+            log.info("metrics at http://%s/metrics", HostPort(options.metrics.host, port))
+
+    # Workers
+
+    async def _start_all(self, nursery: trio.Nursery) -> None:
+        """Start all workers. Returns when all accept connections; raises the error of the first
+        that cannot."""
+        errors: list[DieselError] = []
+        async with trio.open_nursery() as starting:
+
+            async def start(slot: int) -> None:
+                try:
+                    process = await self._start(slot, is_first=True)
+                except DieselError as error:
+                    errors.append(error)
+                    starting.cancel_scope.cancel()
+                else:
+                    nursery.start_soon(self._keep, slot, process)
+
+            for slot in range(self._options.workers):
+                starting.start_soon(start, slot)
+        if errors:
+            raise errors[0]
+
+    async def _keep(self, slot: int, process: trio.Process) -> None:
+        """Keep a worker in a slot until the server stops."""
+        pause_s = _PAUSE_S
+        while True:
+            began_s = trio.current_time()
+            code = await self._end_of(slot, process)
+            self._worker_ended(slot)
+            if self._stopping.is_set():
+                return
+            log.error("worker %d has ended (%s) and is started again", slot, _exit_text(code))
+            if trio.current_time() - began_s > _WELL_S:
+                pause_s = _PAUSE_S
+            while True:
+                await trio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _PAUSE_S_MAX)
+                if self._stopping.is_set():
+                    return
+                try:
+                    process = await self._start(slot, is_first=False)
+                    break
+                except DieselError as error:
+                    log.error("worker %d cannot start: %s", slot, error)
+
+    async def _end_of(self, slot: int, process: trio.Process) -> int:
+        """Wait for the end of a worker, and kill it if it hangs. Returns its exit code."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch, slot, process)
+            code = await process.wait()
+            nursery.cancel_scope.cancel()
+        return code
+
+    async def _watch(self, slot: int, process: trio.Process) -> None:
+        """Kill a worker that shows no sign of life. Missed beats are counted, not time, so that a
+        pause of this process is not taken for one of the worker's."""
+        beats, missed = -1.0, 0
+        while missed < _BEATS_MISSED_MAX:
+            await trio.sleep(limits.HEARTBEAT_S)
+            now = self._cells[slot].get("diesel_worker_beats_total")
+            missed = missed + 1 if now == beats else 0
+            beats = now
+        log.error("worker %d hangs, and is killed", slot)
+        process.kill()
+
+    def _worker_ended(self, slot: int) -> None:
+        self._running.pop(slot, None)
+        self._accepting.discard(slot)
+        self._own.set("diesel_workers", value=len(self._accepting))
+        self._cells[slot].clear_gauges()
+
+    async def _start(self, slot: int, *, is_first: bool) -> trio.Process:
+        """Start a worker and wait until it accepts connections. Raises DieselError."""
+        options = self._options
+        inherited, secrets = split_environment(os.environ)
+        try:
+            reading, writing = os.pipe()
+        except OSError as error:
+            raise _no_process(error) from error
+        status = trio.lowlevel.FdStream(reading)
+        config = WorkerConfig(
+            url=options.url.full_url,
+            slot=slot,
+            is_first=is_first,
+            sockets=[each.fileno() for each in self._sockets],
+            cells=self._memory,
+            workers=options.workers,
+            status=writing,
+            certificate=str(options.certificate or ""),
+            key=str(options.key or ""),
+            cache=str(options.cache or ""),
+            cache_bytes=options.cache_bytes,
+            environment=secrets,
+        )
+        try:
+            process = await trio.lowlevel.open_process(
+                self._program,
+                stdin=subprocess.PIPE,
+                stdout=sys.stderr.fileno(),
+                env=inherited,
+                pass_fds=[*config.sockets, config.cells, config.status],
+            )
+        except OSError as error:  # no memory or no file descriptors, perhaps only now
+            await status.aclose()
+            raise _no_process(error) from error
+        finally:
+            os.close(writing)
+        self._own.add("diesel_worker_starts_total")
+        self._running[slot] = process
+        accepts = False
+        try:
+            report = await _start_report(process, status, config)
+            accepts = report == b"{}\n"
+        finally:
+            if not accepts:
+                process.kill()
+                with trio.CancelScope(shield=True):
+                    code = await process.wait()
+                self._worker_ended(slot)
+        if not accepts:
+            raise _start_error(report, code)
+        self._accepting.add(slot)
+        self._own.set("diesel_workers", value=len(self._accepting))
+        return process
+
+    async def _end_workers(self) -> None:
+        for process in list(self._running.values()):
+            process.terminate()
+        with trio.move_on_after(_END_S):
+            for process in list(self._running.values()):
+                await process.wait()
+
+    # Signals
+
+    async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
+        async for number in signals:
+            if number == signal.SIGHUP:
+                for slot in self._accepting:  # workers that are starting load it anyway
+                    self._running[slot].send_signal(signal.SIGHUP)
+            elif self._stopping.is_set() or not self._accepting:
+                self._code = 128 + number
+                nursery.cancel_scope.cancel()
+            else:
+                self._stopping.set()
+
+    def _metrics_text(self) -> str:
+        """The metrics of the workers, added up, and this process's. They show numbers only: no
+        user, no dataset, no address."""
+        return exposition(self._cells) + exposition([self._own])
+
+    def _is_healthy(self) -> bool:
+        return bool(self._accepting) and not self._stopping.is_set()
+
+
+async def _start_report(
+    process: trio.Process, status: trio.lowlevel.FdStream, config: WorkerConfig
+) -> bytes:
+    """Send a worker its config. Returns its report, empty if it ended. Raises DeadlineError."""
+    assert process.stdin is not None
+    with trio.move_on_after(START_S):
+        async with status:
+            with suppress(trio.BrokenResourceError):  # it has ended; its report may say why
+                await process.stdin.send_all(config_line(config))
+            return await _all(status)
+    raise DeadlineError(f"a worker did not start within {START_S:g} s", advice="see its log")
+
+
+async def _all(status: trio.lowlevel.FdStream) -> bytes:
+    report = b""
+    while len(report) < _STATUS_BYTES_MAX:
+        some = await status.receive_some()
+        if not some:
+            break
+        report += some
+    return report
+
+
+def _no_process(error: OSError) -> DieselError:
+    return DieselError(f"cannot start a worker: {error.strerror}")
+
+
+def _start_error(report: bytes, code: int) -> DieselError:
+    try:
+        told = json.loads(report)
+        return error_by_class_name(str(told["error"]), str(told["message"]), str(told["advice"]))
+    except (ValueError, KeyError, TypeError):
+        return DieselError(f"a worker ended while it was starting ({_exit_text(code)})")
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,108 @@
+"""Jobs: long work on a dataset (verify, recover, purge) that goes on when its client has gone.
+
+In one worker there is one job of a kind for a dataset at a time. A client that asks for the same
+job again waits for the one that is under way. Each job has a thread of its own; the requests that
+wait for it poll its progress in the event loop.
+"""
+
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+import trio
+
+from diesel_fs.errors import BusyError, DieselError
+from diesel_fs.net.messages import Message
+from diesel_fs.repository.interface import ReportProgress
+
+from .dispatcher import Reply
+
+log = logging.getLogger("diesel.server")
+
+JOBS_MAX = 4
+"""Jobs at once in a worker: each reads as fast as the store delivers."""
+
+VERIFIES_MAX = 2
+"""Verify jobs among them: any reader may start one, and the jobs of administrators must not wait
+for those."""
+
+_POLL_S = 0.2
+_PROGRESS_S = 5.0
+"""A client gets a reply at least this often, even if the job makes no progress."""
+
+Work = Callable[[ReportProgress], Message]
+"""The work of a job. It reports progress, and returns the fields of `result`."""
+
+
+@dataclass(slots=True)
+class _RunningJob:
+    """A job under way. `done` of `total` is its progress, in a unit of its own."""
+
+    fields: Message  # of the request that started it
+    done: int = 0
+    total: int = 0
+    over: threading.Event = field(default_factory=threading.Event)
+    result: Message | None = None
+    error: DieselError | None = None
+
+
+class JobTable:
+    """The jobs of a worker, by kind and name of the dataset."""
+
+    def __init__(self) -> None:
+        self._jobs: dict[tuple[str, str], _RunningJob] = {}
+
+    async def run(
+        self, kind: str, name: str, fields: Message, work: Work
+    ) -> AsyncGenerator[Reply, None]:
+        """Start a job or join the one under way. Yields its progress, again and again, and at last
+        its result.
+
+        Raises the errors of the work; BusyError if a job of this kind with other `fields` is under
+        way on the dataset, or if too many jobs are.
+        """
+        job = self._jobs.get((kind, name))
+        if job is None:
+            job = self._begin(kind, name, fields, work)
+        elif job.fields != fields:
+            raise BusyError(f"another {kind} of {name!r} is under way", advice="try again later")
+        reported, silent_s = (-1, -1), 0.0
+        while not job.over.is_set():
+            progress = job.done, job.total
+            if progress != reported or silent_s >= _PROGRESS_S:
+                yield Reply({"done": progress[0], "total": progress[1], "more": True})
+                reported, silent_s = progress, 0.0
+            await trio.sleep(_POLL_S)
+            silent_s += _POLL_S
+        if job.error is not None:
+            raise job.error
+        yield Reply({"result": job.result})
+
+    def _begin(self, kind: str, name: str, fields: Message, work: Work) -> _RunningJob:
+        verifies = sum(each == "verify" for each, _ in self._jobs)
+        if len(self._jobs) >= JOBS_MAX or (kind == "verify" and verifies >= VERIFIES_MAX):
+            raise BusyError(
+                f"{len(self._jobs)} jobs are under way on this server", advice="try again later"
+            )
+        job = self._jobs[kind, name] = _RunningJob(fields)
+        thread = threading.Thread(
+            target=self._work, args=(kind, name, job, work), name=f"{kind} {name}", daemon=True
+        )
+        thread.start()
+        return job
+
+    def _work(self, kind: str, name: str, job: _RunningJob, work: Work) -> None:
+        def report(done: int, total: int) -> None:
+            job.done, job.total = done, max(done, total)
+
+        try:
+            job.result = work(report)
+        except DieselError as error:
+            job.error = error
+        except BaseException:
+            log.exception("%s of %s failed", kind, name)
+            job.error = DieselError(f"internal error: {kind} of {name!r} failed")
+        finally:
+            del self._jobs[kind, name]
+            job.over.set()

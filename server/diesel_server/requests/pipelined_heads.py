@@ -1,0 +1,154 @@
+"""Reads the heads of datasets from a Redis in the event loop, which takes no thread.
+
+A *head* is a dataset's current version with its counts. This is the fast way: it serves a Redis
+that stands alone, without TLS, sentinels or cluster, over a few connections of its own with short
+deadlines. If a read fails here, `HeadCache` reads again in a thread, by the client that knows all
+failures of Redis. `storage/metadata/redis/pipelined_head.py` makes the commands and decides what
+the replies prove.
+
+It is worth its lines: with 64 paths a request, `stat` through a server took 73,000 entries/s with
+it and 48,000 without, with 8,192 paths 1.24 and 0.88 million (medians of 5, in turn, on a busy
+machine); with 1,024 paths there was no difference.
+
+Runs in the event loop of one worker. Each connection serves one read at a time, and is closed if
+that read does not complete.
+"""
+
+import socket
+from contextlib import suppress
+
+import trio
+
+from diesel_fs.net.breaker import CircuitBreaker
+from diesel_fs.storage.metadata.redis.address import RedisAddress, parse_redis_url
+from diesel_fs.storage.metadata.redis.pipelined_head import (
+    MalformedReply,
+    PipelinedHeadRead,
+    Replies,
+    encode_command,
+)
+from diesel_fs.storage.metadata.store import DatasetHead
+from diesel_fs.urls import RepositoryUrl
+
+READ_S = 1.0
+"""The time for one read, connecting included. The read in a thread has more time."""
+
+OPEN_S = 1.0
+"""The pause after a read that took too long or found no connection."""
+
+_CONNECTIONS_MAX = 8
+_NAMES_MAX = 4096
+_RECEIVE_BYTES = 64 << 10
+
+
+class PipelinedHeadReads:
+    """Reads heads from one Redis."""
+
+    def __init__(self, address: RedisAddress) -> None:
+        self._address = address
+        self._reads: dict[str, PipelinedHeadRead] = {}
+        self._idle: list[socket.socket] = []
+        self._connection_slots = trio.Semaphore(_CONNECTIONS_MAX)
+        self._breaker = CircuitBreaker(1, OPEN_S)
+
+    async def head(self, name: str) -> DatasetHead | None:
+        """A dataset's head, read after the call began; None if this way cannot tell. The caller
+        reads each name once at a time."""
+        if self._breaker.is_open(trio.current_time()):
+            return None
+        read = self._reads.get(name)
+        if read is None:
+            if len(self._reads) >= _NAMES_MAX:
+                self._reads.clear()
+            read = self._reads[name] = PipelinedHeadRead(name)
+        with trio.move_on_after(READ_S) as scope:
+            await self._read(read)
+        if scope.cancelled_caught:
+            self._breaker.open(trio.current_time())
+        return read.head
+
+    def close(self) -> None:
+        """Close the idle connections. Repeatable."""
+        while self._idle:
+            self._idle.pop().close()
+
+    async def _read(self, read: PipelinedHeadRead) -> None:
+        request = read.begin()
+        try:
+            self._connection_slots.acquire_nowait()
+        except trio.WouldBlock:
+            await self._connection_slots.acquire()
+        connection: socket.socket | None = None
+        try:
+            connection = self._idle.pop() if self._idle else await self._connected()
+            await _send(connection, request)
+            while not read.feed(await _received(connection)):
+                pass
+            self._idle.append(connection)
+            connection = None
+        except (OSError, MalformedReply):
+            self.close()  # the idle connections are likely broken, too
+            if connection is None:
+                self._breaker.open(trio.current_time())
+        finally:
+            self._connection_slots.release()
+            if connection is not None:
+                connection.close()
+
+    async def _connected(self) -> socket.socket:
+        """A new connection, logged in and on its database. Raises OSError, MalformedReply."""
+        address = self._address
+        if address.socket:
+            stream = await trio.open_unix_socket(address.socket)
+        else:
+            stream = await trio.open_tcp_stream(*address.hosts[0])
+        connection = socket.socket(fileno=stream.socket.detach())
+        try:
+            connection.setblocking(False)
+            await self._log_in(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    async def _log_in(self, connection: socket.socket) -> None:
+        address, words = self._address, list[list[str]]()
+        if address.password:
+            words.append(["AUTH", *filter(None, [address.user]), address.password])
+        if address.database:
+            words.append(["SELECT", str(address.database)])
+        if not words:
+            return
+        replies = Replies(len(words))
+        await _send(connection, b"".join(map(encode_command, words)))
+        while not replies.feed(await _received(connection)):
+            pass
+        if any(isinstance(reply, Exception) for reply in replies.found):
+            raise MalformedReply("Redis refused the login")
+
+
+async def _send(connection: socket.socket, content: bytes) -> None:
+    left = memoryview(content)
+    while True:
+        with suppress(BlockingIOError):
+            left = left[connection.send(left) :]
+        if not left:
+            return
+        await trio.lowlevel.wait_writable(connection)
+
+
+async def _received(connection: socket.socket) -> bytes:
+    """The next bytes. Raises OSError, also where Redis has closed the connection."""
+    await trio.lowlevel.wait_readable(connection)
+    received = connection.recv(_RECEIVE_BYTES)
+    if not received:
+        raise ConnectionResetError
+    return received
+
+
+def pipelined_heads(url: RepositoryUrl) -> PipelinedHeadReads | None:
+    """Reads of heads from a repository's Redis; None if this way does not serve it."""
+    if not url.meta:
+        return None
+    address = parse_redis_url(url.meta)
+    return PipelinedHeadReads(address) if address.kind == "redis" and not address.tls else None

@@ -1,0 +1,63 @@
+"""Reads fields of manifests and of objects of the API: nested dictionaries and lists.
+
+A field that is missing, or has another type, counts as empty.
+"""
+
+from collections.abc import Mapping
+
+Json = dict[str, object]
+"""An object of the API, or a part of one."""
+
+
+def at(value: object, *path: str | int) -> object:
+    """The value below a path of names and positions; None if there is none."""
+    for key in path:
+        if isinstance(value, Mapping) and isinstance(key, str):
+            value = value.get(key)
+        elif isinstance(value, list) and isinstance(key, int) and -len(value) <= key < len(value):
+            value = value[key]
+        else:
+            return None
+    return value
+
+
+def text(value: object, *path: str | int) -> str:
+    """The text below a path; empty if there is none."""
+    found = at(value, *path)
+    return found if isinstance(found, str) else ""
+
+
+def whole(value: object, *path: str | int, default: int = 0) -> int:
+    """The whole number below a path."""
+    found = at(value, *path)
+    return found if isinstance(found, int) and not isinstance(found, bool) else default
+
+
+def flag(value: object, *path: str | int, default: bool = False) -> bool:
+    """The truth value below a path."""
+    found = at(value, *path)
+    return found if isinstance(found, bool) else default
+
+
+def fields(value: object, *path: str | int) -> Json:
+    """The object below a path; empty if there is none."""
+    found = at(value, *path)
+    return {str(key): each for key, each in found.items()} if isinstance(found, Mapping) else {}
+
+
+def texts(value: object, *path: str | int) -> dict[str, str]:
+    """The texts in the object below a path, by name."""
+    found = fields(value, *path)
+    return {name: each for name, each in found.items() if isinstance(each, str)}
+
+
+def items(value: object, *path: str | int) -> list[object]:
+    """The list below a path; empty if there is none."""
+    found = at(value, *path)
+    return list(found) if isinstance(found, list) else []
+
+
+def condition_of(status: Json, kind: str) -> Json:
+    """A condition of a status; empty if it is not there."""
+    found = [fields(each) for each in items(status, "conditions") if at(each, "type") == kind]
+    return found[0] if found else {}
