@@ -4,7 +4,8 @@ The package promises that every byte a reader gets has been checked against its 
 cache which fails or is full costs time and never an error.
 
 Three classes read, each for one kind of caller. `reader.py` has files for the Python API and the
-server of a mount, out of chunks in memory (`chunk_cache.py`, `order_prefetch.py`).
+server of a mount, out of chunks in memory (`chunk_cache.py`, `order_prefetch.py`): `windows.py`
+chooses the chunks to read whole, `column_reader.py` reads small files as columns.
 `coalescing_reader.py` has many files at once for the prefetch worker of a mount: `read_plan.py`
 cuts them into spans, and `span_fetcher.py` has the spans under way. `order_logs/` may stand in
 front of it. `range_reader.py` has parts of chunks for the clients of a server.
