@@ -4,12 +4,10 @@ The package promises that every byte a reader gets has been checked against its 
 cache which fails or is full costs time and never an error.
 
 Three classes read, each for one kind of caller. `reader.py` has files for the Python API and the
-server of a mount, out of chunks in memory (`chunk_cache.py`, `order_prefetch.py`).
-`coalescing_reader.py` has many files at once for the prefetch worker of a mount: `read_plan.py`
-cuts them into spans, and `span_fetcher.py` has the spans under way. `order_logs/` may stand in
-front of it. `range_reader.py` has parts of chunks for the clients of a server.
-
-All of them stand on `coalesce.py` (which bytes are read together, and how damage is repaired),
+server of a mount, out of chunks in memory (`chunk_cache.py`). `coalescing_reader.py` has many files
+at once for the prefetch worker of a mount, by a `read_plan.py` and a `span_fetcher.py`;
+`order_logs/` may stand in front of it. `range_reader.py` has parts of chunks for the clients of a
+server. All stand on `coalesce.py` (reads that are merged, damage that is repaired),
 `stored_parts.py` (one way to ask any store for parts) and `costs.py` (the costs of reads).
 
 Three places keep whole chunks near a server or a node: `tiers.py` (memory), `disk/`, and

@@ -9,16 +9,13 @@ more, past all caches (`coalesce.py`).
 Thread-safe. After a fork the child may go on reading.
 """
 
-import io
-import operator
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,18 +23,19 @@ from xxhash import xxh3_64_intdigest
 
 from ..errors import CorruptError, DieselError, ForeignError, ObjectMissing, UsageError
 from ..format.chunk import PREAMBLE_BYTES, decode, parse_preamble
-from ..format.entries import Bytes, Codec, Kind
-from ..format.snapshot import layout
+from ..format.entries import Bytes, Codec
 from ..format.snapshot.reader import Extent, PlainExtent, Snapshot
-from ..storage.objects.store import ObjectStore, ReadGroup, new_buffer
-from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache, LoadedChunk
-from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkSource
+from ..storage.objects.store import ObjectStore, new_buffer
+from .chunk_cache import ChunkCache, LoadedChunk
+from .coalesce import ChunkSource
+from .column_reader import EXTENT_BITS, PLAIN_FILE, Column, ColumnReader
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
 from .stored_parts import StoredParts
 from .waiting import WaitCause, current_observer
+from .windows import Window, WindowPlanner
 
 if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+    pass
 
 WINDOW_ENTRIES = 4096
 """How many files `read_many` looks ahead; fewer where their chunks do not fit the memory."""
@@ -51,42 +49,6 @@ _PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
 _READ_ON_BYTES = 16 << 20  # of a large file that is read sequentially, loaded ahead of its reader
 _LARGE_FILES_MAX = 1024  # so many large files are remembered; then all are forgotten
 _EMPTY = memoryview(b"")
-
-_Column = npt.NDArray[np.int64]
-
-_EXTENT_BITS, _PLAIN_FILE = np.uint32(layout.EXTENT_BITS), np.uint32(layout.PLAIN_FILE)
-_SINGLE_EXTENT_BITS = np.uint32(3 << layout.KIND_SHIFT | layout.MANY_EXTENTS)
-_SINGLE_EXTENT = np.uint32(Kind.FILE << layout.KIND_SHIFT)
-"""The flags of a file that is one extent, among these bits."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Window:
-    """Files that `read_many` returns next, and the chunks to read whole for them.
-
-    `chunks` has the chunk of each file, -1 for a file that is not one uncompressed extent. The keys
-    of `whole` are the chunks to read whole, in order of first use.
-
-    Where the cache follows an order (`order_prefetch.py`), all files are of one group of it. A
-    visit is the use of one chunk by one group, known by its number in the order. The values of
-    `whole` are visits of that order (else -1); and `closing` has, at the position of the last file
-    of a visit, all files of the visit.
-    """
-
-    wanted: _Column
-    chunks: _Column
-    whole: dict[int, int]
-    followed: OrderPrefetch | None = None
-    closing: dict[int, _Column] = field(default_factory=dict)
-
-
-class _ColumnBatch(NamedTuple):
-    """Files that are read in one request: `reading` gives the stored bytes of those at `places`
-    (None: of all, which are plain files)."""
-
-    rows: _Column
-    places: _Column | None
-    reading: Iterator[ReadGroup] | None
 
 
 class EntryReader:
@@ -119,6 +81,10 @@ class EntryReader:
         self._chunks = self._reads.chunk_reader(snapshot.identity, snapshot.version)
         self._stored = StoredParts(snapshot, objects)
         self._parts = self._stored if self._chunks is None else self._chunks
+        self._windows = WindowPlanner(snapshot, self._cache, self._is_pinned)
+        self._columns = ColumnReader(
+            snapshot, self._parts, self._counts, read=self.read, check=self._check_alone
+        )
         self._single_bytes_max = 0
         """Files of fewer bytes may be read alone, without a look at the cache of chunks."""
 
@@ -197,7 +163,10 @@ class EntryReader:
             return chain.from_iterable(self._column_contents(wanted))
         return self._read_windows(wanted)
 
-    def _read_windows(self, wanted: _Column) -> Iterator[memoryview]:
+    def _column_contents(self, wanted: Column) -> Iterator[list[memoryview]]:
+        return self._columns.contents(wanted, self._cache.budget_bytes // 4)
+
+    def _read_windows(self, wanted: Column) -> Iterator[memoryview]:
         """`read_many`, window by window."""
         start, entries = 0, WINDOW_ENTRIES
         while start < len(wanted):
@@ -207,18 +176,18 @@ class EntryReader:
                 start += len(some)
                 yield from here
                 continue
-            window = self._next_window(some)
+            window = self._windows.next(some)
             start += len(window.wanted)
             entries = min(2 * len(window.wanted), WINDOW_ENTRIES)
             yield from self._read_window(window)
 
-    def _contents_here(self, wanted: _Column) -> list[memoryview] | None:
+    def _contents_here(self, wanted: Column) -> list[memoryview] | None:
         """The contents of files whose chunks are in memory and which have been checked before; None
         where that does not hold for all. Hardly any work is done for each file."""
         columns = self.snapshot.columns
         stored = columns.stored.take(wanted)
-        kinds = columns.flags.take(wanted) & _EXTENT_BITS
-        if np.count_nonzero(kinds != _PLAIN_FILE) or not stored.all():
+        kinds = columns.flags.take(wanted) & EXTENT_BITS
+        if np.count_nonzero(kinds != PLAIN_FILE) or not stored.all():
             return None
         numbers = columns.chunk.take(wanted).tolist()
         offsets = columns.offset.take(wanted).astype(np.int64)
@@ -237,7 +206,7 @@ class EntryReader:
             found.append(chunk.view[offset:end])
         return found
 
-    def prefetch_order(self, order: _Column, ends: _Column, *, grow: bool = False) -> None:
+    def prefetch_order(self, order: Column, ends: Column, *, grow: bool = False) -> None:
         """Announce that reads will come in this order, whose groups end at the positions `ends`.
 
         From then on, reads in this order load each chunk once for a group, and at most the chunks
@@ -278,53 +247,7 @@ class EntryReader:
         self._stored.close()
         self._single = (-1, -1, _EMPTY)
 
-    def _next_window(self, wanted: _Column) -> _Window:
-        """The first of `wanted` that belong to one group of the followed order, or to no group."""
-        followed = self._cache.order
-        if followed is None:
-            return self._window(wanted)
-        groups = followed.groups_of(wanted)
-        other = np.flatnonzero(groups != groups[0])
-        wanted = wanted[: int(other[0])] if len(other) else wanted
-        return self._window(wanted) if groups[0] < 0 else self._followed_window(followed, wanted)
-
-    def _followed_window(self, followed: OrderPrefetch, wanted: _Column) -> _Window:
-        chunks, _ = self._plain_chunks(wanted)
-        visits = followed.visits_of(wanted)
-        chunks[visits < 0] = -1  # too little is wanted of their chunks: read alone
-        closing = {}
-        plain = np.flatnonzero(chunks >= 0)
-        by_visit = plain[np.argsort(visits[plain], kind="stable")]
-        if len(by_visit):
-            for places in np.split(by_visit, np.flatnonzero(np.diff(visits[by_visit])) + 1):
-                closing[int(places[-1])] = wanted[places]
-        whole = dict(zip(chunks[plain].tolist(), visits[plain].tolist(), strict=True))
-        return _Window(wanted, chunks, whole, followed, closing)
-
-    def _plain_chunks(self, wanted: _Column) -> tuple[_Column, _Column]:
-        """The chunk of each file that is one uncompressed extent, else -1; and its stored bytes."""
-        columns = self.snapshot.columns
-        flags = columns.flags[wanted]
-        stored = columns.stored[wanted].astype(np.int64)
-        plain = (
-            (layout.kinds(flags) == Kind.FILE) & (flags & layout.MANY_EXTENTS == 0) & (stored > 0)
-        )
-        plain &= (flags >> layout.CODEC_SHIFT & 0xFF) == Codec.RAW
-        return np.where(plain, columns.chunk[wanted].astype(np.int64), -1), stored
-
-    def _window(self, wanted: _Column) -> _Window:
-        """The first of `wanted`: as many as have chunks that fit the memory together, at least
-        one."""
-        chunks, stored = self._plain_chunks(wanted)
-        entries, budget_bytes = len(wanted), self._cache.budget_bytes
-        while True:
-            whole = self._whole_chunks(chunks[:entries], stored[:entries])
-            held_bytes = sum(self._held_bytes(number) for number in whole)
-            if held_bytes <= budget_bytes or entries == 1:
-                return _Window(wanted[:entries], chunks[:entries], whole)
-            entries //= 2
-
-    def _read_window(self, window: _Window) -> Iterator[memoryview]:
+    def _read_window(self, window: Window) -> Iterator[memoryview]:
         """The contents of a window's files.
 
         This loop runs 200,000 times a second. So it checks an uncompressed entry itself, and calls
@@ -396,124 +319,9 @@ class EntryReader:
             return content
         return self._check(index, extent, content, None)
 
-    def _column_contents(self, wanted: _Column) -> Iterator[list[memoryview]]:
-        """The contents of files, many in one request, with one request ahead. No work is done for
-        each file except its check."""
-        batches = self._column_batches(wanted)
-        following = next(batches, None)
-        while following is not None:
-            batch, following = following, next(batches, None)
-            yield self._checked_batch(batch)
-
-    def _column_batches(self, wanted: _Column) -> Iterator["_ColumnBatch"]:
-        """Files in batches of one request each, which is begun when the batch is returned."""
-        columns = self.snapshot.columns
-        bytes_max = min(BATCH_BYTES_MAX, max(self._cache.budget_bytes // 4, 1))
-        start = 0
-        while start < len(wanted):
-            rows = wanted[start : start + BATCH_PARTS_MAX]
-            sizes = columns.stored.take(rows)
-            if int(sizes.sum(dtype=np.int64)) > bytes_max:
-                count = int(np.searchsorted(np.cumsum(sizes, dtype=np.int64), bytes_max, "right"))
-                rows, sizes = rows[: max(count, 1)], sizes[: max(count, 1)]
-            start += len(rows)
-            kinds = columns.flags.take(rows) & _EXTENT_BITS
-            places: _Column | None = None
-            at = rows
-            if np.count_nonzero(kinds != _PLAIN_FILE) or not sizes.all():
-                is_single = (kinds & _SINGLE_EXTENT_BITS == _SINGLE_EXTENT) & (sizes > 0)
-                places = np.flatnonzero(is_single)
-                at, sizes = rows[places], sizes[places]
-            parts = np.empty((len(at), 3), np.uint32)
-            parts[:, 0] = columns.chunk.take(at)
-            parts[:, 1] = columns.offset.take(at)
-            parts[:, 2] = sizes
-            yield _ColumnBatch(rows, places, self._parts.begin(parts) if len(at) else None)
-
-    def _checked_batch(self, batch: "_ColumnBatch") -> list[memoryview]:
-        """The contents of the files of a batch."""
-        rows, places, reading = batch
-        if reading is None:  # no file with content, or only large ones
-            return list(map(self.read, rows.tolist()))
-        at = rows if places is None else rows[places]
-        expected: list[int] = self.snapshot.columns.checksum.take(at).tolist()
-        stored: list[memoryview] = [_EMPTY] * len(expected)
-        wrong: list[int] = []
-        fetched = 0
-        try:
-            for group in reading:  # each is checked while the next ones are on their way
-                contents = group.contents
-                if not group.is_checked:
-                    fetched += sum(map(len, contents))
-                    digests = list(map(xxh3_64_intdigest, contents))
-                    if digests != list(map(expected.__getitem__, group.places)):
-                        wrong += [
-                            place
-                            for place, digest in zip(group.places, digests, strict=True)
-                            if digest != expected[place]
-                        ]
-                for place, content in zip(group.places, contents, strict=True):
-                    stored[place] = content
-        except DieselError:  # one cannot be read: `read` raises the error for it
-            return list(map(self.read, rows.tolist()))
-        counts = self._counts
-        counts["misses"] += len(stored)
-        counts["fetches"] += fetched > 0
-        counts["fetched_bytes"] += fetched
-        if places is None and not wrong:
-            return stored
-        return self._mended_batch(rows, places, stored, wrong)
-
-    def _mended_batch(
-        self, rows: _Column, places: _Column | None, stored: list[memoryview], wrong: list[int]
-    ) -> list[memoryview]:
-        """The contents of the files `rows`, of which some are not plain or damaged: `stored` has
-        the stored bytes of those at `places` (None: all), damaged at the positions `wrong`."""
-        at = np.arange(len(rows)) if places is None else places
-        flags = self.snapshot.columns.flags[rows[at]]
-        is_packed = flags & layout.EXTENT_BITS != layout.PLAIN_FILE
-        to_decode = {*wrong, *np.flatnonzero(is_packed).tolist()}
-        found: dict[int, memoryview] = {}
-        for number, (place, content) in enumerate(zip(at.tolist(), stored, strict=True)):
-            found[place] = content
-            if number in to_decode:  # it is compressed, or damaged
-                index = int(rows[place])
-                [extent] = self.snapshot.extents(index)
-                found[place] = self._check(index, extent, content, None)
-        return [
-            found[place] if place in found else self.read(index)
-            for place, index in enumerate(rows.tolist())
-        ]
-
-    def _whole_chunks(self, chunks: _Column, stored: _Column) -> dict[int, int]:
-        """The chunks that are worth reading whole for a window, in order of first use."""
-        if self._everything_fits:
-            whole = dict.fromkeys(chunks.tolist(), -1)
-            whole.pop(-1, None)
-            return whole
-        numbers, first, inverse = np.unique(chunks, return_index=True, return_inverse=True)
-        bytes_wanted = np.bincount(inverse, weights=stored, minlength=len(numbers))
-        whole = {}
-        for position in np.argsort(first).tolist():
-            number = int(numbers[position])
-            if number >= 0 and (
-                bytes_wanted[position] * WHOLE_CHUNK_FRACTION
-                >= int(self.snapshot.chunk_sizes[number])
-                or self._cache.peek(number) is not None
-                or self._is_pinned(number)
-            ):
-                whole[number] = -1
-        return whole
-
     def _is_pinned(self, number: int) -> bool:
         """Whether the store has the whole chunk in memory that it shares."""
         return self._reads.can_pin and self._reads.can_pin_nowait(self._source.name(number))
-
-    def _held_bytes(self, number: int) -> int:
-        """What a whole chunk counts in the memory."""
-        return int(self.snapshot.chunk_sizes[number]) // (
-            PINNED_COST_DIVISOR if self._is_pinned(number) else 1
-        )
 
     def _extent(self, index: int, extent: Extent) -> memoryview:
         """The content of one extent, from memory or from the store."""
@@ -628,6 +436,10 @@ class EntryReader:
             self._keep(extent, content, chunk)
         return content
 
+    def _check_alone(self, index: int, extent: Extent, raw: memoryview) -> memoryview:
+        """As `_check`, of an entry whose chunk is not in memory."""
+        return self._check(index, extent, raw, None)
+
     def _keep(self, extent: Extent, content: memoryview, chunk: LoadedChunk) -> None:
         """Note that an entry has been checked, and keep its decoded content."""
         if self._cache.order is not None and extent.codec != Codec.RAW:
@@ -671,64 +483,6 @@ class EntryReader:
             raise
         except CorruptError:
             self._counts["damaged_preambles"] += 1  # the entries have their own checksums
-
-
-class EntryFile(io.RawIOBase):
-    """The content of one file as a stream that can seek (`io.RawIOBase`). Raises what
-    `EntryReader.read` raises.
-
-    It stays with the version in which the file was found. `read_at` is safe from any thread.
-    """
-
-    def __init__(self, reader: EntryReader, index: int) -> None:
-        super().__init__()
-        self._reader = reader
-        self._index = index
-        self._at = 0
-        self.size = reader.snapshot.size(index)
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._check_not_closed()
-        offset = operator.index(offset)
-        starts = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self.size}
-        if whence not in starts or starts[whence] + offset < 0:
-            raise ValueError(f"cannot seek to {offset} with whence {whence}")
-        self._at = starts[whence] + offset
-        return self._at
-
-    def read_at(self, offset: int, size: int) -> memoryview:
-        """`size` bytes from `offset` on, fewer only at the file's end. Raises ValueError for a
-        negative number, and once the stream is closed."""
-        self._check_not_closed()
-        if offset < 0 or size < 0:
-            raise ValueError(f"cannot read {size} bytes from {offset} on")
-        return self._reader.read(self._index, offset, size)
-
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(self.size - self._at, 0)
-        content = bytes(self.read_at(self._at, left if size is None or size < 0 else size))
-        self._at += len(content)
-        return content
-
-    def readall(self) -> bytes:
-        return self.read()
-
-    def _check_not_closed(self) -> None:
-        if self.closed:
-            raise ValueError("I/O operation on a closed file")
-
-    def readinto(self, buffer: "WriteableBuffer", /) -> int:
-        room = memoryview(buffer).cast("B")
-        content = self.read_at(self._at, len(room))
-        room[: len(content)] = content
-        self._at += len(content)
-        return len(content)
 
 
 def _decoded(stored: memoryview, extent: Extent) -> memoryview:

@@ -24,7 +24,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..cache.reader import EntryFile, EntryReader
+from ..cache.entry_file import EntryFile
+from ..cache.reader import EntryReader
 from ..errors import (
     CorruptError,
     FormatError,

@@ -1,9 +1,9 @@
-"""The source of a put compared with the dataset: what is new, what stands in the way, what is gone.
+"""Compares the source of a put with the dataset, to find new, conflicting and removed entries.
 
 A `Comparer` holds a view of the dataset and remembers which of its entries the source has, for
-`--delete`. A source whose entries come one by one (a tar, a bucket, a file) asks it about each; a
-folder, which can be listed, is compared by a `FolderComparer` folder by folder. Contents are read
-only with `--checksum`. Nothing is changed. One thread.
+`--delete`. If the entries of a source come one by one (a tar, a bucket, a file), the source asks
+about each. A folder can be listed, so a `FolderComparer` compares it folder by folder. Contents are
+read only with `--checksum`. This module changes nothing. One thread.
 """
 
 import logging
@@ -26,15 +26,15 @@ from .sources.walk import FolderListing, ReportFailure, failure_reason, open_fil
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20  # for chunks that are checked: entries near each other share some
+_MEMORY_BYTES = 64 << 20  # for chunks during the check: entries near each other share some
 
 
 class ReadabilityCheck:
-    """Tells which entries of a dataset can be read. An entry that cannot is put again, even where
-    its attributes equal those of the source: that is how a dataset is healed.
+    """Finds out which entries of a dataset can be read. An unreadable entry is put again, even if
+    its attributes equal those of the source: this is how a dataset is healed.
 
     By default, an entry counts as readable if the store has its chunk in full length; with
-    `--checksum` each file that is asked for is read, and its bytes are checked.
+    `--checksum` each file in question is read, and its bytes are checked.
     """
 
     def __init__(
@@ -74,35 +74,36 @@ class ReadabilityCheck:
 
 @dataclass(eq=False)
 class Comparer:
-    """A view of the dataset, what the source has of it, and what has been put over it since."""
+    """A view of the dataset, the entries of it that the source has, and those that were replaced
+    since."""
 
     view: Snapshot
-    target: bytes  # where the source goes in the dataset
+    target: bytes  # the path of the source in the dataset
     options: PutOptions
     path_filter: Filter
     readable: Callable[[int], bool]  # whether the entry at an index can be read
 
     def __post_init__(self) -> None:
-        # By folder of the dataset, why nothing can go into it
+        # The reason, by folder of the dataset, why nothing can be put into it
         self._folder_conflicts: dict[bytes, str] = {b"": ""}
         self._replaced: set[int] = set()
         self._seen = bytearray(self.view.entry_count if self.options.delete else 0)
         self._any_found = False  # whether the source has anything in it
 
     def find(self, path: bytes) -> int:
-        """The index of what stands at a path of the dataset, or -1. The source has it too."""
+        """The index of the entry at a path of the dataset, or -1. The source has this path, too."""
         self._any_found = True
         index = self.view.lookup(path)
         self._mark(index)
         return index
 
     def keep(self, path: bytes) -> None:
-        """Never list what stands at this path of the dataset among the removed paths."""
+        """Never list the entry at this path of the dataset among the removed paths."""
         self._mark(self.view.lookup(path))
 
     def accepts_any_file(self, folder: bytes) -> bool:
-        """Whether a folder of the dataset is empty, so that any file can be put there. The source
-        has something in it."""
+        """Whether a folder of the dataset is empty, so that any file can be put into it. The source
+        has entries in it."""
         self._any_found = True
         at = self.view.lookup(folder)
         if at >= 0 and len(self.view.children(at)):
@@ -110,7 +111,8 @@ class Comparer:
         return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
 
     def conflict_reason(self, path: bytes, index: int, kind: Kind) -> str:
-        """Why an entry cannot be put at a path where `index` stands, or the empty string."""
+        """The reason why an entry cannot replace the entry `index` at a path, or the empty
+        string."""
         folder = split(path)[0]
         reason = self._folder_conflicts.get(folder)
         if reason is None:
@@ -119,7 +121,7 @@ class Comparer:
         return reason or self._replacement_conflict(index, kind)
 
     def unchanged(self, index: int, entry: Stat, link: bytes = b"") -> bool:
-        """Whether the entry at `index` has just these attributes, and has not been put over."""
+        """Whether the entry at `index` has exactly these attributes and has not been replaced."""
         return (
             index >= 0
             and index not in self._replaced
@@ -129,16 +131,16 @@ class Comparer:
         )
 
     def mark_replaced(self, index: int) -> None:
-        """Remember that an entry is put where `index` stands (-1: where nothing does)."""
+        """Remember that an entry replaces the entry `index` (-1: nothing)."""
         if index >= 0:
             self._replaced.add(index)
 
     def removed_paths(self) -> list[bytes]:
-        """What `--delete` removes: the paths that the dataset has and the source has not, deepest
-        first.
+        """The paths that `--delete` removes, deepest first: the dataset has them and the source
+        does not.
 
-        Empty for a source without anything in it, unless that is allowed. What the filters leave
-        out stays, and so does a folder in which something stays.
+        Empty if the source is empty, unless that is allowed. Entries that the filters leave out
+        stay, and so does a folder that still contains something.
         """
         if not self.options.delete or not (self._any_found or self.options.allow_empty):
             return []
@@ -155,16 +157,15 @@ class Comparer:
         return paths
 
     def _is_excluded(self, index: int) -> bool:
-        """Whether the filters leave out what stands at `index`."""
         path = source_path(self.target, self.view.path(index))
         return self.path_filter.excludes(path, is_folder=self.view.stat(index).kind == Kind.FOLDER)
 
     def _replacement_conflict(self, index: int, kind: Kind) -> str:
-        """Why an entry of a kind cannot take the place of what stands at `index`, or the empty
+        """The reason why an entry of this kind cannot replace the entry `index`, or the empty
         string.
 
         A folder replaces no file or link, and these replace no folder, unless `--delete` removes
-        what stands there, with all that is in it.
+        the old entry with all that is in it.
         """
         if index < 0 or (self.view.stat(index).kind == Kind.FOLDER) == (kind == Kind.FOLDER):
             return ""
@@ -175,8 +176,8 @@ class Comparer:
         return f"refused: {path} is a {there} of the dataset; remove it first"
 
     def _folder_conflict(self, folder: bytes) -> str:
-        """Why nothing can be put into a folder of the dataset, for its own sake or for that of a
-        folder above it; or the empty string."""
+        """The reason why nothing can be put into a folder of the dataset, because of the folder
+        itself or of one above it; or the empty string."""
         index = ROOT_INDEX
         for name in folder.split(b"/") if folder else ():
             index = self.view.child(index, name)
@@ -187,7 +188,8 @@ class Comparer:
         return ""
 
     def _mark(self, index: int, *, with_all_below: bool = False) -> None:
-        """Remember that the source has an entry; `with_all_below`: and perhaps all below it."""
+        """Remember that the source has an entry, and perhaps (`with_all_below`) all entries below
+        it."""
         if index < 0 or not self.options.delete:
             return
         self._seen[index] = 1
@@ -196,8 +198,8 @@ class Comparer:
                 self._seen[int(below)] = 1
 
     def _mark_above(self, folder: bytes) -> None:
-        """Remember that the source has this folder and those above it, where they are folders in
-        the dataset as well."""
+        """Remember that the source has this folder and those above it, as far as they are folders
+        in the dataset as well."""
         index = ROOT_INDEX
         for name in folder.split(b"/"):
             index = self.view.child(index, name)
@@ -218,8 +220,8 @@ def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> b
 
 @dataclass(frozen=True, slots=True)
 class FolderChanges:
-    """What is to be packed of one folder. `entry` is the folder's own (mode, mtime_ns), with all
-    bits of the mode, if that changed."""
+    """The entries of one folder that must be packed. `entry` is the folder's own (mode with all
+    bits, mtime_ns), if that changed."""
 
     path: bytes
     entry: tuple[int, int] | None
@@ -245,7 +247,7 @@ class FolderComparer(Comparer):
                 raise ConflictError(f"{path!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
-        """What is to be packed of each folder."""
+        """The entries to pack, for each folder."""
         for listing in listings:
             target = target_path(self.target, listing.path)
             if fault := path_fault(target):
@@ -266,7 +268,7 @@ class FolderComparer(Comparer):
             yield self._compare(listing, target)
 
     def _compare(self, listing: FolderListing, target: bytes) -> FolderChanges:
-        """What is to be packed of one folder, which goes to `target`."""
+        """The entries to pack of one folder, which goes to `target`."""
         at = self.view.lookup(target)
         self._mark(at, with_all_below=listing.unread)
         found = self.view.stat(at) if at >= 0 else None
@@ -290,8 +292,8 @@ class FolderComparer(Comparer):
     def _compare_names(
         self, listing: FolderListing, indices: dict[bytes, int]
     ) -> tuple[set[bytes], int]:
-        """The files and links of a folder that are new or different, and how many others.
-        `indices` has the entries of this folder in the dataset, by their names."""
+        """The new or different files and links of a folder, and the number of all others. `indices`
+        has this folder's entries in the dataset, by name."""
         changed: set[bytes] = set()
         unchanged = 0
         names = (*listing.files, *listing.links)
@@ -318,14 +320,13 @@ class FolderComparer(Comparer):
         return changed, unchanged
 
     def _conflict_at(self, target: bytes) -> str:
-        """Why nothing of a folder can be put at a path, or the empty string."""
+        """The reason why nothing of a folder can be put at a path, or the empty string."""
         at = self.view.lookup(target)
         if at >= 0 and self.view.stat(at).kind == Kind.FOLDER:
             return ""
         return self._folder_conflict(target)
 
     def _is_unchanged(self, folder: int, name: bytes, index: int) -> bool:
-        """Whether the entry at `index` equals `name` in the descriptor `folder`."""
         there = self.view.stat(index)
         try:
             found = os.stat(name, dir_fd=folder, follow_symlinks=False)

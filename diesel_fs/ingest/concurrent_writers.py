@@ -1,14 +1,15 @@
 """Mends paths that two writers made at once, one as a file and the other as a folder.
 
-A put refuses such a path where it can see it (`compare.py`), but it cannot see what another writer
-commits while it runs. Of the two entries the one with the greater stamp wins (a stamp orders all
-entries of a dataset), so a folder would replace the file for good. Therefore a writer that finishes
-looks for files that a folder has replaced since it began, where one of the two is its own, and puts
-the file again. Then readers show the folder, as wherever a path is both; `verify` and the put name
-the path. Each of two writers looks after its own last commit, so at least one of them sees both.
+A put refuses such a path when it can see the conflict (`compare.py`), but it cannot see the commits
+of other writers while it runs. The entry with the greater stamp wins (a stamp orders all entries of
+a dataset), so a folder would replace the file for good. Therefore a writer that finishes looks for
+files that a folder has replaced since the put began, if one of the two is its own, and puts the
+file again. Readers then show the folder, as always if a path is both; `verify` and the put name the
+path. Each of two writers checks after its own last commit, so at least one of them sees both
+entries.
 
-Headers of chunks are read only where somebody else wrote meanwhile, and those of own chunks only
-where such a path may be in them. One thread.
+Headers of other writers' chunks are read only if somebody else wrote during the put, and headers of
+own chunks only if such a path may be in them. One thread.
 """
 
 import io
@@ -19,7 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.reader import EntryFile, EntryReader
+from ..cache.entry_file import EntryFile
+from ..cache.reader import EntryReader
 from ..errors import FormatError, ObjectMissing
 from ..format.chunk import CHUNK_BYTES_DEFAULT, ChunkHeader
 from ..format.chunk_id import chunk_id_text
@@ -54,10 +56,10 @@ class _Entry(NamedTuple):
 def finish_put(
     repository: Repository, session: WriteSession, report: PutReport, prefix: bytes = b""
 ) -> bool:
-    """`session.finish`, then put again the files that folders have replaced; the report names them,
-    by their paths below `prefix`, where the source goes in the dataset.
+    """Finish the session, then put the files again that folders have replaced. The report names
+    them by their paths below `prefix`, the path of the source in the dataset.
 
-    Returns whether others have written since the session began. If so, go on with a new session:
+    Returns whether others have written since the session began. If so, continue with a new session:
     this one would look at all new chunks each time. `session.view` must have been loaded when the
     session began.
     """
@@ -77,7 +79,7 @@ def finish_put(
 def _put_again(
     repository: Repository, session: WriteSession, replaced: dict[bytes, list[_Entry]]
 ) -> None:
-    """Put the contents of these files at their paths again. `replaced` has each file's extents."""
+    """Put these files again at their paths. `replaced` has each file's extents."""
     log.warning(
         "folders replaced these files, which are put again: %s", ", ".join(map(shown, replaced))
     )
@@ -102,7 +104,7 @@ def _put_again(
 def _files_replaced_by_folders(
     repository: Repository, session: WriteSession
 ) -> dict[bytes, list[_Entry]]:
-    """The extents of each file that a folder has replaced, one of the two by this session."""
+    """The extents of each file that a folder has replaced, if one of the two is of this session."""
     before, after = session.view, repository.view(session.name)
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new - session.committed_chunks))
@@ -129,8 +131,8 @@ def _files_replaced_by_folders(
 
 
 def _possible_conflicts(header: ChunkHeader, session: WriteSession) -> Iterator[bytes]:
-    """The paths of a chunk of another writer that may be in conflict: its files and links, and its
-    folders that stand in a folder in which this session has committed something."""
+    """The paths of another writer's chunk that may conflict: its files and links, and its folders
+    inside a folder to which this session has committed something."""
     kinds = header.records["kind"]
     for i in np.flatnonzero((kinds == Kind.FILE) | (kinds == Kind.LINK)).tolist():
         yield header.path(i)
@@ -168,7 +170,6 @@ def _replaced_extents(entries: list[_Entry]) -> list[_Entry]:
 def _headers(
     repository: Repository, session: WriteSession, chunks: Iterable[ChunkId]
 ) -> Iterator[ChunkHeader]:
-    """The headers of these chunks, without those that cannot be read."""
     for chunk in sorted(chunks):
         try:
             yield repository.read_header(session.identity, chunk)
@@ -179,8 +180,8 @@ def _headers(
 
 
 def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Snapshot:
-    """A snapshot with these files only, so that their contents can be read. Those of the dataset do
-    not show them, since a folder stands at each path."""
+    """A snapshot of these files alone, to read their contents. The dataset's own snapshot does not
+    show them, since a folder stands at each path."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()

@@ -1,8 +1,8 @@
-"""The manifest of a put, which is checked and stored when the files that it names are in.
+"""Checks and stores the manifest of a put, after the files that it names.
 
-Its form is checked before anything is put (`sources/manifest_file.py`). Whether the dataset has the
-files that it names can be said only afterwards; then it becomes a file of the dataset,
-`MANIFEST_NAME` in the folder to which the source went.
+The form of a manifest is checked before anything is put (`sources/manifest_file.py`). Only
+afterwards is it known whether the dataset has the files that it names; then it becomes a file of
+the dataset, `MANIFEST_NAME` in the folder to which the source went.
 """
 
 import io
@@ -25,11 +25,11 @@ class FetchedManifest:
 
     manifest: Manifest
     content: bytes
-    """As the dataset is to have it."""
+    """The bytes that the dataset will have."""
     modified_ns: int
 
     def path(self, target: bytes) -> bytes:
-        """Where it goes in the dataset, if the source goes to `target`."""
+        """Its path in the dataset, if the source goes to `target`."""
         return join(target, MANIFEST_NAME)
 
 
@@ -43,11 +43,11 @@ def put_manifest(
     *,
     is_readable: bool,
 ) -> None:
-    """Check a manifest against `view`, the dataset after the put, and put it where it is not there
-    already. `is_readable` says whether the one that is there can be read.
+    """Check a manifest against `view`, the dataset after the put, and put it unless it is there
+    already. `is_readable` says whether the stored one can be read.
 
-    If it names what the dataset has not, it is not put: the report names the first such lines, and
-    the manifest that is there stays. Raises DieselError.
+    If it names files that the dataset lacks, it is not put: the report names the first such lines,
+    and the stored manifest stays. Raises DieselError.
     """
     found = find_samples(fetched.manifest, view, target)
     for fault in found.faults:

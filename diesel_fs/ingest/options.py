@@ -1,4 +1,4 @@
-"""What a caller tells a put (options, filters) and what the put tells it (report, progress)."""
+"""The options and filters of a put, and its report and progress."""
 
 import fnmatch
 import os
@@ -16,14 +16,14 @@ COMPRESSIONS = ("auto", "none", "lz4")
 
 @dataclass(frozen=True, slots=True)
 class PutOptions:
-    """How to put. Raises UsageError for values that are not allowed.
+    """The options of a put. Raises UsageError for values that are not allowed.
 
     `delete` deletes entries of the dataset that the source does not have; if the source is empty,
-    that needs `allow_empty`. `checksum` compares contents, not only size, mode and mtime.
-    `include` and `exclude` are globs. A glob with a slash is matched against the path below the
-    source, a glob without one against the last component; one that ends in a slash matches folders
-    only. A file is taken if no `exclude` matches it or a folder that it is in and, where there are
-    any, an `include` matches it.
+    that needs `allow_empty`. `checksum` compares contents, not only size, mode and mtime. `include`
+    and `exclude` are globs. A glob with a slash is matched against the path below the source, a
+    glob without one against the last component; a glob that ends in a slash matches only folders. A
+    file is put if no `exclude` matches it or a folder above it and, if there are any `include`
+    globs, one of them matches it.
     """
 
     chunk_bytes: int = CHUNK_BYTES_DEFAULT
@@ -46,23 +46,23 @@ class PutOptions:
 
     @property
     def processes(self) -> int:
-        """How many processes pack: by default one more than cores, since each waits for the disk at
-        times."""
+        """The number of packing processes: by default one more than cores, since each waits for the
+        disk at times."""
         return self.jobs or min(len(os.sched_getaffinity(0)) + 1, JOBS_MAX)
 
 
 @dataclass(slots=True)
 class PutReport:
-    """What a put has done so far; `failed` names each file that was left out, with the reason.
+    """The state of a put; `failed` names each file that was left out, with the reason.
 
-    `files`, `content_bytes`, `chunks` and `entries` count what was committed; `entries_found`
-    counts what has to be put, as far as the source has been read, and `walked` says that all of it
-    has been. `to_delete` has what a dry run would delete, deepest first. `stripped` counts entries
-    whose set-user-ID, set-group-ID or sticky bits were left out, `hard_links` files that are stored
-    once for each of their names. `archives_skipped` of the `archives` were put before, and were not
-    read again; their entries count as unchanged. `backslashes` counts the names in zips whose
-    backslashes were taken for slashes, `samples` those of the manifest, once the dataset has it.
-    `all_left_out`: the filters took no file of the source.
+    `files`, `content_bytes`, `chunks` and `entries` count committed data. `entries_found` counts
+    the entries to put that were found so far; `walked` is true once the whole source has been read.
+    `to_delete` has the paths that a dry run would delete, deepest first. `stripped` counts entries
+    that lost set-user-ID, set-group-ID or sticky bits, `hard_links` files that are stored once for
+    each of their names. `archives_skipped` of the `archives` had been put before and were not read
+    again; their entries count as unchanged. `backslashes` counts names in zips with backslashes
+    that were taken for slashes. `samples` counts the samples of the manifest, once the dataset has
+    it. `all_left_out`: the filters took no file of the source.
     """
 
     files: int = 0
@@ -85,8 +85,8 @@ class PutReport:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
-        """Count a committed chunk. `entries` is how many entries are whole with it: a large file
-        counts with its last extent."""
+        """Count a committed chunk. `entries` is the number of entries that are complete with it: a
+        large file counts with its last extent."""
         self.chunks += 1
         self.files += chunk.files
         self.content_bytes += chunk.content_bytes
@@ -98,7 +98,7 @@ class PutReport:
 
 
 PutProgress = Callable[[PutReport], None]
-"""Called whenever the report has changed, from the thread that puts."""
+"""Called after each change of the report, from the thread that puts."""
 
 
 def no_progress(_: PutReport) -> None:
@@ -106,7 +106,7 @@ def no_progress(_: PutReport) -> None:
 
 
 class Filter:
-    """`include` and `exclude` of a put (see `PutOptions`). Paths are those below the source."""
+    """`include` and `exclude` of a put (see `PutOptions`). Paths are relative to the source."""
 
     def __init__(self, options: PutOptions) -> None:
         self._include = [_Glob.of(pattern) for pattern in options.include]

@@ -1,11 +1,11 @@
 """Packing: entries become chunks, and full chunks are stored while the next one is filled.
 
 A file that is longer than a chunk is cut into extents, one in each of its chunks. A file is packed
-only as it was at one moment: where it changes while it is being read, it is read again, and after
-some tries left out.
+only in the state that it had at one moment: if it changes during the reading, it is read again, and
+after some tries left out.
 
 A `Packer` belongs to one thread. It seals and stores full chunks in a thread of its own, so at most
-`_BUILDERS` chunks (of large ones a single one) are in memory, however slow the store is.
+`_BUILDERS` chunks (only one, if chunks are large) are in memory, however slow the store is.
 """
 
 import os
@@ -29,15 +29,15 @@ from .sources.walk import FILE_FLAGS, failure_reason, open_file
 
 NewId = Callable[[ChunkId | None], ChunkId]
 """Returns the next chunk ID, which follows the newest committed one. For a chunk that continues a
-file, it is called with the ID of the file's first chunk, and the new ID has the same writer in it
-(FORMAT.md, section 3)."""
+file, it gets the ID of the file's first chunk, and the new ID has the same writer part (FORMAT.md,
+section 3)."""
 
 Stored = Callable[[bytes, bytes, int], None]
 """Called when a chunk is durable, in order of sealing: with its preamble, its stored header, and
-how many entries end in it (a file of several extents ends in the last of its chunks)."""
+the number of entries that end in it (a file of several extents ends in its last chunk)."""
 
 FILE_BYTES_MAX = 16 << 40
-"""What ext4 can hold. A sparse file can claim more, and would take years to read."""
+"""The limit of ext4. A sparse file can claim more, and would take years to read."""
 
 MTIMES_NS = range(-(1 << 63), 1 << 63)
 """The times that a chunk can hold: signed 64-bit numbers of nanoseconds."""
@@ -53,7 +53,7 @@ SplitPath = tuple[bytes, bytes]
 
 
 class Readable(Protocol):
-    """A content that is read from its beginning to its end."""
+    """A content that is read once, from its beginning to its end."""
 
     def read(self, size: int, /) -> bytes | memoryview:
         """The next bytes, `size` at most; none at the end."""
@@ -61,17 +61,17 @@ class Readable(Protocol):
 
 
 class FileSkipped(Exception):
-    """A file could not be read as it was at one moment; the message is the reason."""
+    """A file could not be read in one unchanged state; the message is the reason."""
 
 
 class Packer:
     """Fills chunks with entries and stores them. `finish` stores the last; then all is durable.
 
-    Once a chunk could not be stored, every method but `close` raises the error: entries are lost,
-    so nothing may look as if it went well. Go on with a new packer.
+    After a chunk could not be stored, every method except `close` raises the error: entries are
+    lost, and nothing may hide that. Continue with a new packer.
 
-    `stripped` counts entries whose set-user-ID, set-group-ID or sticky bits are left out,
-    `hard_links` counts files that have other names as well: each name becomes a file of its own.
+    `stripped` counts entries that lost set-user-ID, set-group-ID or sticky bits. `hard_links`
+    counts files that have other names as well: each name becomes a file of its own.
     """
 
     def __init__(
@@ -98,18 +98,18 @@ class Packer:
 
     @property
     def extent_bytes(self) -> int:
-        """The most bytes of one extent: longer files have several extents."""
+        """The largest size of an extent: longer files have several extents."""
         return self._extent_bytes
 
     def __len__(self) -> int:
-        """How many entries are in the chunk that is being filled."""
+        """The number of entries in the chunk that is being filled."""
         return len(self._builder)
 
     def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
         """Read the file `name` in the descriptor `folder`.
 
-        Raises OSError, or FileSkipped where it is no regular file or keeps changing; then nothing
-        of it is in any version of the dataset.
+        Raises OSError, or FileSkipped if it is no regular file or keeps changing; then no part of
+        it is in any version of the dataset.
         """
         if self._failure is not None:  # as `_check`, without a call for each file
             raise self._failure
@@ -135,8 +135,8 @@ class Packer:
     ) -> None:
         """Read files in the descriptor `folder`, which is the folder `path` of the dataset.
 
-        `failed` is called with the name of each file that could not be read as it was at one
-        moment, and the reason; nothing of it is in any version of the dataset.
+        Calls `failed` with the name of each file that could not be read in one unchanged state, and
+        the reason; no part of such a file is in any version of the dataset.
         """
         at = 0
         while at < len(names):
@@ -153,11 +153,11 @@ class Packer:
                 at += 1
 
     def _read_ahead(self, folder: int, path: bytes, names: Sequence[bytes]) -> int:
-        """Read files one behind the other, until the chunk is full or something is unusual; returns
-        how many have been added.
+        """Read files one after the other, until the chunk is full or something is unusual; returns
+        the number of files that were added.
 
-        Nearly every file of a put is read in this loop. So it makes no call that it can spare, and
-        keeps no object for each file.
+        Nearly every file of a put is read in this loop. So it makes no avoidable call, and keeps no
+        object for each file.
         """
         builder = self._builder
         room = builder.room(builder.room_bytes)
@@ -178,7 +178,7 @@ class Packer:
                         break
                     if mtime_ns not in MTIMES_NS:
                         break
-                    # One byte more than the file should have: a file that grows is noticed
+                    # One byte more than the file should have, to notice a file that grows
                     count = readv(file, (room[end : end + size + 1],))
                     after = fstat(file)
                 finally:
@@ -279,7 +279,7 @@ class Packer:
             self._submit_if_full()
 
     def finish(self) -> None:
-        """Store what is left, and wait until all is durable. The packer can be used again."""
+        """Store the rest, and wait until all is durable. The packer can be used again."""
         self._check()
         if len(self._builder):
             self._submit()
@@ -288,13 +288,13 @@ class Packer:
         self._check()
 
     def close(self) -> None:
-        """Stop storing. Entries that are not in a stored chunk are lost."""
+        """Stop storing. Entries outside of stored chunks are lost."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Try once to read a file of one extent; False where it changed meanwhile."""
+        """Try once to read a file of one extent; returns False if the file changed meanwhile."""
         size, builder = before.st_size, self._builder
-        room = builder.room(size + 1)  # one byte more: a file that grows is noticed
+        room = builder.room(size + 1)  # one byte more, to notice a file that grows
         count = os.readv(file, (room,))
         if count != size:
             while 0 < count < size:  # a signal, or a file system that reads less at once
@@ -313,8 +313,8 @@ class Packer:
         return True
 
     def _read_in_extents(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """As `_read`, for a file of several extents. The last extent is added only if the file did
-        not change: without it, the file stays incomplete for ever, and no reader shows it."""
+        """Like `_read`, for a file of several extents. The last extent is added only if the file
+        did not change: without it, the file stays incomplete for ever, and no reader shows it."""
         first: Stamp | None = None
         for part in _split_extents(before.st_size, self._extent_bytes):
             assert part is not None
@@ -343,11 +343,11 @@ class Packer:
         part: ExtentInfo | None,
         first: Stamp | None,
     ) -> Stamp | None:
-        """Add the file or extent (`part`) whose content is in the builder's room.
+        """Add the file or extent (`part`) that the caller has read into the builder's room.
 
-        Each extent but the last ends its chunk, so no chunk has two extents of one file. A stamp
-        orders the versions of a path; all extents of a file have that of the first (`first`), which
-        is known when the first chunk has its ID. Returns it; None for a file of one extent.
+        Each extent except the last ends its chunk, so no chunk has two extents of one file. All
+        extents of a file have the stamp of the first (`first`), which is known when the first chunk
+        has its ID. Returns the stamp; None for a file of one extent.
         """
         self._builder.add_file(path, mode, mtime_ns, size, part)
         if part is None:
@@ -367,8 +367,8 @@ class Packer:
             self._submit()
 
     def _submit(self, *, goes_on: bool = False) -> Future[ChunkId]:
-        """Have the chunk stored, and go on with an empty builder. `goes_on`: the chunk's last entry
-        is a file that goes on in the next chunk."""
+        """Store the chunk in the background, and continue with an empty builder. `goes_on`: the
+        chunk's last file continues in the next chunk."""
         builder = self._builder
         try:
             future = self._thread.submit(self._store, builder, len(builder) - goes_on)
@@ -382,7 +382,7 @@ class Packer:
         return future
 
     def _await_oldest(self) -> None:
-        """Wait for the oldest chunk; only if it is stored, its builder is filled again."""
+        """Wait for the oldest chunk. Only if it is stored, its builder is filled again."""
         future, builder = self._submitted[0]
         future.result()
         del self._submitted[0]
@@ -395,7 +395,7 @@ class Packer:
 
     def _fail(self, error: BaseException) -> DieselError:
         """Refuse all further entries, since a chunk is lost. Returns the error as a DieselError, so
-        that nobody takes it for an error of a file that was being read."""
+        that it is not taken for an error of the file that was being read."""
         if self._failure is None:
             self._failure = (
                 error
@@ -405,8 +405,8 @@ class Packer:
         return self._failure
 
     def _store(self, builder: ChunkBuilder, entries: int) -> ChunkId:
-        """Seal a chunk and make it durable, unless an earlier one could not be stored. Runs in the
-        storing thread."""
+        """Seal a chunk and make it durable, unless an earlier one failed. Runs in the storing
+        thread."""
         self._check()
         try:
             chunk, parts, _ = seal_and_store(
@@ -427,8 +427,8 @@ def start_packer(
     compress: str,
     committed: Callable[[ValidatedChunk, int], None] | None = None,
 ) -> Packer:
-    """A packer whose chunks the session commits as soon as they are durable. `committed` is called
-    with each, and with how many entries end in it."""
+    """A packer for a session that commits chunks as soon as they are durable. Calls `committed`
+    with each chunk, and with the number of entries that end in it."""
 
     def commit(preamble: bytes, header: bytes, entries: int) -> None:
         chunk = session.commit(preamble, header)

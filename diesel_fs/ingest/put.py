@@ -1,10 +1,9 @@
-"""A put: the entries of a source go into a dataset, as far as they are not there already.
+"""A put: adds the entries of a source to a dataset, unless they are there already.
 
-`put` is the same for every source: it opens the source, compares it with the dataset, has what is
-new packed and committed, deletes what the source has not (with `--delete`), and publishes; a
-manifest comes last (`manifest.py`). What
-differs between sources is a `Source`, of which `sources/` has five. One thread; a source may start
-others.
+`put` is the same for every source. It opens the source, compares it with the dataset, packs and
+commits new entries, deletes entries that the source lacks (with `--delete`), and publishes; a
+manifest comes last (`manifest.py`). A `Source` has everything that differs between sources;
+`sources/` has five of them. One thread; a source may start others.
 """
 
 from abc import ABC, abstractmethod
@@ -25,10 +24,10 @@ from .paths import check_not_reserved
 
 @dataclass(frozen=True, slots=True)
 class PutWork:
-    """What a source needs during one put."""
+    """Everything that a source needs during one put."""
 
     repository: Repository
-    target: bytes  # where the source goes in the dataset
+    target: bytes  # the path of the source in the dataset
     options: PutOptions
     path_filter: Filter
     view: Snapshot  # the dataset before the put
@@ -42,19 +41,20 @@ class Source(ABC):
     `count`, or `pack` and `published`; and `close` in any case."""
 
     shadowed_reason = ""
-    """Why a file is left out that is a folder of the source, too; empty for a source that cannot
-    have both."""
+    """The reason, for the report, to leave out a file whose path is also a folder of the source;
+    empty for a source that cannot have both."""
 
     _work: PutWork
     _comparer: Comparer
 
     @abstractmethod
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Open the source, before anything is made of the dataset. Raises NotFoundError,
-        PermissionDenied, UsageError."""
+        """Open the source, before a dataset is created. Raises NotFoundError, PermissionDenied,
+        UsageError."""
 
     def start(self, work: PutWork) -> Comparer:
-        """Begin; returns the comparer that will know what the source has. Raises ConflictError."""
+        """Begin; returns the comparer that will record the entries of the source. Raises
+        ConflictError."""
         self._work = work
         self._comparer = Comparer(
             work.view, work.target, work.options, work.path_filter, work.readable
@@ -63,15 +63,17 @@ class Source(ABC):
 
     @abstractmethod
     def count(self) -> bool:
-        """A dry run: count in the report what would be put. Returns as `pack`."""
+        """Dry run: count in the report the entries that would be put. Returns the same as
+        `pack`."""
 
     @abstractmethod
     def pack(self, session: WriteSession) -> bool:
-        """Pack and commit what is new. Returns whether the source was read to its end: else what
-        it seems to lack must not be deleted. Raises DieselError; what was committed stays."""
+        """Pack and commit the new entries. Returns whether the source was read to its end: if not,
+        entries that it seems to lack must not be deleted. Raises DieselError; earlier commits
+        stay."""
 
     def published(self, session: WriteSession) -> None:  # noqa: B027  # most have nothing to add
-        """The put is durable, and the snapshot of its version is published."""
+        """Called when the put is durable and the snapshot of its version is published."""
 
     def close(self) -> None:  # noqa: B027  # a source that opens nothing has nothing to close
         """Close what `open` and later calls have opened."""
@@ -87,13 +89,14 @@ def put(
     *,
     manifest: FetchedManifest | None = None,
 ) -> PutReport:
-    """Put the entries of a source below the path `target` of a dataset, which is made if missing.
+    """Put the entries of a source below the path `target` of a dataset, which is created if
+    missing.
 
-    What is there already unchanged is skipped, so a put can be repeated, and one that was
-    interrupted goes on. When this returns, all of it is durable, and the snapshot of the new
-    version lies in the repository. The report names what could not be put. A manifest is stored as
-    a file of the dataset, in a version of its own behind that of the files it names. Raises
-    DieselError; what was committed by then stays.
+    Entries that are there unchanged are skipped, so a put can be repeated, and an interrupted put
+    continues. When this returns, all entries are durable, and the snapshot of the new version is in
+    the repository. The report names the entries that could not be put. A manifest is stored as a
+    file of the dataset, in a version of its own after that of the files it names. Raises
+    DieselError; earlier commits stay.
     """
     options = options or PutOptions()
     check_not_reserved(target)
@@ -135,10 +138,10 @@ def put(
 def _begin(
     repository: Repository, dataset: str, options: PutOptions
 ) -> tuple[WriteSession | None, Snapshot, ReadabilityCheck]:
-    """The session of a put, the dataset as it is, and the check which of its entries can be read.
+    """The session of a put, the dataset before it, and the check of its entries' readability.
 
-    A dry run has no session; a dataset that does not exist is empty to it, and is not made. Raises
-    DieselError.
+    A dry run has no session; it takes a missing dataset for an empty one and does not create it.
+    Raises DieselError.
     """
     session = None if options.dry_run else repository.begin(dataset)
     try:
@@ -151,10 +154,10 @@ def _begin(
 def _delete_shadowed_files(
     repository: Repository, session: WriteSession, before: Snapshot, report: PutReport, reason: str
 ) -> None:
-    """Delete the files that this put has put at paths where it has put folders, too. `before` is
-    the dataset before the put; the report gets the reason.
+    """Delete the files of this put at paths where it has also put folders. `before` is the dataset
+    before the put; the report gets the reason.
 
-    Where others wrote meanwhile, the files may be theirs, and stay: `verify` names them.
+    If others wrote meanwhile, the files may be theirs and stay: `verify` names them.
     """
     shadowed = sorted(_shadowed_files(repository.view(session.name)) - _shadowed_files(before))
     if shadowed and not session.others_committed():
@@ -165,5 +168,5 @@ def _delete_shadowed_files(
 
 
 def _shadowed_files(view: Snapshot) -> set[bytes]:
-    """The paths that are both a file (which readers do not see) and a folder."""
+    """The paths that are both a folder and a file, which readers do not see."""
     return {view.path(index) for index in view.shadowing_folders().tolist()}

@@ -2,8 +2,8 @@
 
 The coordinator (`sources/folder.py`) walks the source and commits; each packing process reads files
 and stores chunks. A message is a msgpack list, a word and its values, over a pipe. A process is a
-fork of the coordinator; where the object store does not work in a fork, it is a program of its own,
-whose first message is its job.
+fork of the coordinator. If the object store does not work in a fork, the process is a program of
+its own, and its first message is its job.
 
     to the process
         ["job", source, target, identity, URL, chunk bytes, compression]
@@ -50,34 +50,34 @@ from .paths import target_path
 from .sources.walk import failure_reason, open_folder
 
 _OWN_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""Signals that a packing process treats otherwise than its coordinator does: blocked until then."""
+"""Signals that a packing process handles differently from its coordinator; blocked until then."""
 
-_END_WAIT_S = 10.0  # how long a process may take to end by itself
+_END_WAIT_S = 10.0  # for a process to end by itself
 
 FolderFiles = tuple[bytes, bytes, bytes]
 """A folder below the source, and the names of files and of links in it to pack, NULs between."""
 
 FolderEntry = tuple[bytes, int, int]
-"""A folder entry to make: path below the source, mode, mtime_ns."""
+"""A folder entry to create: path below the source, mode, mtime_ns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    """What a packing process needs to know from the start."""
+    """The facts that a packing process needs from the start."""
 
     root: int  # descriptor of the source
-    target: bytes  # where the source goes in the dataset
+    target: bytes  # the path of the source in the dataset
     identity: UUID
     objects: ObjectStore
     chunk_bytes: int
     compress: str
 
 
-# The end of the packing process
+# The packing process's end of the pipe
 
 
 class _PackProcess:
-    """A packing process: receives batches, packs them, and sends what came of them."""
+    """A packing process: receives batches, packs them, and sends the results."""
 
     def __init__(self, pipe: "Connection[bytes, bytes]", job: PackJob) -> None:
         self._pipe = pipe
@@ -117,7 +117,7 @@ class _PackProcess:
             self.send("packed", self._pack(*batch))
 
     def _receive(self) -> None:
-        """Receive messages. The end of the coordinator is the end of this process."""
+        """Receive messages. When the coordinator ends, this process ends, too."""
         try:
             while True:
                 kind, *values = msgpack.unpackb(self._pipe.recv_bytes())
@@ -131,8 +131,8 @@ class _PackProcess:
             self.end()
 
     def end(self) -> NoReturn:
-        """End the process. A chunk that is being stored is finished first: else half an object
-        would stay in the store. (The storing thread calls this between two chunks.)"""
+        """End the process, after the current chunk is stored: otherwise half an object would stay
+        in the store. (The storing thread calls this between two chunks.)"""
         if threading.current_thread() is not self._storing:
             with self._arrived:
                 self._is_over = True
@@ -152,7 +152,7 @@ class _PackProcess:
     def _pack(
         self, folders: list[FolderFiles], entries: list[FolderEntry]
     ) -> list[tuple[bytes, str]]:
-        """Pack one batch; returns the paths that could not be packed, with reasons."""
+        """Pack one batch; returns the paths that failed, with reasons."""
         failed: list[tuple[bytes, str]] = []
         for path, mode, mtime_ns in entries:
             target = target_path(self._job.target, path)
@@ -196,20 +196,21 @@ def _run_forked_worker(
     coordinators: "Sequence[Connection[bytes, bytes]]",
     job: PackJob,
 ) -> NoReturn:
-    """Run a packing process that is a fork, with `_OWN_SIGNALS` still blocked. It ignores
-    Ctrl-C, which is for the coordinator.
+    """Run a packing process that is a fork, with `_OWN_SIGNALS` still blocked. It ignores Ctrl-C,
+    which is meant for the coordinator.
 
     `coordinators` are the coordinator's ends of this pipe and of earlier ones, which the fork has
-    copied. They are closed here: else the pipe would stay open when the coordinator dies.
+    copied. They are closed here, since an open copy would keep the pipe open when the coordinator
+    dies.
     """
     for end in coordinators:
         end.close()
-    gc.freeze()  # objects from before the fork are not collected, so their pages stay shared
+    gc.freeze()  # the collector skips objects from before the fork, so their pages stay shared
     _run(pipe, job)
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
-    """Run a packing process that is a program, with the pipe at `descriptor`."""
+    """Run a packing process that is a program of its own, with the pipe at `descriptor`."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
         _, root, target, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
@@ -224,7 +225,7 @@ def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStor
 
 
 def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
-    """Take this process's own signal handlers, pack until the job is done, and end."""
+    """Install this process's own signal handlers, pack until the job is done, and end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
@@ -240,13 +241,13 @@ def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
     process.end()
 
 
-# The coordinator's end
+# The coordinator's end of the pipe
 
 
 class WorkerHandle:
     """One packing process, as the coordinator sees it.
 
-    `outstanding` counts the batches that it has not finished.
+    `outstanding` counts the batches that it has not finished yet.
     """
 
     def __init__(
@@ -255,7 +256,8 @@ class WorkerHandle:
         fork = get_context("fork")
         self.pipe: Connection[bytes, bytes]
         self.pipe, theirs = fork.Pipe()
-        # Blocked: a signal before the process has its own handlers would run the coordinator's
+        # Blocked, since a signal before the process has its own handlers would run the
+        # coordinator's
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _OWN_SIGNALS)
         try:
             self._process: ForkProcess | subprocess.Popen[bytes]
@@ -291,19 +293,19 @@ class WorkerHandle:
         return process
 
     def close_requests(self) -> None:
-        """Send nothing more, which ends the process. What it sends still arrives. Repeatable."""
+        """Close the sending side, which ends the process. Its messages still arrive. Repeatable."""
         self._end_s = self._end_s or time.monotonic() + _END_WAIT_S
         with suppress(OSError), socket(fileno=os.dup(self.pipe.fileno())) as pipe:
             pipe.shutdown(SHUT_WR)
 
     @property
     def patience_s(self) -> float:
-        """How much longer the process, which was told to end, may take to do so."""
+        """The time left for the process to end, after it was told to."""
         assert self._end_s is not None
         return max(0.0, self._end_s - time.monotonic())
 
     def end(self) -> None:
-        """Wait for the process, which was told to end, and kill it if it does not."""
+        """Wait for the process to end, after it was told to, and kill it if it does not."""
         self.pipe.close()
         if isinstance(self._process, subprocess.Popen):
             try:
@@ -324,7 +326,7 @@ class WorkerHandle:
             raise self.death_reason() from None
 
     def death_reason(self) -> DieselError:
-        """Why the process has ended, if it could send the reason."""
+        """The reason why the process has ended, if it could send it."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())
@@ -334,8 +336,8 @@ class WorkerHandle:
 
 
 def last_chunks(workers: Sequence[WorkerHandle]) -> Iterator[tuple[bytes, bytes, int]]:
-    """Tell the processes to end, and yield the values of each "stored" that was not received yet.
-    Each process finishes the chunk that it is storing."""
+    """Tell the processes to end, and yield the values of each "stored" message that was not
+    received yet. Each process first finishes the chunk that it is storing."""
     for worker in workers:
         worker.close_requests()
     for worker in workers:
@@ -348,7 +350,6 @@ def last_chunks(workers: Sequence[WorkerHandle]) -> Iterator[tuple[bytes, bytes,
 
 
 def stop_workers(workers: list[WorkerHandle]) -> None:
-    """End the processes."""
     for worker in workers:
         worker.close_requests()
     for worker in workers:

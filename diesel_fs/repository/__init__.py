@@ -1,8 +1,8 @@
-"""What all operations on datasets mean: finding, reading, writing, recovering, purging.
+"""The operations on datasets: finding, reading, writing, recovering, purging.
 
 A repository is an object store, whose chunks are the truth, and a metadata store, which can be made
-from them again. Whatever ends an operation, at any step: nothing that was acknowledged is lost, and
-the same operation can be run again.
+from them again. If an operation ends at any step, for any reason, nothing that was acknowledged is
+lost, and the same operation can be run again.
 
 Start with `interface.py` (what every repository can do), then `writing.py` and `stored.py` (how a
 chunk is committed, which snapshot a reader gets). `versions.py`, `leases.py` and `retention.py`

@@ -1,9 +1,9 @@
 """Administering accounts: by direct access to the repository, or through a server.
 
-Each change is allowed and made in one atomic step, so a user who has just lost a right cannot use
-it, and after a change through a server at least one user can administer. What a change does to
-accounts stands in `storage/accounts/account.py`. Callers make the keys and pass only the public
-ones. Safe from many threads.
+Each change is checked and made in one atomic step. So a user who has just lost a right cannot use
+it, and after a change through a server at least one user can administer.
+`storage/accounts/account.py` defines the effect of each change. Callers make the keys and pass only
+the public ones. Safe from many threads.
 """
 
 from abc import ABC, abstractmethod
@@ -37,11 +37,11 @@ from ..urls import SERVER_SCHEMES, RepositoryUrl
 
 
 class Administration(ABC):
-    """What can be done with the accounts of a repository.
+    """The operations on the accounts of a repository.
 
     All methods raise PermissionDenied; UsageError for a bad name or key; NotFoundError for a user
-    that does not exist and ConflictError for one that does; ConflictError where nobody would be
-    left who can administer; MetadataError.
+    that does not exist, and ConflictError for one that does; ConflictError if nobody would be left
+    to administer; MetadataError.
     """
 
     @abstractmethod
@@ -87,7 +87,7 @@ class Administration(ABC):
 
 
 class DirectAdministration(Administration):
-    """Changes the table of accounts itself: with the rights of `actor`, or with all rights (None)
+    """Changes the table of accounts directly, with the rights of `actor`, or with all rights (None)
     for a process that has direct access to the repository."""
 
     def __init__(self, table: AccountTable, actor: Account | None = None) -> None:
@@ -142,15 +142,15 @@ class DirectAdministration(Administration):
 
     @staticmethod
     def _check(actor: Account | None, dataset: str = "") -> None:
-        """Raises PermissionDenied, NoSuchDataset, MetadataError where `actor` may not administer:
-        the dataset, or (empty) the repository."""
+        """Raises PermissionDenied, NoSuchDataset, MetadataError if `actor` may not administer the
+        dataset, or (empty) the repository."""
         if actor is not None and dataset:
             actor.require(dataset, Role.ADMIN)
         elif actor is not None:
             actor.require_admin()
 
     def _current_actor(self, accounts: Accounts) -> Account | None:
-        """The actor as the table has it now; None for direct access."""
+        """The actor's current account; None for direct access."""
         if self._actor is None:
             return None
         account = accounts.get(self._actor.name)
@@ -170,7 +170,7 @@ class Calls(Protocol):
 
 
 class RemoteAdministration(Administration):
-    """Sends changes to a server, which knows from the login who sends them."""
+    """Sends changes to a server, which knows the sender from the login."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -209,8 +209,8 @@ class RemoteAdministration(Administration):
 def open_administration(
     url: RepositoryUrl, credentials: Credentials | None, *, create: bool = False
 ) -> Administration:
-    """The accounts of the repository at an address; `create` makes a repository where there is
-    none and that can be made. Raises ConfigError, ObjectStoreError, MetadataError.
+    """The accounts of the repository at an address; `create` makes a missing repository, if that is
+    possible there. Raises ConfigError, ObjectStoreError, MetadataError.
     """
     if url.scheme not in SERVER_SCHEMES:
         check_accounts_place(url)

@@ -1,9 +1,9 @@
-"""What every repository of datasets can do, on whichever side of a server it lies.
+"""The interface of every repository of datasets, on either side of a server.
 
 `Repository` is implemented twice: by `LocalRepository` over stores that this process opens, and by
-`RemoteRepository` over requests to a server. Callers need not know which one they have. The values
-that go in and come out of its long jobs (recover, verify, purge) stand here, too, with their form
-in messages to and from a server.
+`RemoteRepository` over requests to a server. Callers need not know which one they have. This module
+also has the options and reports of its long jobs (recover, verify, purge), and their form in
+messages to and from a server.
 """
 
 import os
@@ -33,7 +33,7 @@ from .versions import KeptVersion, PublishedVersions
 from .writing import WriteSession
 
 ReportProgress = Callable[[int, int], None]
-"""Called with how much of a job is done, and how much there is in all (in chunks)."""
+"""Called with the chunks of a job that are done, and with the number of all its chunks."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -42,8 +42,8 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(slots=True)
 class Findings:
-    """What `recover` or `verify` found in the chunks of a dataset: damage (`problems`), chunks that
-    the store failed to deliver (`unreachable`), and what is no damage (`notes`)."""
+    """The results of `recover` or `verify` for the chunks of a dataset: damage (`problems`), chunks
+    that the store failed to deliver (`unreachable`), and remarks about sound data (`notes`)."""
 
     chunks: int = 0  # whose headers were read, or could not be
     entries: int = 0  # in these headers, replaced ones and tombstones too
@@ -56,7 +56,7 @@ class Findings:
 
     @property
     def sound(self) -> bool:
-        """Whether all of it could be looked at, and nothing is damaged or lost."""
+        """Whether all chunks could be checked, and nothing is damaged or lost."""
         return not (self.problems or self.unreachable)
 
     def to_message(self) -> Message:
@@ -76,10 +76,10 @@ class Findings:
 
 
 MAX_UNUSED_PPM = 50_000
-"""5 %: how many parts in a million of a chunk may be unused before a purge rewrites it."""
+"""5 %: the unused part of a chunk, in parts per million, above which a purge rewrites it."""
 
 AS_POLICY = -1
-"""Instead of a number: the one in the dataset's retention policy."""
+"""Stands for the number in the dataset's retention policy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class PurgeOptions:
 
 @dataclass(slots=True)
 class PurgeReport:
-    """What a purge did, or would have done; sizes in bytes."""
+    """The results of a purge or of a dry run; sizes in bytes."""
 
     rewritten: int = 0  # chunks whose entries were copied
     unused_bytes: int = 0  # in them
@@ -147,13 +147,13 @@ class PurgeReport:
 
 
 class Repository(ABC):
-    """Datasets, and what can be done with them.
+    """A set of datasets, and the operations on them.
 
-    May be used from several threads and in forked children; a WriteSession belongs to one writer.
-    A context manager: it closes the repository at the end.
+    May be used from several threads and in forked children; a WriteSession belongs to one writer. A
+    context manager: it closes the repository at the end.
 
     `objects` are the repository's objects, `snapshots` its published versions, `ids` makes the IDs
-    of chunks, and `credentials` say as which user a server is asked (None where no server is).
+    of chunks, and `credentials` identify the user to a server (None without a server).
     """
 
     def __init__(
@@ -178,8 +178,8 @@ class Repository(ABC):
     @property
     @abstractmethod
     def meta_problem(self) -> DieselError | None:
-        """Why this process cannot use the metadata store; None where it can, or where a server
-        does."""
+        """The reason why this process cannot use the metadata store; None if it can, or if a server
+        uses it."""
 
     # Finding datasets
 
@@ -189,11 +189,11 @@ class Repository(ABC):
 
     @abstractmethod
     def dataset(self, name: str) -> DatasetInfo:
-        """The dataset of this name. Raises NoSuchDataset only where it is known not to exist."""
+        """The dataset of this name. Raises NoSuchDataset only if it certainly does not exist."""
 
     def newest_known(self, info: DatasetInfo) -> int:
-        """The greatest version of a dataset that the metadata store or a published snapshot has; 0
-        for none. The metadata store may have lost what a snapshot has."""
+        """The greatest version of a dataset in the metadata store or among published snapshots; 0
+        for none. The metadata store may have lost a version that a snapshot has."""
         known = info.head.version if info.head else 0
         return max(known, self.snapshots.newest(info.identity))
 
@@ -202,14 +202,14 @@ class Repository(ABC):
     def view(self, name: str) -> Snapshot:
         """All metadata of a dataset at its current version.
 
-        Where the metadata store cannot be used or does not know the dataset, this is the newest
-        snapshot. Raises NoSuchDataset, or MetadataBehind where there is no way to know.
+        If the metadata store cannot be used or does not know the dataset, this is the newest
+        snapshot. Raises NoSuchDataset, or MetadataBehind if the current version cannot be known.
         """
         return self.view_of(self.dataset(name))
 
     @abstractmethod
     def view_of(self, info: DatasetInfo) -> Snapshot:
-        """`view` of a dataset that has been found."""
+        """`view` for a dataset that the caller has found already."""
 
     def view_at(self, name: str, version: int) -> Snapshot:
         """A dataset at a version that is kept. Raises NoSuchDataset, NotFoundError."""
@@ -227,25 +227,25 @@ class Repository(ABC):
 
     @abstractmethod
     def staleness_warning(self, view: Snapshot) -> str:
-        """Why `view` may not be the current version, or what the metadata store has lost of it, and
-        how old it is; empty where it is current and nothing is lost.
+        """The reason why `view` may not be the current version, or a description of the metadata
+        store's losses, with the view's age; empty if it is current and nothing is lost.
 
-        A user who may read the repository but not its metadata store always gets snapshots: that is
-        no reason for a warning.
+        A user who may read the repository but not its metadata store always gets snapshots, so
+        there is no warning.
         """
 
     def loss_warning(self, info: DatasetInfo) -> str:
-        """What the metadata store has lost of a dataset, and the cure; empty where it has lost
-        nothing. A server looks after its own."""
+        """A description of the metadata store's losses for a dataset, and the cure; empty if there
+        are none. A server repairs its own losses."""
         return ""
 
     @abstractmethod
     def stat(self, name: str, path: bytes) -> Stat:
-        """One entry, as it is now. Raises NoSuchPath, NoSuchDataset."""
+        """One entry in its current state. Raises NoSuchPath, NoSuchDataset."""
 
     @abstractmethod
     def list(self, name: str, folder: bytes = b"") -> Rows:
-        """What lies in a folder, as it is now. Raises NoSuchPath where it is no folder."""
+        """The current entries of a folder. Raises NoSuchPath if it is no folder."""
 
     def read_header(self, identity: UUID, chunk: ChunkId) -> ChunkHeader:
         """The checked header of a chunk. Raises FormatError, ObjectStoreError."""
@@ -271,17 +271,17 @@ class Repository(ABC):
 
     @abstractmethod
     def begin(self, name: str, *, create: bool = True) -> WriteSession:
-        """A writer's session on a dataset, which is made if it is missing and `create`.
+        """A writer's session on a dataset, which is created if it is missing and `create` is set.
 
-        First, chunks that the metadata store lacks and that belong to no put under way are
-        committed. Raises NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused where
-        this host's clock is ahead, before anything is written; LostChunks where the result would
-        lack something that the newest snapshot has.
+        First, chunks that the metadata store lacks are committed, unless they belong to a put under
+        way. Raises NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused if this
+        host's clock is ahead, before anything is written; LostChunks if the result would lack
+        something that the newest snapshot has.
         """
 
     @abstractmethod
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
-        """The paths of a dataset whose chunk is gone or too short, as far as that can be told
+        """The paths of a dataset that lie in a missing or short chunk, as far as that can be known
         without reading chunks. Putting these files again heals the dataset. Raises NoSuchDataset,
         MetadataError.
         """
@@ -308,13 +308,12 @@ class Repository(ABC):
     def delete_dataset(self, name: str) -> Deletion:
         """Delete a dataset for ever.
 
-        Objects that leases pin are left, and named in the log. Repeatable: a deletion that was
-        interrupted goes on. Raises NoSuchDataset, and MetadataError where its metadata would be
-        left for ever.
+        Objects that leases pin are left, and named in the log. Repeatable: an interrupted deletion
+        continues. Raises NoSuchDataset, and MetadataError if its metadata would be left for ever.
         """
 
     def check_no_overlap(self, source: Path) -> None:
-        """Raise UsageError where `source` lies in this repository, or it in `source`."""
+        """Raise UsageError if `source` lies in this repository, or the repository in `source`."""
         if self.url.scheme != "file":
             return
         real, store = Path(os.path.realpath(source)), self.url.path.resolve()
@@ -338,15 +337,15 @@ class Repository(ABC):
         """Build the metadata of a dataset again from its chunks: all of them into a fresh state, or
         those since a time (seconds since 1970).
 
-        Chunks that the live metadata or the newest snapshot name must be there: where one is lost
-        or damaged, the problems name it with its files, and the state is left as it was.
-        `forget_lost` accepts the loss, and the notes list it. An orphan (a chunk that only the
-        listing names) that cannot be read is a problem and is left out. Readers see the old state
-        until the new one is complete, and writers go on meanwhile. A metadata store that is damaged
-        is renamed, and a new one made for all datasets.
+        All chunks that the live metadata or the newest snapshot name must be there. If one is lost
+        or damaged, the problems name it with its files, and the state is not changed. `forget_lost`
+        accepts the loss, and the notes list it. An orphan (a chunk that only the listing names)
+        that cannot be read is a problem and is left out. Readers see the old state until the new
+        one is complete, and writers continue meanwhile. A damaged metadata store is renamed, and a
+        new one made for all datasets.
 
-        Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError where a chunk is
-        unreachable or this host's clock is ahead (then the state is left as it was, too).
+        Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError if a chunk is unreachable
+        or this host's clock is ahead (the state is not changed then, either).
         """
 
     @abstractmethod
@@ -355,10 +354,10 @@ class Repository(ABC):
     ) -> Findings:
         """Check every chunk (with `headers_only` not the bodies) and the metadata against them.
 
-        Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset; BusyError where
-        a purge goes on too fast; the reason where the metadata store cannot be used. An embedded
-        one that is lost is damage like any other, and one that a reader of a read-only folder
-        cannot open is left out.
+        Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset; BusyError if a
+        purge deletes chunks too fast; the reason if the metadata store cannot be used. The loss of
+        an embedded one counts as damage like any other. If a reader of a read-only folder cannot
+        open it, it is not checked.
         """
 
     @abstractmethod
@@ -368,18 +367,19 @@ class Repository(ABC):
         options: PurgeOptions | None = None,
         progress: ReportProgress = no_progress,
     ) -> PurgeReport:
-        """Give back the space of replaced and deleted entries (FORMAT.md, section 6). After an
-        error, what was done is done, and nothing is lost.
+        """Free the space of replaced and deleted entries (FORMAT.md, section 6). After an error,
+        the completed steps stay, and nothing is lost.
 
-        Raises NoSuchDataset, BusyError where another purge goes on, CorruptError before anything is
-        done where chunks that are named are not seen, NoSpaceError where new chunks find no room
-        (old ones that can go have been deleted then).
+        Raises NoSuchDataset; BusyError if another purge is under way; CorruptError, before anything
+        is done, if chunks that the metadata name are not found; NoSpaceError if new chunks find no
+        room (deletable old ones have been deleted then).
         """
 
     @abstractmethod
     def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
-        """About how many bytes of chunks no file of the current version is in, beyond what headers
-        take. `view` is that version, for a caller who has it. Raises NoSuchDataset, MetadataError.
+        """About how many bytes of chunks belong to no file of the current version, headers
+        excluded. A caller that has this version passes it as `view`. Raises NoSuchDataset,
+        MetadataError.
         """
 
 

@@ -1,9 +1,9 @@
-"""Leases: small objects that say who is reading which version, and who is purging.
+"""Leases: small objects that name a process and the version that it reads, or its purge.
 
 A lease names a process and is valid for some minutes; a thread of its holder renews it (FORMAT.md,
-section 6). A purge keeps the version that a reader's lease names, and only one process can hold the
-lease of a purge. A reader whose lease cannot be written reads all the same, and is protected by the
-grace period alone.
+section 6). A purge keeps the versions that readers' leases name, and only one process can hold the
+lease of a purge. If a reader cannot write its lease, it reads all the same, protected only by the
+grace period.
 
 A lease belongs to the process that took it. In a forked child, a `ReadLease` does nothing.
 """
@@ -39,24 +39,24 @@ from ..storage.objects.store import Leftover, ObjectInfo, ObjectStore
 log = logging.getLogger("diesel.leases")
 
 LEASE_S = 600.0
-"""How long a lease is valid after it was written; also how long the lease of a killed process of
-another host blocks a purge."""
+"""Validity of a lease after it was written. The lease of a killed process of another host blocks a
+purge for the same time."""
 
 RENEW_S = 150.0
-"""How often a lease is renewed: three renewals may fail before it is over."""
+"""Interval between renewals: three renewals may fail before the lease is over."""
 
 LEASE_ALLOWANCE_S = 300.0
-"""How far apart the clocks of two hosts may be."""
+"""The largest difference between the clocks of two hosts."""
 
 CLOCK_AHEAD_S_MAX = LEASE_ALLOWANCE_S
-"""How far the clock of a purge's host may be ahead of the object store's."""
+"""The most that the clock of a purge's host may be ahead of the object store's."""
 
 UNREADABLE_S = 86_400.0
-"""How long a lease that cannot be read protects every version."""
+"""Time for which an unreadable lease protects every version."""
 
 FOREIGN_LEFTOVER_AGE_S = 7 * 86_400
-"""When a leftover (a half-written object) of another host counts as abandoned: this host cannot
-tell whether its process lives, but no object takes a week to write."""
+"""Age at which a leftover (a half-written object) of another host counts as abandoned: this host
+cannot tell whether its process lives, but no object takes a week to write."""
 
 EVERY_VERSION = -1
 """The version of a lease that cannot be read."""
@@ -65,7 +65,7 @@ NO_VERSION = 0
 """The version of a dataset before its first commit: there is nothing to protect."""
 
 CLEANUP_ONE_IN = 64
-"""One renewal in so many lists the leases, and removes those that are long over."""
+"""One renewal in 64 lists the leases, and removes those that ended long ago."""
 
 STALE_LEASE_S = 86_400.0 + LEASE_ALLOWANCE_S
 """No lease is valid for longer than this after it was written."""
@@ -77,8 +77,8 @@ _BYTES_MAX = 4096  # of a lease that are read: ours are far shorter
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """What a lease says. `host` to `pid` identify the process that holds it: `boot` the run of the
-    machine, `space` its namespace of process numbers."""
+    """The content of a lease. `host` to `pid` identify the process that holds it: `boot` is the run
+    of the machine, `space` its namespace of process numbers."""
 
     token: str  # random: tells two leases of one process apart
     version: int
@@ -112,8 +112,9 @@ class Lease:
     def is_valid(self, now_s: float, written_s: float) -> bool:
         """Whether the lease's time is not over, and its process is not known to be dead.
 
-        `written_s` is when its object was written, by the store's clock. It counts where `until` is
-        no time that this lease can have, because the clock of the holder is behind or far ahead.
+        `written_s` is the time at which its object was written, by the store's clock. It counts if
+        `until` is impossible for this lease, because the clock of the holder is behind or far
+        ahead.
         """
         end_s = written_s + LEASE_S
         if end_s < self.until <= now_s + LEASE_S + LEASE_ALLOWANCE_S:
@@ -154,7 +155,7 @@ def _process_namespace() -> tuple[str, str, str]:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
     except OSError:
-        # Unknown: a random text equals no other, so no process is taken for dead
+        # Unknown: a random text equals no other, so no process counts as dead
         boot = space = secrets.token_hex(16)
     return os.uname().nodename, boot, space
 
@@ -191,7 +192,7 @@ class ReadLease:
     def take(
         cls, objects: ObjectStore, identity: UUID, version: int, *, renew_s: float = RENEW_S
     ) -> Self:
-        """Take a lease. Where it cannot be written, that is logged, and the lease does nothing."""
+        """Take a lease. If it cannot be written, this is logged, and the lease does nothing."""
         lease = cls(objects, identity, version)
         if lease._write():
             _start_renewing(lease._renew, lease._ended, renew_s)
@@ -215,11 +216,11 @@ class ReadLease:
         with self._lock:
             if not self._ended.is_set():
                 self._ended.set()
-                with suppress(DieselError):  # else it ends by its time
+                with suppress(DieselError):  # if this fails, the lease expires by itself
                     self._objects.delete(self._name)
 
     def _write(self) -> bool:
-        """Write the lease; False where trying again cannot help."""
+        """Write the lease; returns False if another try cannot help."""
         try:
             self._objects.replace(self._name, [Lease.own(self._token, self._version).to_json()])
         except DieselError as error:
@@ -238,8 +239,8 @@ class ReadLease:
 
 
 def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
-    """One time in CLEANUP_ONE_IN, remove leases of readers that were killed: a purge would, but a
-    dataset may never be purged.
+    """One time in CLEANUP_ONE_IN, remove leases of readers that were killed. A purge would do this,
+    but a dataset may never be purged.
 
     `own` is the name of a lease that has just been written. The others are compared with its time,
     which is by the store's clock, since the clock of this host may be wrong.
@@ -273,8 +274,8 @@ def write_lease_for(
 
 
 def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple[str, Lease, bool]]:
-    """The readers' leases of a dataset: the object's name, what the lease says, and whether it is
-    valid. A lease that cannot be read counts as one on EVERY_VERSION, and is valid for a day.
+    """The readers' leases of a dataset: the object's name, the lease, and whether it is valid. An
+    unreadable lease counts as one on EVERY_VERSION that is valid for a day.
     """
     prefix = lease_prefix(identity)
     for info in objects.list(prefix):
@@ -286,7 +287,6 @@ def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple
 
 
 def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[Lease, bool]:
-    """What a lease says and whether it is valid."""
     while True:
         written_s = info.modified_ns / 1e9
         try:
@@ -301,8 +301,7 @@ def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[L
 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
-    """The versions that somebody is reading; EVERY_VERSION among them where a lease cannot be
-    read."""
+    """The versions that somebody is reading, with EVERY_VERSION if a lease cannot be read."""
     versions = (
         lease.version for _, lease, is_valid in leases(objects, identity, now_s) if is_valid
     )
@@ -330,10 +329,10 @@ class PurgeLease:
 
     @classmethod
     def take(cls, objects: ObjectStore, identity: UUID) -> Self:
-        """Take the lease. Raises BusyError where another process has it; ObjectStoreRefused where
+        """Take the lease. Raises BusyError if another process has it, and ObjectStoreRefused if
         this host's clock is ahead."""
         lease = cls(objects, identity)
-        for _ in range(3):  # a lease that is over is removed; another process may be faster then
+        for _ in range(3):  # a lease that is over is removed; then another process may be faster
             renewed_s = time.monotonic()
             try:
                 objects.put(lease._name, [Lease.own(lease._token, 0).to_json()])
@@ -348,7 +347,7 @@ class PurgeLease:
         raise BusyError("another purge of this dataset is under way", advice="try again later")
 
     def check(self) -> None:
-        """Raise BusyError where another process has the lease, or may have it by now."""
+        """Raise BusyError if another process has the lease, or may have it by now."""
         if self._lost or time.monotonic() > self._renewed_s + LEASE_S:
             raise _lost_error()
         try:
@@ -359,7 +358,7 @@ class PurgeLease:
             raise _lost_error()
 
     def _check_clock(self) -> None:
-        """Raise ObjectStoreRefused, and end the lease, where this host's clock is ahead: by that
+        """Raise ObjectStoreRefused, and end the lease, if this host's clock is ahead: by that
         clock, valid leases would seem over, and young versions and tombstones old."""
         ahead_s = time.time() - self._objects.stat(self._name).modified_ns / 1e9
         if ahead_s > CLOCK_AHEAD_S_MAX:
@@ -407,7 +406,7 @@ def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
-    """Remove the lease of a purge that has ended. Raises BusyError where the lease is valid."""
+    """Remove the lease of a purge that has ended. Raises BusyError if the lease is valid."""
     try:
         lease, is_valid = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:

@@ -82,7 +82,7 @@ def _map_private(path: Path) -> Snapshot:
 
 @cache
 def boot_id() -> str:
-    """The run of this machine: what was not synced is lost when another one begins."""
+    """The ID of this run of the machine: unsynced data is lost when the next one begins."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
@@ -105,7 +105,7 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
 
 
 def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
-    """This user's private copy of a version, mapped; None where there is none.
+    """This user's private copy of a version, mapped; None if there is none.
 
     A process compares all checksums of a copy before it uses any of it. It removes one that does
     not match, and the caller loads the version again.
@@ -134,11 +134,11 @@ def newest_private_copy(identity: UUID) -> int:
 
 
 def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> Snapshot | None:
-    """Write a checked snapshot (its parts) to the private folder and map it; None where that is
+    """Write a checked snapshot (its parts) to the private folder and map it; None if that is
     impossible.
 
-    It is not synced, which would take as long as making it. So it is used only until the machine
-    boots again.
+    It is not synced, which would take as long as making it. So it is used only until the next boot
+    of the machine.
     """
     try:
         path = _private_path(identity, version)
@@ -165,8 +165,8 @@ def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
 
 
 def open_listed_copy(path: Path) -> Snapshot:
-    """A copy that `list_copies` has found. Its checksums are compared, so that one which a crash
-    has left damaged is not taken. Raises FormatError, OSError."""
+    """A copy that `list_copies` has found. Compares its checksums, to refuse a copy that a crash
+    has damaged. Raises FormatError, OSError."""
     try:
         return _map_private(path)
     except ValueError as error:

@@ -102,9 +102,10 @@ def purge(
 
 
 def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
-    """Raise CorruptError where a chunk that the metadata name is lost, or is not listed.
+    """Raise CorruptError if a chunk that the metadata name is lost, or is not listed.
 
-    Then the store may hide other chunks, too, and what looks replaced may be the only copy.
+    In this case the store may hide other chunks, too, and an entry that looks replaced may be the
+    only copy.
     """
     identity, meta = info.identity, repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
@@ -122,8 +123,8 @@ def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
 
 
 def reclaimable_bytes(repository: StoredRepository, name: str, view: Snapshot | None) -> int:
-    """`Repository.reclaimable_bytes` over stores that this process has opened. A snapshot is loaded
-    only where a chunk has holes."""
+    """`Repository.reclaimable_bytes` over stores that this process has opened. Loads a snapshot
+    only if a chunk has holes."""
     identity = repository.dataset(name).identity if view is None else view.identity
     records = [each for each in repository.meta.chunks(identity) if each.holes]
     if not records:
@@ -187,7 +188,6 @@ class _Purge:
         return new, options.grace_s if options.grace_s >= 0 else max(GRACE_S, longest_s)
 
     def run(self) -> PurgeReport:
-        """Do all steps."""
         began_s = time.time()
         self._publish()
         records = self._meta.chunks(self._identity)
@@ -221,7 +221,7 @@ class _Purge:
             self._repository.publish(self._info.name)
 
     def _check_lease(self) -> None:
-        """Raise BusyError where another purge may have begun since."""
+        """Raise BusyError if another purge may have begun since."""
         if self._lease is not None:
             self._lease.check()
 
@@ -250,7 +250,7 @@ class _Purge:
         self._left_alone.add(chunk)
         self._note(f"chunk {chunk_id_text(chunk)} stays as it is: {why}")
 
-    # What there is to do
+    # Finding the work
 
     def _find_droppable(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse], began_s: float
@@ -283,8 +283,8 @@ class _Purge:
     def _are_deleted(self, unlisted: Iterable[ChunkRecord]) -> bool:
         """Whether every chunk that was not listed is an empty one whose deletion was interrupted.
 
-        Else the listing is incomplete, or the object store was set back to an older copy: then a
-        chunk that looks empty may hold the only copies.
+        Otherwise the listing is incomplete, or the object store was set back to an older copy: then
+        a chunk that looks empty may hold the only copies.
         """
         for record in unlisted:
             text = chunk_id_text(record.id)
@@ -298,8 +298,8 @@ class _Purge:
         return True
 
     def _forgotten_are_deleted(self, known: Collection[ChunkId]) -> bool:
-        """Whether every chunk that only kept versions name, and the metadata do not, is gone from
-        the object store, too."""
+        """Whether every chunk that only kept versions name, but not the metadata, is gone from the
+        object store, too."""
         forgotten: set[ChunkId] = set()
         for version in self._versions.versions(self._identity):
             try:
@@ -312,14 +312,14 @@ class _Purge:
         )
 
     def _dead_entries(self, record: ChunkRecord) -> int:
-        """How many entries of a chunk need not be copied."""
+        """The number of a chunk's entries that need not be copied."""
         return record.holes + len(self._droppable.get(record.id, ()))
 
     def _choose(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse]
     ) -> list[ChunkRecord]:
         """The chunks to rewrite, in order of their IDs: those that waste space, and small ones if
-        fewer chunks come of it."""
+        merging them gives fewer chunks."""
         chosen, small = list[ChunkRecord](), list[ChunkRecord]()
         for record in records:
             dead = self._dead_entries(record)
@@ -339,7 +339,7 @@ class _Purge:
         return sorted(chosen)
 
     def _allowed_bytes(self, record: ChunkRecord) -> int:
-        """How many bytes of a chunk may be unused."""
+        """The number of bytes of a chunk that may be unused."""
         return record.object_bytes * self._options.max_unused_ppm // 1_000_000
 
     def _is_wasteful(self, record: ChunkRecord) -> bool:
@@ -381,7 +381,7 @@ class _Purge:
     def _copy(self, session: WriteSession, builder: ChunkBuilder, chunk: ChunkId) -> None:
         """Copy the live entries of a chunk; stamps and stored bytes stay as they are.
 
-        Raises CorruptError where one of them is damaged; then none has been copied.
+        Raises CorruptError if one of them is damaged; then none has been copied.
         """
         dead = self._dead_places(chunk)
         header, bodies = read_chunk(self._objects, self._identity, chunk)
@@ -456,7 +456,8 @@ class _Purge:
         report.waiting_bytes = empty_bytes - report.deleted_bytes
 
     def _may_go(self, chunk: ChunkId) -> bool:
-        """Whether an empty chunk is lost, or can be read: then we know what is deleted with it."""
+        """Whether an empty chunk is lost or can be read, so that the contents to be deleted are
+        known."""
         if not chunk_exists(self._objects, self._identity, chunk):
             return True
         return self._purgeable_header(chunk) is not None
@@ -486,8 +487,8 @@ class _Purge:
     def _delete(
         self, chunks: Sequence[ChunkId], unreferenced: Callable[[], frozenset[ChunkId]]
     ) -> list[ChunkId]:
-        """Forget chunks in the metadata, then delete the objects of those that are `unreferenced`
-        all the while; returns the chunks that are deleted."""
+        """Forget chunks in the metadata, then delete the objects of those that stay `unreferenced`;
+        returns the deleted chunks."""
         if not chunks:
             return []
         self._check_lease()
@@ -498,7 +499,7 @@ class _Purge:
             self._progress(done, len(forgotten))
             if not done or time.monotonic() > looked_s + _LEASE_CHECK_S:
                 looked_s, allowed = time.monotonic(), unreferenced()
-            if chunk not in allowed:  # a reader who has come meanwhile needs it
+            if chunk not in allowed:  # a new reader needs it
                 continue
             self._check_lease()
             self._objects.delete(chunk_object(self._identity, chunk))

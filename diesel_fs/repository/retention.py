@@ -1,7 +1,7 @@
-"""Which versions and chunks of a dataset must be kept, and which nothing needs any more.
+"""Decides which versions and chunks of a dataset must be kept, and which are no longer needed.
 
 The rules are those of FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace
-period keep versions; versions and leases (objects that say which version a process reads) keep
+period keep versions; versions and leases (objects that name the version a process reads) keep
 chunks; a chunk of tombstones stays as long as one of them hides an older entry. This module only
 decides, except that it removes expired versions and the objects of a deleted dataset; `purge.py`
 does the rest. Blocking; one thread.
@@ -45,7 +45,7 @@ log = logging.getLogger("diesel.retention")
 # Which versions are kept
 
 GRACE_S = 86_400
-"""For how long a version that is not current any more is kept for readers without a lease."""
+"""Time for which a version that is no longer current is kept for readers without a lease."""
 
 _RECENT = 8
 _PERIODS = 8
@@ -54,7 +54,7 @@ one in each of `_PERIODS` equal parts of the period: a dataset may get a version
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
-"""The most that a policy can say. More seconds would not fit into the times of clocks and files."""
+"""The greatest value in a policy. More seconds would not fit into the times of clocks and files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class RetentionPolicy:
 
 
 def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPolicy:
-    """A dataset's policy, or the default where it has none. Raises CorruptError."""
+    """A dataset's policy, or the default if it has none. Raises CorruptError."""
     try:
         values = json.loads(bytes(objects.get(lease_object(identity, POLICY))))
         policy = RetentionPolicy(values["keep"], values["grace_s"])
@@ -118,8 +118,8 @@ def retained_versions(
 def _last_distinct(
     versions: VersionStore, identity: UUID, published: Sequence[int], count: int
 ) -> set[int]:
-    """The last `count` of some versions (ascending). Of neighbours with equal content, only the
-    newest counts."""
+    """The last `count` versions (they ascend). If neighbours have equal content, only the newest
+    counts."""
     last, later_mark = set[int](), b""
     for version in reversed(published):
         if len(last) == count:
@@ -137,7 +137,7 @@ def _last_distinct(
 
 
 def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
-    """Of versions (ascending, with the time in us when each was published), those that were current
+    """The versions (ascending, with the time in us at which each was published) that were current
     within the grace period, thinned as `_PERIODS` says, and the newest."""
     versions = [*published]
     horizon_us = (now_s - grace_s) * 1e6
@@ -172,15 +172,15 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 
 
 class ChunkUse(NamedTuple):
-    """How much of a chunk the files of a version use: entries, and bytes of bodies."""
+    """The use of a chunk by the files of a version: entries, and bytes of bodies."""
 
     entries: int
     stored_bytes: int
 
 
 def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
-    """By number of a chunk: how many extents of files of a version, shadowed files too, are in
-    it."""
+    """The number of extents in each chunk, by its number, of all files of a version, including
+    shadowed files."""
     columns, shadowed = view.columns, view.columns.shadowed
     numbers = [columns.extents["chunk"]]
     for flags, chunk in (columns.flags, columns.chunk), (shadowed["flags"], shadowed["chunk"]):
@@ -195,7 +195,7 @@ def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
 
 
 def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
-    """How much of each chunk in a version's table its files use."""
+    """The use of each chunk in a version's table by the version's files."""
     stored_bytes = map(int, view.used_bytes().tolist())  # exact up to 2^53
     rows = map(ChunkUse, extent_counts(view).tolist(), stored_bytes)
     return dict(zip(view.chunk_ids, rows, strict=True))
@@ -224,10 +224,10 @@ class DeletableChunks:
     ) -> frozenset[ChunkId]:
         """The candidates that may be deleted.
 
-        `versions` are the published ones, ascending, and when each was published (us since 1970);
-        `leased` are those that somebody reads. A reader without a lease may still use the version
-        that was current at `before_us`. Raises FormatError where a version cannot be read, and
-        ObjectMissing where it was removed since: then it is unknown which chunks it needs.
+        `versions` are the published ones, ascending, with the time at which each was published (us
+        since 1970); `leased` are those that somebody reads. A reader without a lease may still use
+        the version that was current at `before_us`. Raises FormatError if a version cannot be read,
+        and ObjectMissing if it was removed since: then the chunks that it needs are unknown.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
@@ -255,8 +255,8 @@ class DeletableChunks:
 # Which tombstones nothing needs any more
 
 TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
-"""How old a tombstone must be before it can be dropped. A chunk that was sealed before it and is
-committed so much later is refused, so nothing older than the tombstone can still come."""
+"""Age from which a tombstone can be dropped. A chunk that was sealed before the tombstone is
+refused if its commit comes this late, so nothing older than the tombstone can still arrive."""
 
 ReadHeader = Callable[[ChunkId], ChunkHeader]
 
@@ -300,7 +300,7 @@ def droppable_tombstones(
     """By chunk, the places of the tombstones (`old_enough`) that hide nothing any more.
 
     `suspects` are all chunks that may hold an older entry of the same path: those with holes, and
-    those that the metadata store does not know. Where one of them cannot be read, no tombstone is
+    those that the metadata store does not know. If one of them cannot be read, no tombstone is
     dropped.
     """
     left = dict(tombstones)
@@ -328,7 +328,7 @@ def droppable_tombstones(
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """What became of a deleted dataset: how many objects are removed, and how many are left since
+    """The result of deleting a dataset: the number of removed objects, and of those left because
     somebody still reads or writes them."""
 
     removed: int
@@ -350,8 +350,8 @@ def remove_dataset(
     """Remove the objects of a dataset that is marked as deleted, except those that leases pin and
     those that somebody is writing.
 
-    Repeatable: the object with the dataset's name goes last, since the others are found by it. With
-    `but_name` it stays.
+    Repeatable: the object with the dataset's name goes last, since the others are found through it.
+    With `but_name` it stays.
     """
     leased = leased_versions(objects, identity, time.time())
     pinned, all_pinned = _pinned_chunks(versions, identity, leased)

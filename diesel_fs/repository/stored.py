@@ -1,9 +1,10 @@
 """A repository over an object store and a metadata store: all operations except the long jobs.
 
 The chunks in the object store are the only truth; metadata and snapshots can be made from them
-again. This module keeps the order of writing (FORMAT.md, section 5): which chunks may be committed,
-how the metadata store gets what it lacks, and which snapshot a reader gets. Readers never need the
-metadata store: where it cannot be used they get the newest snapshot in the object store.
+again. This module keeps the order of writing (FORMAT.md, section 5): it decides which chunks may be
+committed, how the metadata store gets missing chunks, and which snapshot a reader gets. Readers
+never need the metadata store: if it cannot be used, they get the newest snapshot in the object
+store.
 
 A `StoredRepository` may be used from several threads and in forked children. `LocalRepository`
 (`local.py`) adds the long jobs, which are built on this class.
@@ -93,8 +94,8 @@ class StoredRepository(Repository):
     def open(cls, url: RepositoryUrl | str, *, create: bool = False) -> Self:
         """Open the repository at `url`; `create` makes a new one in a new or empty folder.
 
-        Raises ConfigError for an address that this process cannot open, ObjectStoreError where
-        there is no repository.
+        Raises ConfigError for an address that this process cannot open, ObjectStoreError if there
+        is no repository.
         """
         parsed = parse_url(url) if isinstance(url, str) else url
         repository = cls(open_objects(parsed, create=create), None, url=parsed)
@@ -105,7 +106,7 @@ class StoredRepository(Repository):
         """Open the metadata store. `replace_damaged` first renames an embedded one that cannot be
         used.
 
-        Where the store cannot be opened, this does not fail: reading goes on without it, and `meta`
+        If the store cannot be opened, this does not fail: reading continues without it, and `meta`
         raises the reason.
         """
         self._close_metadata()
@@ -133,7 +134,7 @@ class StoredRepository(Repository):
 
     @property
     def meta(self) -> MetadataStore:
-        """The metadata store. Raises the reason where it cannot be used."""
+        """The metadata store. Raises the reason if it cannot be used."""
         if self._meta is None:
             raise self._meta_problem or MetadataError("there is no metadata store")
         return self._meta
@@ -204,7 +205,7 @@ class StoredRepository(Repository):
         return str(loss) if loss else ""
 
     def _loss(self, name: str, identity: UUID, version: int) -> DieselError | None:
-        """The error where the metadata store lacks a published version of a dataset."""
+        """The error if the metadata store lacks a published version of a dataset."""
         try:
             head = self.meta.head(name)
             if head.identity == identity and head.version >= version:
@@ -244,7 +245,7 @@ class StoredRepository(Repository):
         raise self.behind_error(info.name)
 
     def behind_error(self, name: str) -> MetadataBehind:
-        """The error where the metadata store lacks what was acknowledged of a dataset."""
+        """The error for a metadata store that lacks acknowledged entries of a dataset."""
         why = f" ({self._meta_problem.message})" if self._meta_problem else ""
         return MetadataBehind(
             f"the metadata of {name!r} is behind its chunks{why}",
@@ -273,7 +274,7 @@ class StoredRepository(Repository):
         return _stat_of(record)
 
     def _current_meta(self, info: DatasetInfo) -> MetadataStore | None:
-        """The metadata store, if it has all that was ever acknowledged of a dataset."""
+        """The metadata store, if it has everything that was ever acknowledged of a dataset."""
         if info.head is None or self.snapshots.newest(info.identity) > info.head.version:
             return None
         return self._meta
@@ -330,7 +331,7 @@ class StoredRepository(Repository):
         return unreadable_paths(self, self.meta, self.dataset(name).identity)
 
     def _create(self, name: str) -> DatasetInfo:
-        """Make a dataset. Where several writers do so at once, the metadata store lets one win."""
+        """Create a dataset. If several writers do so at once, the metadata store lets one win."""
         try:
             head = self.meta.create(name, uuid.uuid4())
         except ConflictError:
@@ -368,7 +369,7 @@ class StoredRepository(Repository):
                 raise lost_chunks_error(head.name, losses_in({chunk: why}, [view]))
 
     def _batch(self, identity: UUID, chunk: ChunkId) -> tuple[CommitBatch | None, str]:
-        """The entries of a chunk; None and the reason where it cannot be read."""
+        """The entries of a chunk; None and the reason if it cannot be read."""
         try:
             header = read_with_retries(lambda: self.read_header(identity, chunk))
             return batch_of(header, stored=True), ""
@@ -377,8 +378,8 @@ class StoredRepository(Repository):
             return None, error.message
 
     def commit_batches(self, identity: UUID, *batches: CommitBatch) -> int:
-        """Commit; returns the version. Where the metadata store has been restarted, it is repaired
-        before."""
+        """Commit; returns the version. If the metadata store has been restarted, it is repaired
+        first."""
         for _ in range(_RESTARTS_MAX):
             try:
                 return self.meta.commit(identity, *batches)
@@ -421,9 +422,9 @@ class StoredRepository(Repository):
         write_record(self.objects, identity, record)
 
     def publish(self, name: str, *, full: bool = False) -> int:
-        """As `Repository.publish`. What the metadata store says of the chunks that this process has
-        committed is compared with their headers. Raises CorruptError, and publishes nothing, where
-        the two differ."""
+        """As `Repository.publish`. Compares the metadata store's data about chunks that this
+        process has committed with their headers. Raises CorruptError, and publishes nothing, if
+        they differ."""
         info = self.dataset(name)
         if info.head is None:
             raise self.behind_error(name)

@@ -28,7 +28,7 @@ _STORE_TRIES = 8  # two writers draw the same ID about once in 2^32 chunks
 class WriteSession(ABC):
     """One writer on one dataset: it makes IDs, commits chunks, deletes paths.
 
-    What was committed is acknowledged by `finish`: from then on it survives any crash. After a
+    Commits are acknowledged by `finish`: from then on they survive any crash. After a
     deletion of the dataset every method raises ConflictError.
     """
 
@@ -45,7 +45,7 @@ class WriteSession(ABC):
         self.identity = info.identity
         self.objects = objects
         self.folders: set[bytes] = set()
-        """The folders in which this session has committed something."""
+        """The folders to which this session has committed something."""
         self._started_at = info.head
         self._info = info
         self._ids = ids
@@ -67,7 +67,7 @@ class WriteSession(ABC):
 
     @abstractmethod
     def finish(self) -> int:
-        """Acknowledge: all commits are durable and their snapshot is published, also where the
+        """Acknowledge: all commits are durable and their snapshot is published, even if the
         metadata store has lost some of them meanwhile. Returns the version."""
 
     @abstractmethod

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diesel_fs.cache import coalescing_reader as coalescing_module
-from diesel_fs.cache import reader as reader_module
+from diesel_fs.cache import column_reader as column_module
 from diesel_fs.cache.coalesce import ReadLimits
 from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.reader import EntryReader
@@ -110,7 +110,7 @@ def push(columns: Columns, view: Snapshot, rows: Positions) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "read"), [(reader_module, read_many), (coalescing_module, push)]
+    ("module", "read"), [(column_module, read_many), (coalescing_module, push)]
 )
 def test_only_unchecked_groups_are_checked(
     store: Counting,

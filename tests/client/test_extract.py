@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.reader import EntryFile, EntryReader
+from diesel_fs.cache.entry_file import EntryFile
+from diesel_fs.cache.reader import EntryReader
 from diesel_fs.client.extract import GetReport, get, get_tar, in_chunk_order
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.format.snapshot import layout as layout

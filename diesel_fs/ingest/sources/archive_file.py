@@ -1,8 +1,8 @@
-"""The bytes of an archive where it lies: read in order or anywhere, fetched ahead, and hashed.
+"""The bytes of an archive at its place: read in order or anywhere, fetched ahead, and hashed.
 
-A local file is read as it is. What lies elsewhere is fetched in pieces, several at once, ahead of a
-reader that goes forward; so an archive is fetched once, and never lies on a disk of this machine.
-The SHA-256 is made as the bytes pass, and what a reader has left out is read at the end.
+A local file is read directly. Any other archive is fetched in pieces, several at once, ahead of a
+reader that goes forward; so it is fetched once, and never lies on a disk of this machine. The
+SHA-256 is computed as the bytes pass; bytes that the reader skipped are read at the end.
 """
 
 import hashlib
@@ -18,19 +18,19 @@ from ...errors import DieselError
 
 PIECE_BYTES = 8 << 20
 _PIECES_KEPT = 2  # behind the reader: a zip's reader steps back a little
-_WHOLE_BYTES_MAX = 64 << 20  # a fetched archive of so many bytes stays in memory, to be read again
+_WHOLE_BYTES_MAX = 64 << 20  # a fetched archive up to this size stays in memory, to be read again
 _HASH_BYTES = 1 << 20
-_STREAM_BYTES = 64 << 10  # a reader that looks at the beginning sees so many
+_STREAM_BYTES = 64 << 10  # the part that a reader of the beginning can see
 
 ReadAt = Callable[[int, int], bytes]
-"""Gives `size` bytes from `start` on (start, size). May be called from several threads."""
+"""`read(start, size)` returns `size` bytes from `start` on. Several threads may call it."""
 
 
 class ArchiveFile(io.RawIOBase, ABC):
     """An open archive. One thread at a time."""
 
     def __init__(self, size: int | None) -> None:
-        """`size` in bytes; None where it is not known before the end."""
+        """`size` in bytes; None if it is not known before the end."""
         self.size = sys.maxsize if size is None else size
         self._is_size_known = size is not None
         self._at = 0
@@ -39,7 +39,7 @@ class ArchiveFile(io.RawIOBase, ABC):
 
     @abstractmethod
     def read_at(self, start: int, room: memoryview) -> int:
-        """Read into `room` from `start` on; returns how many bytes, 0 only at the end. Raises
+        """Read into `room` from `start` on; returns the number of bytes, 0 only at the end. Raises
         OSError."""
 
     def readable(self) -> bool:
@@ -72,14 +72,14 @@ class ArchiveFile(io.RawIOBase, ABC):
         return count
 
     def rewind(self) -> None:
-        """Go back to the beginning, and hash anew."""
+        """Go back to the beginning, and hash again."""
         self.seek(0)
         self._hashed = 0
         self._hash = hashlib.sha256()
 
     def sha256(self, check_running: Callable[[], None] = lambda: None) -> bytes:
-        """The SHA-256 of the whole archive: what was not read in order is read now.
-        `check_running` is called now and then; what it raises ends this."""
+        """The SHA-256 of the whole archive: bytes that were not read in order are read now. Calls
+        `check_running` now and then; its errors end this."""
         self.seek(self._hashed)
         room = bytearray(_HASH_BYTES)
         while self._hashed < self.size:
@@ -89,7 +89,7 @@ class ArchiveFile(io.RawIOBase, ABC):
 
 
 class LocalArchiveFile(ArchiveFile):
-    """A file of this machine, as it was when it was opened: reading fails once it has changed."""
+    """A local file in the state in which it was opened: reading fails once the file has changed."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -119,12 +119,11 @@ class LocalArchiveFile(ArchiveFile):
 
 
 class FetchedArchiveFile(ArchiveFile):
-    """An archive elsewhere, of which ranges can be asked for; `ahead` pieces are fetched at
-    once."""
+    """A remote archive that can be read in ranges; `ahead` pieces are fetched at once."""
 
     def __init__(self, size: int, read: ReadAt, ahead: int, *, is_pinned: bool = False) -> None:
-        """`is_pinned`: a piece that is fetched again must have the bytes that it had before. Else
-        a server could send other members than those whose SHA-256 was checked."""
+        """`is_pinned`: a piece that is fetched again must have the same bytes as before. Otherwise
+        a server could send other members than those with the checked SHA-256."""
         super().__init__(size)
         self._read = read
         self._ahead = ahead
@@ -137,7 +136,7 @@ class FetchedArchiveFile(ArchiveFile):
 
     def read_at(self, start: int, room: memoryview) -> int:
         number, offset = divmod(start, PIECE_BYTES)
-        if number in (0, self._last, self._last + 1):  # it goes forward
+        if number in (0, self._last, self._last + 1):  # the reader goes forward
             for each in range(number, min(number + self._ahead, self._count)):
                 self._fetch(each)
         try:
@@ -175,12 +174,12 @@ class FetchedArchiveFile(ArchiveFile):
 
 
 class StreamedArchiveFile(ArchiveFile):
-    """An archive elsewhere that can only be read from its beginning to its end."""
+    """A remote archive that can only be read from its beginning to its end."""
 
     def __init__(
         self, size: int | None, read: Callable[[int], bytes], close: Callable[[], None]
     ) -> None:
-        """`read` gives at most so many of the next bytes, none at the end."""
+        """`read(n)` returns at most n of the next bytes, none at the end."""
         super().__init__(size)
         self._read = read
         self._close = close

@@ -1,11 +1,11 @@
-"""Where archives lie: in files of this machine, and behind http and https addresses.
+"""The places of archives: local files, and http and https addresses.
 
-An address may end in `#sha256=` and 64 hex digits, which the archive must have. What a server
-calls an archive's bytes is its ETag, unless that is a weak one, else the time of the last change.
-All answers must have the ETag, the time and the length of the first one: else the archive has
+An address may end in `#sha256=` and 64 hex digits, which the archive must have. The tag of an
+archive's bytes is the server's ETag; if that is missing or weak, the time of the last change. All
+answers must have the ETag, the time and the length of the first one: otherwise the archive has
 changed, and nothing more of it is taken. Redirections are followed, but never from https to http.
-A server that sends parts of a file is asked for several at once; another sends the whole, which
-then cannot be resumed.
+If a server sends parts of a file, several parts are requested at once; if it sends only whole
+files, these cannot be resumed.
 """
 
 import email.utils
@@ -47,7 +47,7 @@ from .archives import ArchiveState
 _SHA256 = re.compile("sha256=([0-9a-fA-F]{64})")
 _SIZE = re.compile("[0-9]{1,18}")  # more digits are no size
 _REDIRECTS_MAX = 5
-_CONNECT_S, _READ_S = 10.0, 30.0  # a server that sends nothing for so long is asked again
+_CONNECT_S, _READ_S = 10.0, 30.0  # if a server sends nothing for this time, it is asked again
 _TAG_MAX = 1024  # of characters
 _AHEAD = 8  # pieces of one archive that are fetched at once
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
@@ -57,8 +57,8 @@ _TIME_S_END = (1 << 63) // _SECOND_NS
 
 
 def split_sha256(address: str) -> tuple[str, bytes]:
-    """An address without its fragment, and the SHA-256 that the fragment says. Raises UsageError
-    for another fragment."""
+    """An address without its fragment, and the SHA-256 in the fragment. Raises UsageError for any
+    other fragment."""
     plain, has_fragment, fragment = address.partition("#")
     if not has_fragment:
         return address, b""
@@ -72,7 +72,7 @@ def split_sha256(address: str) -> tuple[str, bytes]:
 
 
 class LocalArchive:
-    """An archive in a file of this machine."""
+    """An archive in a local file."""
 
     is_local = True
     sha256 = b""
@@ -98,7 +98,7 @@ class LocalArchive:
         return ArchiveState(f"mtime {found.st_mtime_ns}", found.st_size, found.st_mtime_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Its bytes. Raises PermissionDenied, and OSError where it has changed."""
+        """Its bytes. Raises PermissionDenied, and OSError if it has changed."""
         try:
             file = LocalArchiveFile(self.name)
         except OSError as error:
@@ -132,9 +132,9 @@ class HttpArchive:
             )
         self._pool = _pool(parts.scheme, parts.hostname)
         self._pauses = LongPauses()
-        self._place = self.address  # where redirections led
+        self._place = self.address  # the address after redirections
         self._sends_parts = False
-        self._etag = ""  # only if it is a strong one
+        self._etag = ""  # only a strong one
         self._seen = _Seen()
 
     def look(self) -> ArchiveState:
@@ -229,7 +229,7 @@ class HttpArchive:
                 raise NotFoundError(said)
             case 401 | 403:
                 self._place = self.address
-                if is_remembered:  # an address that a redirection gave may have expired
+                if is_remembered:  # an address from a redirection may have expired
                     raise AttemptFailed(said)
                 raise PermissionDenied(said)
             case 412:
@@ -240,7 +240,7 @@ class HttpArchive:
         raise ObjectStoreRefused(said)
 
     def _target(self, address: str, location: str) -> str:
-        """Where a redirection leads. Raises ObjectStoreRefused."""
+        """The address to which a redirection leads. Raises ObjectStoreRefused."""
         try:
             target = urljoin(address, location)
             scheme = urllib3.util.parse_url(target).scheme
@@ -263,20 +263,20 @@ class HttpArchive:
 
 
 class _Seen(NamedTuple):
-    """What a server has said of an archive's bytes."""
+    """The server's data about an archive's bytes."""
 
     etag: str = ""
     modified: str = ""
     size: str = ""
 
     def allows(self, answer: urllib3.BaseHTTPResponse, size: str) -> bool:
-        """Whether another answer may have bytes of the same archive, of which it says this size."""
+        """Whether another answer, which reports this size, may have bytes of the same archive."""
         headers = answer.headers
         return self == (headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
 
 
 def _time_ns(text: str) -> int:
-    """The time that a header says; 0 where it says none that can be stored."""
+    """The time in a header; 0 if it has none that can be stored."""
     parsed = email.utils.parsedate_tz(text)
     try:
         seconds = email.utils.mktime_tz(parsed) if parsed else 0
@@ -305,6 +305,6 @@ def _read_stream(answer: urllib3.BaseHTTPResponse, size: int) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """Why a request failed, without the address, which may hold a secret."""
+    """The reason why a request failed, without the address, which may hold a secret."""
     cause = error.__cause__ or error
     return str(getattr(cause, "strerror", None) or type(cause).__name__)

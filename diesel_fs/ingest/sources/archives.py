@@ -1,23 +1,23 @@
-"""Archives as the source of a put: each is fetched once, decompressed, and its members are packed.
+"""A source of several archives: each is fetched once, decompressed, and its members are packed.
 
     put --unpack s3://bucket/shards/*.tar.gz https://host/extra.zip pets
 
-Threads take the archives in their order; each fetches, decompresses and packs one at a time, so
-archives are worked on side by side, and nothing lies on a disk meanwhile. (Decompressing, hashing
-and copying let other threads run.) What an archive is, its first bytes say: a tar or a zip, or one
-compressed file, which becomes a file without the suffix.
+Threads take the archives in their order; each fetches, decompresses and packs one at a time. So
+archives are processed side by side, and nothing lies on a disk meanwhile. (Decompressing, hashing
+and copying release the interpreter's lock.) The first bytes of an archive tell its kind: a tar, a
+zip, or one compressed file, which becomes a file without the suffix.
 
-**What is put once.** When an archive has been put whole, it is recorded (`ArchiveRecord`): a later
-put skips it, if the place where it lies calls its bytes the same (address, tag and size) or its
-SHA-256 is the same, and the dataset still has all that it brought. So a put that was killed goes on
-at the archive. With `--checksum` or `--delete` no archive is skipped. Where another dataset that
+**Skipped archives.** When an archive has been put completely, it is recorded (`ArchiveRecord`). A
+later put skips it if its place reports the same bytes (address, tag and size) or its SHA-256 is the
+same, and the dataset still has all its entries. So a put that was killed continues with the archive
+at which it ended. With `--checksum` or `--delete` no archive is skipped. If another dataset that
 the caller may read has an archive of the same SHA-256, its entries are copied from there.
 
-**Order.** Of files and links with one path, the one in the archive that is named last counts,
-whichever is packed first: if several archives had one, the last of them is read again for these. So
-is an archive that was skipped, if one that was named before it has replaced something of it. The
-record of an archive says which later ones have replaced something (`yields_to`): without these, the
-dataset has not all of it.
+**Order.** If files or links of several archives have one path, the one in the archive that is named
+last counts, whichever is packed first: the last of these archives is read again for such paths. A
+skipped archive is read again, too, if an archive named before it has replaced an entry of it. The
+record of an archive names the later ones that have replaced entries of it (`yields_to`): without
+these, the dataset does not have all of it.
 """
 
 import contextlib
@@ -37,7 +37,8 @@ from typing import BinaryIO, NamedTuple, Protocol, cast
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ...cache.reader import EntryFile, EntryReader
+from ...cache.entry_file import EntryFile
+from ...cache.reader import EntryReader
 from ...errors import DieselError, NotFoundError, UsageError
 from ...format.entries import ChunkId, Kind
 from ...format.snapshot.reader import Indices, Snapshot
@@ -66,48 +67,46 @@ log = logging.getLogger("diesel.ingest")
 
 _BROKEN: tuple[type[Exception], ...] = (FileSkipped, *BROKEN_STREAM)
 _SIDE_BY_SIDE_MAX = 8  # archives: for each, some 100 MiB are in memory
-_LOOKS = 16  # archives whose tags and sizes are asked for at once
+_LOOKS = 16  # requests at once for tags and sizes of archives
 _COUNTED_BYTES = 64 << 20  # of one compressed file in memory; a longer one is decompressed twice
 _COPY_MEMORY_BYTES = 256 << 20
-_YIELDS_MAX = 4096  # a record that would yield to more is left as it is: the archive is read again
+_YIELDS_MAX = 4096  # a record that would yield to more archives is not changed: it is read again
 _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
 class ArchiveState(NamedTuple):
-    """An archive as it is where it lies."""
+    """The state of an archive at its place."""
 
     tag: str
-    """What its place calls just these bytes; empty where it does not say."""
+    """The name that its place gives to exactly these bytes; empty if it gives none."""
     size: int
     modified_ns: int
 
 
 class Archive(Protocol):
-    """An archive, where it lies. Used by one thread at a time."""
+    """An archive at its place. Used by one thread at a time."""
 
     @property
     def name(self) -> str:
-        """Its address, as it is shown: without a query."""
+        """Its address as it is displayed: without a query."""
         ...
 
     @property
-    def address(self) -> str:
-        """Its whole address."""
-        ...
+    def address(self) -> str: ...
 
     @property
     def file_name(self) -> str:
-        """The name of the file that it is."""
+        """Its file name."""
         ...
 
     @property
     def sha256(self) -> bytes:
-        """What its SHA-256 must be; empty where that is not said."""
+        """The SHA-256 that it must have; empty if none is given."""
         ...
 
     @property
     def is_local(self) -> bool:
-        """Whether it costs little to read it twice."""
+        """Whether it is cheap to read it twice."""
         ...
 
     def look(self) -> ArchiveState:
@@ -115,17 +114,17 @@ class Archive(Protocol):
         ...
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """Its bytes as they were in this state. Raises as `look`; reading raises OSError."""
+        """Its bytes in this state. Raises as `look`; reading raises OSError."""
         ...
 
     def stop(self) -> None:
-        """End calls that wait since the server has asked for a pause: nobody needs it any more. Any
-        thread may call, repeatedly."""
+        """End calls that wait because the server has asked for a pause, since nobody needs them any
+        more. Safe from any thread; repeatable."""
         ...
 
 
 class _Log(MemberLog):
-    """What one archive has in it."""
+    """The entries of one archive."""
 
     def __init__(self, target: bytes) -> None:
         self._target = target
@@ -149,7 +148,7 @@ class _Log(MemberLog):
 
 
 class _OnlyThese(Filter):
-    """Of what another filter takes, the paths with these hashes."""
+    """Of the paths that another filter takes, only those with these hashes."""
 
     def __init__(self, taken: Filter, hashes: Set[int]) -> None:
         self._taken = taken
@@ -163,7 +162,7 @@ class _OnlyThese(Filter):
 
 
 class _Original(NamedTuple):
-    """Where another dataset has the entries of an archive."""
+    """The entries of an archive in another dataset."""
 
     view: Snapshot
     record: ArchiveRecord
@@ -180,7 +179,7 @@ class _Job:
     is_skipped: bool = False
     original: _Original | None = None
     is_single: bool = False
-    """Whether it is one compressed file, whose path is made of the archive's address."""
+    """Whether it is one compressed file, with a path made from the archive's address."""
 
 
 @dataclass(slots=True)
@@ -191,12 +190,12 @@ class _ArchiveGroup:
     jobs: list[_Job] = field(default_factory=list)
     bytes: int = 0
     chunks: dict[ChunkId, int] = field(default_factory=dict)
-    """The chunks that were committed, and how many files (extents) each holds."""
+    """The committed chunks, and the number of files (extents) in each."""
 
 
 class ArchivesSource(Source):
-    """The members of several archives. One that cannot be read is named in the report, and the
-    others go on."""
+    """The members of several archives. The report names an archive that cannot be read, and the
+    others continue."""
 
     shadowed_reason = "it is a folder of an archive, too"
 
@@ -208,7 +207,7 @@ class ArchivesSource(Source):
         self._error: BaseException | None = None
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Ask for the state of each archive. Raises the first error where none can be had."""
+        """Read the state of each archive. Raises the first error if none can be read."""
 
         def look(archive: Archive) -> ArchiveState | DieselError:
             try:
@@ -257,8 +256,9 @@ class ArchivesSource(Source):
         return not self._work.report.failed
 
     def published(self, session: WriteSession) -> None:
-        """Write the records anew of which this put has replaced something. An archive of which a
-        file was left out keeps a record that no longer holds, so a later put reads it again."""
+        """Rewrite the records of archives that lost entries to this put. If a file of an archive
+        was left out, its record stays and no longer holds, so a later put reads the archive
+        again."""
         target = self._work.target
         left_out = {
             xxh3_64_intdigest(source_path(target, path)) for path, _ in self._work.report.failed
@@ -285,11 +285,11 @@ class ArchivesSource(Source):
             if now != job.record and len(yields_to) <= _YIELDS_MAX:
                 self._work.repository.record_archive(session.identity, replace(now, is_alone=False))
 
-    # Which archives need not be read
+    # Finding the archives that need not be read
 
     def _skip_recorded(self) -> None:
-        """Skip the archives that the dataset was made from, as far as it still has all of them.
-        Find others in other datasets."""
+        """Skip the archives of which the dataset still has all entries. Find others in other
+        datasets."""
         options, repository = self._work.options, self._work.repository
         if options.checksum or options.delete:
             return
@@ -311,14 +311,14 @@ class ArchivesSource(Source):
         self._find_originals([job for job in self._jobs if not job.is_skipped])
 
     def _source_id(self, job: _Job) -> bytes:
-        """What identifies an archive, and what is put of it."""
+        """Identifies an archive and the selection of its members."""
         options = self._work.options
         filters = "".join(f"\n+{each}" for each in options.include)
         filters += "".join(f"\n-{each}" for each in options.exclude)
         return source_id(job.archive.address + filters)
 
     def _of_same_content(self, job: _Job, records: Sequence[ArchiveRecord]) -> ArchiveRecord | None:
-        """The record among these of an archive with the same SHA-256, as far as that is known."""
+        """The record of an archive with the same SHA-256, as far as that is known."""
         if not self._work.path_filter.includes_all:
             return None
         same_size = [each for each in records if each.size == job.state.size and each.sha256]
@@ -330,12 +330,12 @@ class ArchivesSource(Source):
                 with contextlib.closing(job.archive.open(job.state)) as file:
                     sha256 = file.sha256()
             except (NotFoundError, OSError):
-                return None  # reading it will say why
+                return None  # reading it will report the reason
         return next((each for each in same_size if each.sha256 == sha256), None)
 
     def _find_originals(self, jobs: Sequence[_Job]) -> None:
-        """Find archives of the same SHA-256 in other datasets, which the caller may read. One that
-        cannot be looked at is left out."""
+        """Find archives of the same SHA-256 in other datasets that the caller may read. Skips
+        datasets that cannot be read."""
         wanted = [job for job in jobs if job.archive.sha256 or job.archive.is_local]
         repository = self._work.repository
         for info in repository.datasets() if wanted else ():
@@ -441,12 +441,12 @@ class ArchivesSource(Source):
             self._record(batch, job, seconds + stored_s, sha256)
 
     def _packer(self, committed: Callable[[ValidatedChunk, int], None]) -> Packer:
-        """A packer of one thread; the session, which all share, is used by one at a time.
-        `committed` is called meanwhile."""
+        """A packer of one thread. All packers share the session; one at a time uses it. Meanwhile
+        `committed` is called."""
         session, options = self._session, self._work.options
 
         def new_id(writer_of: ChunkId | None) -> ChunkId:
-            self._check_running()  # else Ctrl-C would wait for the end of a large member
+            self._check_running()  # without this, Ctrl-C would wait for the end of a large member
             with self._lock:
                 return session.new_id(writer_of)
 
@@ -459,13 +459,13 @@ class ArchivesSource(Source):
         )
 
     def _check_running(self) -> None:
-        """Raise what ended another thread."""
+        """Raise the error that ended another thread."""
         if self._error is not None:
             raise self._error
 
     def _take_one(self, job: _Job, work: PutWork, packer: Packer | None) -> tuple[bool, bytes]:
-        """Take the members of one archive; returns whether it was whole, and its SHA-256. What is
-        wrong with it is named in the report. Raises DieselError where the put cannot go on."""
+        """Take the members of one archive; returns whether it was complete, and its SHA-256. The
+        report names faults of the archive. Raises DieselError if the put cannot go on."""
         name = job.archive.name
         failed = len(work.report.failed)
         taker = MemberTaker(work, self._comparer, packer, job.log)
@@ -484,9 +484,9 @@ class ArchivesSource(Source):
         return not reason and len(work.report.failed) == failed, sha256
 
     def _fetch_members(self, job: _Job, taker: MemberTaker) -> tuple[str, bytes]:
-        """Read an archive and take its members; returns why that broke off, and its SHA-256. Where
-        that must be a certain one, no member is taken before it has been seen to be. Raises
-        UsageError, OSError."""
+        """Read an archive and take its members; returns why that broke off, and its SHA-256. If a
+        SHA-256 is given, no member is taken before it has been verified. Raises UsageError,
+        OSError."""
         expected = job.archive.sha256
         if expected:
             with contextlib.closing(_opened(job)) as file:
@@ -513,14 +513,14 @@ class ArchivesSource(Source):
         taker.copy_hard_links(self._work.repository.view(self._session.name))
 
     def _name_failures(self, work: PutWork, start: int, name: str) -> None:
-        """Say of each member that was left out in which archive it is."""
+        """Name the archive in the report for each member that was left out."""
         if len(self._archives) > 1:
             for at in range(start, len(work.report.failed)):
                 path, reason = work.report.failed[at]
                 work.report.failed[at] = path, f"{reason} (in {name})"
 
     def _take_members(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> str:
-        """Take the members, of whatever kind the archive is; returns why that broke off."""
+        """Take the members of an archive of any kind; returns why that broke off."""
         buffered = io.BufferedReader(file, READ_BYTES)
         try:
             if buffered.peek(4)[:4] in ZIP_MAGICS:
@@ -537,11 +537,11 @@ class ArchivesSource(Source):
         except BROKEN_STREAM as error:
             return f"it is damaged or cut off: {error}"
         finally:
-            buffered.detach()  # else it would close the file
+            buffered.detach()  # otherwise it would close the file
 
     def _take_single(self, job: _Job, content: Decompressor, taker: MemberTaker) -> str:
-        """Take one compressed file. Its size must be known before it is packed, so one that is
-        longer than `_COUNTED_BYTES` is decompressed twice."""
+        """Take one compressed file. Its size must be known before packing, so a file longer than
+        `_COUNTED_BYTES` is decompressed twice."""
         member = tarfile.TarInfo()
         member.mode = 0o644
         job.is_single = True
@@ -571,7 +571,7 @@ class ArchivesSource(Source):
         return reason
 
     def _record(self, batch: _ArchiveGroup, job: _Job, seconds: float, sha256: bytes) -> None:
-        """Record an archive that was put whole."""
+        """Record an archive that was put completely."""
         if sum(map(len, job.log.others)) > OTHERS_BYTES_MAX:
             return
         view, chunks = self._work.view, dict(batch.chunks)
@@ -580,7 +580,7 @@ class ArchivesSource(Source):
             numbers = sorted({*view.chunk_of(files).tolist()})
             before = [view.chunk_ids[number] for number in numbers]
             chunks.update(zip(before, LiveFiles(view).counts(before), strict=True))
-        # Another put of the same bytes may take more of them, or give them another name
+        # Another put of the same bytes may take more members, or name them differently
         is_like_others = self._work.path_filter.includes_all and not job.is_single
         job.record = ArchiveRecord(
             source=os.fsencode(job.archive.name).decode("utf-8", "backslashreplace"),
@@ -601,7 +601,7 @@ class ArchivesSource(Source):
     # Members with one path in several archives
 
     def _settle_order(self) -> None:
-        """If archives of this put had members at one path, make that of the last one count. Raises
+        """If archives of this put had members at one path, make the last one count. Raises
         DieselError."""
         read = [job for job in self._jobs if not job.is_skipped]
         contested = _contested(read).last
@@ -619,7 +619,7 @@ class ArchivesSource(Source):
                 live = LiveFiles(view)
             assert view is not None
             assert job.record is not None
-            if not live.has_all(job.record):  # an earlier one has replaced something of it
+            if not live.has_all(job.record):  # an earlier archive has replaced an entry of it
                 hashes = _paths(self._jobs[:place]) - _paths(self._jobs[place + 1 :])
                 self._read_again(job, view, hashes)
                 live = None
@@ -629,8 +629,8 @@ class ArchivesSource(Source):
         return self._work.repository.view(self._session.name)
 
     def _read_again(self, job: _Job, view: Snapshot, hashes: Set[int]) -> None:
-        """Read an archive again for the paths with these hashes, and compare contents with what the
-        dataset has now. Raises DieselError."""
+        """Read an archive again for the paths with these hashes, and compare contents with those in
+        the dataset. Raises DieselError."""
         comparer = Comparer(
             view, self._work.target, self._work.options,
             _OnlyThese(self._work.path_filter, hashes), lambda _: True,
@@ -675,21 +675,21 @@ def _opened(job: _Job) -> ArchiveFile:
 
 
 def _difference(expected: bytes, sha256: bytes) -> str:
-    """Why an archive of this SHA-256 is not the expected one, or the empty string."""
+    """The reason why an archive of this SHA-256 is not the expected one, or the empty string."""
     if expected in (b"", sha256):
         return ""
     return f"its SHA-256 is {sha256.hex()}, not {expected.hex()}"
 
 
 def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:
-    """Whether the place where an archive lies calls its bytes the same as when it was recorded."""
+    """Whether the place of an archive reports the same bytes as when it was recorded."""
     if not job.state.tag or (job.state.tag, job.state.size) != (record.tag, record.size):
         return False
     return job.archive.sha256 in (b"", record.sha256)
 
 
 def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
-    """The archives in their order, small ones together, as many as make a chunk."""
+    """The archives in their order; small ones are grouped into batches of about a chunk."""
     batches: list[_ArchiveGroup] = []
     for job in jobs:
         if not batches or batches[-1].bytes + job.state.size > chunk_bytes:
@@ -700,12 +700,13 @@ def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
 
 
 class _Contested(NamedTuple):
-    """Which archives have files or links at the same paths."""
+    """The archives that have files or links at the same paths."""
 
     last: list[tuple[_Job, Set[int]]]
-    """Those that are the last with a path, in their order, with the hashes of these paths."""
+    """The archives that are the last with some path, in their order, with the hashes of these
+    paths."""
     yields: dict[int, list[_Job]]
-    """By the `id` of each of the others, the last ones."""
+    """The last ones, by the `id` of each of the other archives."""
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:
@@ -773,7 +774,7 @@ def _copy_other(view: Snapshot, index: int, path: bytes, taker: MemberTaker) -> 
 
 
 def _files_of(view: Snapshot, record: ArchiveRecord) -> tuple[Indices, Indices]:
-    """The files in the chunks of a record, chunk by chunk, and where each chunk's end."""
+    """The files in the chunks of a record, chunk by chunk, and the end of each chunk's files."""
     files = view.files()
     chunks = view.chunk_of(files)
     ids = set(record.chunks)

@@ -1,11 +1,10 @@
 """Objects of a bucket as the source of a put: each becomes a file named after its key.
 
-Listing and fetching are a `Bucket`, which the caller hands in. Keys that end in a slash are what
-consoles show as folders: they are left out, and the report names one that has content. An object
-whose key cannot be a path is left out and named, and so is one that the store does not give: an
-archived one, or one that the user may not read. Modes are 0644; times are when the object was
-written. The listing begins before anything is made of the dataset: where it fails, no empty dataset
-is left.
+The caller passes a `Bucket`, which lists and fetches. Keys that end in a slash are folders in
+consoles: they are left out, and the report names one that has content. An object is left out and
+named if its key cannot be a path, or if the store does not give it: an archived one, or one that
+the user may not read. Modes are 0644; times are those of writing. The listing begins before a
+dataset is created: if it fails, no empty dataset is left.
 
 One thread lists and packs; `FETCHES` others fetch pieces, which are packed in order.
 """
@@ -30,26 +29,26 @@ FETCHES = 32
 """Requests at once: an object store answers each after tens of milliseconds."""
 
 PIECE_BYTES = 8 << 20
-"""Larger objects are fetched in such pieces."""
+"""Larger objects are fetched in pieces of this size."""
 
 AHEAD_BYTES_MAX = 64 << 20
-"""How much may be fetched and not packed yet; one piece more at most."""
+"""Limit of bytes that are fetched but not packed yet; at most one piece more."""
 
 REFUSED_IN_A_ROW_MAX = 100
-"""If the store refuses more objects than this one after the other, it refuses them all."""
+"""If the store refuses more objects than this in a row, it refuses them all."""
 
 _MODE = 0o644
 _PROGRESS_OBJECTS = 64  # listed from one report of progress to the next
 
 
 class BucketObject(NamedTuple):
-    """One object of a listing; `key` is below the prefix that was asked for, and empty where that
-    is the key of the object itself."""
+    """One object of a listing; `key` is relative to the requested prefix, and empty if the prefix
+    is the object's own key."""
 
     key: bytes
     size: int
     modified_ns: int
-    tag: str  # the store's name for just these bytes (an ETag)
+    tag: str  # the store's name for exactly these bytes (an ETag)
 
 
 class Bucket(Protocol):
@@ -58,26 +57,26 @@ class Bucket(Protocol):
     def objects(self) -> Iterator[BucketObject]:
         """All objects below the prefix, in order of their keys; or the one object that it names.
 
-        Raises NotFoundError where there is neither, ObjectStoreError, PermissionDenied.
+        Raises NotFoundError if there is neither, ObjectStoreError, PermissionDenied.
         """
         ...
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """`size` bytes of an object from `start` on, as it was when it was listed.
+        """`size` bytes of an object from `start` on, in its state at the listing.
 
-        Raises NotFoundError where it is gone, ConflictError where it has changed or is archived,
+        Raises NotFoundError if it is gone, ConflictError if it has changed or is archived,
         ObjectStoreError.
         """
         ...
 
     def stop(self) -> None:
-        """End reads that wait since the store has asked for a pause. May be called repeatedly."""
+        """End reads that wait because the store has asked for a pause. Repeatable."""
         ...
 
 
 class BucketSource(Source):
-    """The objects of a bucket. A bucket of one object goes to the target itself, as a file. Where
-    an empty source is allowed, one that is missing counts as empty. Raises NotFoundError."""
+    """The objects of a bucket. A bucket of one object goes to the target itself, as a file. If an
+    empty source is allowed, a missing one counts as empty. Raises NotFoundError."""
 
     shadowed_reason = "it is a folder of the bucket, too"
 
@@ -86,7 +85,7 @@ class BucketSource(Source):
         self._objects: Iterator[BucketObject] = iter(())
 
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Begin the listing. Raises UsageError, too, for one object that has no name, or goes with
+        """Begin the listing. Raises UsageError, too, for one object without a name or with
         --delete."""
         listed = self._bucket.objects()
         try:
@@ -112,7 +111,7 @@ class BucketSource(Source):
         options, report = self._work.options, self._work.report
         packer = start_packer(session, options.chunk_bytes, options.compress, report.add_chunk)
         fetched = _ObjectFetcher(self._bucket, self._changed())
-        refused = 0  # objects, one after the other
+        refused = 0  # objects in a row
         try:
             for each in fetched:
                 try:
@@ -164,7 +163,7 @@ class BucketSource(Source):
         report.walked = True
 
     def _has_same_content(self, index: int, each: BucketObject) -> bool:
-        """Whether the dataset has the bytes of an object, where `--checksum` asks for that."""
+        """Whether the dataset has the bytes of an object, if `--checksum` asks for that."""
         if not self._work.options.checksum:
             return True
         try:
@@ -173,7 +172,7 @@ class BucketSource(Source):
                 lambda size, start: self._bucket.read(each, start, size),
             )
         except (NotFoundError, ConflictError):
-            return False  # fetching it will say why
+            return False  # fetching it will report the reason
 
 
 class _Piece(NamedTuple):
@@ -188,24 +187,24 @@ class _ObjectFetcher:
     def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
         self._bucket = bucket
         self._threads = ThreadPoolExecutor(FETCHES, "fetch")
-        self._objects: deque[tuple[int, BucketObject]] = deque()  # whose fetching has begun
+        self._objects: deque[tuple[int, BucketObject]] = deque()  # those that are being fetched
         self._ahead: deque[_Piece] = deque()
         self._ahead_bytes = 0
-        self._current = -1  # the number of the object that the iterator gave last
-        self._piece = memoryview(b"")  # what has not been read of its current piece
+        self._current = -1  # the number of the object that the iterator returned last
+        self._piece = memoryview(b"")  # the unread rest of its current piece
         self._steps = self._fetch_steps(wanted)
 
     def __iter__(self) -> Iterator[BucketObject]:
         while self._objects or self._fill():
             self._current, found = self._objects.popleft()
             yield found
-            self._piece = memoryview(b"")  # is left where reading the object has failed
+            self._piece = memoryview(b"")  # a rest is left if reading the object has failed
             while self._ahead and self._ahead[0].owner == self._current:
                 self._drop()
 
     def read(self, size: int, /) -> memoryview:
-        """The next bytes of the object that the iterator gave last, `size` at most; none at its
-        end."""
+        """At most `size` of the next bytes of the object that the iterator returned last; none at
+        its end."""
         if not self._piece:
             self._fill()
             if not self._ahead or self._ahead[0].owner != self._current:
@@ -228,7 +227,7 @@ class _ObjectFetcher:
         self._ahead_bytes -= piece.size
 
     def _fill(self) -> bool:
-        """Fetch ahead as far as the limits allow; return whether there is an object to pack."""
+        """Fetch ahead as far as the limits allow; returns whether there is an object to pack."""
         while (
             max(len(self._ahead), len(self._objects)) < 2 * FETCHES
             and self._ahead_bytes < AHEAD_BYTES_MAX

@@ -1,8 +1,8 @@
-"""Decompresses a stream, whose compression is recognised by its first bytes, ahead of its reader.
+"""Decompresses a stream ahead of its reader; the first bytes tell which compression it has.
 
-gzip (several members too), bzip2, xz and Zstandard are known. A thread decompresses blocks while
-the reader works on earlier ones, so a put packs and decompresses on two cores. The libraries let
-other threads run meanwhile, and check the checksums that the format has.
+gzip (also of several members), bzip2, xz and Zstandard are known. A thread decompresses blocks
+while the reader works on earlier ones, so a put packs and decompresses on two cores. The libraries
+release the interpreter's lock meanwhile, and verify the checksums of their formats.
 """
 
 import bz2
@@ -28,21 +28,21 @@ BROKEN_STREAM: tuple[type[Exception], ...] = (
     *(OSError, EOFError, zlib.error, lzma.LZMAError, ZstdError),
     IsalError,  # type: ignore[assignment]  # its stub takes this class for an instance
 )
-"""What reading a damaged compressed stream raises."""
+"""Errors that reading a damaged compressed stream raises."""
 
 MAGIC_BYTES = 6
 _BLOCK_BYTES = 1 << 20
 _BLOCKS_AHEAD = 8
-_STEP_BYTES = 16 << 10  # decompressed at once: an error loses what came with it
+_STEP_BYTES = 16 << 10  # decompressed at once: an error loses the bytes of its step
 _READ_BYTES = 1 << 20
 
 
 class TrailingBytes(OSError):
-    """What follows the end of the compressed streams is none. All before it has been read."""
+    """The bytes behind the compressed streams are no such stream. All before them has been read."""
 
 
 class _Stream(Protocol):
-    """Decompresses one stream (of gzip a member, of Zstandard a frame)."""
+    """Decompresses one stream (a gzip member, a Zstandard frame)."""
 
     @property
     def eof(self) -> bool: ...
@@ -76,8 +76,8 @@ _FORMATS = (
 
 
 def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
-    """The content of a stream from here on: decompressed, or buffered where it is not compressed.
-    Close it; the stream stays open."""
+    """The content of a stream from here on: decompressed, or buffered if it is not compressed. The
+    caller closes it; the stream itself stays open."""
     buffered = BufferedStream(stream)
     magic = buffered.peek(MAGIC_BYTES)[:MAGIC_BYTES]
     for each in _FORMATS:
@@ -94,11 +94,11 @@ class _Streams:
         self._file = file
         self._kind = kind
         self._stream = kind.begin()
-        self._next = b""  # compressed bytes that were read and not given to the stream
+        self._next = b""  # compressed bytes that were read but not yet decompressed
 
     def readinto(self, room: memoryview) -> int:
-        """Fill a part of the room; returns how much, 0 only at the end. Raises TrailingBytes, and
-        what the library raises."""
+        """Fill a part of the room; returns the number of bytes, 0 only at the end. Raises
+        TrailingBytes, and the errors of the library."""
         while not self._stream.eof or self._begin_next():
             data = b""
             if self._stream.needs_input:
@@ -112,7 +112,7 @@ class _Streams:
         return 0
 
     def _begin_next(self) -> bool:
-        """Go on behind a stream that has ended; False at the end of all."""
+        """Continue behind a stream that has ended; False at the end of all streams."""
         rest = self._stream.unused_data.lstrip(b"\0")
         while len(rest) < MAGIC_BYTES and (more := self._file.read1(_READ_BYTES)):
             rest = (rest + more).lstrip(b"\0")
@@ -138,11 +138,11 @@ class BufferedStream(io.BufferedReader):
 class Decompressor(io.BufferedIOBase):
     """The decompressed content of a stream, at most `_BLOCKS_AHEAD` MiB ahead of its reader.
 
-    What was decompressed before an error is read first; then the error is raised.
+    Bytes decompressed before an error are read first; then the error is raised.
     """
 
     def __init__(self, readinto: Callable[[memoryview], int]) -> None:
-        """`readinto` decompresses a part into a buffer; it is called in a thread."""
+        """A thread calls `readinto`, which decompresses a part into a buffer."""
         self._readinto = readinto
         self._blocks: queue.Queue[memoryview | BaseException | None] = queue.Queue(_BLOCKS_AHEAD)
         self._block = memoryview(b"")
@@ -156,12 +156,13 @@ class Decompressor(io.BufferedIOBase):
         return True
 
     def peek(self, size: int) -> bytes:
-        """At most `size` of the next bytes, at least one unless the content has ended. They stay to
-        be read."""
+        """At most `size` of the next bytes, at least one unless the content has ended. A later
+        `read` returns them again."""
         return bytes(self._block[:size]) if self._block or self._next() else b""
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # writable only
-        """Read at least a byte, unless the content has ended. Raises what decompressing raises."""
+        """Read at least a byte, unless the content has ended. Raises the errors of
+        decompression."""
         room = memoryview(buffer)
         if not self._block and not self._next():
             return 0
@@ -181,22 +182,21 @@ class Decompressor(io.BufferedIOBase):
                 self._block = self._block[size:]
                 size -= len(parts[-1])
         except Exception:
-            if not parts:  # else the next call raises it
+            if not parts:  # otherwise the next call raises it
                 raise
         return b"".join(parts)
 
     def close(self) -> None:
-        """End the thread. What it has decompressed is lost."""
+        """End the thread. Its decompressed bytes are lost."""
         self._is_over.set()
         while self._thread.is_alive():
             try:
-                self._blocks.get(timeout=0.1)  # lets a thread go on that waits for room
+                self._blocks.get(timeout=0.1)  # frees a thread that waits for room
             except queue.Empty:
                 continue
         super().close()
 
     def _next(self) -> bool:
-        """Take the next block; False at the end."""
         if not self._has_ended:
             block = self._blocks.get()
             if isinstance(block, memoryview):

@@ -20,7 +20,7 @@ from .walk import failure_reason
 class FileSource(Source):
     """The file at `path` (a link to one is followed); it goes to the target itself.
 
-    Raises ConflictError where a folder with entries stands there or a file stands above, and
+    Raises ConflictError if a folder with entries stands there or a file stands above, and
     UsageError for a path that is no file.
     """
 
@@ -50,7 +50,7 @@ class FileSource(Source):
 
     def start(self, work: PutWork) -> Comparer:
         comparer, found = super().start(work), self._found
-        work.path_filter.has_taken = True  # filters choose files in folders
+        work.path_filter.has_taken = True  # filters select only files in folders
         index = comparer.find(work.target)
         if reason := comparer.conflict_reason(work.target, index, Kind.FILE):
             raise ConflictError(f"cannot put {self._path}: {reason}")

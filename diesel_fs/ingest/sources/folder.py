@@ -1,9 +1,8 @@
 """A folder as the source of a put: this process walks and commits, forked processes read and pack.
 
-The packing processes (`worker.py`) read, hash, compress and store chunks. All IDs and all commits
-are the coordinator's: IDs have to follow what has been committed (FORMAT.md, section 3), and the
-metadata store has one writer for a put. The coordinator is one thread, and forks before it starts
-any.
+The packing processes (`worker.py`) read, hash, compress and store chunks. The coordinator makes all
+IDs and all commits: IDs have to follow the committed ones (FORMAT.md, section 3), and the metadata
+store has one writer for a put. The coordinator is one thread, and forks before it starts any.
 """
 
 import os
@@ -33,17 +32,17 @@ from .walk import walk, walk_paths
 
 _BATCH_ENTRIES = 256  # per message: sending takes some 100 us, packing 4 ms
 _OUTSTANDING_BATCHES = 2  # per process: one being packed, one waiting
-_BACKLOG_BATCHES = 1024  # how far the walk may run ahead: some 5 MB of names
+_BACKLOG_BATCHES = 1024  # the most that the walk may run ahead: some 5 MB of names
 COMMIT_EVERY_S = 0.1  # a commit takes some milliseconds, and more on a remote store
-_STALE_TRIES = 2  # how often files are packed whose chunk came after the put window
+_STALE_TRIES = 2  # tries to pack files again after their chunk missed the put window
 
 
 class FolderSource(Source):
-    """The contents of a folder, or those of its `paths` (files, links or single folders in it).
+    """The contents of a folder, or of its `paths` (files, links or single folders in it).
 
-    Where the object store does not work in forked children, `program` packs: a command that takes a
+    If the object store does not work in forked children, `program` packs: a command that takes a
     descriptor and calls `worker.run_worker_program`. Chunks that become durable within
-    `commit_every_s` are committed together, with `commit_entries_max` entries at most.
+    `commit_every_s` are committed together, with at most `commit_entries_max` entries.
     """
 
     def __init__(
@@ -113,7 +112,7 @@ class FolderSource(Source):
         return True
 
     def _changed_batches(self, paths: Sequence[bytes] | None) -> "Iterator[_PackMessage]":
-        """What of these paths (None: of all) has changed."""
+        """The changes of these paths (None: of all)."""
         path_filter, failed = self._work.path_filter, self._work.report.fail
         if paths is None:
             listings = walk(self._root, path_filter, failed)
@@ -134,7 +133,7 @@ def open_source(source: Path) -> int:
 
 @dataclass(slots=True)
 class _PackMessage:
-    """What one message tells a process to pack."""
+    """The files that one message tells a process to pack."""
 
     folders: list[FolderFiles] = field(default_factory=list)
     folder_entries: list[FolderEntry] = field(default_factory=list)
@@ -143,7 +142,7 @@ class _PackMessage:
 
 @dataclass(eq=False)
 class _FolderPut:
-    """The coordinator of one put: what has been walked, what is being packed, what is done."""
+    """The coordinator of one put: entries that were walked, are being packed, or are done."""
 
     session: WriteSession
     target: bytes
@@ -155,7 +154,7 @@ class _FolderPut:
     def __post_init__(self) -> None:
         self.stale: list[bytes] = []  # paths below the source whose chunk came too late
         self._backlog: deque[_PackMessage] = deque()
-        # Chunks that are durable and not committed, each with how many entries end in it
+        # Chunks that are durable but not committed, each with the number of entries that end in it
         self._stored: list[tuple[ValidatedChunk, int]] = []
         self._stored_entries = 0
         self._committed_s = float("-inf")  # monotonic time of the last commit
@@ -215,7 +214,7 @@ class _FolderPut:
         return True
 
     def _answer(self, worker: WorkerHandle) -> None:
-        """Receive one message of a packing process, and do what it asks for."""
+        """Receive one message of a packing process, and answer it."""
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -245,7 +244,7 @@ class _FolderPut:
         self._stored_entries += len(chunk.batch.rows)
 
     def _due_s(self) -> float | None:
-        """How long the next commit waits for more chunks; None where there is no chunk yet."""
+        """The time that the next commit waits for more chunks; None if there is no chunk yet."""
         if not self._stored:
             return None
         return max(0.0, self._committed_s + self.commit_every_s - time.monotonic())
@@ -254,7 +253,7 @@ class _FolderPut:
         """Commit all chunks that are durable, and count them.
 
         If this is interrupted, nobody knows whether they are committed, so they stay to be
-        committed again. What the metadata store refuses, it is not asked again.
+        committed again. Chunks that the metadata store refuses are not offered again.
         """
         if not self._stored:
             return
@@ -270,7 +269,7 @@ class _FolderPut:
 
 
 def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_PackMessage]:
-    """What has changed, in batches of about `_BATCH_ENTRIES`."""
+    """The changes, in batches of about `_BATCH_ENTRIES`."""
     batch = _PackMessage()
     for change in changes:
         report.unchanged += change.unchanged

@@ -1,4 +1,4 @@
-"""Fetches the manifest of a put from where archives may lie, compressed or not, and reads it."""
+"""Fetches the manifest of a put from any place of archives, compressed or not, and reads it."""
 
 import contextlib
 from typing import BinaryIO, cast
@@ -15,8 +15,8 @@ _READ_BYTES = 1 << 20
 def fetch_manifest(file: Archive) -> FetchedManifest:
     """Fetch a manifest and read it.
 
-    Raises UsageError for what is no manifest, CorruptError for one that is damaged or has another
-    SHA-256 than its address says, NotFoundError, PermissionDenied, ObjectStoreError.
+    Raises UsageError for a file that is no manifest, CorruptError for one that is damaged or has
+    another SHA-256 than its address gives, NotFoundError, PermissionDenied, ObjectStoreError.
     """
     state = file.look()
     try:
@@ -38,7 +38,7 @@ def fetch_manifest(file: Archive) -> FetchedManifest:
 
 
 def _read(stream: BinaryIO, name: str) -> bytes:
-    """All of it. Raises UsageError where it is too long, and what decompressing raises."""
+    """The whole content. Raises UsageError if it is too long, and the errors of decompression."""
     content = bytearray()
     while part := stream.read(_READ_BYTES):
         content += part

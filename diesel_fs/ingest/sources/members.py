@@ -1,10 +1,10 @@
 """Takes the members of a tar or a zip one by one: refuses, compares and packs them.
 
 A member is described by a `tarfile.TarInfo`, whatever archive it is in. Files, links and folders
-are put with their mode and mtime. Of several members with one name the last counts. Devices, pipes,
-unknown kinds, absolute names and names with `..` are left out, and the report names them. A hard
-link becomes a file with the bytes that its target has at the end: they are copied from the dataset,
-since an archive is read once. One thread.
+are put with their mode and mtime. If several members have one name, the last counts. Devices,
+pipes, unknown kinds, absolute names and names with `..` are left out, and the report names them. A
+hard link becomes a file with the bytes that its target has at the end: they are copied from the
+dataset, since an archive is read only once. One thread.
 """
 
 import io
@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, cast
 
-from ...cache.reader import EntryFile, EntryReader
+from ...cache.entry_file import EntryFile
+from ...cache.reader import EntryReader
 from ...format.entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join, path_fault, split
 from ...format.snapshot.reader import Snapshot, same_content
 from ...names import shown
@@ -34,21 +35,22 @@ OpenContent = Callable[[], BinaryIO]
 
 
 class MemberLog:
-    """What an archive has in it, as its members are taken. Each method may be overridden."""
+    """A record of an archive's entries, filled as its members are taken. Each method may be
+    overridden."""
 
     def add_files(self, prefix: bytes, names: Sequence[bytes]) -> None:
-        """Files, whose paths below the archive's root are `prefix` and a name each."""
+        """Files; the path of each below the archive's root is `prefix` and its name."""
 
     def add_other(self, path: bytes, *, is_link: bool) -> None:
         """A link or a folder, by its path below the archive's root."""
 
     def add_unchanged(self, index: int) -> None:
-        """The member that was added last is in the dataset already, at this index of its view."""
+        """The last added member is in the dataset already, at this index of its view."""
 
 
 @dataclass(slots=True)
 class FolderFiles:
-    """Small files of one folder, with contents in memory. `prefix` is the name of the folder in the
+    """Small files of one folder, with contents in memory. `prefix` is the folder's name in the
     archive, with the slash."""
 
     prefix: bytes
@@ -59,7 +61,7 @@ class FolderFiles:
 
 
 class MemberTaker:
-    """Takes members for one put. Without a packer (a dry run) they are only counted."""
+    """Takes members for one put. Without a packer (in a dry run) it only counts them."""
 
     def __init__(
         self,
@@ -76,11 +78,10 @@ class MemberTaker:
 
     @property
     def has_hard_links(self) -> bool:
-        """Whether `copy_hard_links` has something to do."""
         return bool(self._hard_links)
 
     def take_files(self, files: FolderFiles) -> None:
-        """Take small files of a folder: all at once where the folder is empty in the dataset."""
+        """Take small files of a folder: all at once if the folder is empty in the dataset."""
         folder = self._empty_target_folder(files)
         if folder is not None and max(map(len, files.contents)) <= self._extent_bytes:
             self.work.report.entries_found += len(files.names)
@@ -101,8 +102,8 @@ class MemberTaker:
     def take(
         self, path: bytes, member: tarfile.TarInfo, mtime_ns: int | None, content_of: OpenContent
     ) -> None:
-        """Take one member: put it, or name it in the report. `path` is below the source; an
-        `mtime_ns` of None is one that cannot be stored."""
+        """Take one member: put it, or name it in the report. `path` is relative to the source;
+        `mtime_ns` is None if it cannot be stored."""
         report, comparer = self.work.report, self._comparer
         target = target_path(self.work.target, path)
         if reason := _refusal(member, path, target):
@@ -141,8 +142,8 @@ class MemberTaker:
             self._put(member, target, index, entry, content_of)
 
     def copy_hard_links(self, view: Snapshot) -> None:
-        """Put the hard links as files, with the bytes that their targets have in `view`: the
-        dataset with all that was packed before."""
+        """Put the hard links as files, with the bytes that their targets have in `view`, which is
+        the dataset with all entries packed before."""
         assert self._packer is not None
         repository, report = self.work.repository, self.work.report
         reader = EntryReader(view, repository.objects, _LINK_MEMORY_BYTES)
@@ -183,8 +184,8 @@ class MemberTaker:
         return self._packer.extent_bytes if self._packer else FILE_BYTES_MAX
 
     def _empty_target_folder(self, files: FolderFiles) -> bytes | None:
-        """The folder of the dataset that files go to; None where it is not empty, where a name of
-        the files is not allowed, or where each must be looked at."""
+        """The folder of the dataset for these files; None if it is not empty, if a name is not
+        allowed, or if each file must be checked by itself."""
         if self._hard_links or not self.work.path_filter.includes_all:
             return None
         prefix = files.prefix
@@ -207,13 +208,13 @@ class MemberTaker:
         entry: Stat,
         content_of: OpenContent,
     ) -> None:
-        """Put a member unless the entry at `index` is the same. `entry` has the bits of the mode
-        that a dataset keeps."""
+        """Put a member unless the entry at `index` is equal. `entry` has only the mode bits that a
+        dataset keeps."""
         link = encoded(member.linkname) if entry.kind == Kind.LINK else b""
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
             content = content_of()
-        to_pack = entry._replace(mode=member.mode)  # the packer counts the bits that are not kept
+        to_pack = entry._replace(mode=member.mode)  # the packer counts the bits that it drops
         same = self._comparer.unchanged(index, entry, link)
         if same and self.work.options.checksum and entry.kind == Kind.FILE:
             with tempfile.SpooledTemporaryFile(_SPOOL_BYTES) as spool:
@@ -250,7 +251,7 @@ class MemberTaker:
     def _take_hard_link(
         self, member: tarfile.TarInfo, path: bytes, target: bytes, entry: Stat
     ) -> None:
-        """Note a hard link; its content is copied when the archive has been read."""
+        """Note a hard link; its content is copied after the archive has been read."""
         origin = member_path(encoded(member.linkname))
         if not origin or path_fault(origin):
             self.work.report.fail(path, f"refused: a hard link to {shown(origin)}")
@@ -265,15 +266,15 @@ def encoded(text: str) -> bytes:
 
 
 def member_path(name: bytes) -> bytes:
-    """The path that a name in an archive stands for: without leading `./`; empty for the root."""
+    """The path of a name in an archive, without leading `./`; empty for the root."""
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
 
 
 def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
-    """By the path of each hard link, the file at the end of its chain of links; for links in a
-    ring, any of its members. `links` has the target of each."""
+    """The file at the end of each hard link's chain of links, by path; for links in a ring, any of
+    its members. `links` maps each link to its target."""
     origins: dict[bytes, bytes] = {}
     for path in links:
         chain: dict[bytes, None] = {}
@@ -285,13 +286,13 @@ def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def _name(prefix: bytes) -> bytes:
-    """A folder's name in an archive, with its slash, as paths below the root begin with it."""
+    """A folder's name in an archive, with its slash, for comparison with paths below the root."""
     path = member_path(prefix)
     return path + b"/" if path else b""
 
 
 def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
-    """Why a member like this cannot be put, or the empty string."""
+    """The reason why such a member cannot be put, or the empty string."""
     if path.startswith(b"/"):
         return "refused: an absolute name"
     if reason := refusal_reason(target):

@@ -1,9 +1,9 @@
-"""A tar as the source of a put: read once from a stream, and packed in this process as it comes.
+"""A tar as the source of a put: read once from a stream, and packed in this process on the way.
 
-Headers of plain files are read by `tar_headers.py`, all others by Python's `tarfile`, within limits
-on what headers may claim. Sparse files become dense. `members.py` says what becomes of each entry.
-One tar may follow another in the stream (as after `cat a.tar b.tar`); what follows and is no tar is
-named. One thread, the packer's own, and one that decompresses.
+`tar_headers.py` reads headers of plain files, and Python's `tarfile` all others, within limits on
+the sizes that headers may claim. Sparse files become dense. `members.py` handles each entry. One
+tar may follow another in the stream (as after `cat a.tar b.tar`); the report names trailing bytes
+that are no tar. Three threads: this one, the packer's own, and one that decompresses.
 """
 
 import re
@@ -38,10 +38,10 @@ from .tar_headers import (
 )
 
 _READ_BYTES = 1 << 20  # of a stream at once
-_WINDOW_BYTES = 4 << 20  # of the tar in memory, where plain files are looked for
-_REFILL_BYTES = 1 << 20  # with less of it left, more is read
+_WINDOW_BYTES = 4 << 20  # of the tar in memory, to look for plain files in
+_REFILL_BYTES = 1 << 20  # if less of it is left, more is read
 _PROGRESS_ENTRIES = 256  # from one report of progress to the next
-_HEADER_BYTES_MAX = 1 << 20  # of one entry, with all that stands before it; paths are 256 KiB
+_HEADER_BYTES_MAX = 1 << 20  # of one entry, with all headers before it; paths are 256 KiB
 _HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
 _DIGITS_MAX = 1 << 10  # of one number: tarfile's time grows with the square of their count
 _SECOND_NS = 1_000_000_000
@@ -58,8 +58,8 @@ class _Tar(tarfile.TarFile):
 
     @property
     def is_at_header(self) -> bool:
-        """Whether the next header is in the window, so that `plain_files` may read it. The rest of
-        the entry before is skipped."""
+        """Whether the next header is in the window, so that `plain_files` may read it. Skips the
+        rest of the entry before."""
         if not self.window.skip_to(self.offset):
             return False
         # Another global header would change the meaning of all later ones
@@ -71,8 +71,8 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
-        """A header. tarfile takes the field `prefix` for a part of the name in every format; GNU
-        tar's own format has times there."""
+        """A header. tarfile takes the field `prefix` for a part of the name in every format, but
+        GNU tar's own format has times there."""
         found = super().frombuf(buf, encoding, errors)
         if not has_prefix(buf) and any(buf[PREFIX]) and found.type not in tarfile.GNU_TYPES:
             found.name = bytes(buf[:100]).partition(b"\0")[0].decode(encoding, errors)
@@ -82,7 +82,8 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def fromtarfile(cls, tarfile: tarfile.TarFile) -> Self:
-        """The next entry. tarfile reads headers of any length and depth; here they are bounded."""
+        """The next entry. tarfile reads headers of any length and depth; this method bounds
+        them."""
         assert isinstance(tarfile, _Tar)
         stream = cast("IO[bytes] | _Headers", tarfile.fileobj)
         depth = stream.depth + 1 if isinstance(stream, _Headers) else 1
@@ -111,11 +112,10 @@ HeaderError, DIRTYPE = tarfile.HeaderError, tarfile.DIRTYPE
 
 
 class _Headers:
-    """The stream of a tar while the headers of one entry are read: it bounds their length and
-    depth.
+    """The stream of a tar while the headers of one entry are read: bounds their length and depth.
 
-    The body of an extended header is checked before tarfile sees it: tarfile accepts records that
-    overlap, and makes gigabytes of a short header.
+    The body of an extended header is checked before tarfile sees it, since tarfile accepts
+    overlapping records, and makes gigabytes from a short header.
     """
 
     def __init__(self, stream: "IO[bytes] | _Headers", depth: int) -> None:
@@ -161,7 +161,7 @@ def _check_records(body: bytes) -> None:
 
 
 class _Window:
-    """The stream of a tar, with the next part in memory (`data[at:end]`). `tarfile` reads it as a
+    """The stream of a tar, with its next part in memory (`data[at:end]`). `tarfile` reads it as a
     file."""
 
     def __init__(self, stream: BufferedStream | Decompressor) -> None:
@@ -170,20 +170,20 @@ class _Window:
         self.end = 0
         self._start = 0  # of the data, in the stream
         self._stream = stream
-        self._error: Exception | None = None  # raised once the data before it are read
+        self._error: Exception | None = None  # raised after the data before it are read
 
     def tell(self) -> int:
         return self._start + self.at
 
     def seek(self, position: int) -> None:
-        """Skip forward to a position. Raises what the stream raises."""
+        """Skip forward to a position. Raises the errors of the stream."""
         if position < self.tell():
             raise tarfile.StreamError("a tar is read in one direction")
         while position > self.tell() and self.read(min(position - self.tell(), _READ_BYTES)):
             pass
 
     def read(self, size: int) -> bytes:
-        """The next `size` bytes, or fewer at the end. Raises what the stream raises."""
+        """The next `size` bytes, or fewer at the end. Raises the errors of the stream."""
         taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
         self.at += len(taken)
         if len(taken) == size:
@@ -201,15 +201,15 @@ class _Window:
         return b"".join(parts)
 
     def skip_to(self, position: int) -> bool:
-        """Go to a position that is in memory; False where it is not."""
+        """Go to a position that is in memory; False if it is not."""
         if not 0 <= position - self.tell() <= self.end - self.at:
             return False
         self.at = position - self._start
         return True
 
     def skip_zeros(self) -> bool:
-        """Go to the next block with anything but zeros in it; False at the end. Raises what the
-        stream raises."""
+        """Go to the next block that is not all zeros; False at the end. Raises the errors of the
+        stream."""
         while True:
             self.fill()
             left = memoryview(self.data)[self.at : self.end]
@@ -224,7 +224,7 @@ class _Window:
                 return False
 
     def fill(self) -> bool:
-        """Read more into memory; False where enough is there, or nothing is left. The window must
+        """Read more into memory; False if there is enough, or nothing is left. The window must
         stand at a header."""
         left = self.end - self.at
         if left >= _REFILL_BYTES:
@@ -244,25 +244,25 @@ class _Window:
 
 
 START_BYTES = 512 << 10
-"""What `is_tar` looks at. A tar without entries is shorter."""
+"""The bytes that `is_tar` needs. A tar without entries is shorter."""
 
 
 def is_tar(start: bytes) -> bool:
-    """Whether a stream that begins with these bytes (START_BYTES, if it has so many) is a tar."""
+    """Whether a stream that begins with these bytes (START_BYTES, or all it has) is a tar."""
     if len(start) < BLOCK_BYTES:
         return False
     try:
         tarfile.TarInfo.frombuf(start[:BLOCK_BYTES], "utf-8", "surrogateescape")
     except HeaderError as error:
-        # Zeros alone are a tar without entries; images of disks begin with some
+        # Zeros alone are a tar without entries, but some disk images begin with them, too
         is_zero = type(error).__name__ == "EOFHeaderError"
         return is_zero and len(start) < START_BYTES and not any(start)
     return True
 
 
 class TarEntries:
-    """The entries of a tar in a decompressed stream, to be taken once, in their order. Raises
-    UsageError for a stream that is no tar."""
+    """The entries of a tar in a decompressed stream, which can be taken once, in their order.
+    Raises UsageError for a stream that is no tar."""
 
     def __init__(self, plain: BufferedStream | Decompressor) -> None:
         try:
@@ -279,7 +279,7 @@ class TarEntries:
                 advice="plain, gzip, bzip2, xz and Zstandard are known",
             ) from error
         self._tar.window = window
-        self._last = b""  # the entry that was taken last
+        self._last = b""  # the last entry that was taken
 
     def take_all(self, taker: MemberTaker) -> str:
         """Take all entries; returns why the tar broke off, or the empty string. Raises
@@ -304,11 +304,11 @@ class TarEntries:
             return f"the tar is damaged or cut off{last}: {error}"
 
     def _take_one_tar(self, taker: MemberTaker) -> None:
-        """Take the entries up to the end of a tar, or to damage. Raises what the stream raises,
-        DieselError."""
+        """Take the entries up to the end of a tar, or to damage. Raises the errors of the stream,
+        and DieselError."""
         tar, work, entries = self._tar, taker.work, 0
         while (member := tar.next()) is not None:
-            tar.members.clear()  # else tarfile keeps a kilobyte for each
+            tar.members.clear()  # otherwise tarfile keeps a kilobyte for each
             if member.type != _VOLUME_LABEL:
                 self._last = member_path(encoded(member.name))
                 content = partial(tar.extractfile, member)
@@ -319,7 +319,7 @@ class TarEntries:
                 work.progress(work.report)
 
     def _take_plain(self, taker: MemberTaker) -> None:
-        """Take the plain files that come next. Raises what the stream raises."""
+        """Take the plain files that come next. Raises the errors of the stream."""
         tar = self._tar
         while tar.is_at_header:
             window = tar.window
@@ -338,8 +338,8 @@ class TarEntries:
 class TarSource(Source):
     """The entries of a tar in a stream.
 
-    Where the tar breaks off, what was read is put, the report has the reason with an empty path,
-    and nothing is deleted. Raises UsageError for a stream that is no tar.
+    If the tar breaks off, the entries read so far are put, the report has the reason with an empty
+    path, and nothing is deleted. Raises UsageError for a stream that is no tar.
     """
 
     shadowed_reason = "it is a folder of the tar, too"
@@ -355,7 +355,7 @@ class TarSource(Source):
         self._tar = TarEntries(self._content)
 
     def close(self) -> None:
-        """Give up what has not been stored."""
+        """Give up entries that are not stored."""
         if self._packer is not None:
             self._packer.close()
         if self._content is not None:
@@ -391,7 +391,7 @@ class TarSource(Source):
 
 
 def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
-    """The files, those of one folder that follow each other together."""
+    """The files; those of one folder that follow each other are grouped."""
     names, start = files.names, 0
     while start < len(names):
         prefix_bytes = names[start].rfind(b"/") + 1
@@ -413,7 +413,7 @@ def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int | None:
-    """The mtime of an entry; None where it has no valid one."""
+    """The mtime of an entry; None if it has no valid one."""
     text = member.pax_headers.get("mtime")
     if text is None:
         time_ns = int(member.mtime) * _SECOND_NS

@@ -1,9 +1,10 @@
 """Reading the headers of plain files in a tar, many at once, as columns.
 
 A tar of a million small files has a million headers, and `tarfile` takes 50 us for each. A plain
-file is a regular file of the forms v7, ustar or GNU, also behind one GNU header with a long name or
-one pax header with common keys. All else, and all that is damaged, is left to `tarfile`; what is
-read here equals what `tar.py` reads of the same bytes by `tarfile`. Pure: bytes in, values out.
+file is a regular file in the format v7, ustar or GNU, optionally behind one GNU header with a long
+name or one pax header with common keys. All other and all damaged headers are left to `tarfile`;
+the results here equal those of `tar.py` with `tarfile` for the same bytes. Pure: bytes in, values
+out.
 """
 
 import re
@@ -22,39 +23,39 @@ _REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
 _RECORD = re.compile(rb"(\d{1,4}) ([^=\n]+)=")
 _PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
 IGNORED_PAX_KEYS = frozenset("atime ctime uid gid uname gname comment".split())
-"""Keys of pax headers that a put ignores, and that do not change where contents lie."""
+"""Keys of pax headers that a put ignores, and that do not change the place of contents."""
 
 PREFIX = slice(345, 500)
-"""Where a header of the ustar format has the first part of a long name."""
+"""The place of the first part of a long name in a ustar header."""
 
 _MAGIC, _USTAR = slice(257, 263), b"ustar\0"
 _Bytes = npt.NDArray[np.uint8]
 
 
 def has_prefix(header: bytes | bytearray) -> bool:
-    """Whether a header is of the ustar format. Others have something else at PREFIX, or nothing."""
+    """Whether a header is of the ustar format. Other formats have other data at PREFIX, or none."""
     return header[_MAGIC] == _USTAR
 
 
 @dataclass(slots=True)
 class PlainFiles:
-    """Regular files that stand one behind the other in a tar, and where their contents are."""
+    """Regular files that follow each other in a tar, and the places of their contents."""
 
     names: list[bytes] = field(default_factory=list)
-    """As the tar has them."""
+    """As they stand in the tar."""
     modes: list[int] = field(default_factory=list)
     mtimes_ns: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """Of the contents."""
+    """The starts of the contents."""
     sizes: list[int] = field(default_factory=list)
     end: int = 0
-    """Where the next header stands, which is not plain or not complete."""
+    """The start of the next header, which is not plain or not complete."""
 
 
 class _Extended(NamedTuple):
-    """What an extended header says, which stands before a file's own header."""
+    """The contents of an extended header, which stands before a file's own header."""
 
-    header: int  # where the file's own stands
+    header: int  # the start of the file's own header
     body_bytes: int
     name: bytes | None
     mtime_ns: int | None
@@ -67,7 +68,7 @@ def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
     kind, and bytes 124 to 135 are the size.
     """
     starts: list[int] = []  # of entries, with their extended headers
-    headers: list[int] = []  # where their own headers stand
+    headers: list[int] = []  # the starts of their own headers
     sizes: list[int] = []
     extended: dict[int, _Extended] = {}  # by the position in these lists
     at = start
@@ -106,7 +107,7 @@ def _columns(
 ) -> PlainFiles:
     """The columns of the first headers, up to one whose fields are not plain.
 
-    `good` tells of each header whether it is plain; the numbers are where ustar has its fields.
+    `good` says of each header whether it is plain; the numbers are the places of ustar's fields.
     """
     files = PlainFiles(end=starts[0])
     if not headers:
@@ -152,8 +153,8 @@ def _columns(
 
 
 def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
-    """The sum of each header's bytes, with blanks in place of the checksum. Four bytes are added at
-    a time."""
+    """The sum of each header's bytes, with blanks in place of the checksum. Adds four bytes at a
+    time."""
     words = head.view(np.uint64)
     every_other = np.uint64(0x00FF00FF00FF00FF)
     lanes = ((words & every_other) + (words >> np.uint64(8) & every_other)).sum(axis=1)
@@ -164,8 +165,8 @@ def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
 
 
 def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """The numbers of a field: octal digits, then blanks or NULs. Sets `good` to False for
-    others."""
+    """The numbers of a field: octal digits, then blanks or NULs. Sets `good` to False for other
+    values."""
     if len(column) > 1 and (column == column[0]).all():  # usual for owners and modes
         is_good = np.ones(1, np.bool_)
         value = np.repeat(_octal(column[:1], is_good), len(column))
@@ -182,8 +183,7 @@ def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]
 
 
 def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
-    """The texts of a field, up to their first NUL. Sets `good` to False where other bytes
-    follow."""
+    """The texts of a field, up to their first NUL. Sets `good` to False if other bytes follow."""
     if not column.any():
         return [b""] * len(column)
     texts: list[bytes] = np.ascontiguousarray(column).view(f"S{column.shape[1]}")[:, 0].tolist()
@@ -193,7 +193,7 @@ def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
 
 
 def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
-    """What the extended header at `at` says of the next file; None where it is not plain.
+    """The contents of the extended header at `at`; None if it is not plain.
 
     Its own fields are checked later, with those of all headers.
     """
@@ -216,7 +216,7 @@ def _extended(data: bytearray, at: int, end: int) -> _Extended | None:
 
 
 def _pax(body: bytes, header: int) -> _Extended | None:
-    """What the records of a pax header say; None where one of them is not plain."""
+    """The records of a pax header; None if one of them is not plain."""
     name = mtime_ns = None
     at = 0
     while at < len(body):

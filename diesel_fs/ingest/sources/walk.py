@@ -1,4 +1,4 @@
-"""Walking a folder safely, and opening the files in it.
+"""Walks a folder safely, and opens the files in it.
 
 Nothing outside the source is ever opened: folders are opened component by component, and links are
 never followed. Pipes, sockets and devices are skipped, with a reason. No state between calls.
@@ -20,14 +20,14 @@ FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _BATCH_ENTRIES = 1024  # entries of one folder that are Python objects at one time
 
 ReportFailure = Callable[[bytes, str], None]
-"""Called with the path (below the source) of what cannot be put, and the reason."""
+"""Called with the path (below the source) of an entry that cannot be put, and the reason."""
 
 
 @dataclass(slots=True)
 class FolderListing:
     """One folder of the source: its path below the source, its attributes, and the names in it.
 
-    `unread`: the folder could not be listed, so a name that is not here may be in it.
+    `unread`: the folder could not be listed, so it may contain names that are missing here.
     """
 
     path: bytes
@@ -63,9 +63,9 @@ def open_file(folder: int, name: bytes) -> int:
 def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[FolderListing]:
     """The folders below `root`, parents first, names in byte order; the root itself is `b""`.
 
-    The caller may take folders out of a listing before it asks for the next one: they are not
-    entered. The walk is depth first, so that folders in one chunk lie near each other. Memory: the
-    names of the folders that wait.
+    The caller may take folders out of a listing before it asks for the next one: the walk then
+    skips them. The walk is depth first, so that folders in one chunk lie near each other. It holds
+    the names of the folders that wait.
     """
     waiting = [b""]
     while waiting:
@@ -87,7 +87,6 @@ def walk(root: int, path_filter: Filter, failed: ReportFailure) -> Iterator[Fold
 
 
 def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: ReportFailure) -> None:
-    """Fill in the attributes and names of the folder with this descriptor."""
     found = os.fstat(folder)
     listing.mode, listing.mtime_ns = stat.S_IMODE(found.st_mode), found.st_mtime_ns
     prefix = listing.path + b"/" if listing.path else b""
@@ -125,7 +124,7 @@ def _list(folder: int, listing: FolderListing, path_filter: Filter, failed: Repo
 def walk_paths(
     root: int, paths: Sequence[bytes], path_filter: Filter, failed: ReportFailure
 ) -> Iterator[FolderListing]:
-    """As `walk`, but only of `paths` (files, links or single folders below the source)."""
+    """Like `walk`, but only for `paths` (files, links or single folders below the source)."""
     by_folder: dict[bytes, FolderListing] = {}
     for path in dict.fromkeys(paths):
         folder_path, _, name = path.rpartition(b"/")
@@ -158,7 +157,7 @@ def walk_paths(
 
 
 def failure_reason(error: OSError) -> str:
-    """Why an entry could not be read, in words for the report."""
+    """The reason why an entry could not be read, in words for the report."""
     if error.errno == errno.ELOOP:
         return "it became a link while it was being read"
     if error.errno == errno.ENXIO:

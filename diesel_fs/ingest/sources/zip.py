@@ -1,12 +1,12 @@
 """The entries of a zip, read with Python's `zipfile` in the order in which they lie there.
 
-Names are taken as the bytes that the zip has: those of Info-ZIP's field for UTF-8 names, or the
-entry's own, if it says that they are UTF-8 or they can be read so, else as code page 437. Programs
-of Windows have written backslashes for slashes: if an entry says that DOS made it and has no slash,
-its backslashes count as slashes, as in `unzip`. A mode is that of a zip made on Unix,
-else 0644 and 0755. An mtime is UTC where the zip has it in the extra field of Info-ZIP; the older
-field has a local time without its zone, and is taken as UTC; one that is no date (some programs
-write zeros) counts as the first that the format has, 1980-01-01.
+Names are the bytes of Info-ZIP's field for UTF-8 names; if it is missing, the entry's own bytes, if
+the entry declares them as UTF-8 or they are valid UTF-8; otherwise they are read as code page 437.
+Programs of Windows have written backslashes for slashes: if an entry says that DOS made it and has
+no slash, its backslashes count as slashes, as in `unzip`. Modes come from a zip made on Unix; other
+zips give 0644 and 0755. An mtime is UTC if the zip has it in the extra field of Info-ZIP. The older
+field has a local time without its zone, and is taken as UTC; if that is no date (some programs
+write zeros), it counts as the first date of the format, 1980-01-01.
 
 An entry that cannot be read is left out, and the report names it: it is encrypted, of an unknown
 method, or damaged. `zipfile` refuses the whole zip if one entry of its table is odd, so
@@ -28,10 +28,10 @@ from ..packer import FileSkipped
 from .compression import BROKEN_STREAM
 from .members import MemberTaker, member_path
 
-ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second: of a zip without members
+ZIP_MAGICS = (b"PK\x03\x04", b"PK\x05\x06")  # the second one: of a zip without members
 _BROKEN: tuple[type[Exception], ...] = (
     zipfile.BadZipFile,
-    *(NotImplementedError, ValueError, OverflowError, struct.error),  # of fields that are no such
+    *(NotImplementedError, ValueError, OverflowError, struct.error),  # malformed header fields
     FileSkipped,
     *BROKEN_STREAM,
 )
@@ -44,26 +44,25 @@ _DOS, _UNIX = 0, 3
 
 _TABLE_MAGIC = b"PK\x01\x02"
 _TABLE_HEADER = struct.Struct("<4s2xBxH10xLLHHH8xL")
-"""Of an entry in the table: magic, version needed, flags, sizes of data and content, lengths of
-name, extra fields and comment, and where it begins."""
-_IN_ZIP64 = 0xFFFF_FFFF  # a size or place that stands in the field for it
+"""An entry in the table: magic, version needed, flags, sizes of data and content, lengths of name,
+extra fields and comment, and the start of the entry."""
+_IN_ZIP64 = 0xFFFF_FFFF  # a size or offset with this value stands in the ZIP64 field instead
 _NEEDED_AT, _FLAGS_AT = 6, 8
-_NEEDED_MAX = 63  # zipfile refuses all of a zip for one entry with more
+_NEEDED_MAX = 63  # zipfile refuses the whole zip if one entry needs more
 _FIELD = struct.Struct("<HH")  # of an extra field: kind, size
 _ZIP64, _EXTENDED_TIME, _UTF8_NAME, _UNKNOWN = 0x0001, 0x5455, 0x7075, 0xFFFF
 
 
 @dataclass(slots=True)
 class _TableEntry:
-    """What the table says of an entry, as far as `zipfile` is not trusted with it."""
+    """The table's data about an entry, as far as `zipfile` is not trusted with it."""
 
     name: bytes
     fault: str = ""
 
 
 class ZipEntries:
-    """The entries of a zip in a file that can be read anywhere. Raises UsageError where it is no
-    zip."""
+    """The entries of a zip in a seekable file. Raises UsageError if it is no zip."""
 
     def __init__(self, file: BinaryIO) -> None:
         plain = _PlainTableFile(file)
@@ -116,15 +115,14 @@ class ZipEntries:
             member.type, member.mode = tarfile.SYMTYPE, 0o777
             member.linkname = target.decode("utf-8", "surrogateescape")
         elif mode and stat.S_IFMT(mode) not in (0, stat.S_IFREG):
-            member.type = tarfile.FIFOTYPE  # of no kind that a dataset has
+            member.type = tarfile.FIFOTYPE  # a kind that no dataset has
         else:
             member.mode = stat.S_IMODE(mode) if mode else 0o644
         return member
 
 
 class _PlainTableFile:
-    """A zip's file, of which `zipfile` gets to see the table made plain. It reads the table at
-    once."""
+    """A zip's file that shows `zipfile` a repaired table. `zipfile` reads the table at once."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -139,7 +137,7 @@ class _PlainTableFile:
         return data
 
     def take_entries(self) -> list[_TableEntry]:
-        """The entries of the table. From now on all is read as it is."""
+        """The entries of the table. From now on the file is read unchanged."""
         self._is_taken = True
         return self._entries
 
@@ -174,8 +172,8 @@ def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
 def _make_extra_plain(
     plain: bytearray, at: int, end: int, entry: _TableEntry, raw: bytes, zip64_bytes: int
 ) -> None:
-    """Give those extra fields an unknown kind of which `zipfile` might refuse the content, and take
-    a name from them. `zip64_bytes`: how long the field for large sizes must be."""
+    """Replace the kinds of extra fields that `zipfile` might refuse by an unknown kind, and take a
+    name from them. `zip64_bytes` is the required length of the field for large sizes."""
     while at + _FIELD.size <= end:
         kind, size = _FIELD.unpack_from(plain, at)
         field = bytes(plain[at + _FIELD.size : min(at + _FIELD.size + size, end)])
@@ -204,14 +202,13 @@ def _is_utf8(name: bytes) -> bool:
 
 
 def _name(raw: bytes, says_utf8: bool) -> bytes:
-    """An entry's name, which is UTF-8 or of code page 437."""
+    """An entry's name, decoded as UTF-8 or code page 437."""
     if says_utf8 or _is_utf8(raw):
         return raw
     return raw.decode("cp437").encode("utf-8")
 
 
 def _mtime_ns(info: zipfile.ZipInfo) -> int:
-    """The mtime of an entry."""
     extra, at = info.extra, 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from diesel_fs.cache import column_reader as store_module
 from diesel_fs.cache import costs
-from diesel_fs.cache import reader as store_module
 from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.reader import EntryReader
 from diesel_fs.cache.stored_parts import FETCH_THREADS
