@@ -308,7 +308,12 @@ class PrefetchPlanner:
             or self._room.unwatch(1)
         )
         self._outstanding, self._decided_s = decision, now_s
-        return decision or Idle(now_s if is_building else self._next_change_s(now_s))
+        if decision is not None:
+            return decision
+        # When the next decision may differ although nothing is reported.
+        times = [self._paused_until_s, *self.views.next_change_s(now_s)]
+        change_s = min((each for each in times if each > now_s), default=None)
+        return Idle(now_s if is_building else change_s)
 
     def upcoming(self, count: int) -> list[Entries]:
         """The entries of the next `count` pushes, as far as they can be foreseen, in the order in
@@ -321,11 +326,6 @@ class PrefetchPlanner:
             planned = self._balance.upcoming(count)
         soonest = [*planned, *self._miss_fill.upcoming(count)][:count]
         return [self.resident_set.missing(unit) for unit in soonest]
-
-    def _next_change_s(self, now_s: float) -> float | None:
-        """When the next decision may differ although nothing is reported."""
-        times = [self._paused_until_s, *self.views.next_change_s(now_s)]
-        return min((each for each in times if each > now_s), default=None)
 
     def _next_push(self, now_s: float) -> Push | Drop | None:
         self._waits_for_room = self._is_urgent = False
@@ -358,7 +358,7 @@ class PrefetchPlanner:
             tracker, ahead_s = soonest
             unit = self._urgent.unit(tracker) or tracker.peek_unit()
             self._is_urgent = unit.is_urgent
-            entries, need_bytes = self._to_push(unit)
+            entries, need_bytes = _to_push(unit, self.memory, self._columns)
             room_bytes = self.memory.room_bytes()
             still = is_still(tracker, last_sign_s, now_s)
             if need_bytes > room_bytes - still * self.memory.budget_bytes // STILL_DIVISOR:
@@ -386,19 +386,6 @@ class PrefetchPlanner:
             return self._push(NO_ENTRIES, markers)  # further units wait for the next decision
         return self._push(NO_ENTRIES, markers) if markers else None
 
-    def _to_push(self, unit: NextUnit) -> tuple[Entries, int]:
-        """The entries of a unit that have to be pushed, and their bytes; none if the unit will
-        never fit."""
-        contents_bytes = self.memory.contents_bytes()
-        entries = self.resident_set.missing(unit.entries)
-        if not unit.once:
-            _, first = np.unique(entries, return_index=True)
-            entries = entries[np.sort(first)]
-        # Larger entries are left to READs.
-        entries = entries[self._columns.cost(entries) <= contents_bytes]
-        need_bytes = self._columns.bytes_of(entries)
-        return (NO_ENTRIES, 0) if need_bytes > contents_bytes else (entries, need_bytes)
-
     def _claim(self, tracker: StreamTracker, unit: NextUnit) -> list[int]:
         """Claim a unit for its stream. Returns the markers that the worker has to watch."""
         tracker.claim(unit)
@@ -421,3 +408,17 @@ class PrefetchPlanner:
             else:
                 entries = self._chunk_entries.fetch_order(entries)
         return Push(chunk, entries, np.array(markers, np.uint32), self._is_urgent)
+
+
+def _to_push(unit: NextUnit, memory: Memory, columns: Columns) -> tuple[Entries, int]:
+    """The entries of a unit that have to be pushed, and their bytes; none if the unit will
+    never fit."""
+    contents_bytes = memory.contents_bytes()
+    entries = memory.resident_set.missing(unit.entries)
+    if not unit.once:
+        _, first = np.unique(entries, return_index=True)
+        entries = entries[np.sort(first)]
+    # Larger entries are left to READs.
+    entries = entries[columns.cost(entries) <= contents_bytes]
+    need_bytes = columns.bytes_of(entries)
+    return (NO_ENTRIES, 0) if need_bytes > contents_bytes else (entries, need_bytes)
