@@ -73,17 +73,16 @@ class EntryReader:
             self._load_chunk,
             load_cause=WaitCause.PEER if self._reads.can_pin else WaitCause.STORE,
         )
-        self._everything_fits = int(snapshot.chunk_sizes.sum()) <= memory_bytes
+        self._windows = WindowPlanner(snapshot, self._cache, self._is_pinned)
         self._prefers_entries = prefer_entries and not self._everything_fits
         self._ahead_chunks = 1
         self._counts: Counter[str] = Counter()
         self._source = ChunkSource(snapshot, objects, self._counts)
         self._chunks = self._reads.chunk_reader(snapshot.identity, snapshot.version)
         self._stored = StoredParts(snapshot, objects)
-        self._parts = self._stored if self._chunks is None else self._chunks
-        self._windows = WindowPlanner(snapshot, self._cache, self._is_pinned)
+        parts = self._stored if self._chunks is None else self._chunks
         self._columns = ColumnReader(
-            snapshot, self._parts, self._counts, read=self.read, check=self._check_alone
+            snapshot, parts, self._counts, read=self.read, check=self._check_alone
         )
         self._single_bytes_max = 0
         """Files of fewer bytes may be read alone, without a look at the cache of chunks."""
@@ -95,6 +94,10 @@ class EntryReader:
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
         self._next_extents: dict[int, int] = {}  # by file: where its reader is expected next
+
+    @property
+    def _everything_fits(self) -> bool:
+        return self._windows.everything_fits
 
     def read(self, index: int, offset: int = 0, size: int | None = None) -> memoryview:
         """`size` bytes of the file `index` from `offset` on (None: to its end), fewer only at its
@@ -214,14 +217,12 @@ class EntryReader:
         fit the memory, they stay in it and nothing changes. Raises UsageError where the chunks of
         one group do not fit; with `grow`, the memory grows to what two groups need.
         """
-        total_bytes = int(self.snapshot.chunk_sizes.sum())
-        if total_bytes <= self._cache.budget_bytes:
+        if self._everything_fits:
             return
         followed = OrderPrefetch(self.snapshot, order, ends)
         if grow:
-            needed = min(followed.two_groups_bytes_max, total_bytes)
+            needed = min(followed.two_groups_bytes_max, int(self.snapshot.chunk_sizes.sum()))
             self._cache.budget_bytes = max(self._cache.budget_bytes, needed)
-            self._everything_fits = total_bytes <= self._cache.budget_bytes
         if followed.group_bytes_max > self._cache.budget_bytes:
             raise UsageError(
                 f"a group of this order has {followed.group_bytes_max:,} bytes of chunks, and the"

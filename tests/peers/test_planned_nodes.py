@@ -120,8 +120,11 @@ def test_mounts_tell_the_plans_of_their_readers(task: RunningTask) -> None:
     for rank in range(2):
         until(lambda rank=rank: plan(task, rank)["planned_streams"] == 2, "both", WAIT_MAX_S)  # type: ignore[misc]  # mypy cannot infer a lambda with defaults
         # For this epoch, reads of files that are not yet in the page cache are foreseen; masters
-        # hear of it later until(lambda rank=rank: plan(task, rank)["uses_left"] <= LEFT, "reads",
-        # WAIT_MAX_S)  # type: ignore[misc]  # as above found = plan(task, rank) assert
-        # (found["nodes"], found["refused"]) == (2, 0) assert found["uses_left"] >= FILES  # all of
-        # the next epoch task.umount(0) until(lambda: plan(task, 1)["streams"] == 1, "the end of the
-        # stream", WAIT_MAX_S) task.umount(1)
+        # hear of it later
+        until(lambda rank=rank: plan(task, rank)["uses_left"] <= LEFT, "reads", WAIT_MAX_S)  # type: ignore[misc]  # as above
+        found = plan(task, rank)
+        assert (found["nodes"], found["refused"]) == (2, 0)
+        assert found["uses_left"] >= FILES  # all of the next epoch
+    task.umount(0)
+    until(lambda: plan(task, 1)["streams"] == 1, "the end of the stream", WAIT_MAX_S)
+    task.umount(1)

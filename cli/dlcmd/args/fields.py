@@ -45,7 +45,7 @@ def options_of(
 ) -> Callable[[Callable[_P, None]], Callable[_P, None]]:
     """Give a command an option for each of these fields of `request`, in this order. Their values
     reach the command in its argument `into`, which several decorators may fill together."""
-    defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]
+    defaults = {each.name: each.default for each in fields(request)}  # type: ignore[arg-type]  # a dataclass
 
     def decorate(command: Callable[_P, None]) -> Callable[_P, None]:
         @wraps(command)

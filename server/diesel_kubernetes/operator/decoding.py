@@ -98,7 +98,7 @@ def _texts(value: object) -> dict[str, str] | None:
 def encode(value: object) -> Json:
     """The JSON object of a dataclass."""
     made: Json = {}
-    for each in fields(value):  # type: ignore[arg-type]
+    for each in fields(value):  # type: ignore[arg-type]  # callers give dataclasses
         found = _encoded(getattr(value, each.name))
         if found is not None and found != "":
             made[_key(each.name)] = found

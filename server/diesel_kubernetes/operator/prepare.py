@@ -91,7 +91,7 @@ class Runner:
 
 
 def _keep_last(stream: "object", lines: list[str]) -> None:
-    for line in stream:  # type: ignore[attr-defined]
+    for line in stream:  # type: ignore[attr-defined]  # a log is an iterator
         click.echo(line, err=True, nl=False)
         lines.append(line)
         del lines[:-_LINES_KEPT]
