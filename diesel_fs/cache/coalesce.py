@@ -1,11 +1,11 @@
-"""What all readers of chunks share: which bytes are read together, and what is done about damage.
+"""Shared by all readers of chunks: which bytes are read together, and how damage is repaired.
 
 Three readers stand on this module. `EntryReader` (`reader.py`) serves the Python API and the server
 of a mount and keeps chunks in memory. `CoalescingReader` (`coalescing_reader.py`) feeds the
 prefetch worker of a mount and keeps nothing. `RangeReader` (`range_reader.py`) serves parts of
 chunks for the clients of a server. Each of them merges neighbouring ranges of a chunk into one
-read, and asks for several reads in one request where the store takes that. `ChunkSource` names a
-chunk's object, reads from it, and reads an entry again whose bytes do not match their checksum.
+read, and asks for several reads in one request if the store takes that. `ChunkSource` names a
+chunk's object, reads from it, and reads an entry again if its bytes do not match their checksum.
 
 There are two functions that merge. `merge_spans` works on numpy columns, for the thousands of
 extents that a mount wants at once; `merge_ranges` works on lists, for requests to a server, which
@@ -32,7 +32,7 @@ from ..storage.objects.store import ObjectStore, new_buffer
 
 BATCH_BYTES_MAX = 8 << 20
 BATCH_PARTS_MAX = 512
-"""The most that one request asks for, where the store takes many reads in one. The request itself
+"""The most that one request asks for, if the store takes many reads in one. The request itself
 then costs little beside its bytes (as much as some hundred kilobytes do), and its first part still
 arrives within a few milliseconds."""
 
@@ -40,8 +40,8 @@ MERGED_BYTES_MAX = 32 << 20
 """`merge_ranges` merges up to this. A larger part is read alone, into the memory of the answer."""
 
 AHEAD_DIVISOR, AHEAD_BYTES_MIN, AHEAD_BYTES_MAX = 4, 256 << 10, 32 << 20
-"""Of the memory into which contents are pushed, this part (a quarter) is read ahead of the pushes,
-within these limits."""
+"""Contents for this part (a quarter) of the memory of pushes are read ahead of the pushes, within
+these limits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,29 +49,29 @@ class ReadLimits:
     """How `CoalescingReader` merges and reads ahead; tests shrink these."""
 
     gap_bytes: int = 64 << 10
-    """Two extents are read in one span where at most so many unwanted bytes lie between them: a
-    second read would cost as much as 64 KiB on a local disk, and far more on an object store."""
+    """The most unwanted bytes between two extents that are read in one span: a second read would
+    cost as much as 64 KiB on a local disk, and far more on an object store."""
 
     batched_gap_bytes: int = 4 << 10
-    """The same where the store takes many reads in one request: one more costs 3 us there."""
+    """The same if the store takes many reads in one request: one more costs 3 us there."""
 
     span_bytes: int = 512 << 10
     """The largest span, so that it is still in the processor's cache when it is checked and passed
     on: 110 KiB cost 8 us then, and 25 us in spans of 4 MiB. A larger extent is a span by itself."""
 
     slow_span_bytes: int = 8 << 20
-    """The same where each span is a request of its own to a slow store."""
+    """The same if each span is a request of its own to a slow store."""
 
     batch_bytes: int = BATCH_BYTES_MAX
     batch_parts: int = BATCH_PARTS_MAX
 
     ahead_bytes: int = AHEAD_BYTES_MAX
-    """Memory of spans that were asked for ahead and have not been taken yet."""
+    """Memory of spans that were requested ahead and have not been taken yet."""
 
     @classmethod
     def within(cls, pushed_bytes: int) -> Self:
-        """The limits where the contents are pushed into so much memory. What is read ahead of a
-        task stays in the task's cache until it is pushed, and takes room there as well."""
+        """The limits for contents that are pushed into `pushed_bytes` of memory. Contents that are
+        read ahead from a task stay in the task's cache until the push, and take room there too."""
         ahead_bytes = max(pushed_bytes // AHEAD_DIVISOR, AHEAD_BYTES_MIN)
         return cls(ahead_bytes=min(ahead_bytes, AHEAD_BYTES_MAX))
 
@@ -121,9 +121,10 @@ class ChunkSource:
         return memoryview(buffer).toreadonly()
 
     def repair(self, index: int, extent: Extent) -> tuple[memoryview, memoryview]:
-        """Read an extent again whose bytes did not match their checksum: stored bytes and content.
+        """Read an extent again after its bytes did not match their checksum. Returns the stored
+        bytes and the content.
 
-        Raises CorruptError where the store's own bytes are damaged, and what `read` raises.
+        Raises CorruptError if the store's own bytes are damaged, and the errors of `read`.
         """
         try:
             raw = self.read(extent.chunk, extent.offset, extent.stored, fresh=True)
@@ -162,7 +163,8 @@ def merge_spans(
     gap_bytes: int,
     span_bytes: int,
 ) -> list[int]:
-    """Where each span begins among extents sorted by chunk and start, and at last their number.
+    """The index of each span's first extent, among extents sorted by chunk and start, and at last
+    the number of extents.
 
     A span has extents of one chunk, with gaps of at most `gap_bytes`, and at most `span_bytes`
     bytes unless a single extent has more.
@@ -185,7 +187,7 @@ def merge_spans(
 # Merging, on lists --------------------------------------------------------------------------------
 
 ChunkPart = tuple[int, int, int]
-"""Where a part of a chunk starts, its size, and its place in the request."""
+"""The start of a part in its chunk, its size, and its place in the request."""
 
 
 @dataclass(frozen=True, slots=True)

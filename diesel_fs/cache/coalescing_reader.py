@@ -3,15 +3,15 @@ arrive.
 
 The prefetch worker of a mount uses this: it hands contents to the kernel and keeps none of them
 (`EntryReader` in `reader.py` keeps chunks in memory instead). The caller asks for one list of
-entries at a time, and may announce the lists that will come next. What it announces is called a
+entries at a time, and may announce the lists that will come next. An announced list is called a
 *unit* here: the entries of one push.
 
-Stores differ in what a read costs, so there are three ways to read. From a fast store (a folder in
-the page cache) spans are read one after the other into one buffer. From a slow store several spans
-are read at once, and announced units are read ahead. A store that takes many reads in one request
-(`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead. In both
-cases a `ChunkReader` has the requests under way: that of the task's cache, else `StoredParts`.
-`coalesce.py` decides which extents are merged to one span.
+Reads cost more in one store than in another, so there are three ways to read. From a fast store (a
+folder in the page cache) spans are read one after the other into one buffer. From a slow store
+several spans are read at once, and announced units are read ahead. A store that takes many reads in
+one request (`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead.
+In both cases a `ChunkReader` has the requests under way: that of the task's cache, else
+`StoredParts`. `coalesce.py` decides which extents are merged to one span.
 
 Every byte is checked against the checksum of its entry, unless the store has done so; after a
 mismatch the entry is read once more, past all caches. One thread at a time uses a reader; it starts
@@ -42,7 +42,7 @@ log = logging.getLogger("diesel.mount")
 
 
 class Batch(NamedTuple):
-    """Contents of n extents. They may be used until the next batch is asked for."""
+    """Contents of n extents. They may be used until the iterator gives the next batch."""
 
     entries: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
@@ -64,9 +64,8 @@ class BatchSource(Protocol):
     def read_costs(
         self, units: Sequence[npt.NDArray[np.uint32]], /
     ) -> Sequence[tuple[float, float]]:
-        """What it costs to read each of these lists of files: the latency and the transfer, in
-        seconds (`prefetch/decisions.py`). Returns at once, and does not look at what is being read
-        ahead."""
+        """The cost of reading each of these lists of files: latency and transfer, in seconds
+        (`prefetch/decisions.py`). Returns at once, and does not look at the reads under way."""
         ...
 
     @property
@@ -75,7 +74,7 @@ class BatchSource(Protocol):
         ...
 
     def stats(self) -> dict[str, int]:
-        """Figures of what was read."""
+        """Figures of the reads."""
         ...
 
     def close(self) -> None:
@@ -107,11 +106,11 @@ class CoalescingReader:
         self._units: dict[bytes, _AnnouncedUnit] = {}  # by the bytes of their entries
 
     def batches(self, entries: SomeEntries) -> Iterator[Batch]:
-        """The contents of these files; within a batch they are sorted by chunk and place in it.
-        Where a `ChunkReader` asks several nodes, a batch has what one of them has sent.
+        """The contents of these files; within a batch they are sorted by chunk and place in it. If
+        a `ChunkReader` asks several nodes, a batch has contents that one of them has sent.
 
-        Entries that are damaged or whose chunk is lost are logged, counted and left out. Raises
-        ObjectStoreError where the store fails.
+        Entries that are damaged or have lost their chunk are logged, counted and left out. Raises
+        ObjectStoreError if the store fails.
         """
         unit = self._units.get(entries.tobytes())
         plan = self._plan(entries) if unit is None else unit.plan
@@ -136,7 +135,7 @@ class CoalescingReader:
     def prefetch(self, units: Sequence[SomeEntries]) -> None:
         """Announce the units that `batches` will be asked for next, the soonest first.
 
-        Begins to read them where the store is slow or takes many reads in one request, as far as
+        Begins to read them if the store is slow or takes many reads in one request, as far as
         memory for that goes. Units of earlier calls that are not among these are given up.
         """
         if not (self.is_slow or self._fetcher.is_busy or self._fetcher.batches_reads):
@@ -155,16 +154,15 @@ class CoalescingReader:
             ahead_bytes += unit.plan.bytes
             self._units[key] = unit
         for unit in before.values():
-            # What is in flight for a unit that has lost some entries since stays.
+            # The spans in flight of a unit that has lost some entries since stay.
             for span in unit.plan.spans:
                 if span not in still_wanted:
                     self._fetcher.give_up(span)
         self._begin_units([unit for unit in self._units.values() if not unit.is_begun])
 
     def read_costs(self, units: Sequence[SomeEntries]) -> list[tuple[float, float]]:
-        """What it costs to read each of these lists of files, by where their chunks are: the
-        latency and the transfer, in seconds. A chunk whose place is unknown counts as in the
-        store."""
+        """The cost of reading each of these lists of files, by the places of their chunks: the
+        latency and the transfer, in seconds. A chunk of unknown place counts as in the store."""
         return [self._read_cost(unit) for unit in units]
 
     def _read_cost(self, entries: SomeEntries) -> tuple[float, float]:
@@ -184,8 +182,8 @@ class CoalescingReader:
         return latency_s, transfer_s
 
     def _announced(self, entries: SomeEntries, before: Iterable[_AnnouncedUnit]) -> _AnnouncedUnit:
-        """A unit that is new. One that was announced before may have lost some entries, as somebody
-        has read them: what is in flight of it is used, though it brings too much."""
+        """A unit that is new. A unit that was announced before may have lost some entries to other
+        readers: its spans in flight are used, though they bring too much."""
         wanted = frozenset(entries.tolist())
         for other in before:
             if wanted <= other.entries and self._fetcher.has_any_in_flight(other.plan.spans):
@@ -296,7 +294,7 @@ class CoalescingReader:
         return dict(self._counts)
 
     def _checked(self, plan: ReadPlan, number: int, read: memoryview) -> Batch:
-        """The contents of the extents of one span, whose stored bytes were `read`."""
+        """The contents of the extents of one span, out of its stored bytes `read`."""
         return self._checked_contents(plan.rows_of(number), [*plan.contents(number, read)])
 
     def _checked_contents(

@@ -50,7 +50,7 @@ REST_FACTOR = 4.0
 """So, where readers always wait, a fetcher works for at most a fifth of its time."""
 
 SLOW_REQUEST_S = 0.0005
-"""Nothing is admitted where a request to the store costs less: such a store answers about as fast
+"""Nothing is admitted if a request to the store costs less: such a store answers about as fast
 as the tier would (a folder in the page cache in 0.02 ms)."""
 
 FETCH_BYTES_MAX = 256 << 20
@@ -74,7 +74,7 @@ Counted = Callable[[str, int, int], None]
 
 @dataclass(slots=True)
 class _Missed:
-    """A chunk to fetch; `content` where a reader has read all of it already."""
+    """A chunk to fetch; `content` if a reader has read all of it already."""
 
     content: memoryview | None = None
     is_admitted: bool = False  # its misses have cost as much as fetching it
@@ -120,7 +120,7 @@ class ReadThroughCache(StoreWrapper):
     # For reads of clients
 
     def find(self, key: ChunkKey) -> CacheHandle | None:
-        """The chunk where the tier has it, else None. The caller closes it."""
+        """The chunk if the tier has it, else None. The caller closes it."""
         return self._tier.find(key)
 
     def count(self, held: CacheHandle | None, reads: int, size: int) -> None:
@@ -151,7 +151,7 @@ class ReadThroughCache(StoreWrapper):
     def record_miss(self, key: ChunkKey, start: int, content: memoryview) -> None:
         """Note that a reader got these bytes of a chunk, from `start` on, out of the store.
 
-        `content` does not change any more; where it is the whole chunk, it need not be fetched.
+        `content` does not change any more; if it is the whole chunk, it need not be fetched.
         """
         tier = self._tier
         if self._closed:
@@ -213,7 +213,7 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _whole_chunk(self, key: ChunkKey, start: int, content: memoryview) -> memoryview | None:
-        """A reader's bytes, where they are a whole chunk and there is room to keep them until they
+        """A reader's bytes, if they are a whole chunk and there is room to keep them until they
         are in the tier (`_OFFERED_BYTES_MAX`); else None."""
         size = len(content)
         if not start and self._offered_bytes + size <= _OFFERED_BYTES_MAX:
@@ -259,7 +259,7 @@ class ReadThroughCache(StoreWrapper):
             self._fetch_next_of(identity)
 
     def _fetch_next_of(self, identity: UUID) -> None:
-        """Fetch the next chunk of a dataset. After its last chunk, or where the tier is full, the
+        """Fetch the next chunk of a dataset. After its last chunk, or if the tier is full, the
         dataset is forgotten for a while."""
         if not self._listing.acquire(blocking=False):
             with self._work:  # another fetcher is listing
@@ -415,7 +415,7 @@ def _key_of(name: str) -> ChunkKey | None:
 
 
 def _note(notes: "OrderedDict[Noted, float]", what: "Noted", value: float) -> None:
-    """Note a number; where there are too many notes, the oldest is forgotten."""
+    """Note a number; if there are too many notes, the oldest is forgotten."""
     notes[what] = value
     notes.move_to_end(what)
     if len(notes) > _NOTED_MAX:

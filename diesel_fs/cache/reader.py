@@ -1,4 +1,4 @@
-"""Reads the contents of a dataset's files, checked: what the Python API and a mount's server use.
+"""Reads the contents of a dataset's files, checked, for the Python API and a mount's server.
 
 `EntryReader` decides for each miss whether to read the whole chunk or only the entry (a chunk is a
 pack of many small files, some 4 MiB; an entry is a file, folder or link of the dataset). Whole
@@ -47,7 +47,7 @@ handing the read to a thread costs 0.3 ms."""
 
 _PREFETCH_CHUNKS = 16  # loads that are begun ahead of a reader
 _READ_ON_BYTES = 16 << 20  # of a large file that is read sequentially, loaded ahead of its reader
-_LARGE_FILES_MAX = 1024  # so many large files are remembered; then all are forgotten
+_LARGE_FILES_MAX = 1024  # large files that are remembered; then all are forgotten
 _EMPTY = memoryview(b"")
 
 
@@ -62,8 +62,8 @@ class EntryReader:
         *,
         prefer_entries: bool = False,
     ) -> None:
-        """`prefer_entries`: where the dataset does not fit the memory, read small entries alone and
-        not their chunks. For stores that keep the chunks near themselves, as a task's cache does.
+        """`prefer_entries`: if the dataset does not fit the memory, read small entries without
+        their chunks. For stores that keep the chunks near themselves, as a task's cache does.
         """
         self.snapshot = snapshot
         self._objects = objects
@@ -93,7 +93,7 @@ class EntryReader:
         self._last_miss = (-1, -1)  # chunk and end of the entry: shows sequential reads
         self._single: tuple[int, int, memoryview] = (-1, -1, _EMPTY)
         self._single_lock = threading.Lock()
-        self._next_extents: dict[int, int] = {}  # by file: where its reader is expected next
+        self._next_extents: dict[int, int] = {}  # by file: the next place that it is read at
 
     @property
     def _everything_fits(self) -> bool:
@@ -103,8 +103,8 @@ class EntryReader:
         """`size` bytes of the file `index` from `offset` on (None: to its end), fewer only at its
         end.
 
-        Raises DieselError: CorruptError where the stored bytes are damaged, ObjectMissing for a
-        lost chunk, ObjectStoreError where the store cannot be reached.
+        Raises DieselError: CorruptError if the stored bytes are damaged, ObjectMissing if the chunk
+        is lost, ObjectStoreError if the store cannot be reached.
         """
         total = self.snapshot.stat(index).size
         end = total if size is None else min(offset + size, total)
@@ -140,7 +140,7 @@ class EntryReader:
         return self._check(index, extent, memoryview(content), None)
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """As `read` where memory is all that it needs, else None. Never waits for the store.
+        """As `read` if the content is in memory, else None. Never waits for the store.
 
         A small entry whose chunk is in memory is checked in this call.
         """
@@ -185,8 +185,8 @@ class EntryReader:
             yield from self._read_window(window)
 
     def _contents_here(self, wanted: Column) -> list[memoryview] | None:
-        """The contents of files whose chunks are in memory and which have been checked before; None
-        where that does not hold for all. Hardly any work is done for each file."""
+        """The contents of files that have been checked before and have their chunks in memory; None
+        unless that holds for all of them. Hardly any work is done for each file."""
         columns = self.snapshot.columns
         stored = columns.stored.take(wanted)
         kinds = columns.flags.take(wanted) & EXTENT_BITS
@@ -210,12 +210,12 @@ class EntryReader:
         return found
 
     def prefetch_order(self, order: Column, ends: Column, *, grow: bool = False) -> None:
-        """Announce that reads will come in this order, whose groups end at the positions `ends`.
+        """Announce that reads will come in this order. Its groups end at the positions `ends`.
 
         From then on, reads in this order load each chunk once for a group, and at most the chunks
-        of two groups are in memory; other reads go on as before. Where all chunks of the dataset
-        fit the memory, they stay in it and nothing changes. Raises UsageError where the chunks of
-        one group do not fit; with `grow`, the memory grows to what two groups need.
+        of two groups are in memory; other reads go on as before. If all chunks of the dataset fit
+        the memory, they stay in it and nothing changes. Raises UsageError if the chunks of one
+        group do not fit; with `grow`, the memory grows to the size of two groups.
         """
         if self._everything_fits:
             return
@@ -313,7 +313,7 @@ class EntryReader:
             yield content
 
     def _read_alone(self, index: int, extent: Extent) -> memoryview:
-        """The content of a plain file whose chunk is not worth reading whole."""
+        """The content of a plain file, without the rest of its chunk."""
         self._counts["misses"] += 1
         content = self._source.read(extent.chunk, extent.offset, extent.stored)
         if xxh3_64_intdigest(content) == extent.checksum:
@@ -353,8 +353,8 @@ class EntryReader:
         self._cache.prefetch_what_fits({each: int(sizes[each]) for each in following})
 
     def _read_on(self, index: int, extent: Extent) -> None:
-        """Of a file of several extents that is read from one to the next: load the chunks of those
-        that follow as well."""
+        """If a file of several extents is read from one to the next, load the chunks of the next
+        ones as well."""
         end = extent.start + extent.size
         expected = self._next_extents.pop(index, 0)
         if end == self.snapshot.size(index) or self._cache.order is not None:
@@ -368,7 +368,7 @@ class EntryReader:
                 self._cache.prefetch(following.chunk)
 
     def _in_memory(self, extent: Extent) -> memoryview | None:
-        """The content where it is in memory and costs little to check, else None."""
+        """The content if it is in memory and costs little to check, else None."""
         chunk = self._cache.peek(extent.chunk)
         if chunk is None:
             number, offset, content = self._single
@@ -388,7 +388,7 @@ class EntryReader:
         return content
 
     def _read_entry_now(self, extent: Extent) -> memoryview | None:
-        """A small entry alone, where the store can give it without waiting, else None."""
+        """A small entry alone, if the store has it without waiting, else None."""
         if extent.size > CHECKED_AT_ONCE_BYTES or extent.stored > CHECKED_AT_ONCE_BYTES:
             return None
         room = new_buffer(extent.stored)
@@ -405,9 +405,9 @@ class EntryReader:
     def _worth_whole(self, index: int, extent: Extent) -> bool:
         """Whether a miss should load its whole chunk.
 
-        For a file of the followed order, the order decides. Else it should where the whole dataset
-        fits the memory, where the chunk is there already, where the entry is a large part of it, or
-        where the last miss ended where this entry begins (a sequential reader).
+        For a file of the followed order, the order decides. Any other miss should if the whole
+        dataset fits the memory, if the chunk is there already, if the entry is a large part of it,
+        or if this entry begins at the end of the last miss (a sequential reader).
         """
         followed = self._cache.order
         if followed is not None and followed.holds(index):
@@ -438,7 +438,7 @@ class EntryReader:
         return content
 
     def _check_alone(self, index: int, extent: Extent, raw: memoryview) -> memoryview:
-        """As `_check`, of an entry whose chunk is not in memory."""
+        """As `_check`, for an entry without its chunk in memory."""
         return self._check(index, extent, raw, None)
 
     def _keep(self, extent: Extent, content: memoryview, chunk: LoadedChunk) -> None:

@@ -2,8 +2,8 @@
 
 The engine under `CoalescingReader`. Every span is fetched by a `ChunkReader` (that of a task's
 cache, else `StoredParts`), once, however many units want it: a span that is in flight is taken, and
-a smaller one is cut out of a larger one in flight. What was begun ahead is bounded by
-`ReadLimits.ahead_bytes`.
+a smaller one is cut out of a larger one in flight. `ReadLimits.ahead_bytes` bounds the spans that
+are begun ahead.
 
 Concurrency: one thread calls. The `ChunkReader` has the requests under way, in threads or in
 processes of other nodes; contents are taken in the caller's thread. So nothing here changes between
@@ -28,7 +28,7 @@ from .read_plan import Span
 from .stored_parts import StoredParts
 
 ARRIVED_S_MIN = 0.0002
-"""Contents that were asked for ahead and come in less than this have been here for an unknown time;
+"""Contents that were requested ahead and come in less than this have been here for an unknown time;
 their read is not measured."""
 
 Contents: TypeAlias = dict[Span, memoryview]
@@ -43,14 +43,14 @@ class Arrived(NamedTuple):
 
 
 class _Asked:
-    """Spans that a `ChunkReader` was asked for in one request, and their contents, which are taken
-    in the thread that wants them."""
+    """Spans of one request to a `ChunkReader`, and their contents, which are taken in the thread
+    that wants them."""
 
     def __init__(
         self, spans: Sequence[Span], reader: ChunkReader, note: Callable[[int, int, float], None]
     ) -> None:
-        """`note` is told of contents that were waited for: from which place, how many bytes, and
-        when they were asked for."""
+        """`note` is called with contents that were waited for: their place, their bytes, and the
+        time of the request."""
         self._spans = spans
         self._note = note
         self._asked_s = time.monotonic()
@@ -88,7 +88,7 @@ class _Asked:
         return {span: each for some in self.arriving() for span, each in some.contents.items()}
 
     def give_up(self) -> None:
-        """Nobody wants the contents any more. What has not been asked for is not."""
+        """Nobody wants the contents any more: reads that have not begun are dropped."""
         close = getattr(self._reading, "close", None)
         if close is not None:
             close()
@@ -144,7 +144,7 @@ class SpanFetcher:
         return bool(self._in_flight)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """From where each of these chunks would be read now (`ChunkReader.places`)."""
+        """The place from which each of these chunks would be read now (`ChunkReader.places`)."""
         return self._chunks.places(chunks)
 
     def give_up(self, span: Span) -> None:
@@ -158,8 +158,8 @@ class SpanFetcher:
         self._stored.close()
 
     def begin(self, spans: Sequence[Span], *, are_due: bool = False) -> int:
-        """Begin to read the first of these spans that there is room for, and say how many. Those
-        that are due, as they have been asked for, get room beside what was announced."""
+        """Begin to read the first of these spans that there is room for. Returns their number.
+        Spans that are due, because a caller waits for them, get room beside the announced ones."""
         room_bytes = self._limits.ahead_bytes * (1 + are_due)
         wanted: dict[Span, None] = {}
         begun = 0
@@ -188,7 +188,7 @@ class SpanFetcher:
         return ([span] for span in spans)
 
     def _take(self, span: Span) -> _InFlight | None:
-        """The read that brings a span, where one is in flight; the span is no longer counted."""
+        """The read in flight that brings a span, if any; the span is no longer counted."""
         flight = self._in_flight.pop(span, None)
         if flight is not None:
             flight.wanted -= 1
@@ -198,7 +198,7 @@ class SpanFetcher:
     def arriving(self, spans: Sequence[Span]) -> Iterator[Arrived]:
         """The stored bytes of these spans as they arrive, perhaps with others. Some of them may be
         in flight."""
-        flights = {span: self._take(span) for span in spans}  # all, also where the first fails
+        flights = {span: self._take(span) for span in spans}  # all, even if the first fails
         begun = {id(each.contents): each.contents for each in flights.values() if each is not None}
         missing = [span for span, flight in flights.items() if flight is None]
         begun |= {id(asked): asked for asked in map(self._start, self.requests(missing))}
@@ -245,7 +245,7 @@ class SpanFetcher:
             self._stored.costs.observe(span[2], time.monotonic() - start_s)
 
     def read_spans(self, chunk: int, spans: Sequence[Span]) -> Iterator[memoryview]:
-        """The stored bytes of spans of one chunk; each may be used until the next is asked for."""
+        """The stored bytes of spans of one chunk; each may be used until the next one comes."""
         if self._in_flight.keys().isdisjoint(spans):
             largest = max(size for _, _, size in spans)
             if largest > len(self._buffer):
@@ -269,8 +269,8 @@ class SpanFetcher:
         return self._costs.setdefault(place, ReadCosts())
 
     def _note_asked(self, place: int, size: int, asked_s: float) -> None:
-        """Contents that were asked for at a time have just arrived from a node. Those of several
-        requests come one after the other."""
+        """Contents of a request that was made at `asked_s` have just arrived from a place. Those of
+        several requests come one after the other."""
         now_s = time.monotonic()
         if self._chunks is not self._stored:  # which observes by itself
             self.costs_of(place).observe(size, now_s - max(asked_s, self._arrived_s))

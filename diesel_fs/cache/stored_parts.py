@@ -34,16 +34,16 @@ MB/s."""
 class StoredParts:
     """Parts of the chunks of one snapshot, out of one object store (`ChunkReader`).
 
-    A store that takes many parts in one request is asked so, in threads. A slow store is asked for
-    several parts at once, also in threads; any other one for one after the other, as the iterator
-    of `begin` goes on. Thread-safe; a forked child may go on with it.
+    If the store takes many parts in one request, threads make such requests. From a slow store,
+    threads read several parts at once. From any other store, parts are read one after the other, as
+    the iterator of `begin` goes on. Thread-safe; a forked child may go on with it.
     """
 
     def __init__(self, snapshot: Snapshot, objects: ObjectStore) -> None:
         self._reads = objects.fast_reads
         self._names = ChunkNames(snapshot)
         self.costs = ReadCosts()
-        """Of the reads so far."""
+        """The costs of all reads until now."""
         self._begun, self._ends = count(), count()  # of reads; `next` is atomic
         self._ended = 0  # reads
         self._threads: tuple[int, ThreadPoolExecutor] | None = None  # with the process of them

@@ -35,21 +35,21 @@ class ChunkKey(NamedTuple):
 
 class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
     """A chunk of a tier, open until `close` (or the end of a `with`). Its bytes stay readable, even
-    where the tier drops the chunk meanwhile."""
+    if the tier drops the chunk meanwhile."""
 
     bytes: int
 
     @abstractmethod
     def read_into(self, start: int, buffer: memoryview) -> None:
-        """Fill `buffer` from `start` on. Raises OSError; EOFError where the chunk is too short."""
+        """Fill `buffer` from `start` on. Raises OSError; EOFError if the chunk is too short."""
 
     def read_nowait(self, start: int, buffer: memoryview) -> bool:
         """As `read_into`, but only where that does not have to wait; whether `buffer` is full
-        now. Never raises, also where the chunk is too short."""
+        now. Never raises, even if the chunk is too short."""
         return False
 
     def view(self, start: int, size: int) -> memoryview | None:
-        """These bytes in the tier's own memory, where the tier is in memory; else None. The caller
+        """These bytes in the tier's own memory, if the tier is in memory; else None. The caller
         must not change them."""
         return None
 
@@ -85,7 +85,7 @@ class CacheTier(ABC):
 
     @abstractmethod
     def find(self, key: ChunkKey) -> CacheHandle | None:
-        """The chunk, whole and checked, where the tier has it, else None."""
+        """The chunk, whole and checked, if the tier has it, else None."""
 
     @abstractmethod
     def holds(self, key: ChunkKey) -> bool:
@@ -93,12 +93,12 @@ class CacheTier(ABC):
 
     @abstractmethod
     def reserve(self, key: ChunkKey, size: int) -> Reservation | None:
-        """Room for a chunk; idle chunks are evicted for it. None where the tier has the chunk or is
+        """Room for a chunk; idle chunks are evicted for it. None if the tier has the chunk or is
         getting it. Raises NoSpaceError where every chunk here is in use."""
 
     @abstractmethod
     def drop(self, key: ChunkKey) -> None:
-        """Remove a chunk; no error where it is absent."""
+        """Remove a chunk; no error if it is absent."""
 
     def report_damage(self, key: ChunkKey) -> None:
         """A reader found damaged bytes in a chunk: check the chunk, or drop it."""
@@ -119,7 +119,7 @@ class CacheTier(ABC):
         return False
 
     def close(self) -> None:
-        """Release what the tier holds. Repeatable."""
+        """Release all chunks. Repeatable."""
         return
 
 

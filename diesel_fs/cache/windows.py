@@ -22,7 +22,7 @@ class Window:
     `chunks` has the chunk of each file, -1 for a file that is not one uncompressed extent. The keys
     of `whole` are the chunks to read whole, in order of first use.
 
-    Where the cache follows an order (`order_prefetch.py`), all files are of one group of it. A
+    If the cache follows an order (`order_prefetch.py`), all files are of one group of it. A
     visit is the use of one chunk by one group, known by its number in the order. The values of
     `whole` are visits of that order (else -1); and `closing` has, at the position of the last file
     of a visit, all files of the visit.
@@ -119,7 +119,7 @@ class WindowPlanner:
         return whole
 
     def _held_bytes(self, number: int) -> int:
-        """What a whole chunk counts in the memory."""
+        """The bytes that a whole chunk counts in the memory."""
         return int(self._snapshot.chunk_sizes[number]) // (
             PINNED_COST_DIVISOR if self._is_pinned(number) else 1
         )

@@ -1,4 +1,4 @@
-"""Reads a mount's files from order logs, and copies what comes from elsewhere to the next logs.
+"""Reads a mount's files from order logs, and copies other contents to the next logs.
 
 `OrderLogs` has the logs of one version of a dataset: for each order that is being read the current
 log, and the log of the next epoch, to which all that is read is copied meanwhile. `LoggedReader`
@@ -73,7 +73,7 @@ class OrderLogs:
             return
         self._save_last(plans)
         self._writer.flush()  # to the logs that were next until now
-        self._segments.clear()  # so that what is read again is written to the new ones
+        self._segments.clear()  # so that contents that are read again are written to the new ones
         for name in self._streams.set_plans(plans, self._set.by_order):
             self._set.warn(
                 "another order",
@@ -86,12 +86,12 @@ class OrderLogs:
         self._writer.change(self._streams.orders, self._set.next, self._streams.arrivals())
 
     def settle(self) -> None:
-        """Wait until the logs are made, and what was added is written."""
+        """Wait until the logs are made, and all added contents are written."""
         self._writer.settle()
 
     def passed(self, name: str, position: int) -> None:
         """The reader of a stream has read all before this position of its current order: release
-        the segments there, some at a time where they have to be read for the next logs first."""
+        the segments there, some at a time if they have to be read for the next logs first."""
         found = self._set.by_order.get(self._streams.current(name))
         if found is not None:
             behind = int(np.searchsorted(found.layout.position_behind, position, "right"))
@@ -135,8 +135,8 @@ class OrderLogs:
     # Reading
 
     def read(self, entries: Entries) -> tuple[list[Batch], Entries]:
-        """What the logs have of these files, checked; and the files that they do not have. The
-        contents stay valid as long as they are used."""
+        """The contents of these files that the logs have, checked; and the files that they do not
+        have. The contents stay valid as long as they are used."""
         start_s = time.monotonic()
         batches: list[Batch] = []
         for each in self._set.readable():
@@ -171,7 +171,7 @@ class OrderLogs:
                         os.posix_fadvise(each.file, start, size, POSIX_FADV_WILLNEED)
 
     def read_cost_s(self, count: int) -> float:
-        """About how long it takes to get so many files out of the logs."""
+        """About how long it takes to get `count` files out of the logs."""
         hits = self._set.counts["log_hits"]
         return self._read_s / hits * count if hits else 0.0
 
@@ -258,7 +258,7 @@ class OrderLogs:
             self._writer.stage(entries[some], contents)
 
     def flush(self) -> None:
-        """Begin to write what was added, though it is little. Does not wait."""
+        """Begin to write the added contents, even a few of them. Does not wait."""
         self._writer.flush_if_idle()
 
     # The whole
@@ -275,7 +275,7 @@ class OrderLogs:
         }
 
     def close(self) -> None:
-        """Write what was added, and let go of the files, which stay for the next mount. Logs that
+        """Write the added contents, and close the files, which stay for the next mount. Logs that
         hold nothing are removed."""
         self._segments.close()
         self._writer.close()
@@ -337,7 +337,7 @@ class LoggedReader:
         return self._reader.is_slow
 
     def stats(self) -> dict[str, int]:
-        """Figures of what was read."""
+        """Figures of the reads."""
         return {**self._reader.stats(), **self._logs.stats()}
 
     def close(self) -> None:

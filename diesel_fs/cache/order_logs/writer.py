@@ -51,7 +51,7 @@ class _Staged:
 
 
 class LogWriter:
-    """Writes the logs of a set, and releases what was read of them."""
+    """Writes the logs of a set, and releases the segments that were read."""
 
     def __init__(
         self, logs: LogSet, files: OrderLogFiles, *, staged_bytes: int, segment_bytes: int
@@ -60,7 +60,7 @@ class LogWriter:
         self._set, self._files = logs, files
         self._staged_bytes, self._segment_bytes = staged_bytes, segment_bytes
         self._staged = _Staged()
-        self._releasing: list[tuple[Log, int]] = []  # when what is staged is written
+        self._releasing: list[tuple[Log, int]] = []  # when the staged contents are written
         self._writing: Future[None] | None = None
         self._changing: Future[None] | None = None
         self._can_punch = True
@@ -101,7 +101,7 @@ class LogWriter:
             self.flush()
 
     def flush(self) -> None:
-        """Begin to write what is staged; waits if the write before is not done."""
+        """Begin to write the staged contents; waits if the write before is not done."""
         if self._writing is not None:
             self._writing.result()
             self._writing = None
@@ -111,13 +111,13 @@ class LogWriter:
         self._punch_released()
 
     def flush_if_idle(self) -> None:
-        """Begin to write what is staged, though it is little. Does not wait."""
+        """Begin to write the staged contents, even a few of them. Does not wait."""
         if self._staged.contents and (self._writing is None or self._writing.done()):
             self.flush()
 
     def release(self, found: Log, segments: Sequence[int]) -> None:
-        """Free the room of segments, once what was read of them is written to the next logs. Does
-        nothing if the next epoch reads this log again."""
+        """Free the room of segments, once their contents are written to the next logs. Does nothing
+        if the next epoch reads this log again."""
         if found.identity.order in self._set.next:
             return
         for segment in segments:
@@ -128,12 +128,12 @@ class LogWriter:
             self._punch_released()
 
     def settle(self) -> None:
-        """Wait until the logs are made, and what was staged is written."""
+        """Wait until the logs are made, and the staged contents are written."""
         self.flush()
         self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Write what is staged, and let go of the files, which stay for the next mount. Logs that
+        """Write the staged contents, and close the files, which stay for the next mount. Logs that
         hold nothing are removed."""
         with contextlib.suppress(OSError):
             self.settle()
@@ -255,7 +255,7 @@ class LogWriter:
         return found
 
     def _write(self, staged: _Staged, digests: frozenset[int]) -> None:
-        """Write what was staged to those of these logs that lack it."""
+        """Write staged contents to the logs among these that lack them."""
         entries = np.concatenate(staged.entries)
         try:
             for digest in digests:
