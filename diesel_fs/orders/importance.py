@@ -105,7 +105,8 @@ class DrawRule:
             return np.full(count, share, np.float32)
         order = _by_value(values, seed, epoch)
         beta = (1 - self.floor) / (share - self.floor) - 1
-        curve = ((np.arange(count) + 0.5) / count) ** beta
+        # The last value is 1, so that the sum is never 0, however steep the curve is
+        curve = ((np.arange(count) + 0.5) / (count - 0.5)) ** beta
         # The sum of a curve over so many points is not quite its integral.
         curve *= (length - self.floor * count) / float(curve.sum())
         found = np.empty(count, np.float32)

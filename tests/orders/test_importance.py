@@ -4,7 +4,7 @@ correct for it."""
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from diesel_fs.errors import UsageError
@@ -25,6 +25,7 @@ def table(rows: list[float]) -> Floats:
 
 
 @given(TABLES, SHARES, st.floats(0, 1), st.integers(0, 2**63 - 1), st.integers(0, 1000))
+@example([np.nan] * 14, 0.22562141455268264, 0.9496314328683808, 0, 0)  # a very steep curve
 def test_a_draw_has_its_length_and_no_sample_twice(
     rows: list[float], share: float, floor_part: float, seed: int, epoch: int
 ) -> None:

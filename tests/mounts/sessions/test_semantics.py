@@ -90,13 +90,16 @@ def test_a_path_below_a_file_is_no_folder(tree: LiveMount) -> None:
 
 
 def test_a_missing_name_is_looked_up_once(tree: LiveMount, session: str) -> None:
-    """The kernel keeps the reply that a name does not exist. In a native mount it needs none."""
+    """The kernel keeps the reply that a name does not exist. In a native mount it needs none. The
+    statistics themselves may be looked up at any time, so the least of three turns counts."""
     own = requests_of_statistics(tree)
-    before = requests(tree)
-    for _ in range(50):
-        assert not os.path.lexists(tree.at / "deep" / "no such name")
-    lookups = (requests(tree) - before - own)["lookup"]
-    assert lookups <= (0 if session == "native" else 3)
+    lookups = []
+    for turn in range(3):
+        before = requests(tree)
+        for _ in range(50):
+            assert not os.path.lexists(tree.at / "deep" / f"no such name {turn}")
+        lookups.append((requests(tree) - before - own)["lookup"])
+    assert min(lookups) <= (0 if session == "native" else 3)
 
 
 def requests(mounted: LiveMount) -> Counter[str]:

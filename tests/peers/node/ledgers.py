@@ -6,7 +6,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.policy import LeastRecentlyUsed
+from diesel_fs.cache.policy import POLICIES
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.peers.node.ledger import Ledger, Room, Tables
 from diesel_fs.peers.node.sealed_memory import SealedMemory
@@ -48,11 +48,16 @@ def sizes(names: list[int]) -> npt.NDArray[np.uint64]:
 
 
 def make_ledger(
-    names: list[int], memory_bytes: int, *, queue_bytes: int = 0, chunks: int = 100
+    names: list[int],
+    memory_bytes: int,
+    *,
+    queue_bytes: int = 0,
+    chunks: int = 100,
+    policy: str = "lru",
 ) -> tuple[Ledger, Clock]:
     clock = Clock()
     room = Room(memory_bytes, chunks, queue_bytes)
-    tables = Tables(LeastRecentlyUsed(), LeastRecentlyUsed())
+    tables = Tables(POLICIES[policy](), POLICIES[policy]())
     ledger = Ledger(UUID(int=5), ids(names), sizes(names), room, tables, clock)
     ledger.set_owned(np.ones(len(names), np.bool_))
     return ledger, clock

@@ -34,11 +34,16 @@ def future_of(ledger: Ledger, orders: Sequence[Sequence[int]]) -> ChunkFuture:
 
 
 def filled(
-    here: set[int], owned: set[int], pinned: set[int], *, free_bytes: int = 0
+    here: set[int],
+    owned: set[int],
+    pinned: set[int],
+    *,
+    free_bytes: int = 0,
+    policy: str = "lru",
 ) -> tuple[Ledger, Replacement]:
     """A memory that is full with these chunks but for `free_bytes`."""
     budget = sum(100 + 10 * each for each in here) + free_bytes
-    ledger, _ = make_ledger([*range(COUNT)], budget)
+    ledger, _ = make_ledger([*range(COUNT)], budget, policy=policy)
     ledger.set_owned(mask(owned))
     for chunk in sorted(here):
         ledger.insert(chunk, memory(ledger.sizes[chunk]))
@@ -112,12 +117,22 @@ def test_the_plan_replaces_only_chunks_that_are_needed_later(
     wanted: int, here: set[int], order: list[int]
 ) -> None:
     here -= {wanted}
-    ledger, replacement = filled(here, set(range(COUNT)), set())
+    ledger, replacement = filled(here, set(range(COUNT)), set(), policy="plan")
     replacement.set_future(future_of(ledger, [order]))
     placement = replacement.place(wanted, 100, from_disk=False, is_new=True)
     if wanted in order and placement is not None:
         later = order.index(wanted)
         assert all(order.index(each) > later for each in placement.victims if each in order)
+
+
+@pytest.mark.parametrize(("reads", "victims"), [(40, [1]), (1, None)])
+def test_the_plan_replaces_a_chunk_if_enough_is_read_before_that_is_needed_again(
+    reads: int, victims: list[int] | None
+) -> None:
+    ledger, replacement = filled({1}, set(range(COUNT)), set(), policy="plan")
+    replacement.set_future(future_of(ledger, [[0] * reads + [1]]))
+    placement = replacement.place(0, 100, from_disk=False, is_new=True)
+    assert (None if placement is None else [*placement.victims]) == victims
 
 
 def test_victims_on_the_disk_are_others_chunks_then_copies_of_memory_then_by_policy() -> None:

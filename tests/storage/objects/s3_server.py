@@ -56,7 +56,8 @@ def s3_server(folder: Path) -> Iterator[Server]:
         yield Server(os.environ.get("S3_BUCKET_UNDER_TEST", BUCKET), environ)
         return
     log = folder / "moto.log"
-    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", "0"]
+    program = "tests.storage.objects.moto_program"
+    command = [sys.executable, "-m", program, "-H", "127.0.0.1", "-p", "0"]
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=without_proxies())
     try:
