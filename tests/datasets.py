@@ -4,7 +4,7 @@ import os
 import shutil
 from pathlib import Path
 
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.object_names import chunk_prefix
 from diesel_fs.format.snapshot.reader import Snapshot

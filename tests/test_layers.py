@@ -30,8 +30,8 @@ PROGRAMS = frozenset({"diesel_server", "dlcmd", "diesel_kubernetes"})
 # These may only compute. Code that reads a clock, a file, a socket, the environment or chance lies
 # elsewhere, or the caller passes the value.
 PURE = (
-    *"format orders net.messages net.frames net.breaker cache.policy".split(),
-    *"cache.admission cache.importance cache.lrfu storage.accounts.account".split(),
+    *"format orders net.messages net.frames net.breaker cache.policies".split(),
+    *"storage.accounts.account".split(),
     *"peers.members.ownership peers.members.membership peers.members.chunk_owners".split(),
     *"peers.wire peers.local_wire peers.plan.messages peers.plan.publisher".split(),
     *"peers.node.chunk_future peers.node.ledger peers.node.replacement".split(),
@@ -228,7 +228,7 @@ def test_each_layer_and_each_exception_exists() -> None:
 
 MADE_UP = frozenset(
     "diesel_fs diesel_fs.errors diesel_fs.format diesel_fs.format.entries diesel_fs.format.chunk"
-    " diesel_fs.client diesel_fs.client.dataset diesel_fs.cache diesel_fs.cache.policy"
+    " diesel_fs.client diesel_fs.client.dataset diesel_fs.cache diesel_fs.cache.policies.eviction"
     " diesel_fs.cache.store diesel_fs.storage.objects.folder diesel_fs.storage.objects.cloud.store"
     " diesel_fs.stray diesel_fs.ingest dlcmd dlcmd.main diesel_server diesel_kubernetes.csi".split()
 )
@@ -250,7 +250,7 @@ MADE_UP = frozenset(
         ("diesel_fs.format.chunk", "import socket.x", "pure"),
         ("diesel_fs.format.chunk", "from sqlite3 import connect", "pure"),
         ("diesel_fs.format.chunk", "x = open(path)", "pure"),
-        ("diesel_fs.cache.policy", "import os", "pure"),
+        ("diesel_fs.cache.policies.eviction", "import os", "pure"),
         ("diesel_fs.ingest.put", "from ..client import connect", "above"),
         ("diesel_fs.ingest.put", "import obstore", "obstore"),
         ("diesel_fs.storage.objects.folder", "import obstore", "obstore"),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs import ingest
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.client.extract import get
 from diesel_fs.ingest import FolderSource
 from diesel_fs.mounts import MountRequest, mount, umount

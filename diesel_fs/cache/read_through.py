@@ -36,7 +36,7 @@ from ..format.chunk import CHUNK_BYTES_DEFAULT, parse_preamble
 from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix, identity_of_object
 from ..net.budget import MemoryBudget
 from ..storage.objects.store import ObjectInfo, ObjectStore, StoreWrapper
-from .costs import ReadCosts
+from .policies.costs import ReadCosts
 from .tiers import CacheHandle, CacheTier, ChunkKey, verify_chunk
 
 log = logging.getLogger("diesel.cache")

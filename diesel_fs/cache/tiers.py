@@ -22,7 +22,7 @@ from ..errors import CorruptError, NoSpaceError
 from ..format.chunk import PREAMBLE_BYTES, damaged_places, parse_header, parse_preamble
 from ..format.chunk_id import chunk_id_text
 from ..format.entries import ChunkId
-from .replacement import Shortage
+from .policies.replacement import Shortage
 
 
 class ChunkKey(NamedTuple):

@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ..arguments import flag, keyword_errors, local_path, text, whole_number, words_of, wrong_type
-from ..cache.entry_file import EntryFile
-from ..cache.reader import EntryReader
+from ..cache.readers.entry_file import EntryFile
+from ..cache.readers.entry_reader import EntryReader
 from ..credentials import Credentials
 from ..errors import (
     ConflictError,

@@ -24,8 +24,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from ..cache.entry_file import EntryFile
-from ..cache.reader import EntryReader
+from ..cache.readers.entry_file import EntryFile
+from ..cache.readers.entry_reader import EntryReader
 from ..errors import (
     CorruptError,
     FormatError,

@@ -1,13 +1,13 @@
 """Finds where each read of a job is served from: replays the accesses of all epochs through the
-caches of its nodes, with the eviction policies of `cache/policy.py` themselves.
+caches of its nodes, with the eviction policies of `cache/policies/eviction.py` themselves.
 
 There are three layouts of a cache:
 
 - **chunks**: the cache of a task (`peers/node/`). Each chunk has an owner among the nodes
   (`peers/members/ownership.py`), which keeps it in memory, or else on its SSD. A chunk that misses
   is fetched whole while there is free room. In a full cache the policy decides whether it replaces
-  others; where the policy cannot tell, ski rental does (`cache/admission.py`). What is not fetched
-  is read past the cache, from the store.
+  others; where the policy cannot tell, ski rental does (`cache/policies/admission.py`). What is not
+  fetched is read past the cache, from the store.
 - **files**: single files in a node's memory. Whatever was read is offered to the policy.
 - **log**: the order log (LCache, section III-B). The SSD holds the first bytes of the order in
   which the node will read in the next epoch, as far as it reads these files in this one. They are
@@ -29,10 +29,10 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.admission import SkiRentalAdmission
-from ..cache.costs import ReadCosts
-from ..cache.policy import POLICIES, EvictionPolicy
-from ..cache.replacement import Shortage
+from ..cache.policies.admission import SkiRentalAdmission
+from ..cache.policies.costs import ReadCosts
+from ..cache.policies.eviction import POLICIES, EvictionPolicy
+from ..cache.policies.replacement import Shortage
 from ..errors import UsageError
 from ..orders.future import FutureUses, UnitOrder
 from ..peers.members.ownership import Ownership
@@ -119,9 +119,9 @@ class UnitCache:
     """One cache of units (chunks or files): which are in it, and which replace which.
 
     `memory_bytes` is filled before `disk_bytes`. With `costs`, units that replace others must be
-    worth it by the policy or by ski rental (`cache/admission.py`); without, whatever is read
-    replaces others, unless the policy says no. Where the future is known, `costs` go with `chunks`:
-    the live bytes of each, and those of one read of it.
+    worth it by the policy or by ski rental (`cache/policies/admission.py`); without, whatever is
+    read replaces others, unless the policy says no. Where the future is known, `costs` go with
+    `chunks`: the live bytes of each, and those of one read of it.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.coalesce import ReadLimits, merge_spans
+from ..cache.fetching.coalesce import ReadLimits, merge_spans
 from ..errors import UsageError
 from ..format.snapshot.layout import MANY_EXTENTS
 from ..format.snapshot.reader import Indices, Snapshot

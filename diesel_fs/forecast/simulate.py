@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.coalesce import ReadLimits
+from ..cache.fetching.coalesce import ReadLimits
 from ..format.snapshot.reader import Indices
 from ..mounts.prefetch.units import PAGE_BYTES
 from .kept import ORDER_LOG, STORE, TIERS, EpochSources, Layout, OnProgress, looks_ahead, replay

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from ..cache.reader import EntryReader
+from ..cache.readers.entry_reader import EntryReader
 from ..errors import ConflictError, DieselError, FormatError, ObjectMissing
 from ..format.entries import MODE_MASK, Kind, Stat, join, path_fault, split
 from ..format.snapshot.reader import ROOT_INDEX, Snapshot, same_content

@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..cache.entry_file import EntryFile
-from ..cache.reader import EntryReader
+from ..cache.readers.entry_file import EntryFile
+from ..cache.readers.entry_reader import EntryReader
 from ..errors import FormatError, ObjectMissing
 from ..format.chunk import CHUNK_BYTES_DEFAULT, ChunkHeader
 from ..format.chunk_id import chunk_id_text

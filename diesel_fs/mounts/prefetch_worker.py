@@ -30,9 +30,9 @@ from contextlib import suppress
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.coalescing_reader import Batch, BatchSource
 from ..cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
 from ..cache.order_logs.streams import LogPlan
+from ..cache.readers.coalescing_reader import Batch, BatchSource
 from ..errors import DieselError
 from ..format.entries import Kind
 from ..format.image import Image

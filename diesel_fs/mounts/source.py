@@ -21,16 +21,16 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from ..cache.coalesce import ReadLimits
-from ..cache.coalescing_reader import BatchSource, CoalescingReader
 from ..cache.disk.folder import CacheFolder
 from ..cache.disk.jobs import Jobs
 from ..cache.disk.logs import OrderLogFiles
 from ..cache.disk.marker import prepare_cache_folder
+from ..cache.fetching.coalesce import ReadLimits
 from ..cache.order_logs.addresses import LogAddresses, LogEntryReader
 from ..cache.order_logs.layout import SEGMENT_BYTES
 from ..cache.order_logs.logs import STAGED_BYTES, OrderLogs
-from ..cache.reader import EntryReader as ChunkEntryReader
+from ..cache.readers.coalescing_reader import BatchSource, CoalescingReader
+from ..cache.readers.entry_reader import EntryReader as ChunkEntryReader
 from ..cache.waiting import MarkedStore, WaitCause
 from ..errors import (
     ConflictError,

@@ -24,7 +24,7 @@ from datetime import UTC, datetime
 from typing import NamedTuple, NoReturn
 
 from ..arguments import near_word
-from ..cache.entry_file import EntryFile
+from ..cache.readers.entry_file import EntryFile
 from ..client.dataset import Dataset, connect, list_datasets
 from ..errors import DieselError, NotAFolder, NotFoundError, PermissionDenied, UsageError
 from ..format.entries import Kind

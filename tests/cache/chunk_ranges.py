@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.cache.readers.range_reader import RangeReader
 from diesel_fs.cache.tiers import CacheTier
 from diesel_fs.format.entries import CHUNK_RANGE, ChunkRanges
 from diesel_fs.format.object_names import chunk_object

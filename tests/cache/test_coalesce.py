@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.coalesce import (
+from diesel_fs.cache.fetching.coalesce import (
     MERGED_BYTES_MAX,
     MergedRange,
     ReadLimits,

@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from diesel_fs.cache.coalesce import ReadLimits
-from diesel_fs.cache.coalescing_reader import CoalescingReader
+from diesel_fs.cache.fetching.coalesce import ReadLimits
+from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.costs import LATENCY_S_MAX, ReadCosts
+from diesel_fs.cache.policies.costs import LATENCY_S_MAX, ReadCosts
 
 
 def observed(*reads: tuple[int, float], times: int = 64, at_once: int = 1) -> ReadCosts:

@@ -20,7 +20,7 @@ from diesel_fs.cache.disk import chunks as disk
 from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.disk.folder import CHUNK_IDLE_S, IDLE_S
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.lrfu import HOUR_S
+from diesel_fs.cache.policies.lrfu import HOUR_S
 from diesel_fs.cache.tiers import ChunkKey, verify_chunk
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId

@@ -6,8 +6,13 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from diesel_fs.cache import importance
-from diesel_fs.cache.importance import JOBS_MAX, SILENT_TELLS, ImportanceHeap, JobImportances
+from diesel_fs.cache.policies import importance
+from diesel_fs.cache.policies.importance import (
+    JOBS_MAX,
+    SILENT_TELLS,
+    ImportanceHeap,
+    JobImportances,
+)
 from diesel_fs.errors import UsageError
 from tests.examples import examples
 from tests.rows import each_row

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.lrfu import HOUR_S, Attenuation, Values, eviction_order, hour_of
+from diesel_fs.cache.policies.lrfu import HOUR_S, Attenuation, Values, eviction_order, hour_of
 from tests.rows import each_row
 
 PS = st.sampled_from([1.0001, 1.5, 2.0, 10.0, 1e300])

@@ -14,7 +14,6 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 import pytest
 
-from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.disk.folder import CacheFolder
 from diesel_fs.cache.disk.logs import OrderLogFiles
 from diesel_fs.cache.disk.marker import prepare_cache_folder
@@ -23,6 +22,7 @@ from diesel_fs.cache.order_logs.log_set import read_once
 from diesel_fs.cache.order_logs.logs import LoggedReader, OrderLogs
 from diesel_fs.cache.order_logs.streams import LogPlan
 from diesel_fs.cache.order_logs.writer import LogWriter
+from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
 from diesel_fs.cache.tiers import ChunkKey
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from diesel_fs.cache.chunk_cache import FETCH_THREADS, ChunkCache, LoadedChunk
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.chunk_cache import FETCH_THREADS, ChunkCache, LoadedChunk
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.errors import UsageError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.snapshot.reader import Snapshot

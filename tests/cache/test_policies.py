@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.policy import POLICIES, EvictionPolicy
+from diesel_fs.cache.policies.eviction import POLICIES, EvictionPolicy
 from diesel_fs.orders.future import FutureUses, UnitOrder
 
 EVERY = pytest.mark.parametrize("name", [*POLICIES])
@@ -176,7 +176,7 @@ def test_the_order_of_plan_is_that_of_the_next_uses(
     future = FutureUses([UnitOrder(np.array(each, np.int64)) for each in orders], 9)
     policy.set_future(future)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diesel_fs.cache.policy._OLD_KEYS_MIN", old_keys)
+        patch.setattr("diesel_fs.cache.policies.eviction._OLD_KEYS_MIN", old_keys)
         for rank, position in moves:
             if rank < len(orders):
                 policy.note_passed(future.seek(rank, position))

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs.cache.disk.chunks import DiskTier
-from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.cache.readers.range_reader import RangeReader
 from diesel_fs.cache.tiers import CacheTier, MemoryTier
 from diesel_fs.errors import BusyError, DeadlineError, ObjectStoreError, TruncatedError
 from tests.examples import examples

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.chunk_cache import FETCH_THREADS, ChunkCache, LoadedChunk
-from diesel_fs.cache.reader import CHECKED_AT_ONCE_BYTES, EntryReader
+from diesel_fs.cache.readers.chunk_cache import FETCH_THREADS, ChunkCache, LoadedChunk
+from diesel_fs.cache.readers.entry_reader import CHECKED_AT_ONCE_BYTES, EntryReader
 from diesel_fs.errors import CorruptError, FormatError, ObjectMissing
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.chunk_id import chunk_id_text
@@ -122,7 +122,7 @@ def test_read_nowait_gives_what_is_in_memory_and_quickly_checked(
     assert bytes(reader.read(index)) == FILES["n008"]
     assert bytes(reader.read_nowait(index, 2, 2000) or b"") == FILES["n008"][2:]
     assert CHECKED_AT_ONCE_BYTES > 1000
-    monkeypatch.setattr("diesel_fs.cache.reader.CHECKED_AT_ONCE_BYTES", 1000)
+    monkeypatch.setattr("diesel_fs.cache.readers.entry_reader.CHECKED_AT_ONCE_BYTES", 1000)
     assert reader.read_nowait(view.lookup(b"n000"), 0, 1000) is not None
     assert reader.read_nowait(view.lookup(b"n001"), 0, 1000) is None
 

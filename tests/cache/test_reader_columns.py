@@ -12,11 +12,11 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diesel_fs.cache import coalescing_reader as coalescing_module
-from diesel_fs.cache import column_reader as column_module
-from diesel_fs.cache.coalesce import ReadLimits
-from diesel_fs.cache.coalescing_reader import CoalescingReader
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.fetching.coalesce import ReadLimits
+from diesel_fs.cache.readers import coalescing_reader as coalescing_module
+from diesel_fs.cache.readers import column_reader as column_module
+from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.errors import CorruptError, ObjectStoreError
 from diesel_fs.format.entries import Bytes
 from diesel_fs.format.snapshot.reader import Snapshot

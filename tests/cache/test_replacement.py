@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.replacement import Shortage
+from diesel_fs.cache.policies.replacement import Shortage
 
 SIZES = st.lists(st.integers(0, 5), max_size=8)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.entry_file import EntryFile
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_file import EntryFile
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.client.extract import GetReport, get, get_tar, in_chunk_order
 from diesel_fs.errors import NoSpaceError, ObjectStoreError
 from diesel_fs.format.snapshot import layout as layout

@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from diesel_fs import ingest
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.client.extract import get
 from diesel_fs.errors import (
     CorruptError,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from diesel_fs import ingest
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.errors import UsageError
 from diesel_fs.format.entries import Kind
 from diesel_fs.format.snapshot.reader import Snapshot

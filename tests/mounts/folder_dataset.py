@@ -16,7 +16,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.coalescing_reader import Batch
+from diesel_fs.cache.readers.coalescing_reader import Batch
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.format.entries import RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.snapshot.build import build_snapshot

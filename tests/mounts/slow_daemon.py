@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-from diesel_fs.cache import reader
+from diesel_fs.cache.readers import entry_reader
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.supervisor import main
 from diesel_fs.peers.reader.task_chunks import TaskChunks
@@ -42,7 +42,7 @@ if __name__ == "__main__":
         (RANGES, FolderReads, "read_ranges"),
         (PEER, TaskChunks, "pin"),
         (PEER, TaskChunks, "try_part"),
-        (DECODE, reader, "decode"),
+        (DECODE, entry_reader, "decode"),
         (LOOKUP, Snapshot, "child"),
     ):
         if variable in os.environ:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from trio.testing import MockClock
 
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.format.object_names import chunk_object

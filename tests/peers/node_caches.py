@@ -17,9 +17,9 @@ import numpy.typing as npt
 import pytest
 import trio
 
-from diesel_fs.cache.costs import ReadCosts
 from diesel_fs.cache.disk.chunks import DiskTier
-from diesel_fs.cache.policy import POLICIES, EvictionPolicy
+from diesel_fs.cache.policies.costs import ReadCosts
+from diesel_fs.cache.policies.eviction import POLICIES, EvictionPolicy
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId

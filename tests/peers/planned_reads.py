@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from diesel_fs.cache.costs import ReadCosts
+from diesel_fs.cache.policies.costs import ReadCosts
 from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.node.chunk_future import ChunkFuture
 

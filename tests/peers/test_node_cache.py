@@ -12,8 +12,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from diesel_fs.cache.costs import ReadCosts
-from diesel_fs.cache.policy import POLICIES, EvictionPolicy, LeastRecentlyUsed
+from diesel_fs.cache.policies.costs import ReadCosts
+from diesel_fs.cache.policies.eviction import POLICIES, EvictionPolicy, LeastRecentlyUsed
 from diesel_fs.errors import ObjectStoreError
 from diesel_fs.peers.node import fetches, ledger, sealed_memory
 from diesel_fs.peers.node.node_cache import NodeCache

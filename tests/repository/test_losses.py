@@ -20,7 +20,7 @@ from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.errors import (
     BusyError,
     CorruptError,

@@ -7,8 +7,8 @@ from uuid import UUID
 
 import pytest
 
-from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.cache.readers.range_reader import RangeReader
 from diesel_fs.cache.tiers import MemoryTier
 from diesel_fs.format.chunk_builder import ChunkBuilder
 from diesel_fs.format.entries import ChunkId

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.credentials import Credentials
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import FolderSource, PutOptions, put

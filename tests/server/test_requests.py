@@ -12,7 +12,7 @@ from uuid import UUID, uuid4
 
 import pytest
 
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.client.extract import get
 from diesel_fs.errors import (
     BusyError,

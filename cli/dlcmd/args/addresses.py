@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import click
 
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.errors import ObjectMissing
 from diesel_fs.format.entries import check_path
 from diesel_fs.format.snapshot.reader import Snapshot

@@ -24,7 +24,7 @@ dataset must *cool down*: nobody may have used it for `IDLE_S` (DLCache, section
 nothing may be evicted, a new chunk is not admitted. That also holds if a process starts with a
 lower limit than that of the jobs that fill the folder. The order among the others is that of the
 process that needs the room: the longest unread first, or with `by_references` cost-aware LRFU
-(`lrfu.py`).
+(`policies/lrfu.py`).
 
 Crashes: nothing is synced. A chunk is checked whole before it is written and when a process first
 reads it, so damage that a crash leaves is noticed, and the chunk dropped. A process may die at any

@@ -29,8 +29,8 @@ from ...errors import BusyError, ConflictError, PermissionDenied
 from ...format.object_names import IDENTITY_TEXT
 from ...net.breaker import CircuitBreaker
 from ...settings import private_folder
-from ..lrfu import Attenuation, eviction_order, hour_of
-from ..replacement import Shortage
+from ..policies.lrfu import Attenuation, eviction_order, hour_of
+from ..policies.replacement import Shortage
 from .locks import FILE_FLAGS, is_unlocked, try_lock
 from .marker import HEAD, MAGIC, MARKER, TAKES_NOTHING, check_marker, lock_marker
 from .references import USED, References, read_references

@@ -14,7 +14,7 @@ from uuid import UUID
 import numpy as np
 
 from ...errors import BusyError
-from ..lrfu import hour_of
+from ..policies.lrfu import hour_of
 from .folder import CacheFolder
 from .locks import FILE_FLAGS, try_lock
 from .references import USED, References, read_references, write_references

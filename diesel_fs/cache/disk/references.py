@@ -1,10 +1,10 @@
 """The file `.used` of a dataset in a cache's folder: how often jobs have used it, and its cost.
 
 It has 36 bytes, or none before the first job: `DIESLRF1`, three little-endian doubles and the
-CRC-32 of all this. The doubles are the dataset's CRF (`lrfu.py`) at its last reference, the hour of
-that since 1970, and the seconds that a fetched byte costs (0: unknown). Other content counts as one
-reference at the mtime. The file is written in place; programs of another version that do not know
-the content keep it.
+CRC-32 of all this. The doubles are the dataset's CRF (`policies/lrfu.py`) at its last reference,
+the hour of that since 1970, and the seconds that a fetched byte costs (0: unknown). Other content
+counts as one reference at the mtime. The file is written in place; programs of another version that
+do not know the content keep it.
 """
 
 import math
@@ -13,7 +13,7 @@ import struct
 import zlib
 from dataclasses import dataclass
 
-from ..lrfu import hour_of
+from ..policies.lrfu import hour_of
 from .locks import FILE_FLAGS
 
 USED = ".used"

@@ -19,8 +19,8 @@ import numpy as np
 
 from ...format.snapshot.reader import Snapshot
 from ...orders.plan import Entries
-from ..coalescing_reader import Batch, BatchSource
 from ..disk.logs import OrderLogFiles
+from ..readers.coalescing_reader import Batch, BatchSource
 from .addresses import LogAddresses
 from .layout import SEGMENT_BYTES, Mask, Places
 from .log_set import Log, LogSet, read_into

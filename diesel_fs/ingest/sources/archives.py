@@ -37,8 +37,8 @@ from typing import BinaryIO, NamedTuple, Protocol, cast
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from ...cache.entry_file import EntryFile
-from ...cache.reader import EntryReader
+from ...cache.readers.entry_file import EntryFile
+from ...cache.readers.entry_reader import EntryReader
 from ...errors import DieselError, NotFoundError, UsageError
 from ...format.entries import ChunkId, Kind
 from ...format.snapshot.reader import Indices, Snapshot

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import BinaryIO, cast
 
-from ...cache.entry_file import EntryFile
-from ...cache.reader import EntryReader
+from ...cache.readers.entry_file import EntryFile
+from ...cache.readers.entry_reader import EntryReader
 from ...format.entries import MODE_MASK, NAME_BYTES_MAX, Kind, Names, Stat, join, path_fault, split
 from ...format.snapshot.reader import Snapshot, same_content
 from ...names import shown

@@ -6,7 +6,7 @@ CONTROL.md describes the messages. `net/messages.py` frames and decodes them. Pu
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.importance import check_importances
+from ...cache.policies.importance import check_importances
 from ...errors import UsageError
 from ...format.snapshot.reader import ROOT_INDEX, Snapshot
 from ...net.messages import Fields, Message

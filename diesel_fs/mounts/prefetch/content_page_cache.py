@@ -27,7 +27,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.coalescing_reader import Batch
+from ...cache.readers.coalescing_reader import Batch
 from ...format.image import BLOCK_BYTES, Image
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot

@@ -80,9 +80,9 @@ class Importances:
         are dropped first. Returns the number of jobs that have set any.
 
         `more`: others follow. Several jobs are distinguished by `job`, and merged by their
-        `benefit` (`cache/importance.py`). `substitutes`: the job accepts resident entries of low
-        importance in place of others. Raises UsageError for numbers outside the dataset, and for
-        NaN, infinite and negative values.
+        `benefit` (`cache/policies/importance.py`). `substitutes`: the job accepts resident entries
+        of low importance in place of others. Raises UsageError for numbers outside the dataset, and
+        for NaN, infinite and negative values.
         """
         jobs = self._memory.resident_set.set_importances(
             self._columns.checked(entries), values, more=more, job=job, benefit=benefit

@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.coalescing_reader import Batch
+from ...cache.readers.coalescing_reader import Batch
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import ROOT_INDEX, Snapshot
 from ...system import syscalls

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.importance import ImportanceHeap, JobImportances, check_importances
+from ...cache.policies.importance import ImportanceHeap, JobImportances, check_importances
 from ...orders.plan import NO_ENTRIES, Entries
 from .units import PAGE_BYTES, Columns
 

@@ -30,7 +30,7 @@ import trio
 
 from ...cache.disk.chunks import DiskTier
 from ...cache.disk.marker import prepare_cache_folder
-from ...cache.policy import POLICIES
+from ...cache.policies.eviction import POLICIES
 from ...errors import DieselError, NoSpaceError, UsageError
 from ...net.messages import error_message
 from ...net.tls import make_certificate

@@ -35,12 +35,13 @@ FillPolicy = Literal["on-demand", "oneshot"]
 """When a node's chunks are fetched: when they are first read, or all from the start."""
 
 Eviction = Literal["plan", "importance", "lrfu", "lru", "lfu", "none"]
-"""How a full cache chooses victims (`cache/policy.py`); the first is the default."""
+"""How a full cache chooses victims (`cache/policies/eviction.py`); the first is the default."""
 
 
 def chunk_policy(evict: str) -> str:
     """The policy that one dataset's caches of chunks have. Files of one chunk differ in importance,
-    so caches of files alone decide by that; `lrfu` decides between datasets (`cache/lrfu.py`)."""
+    so caches of files alone decide by that; `lrfu` decides between datasets
+    (`cache/policies/lrfu.py`)."""
     return "plan" if evict in ("importance", "lrfu") else evict
 
 

@@ -28,7 +28,7 @@ import numpy as np
 import numpy.typing as npt
 import trio
 
-from ...cache.costs import ReadCosts
+from ...cache.policies.costs import ReadCosts
 from ...cache.tiers import ChunkKey, verify_chunk
 from ...errors import DieselError, FormatError
 from .chunk_future import ChunkFuture

@@ -23,7 +23,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.policy import EvictionPolicy
+from ...cache.policies.eviction import EvictionPolicy
 from ...cache.tiers import ChunkKey
 from ...format.entries import ChunkId
 from ..wire import Sizes

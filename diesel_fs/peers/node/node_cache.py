@@ -26,9 +26,9 @@ from uuid import UUID
 import numpy as np
 import trio
 
-from ...cache.costs import ReadCosts
 from ...cache.disk.chunks import DiskTier
-from ...cache.policy import EvictionPolicy, UnitValues
+from ...cache.policies.costs import ReadCosts
+from ...cache.policies.eviction import EvictionPolicy, UnitValues
 from ...cache.tiers import verify_chunk
 from ...errors import FormatError
 from ...format.entries import ChunkId

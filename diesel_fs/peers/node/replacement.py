@@ -2,10 +2,10 @@
 
 A chunk that misses comes at once if there is free room in memory or on the disk, or room that
 chunks of other nodes take. If it would replace a chunk of this node, it must be worth it
-(`cache/admission.py`), and the eviction policy must agree. The same rule holds for a chunk that
-comes from the disk to memory. A chunk of another node is kept only in room that this node's own
-share does not need. Such chunks are replaced first, unless no other node has them and some reader
-is known to need them; then the policy decides.
+(`cache/policies/admission.py`), and the eviction policy must agree. The same rule holds for a chunk
+that comes from the disk to memory. A chunk of another node is kept only in room that this node's
+own share does not need. Such chunks are replaced first, unless no other node has them and some
+reader is known to need them; then the policy decides.
 
 When it is known what will be read (`set_future`), the policy `plan` decides instead of admission: a
 chunk replaces others that are needed later, if enough of it is read before they are needed again
@@ -25,10 +25,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.admission import SkiRentalAdmission
-from ...cache.costs import ReadCosts
-from ...cache.policy import UnitValues
-from ...cache.replacement import Shortage
+from ...cache.policies.admission import SkiRentalAdmission
+from ...cache.policies.costs import ReadCosts
+from ...cache.policies.eviction import UnitValues
+from ...cache.policies.replacement import Shortage
 from ...format.entries import ChunkId
 from ...orders.future import Units
 from ..wire import Sizes
@@ -272,7 +272,7 @@ class Replacement:
 
     def _memory_victims(self, chunk: int, *, has_credit: bool) -> list[int] | None:
         """The chunks that an absent chunk would replace; None if it should not come. Without
-        `has_credit` (`cache/admission.py`) it replaces only chunks of other nodes."""
+        `has_credit` (`cache/policies/admission.py`) it replaces only chunks of other nodes."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
         size, is_mine, budget_bytes = ledger.sizes[chunk], ledger.owned[chunk], ledger.budget_bytes

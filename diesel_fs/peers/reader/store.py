@@ -20,7 +20,7 @@ from uuid import UUID
 
 import numpy as np
 
-from ...cache.stored_parts import StoredParts
+from ...cache.fetching.stored_parts import StoredParts
 from ...format.object_names import chunk_of_object, identity_of_object
 from ...format.snapshot.reader import Snapshot
 from ...repository.interface import Repository

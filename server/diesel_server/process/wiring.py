@@ -13,8 +13,8 @@ from uuid import UUID
 
 from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.range_reader import RangeReader
 from diesel_fs.cache.read_through import ReadThroughCache
+from diesel_fs.cache.readers.range_reader import RangeReader
 from diesel_fs.cache.tiers import CacheTier, MemoryTier
 from diesel_fs.errors import DieselError, ObjectMissing
 from diesel_fs.metrics import MetricCells

@@ -25,7 +25,7 @@ from uuid import UUID
 
 import trio
 
-from diesel_fs.cache.range_reader import RangeReader
+from diesel_fs.cache.readers.range_reader import RangeReader
 from diesel_fs.errors import (
     MetadataBehind,
     MetadataError,

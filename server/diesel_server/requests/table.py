@@ -9,7 +9,7 @@ about accounts. Runs in the event loop of one worker.
 import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable
 
-from diesel_fs.cache.range_reader import RangeReader
+from diesel_fs.cache.readers.range_reader import RangeReader
 from diesel_fs.metrics import MetricCells
 from diesel_fs.names import check_dataset_name
 from diesel_fs.net.messages import Fields, Message

@@ -31,7 +31,7 @@ from typing import TypedDict
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.importance import ImportanceHeap
+from diesel_fs.cache.policies.importance import ImportanceHeap
 from diesel_fs.mounts.prefetch.decisions import Drop, Push, Sample
 from diesel_fs.mounts.prefetch.planner import PrefetchPlanner
 from diesel_fs.orders.importance import DrawRule, is_low, substituted

@@ -12,8 +12,8 @@ pinned; all others have cooled down.
 
 The policies:
 
-- **Ours** decides with `diesel_fs.cache.lrfu`, as a cache folder does: the same functions, the same
-  p and step. LRFU is the same without costs.
+- **Ours** decides with `diesel_fs.cache.policies.lrfu`, as a cache folder does: the same functions,
+  the same p and step. LRFU is the same without costs.
 - **LRU**, **LFU** (all references count, also those before a block was evicted; of equal ones the
   longest unused goes first) and **random** are as their names say. **Greedy** evicts the block that
   costs least; **greedy for bytes**, which the paper does not have, what costs least for each byte,
@@ -38,7 +38,7 @@ from itertools import product
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.lrfu import Attenuation, Values, eviction_order
+from diesel_fs.cache.policies.lrfu import Attenuation, Values, eviction_order
 
 from ..plot import Line, Plot, draw
 from ..report import Row, at_most

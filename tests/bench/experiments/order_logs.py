@@ -23,12 +23,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.coalescing_reader import CoalescingReader
 from diesel_fs.cache.disk.folder import CacheFolder
 from diesel_fs.cache.disk.logs import OrderLogFiles
 from diesel_fs.cache.disk.marker import prepare_cache_folder
 from diesel_fs.cache.order_logs.logs import STAGED_BYTES, LoggedReader, OrderLogs
 from diesel_fs.cache.order_logs.streams import LogPlan
+from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.orders.plan import Entries

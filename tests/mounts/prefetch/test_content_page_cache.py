@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.coalescing_reader import Batch
+from diesel_fs.cache.readers.coalescing_reader import Batch
 from diesel_fs.format.snapshot.diff import diff_snapshots
 from diesel_fs.mounts.prefetch.content_page_cache import ContentPageCache
 from tests.mounts.observed import noise

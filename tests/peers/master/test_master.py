@@ -18,7 +18,7 @@ import pytest
 import trio
 
 import diesel_fs
-from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.policies.eviction import POLICIES
 from diesel_fs.errors import ConflictError, MetadataError
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import diesel_fs
-from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.policies.eviction import POLICIES
 from diesel_fs.errors import ConfigError, UsageError
 from diesel_fs.mounts import launcher
 from diesel_fs.mounts.options import MountRequest

@@ -6,7 +6,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.policies.eviction import POLICIES
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.peers.node.ledger import Ledger, Room, Tables
 from diesel_fs.peers.node.sealed_memory import SealedMemory

@@ -8,8 +8,8 @@ import numpy.typing as npt
 import pytest
 import trio
 
-from diesel_fs.cache.admission import OVERHEAD_FRACTION, SkiRentalAdmission
-from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.policies.admission import OVERHEAD_FRACTION, SkiRentalAdmission
+from diesel_fs.cache.policies.eviction import POLICIES
 from tests.rows import each_row
 
 from ..node_caches import ChunkSource, make_cache, running

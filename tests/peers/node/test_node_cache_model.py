@@ -14,7 +14,7 @@ import trio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.policies.eviction import POLICIES
 from diesel_fs.errors import DieselError
 from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.node.chunk_future import ChunkFuture

@@ -21,7 +21,7 @@ from diesel_fs.cache.disk import chunks as disk_tier
 from diesel_fs.cache.disk import folder as disk_shelf
 from diesel_fs.cache.disk.chunks import DiskTier
 from diesel_fs.cache.disk.marker import prepare_cache_folder
-from diesel_fs.cache.policy import POLICIES
+from diesel_fs.cache.policies.eviction import POLICIES
 from diesel_fs.cache.tiers import ChunkKey, Reservation
 from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import ChunkId

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diesel_fs.cache.costs import ReadCosts
+from diesel_fs.cache.policies.costs import ReadCosts
 from diesel_fs.orders.future import FutureUses, UnitOrder
 from diesel_fs.peers.node.chunk_future import ChunkFuture
 from diesel_fs.peers.node.ledger import Ledger

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache import column_reader as store_module
-from diesel_fs.cache import costs
-from diesel_fs.cache.coalescing_reader import CoalescingReader
-from diesel_fs.cache.reader import EntryReader
-from diesel_fs.cache.stored_parts import FETCH_THREADS
+from diesel_fs.cache.fetching.stored_parts import FETCH_THREADS
+from diesel_fs.cache.policies import costs
+from diesel_fs.cache.readers import column_reader as store_module
+from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.errors import DieselError, MetadataError, ObjectMissing, ObjectStoreError
 from diesel_fs.format.object_names import STORE_MARKER
 from diesel_fs.format.snapshot.reader import Snapshot

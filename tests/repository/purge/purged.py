@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Iterator
 
-from diesel_fs.cache.reader import EntryReader
+from diesel_fs.cache.readers.entry_reader import EntryReader
 from diesel_fs.client.dataset import Dataset, connect
 from diesel_fs.format.entries import ChunkId
 from diesel_fs.format.snapshot.reader import Snapshot

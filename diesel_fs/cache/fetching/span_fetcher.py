@@ -19,11 +19,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import DieselError, ObjectMissing
-from ..format.snapshot.reader import Snapshot
-from ..storage.objects.store import IN_STORE, ChunkReader, ObjectStore, batched_parts
+from ...errors import DieselError, ObjectMissing
+from ...format.snapshot.reader import Snapshot
+from ...storage.objects.store import IN_STORE, ChunkReader, ObjectStore, batched_parts
+from ..policies.costs import ReadCosts
 from .coalesce import ChunkSource, ReadLimits
-from .costs import ReadCosts
 from .read_plan import Span
 from .stored_parts import StoredParts
 

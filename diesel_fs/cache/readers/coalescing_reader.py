@@ -2,7 +2,7 @@
 arrive.
 
 The prefetch worker of a mount uses this: it hands contents to the kernel and keeps none of them
-(`EntryReader` in `reader.py` keeps chunks in memory instead). The caller asks for one list of
+(`EntryReader` in `entry_reader.py` keeps chunks in memory instead). The caller asks for one list of
 entries at a time, and may announce the lists that will come next. An announced list is called a
 *unit* here: the entries of one push.
 
@@ -11,7 +11,7 @@ folder in the page cache) spans are read one after the other into one buffer. Fr
 several spans are read at once, and announced units are read ahead. A store that takes many reads in
 one request (`batches_reads`: a server, the cache of a task) is asked for whole batches, also ahead.
 In both cases a `ChunkReader` has the requests under way: that of the task's cache, else
-`StoredParts`. `coalesce.py` decides which extents are merged to one span.
+`StoredParts`. `fetching/coalesce.py` decides which extents are merged to one span.
 
 Every byte is checked against the checksum of its entry, unless the store has done so; after a
 mismatch the entry is read once more, past all caches. One thread at a time uses a reader; it starts
@@ -29,14 +29,14 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from ..errors import CorruptError, ObjectMissing
-from ..format.chunk import decode
-from ..format.snapshot.layout import MANY_EXTENTS
-from ..format.snapshot.reader import Extent, Snapshot
-from ..storage.objects.store import IN_MEMORY, ObjectStore
-from .coalesce import ReadLimits
-from .read_plan import ReadPlan, Rows, SomeEntries, Span, plan_reads
-from .span_fetcher import Arrived, Contents, SpanFetcher
+from ...errors import CorruptError, ObjectMissing
+from ...format.chunk import decode
+from ...format.snapshot.layout import MANY_EXTENTS
+from ...format.snapshot.reader import Extent, Snapshot
+from ...storage.objects.store import IN_MEMORY, ObjectStore
+from ..fetching.coalesce import ReadLimits
+from ..fetching.read_plan import ReadPlan, Rows, SomeEntries, Span, plan_reads
+from ..fetching.span_fetcher import Arrived, Contents, SpanFetcher
 
 log = logging.getLogger("diesel.mount")
 

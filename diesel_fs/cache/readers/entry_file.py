@@ -4,7 +4,7 @@ import io
 import operator
 from typing import TYPE_CHECKING
 
-from .reader import EntryReader
+from .entry_reader import EntryReader
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

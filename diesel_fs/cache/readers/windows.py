@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..format.entries import Codec, Kind
-from ..format.snapshot import layout
-from ..format.snapshot.reader import Snapshot
+from ...format.entries import Codec, Kind
+from ...format.snapshot import layout
+from ...format.snapshot.reader import Snapshot
 from .chunk_cache import PINNED_COST_DIVISOR, ChunkCache
 from .column_reader import Column
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch

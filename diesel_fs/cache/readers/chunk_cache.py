@@ -23,8 +23,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from ..waiting import WaitCause, waiting_for
 from .order_prefetch import OrderPrefetch
-from .waiting import WaitCause, waiting_for
 
 FETCH_THREADS = 4
 """Loads at once per process: enough to hide a store's latency behind its bandwidth."""

@@ -1,9 +1,10 @@
 """Answers a server's read requests: many parts of chunks, out of few reads of the store.
 
 A client asks for parts of chunks by their places. Parts that lie near each other are merged into
-one read (`coalesce.py`); parts that are asked for twice, or by several requests at the same moment,
-are read once. Chunks that the server's cache tier has (in memory or on a disk, `tiers.py`) are read
-from there. The reader also bounds the memory that answers take until they have been sent.
+one read (`fetching/coalesce.py`); parts that are asked for twice, or by several requests at the
+same moment, are read once. Chunks that the server's cache tier has (in memory or on a disk,
+`tiers.py`) are read from there. The reader also bounds the memory that answers take until they have
+been sent.
 
 Bytes go out as they lie in the chunks: the client checks each entry against its checksum, and asks
 again with `fresh` after a mismatch. Safe from any thread.
@@ -18,14 +19,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from uuid import UUID
 
-from ..errors import DeadlineError, ObjectStoreError
-from ..format.entries import ChunkRanges
-from ..net.budget import MemoryBudget
-from ..net.frames import READ_BYTES_MAX
-from ..settings import READ_DEADLINE_S
-from .coalesce import ChunkPart, MergedRange, by_chunk, merge_ranges
-from .read_through import ReadThroughCache
-from .tiers import CacheHandle, ChunkKey
+from ...errors import DeadlineError, ObjectStoreError
+from ...format.entries import ChunkRanges
+from ...net.budget import MemoryBudget
+from ...net.frames import READ_BYTES_MAX
+from ...settings import READ_DEADLINE_S
+from ..fetching.coalesce import ChunkPart, MergedRange, by_chunk, merge_ranges
+from ..read_through import ReadThroughCache
+from ..tiers import CacheHandle, ChunkKey
 
 ANSWER_BYTES_MAX = 2 * READ_BYTES_MAX
 """Memory of this process's answers that have not been sent yet."""

@@ -4,7 +4,7 @@
 pack of many small files, some 4 MiB; an entry is a file, folder or link of the dataset). Whole
 chunks are kept in memory by `ChunkCache` (`chunk_cache.py`). Every byte is checked against the
 checksum of its entry when it enters this process's memory; after a mismatch the entry is read once
-more, past all caches (`coalesce.py`).
+more, past all caches (`fetching/coalesce.py`).
 
 Thread-safe. After a fork the child may go on reading.
 """
@@ -21,17 +21,17 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from ..errors import CorruptError, DieselError, ForeignError, ObjectMissing, UsageError
-from ..format.chunk import PREAMBLE_BYTES, decode, parse_preamble
-from ..format.entries import Bytes, Codec
-from ..format.snapshot.reader import Extent, PlainExtent, Snapshot
-from ..storage.objects.store import ObjectStore, new_buffer
+from ...errors import CorruptError, DieselError, ForeignError, ObjectMissing, UsageError
+from ...format.chunk import PREAMBLE_BYTES, decode, parse_preamble
+from ...format.entries import Bytes, Codec
+from ...format.snapshot.reader import Extent, PlainExtent, Snapshot
+from ...storage.objects.store import ObjectStore, new_buffer
+from ..fetching.coalesce import ChunkSource
+from ..fetching.stored_parts import StoredParts
+from ..waiting import WaitCause, current_observer
 from .chunk_cache import ChunkCache, LoadedChunk
-from .coalesce import ChunkSource
 from .column_reader import EXTENT_BITS, PLAIN_FILE, Column, ColumnReader
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
-from .stored_parts import StoredParts
-from .waiting import WaitCause, current_observer
 from .windows import Window, WindowPlanner
 
 if TYPE_CHECKING:

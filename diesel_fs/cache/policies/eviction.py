@@ -18,7 +18,7 @@ from typing import ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from ..orders.future import NEVER, FutureUses, Times, Units
+from ...orders.future import NEVER, FutureUses, Times, Units
 
 UnitValues = npt.NDArray[np.float32]
 """Of each unit: how many of its parts will be read in an epoch, as far as that can be estimated."""

@@ -1,6 +1,6 @@
 """Which units leave a full cache for a new one: the loop that all caches share.
 
-A policy (`policy.py`, `lrfu.py`) says in which order units may leave, and the cache which of them
+A policy (`eviction.py`, `lrfu.py`) says in which order units may leave, and the cache which of them
 cannot leave now: pinned ones, for example. `Shortage` takes victims out of such orders, one order
 after the other, until there is room. Nothing is evicted here: a cache first asks whether the new
 unit is worth its victims (`EvictionPolicy.replaces`, `admission.py`). Pure.

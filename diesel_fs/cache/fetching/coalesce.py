@@ -1,11 +1,12 @@
 """Shared by all readers of chunks: which bytes are read together, and how damage is repaired.
 
-Three readers stand on this module. `EntryReader` (`reader.py`) serves the Python API and the server
-of a mount and keeps chunks in memory. `CoalescingReader` (`coalescing_reader.py`) feeds the
-prefetch worker of a mount and keeps nothing. `RangeReader` (`range_reader.py`) serves parts of
-chunks for the clients of a server. Each of them merges neighbouring ranges of a chunk into one
-read, and asks for several reads in one request if the store takes that. `ChunkSource` names a
-chunk's object, reads from it, and reads an entry again if its bytes do not match their checksum.
+Three readers stand on this module. `EntryReader` (`readers/entry_reader.py`) serves the Python API
+and the server of a mount and keeps chunks in memory. `CoalescingReader`
+(`readers/coalescing_reader.py`) feeds the prefetch worker of a mount and keeps nothing.
+`RangeReader` (`readers/range_reader.py`) serves parts of chunks for the clients of a server. Each
+of them merges neighbouring ranges of a chunk into one read, and asks for several reads in one
+request if the store takes that. `ChunkSource` names a chunk's object, reads from it, and reads an
+entry again if its bytes do not match their checksum.
 
 There are two functions that merge. `merge_spans` works on numpy columns, for the thousands of
 extents that a mount wants at once; `merge_ranges` works on lists, for requests to a server, which
@@ -21,14 +22,14 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import CorruptError, ObjectMissing
-from ..format.chunk import decode
-from ..format.chunk_id import chunk_id_text
-from ..format.entries import Bytes, ChunkId, ChunkRanges
-from ..format.object_names import chunk_object
-from ..format.snapshot.reader import Extent, Snapshot
-from ..names import shown
-from ..storage.objects.store import ObjectStore, new_buffer
+from ...errors import CorruptError, ObjectMissing
+from ...format.chunk import decode
+from ...format.chunk_id import chunk_id_text
+from ...format.entries import Bytes, ChunkId, ChunkRanges
+from ...format.object_names import chunk_object
+from ...format.snapshot.reader import Extent, Snapshot
+from ...names import shown
+from ...storage.objects.store import ObjectStore, new_buffer
 
 BATCH_BYTES_MAX = 8 << 20
 BATCH_PARTS_MAX = 512

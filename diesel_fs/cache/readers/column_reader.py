@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest
 
-from ..errors import DieselError
-from ..format.entries import Kind
-from ..format.snapshot import layout
-from ..format.snapshot.reader import Extent, Snapshot
-from ..storage.objects.store import ChunkReader, ReadGroup
-from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX
+from ...errors import DieselError
+from ...format.entries import Kind
+from ...format.snapshot import layout
+from ...format.snapshot.reader import Extent, Snapshot
+from ...storage.objects.store import ChunkReader, ReadGroup
+from ..fetching.coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX
 
 Column = npt.NDArray[np.int64]
 

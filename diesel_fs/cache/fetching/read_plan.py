@@ -10,9 +10,9 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from ..format.entries import Kind
-from ..format.snapshot.layout import CODEC_SHIFT, MANY_EXTENTS, kinds
-from ..format.snapshot.reader import Extent, Snapshot
+from ...format.entries import Kind
+from ...format.snapshot.layout import CODEC_SHIFT, MANY_EXTENTS, kinds
+from ...format.snapshot.reader import Extent, Snapshot
 from .coalesce import merge_spans
 
 Span: TypeAlias = tuple[int, int, int]

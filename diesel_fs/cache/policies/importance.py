@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import UsageError
-from ..orders.importance import HIGH_DIVISOR
+from ...errors import UsageError
+from ...orders.importance import HIGH_DIVISOR
 
 Entries = npt.NDArray[np.uint32]
 Mask = npt.NDArray[np.bool_]

@@ -13,9 +13,9 @@ from itertools import count
 import numpy as np
 import numpy.typing as npt
 
-from ..format.entries import Bytes
-from ..format.snapshot.reader import Snapshot
-from ..storage.objects.store import (
+from ...format.entries import Bytes
+from ...format.snapshot.reader import Snapshot
+from ...storage.objects.store import (
     IN_STORE,
     ChunkParts,
     ObjectStore,
@@ -23,8 +23,8 @@ from ..storage.objects.store import (
     ReadGroup,
     batched_parts,
 )
+from ..policies.costs import ReadCosts
 from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkNames
-from .costs import ReadCosts
 
 FETCH_THREADS = 64
 """Reads of a slow store that are under way at once. With 30 ms each, reads of 110 KiB bring 230

@@ -20,8 +20,8 @@ from bisect import bisect_left
 import numpy as np
 import numpy.typing as npt
 
-from ..format.snapshot import layout
-from ..format.snapshot.reader import Snapshot
+from ...format.snapshot import layout
+from ...format.snapshot.reader import Snapshot
 
 SINGLE_READ_BYTES = 40 << 10
 """A read of one entry costs as much as reading this many bytes in one piece: 100 single reads cost
