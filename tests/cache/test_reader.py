@@ -11,14 +11,12 @@ import pytest
 
 from diesel_fs.cache.readers.chunk_cache import FETCH_THREADS, ChunkCache, LoadedChunk
 from diesel_fs.cache.readers.entry_reader import CHECKED_AT_ONCE_BYTES, EntryReader
-from diesel_fs.errors import CorruptError, FormatError, ObjectMissing
+from diesel_fs.errors import FormatError
 from diesel_fs.format.chunk import CHUNK_BYTES_MIN
-from diesel_fs.format.chunk_id import chunk_id_text
 from diesel_fs.format.object_names import chunk_object
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import FastReads
-from tests.rows import each_row
 
 from ..waiting import wait_until
 from .conftest import FILES, Counting, object_of, put_files
@@ -176,32 +174,6 @@ def test_the_extents_of_a_part_of_a_file_are_those_with_bytes_in_it(view: Snapsh
                 )
 
 
-@each_row("budget", [1, 1 << 30])
-def test_B4_damage_on_the_way_is_repaired_by_reading_again(
-    repository: LocalRepository, view: Snapshot, budget: int
-) -> None:
-    store = Counting(repository)
-    reader = EntryReader(view, store, budget)
-    store.damage(view, "n299", times=1)
-    for name in ("n299", "n298", "n297"):
-        for _ in range(2):
-            assert bytes(reader.read(view.lookup(name.encode()))) == FILES[name]
-    assert reader.stats()["healed"] >= 1
-    assert reader.stats()["damaged"] == 0
-
-
-@each_row("many", [True, False])
-def test_B3_only_the_damaged_file_fails(store: Counting, view: Snapshot, many: bool) -> None:
-    index = view.lookup(b"n150")
-    text = chunk_id_text(view.chunk_ids[view.extents(index)[0].chunk])
-    reader = EntryReader(view, store, 1 << 30)
-    store.damage(view, "n150")
-    with pytest.raises(CorruptError, match=f"ds/n150 .*{text}"):
-        list(reader.read_many([index])) if many else reader.read(index)
-    for name in ("n149", "n151"):
-        assert bytes(reader.read(view.lookup(name.encode()))) == FILES[name]
-
-
 def test_B7_a_foreign_chunk_under_our_name_is_refused(
     repository: LocalRepository, store: Counting, view: Snapshot
 ) -> None:
@@ -217,50 +189,11 @@ def test_B7_a_foreign_chunk_under_our_name_is_refused(
         EntryReader(view, store, 1 << 30).read(index)
 
 
-def test_O2_a_lost_chunk_fails_its_files_alone(store: Counting, view: Snapshot) -> None:
-    store.lose(object_of(view, "n000"))
-    reader = EntryReader(view, store, 1 << 30)
-    with pytest.raises(ObjectMissing):
-        reader.read(view.lookup(b"n000"))
-    assert bytes(reader.read(view.lookup(b"n299"))) == FILES["n299"]
-
-
-def test_Z11_returned_bytes_do_not_change(store: Counting, view: Snapshot) -> None:
-    reader = EntryReader(view, store, 70_000)
-    held = reader.read(view.lookup(b"n007"))
-    list(reader.read_many(view.files()))
-    reader.close()
-    assert bytes(held) == FILES["n007"]
-
-
 # The cache of chunks
 
 
 def ten_bytes(number: int = 0) -> LoadedChunk:
     return LoadedChunk(memoryview(bytearray(10)))
-
-
-def test_F10_many_readers_share_one_load() -> None:
-    loads: list[int] = []
-    gate = threading.Event()
-
-    def load(number: int) -> LoadedChunk:
-        loads.append(number)
-        gate.wait(10)
-        return ten_bytes()
-
-    cache = ChunkCache(100, load)
-    found: list[LoadedChunk] = []
-    threads = [threading.Thread(target=lambda: found.append(cache.get(7))) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    cache.prefetch(7)
-    gate.set()
-    for thread in threads:
-        thread.join()
-    assert loads == [7]
-    assert len({id(chunk) for chunk in found}) == 1
-    cache.close()
 
 
 def test_F10_a_needed_chunk_is_not_queued_behind_prefetches() -> None:
@@ -285,21 +218,6 @@ def test_F10_a_needed_chunk_is_not_queued_behind_prefetches() -> None:
         cache.get(number)
     cache.close()
     assert sorted(loads) == list(range(FETCH_THREADS + 1))
-
-
-def test_a_failed_load_is_reported_and_tried_again() -> None:
-    attempts: list[int] = []
-
-    def load(number: int) -> LoadedChunk:
-        attempts.append(number)
-        if len(attempts) == 1:
-            raise ObjectMissing("gone")
-        return ten_bytes()
-
-    cache = ChunkCache(100, load)
-    with pytest.raises(ObjectMissing):
-        cache.get(1)
-    assert len(cache.get(1).view) == 10
 
 
 def test_the_least_recently_used_go_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from diesel_fs.cache.readers import coalescing_reader as coalescing_module
 from diesel_fs.cache.readers import column_reader as column_module
 from diesel_fs.cache.readers.coalescing_reader import CoalescingReader
 from diesel_fs.cache.readers.entry_reader import EntryReader
-from diesel_fs.errors import CorruptError, ObjectStoreError
+from diesel_fs.errors import ObjectStoreError
 from diesel_fs.format.entries import Bytes
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.storage.objects.store import IN_MEMORY, ChunkParts, ReadGroup
@@ -138,13 +138,6 @@ def test_B4_damaged_parts_are_read_again_past_all_copies(store: Counting, view: 
     columns.damaged = {(each[0], each[1]) for each in plain[::7] if each is not None}
     reader = check_many(columns, view, view.files())
     assert reader.stats()["healed"] == len(columns.damaged)
-
-
-def test_B3_a_file_that_is_damaged_in_the_store_is_named(store: Counting, view: Snapshot) -> None:
-    store.damage(view, "n007")
-    reader = EntryReader(view, Columns(store, view), 200_000, prefer_entries=True)
-    with pytest.raises(CorruptError, match="n007"):
-        list(reader.read_many(rows_of(view, range(7, 9))))
 
 
 def test_where_the_parts_fail_files_are_read_one_by_one(store: Counting, view: Snapshot) -> None:

@@ -289,7 +289,7 @@ def test_an_epoch_in_chunk_wise_order_loads_each_chunk_once(large: str, way: str
             most = 0
             for size, content in zip(expected, contents, strict=True):
                 assert len(content) == size
-                most = max(most, len(reader._cache._chunks) + len(reader._cache._in_flight))
+                most = max(most, len(reader._cache._chunks) + len(reader._cache._flights))
             assert 5 <= most <= 10
             counts = reader.stats()
             assert counts["chunk_fetches"] == len(sizes) * (epoch + 1)

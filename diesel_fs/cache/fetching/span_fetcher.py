@@ -13,7 +13,6 @@ two calls.
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -23,7 +22,9 @@ from ...errors import DieselError, ObjectMissing
 from ...format.snapshot.reader import Snapshot
 from ...storage.objects.store import IN_STORE, ChunkReader, ObjectStore, batched_parts
 from ..policies.costs import ReadCosts
-from .coalesce import ChunkSource, ReadLimits
+from .chunk_source import ChunkSource
+from .coalesce import ReadLimits
+from .flights import FlightTable
 from .read_plan import Span
 from .stored_parts import StoredParts
 
@@ -58,6 +59,8 @@ class _Asked:
         self._places = reader.places(parts[:, 0].astype(np.int64))
         self.bytes = int(parts[:, 2].sum(dtype=np.int64))
         self._reading = reader.begin(parts)
+        self.wanted = len(spans)
+        """How many of the spans are still wanted."""
         self._arrived: list[Arrived] = []
         self._error: DieselError | None = None
 
@@ -94,14 +97,6 @@ class _Asked:
             close()
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """Spans that are being read in one request, and how many of them are still wanted."""
-
-    contents: _Asked
-    wanted: int
-
-
 class SpanFetcher:
     """Spans of the chunks of one snapshot, out of one object store."""
 
@@ -121,8 +116,7 @@ class SpanFetcher:
         self._arrived_s = 0.0  # when contents that were waited for arrived last
         # One buffer is kept: new memory costs as much as reading into it.
         self._buffer = np.empty(limits.span_bytes, np.uint8).data
-        self._in_flight: dict[Span, _InFlight] = {}
-        self._in_flight_bytes = 0
+        self._flights: FlightTable[int, _Asked] = FlightTable()
 
     @property
     def batches_reads(self) -> bool:
@@ -136,12 +130,12 @@ class SpanFetcher:
 
     def has_any_in_flight(self, spans: Sequence[Span]) -> bool:
         """Whether any of these spans is being read."""
-        return not self._in_flight.keys().isdisjoint(spans)
+        return not self._flights.keys().isdisjoint(spans)
 
     @property
     def is_busy(self) -> bool:
         """Whether any span is being read."""
-        return bool(self._in_flight)
+        return bool(self._flights)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """The place from which each of these chunks would be read now (`ChunkReader.places`)."""
@@ -149,9 +143,9 @@ class SpanFetcher:
 
     def give_up(self, span: Span) -> None:
         """A unit that wanted this span is not wanted any more."""
-        flight = self._take(span)
-        if flight is not None and not flight.wanted:
-            flight.contents.give_up()
+        asked = self._take(span)
+        if asked is not None and not asked.wanted:
+            asked.give_up()
 
     def close(self) -> None:
         """Stop reading ahead. Repeatable."""
@@ -160,18 +154,19 @@ class SpanFetcher:
     def begin(self, spans: Sequence[Span], *, are_due: bool = False) -> int:
         """Begin to read the first of these spans that there is room for. Returns their number.
         Spans that are due, because a caller waits for them, get room beside the announced ones."""
-        room_bytes = self._limits.ahead_bytes * (1 + are_due)
+        flights = self._flights
+        room_bytes = self._limits.ahead_bytes * (1 + are_due) - flights.bytes
         wanted: dict[Span, None] = {}
         begun = 0
         for span in spans:
-            if span not in self._in_flight and span not in wanted:
-                if self._in_flight_bytes + span[2] > room_bytes:
+            if span not in flights and span not in wanted:
+                room_bytes -= span[2]
+                if room_bytes < 0:
                     break
                 wanted[span] = None
-                self._in_flight_bytes += span[2]
             begun += 1
         for group in self.requests([*wanted]):
-            self._in_flight.update(dict.fromkeys(group, _InFlight(self._start(group), len(group))))
+            flights.begin(group, self._start(group))
         return begun
 
     def _start(self, spans: Sequence[Span]) -> _Asked:
@@ -187,54 +182,43 @@ class SpanFetcher:
             return batched_parts(spans, self._limits.batch_parts, self._limits.batch_bytes)
         return ([span] for span in spans)
 
-    def _take(self, span: Span) -> _InFlight | None:
-        """The read in flight that brings a span, if any; the span is no longer counted."""
-        flight = self._in_flight.pop(span, None)
-        if flight is not None:
-            flight.wanted -= 1
-            self._in_flight_bytes -= span[2]
-        return flight
+    def _take(self, span: Span) -> _Asked | None:
+        """The request in flight that brings a span, if any; the span is no longer counted."""
+        asked = self._flights.end(span)
+        if asked is not None:
+            asked.wanted -= 1
+        return asked
 
     def arriving(self, spans: Sequence[Span]) -> Iterator[Arrived]:
         """The stored bytes of these spans as they arrive, perhaps with others. Some of them may be
         in flight."""
         flights = {span: self._take(span) for span in spans}  # all, even if the first fails
-        begun = {id(each.contents): each.contents for each in flights.values() if each is not None}
-        missing = [span for span, flight in flights.items() if flight is None]
+        begun = {id(asked): asked for asked in flights.values() if asked is not None}
+        missing = [span for span, asked in flights.items() if asked is None]
         begun |= {id(asked): asked for asked in map(self._start, self.requests(missing))}
         for asked in begun.values():
             yield from asked.arriving()
 
     def read_one(self, span: Span) -> memoryview:
         """The stored bytes of a span, which may be in flight, in memory of their own."""
-        flight = self._take(span)
-        return self.read(span) if flight is None else self._result(flight, span)
+        asked = self._take(span)
+        return self.read(span) if asked is None else self._result(asked, span)
 
-    def _result(self, flight: _InFlight, span: Span) -> memoryview:
+    def _result(self, asked: _Asked, span: Span) -> memoryview:
         """The stored bytes of a span in flight. Raises as `ChunkSource.read`."""
         try:
-            return flight.contents.result()[span]
+            return asked.result()[span]
         except ObjectMissing as error:
             raise self.source.lost_chunk_error(span[0], error) from error
 
     def within_flights(self, spans: Sequence[Span]) -> dict[Span, Span]:
         """Those of the spans that are parts of larger ones in flight, and these."""
-        by_chunk: dict[int, list[Span]] = {}
-        for each in self._in_flight:
-            by_chunk.setdefault(each[0], []).append(each)
-        found: dict[Span, Span] = {}
-        for span in spans:
-            chunk, start, size = span
-            for larger in by_chunk.get(chunk, ()):
-                is_part = larger[1] <= start and start + size <= larger[1] + larger[2]
-                if is_part and larger != span:
-                    found[span] = larger
-        return found
+        return self._flights.larger(spans)
 
     def read_within(self, span: Span, larger: Span) -> memoryview:
         """The stored bytes of a span out of a larger one in flight, which goes on for its unit."""
         start = span[1] - larger[1]
-        return self._result(self._in_flight[larger], larger)[start : start + span[2]]
+        return self._result(self._flights[larger], larger)[start : start + span[2]]
 
     def read(self, span: Span) -> memoryview:
         """The stored bytes of a span, in memory of their own."""
@@ -246,7 +230,7 @@ class SpanFetcher:
 
     def read_spans(self, chunk: int, spans: Sequence[Span]) -> Iterator[memoryview]:
         """The stored bytes of spans of one chunk; each may be used until the next one comes."""
-        if self._in_flight.keys().isdisjoint(spans):
+        if self._flights.keys().isdisjoint(spans):
             largest = max(size for _, _, size in spans)
             if largest > len(self._buffer):
                 self._buffer = np.empty(largest, np.uint8).data

@@ -24,7 +24,8 @@ from ...storage.objects.store import (
     batched_parts,
 )
 from ..policies.costs import ReadCosts
-from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX, ChunkNames
+from .chunk_source import ChunkNames
+from .coalesce import BATCH_BYTES_MAX, BATCH_PARTS_MAX
 
 FETCH_THREADS = 64
 """Reads of a slow store that are under way at once. With 30 ms each, reads of 110 KiB bring 230

@@ -17,12 +17,14 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from ..fetching.flights import Flight
 from ..waiting import WaitCause, waiting_for
 from .order_prefetch import OrderPrefetch
 
@@ -92,8 +94,7 @@ class ChunkCache:
 
     def _reset_after_fork(self) -> None:
         self._lock = threading.Lock()
-        self._in_flight: dict[int, Future[LoadedChunk]] = {}
-        self._unwanted: set[int] = set()  # dropped while their loads were in flight
+        self._flights: dict[int, Flight[LoadedChunk]] = {}  # loads under way, and queued ones
         self._threads: ThreadPoolExecutor | None = None
 
     @property
@@ -123,13 +124,13 @@ class ChunkCache:
             chunk = self._chunks.get(number)
             if chunk is not None:  # its load has ended since the peek
                 return chunk
-            flight = self._in_flight.get(number)
-            self._unwanted.discard(number)
+            flight = self._flights.get(number)
             if flight is None:
-                flight = self._in_flight[number] = Future()
-            mine = _claim(flight)
-        if mine:
-            return self._run_load(number, flight)
+                flight = self._flights[number] = Flight()
+            flight.is_wanted = True
+            is_mine = flight.claim()
+        if is_mine:
+            return self._load_claimed(number, flight)
         with waiting_for(self._load_cause):
             return flight.result()
 
@@ -158,7 +159,7 @@ class ChunkCache:
         dropped."""
         with self._lock:
             self._order = followed
-            for number in [*self._chunks, *self._in_flight]:
+            for number in [*self._chunks, *self._flights]:
                 self._drop(number)
 
     def advance(self, followed: OrderPrefetch, visit: int, index: int) -> None:
@@ -205,12 +206,13 @@ class ChunkCache:
     def _begin(self, number: int) -> None:
         if number in self._chunks:
             return
-        if number in self._in_flight:
-            self._unwanted.discard(number)
+        flight = self._flights.get(number)
+        if flight is not None:
+            flight.is_wanted = True
             return
         if self._threads is None:
             self._threads = ThreadPoolExecutor(FETCH_THREADS, "fetch")
-        flight = self._in_flight[number] = Future()
+        flight = self._flights[number] = Flight()
         self._threads.submit(self._run_prefetch, number, flight)
 
     def _apply(self, dropped: list[int], begun: list[int]) -> None:
@@ -224,41 +226,35 @@ class ChunkCache:
         chunk = self._chunks.pop(number, None)
         if chunk is not None:
             self._uncount(chunk)
-        elif (flight := self._in_flight.get(number)) is not None:
-            if flight.cancel():
-                del self._in_flight[number]
-            else:
-                self._unwanted.add(number)
+        elif (flight := self._flights.get(number)) is not None:
+            flight.is_wanted = False
+            if flight.claim():  # it is still queued
+                del self._flights[number]
 
-    def _run_load(self, number: int, flight: Future[LoadedChunk]) -> LoadedChunk:
+    def _load_claimed(self, number: int, flight: Flight[LoadedChunk]) -> LoadedChunk:
         try:
             chunk = self._load(number)
         except BaseException as error:
             with self._lock:
-                del self._in_flight[number]
-                self._unwanted.discard(number)
-            flight.set_exception(error)
+                del self._flights[number]
+            flight.fail(error)
             raise
         with self._lock:
-            del self._in_flight[number]
-            if number in self._unwanted:
-                self._unwanted.remove(number)
-            else:
+            del self._flights[number]
+            if flight.is_wanted:  # else it was dropped meanwhile
                 self._chunks[number] = chunk
                 self._held_bytes += chunk.charged
                 chunk.is_counted = True
                 self._shrink()
-        flight.set_result(chunk)
+        flight.finish(chunk)
         return chunk
 
-    def _run_prefetch(self, number: int, flight: Future[LoadedChunk]) -> None:
+    def _run_prefetch(self, number: int, flight: Flight[LoadedChunk]) -> None:
         with self._lock:
-            if not _claim(flight):
-                return  # a reader needed it at once and loads it itself
-        try:
-            self._run_load(number, flight)
-        except BaseException:  # a reader gets the error from the flight, or tries again
-            flight.exception()
+            if not flight.claim():
+                return  # a reader needed it at once and loads it itself, or it was dropped
+        with suppress(BaseException):  # a reader gets the error from the flight, or tries again
+            self._load_claimed(number, flight)
 
     def _shrink(self) -> None:
         """Evict the least recently used chunks, but never the newest: a reader waits for it."""
@@ -270,12 +266,6 @@ class ChunkCache:
     def _uncount(self, chunk: LoadedChunk) -> None:
         self._held_bytes -= chunk.charged
         chunk.is_counted = False
-
-
-def _claim(flight: Future[LoadedChunk]) -> bool:
-    """Whether the caller shall do the load, since nobody has begun it. Called with the cache's
-    lock."""
-    return not (flight.running() or flight.done()) and flight.set_running_or_notify_cancel()
 
 
 _CACHES: "weakref.WeakSet[ChunkCache]" = weakref.WeakSet()

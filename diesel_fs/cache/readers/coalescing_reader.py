@@ -114,6 +114,14 @@ class CoalescingReader:
         """
         unit = self._units.get(entries.tobytes())
         plan = self._plan(entries) if unit is None else unit.plan
+        try:
+            yield from self._read(plan)
+        except BaseException:  # their errors, or bytes that nobody wants, are not kept
+            for span in plan.spans:
+                self._fetcher.give_up(span)
+            raise
+
+    def _read(self, plan: ReadPlan) -> Iterator[Batch]:
         if self._fetcher.batches_reads:
             yield from self._read_batched(plan)
             return

@@ -4,7 +4,7 @@
 pack of many small files, some 4 MiB; an entry is a file, folder or link of the dataset). Whole
 chunks are kept in memory by `ChunkCache` (`chunk_cache.py`). Every byte is checked against the
 checksum of its entry when it enters this process's memory; after a mismatch the entry is read once
-more, past all caches (`fetching/coalesce.py`).
+more, past all caches (`fetching/chunk_source.py`).
 
 Thread-safe. After a fork the child may go on reading.
 """
@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, repeat
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -26,16 +25,13 @@ from ...format.chunk import PREAMBLE_BYTES, decode, parse_preamble
 from ...format.entries import Bytes, Codec
 from ...format.snapshot.reader import Extent, PlainExtent, Snapshot
 from ...storage.objects.store import ObjectStore, new_buffer
-from ..fetching.coalesce import ChunkSource
+from ..fetching.chunk_source import ChunkSource
 from ..fetching.stored_parts import StoredParts
 from ..waiting import WaitCause, current_observer
 from .chunk_cache import ChunkCache, LoadedChunk
 from .column_reader import EXTENT_BITS, PLAIN_FILE, Column, ColumnReader
 from .order_prefetch import WHOLE_CHUNK_FRACTION, OrderPrefetch
 from .windows import Window, WindowPlanner
-
-if TYPE_CHECKING:
-    pass
 
 WINDOW_ENTRIES = 4096
 """How many files `read_many` looks ahead; fewer where their chunks do not fit the memory."""

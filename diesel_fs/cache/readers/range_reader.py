@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
 from itertools import accumulate
 from uuid import UUID
 
@@ -25,6 +23,7 @@ from ...net.budget import MemoryBudget
 from ...net.frames import READ_BYTES_MAX
 from ...settings import READ_DEADLINE_S
 from ..fetching.coalesce import ChunkPart, MergedRange, by_chunk, merge_ranges
+from ..fetching.flights import Flight, FlightTable
 from ..read_through import ReadThroughCache
 from ..tiers import CacheHandle, ChunkKey
 
@@ -53,15 +52,6 @@ ANSWER_BYTES_PER_S_MIN = 1 << 20
 """A request may take `READ_DEADLINE_S` plus its bytes at this rate; its client gives up then."""
 
 _MEMORY_WAIT_S = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A read of the store that is under way."""
-
-    start: int
-    end: int
-    content: "Future[memoryview]"
 
 
 class _Answer:
@@ -122,7 +112,7 @@ class RangeReader:
         self._answers = MemoryBudget(answer_bytes_max)
         self._merged = MemoryBudget(MERGED_AT_ONCE_BYTES)
         self._lock = threading.Lock()
-        self._in_flight: dict[ChunkKey, list[_InFlight]] = {}
+        self._flights: FlightTable[ChunkKey, Flight[memoryview]] = FlightTable()
         self._store_reads = threading.BoundedSemaphore(store_reads_max)
         self._threads = ThreadPoolExecutor(store_reads_max, "read")
 
@@ -232,37 +222,39 @@ class RangeReader:
     def _read_run(
         self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, *, fresh: bool
     ) -> None:
-        """Fill the parts of one run; where a read in flight already covers it, share that read."""
-        mine = _InFlight(run.start, run.end, Future())
-        with self._lock:
-            flights = self._in_flight.setdefault(key, [])
-            others = (each for each in flights if each.start <= run.start and each.end >= run.end)
-            other = None if fresh else next(others, None)
-            if other is None:
-                flights.append(mine)
-        if other is None:
-            try:
-                self._read_for_all(key, run, answer, until_s, mine)
-            finally:
-                with self._lock:
-                    flights.remove(mine)
-                    if not flights:
-                        del self._in_flight[key]
+        """Fill the parts of one run. Unless `fresh`, a read under way that has them is shared."""
+        span = key, run.start, run.end - run.start
+        larger, flight, is_mine = span, None, True
+        if not fresh:
+            with self._lock:
+                larger = self._flights.covering(span) or span
+                flight = self._flights.get(larger)
+                if flight is None:
+                    flight = Flight()
+                    self._flights.begin((span,), flight)
+                is_mine = flight.claim()
+        if flight is None or is_mine:
+            self._read_store(key, run, answer, until_s, flight)
         else:
             try:
-                content = other.content.result(max(until_s - time.monotonic(), 0.0))
-            except FutureTimeout:
+                content = flight.result(max(until_s - time.monotonic(), 0.0))
+            except TimeoutError:
                 raise _too_late() from None
-            except ObjectStoreError:
-                self._read_run(key, run, answer, until_s, fresh=True)
-                return
-            answer.copy(run.parts, content, other.start)
+            except ObjectStoreError:  # the error may be about the other's range: try alone
+                self._read_store(key, run, answer, until_s, None)
+            else:
+                answer.copy(run.parts, content, larger[1])
         self._cache.count(None, len(run.parts), sum(size for _, size, _ in run.parts))
 
-    def _read_for_all(
-        self, key: ChunkKey, run: MergedRange, answer: _Answer, until_s: float, flight: _InFlight
+    def _read_store(
+        self,
+        key: ChunkKey,
+        run: MergedRange,
+        answer: _Answer,
+        until_s: float,
+        flight: Flight[memoryview] | None,
     ) -> None:
-        """Read a run from the store, for all requests that wait for it."""
+        """Read a run from the store, also for the requests that share `flight`."""
 
         def read(start: int, buffer: memoryview) -> None:
             if not self._store_reads.acquire(timeout=max(until_s - time.monotonic(), 0.0)):
@@ -272,12 +264,17 @@ class RangeReader:
             finally:
                 self._store_reads.release()
 
+        content: memoryview | None = None
         try:
             content = self._fill(run, answer, read)
-        except BaseException:  # requests that share this read try again by themselves
-            flight.content.set_exception(ObjectStoreError("the shared read has failed"))
-            raise
-        flight.content.set_result(content)
+        finally:
+            if flight is not None:
+                with self._lock:
+                    self._flights.end((key, run.start, run.end - run.start))
+                if content is None:
+                    flight.fail(ObjectStoreError("the shared read has failed"))
+                else:
+                    flight.finish(content)
         self._cache.record_miss(key, run.start, content)
 
     def _fill(

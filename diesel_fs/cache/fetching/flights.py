@@ -1,0 +1,114 @@
+"""Reads under way: each range of a chunk is read once at a time, whoever wants it.
+
+Three classes read chunks: `ChunkCache` loads whole ones, `RangeReader` reads ranges for the clients
+of a server, `SpanFetcher` reads spans for pushes. Each has a loop of its own, since their threads,
+deadlines and the memory that they read into differ. This module has the part that is the same: a
+caller shares a read that brings its range, and begins one only if there is none. A read leaves the
+table before its outcome is published, so an error reaches all callers that wait, and is not kept.
+
+Pure. Nothing here has a lock, except that threads may wait for a `Flight`: the owner calls in one
+thread, or under its own lock.
+"""
+
+import threading
+from collections.abc import Collection, Hashable, Iterable
+from typing import Generic, TypeVar
+
+Chunk = TypeVar("Chunk", bound=Hashable)
+Content = TypeVar("Content")
+Read = TypeVar("Read")
+
+
+class Flight(Generic[Content]):
+    """One read, and its outcome for the threads that wait for it."""
+
+    __slots__ = ("_content", "_ended", "_error", "_is_claimed", "is_wanted")
+
+    def __init__(self) -> None:
+        self.is_wanted = True
+        """Whether the owner keeps the content."""
+        self._is_claimed = False
+        self._ended: threading.Event | None = None  # None: nobody waits
+        self._content: Content | None = None
+        self._error: BaseException | None = None
+
+    def claim(self) -> bool:
+        """Whether the caller shall read. If not, since another does, the caller may wait for the
+        `result`. Called under the owner's lock, while the read is in the owner's table."""
+        if not self._is_claimed:
+            self._is_claimed = True
+            return True
+        if self._ended is None:
+            self._ended = threading.Event()
+        return False
+
+    def finish(self, content: Content) -> None:
+        """The read has succeeded. The owner has taken it out of its table."""
+        self._content = content
+        if self._ended is not None:
+            self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """The read has failed. The owner has taken it out of its table."""
+        self._error = error
+        if self._ended is not None:
+            self._ended.set()
+
+    def result(self, timeout_s: float | None = None) -> Content:
+        """Wait for the content. Raises the error of the read, and TimeoutError."""
+        if self._ended is not None and not self._ended.wait(timeout_s):
+            raise TimeoutError
+        if self._error is not None:
+            raise self._error
+        return self._content  # type: ignore[return-value]  # `finish` has set it
+
+
+class FlightTable(dict[tuple[Chunk, int, int], Read]):
+    """The reads under way by the spans that they bring (chunk, start, size). One read may bring
+    several spans. Only `begin` and `end` change the table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+        """The size of all spans together."""
+
+    def begin(self, spans: Collection[tuple[Chunk, int, int]], read: Read) -> None:
+        """These spans, which are not here yet, are being read."""
+        self.update(dict.fromkeys(spans, read))
+        self.bytes += sum(size for _, _, size in spans)
+
+    def end(self, span: tuple[Chunk, int, int]) -> Read | None:
+        """Take out a span: the read that brings it, or None."""
+        read = self.pop(span, None)
+        if read is not None:
+            self.bytes -= span[2]
+        return read
+
+    def covering(self, span: tuple[Chunk, int, int]) -> tuple[Chunk, int, int] | None:
+        """A span under way that has all of this one, or None."""
+        return span if span in self else _covering(self, span)
+
+    def larger(
+        self, spans: Iterable[tuple[Chunk, int, int]]
+    ) -> dict[tuple[Chunk, int, int], tuple[Chunk, int, int]]:
+        """Those of the spans that are parts of larger ones under way, and these."""
+        by_chunk: dict[Chunk, list[tuple[Chunk, int, int]]] = {}
+        for other in self:
+            by_chunk.setdefault(other[0], []).append(other)
+        found = {}
+        for span in spans:
+            if span not in self and (larger := _covering(by_chunk.get(span[0], ()), span)):
+                found[span] = larger
+        return found
+
+
+def _covering(
+    others: Iterable[tuple[Chunk, int, int]], span: tuple[Chunk, int, int]
+) -> tuple[Chunk, int, int] | None:
+    """The first of other spans that has all of this one."""
+    chunk, start, size = span
+    end = start + size
+    for other in others:  # the chunks last: their comparison may cost more
+        if other[1] <= start and end <= other[1] + other[2] and other[0] == chunk:
+            return other
+    return None
