@@ -34,6 +34,7 @@ import numpy as np
 from ..errors import DieselError, FormatError, NoSpaceError, ObjectMissing
 from ..format.chunk import CHUNK_BYTES_DEFAULT, parse_preamble
 from ..format.object_names import chunk_object, chunk_of_object, chunk_prefix, identity_of_object
+from ..net.breaker import CircuitBreaker
 from ..net.budget import MemoryBudget
 from ..storage.objects.store import ObjectInfo, ObjectStore, StoreWrapper
 from .policies.costs import ReadCosts
@@ -104,7 +105,7 @@ class ReadThroughCache(StoreWrapper):
         self._datasets: OrderedDict[UUID, Iterator[ObjectInfo]] = OrderedDict()
         # When a chunk, or a dataset by its identity, is tried again
         self._not_before: OrderedDict[ChunkKey | UUID, float] = OrderedDict()
-        self._full_until_s = 0.0
+        self._full_tier = CircuitBreaker(1, RETRY_S)
         self._credit_s: OrderedDict[ChunkKey, float] = OrderedDict()  # what misses have cost
         self._listing = threading.Lock()
         self._budget = MemoryBudget(FETCH_BYTES_MAX)
@@ -159,7 +160,7 @@ class ReadThroughCache(StoreWrapper):
         tier.note_use(key.identity)
         with self._work:
             now_s = time.monotonic()
-            if now_s < max(self._full_until_s, self._not_before.get(key, 0.0)):
+            if self._full_tier.is_open(now_s) or now_s < self._not_before.get(key, 0.0):
                 return
             admitted = self._admit(key, start, len(content))
             if not admitted and not tier.prefetches_datasets:
@@ -325,7 +326,7 @@ class ReadThroughCache(StoreWrapper):
                 size = self.inner.stat(chunk_object(*key)).bytes
             reservation = self._tier.reserve(key, size)
         except NoSpaceError:
-            self._full_until_s = time.monotonic() + RETRY_S
+            self._full_tier.open(time.monotonic())
             return False
         except DieselError as error:
             return self._failed(key, error)

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from ..cache.order_logs.logs import LoggedReader, OrderLogs, is_log_worthwhile
 from ..cache.order_logs.streams import LogPlan
-from ..cache.readers.coalescing_reader import Batch, BatchSource
+from ..cache.readers.coalescing_reader import BatchSource, ExtentBatch
 from ..errors import DieselError
 from ..format.entries import Kind
 from ..format.image import Image
@@ -372,7 +372,7 @@ class PrefetchWorker:
             some = entries[np.searchsorted(before, batch.entries)]
             if not self._planner.take_over(np.unique(some).astype(np.uint32), time.monotonic()):
                 return
-            self._page_cache.store(Batch(some, batch.starts, batch.contents))
+            self._page_cache.store(ExtentBatch(some, batch.starts, batch.contents))
             self._planner.memory.set_known_entries(self._page_cache.known_entries)
             self._stats_changed = True
             yield
@@ -553,7 +553,7 @@ class PrefetchWorker:
         self._planner.set_store_is_slow(is_slow=self._batches.is_slow)
         self._planner.memory.set_known_entries(self._page_cache.known_entries)
 
-    def _contents(self, entries: Entries) -> Iterator[Batch]:
+    def _contents(self, entries: Entries) -> Iterator[ExtentBatch]:
         """The contents of files. Raises DieselError."""
         batches = self._batches.batches(entries)
         if self._has_pushed and not (self._batches.is_slow or self._request.task_options):
@@ -582,7 +582,7 @@ class PrefetchWorker:
         chunks = self._snapshot.columns.chunk[entries]
         return len(chunks) > 0 and bool((chunks == chunks[0]).all())
 
-    def _without_held_reads(self, batch: Batch) -> Batch:
+    def _without_held_reads(self, batch: ExtentBatch) -> ExtentBatch:
         """The batch without files whose READs the server holds: those bring the pages, too."""
         is_held = self._push_status.mark_now(batch.entries)
         return some_contents(batch, np.flatnonzero(~is_held).tolist()) if is_held.any() else batch

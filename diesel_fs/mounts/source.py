@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.disk.folder import CacheFolder
-from ..cache.disk.jobs import Jobs
+from ..cache.disk.jobs import CacheJobs
 from ..cache.disk.logs import OrderLogFiles
 from ..cache.disk.marker import prepare_cache_folder
 from ..cache.fetching.coalesce import ReadLimits
@@ -215,7 +215,7 @@ class MountSource:
                 if request.task_options.cache_layout == "order" and not self._is_registered:
                     # Else the task's master does. The pin is held until this process ends, also
                     # when the mount switches to another version: nobody closes it.
-                    Jobs(folder).register(snapshot.identity, time.time())
+                    CacheJobs(folder).register(snapshot.identity, time.time())
                     self._is_registered = True
                 return OrderLogs(
                     snapshot,

@@ -16,7 +16,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.readers.coalescing_reader import Batch
+from diesel_fs.cache.readers.coalescing_reader import ExtentBatch
 from diesel_fs.errors import ObjectMissing, ObjectStoreError
 from diesel_fs.format.entries import RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.snapshot.build import build_snapshot
@@ -123,7 +123,7 @@ class FolderBatchSource:
         self._source = source
         self._given = 0
 
-    def batches(self, entries: npt.NDArray[np.uint32]) -> Iterator[Batch]:
+    def batches(self, entries: npt.NDArray[np.uint32]) -> Iterator[ExtentBatch]:
         """Each file in one part. Raises ObjectStoreError."""
         for entry in entries.tolist():
             path = Path(
@@ -139,7 +139,7 @@ class FolderBatchSource:
             except OSError as error:
                 raise ObjectStoreError(f"the store has gone: {error}") from error
             self._given += 1
-            yield Batch(np.array([entry]), np.zeros(1, np.int64), [memoryview(content)])
+            yield ExtentBatch(np.array([entry]), np.zeros(1, np.int64), [memoryview(content)])
 
     def prefetch(self, units: Sequence[npt.NDArray[np.uint32]]) -> None:
         """Does nothing: a folder is fast."""

@@ -19,8 +19,8 @@ import numpy as np
 from ...errors import BusyError, FormatError, NoSpaceError
 from ...format.entries import ChunkId
 from ..tiers import CacheHandle, CacheTier, ChunkKey, Reservation, verify_chunk
-from .folder import LOGS, CacheFolder, Ledger, unlink
-from .jobs import TOUCH_S, Jobs
+from .folder import LOGS, CacheFolder, FolderLedger, unlink
+from .jobs import TOUCH_S, CacheJobs
 from .listing import list_files
 from .locks import FILE_FLAGS, is_unlocked, try_lock
 from .references import USED
@@ -48,7 +48,7 @@ class DiskTier(CacheTier):
     ) -> None:
         """As `CacheFolder`. Raises PermissionDenied, BusyError."""
         self.folder = CacheFolder(place, store, limit_bytes, clock, by_references=by_references)
-        self.jobs = Jobs(self.folder)
+        self.jobs = CacheJobs(self.folder)
         # The chunks that this process has checked, and when it last set their times of last use
         self._checked_s: dict[ChunkKey, float] = {}
 
@@ -176,7 +176,7 @@ class DiskTier(CacheTier):
             raise NoSpaceError(f"the cache in {folder.root} cannot be written") from error
         return reservation
 
-    def _reserve(self, ledger: Ledger, key: ChunkKey, size: int) -> Reservation | None:
+    def _reserve(self, ledger: FolderLedger, key: ChunkKey, size: int) -> Reservation | None:
         """`reserve`, with the lock."""
         if self.holds(key):
             return None

@@ -1,9 +1,9 @@
 """The folder of a cache: its marker, the bytes used in it, and what is evicted for new ones.
 
 `CacheFolder` is one process's view of it. A caller that makes or removes files there takes its
-lock, and gets a `Ledger`, which counts the bytes of all files and makes room. The marker itself has
-the number of bytes, so processes need not count all files; each eviction counts them anew, since it
-looks at every file anyway.
+lock, and gets a `FolderLedger`, which counts the bytes of all files and makes room. The marker
+itself has the number of bytes, so processes need not count all files; each eviction counts them
+anew, since it looks at every file anyway.
 """
 
 import contextlib
@@ -177,7 +177,7 @@ class CacheFolder:
         os.close(os.open(f"{folder}/{USED}", os.O_WRONLY | os.O_CREAT | FILE_FLAGS, 0o600))
 
     @contextlib.contextmanager
-    def locked(self) -> Iterator["Ledger"]:
+    def locked(self) -> Iterator["FolderLedger"]:
         """The ledger, with the folder's lock: no other process makes or removes files meanwhile.
         Raises BusyError; OSError if this is no cache any more."""
         path = f"{self.root}/{MARKER}"
@@ -197,7 +197,7 @@ class CacheFolder:
             lock_marker(marker, path)
             if os.pread(marker, 16, 0) != MAGIC:
                 raise OSError(errno.ESTALE, "not a cache any more")
-            yield Ledger(self, marker)
+            yield FolderLedger(self, marker)
         finally:
             os.close(marker)
 
@@ -208,7 +208,7 @@ class CacheFolder:
         except OSError:
             return 0
         try:
-            return max(Ledger(self, marker).free_bytes, 0)
+            return max(FolderLedger(self, marker).free_bytes, 0)
         except (OSError, struct.error):
             return 0
         finally:
@@ -248,7 +248,7 @@ class CacheFolder:
             self._takes_half = False
 
 
-class Ledger:
+class FolderLedger:
     """The bytes used in a cache's folder, and the room in it. Valid as long as the lock is held;
     without the lock, its figures may change at any time."""
 
@@ -365,7 +365,7 @@ class Ledger:
 
 
 def _may_evict(each: _CachedFile, folder: str, now_s: float, *, takes_chunks: bool) -> bool:
-    """Whether a file may be evicted for the dataset in `folder`; see `Ledger.tidy`."""
+    """Whether a file may be evicted for the dataset in `folder`; see `FolderLedger.tidy`."""
     if each.is_temporary or (each.is_log and not is_unlocked(each.path)):
         return False
     is_own = each.dataset.folder == folder

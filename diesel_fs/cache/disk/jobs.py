@@ -25,7 +25,7 @@ TOUCH_S = 60.0
 _COST_CHANGE = 1.25  # a cost that differs by less than this factor is not written again
 
 
-class Jobs:
+class CacheJobs:
     """The jobs of this process. Any thread."""
 
     def __init__(self, folder: CacheFolder) -> None:

@@ -19,6 +19,7 @@ from xxhash import xxh3_64_intdigest
 from ...format.entries import Kind
 from ...format.snapshot.layout import MANY_EXTENTS, kinds
 from ...format.snapshot.reader import Snapshot
+from ...net.breaker import CircuitBreaker
 from ...orders.plan import Entries
 from ..disk.folder import DISK_PAUSE_S
 from .addresses import LogAddresses
@@ -94,7 +95,7 @@ class LogSet:
         self.next: frozenset[int] = frozenset()
         """The logs that are being written: those of the next epoch."""
         self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
-        self._paused_until_s = 0.0
+        self._breaker = CircuitBreaker(1, DISK_PAUSE_S)
         self._warned: set[str] = set()
 
     def next_logs(self) -> list[Log]:
@@ -153,11 +154,11 @@ class LogSet:
     @property
     def is_paused(self) -> bool:
         """Whether a failure of the disk was so recent that the logs are left alone."""
-        return time.monotonic() < self._paused_until_s
+        return self._breaker.is_open(time.monotonic())
 
     def pause(self, doing: str, error: OSError) -> None:
         """Leave the logs alone for a while: the disk has failed in reading or writing (`doing`)."""
-        self._paused_until_s = time.monotonic() + DISK_PAUSE_S
+        self._breaker.open(time.monotonic())
         self.warn(
             f"{doing} {error.errno}",
             "cannot %s the order log (%s): files are read from the store; tried again every %.0f s",

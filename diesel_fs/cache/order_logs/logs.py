@@ -20,7 +20,7 @@ import numpy as np
 from ...format.snapshot.reader import Snapshot
 from ...orders.plan import Entries
 from ..disk.logs import OrderLogFiles
-from ..readers.coalescing_reader import Batch, BatchSource
+from ..readers.coalescing_reader import BatchSource, ExtentBatch
 from .addresses import LogAddresses
 from .layout import SEGMENT_BYTES, Mask, Places
 from .log_set import Log, LogSet, read_into
@@ -134,11 +134,11 @@ class OrderLogs:
 
     # Reading
 
-    def read(self, entries: Entries) -> tuple[list[Batch], Entries]:
+    def read(self, entries: Entries) -> tuple[list[ExtentBatch], Entries]:
         """The contents of these files that the logs have, checked; and the files that they do not
         have. The contents stay valid as long as they are used."""
         start_s = time.monotonic()
-        batches: list[Batch] = []
+        batches: list[ExtentBatch] = []
         for each in self._set.readable():
             if not len(entries):
                 break
@@ -192,7 +192,9 @@ class OrderLogs:
         """The files among these that a next log should have, and lacks."""
         return entries[self._writer.lacking(entries)]
 
-    def _read_from(self, found: Log, entries: Entries, places: Places) -> tuple[list[Batch], Mask]:
+    def _read_from(
+        self, found: Log, entries: Entries, places: Places
+    ) -> tuple[list[ExtentBatch], Mask]:
         """The contents of entries that a log should have, and of which it has them."""
         order = np.argsort(places)
         places, entries = places[order], entries[order]
@@ -215,7 +217,7 @@ class OrderLogs:
         is_read = np.zeros(len(entries), np.bool_)
         is_read[order[is_right]] = True
         right = entries[is_right].astype(np.int64)
-        return [Batch(right, np.zeros(len(right), np.int64), contents)], is_read
+        return [ExtentBatch(right, np.zeros(len(right), np.int64), contents)], is_read
 
     def _one_by_one(self, found: Log, places: Places) -> list[memoryview]:
         """The contents at these ascending places; those that lie near each other are read
@@ -244,7 +246,7 @@ class OrderLogs:
         segments = np.unique(found.layout.segment_of(places)).tolist()
         self._writer.release(found, [each for each in segments if found.is_done(each)])
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: ExtentBatch) -> None:
         """These contents were read from elsewhere: those that the next logs have and lack are
         copied, and written there. Contents are whole files."""
         entries = batch.entries.astype(np.uint32)
@@ -298,7 +300,7 @@ class LoggedReader:
         self._reader, self._logs = reader, logs
         self._rests: dict[bytes, Entries] = {}  # of announced units: what no log has
 
-    def batches(self, entries: Entries) -> Iterator[Batch]:
+    def batches(self, entries: Entries) -> Iterator[ExtentBatch]:
         """As `BatchSource.batches`; those out of the logs come first."""
         batches, rest = self._logs.read(entries)
         yield from batches

@@ -41,7 +41,7 @@ from ..fetching.span_fetcher import Arrived, Contents, SpanFetcher
 log = logging.getLogger("diesel.mount")
 
 
-class Batch(NamedTuple):
+class ExtentBatch(NamedTuple):
     """Contents of n extents. They may be used until the iterator gives the next batch."""
 
     entries: npt.NDArray[np.int64]
@@ -53,7 +53,7 @@ class Batch(NamedTuple):
 class BatchSource(Protocol):
     """Checked contents for the prefetch worker of a mount."""
 
-    def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[Batch]:
+    def batches(self, entries: npt.NDArray[np.uint32], /) -> Iterator[ExtentBatch]:
         """All parts of these files, without those that are damaged. Raises DieselError."""
         ...
 
@@ -105,7 +105,7 @@ class CoalescingReader:
         self._fetcher = SpanFetcher(snapshot, objects, self._limits, self._counts)
         self._units: dict[bytes, _AnnouncedUnit] = {}  # by the bytes of their entries
 
-    def batches(self, entries: SomeEntries) -> Iterator[Batch]:
+    def batches(self, entries: SomeEntries) -> Iterator[ExtentBatch]:
         """The contents of these files; within a batch they are sorted by chunk and place in it. If
         a `ChunkReader` asks several nodes, a batch has contents that one of them has sent.
 
@@ -121,7 +121,7 @@ class CoalescingReader:
                 self._fetcher.give_up(span)
             raise
 
-    def _read(self, plan: ReadPlan) -> Iterator[Batch]:
+    def _read(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
         if self._fetcher.batches_reads:
             yield from self._read_batched(plan)
             return
@@ -211,7 +211,7 @@ class CoalescingReader:
             begun -= len(unit.plan.spans)
             unit.is_begun = begun >= 0
 
-    def _read_at_once(self, plan: ReadPlan, first: int) -> Iterator[Batch]:
+    def _read_at_once(self, plan: ReadPlan, first: int) -> Iterator[ExtentBatch]:
         """As `batches`, of the spans from a number on, from a slow store: several are read at once,
         and small ones are passed on together, since each batch costs the caller a fixed time."""
         within = self._fetcher.within_flights(plan.spans[first:])
@@ -238,7 +238,7 @@ class CoalescingReader:
         if numbers:
             yield from self._batches_of(plan, numbers, Arrived(arrived, is_checked=False))
 
-    def _read_batched(self, plan: ReadPlan) -> Iterator[Batch]:
+    def _read_batched(self, plan: ReadPlan) -> Iterator[ExtentBatch]:
         """As `batches`, from a store that takes many reads in one request; a batch may have extents
         of several chunks."""
         requests = list(self._fetcher.requests(plan.spans))
@@ -263,7 +263,7 @@ class CoalescingReader:
 
     def _batches_of(
         self, plan: ReadPlan, numbers: Sequence[int], arrived: Arrived
-    ) -> Iterator[Batch]:
+    ) -> Iterator[ExtentBatch]:
         """The batches of spans that have arrived, given by their numbers, ascending."""
         found = arrived.contents
         first, size = 0, 0
@@ -301,19 +301,19 @@ class CoalescingReader:
         """Counts since the reader was made."""
         return dict(self._counts)
 
-    def _checked(self, plan: ReadPlan, number: int, read: memoryview) -> Batch:
+    def _checked(self, plan: ReadPlan, number: int, read: memoryview) -> ExtentBatch:
         """The contents of the extents of one span, out of its stored bytes `read`."""
         return self._checked_contents(plan.rows_of(number), [*plan.contents(number, read)])
 
     def _checked_contents(
         self, rows: Rows, contents: list[memoryview], *, is_checked: bool = False
-    ) -> Batch:
+    ) -> ExtentBatch:
         """The contents of these extents, out of their stored bytes."""
         is_right = is_checked or (
             list(map(xxh3_64_intdigest, contents)) == rows["checksum"].tolist()
         )
         if is_right and not rows["codec"].any():
-            return Batch(rows["entry"], rows["start"], contents)
+            return ExtentBatch(rows["entry"], rows["start"], contents)
         good = np.ones(len(rows), np.bool_)
         for at in range(len(rows)):
             row = rows[at]
@@ -329,4 +329,4 @@ class CoalescingReader:
                 good[at] = False
                 log.error("%s", error.message)
         kept = [content for content, is_good in zip(contents, good, strict=True) if is_good]
-        return Batch(rows["entry"][good], rows["start"][good], kept)
+        return ExtentBatch(rows["entry"][good], rows["start"][good], kept)

@@ -27,7 +27,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.readers.coalescing_reader import Batch
+from ...cache.readers.coalescing_reader import ExtentBatch
 from ...format.image import BLOCK_BYTES, Image
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot
@@ -184,7 +184,7 @@ class ContentPageCache(PageCache):
         kept[whole] = diff.unchanged[whole]
         return kept
 
-    def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[Batch]:
+    def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[ExtentBatch]:
         """Of files that are whole in the page cache, and not only in the staging area."""
         taken: list[tuple[int, int, memoryview]] = []
         taken_bytes = 0
@@ -214,7 +214,7 @@ class ContentPageCache(PageCache):
         finally:
             os.close(file)
 
-    def store(self, batch: Batch) -> list[int]:
+    def store(self, batch: ExtentBatch) -> list[int]:
         """Leaves out contents that are larger than their files: they would reach into others."""
         sizes = np.fromiter(map(len, batch.contents), np.int64, len(batch.contents))
         file_sizes = self._snapshot.columns.size[batch.entries].astype(np.int64)
@@ -449,7 +449,7 @@ class ContentPageCache(PageCache):
 
 
 def _staged(
-    batch: Batch,
+    batch: ExtentBatch,
     sizes: npt.NDArray[np.int64],
     begins: npt.NDArray[np.int64],
     ends: npt.NDArray[np.int64],
@@ -462,10 +462,10 @@ def _staged(
     return _Staged(parts, ranges)
 
 
-def _batch_of(taken: Sequence[tuple[int, int, memoryview]]) -> Batch:
+def _batch_of(taken: Sequence[tuple[int, int, memoryview]]) -> ExtentBatch:
     """A batch of parts of files, each with its entry and its begin."""
     entries, starts, contents = zip(*taken, strict=True)
-    return Batch(np.array(entries, np.int64), np.array(starts, np.int64), list(contents))
+    return ExtentBatch(np.array(entries, np.int64), np.array(starts, np.int64), list(contents))
 
 
 def _pages_of(parts: Parts) -> npt.NDArray[np.uint32]:

@@ -25,7 +25,7 @@ from typing import cast
 import numpy as np
 import numpy.typing as npt
 
-from ...cache.readers.coalescing_reader import Batch
+from ...cache.readers.coalescing_reader import ExtentBatch
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import ROOT_INDEX, Snapshot
 from ...system import syscalls
@@ -182,18 +182,18 @@ class PageCache(ABC):
         are still in use; else -1.
         """
 
-    def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[Batch]:
+    def take_contents(self, entries: npt.NDArray[np.uint32]) -> Iterator[ExtentBatch]:
         """What the page cache has of these files, in batches, for the page cache of another
         version. It is dropped here, as memory would be held twice. Of a large file a batch may have
         a part."""
         del entries
         return iter(())  # `inherit` has taken everything over
 
-    def prepare(self, batch: Batch) -> None:  # noqa: B027  # not all need it
+    def prepare(self, batch: ExtentBatch) -> None:  # noqa: B027  # not all need it
         """Make the kernel ready to take these contents. Call it before `store`."""
 
     @abstractmethod
-    def store(self, batch: Batch) -> list[int]:
+    def store(self, batch: ExtentBatch) -> list[int]:
         """Push a batch of contents. Returns the places in it of contents that cannot be pushed.
         Waits while a READ of the same pages is in progress."""
 
@@ -327,7 +327,7 @@ class FusePageCache(PageCache):
         self._known_folders = set(same_children[was_known].tolist())
         return diff.unchanged
 
-    def prepare(self, batch: Batch) -> None:
+    def prepare(self, batch: ExtentBatch) -> None:
         """Makes the kernel look up the files of a batch. Where it does not know the first file of a
         folder, all of the folder are looked up."""
         parents = self._snapshot.columns.parent[batch.entries].tolist()
@@ -340,7 +340,7 @@ class FusePageCache(PageCache):
             with suppress(OSError):
                 self._make_folder_known(parents[first[at]])
 
-    def store(self, batch: Batch) -> list[int]:
+    def store(self, batch: ExtentBatch) -> list[int]:
         """Returns the places in the batch of files that the kernel does not know.
 
         It may have forgotten some since their names were made known: these are looked up and
@@ -362,7 +362,7 @@ class FusePageCache(PageCache):
         """Those of the file."""
         return self._resident_bytes_of_file(entry)
 
-    def _store(self, batch: Batch) -> list[int]:
+    def _store(self, batch: ExtentBatch) -> list[int]:
         """Returns the places in the batch of files that the kernel does not know."""
         headers = np.zeros(len(batch.entries), STORES)
         sizes = np.fromiter(map(len, batch.contents), np.uint32, len(batch.entries))
@@ -404,6 +404,8 @@ def drop_failed(file: int, start: int, size: int) -> bool:
     return has_failed
 
 
-def some_contents(batch: Batch, places: list[int]) -> Batch:
+def some_contents(batch: ExtentBatch, places: list[int]) -> ExtentBatch:
     """The contents at these places of a batch."""
-    return Batch(batch.entries[places], batch.starts[places], [batch.contents[at] for at in places])
+    return ExtentBatch(
+        batch.entries[places], batch.starts[places], [batch.contents[at] for at in places]
+    )

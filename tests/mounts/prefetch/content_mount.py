@@ -18,7 +18,7 @@ from uuid import UUID
 import numpy as np
 import numpy.typing as npt
 
-from diesel_fs.cache.readers.coalescing_reader import Batch
+from diesel_fs.cache.readers.coalescing_reader import ExtentBatch
 from diesel_fs.format.entries import RECORD, ChunkId, ChunkInfo, Kind, Rows
 from diesel_fs.format.image import BLOCK_BYTES, Image, Shown, build_image
 from diesel_fs.format.snapshot.build import build_snapshot
@@ -177,9 +177,9 @@ class ContentMount:
     def path(self, entry: int) -> Path:
         return self.at / os.fsdecode(self.snapshot.path(entry))
 
-    def batch(self, entries: Sequence[int] | npt.NDArray[np.uint32]) -> Batch:
+    def batch(self, entries: Sequence[int] | npt.NDArray[np.uint32]) -> ExtentBatch:
         contents = [memoryview(self.content_of(int(entry))) for entry in entries]
-        return Batch(np.array(entries, np.int64), np.zeros(len(entries), np.int64), contents)
+        return ExtentBatch(np.array(entries, np.int64), np.zeros(len(entries), np.int64), contents)
 
     def tree_bytes(self) -> int:
         """How many bytes of the files that users see are in the page cache."""

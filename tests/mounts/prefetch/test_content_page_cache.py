@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from diesel_fs.cache.readers.coalescing_reader import Batch
+from diesel_fs.cache.readers.coalescing_reader import ExtentBatch
 from diesel_fs.format.snapshot.diff import diff_snapshots
 from diesel_fs.mounts.prefetch.content_page_cache import ContentPageCache
 from tests.mounts.observed import noise
@@ -83,7 +83,9 @@ def reads_of_what_was_pushed(at: Path, seed: int) -> int:
         content = memoryview(mounted.content_of(large))
         for start in range(0, len(content), 1 << 16):
             starts = np.array([start])
-            cache.store(Batch(np.array([large]), starts, [content[start : start + (1 << 16)]]))
+            cache.store(
+                ExtentBatch(np.array([large]), starts, [content[start : start + (1 << 16)]])
+            )
         pushed = sorted({*pushed, large})
         for entry in rng.sample(pushed, len(pushed) // 2):
             assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
@@ -159,7 +161,7 @@ def test_only_the_parts_that_were_pushed_are_settled(tmp_path: Path) -> None:
     ):
         entry, content = mounted.entry(b"large"), memoryview(mounted.contents[b"large"])
         half = 1 << 20
-        cache.store(Batch(np.array([entry]), np.array([half]), [content[half : 2 * half]]))
+        cache.store(ExtentBatch(np.array([entry]), np.array([half]), [content[half : 2 * half]]))
         settle_all(cache, mounted)
         assert cache.resident_bytes(entry) == half
         assert mounted.server.reads == 0
@@ -199,7 +201,7 @@ def test_a_content_that_is_too_large_does_not_reach_into_its_neighbour(tmp_path:
         entries = mounted.entries()
         batch = mounted.batch(entries)
         damaged = [batch.contents[0], memoryview(bytes(5000)), batch.contents[2]]
-        assert cache.store(Batch(batch.entries, batch.starts, damaged)) == [1]
+        assert cache.store(ExtentBatch(batch.entries, batch.starts, damaged)) == [1]
         for entry in entries[[0, 2]].tolist():
             assert mounted.path(entry).read_bytes() == mounted.content_of(entry)
         assert mounted.server.reads == 0
