@@ -1,11 +1,11 @@
 """Serves a server's readers from a cache tier, and fills that tier with the chunks that they miss.
 
 `ReadThroughCache` wraps the object store of a server's repository. Reads through its store methods
-go to the store itself, so that verify and recover see what is really there. Reads for clients go
+go to the store itself, so that verify and recover see its own bytes. Reads for clients go
 through `find` (the tier), `read_store` (the store) and `record_miss`, which remembers what to
 fetch. Fetcher threads then bring whole chunks into the tier (`tiers.py`), checked.
 
-Which chunks: a miss asks for its own chunk, and where the tier is on a disk, for the rest of its
+Which chunks: a miss asks for its own chunk and, if the tier is on a disk, for the rest of its
 dataset behind that. A tier in memory has less room: there a chunk is fetched only once the misses
 on it have cost as much time as fetching it does ("rent, then buy", the ski-rental rule: at most
 twice the cost of the best choice, whatever is read). Such a chunk is called *admitted* here.
@@ -48,7 +48,7 @@ readers that wait."""
 
 PATIENCE_S = 0.2
 REST_FACTOR = 4.0
-"""So, where readers always wait, a fetcher works for at most a fifth of its time."""
+"""So, if readers always wait, a fetcher works for at most a fifth of its time."""
 
 SLOW_REQUEST_S = 0.0005
 """Nothing is admitted if a request to the store costs less: such a store answers about as fast
@@ -58,7 +58,7 @@ FETCH_BYTES_MAX = 256 << 20
 """Memory of chunks that are being fetched, per process; a larger chunk is fetched alone."""
 
 RETRY_S = 60.0
-"""How long to wait before a failed fetch, a full tier or a dataset's end is tried again."""
+"""The pause before a failed fetch, a full tier or a dataset's end is tried again."""
 
 _FETCH_WAIT_S = 60.0
 _LISTING_POLL_S = 0.05
@@ -70,7 +70,8 @@ _CLOSE_S = 5.0
 Noted = TypeVar("Noted")
 
 Counted = Callable[[str, int, int], None]
-"""Called with reads: who served them (`memory`, `disk`, `store`), how many, and their bytes."""
+"""Called with reads: the place that served them (`memory`, `disk`, `store`), their number, and
+their bytes."""
 
 
 @dataclass(slots=True)
@@ -201,7 +202,7 @@ class ReadThroughCache(StoreWrapper):
             thread.join(max(until_s - time.monotonic(), 0.0))
         self._tier.close()
 
-    # What is worth fetching. Called with the lock
+    # Which chunks are worth fetching. Called with the lock
 
     def _admit(self, key: ChunkKey, start: int, size: int) -> bool:
         """Whether the misses of a chunk, with this one, have cost as much as fetching it would."""
@@ -243,7 +244,7 @@ class ReadThroughCache(StoreWrapper):
                 time.sleep(1.0)
 
     def _fetch_next(self) -> None:
-        """Fetch the chunk that was missed first, else the next of a dataset; wait where there is
+        """Fetch the chunk that was missed first, else the next of a dataset; wait if there is
         none."""
         with self._work:
             while not (self._missed or self._datasets or self._closed):
@@ -307,7 +308,7 @@ class ReadThroughCache(StoreWrapper):
         return False
 
     def _load_claimed(self, key: ChunkKey, missed: _Missed, size: int = 0) -> bool:
-        """Fetch a chunk that this thread has claimed, and put it into the tier. Returns False where
+        """Fetch a chunk that this thread has claimed, and put it into the tier. Returns False if
         the tier or the store fails, so that other chunks are not to be tried now."""
         try:
             return self._insert(key, missed, size)
@@ -386,8 +387,8 @@ class ReadThroughCache(StoreWrapper):
             self._rest(took_s * REST_FACTOR)
 
     def _wait_until_quiet(self, missed: _Missed) -> bool:
-        """Wait until no reader waits for the store or the chunk is admitted; True where
-        `PATIENCE_S` ended before that."""
+        """Wait until no reader waits for the store or the chunk is admitted; True if `PATIENCE_S`
+        ended before that."""
         until_s = time.monotonic() + PATIENCE_S
         while not self._closed and not missed.is_admitted:
             left_s = until_s - time.monotonic()

@@ -1,10 +1,10 @@
-"""Marks what a read is waiting for, so that a mount can say where the time of its readers goes.
+"""Marks the causes for which a read waits, so that a mount can show where its readers' time goes.
 
 A reader of contents calls stores, other nodes and the decompressor. Each of these is marked with a
-`WaitCause` while it runs. Who wants to know sets an observer for a piece of work
-(`observer_set`); the marks then call it, in whatever thread the work is done. The observer is a
-context variable: trio passes it on to tasks and threads. Without an observer a mark costs less
-than a microsecond, and the paths that read many files at once have none.
+`WaitCause` while it runs. A caller sets an observer for a piece of work (`observer_set`), and the
+marks call it, in any thread that does the work. The observer is a context variable: trio passes it
+on to tasks and threads. Without an observer a mark costs less than a microsecond, and the paths
+that read many files at once have none.
 
 `MarkedStore` marks all reads of an object store.
 """
@@ -23,7 +23,7 @@ _T = TypeVar("_T")
 
 
 class WaitCause(IntEnum):
-    """What a request waits for. Of several things at once, the greatest counts."""
+    """The cause of a wait. Among several at once, the greatest counts."""
 
     MOUNT = 0  # the mount's own work
     METADATA = 1
@@ -34,7 +34,7 @@ class WaitCause(IntEnum):
 
 
 class WaitObserver(Protocol):
-    """Is told what one piece of work waits for. Any thread may call, also several at once."""
+    """Follows the waits of one piece of work. Any thread may call, also several at once."""
 
     def enter(self, cause: WaitCause) -> None:
         """The work begins to wait for this."""
@@ -48,7 +48,7 @@ class WaitObserver(Protocol):
 _observer: ContextVar[WaitObserver | None] = ContextVar("diesel_wait_observer", default=None)
 
 current_observer = _observer.get
-"""The observer of the work that this thread or task does; None where nobody observes it."""
+"""The observer of the work that this thread or task does; None if there is none."""
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def observer_set(observer: WaitObserver) -> Iterator[None]:
 
 
 class waiting_for:  # it is used as a function
-    """Marks what stands in the `with`."""
+    """Marks the code in the `with`."""
 
     __slots__ = ("_cause", "_observer")
 
@@ -81,7 +81,7 @@ class waiting_for:  # it is used as a function
 
 
 class MarkedStore(StoreWrapper):
-    """An object store whose reads are marked with a cause. Reads that need no waiting are not."""
+    """Marks the reads of an object store with a cause, except those that need not wait."""
 
     def __init__(self, inner: ObjectStore, cause: WaitCause) -> None:
         super().__init__(inner)
@@ -141,7 +141,7 @@ class _MarkedReads(FastReads):
             return self._inner.pin(name, on_revoke)
 
     def _marked(self, pieces: Iterator[_T]) -> Iterator[_T]:
-        """The same pieces; waiting for the next one is marked, what the caller does between is
+        """The same pieces. The wait for the next one is marked, the caller's work in between is
         not."""
         while True:
             with waiting_for(self._cause):

@@ -1,4 +1,4 @@
-"""The folder of a cache: its marker, the bytes used in it, and what is evicted for new ones.
+"""The folder of a cache: its marker, the bytes used in it, and the evictions that make room.
 
 `CacheFolder` is one process's view of it. A caller that makes or removes files there takes its
 lock, and gets a `FolderLedger`, which counts the bytes of all files and makes room. The marker
@@ -38,9 +38,9 @@ from .references import USED, References, read_references
 log = logging.getLogger("diesel.cache")
 
 DISK_PAUSE_S = 30.0
-"""How long a disk that failed is left alone."""
+"""A disk that failed is not used for this time."""
 
-_FAILURES_MAX = 3  # in a row; one file may be damaged where the disk is not
+_FAILURES_MAX = 3  # in a row: one file may be damaged while the disk is well
 
 FREE_FRACTION_MIN = 0.05
 """This part of the file system stays free for other programs (and nearly full disks are slow)."""
@@ -146,7 +146,7 @@ class CacheFolder:
         self.evictions = 0
         """Files that this process has evicted, for any reason."""
         self.room_evictions = self.room_evicted_bytes = 0
-        """Of these, those that were evicted to make room, of whatever dataset."""
+        """The evictions among these that made room, from any dataset."""
         self.reads = DiskBreaker(self.root, "read from", clock)
         self.writes = DiskBreaker(self.root, "write to", clock)
         self.readers = WaitingReaders(f"{self.root}/{_READING}")
@@ -184,8 +184,8 @@ class CacheFolder:
         try:
             marker = os.open(path, os.O_RDWR | FILE_FLAGS)
         except FileNotFoundError:
-            # A folder that was emptied is marked again; but never the folder below a mount point
-            # whose disk has been unmounted.
+            # A folder that was emptied is marked again; but never the folder below the mount point
+            # of a disk that has been unmounted.
             if os.stat(self.root).st_dev != self._device:
                 raise
             try:
@@ -242,7 +242,7 @@ class CacheFolder:
         self.readers.close()
 
     def _settle_limit(self, half_bytes: int) -> None:
-        """The limit of a cache without a named one, once."""
+        """Set the limit of a cache that was made without one. Later calls change nothing."""
         if self._takes_half:
             self.limit_bytes = half_bytes
             self._takes_half = False
@@ -391,7 +391,8 @@ class WaitingReaders:
         self._file = -1
 
     def open(self) -> None:
-        """Make the file whose lock tells it. Without it, nothing is told. Raises OSError."""
+        """Make the file that is locked while readers wait. Without it, `note` does nothing. Raises
+        OSError."""
         self._file = self._opened()
 
     def _opened(self) -> int:
@@ -422,7 +423,7 @@ class WaitingReaders:
             os.close(file)
 
     def close(self) -> None:
-        """Let go of the lock. Repeatable."""
+        """Release the lock. Repeatable."""
         with self._lock:
             if self._file >= 0:
                 os.close(self._file)

@@ -20,7 +20,7 @@ from .locks import FILE_FLAGS, try_lock
 from .references import USED, References, read_references, write_references
 
 TOUCH_S = 60.0
-"""How exact times of last use are. Exact ones would cost a system call for each read."""
+"""Times of last use are exact to this. Exact ones would cost a system call for each read."""
 
 _COST_CHANGE = 1.25  # a cost that differs by less than this factor is not written again
 
@@ -61,8 +61,8 @@ class CacheJobs:
             write_references(f"{folder}/{USED}", self._add_reference(before, now_s))
 
     def note_cost(self, identity: UUID, byte_cost_s: float) -> None:
-        """Bringing back a byte of a dataset costs this, in seconds: as measured, or as expected. Of
-        equally worthy datasets, cheap ones are evicted first."""
+        """Note the seconds that it costs to bring back a byte of a dataset, measured or expected.
+        Among datasets of equal CRF, cheap ones are evicted first."""
         known = self._byte_costs_s.get(identity, 0.0)
         if known / _COST_CHANGE < byte_cost_s < known * _COST_CHANGE or not (
             0 < byte_cost_s < math.inf

@@ -1,13 +1,13 @@
-"""Where entries lie in the order logs, in memory that two processes of a mount share.
+"""The places of entries in the order logs, in memory that two processes of a mount share.
 
-The prefetch worker writes order logs (`writer.py`). READs that reach the mount's server get what
-a log has from there, too, instead of from the store: `LogAddresses` tells the server which file has
-an entry, and where. `LogEntryReader` reads it.
+The prefetch worker writes order logs (`writer.py`). The mount's server reads entries from there,
+too, for READs that reach it: `LogAddresses` has the log of each entry and the place in it, and
+`LogEntryReader` reads from there instead of from the store.
 
 The memory has the digests of up to `LOGS_MAX` logs, and a number of 64 bits for each entry: 0, or
 the number of the log plus 1 (upper 8 bits) and the offset in its file. The worker alone writes. A
-late or torn value does no harm, as the server checks what it reads, and reads from the store what
-does not match.
+late or torn value does no harm: the server checks the bytes, and reads an entry from the store if
+they do not match.
 """
 
 import os
@@ -22,7 +22,7 @@ from ...orders.plan import Entries
 from .layout import file_name
 
 LOGS_MAX = 64
-"""Logs at once: two for each stream that reads, and no more of them than fit a plan's streams."""
+"""Logs at once: two for each stream that reads, for all streams that a plan may have."""
 
 _OFFSET_BITS = 56
 _OFFSET_MASK = np.uint64((1 << _OFFSET_BITS) - 1)
@@ -30,7 +30,7 @@ _HELD_BYTES_MAX = 32 << 20  # a larger file is read from the store: it would be 
 
 
 def address_bytes(entry_count: int) -> int:
-    """The bytes of the memory for a dataset of so many entries."""
+    """The bytes of the memory for a dataset of `entry_count` entries."""
     return 8 * (LOGS_MAX + entry_count)
 
 
@@ -64,7 +64,7 @@ class LogAddresses:
         self._digests[self._digests == np.uint64(digest)] = 0
 
     def _number(self, digest: int) -> int:
-        """The number of a log, which gets one if it has none; -1 where all are taken."""
+        """The number of a log, which gets one if it has none; -1 if all are taken."""
         for wanted in (digest, 0):
             found = np.flatnonzero(self._digests == np.uint64(wanted))
             if len(found):
@@ -84,7 +84,7 @@ class LogAddresses:
 
 
 class _EntryReader(Protocol):
-    """What `LogEntryReader` reads from where no log has an entry."""
+    """Reads the entries that no log has."""
 
     def read(self, index: int, offset: int, size: int, /) -> memoryview: ...
 
@@ -96,9 +96,9 @@ class _EntryReader(Protocol):
 
 
 class LogEntryReader:
-    """Reads entries out of the order logs of another process, and else from a reader.
+    """Reads entries from the order logs of another process, or from a reader if no log has them.
 
-    Thread-safe, as that is.
+    Thread-safe if the reader is.
     """
 
     def __init__(self, snapshot: Snapshot, reader: _EntryReader, folder: str) -> None:
@@ -106,11 +106,11 @@ class LogEntryReader:
         self._snapshot, self._reader, self._folder = snapshot, reader, folder
         self._addresses: LogAddresses | None = None
         self._files: dict[int, int] = {}  # by the digest of the log
-        self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # what was read last
+        self._last: tuple[int, memoryview] = (-1, memoryview(b""))  # the entry that was read last
         self._hits = self._wrong = 0
 
     def share(self, addresses: LogAddresses) -> None:
-        """Read from the logs of which these are the addresses."""
+        """Read from the logs that these addresses lead to."""
         self._addresses = addresses
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
@@ -156,11 +156,11 @@ class LogEntryReader:
         return content
 
     def stats(self) -> dict[str, int]:
-        """Figures of the reader, and how many files came from logs."""
+        """Figures of the reader, and the number of files that came from logs."""
         return {**self._reader.stats(), "log_hits": self._hits, "log_wrong": self._wrong}
 
     def close(self) -> None:
-        """Free what the reader holds. Reads under way may fail."""
+        """Close the reader and the logs. Reads under way may fail."""
         self._reader.close()
         files, self._files = self._files, {}
         for file in files.values():

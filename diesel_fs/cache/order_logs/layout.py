@@ -1,4 +1,4 @@
-"""Where each entry lies in an order log, and the headers of its segments (`ORDER_LOG.md`).
+"""The places of entries in an order log, and the headers of its segments (`ORDER_LOG.md`).
 
 Arrays throughout: an entry takes 12 bytes of memory (LCache, section III-C, needs some 700). Pure.
 """
@@ -17,7 +17,7 @@ from ...format.entries import Bytes
 from ...orders.plan import Entries
 
 SEGMENT_BYTES = 8 << 20
-"""By so many bytes an order is cut into segments: enough for a disk to read at its full rate. As
+"""An order is cut into segments of this size: enough for a disk to read at its full rate. As
 entries are not cut, a segment has a little more or less."""
 
 SEGMENTS_MAX = 1 << 16
@@ -25,7 +25,7 @@ SEGMENTS_MAX = 1 << 16
 radix."""
 
 BLOCK_BYTES = 4096
-"""Segments begin at multiples of this, which is what a file system can punch out."""
+"""Segments begin at multiples of this: a file system punches out whole blocks."""
 
 _MAGIC, _FORMAT = b"DSLORDER", 1
 _HEAD = struct.Struct("<8sIIIIQ16sQQ")
@@ -40,7 +40,7 @@ Sizes = npt.NDArray[np.uint64] | npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, slots=True)
 class LogIdentity:
-    """What a log belongs to: a dataset's identity and version, and the digest of an order."""
+    """The identity and version of a log's dataset, and the digest of its order."""
 
     identity: UUID
     version: int
@@ -48,13 +48,11 @@ class LogIdentity:
 
     @classmethod
     def of(cls, identity: UUID, version: int, order: Entries) -> "LogIdentity":
-        """That of an order."""
         packed = np.ascontiguousarray(order, "<u4")
         return cls(identity, version, xxh3_64_intdigest(packed.data))
 
     @property
     def file_name(self) -> str:
-        """The name of the log's file."""
         return file_name(self.order)
 
 
@@ -66,15 +64,15 @@ def file_name(order: int) -> str:
 class LogCut:
     """An order cut into segments; the first step to a layout.
 
-    `entries` are those that a log of the order has, in the order; `segment` has the segment of
+    `entries` are those that a log of the order has, in the order. `segment` has the segment of
     each.
     """
 
     def __init__(
         self, order: Entries, sizes: Sizes, is_logged: Mask, segment_bytes: int = SEGMENT_BYTES
     ) -> None:
-        """`sizes` (bytes) and `is_logged` (whether a log may have it) have a value for each entry
-        of the dataset."""
+        """For each entry of the dataset, `sizes` has its bytes, and `is_logged` whether a log may
+        have it."""
         self._sizes = sizes
         known = is_logged[order]
         self.entries = _first_uses(order if known.all() else order[known], len(sizes))
@@ -136,8 +134,8 @@ class LogCut:
         return arriving[packed.astype(np.uint32)]
 
     def from_headers(self, found: Mapping[int, Entries]) -> tuple[Entries, list[int]]:
-        """The entries by segment as the headers of some segments say, and which of these are right;
-        those of others by the order."""
+        """The entries by segment, and the segments in `found` whose headers are right. Those are
+        sorted as their headers list them, all others by the order."""
         entries = self.entries.copy()
         first = np.searchsorted(self.segment, np.arange(SEGMENTS_MAX + 1))
         right = []
@@ -177,12 +175,12 @@ class LogLayout:
         count, self.unit = int(self.first[-1]), unit
         self.entries: Entries = entries[:count]
         self.position_behind = cut.positions_behind(self.first)
-        # Of each place: from the segment's start on, behind the header and the places before it.
-        # The differences may be negative, and wrap round; so do the sums.
+        # A place begins behind the header of its segment and the places before it. The differences
+        # may be negative, and wrap round; so do the sums.
         base = (self.start + header[:kept]) // unit - behind[self.first[:-1]].astype(np.int64)
         self._offset = behind[:count]
         self._offset += np.repeat(base.astype(np.uint32), counts[:kept])
-        # A column over all entries where the log has most of them, else sorted pairs
+        # A column over all entries if the log has most of them, else sorted pairs
         self._place_of = self._sorted = None
         if 2 * count >= cut.entry_count:
             self._place_of = np.full(cut.entry_count, _NO_PLACE, np.uint32)
@@ -207,7 +205,7 @@ class LogLayout:
         return int((self.end - self.start).max(initial=0))
 
     def find(self, entries: Entries) -> Places:
-        """The place of each entry; -1 where the log has none for it."""
+        """The place of each entry; -1 if it is not in the log."""
         if self._place_of is not None:
             places = self._place_of[entries].astype(np.int64)
             places[places == _NO_PLACE] = -1
@@ -232,7 +230,6 @@ class LogLayout:
         return segments
 
     def header(self, segment: int, log: LogIdentity) -> bytes:
-        """The header of a segment."""
         entries = self.entries[self.first[segment] : self.first[segment + 1]]
         head = _HEAD.pack(
             _MAGIC, _FORMAT, segment, len(entries), self.unit, self.segment_bytes,
@@ -244,7 +241,7 @@ class LogLayout:
 
 def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) -> Entries:
     """The entries of a segment in the sequence in which they lie, by its header at the beginning of
-    `content`. Raises FormatError where there is no right header of this segment and log."""
+    `content`. Raises FormatError unless that is a sound header of this segment and log."""
     if len(content) < _HEAD.size:
         raise FormatError("the header of a segment is cut off")
     magic, version, number, count, *rest = _HEAD.unpack_from(content)
@@ -261,8 +258,8 @@ def parse_header(content: Bytes, segment: int, cut: LogCut, log: LogIdentity) ->
 
 
 def header_bytes(count: int) -> int:
-    """How many bytes the header of a segment with so many entries takes, with what follows up to
-    the contents."""
+    """The bytes before the contents of a segment of `count` entries: the header, and the gap behind
+    it."""
     return int(_aligned(np.array([_HEAD.size + 4 * count + _CHECKSUM_BYTES]))[0])
 
 

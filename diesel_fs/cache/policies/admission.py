@@ -4,16 +4,16 @@ fetching: ski rental with a credit account.
 A unit that replaces others must meet three conditions:
 
 - It is paid for: the single reads that missed it since it was last here have cost as much as
-  fetching it. Then fetching costs at most twice what was needed, whatever is read.
-- It outweighs what it replaces: of late, `READ_ADVANTAGE_MIN` times as much has been read of it as
-  of the units that it replaces. Where all units are read alike, as in random order, each one is
-  paid for in time; but the hits are the same whichever units are here, and replacing would only
+  fetching it. Fetching then costs at most twice the least possible, whatever is read.
+- It outweighs the units that it replaces: of late, `READ_ADVANTAGE_MIN` times as much has been read
+  of it as of them. If all units are read equally often, as in random order, each one is paid for
+  sooner or later; but the hits are the same whichever units are here, and replacing would only
   cost.
-- The account has credit for the fetch, beyond the cost of the read that it serves. Hits add what
-  they save, and misses add `OVERHEAD_FRACTION` of what they cost. So all reads and fetches together
-  cost at most as much as the reads alone would have, and `OVERHEAD_FRACTION` of that. The credit is
-  limited to what renewing the whole cache costs, which is enough where the reads move to other data
-  altogether.
+- The account has credit for the fetch, beyond the cost of the read that it serves. Hits add the
+  time that they save, and misses add `OVERHEAD_FRACTION` of their cost. So all reads and fetches
+  together cost at most as much as the reads alone would have, and `OVERHEAD_FRACTION` of that. The
+  credit is limited to the cost of renewing the whole cache, which is enough if the reads move to
+  other data altogether.
 
 Costs are in seconds, and come from a function (`ReadCosts.read_s`). For use in one thread.
 Pure.
@@ -35,11 +35,11 @@ being paid for is enough, 0.98. When the reads move to other data, a new half is
 four epochs. With 3 and 4, the cost is 0.51 to 0.57, and the new half takes five to eight epochs."""
 
 Cost = Callable[[int], float]
-"""Seconds for one read of so many bytes."""
+"""The seconds that one read of a number of bytes takes."""
 
 
 class SkiRentalAdmission:
-    """What the reads of each unit have cost or saved, and the credit of the cache."""
+    """The time that the reads of each unit have cost or saved, and the credit of the cache."""
 
     def __init__(self, sizes: Sequence[int], cost: Cost, cache_bytes: int) -> None:
         """`sizes` are the bytes of each unit, `cost` the seconds for one read, `cache_bytes` the

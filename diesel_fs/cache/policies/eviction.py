@@ -1,12 +1,12 @@
 """Eviction policies: which chunks a cache takes in, and which it gives up when it is full.
 
-A policy keeps the table of one cache: which *units* are in the cache, and their bytes. (A unit is
-what is kept or evicted as one, known by its number: here a chunk.) The cache tells the policy what
-comes, goes and is read, asks it, and has the contents itself. It also tells the policy what will be
-read, where that is known (`orders/future.py`); only the policy `plan` uses it. Policies are pure:
-the same calls give the same answers on every machine. One thread at a time.
+A policy keeps the table of one cache: which *units* are in the cache, and their bytes. A unit is
+kept or evicted as one, and has a number; here it is a chunk. The cache holds the contents, reports
+every insertion, removal and read to the policy, and asks it for decisions. If the future reads are
+known (`orders/future.py`), the cache passes them on; only the policy `plan` uses them. Policies are
+pure: the same calls give the same answers on every machine. One thread at a time.
 
-A policy is a class and a line in `POLICIES`, whose names users give to `--evict`.
+A policy is a class and a line in `POLICIES`; `--evict` takes the names of that table.
 """
 
 from abc import ABC, abstractmethod
@@ -21,11 +21,10 @@ import numpy.typing as npt
 from ...orders.future import NEVER, FutureUses, Times, Units
 
 UnitValues = npt.NDArray[np.float32]
-"""Of each unit: how many of its parts will be read in an epoch, as far as that can be estimated."""
+"""For each unit, an estimate of the number of its parts that will be read in an epoch."""
 
 _Key = tuple[int, float, int, int]
-"""Of a unit: its next use (the time, negative), its value, the number of its last read, the
-unit."""
+"""The next use of a unit (the time, negative), its value, the number of its last read, the unit."""
 
 _OLD_KEYS_MIN = 1024  # a smaller heap is not made anew
 
@@ -34,7 +33,7 @@ class EvictionPolicy(ABC):
     """The units of one cache, and the decision which of them stay."""
 
     uses_future: ClassVar[bool] = False
-    """Whether the policy decides by what will be read, where it is told."""
+    """Whether the policy decides by the future reads, if it knows them."""
 
     def __init__(self) -> None:
         self.sizes: OrderedDict[int, int] = OrderedDict()
@@ -48,7 +47,7 @@ class EvictionPolicy(ABC):
         self.sizes[unit] = size
 
     def remove(self, unit: int) -> None:
-        """A unit has left the cache, for whatever reason. One that is not in it is ignored."""
+        """A unit has left the cache, for whatever reason. Ignores a unit that is not in it."""
         self.bytes -= self.sizes.pop(unit, 0)
 
     @abstractmethod
@@ -56,7 +55,7 @@ class EvictionPolicy(ABC):
         """A reader has read bytes of a unit, whether the cache had it or not."""
 
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
-        """Whether to take in a unit of `size` bytes that is not in the cache, where `free_bytes`
+        """Whether to take in a unit of `size` bytes that is not in the cache, while `free_bytes`
         are free. Changes nothing: the caller may decide otherwise."""
         return size <= free_bytes + self.bytes
 
@@ -66,13 +65,13 @@ class EvictionPolicy(ABC):
         removes units only after it has stopped iterating."""
 
     def replaces(self, unit: int, victims: Collection[int], uses_min: int = 1) -> bool | None:
-        """Whether a unit that is not in the cache should replace these, which `eviction_order` has
-        named first. None where the policy cannot tell: the caller decides (`admission.py`). To
-        fetch the unit costs as much as `uses_min` reads past the cache. Changes nothing."""
+        """Whether a unit that is not in the cache should replace these, the first ones of
+        `eviction_order`. None if the policy cannot tell: the caller decides (`admission.py`).
+        Fetching the unit costs as much as `uses_min` reads past the cache. Changes nothing."""
         return None
 
     def set_future(self, future: FutureUses | None) -> None:
-        """What this cache's readers will read, until another is set; None: not known any more. The
+        """Set the future reads of this cache's readers; None if they are not known any more. The
         caller moves the readers (`FutureUses.seek`), as several policies may share a future."""
         return
 
@@ -81,8 +80,8 @@ class EvictionPolicy(ABC):
         return
 
     def set_values(self, values: UnitValues | None) -> None:
-        """What units are worth beyond what is known of the future, until other values are set;
-        None: all alike."""
+        """Set the value of each unit, which decides between units of equal next use. None: all
+        are worth the same."""
         return
 
     def renumber(self, after: Mapping[int, int]) -> None:
@@ -97,7 +96,7 @@ class EvictionPolicy(ABC):
 
 
 class LeastRecentlyUsed(EvictionPolicy):
-    """Evicts first what has not been read for the longest time."""
+    """Evicts the unit first that has not been read for the longest time."""
 
     def insert(self, unit: int, size: int) -> None:
         super().insert(unit, size)
@@ -112,17 +111,17 @@ class LeastRecentlyUsed(EvictionPolicy):
 
 
 class FarthestNextUse(LeastRecentlyUsed):
-    """Evicts first what is not read any more, then what is read last (Lobster, ICPP 2022, section
-    4.4; Belady's MIN).
+    """Evicts units first that are not read any more, then those that are read last (Lobster, ICPP
+    2022, section 4.4; Belady's MIN).
 
-    Where no order is known, the longest unread goes first; of equal next uses, and among what is
-    not read any more, that of the least value, and of the same value the longest unread.
-    (Whether a unit is the last copy among several nodes is the caller's matter: it then does not
-    offer it for eviction first.)
+    Among units of equal next use, and among those that are not read any more, the one of the least
+    value goes first; among equal values, the longest unread. If no order is known, the longest
+    unread goes first. The policy does not know which unit is the last copy among several nodes: the
+    caller must not offer that one for eviction first.
 
-    All units are in a heap, the first victim at its top, by keys that are made anew when a unit is
-    read or its next use changes. An old key stays in the heap, and is passed over, until it comes
-    to the top or more than half of the keys are old.
+    All units are in a heap, the first victim at its top. A unit gets a new key when it is read or
+    its next use changes. The old key stays in the heap, and is passed over, until it comes to the
+    top or more than half of the keys are old.
     """
 
     uses_future = True
@@ -132,7 +131,7 @@ class FarthestNextUse(LeastRecentlyUsed):
         self._future: FutureUses | None = None
         self._values: UnitValues | None = None
         self._reads = 0
-        self._keys: dict[int, _Key] = {}  # of each unit in the cache, where the future is known
+        self._keys: dict[int, _Key] = {}  # of each unit in the cache, if the future is known
         self._heap: list[_Key] = []
 
     def insert(self, unit: int, size: int) -> None:
@@ -210,7 +209,7 @@ class FarthestNextUse(LeastRecentlyUsed):
                 self._push(unit, time, before[2])
 
     def renumber(self, after: Mapping[int, int]) -> None:
-        """Orders are those of one version: the future is not known any more, nor are values."""
+        """Also forgets the future and the values: they belong to one version."""
         for unit in [*self.eviction_order()]:
             self.sizes.move_to_end(unit)
         self._values = None
@@ -236,7 +235,8 @@ class FarthestNextUse(LeastRecentlyUsed):
 
 
 class LeastFrequentlyUsed(EvictionPolicy):
-    """Evicts first what has been read least often since it came; of these the longest unread."""
+    """Evicts the unit first that has been read least often since it came; among equals, the
+    longest unread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -272,14 +272,14 @@ class LeastFrequentlyUsed(EvictionPolicy):
 
 
 class NoEviction(EvictionPolicy):
-    """Keeps what came first and takes in nothing else once the cache is full.
+    """Keeps the units that came first, and takes in no other once the cache is full.
 
-    Each epoch then hits what fits, where LRU may hit nothing (the cache MinIO of CoorDL; Mohan et
-    al., VLDB 2021, section 4.1).
+    Each epoch then hits all units that fit, while LRU may hit none (the cache MinIO of CoorDL;
+    Mohan et al., VLDB 2021, section 4.1).
     """
 
     def record_access(self, unit: int) -> None:
-        """Ignored: the decisions depend on free room alone."""
+        """Does nothing: the decisions depend on free room alone."""
 
     def admits(self, unit: int, size: int, free_bytes: int) -> bool:
         return size <= free_bytes

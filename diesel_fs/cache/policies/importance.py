@@ -1,22 +1,22 @@
-"""`ImportanceHeap`: which entries of a full cache go first, by the importance that training gives
-them (iCache, HPCA 2023, section III-B).
+"""`ImportanceHeap` finds the entries that leave a full cache first, by the importance that training
+gives them (iCache, HPCA 2023, section III-B).
 
-iCache keeps a min-heap of the cached samples, and when importance has changed it fills a second one
-in the shadow while the first one serves. Here a heap is columns instead of objects. An entry's
-**level** is the upper half of its importance as a float of 4 bytes, whose bits are in the order of
-the numbers: importances that differ by more than a 128th have different levels. All entries are
-sorted by level once (a radix sort, in blocks of a million), and a count of cached entries for each
-level says where the least important ones are. So an insertion is a count, and nothing moves.
+iCache keeps a min-heap of the cached samples. When importance has changed, it fills a second heap,
+the shadow, while the first one serves. Here a heap is columns instead of objects. An entry's
+**level** is the upper half of its importance as a float of 4 bytes; such bits have the order of the
+numbers, and importances that differ by more than a 128th have different levels. All entries are
+sorted by level once (a radix sort, in blocks of a million). A count of cached entries for each
+level leads to the least important ones, so an insertion only increases a count.
 
-New importances are a second table of levels, the **shadow**. It is sorted block by block
-(`build_some`), while the first table serves, and then takes its place. A cache of n entries takes 7
+New importances go into a second table of levels, the **shadow**. It is sorted block by block
+(`build_some`) while the first table serves, and then replaces it. A cache of n entries takes 7
 bytes for each, 13 while there are two tables.
 
-**Several jobs** that train on one dataset give the same sample different importances, and those of
-a job that is further on are lower. So they are merged by percentile (section III-D): a sample's
-merged importance is the sum, over all jobs, of the job's benefit times the share of all samples
-that are less important to it. A job's *benefit* is how many times as fast its batches come with the
-cache; jobs below `BENEFIT_MIN` do not count. A list of a job takes 2 bytes for each entry.
+**Several jobs** that train on one dataset give the same sample different importances, and a job
+that has trained longer gives lower ones. So they are merged by percentile (section III-D): a
+sample's merged importance is the sum, over all jobs, of the job's benefit times the share of all
+samples that are less important to it. A job's *benefit* is the factor by which the cache speeds up
+its batches; jobs below `BENEFIT_MIN` do not count. A list of a job takes 2 bytes for each entry.
 
 Pure. Used by one thread.
 """
@@ -34,16 +34,16 @@ Mask = npt.NDArray[np.bool_]
 _Levels = npt.NDArray[np.uint16]
 
 LEVELS = 1 << 15
-"""How many levels there are: numbers that are not negative have 15 bits in their upper half."""
+"""The number of levels: numbers that are not negative have 15 bits in their upper half."""
 
 BLOCK_ENTRIES = 1 << 20
 """Entries that are sorted at once: some 10 ms."""
 
 BENEFIT_MIN = 1.5
-"""A job whose batches gain less from the cache has no say in what it keeps, as in iCache."""
+"""A job that gains less from the cache does not influence which samples stay, as in iCache."""
 JOBS_MAX, SILENT_TELLS = 8, 16
-"""How many jobs have lists. Of more, the one that has been silent longest loses its own; so does
-one that has been silent while others have told theirs so often: it has ended."""
+"""At most `JOBS_MAX` jobs have lists: one more replaces the oldest list. A job that sends no
+list while the others send `SILENT_TELLS` has ended, and its list goes."""
 
 _ONE = np.int64(1)  # of the counts' type: else `ufunc.at` is twenty times as slow
 
@@ -93,8 +93,8 @@ class ImportanceHeap:
     """The entries of a cache that may be given up, by importance (see the module)."""
 
     def __init__(self, count: int, sizes: npt.NDArray[np.uint32] | None = None) -> None:
-        """For entries 0 to `count` - 1, and what each takes in the cache (1 unless given). At first
-        all have the importance 0, and none is in."""
+        """For entries 0 to `count` - 1. `sizes` has the size of each in the cache (default: 1). At
+        first all have the importance 0, and none is in."""
         self._sizes = sizes
         self._in: Mask = np.zeros(count, np.bool_)
         self._table = _Table(np.zeros(count, np.uint16))
@@ -102,8 +102,8 @@ class ImportanceHeap:
             self._table.sort_block()
         self._shadow: _Table | None = None
         self.changes = 0
-        """How often new importances have come to count."""
-        self._is_told = True  # the shadow has all that it will be told
+        """How often new importances have taken effect."""
+        self._is_complete = True  # the shadow has its whole list
         self._counts = np.zeros(LEVELS, np.int64)  # of entries that are in, by level
         self._sums = np.zeros(LEVELS, np.int64)  # of their sizes
         self._high_level = 0  # entries above it are of high importance
@@ -111,20 +111,20 @@ class ImportanceHeap:
     def set_importances(
         self, entries: Entries, values: npt.NDArray[np.float32], *, more: bool = False
     ) -> None:
-        """Set the importance of entries; the others keep theirs. It counts once `build_some` has
-        returned False. `more`: other entries follow, and nothing is built before. Raises UsageError
+        """Set the importance of entries; the others keep theirs. It takes effect when `build_some`
+        returns False. `more`: other entries follow, and nothing is built before. Raises UsageError
         for NaN, infinite and negative numbers, and then nothing has changed."""
         check_importances(values)
         levels = (self._shadow or self._table).levels
         if self._shadow is None or self._shadow.orders:
             self._shadow = _Table(levels.copy())
         self._shadow.levels[entries] = _levels_of(values)
-        self._is_told = not more
+        self._is_complete = not more
 
     def build_some(self) -> bool:
-        """Do a part of the work that new importances make, some 10 ms. False where none is left."""
+        """Do some 10 ms of the work that new importances cause. Returns whether work was left."""
         shadow = self._shadow
-        if shadow is None or not self._is_told:
+        if shadow is None or not self._is_complete:
             return False
         if not shadow.is_sorted:
             shadow.sort_block()
@@ -139,14 +139,14 @@ class ImportanceHeap:
         return False
 
     def build_first(self) -> None:
-        """Do all of the work at once where no importances have counted so far: to decide without
-        any would be worse than to wait."""
+        """Do all of the work at once if no importances have taken effect yet: to decide without any
+        would be worse than to wait."""
         while not self.changes and self.build_some():
             pass
 
     @property
     def bytes_max(self) -> int:
-        """The memory of the columns while the shadow is built and before it takes over."""
+        """The memory of the columns while there are two tables."""
         count = len(self._in)
         one = count * (np.dtype(np.uint16).itemsize + np.dtype(np.uint32).itemsize)
         return self._in.nbytes + 2 * one
@@ -156,17 +156,17 @@ class ImportanceHeap:
         return (self._table.levels[entries].astype(np.uint32) << 16).view(np.float32)
 
     def is_high(self, entries: Entries) -> Mask:
-        """Which entries are among the most important fifth of all."""
+        """Whether each entry is among the most important fifth of all."""
         found: Mask = self._table.levels[entries] > self._high_level
         return found
 
     def __len__(self) -> int:
-        """How many entries are in."""
+        """The number of entries that are in."""
         return int(self._counts.sum())
 
     def insert(self, entries: Entries) -> None:
-        """These entries may be given up from now on. Those that are in already are ignored, and
-        none may be named twice."""
+        """These entries may be given up from now on. Ignores those that are in. No entry may
+        occur twice."""
         new = entries[~self._in[entries]]
         self._in[new] = True
         levels = self._table.levels[new]
@@ -174,8 +174,8 @@ class ImportanceHeap:
         np.add.at(self._sums, levels, self._size(new))
 
     def remove(self, entries: Entries) -> None:
-        """These entries may not be given up any more. Those that are not in are ignored, and none
-        may be named twice."""
+        """These entries may not be given up any more. Ignores those that are not in. No entry may
+        occur twice."""
         old = entries[self._in[entries]]
         self._in[old] = False
         levels = self._table.levels[old]
@@ -184,12 +184,12 @@ class ImportanceHeap:
 
     @property
     def zero_count(self) -> int:
-        """How many entries of the importance 0 are in."""
+        """The number of entries of importance 0 that are in."""
         return int(self._counts[0])
 
     @property
     def low_size(self) -> int:
-        """What the entries that are in and not of high importance take together."""
+        """The size of all entries that are in and not of high importance."""
         return int(self._sums[: self._high_level + 1].sum())
 
     def least(self, count: int, *, high: bool = False) -> Entries:
@@ -218,14 +218,14 @@ class ImportanceHeap:
 
 @dataclass(slots=True)
 class _JobList:
-    """What one job has told: a level for each entry, and its benefit."""
+    """The list of one job, as a level for each entry, and the job's benefit."""
 
     levels: _Levels
     benefit: float
-    told: int  # when it was told last, in lists of all jobs
+    last_tell: int  # the number of its last list among those of all jobs
 
     def percentiles(self) -> npt.NDArray[np.float32]:
-        """Of each entry: the share of entries that are less important; of equal ones, half."""
+        """For each entry, the share of entries that are less important; equal ones count half."""
         counts = np.bincount(self.levels, minlength=LEVELS)
         below = np.cumsum(counts) - counts / 2
         shares: npt.NDArray[np.float32] = (below / len(self.levels)).astype(np.float32)
@@ -233,11 +233,11 @@ class _JobList:
 
 
 class JobImportances:
-    """The importances that several jobs tell, and what they are together (see the module)."""
+    """The importances that several jobs send, and their sum (see the module)."""
 
     def __init__(self, count: int) -> None:
         self._count = count
-        self._jobs: dict[str, _JobList] = {}  # the one that told last is last
+        self._jobs: dict[str, _JobList] = {}  # the one that sent its list last is last
         self._tells = 0  # whole lists, of all jobs
 
     def __len__(self) -> int:
@@ -252,24 +252,23 @@ class JobImportances:
         *,
         more: bool = False,
     ) -> None:
-        """A job tells the importance of entries; the others keep theirs for it. `more`: its list
-        goes on. Raises UsageError for NaN, infinite and negative numbers, and then nothing has
-        changed."""
+        """A job sends the importance of entries; the others keep theirs. `more`: its list goes on.
+        Raises UsageError for NaN, infinite and negative numbers, and then nothing has changed."""
         check_importances(values)
         self._tells += not more
         found = self._jobs.pop(job, None)
         if found is None:
             found = _JobList(np.zeros(self._count, np.uint16), benefit, self._tells)
         found.levels[entries] = _levels_of(values)
-        found.benefit, found.told = benefit, self._tells
+        found.benefit, found.last_tell = benefit, self._tells
         self._jobs[job] = found
         for name, each in tuple(self._jobs.items()):
-            if len(self._jobs) > JOBS_MAX or self._tells - each.told > SILENT_TELLS:
+            if len(self._jobs) > JOBS_MAX or self._tells - each.last_tell > SILENT_TELLS:
                 del self._jobs[name]
 
     def merged(self) -> npt.NDArray[np.float32]:
-        """The importance of all entries to all jobs together. Where none has the benefit, all count
-        alike."""
+        """The importance of all entries to all jobs together. If no job has the least benefit, all
+        count the same."""
         jobs = [each for each in self._jobs.values() if each.benefit >= BENEFIT_MIN]
         weights = [each.benefit for each in jobs] or [1.0] * len(self._jobs)
         found = np.zeros(self._count, np.float32)

@@ -1,4 +1,4 @@
-"""Decides what leaves a full cache that several datasets share: cost-aware LRFU.
+"""Decides which blocks leave a full cache that several datasets share: cost-aware LRFU.
 
 The source is DLCache, section III-C.2. A *reference* is the start of a job that reads a dataset:
 training reads all of a dataset, so one reference counts for each of its blocks. The *CRF* of a
@@ -7,17 +7,17 @@ the times t_i, with:
 
     F(x) = (1 / p) ** (step * x)
 
-What has the least CRF leaves first; of equal CRF, what costs the least to bring back; of equal
-cost, what was not read for the longest time.
+The block of the least CRF leaves first. Among equals, the one that is cheapest to bring back
+leaves first, and then the one that has not been read for the longest time.
 
-F is exponential, so a sum need not keep its parts: it is kept as its value at the last reference,
-and the time of that. A reference adds 1 to what is left of the value by then. A value is thus at
-least 1, and comparisons are made between logarithms, which do not become 0 however long the last
-reference is ago.
+F is exponential, so a sum need not keep its parts: only its value at the last reference and the
+time of that are kept. A reference adds 1 to the value that is left by then. A value is thus at
+least 1. Comparisons are made between logarithms, which do not become 0 however old the last
+reference is.
 
-The unit of times is the caller's. A cache folder (`disk/`) counts whole hours: jobs that start
+The caller chooses the unit of times. A cache folder (`disk/`) counts whole hours: jobs that start
 within the same hour tie, and the cost decides between their datasets. A node runs a few jobs in a
-day, so finer times would tell of chance. With `step` 0 nothing is forgotten, and the number of
+day, so finer times would only measure chance. With `step` 0 nothing is forgotten, and the number of
 references decides (LFU). With `step` 1 and a `p` of 2 or more, one reference outweighs all that
 are at least a unit older, as long as no unit has more than one: the order is that of the last
 references (LRU). Only the product `step * ln(p)` matters; both are kept since the paper has both.
@@ -49,9 +49,9 @@ class Attenuation:
 
     p: float = 2.0
     step: float = 1 / 24
-    """By default a reference counts half after a day, where times are hours: a dataset that is used
-    each day counts about two references, and one that was used often counts little after a
-    week. Simulated jobs of DLCache's experiment (`tests/bench/experiments/lrfu.py`) wait least for
+    """The default halves a reference within a day, if times are hours. A dataset that is used each
+    day then counts about two references, and one that was used often counts little after a week.
+    Simulated jobs of DLCache's experiment (`tests/bench/experiments/lrfu.py`) wait least for
     0 to 1/24; 0 would never forget."""
 
     def __post_init__(self) -> None:
@@ -61,25 +61,25 @@ class Attenuation:
             raise ValueError(f"step is from 0 to 1, not {self.step}")
 
     def add_reference(self, crf: Values, last: Values, now: float) -> Values:
-        """The values of CRF after one more reference now. Before it they were `crf` (0 or more)
-        at the times `last`."""
+        """The values of CRF after one more reference now. They were `crf` (0 or more) at the times
+        `last`."""
         return 1 + crf * np.exp(-self._decay(last, now))
 
     def log_crf(self, crf: Values, last: Values, now: float) -> Values:
-        """The natural logarithms of what is left now of the values `crf` (at least 1) at the times
+        """The natural logarithms, now, of the values that were `crf` (at least 1) at the times
         `last`."""
         return np.log(crf) - self._decay(last, now)
 
     def _decay(self, last: Values, now: float) -> Values:
-        """How much the logarithms have fallen. A time that lies ahead, since a clock was set back,
-        counts as one that is as far behind: otherwise it would not age until the clock is there."""
+        """The amount by which the logarithms have fallen. If the clock was set back, a time in the
+        future counts as one equally far in the past: otherwise it would not age for a while."""
         return self.step * math.log(self.p) * np.abs(now - last)
 
 
 def eviction_order(log_crf: Values, cost: Values, used: Values) -> npt.NDArray[np.intp]:
     """The numbers of the blocks, the first to be evicted first.
 
-    `cost` is what a block costs to bring back: the seconds for it (as in the paper), or for each of
-    its bytes where blocks differ in size. `used` is when it was read last.
+    `cost` is the time to bring a block back, in seconds (as in the paper), or that for each of its
+    bytes if blocks differ in size. `used` is the time at which it was read last.
     """
     return np.lexsort((used, cost, log_crf))

@@ -1,6 +1,6 @@
 """Keeps chunks in this process's memory, within a budget, and loads each of them once.
 
-`EntryReader` asks for chunks by number. Of several threads that miss one chunk, one loads it and
+`EntryReader` asks for chunks by number. If several threads miss one chunk, one of them loads it and
 the others wait for that load. Chunks may also be loaded ahead, by `FETCH_THREADS` threads; a load
 that a reader waits for is never queued behind those. Without an order, the least recently used
 chunk is evicted when the budget is full. With an order (`OrderPrefetch` decides), a chunk is
@@ -81,7 +81,7 @@ class ChunkCache:
         *,
         load_cause: WaitCause = WaitCause.STORE,
     ) -> None:
-        """`load_cause` is what a load mostly waits for, and so do those who wait for it."""
+        """`load_cause`: the cause of most waits of a load, and of the readers that wait for it."""
         self.budget_bytes = budget_bytes
         self._load = load
         self._load_cause = load_cause
@@ -163,7 +163,7 @@ class ChunkCache:
                 self._drop(number)
 
     def advance(self, followed: OrderPrefetch, visit: int, index: int) -> None:
-        """A reader of the order is at entry `index`. No effect where the cache follows another
+        """A reader of the order is at entry `index`. No effect if the cache follows another
         order."""
         with self._lock:
             if followed is self._order:
@@ -216,7 +216,7 @@ class ChunkCache:
         self._threads.submit(self._run_prefetch, number, flight)
 
     def _apply(self, dropped: list[int], begun: list[int]) -> None:
-        """Carry out what the order has decided."""
+        """Carry out decisions of the order."""
         for number in dropped:
             self._drop(number)
         for number in begun:

@@ -6,10 +6,9 @@ chunk of the group that is being read is held until its last file of that group 
 Chunks of the next group are loaded ahead as far as there is room; so at most two groups are in
 memory. Files that a reader has left unread are given up once it is well within the next group.
 
-A *visit* is a chunk in one group: a chunk that several groups want has several visits. A chunk of
-which a group wants too little to be worth reading whole has no visit there, and its files are read
-one by one. So are the extents of a file behind its first one: they may lie in chunks of other
-groups.
+A *visit* is a chunk in one group: a chunk that several groups want has several visits. If a group
+wants too little of a chunk to read it whole, the chunk has no visit there, and its files are read
+one by one. So are all extents of a file but the first: they may lie in chunks of other groups.
 
 Pure: no I/O and no clock. `ChunkCache` loads and drops the chunks, and calls every method that
 changes something under its lock.
@@ -28,16 +27,16 @@ SINGLE_READ_BYTES = 40 << 10
 as much as about 4 MiB."""
 
 WHOLE_CHUNK_FRACTION = 8
-"""A chunk is read whole where at least this part of it (an eighth) is wanted at once: reading 4 MiB
-in one piece costs about as much as 100 single reads (measured on a local disk)."""
+"""A chunk is read whole if at least this part of it (an eighth) is wanted at once: reading 4 MiB in
+one piece costs about as much as 100 single reads (measured on a local disk)."""
 
 _LAG_FRACTION = 4
 """Unread files of a group are given up once the reader has passed this part (a quarter) of the next
 group: until then another thread may only be slow."""
 
 _READS_BEHIND = 32
-"""A reader that reads so many files in a row of groups that were given up is not a slow thread: it
-has gone back in the order."""
+"""A reader that reads this number of files in a row from groups that were given up is not a slow
+thread: it has gone back in the order."""
 
 _Column = npt.NDArray[np.int64]
 
@@ -55,7 +54,7 @@ class OrderPrefetch:
         many = np.flatnonzero(columns.flags[order] & layout.MANY_EXTENTS)
         stored[many] = columns.extents["stored"][columns.chunk[order[many]]]
         group = np.repeat(np.arange(len(ends)), np.diff(ends, prepend=0))
-        # By group and chunk; then in order of first use, which is the order of groups, too.
+        # Sorted by group and chunk; then in order of first use, which is the order of groups, too.
         keys, first, inverse = np.unique(
             group * max(snapshot.chunk_count, 1) + chunks, return_index=True, return_inverse=True
         )
@@ -99,7 +98,7 @@ class OrderPrefetch:
         # One less than two groups: a reader still holds the chunk that it has just finished.
         self._chunks_max = max(2 * int(np.bincount(group[kept]).max(initial=0)) - 1, 1)
         self._now = 0  # the group that is being read
-        self._oldest = 0  # the first group whose chunks may be held
+        self._oldest = 0  # chunks of this group and later ones may be held
         self._reads_behind = 0  # in a row
         self._next = 0  # the first visit that has not been looked at for loading ahead
         self._held: dict[int, int] = {}  # visits by chunk: loaded or in flight
@@ -110,9 +109,9 @@ class OrderPrefetch:
         return bool(self._group_of_entry[index] >= 0)
 
     def visit_of(self, index: int) -> int:
-        """The visit that an entry belongs to; -1 where the entry is to be read alone.
+        """The visit that an entry belongs to; -1 if the entry is to be read alone.
 
-        Entries that were read before, or whose group was given up, are read alone as well.
+        Entries that were read before, or are in a group that was given up, are read alone as well.
         """
         group = int(self._group_of_entry[index])
         self._reads_behind += 0 <= group < self._oldest

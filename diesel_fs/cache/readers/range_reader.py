@@ -121,8 +121,8 @@ class RangeReader:
         do. The caller has checked the number and sizes of the parts. The pieces count as memory
         until the last of them is freed.
 
-        `fresh`: read from the store itself, since earlier bytes were damaged. Raises BusyError
-        where memory is short, DeadlineError, and what an object store's `read_into` raises.
+        `fresh`: read from the store itself, since earlier bytes were damaged. Raises BusyError if
+        memory is short, DeadlineError, and the errors of an object store's `read_into`.
         """
         sizes: list[int] = parts["size"].tolist()
         total = sum(sizes)
@@ -162,7 +162,7 @@ class RangeReader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _from_tier(self, held: CacheHandle, wanted: list[ChunkPart], answer: _Answer) -> bool:
-        """Copy parts of a chunk that the cache tier has; False where the tier cannot read them."""
+        """Copy parts of a chunk that the cache tier has; False if the tier cannot read them."""
         try:
             if (content := held.view(0, held.bytes)) is not None:
                 if max(start + size for start, size, _ in wanted) > held.bytes:
@@ -185,8 +185,8 @@ class RangeReader:
         *,
         fresh: bool,
     ) -> None:
-        """Read what the tier does not have; the first error ends the request."""
-        if len(runs) == 1:  # as nearly always where requests are small: this thread reads
+        """Read the runs that the tier does not have; the first error ends the request."""
+        if len(runs) == 1:  # as nearly always if requests are small: this thread reads
             self._read_run(*runs[0], answer, until_s, fresh=fresh)
             return
         error = self._read_all(runs, answer, until_s, fresh=fresh)
@@ -282,7 +282,7 @@ class RangeReader:
     ) -> memoryview:
         """Read a run into the answer, and return its bytes.
 
-        Where its first part is all of it, the bytes are read straight to their place.
+        If its first part is all of it, the bytes are read straight to their place.
         """
         _, size, place = run.parts[0]
         if size == run.end - run.start:
@@ -297,7 +297,7 @@ class RangeReader:
 
 
 def _large_views(held: CacheHandle, wanted: list[ChunkPart]) -> dict[int, memoryview]:
-    """The large parts of a chunk in memory, by place: they are sent from there. Empty where a part
+    """The large parts of a chunk in memory, by place: they are sent from there. Empty if a part
     ends behind the chunk: reading from the store gives the error for that."""
     if max(start + size for start, size, _ in wanted) > held.bytes:
         return {}
