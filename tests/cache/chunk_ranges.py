@@ -14,7 +14,7 @@ from .conftest import Counting
 from .disk_tier import Chunks
 
 Part = tuple[bytes, int, int]
-"""A chunk's ID, where the part starts, and its size."""
+"""A chunk's ID, the start of the part, and its size."""
 
 
 def records(parts: Sequence[Part]) -> ChunkRanges:

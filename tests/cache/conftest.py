@@ -112,12 +112,12 @@ class Gate:
             self.now -= 1
 
     def await_reads(self, count: int) -> None:
-        """Wait until so many reads are held back."""
+        """Wait until `count` reads are held back."""
         for _ in range(count):
             assert self.arrived.acquire(timeout=20)
 
     def expect_at_most(self, count: int) -> None:
-        """Wait until so many reads are held back, and see that no more come."""
+        """Wait until `count` reads are held back, and see that no more come."""
         self.await_reads(count)
         assert not self.arrived.acquire(timeout=0.2)
 

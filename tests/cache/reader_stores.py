@@ -1,5 +1,5 @@
-"""Stores of which tests of readers read: slow ones, ones that take many parts in a request, and
-ones that read parts of chunks by number."""
+"""Stores for tests of readers: slow ones, ones that take many parts in a request, and ones that
+read parts of chunks by number."""
 
 import threading
 import time
@@ -90,7 +90,7 @@ class _BatchedReads(FastReads):
 
 
 class Columns(ReadWrapper):
-    """A store whose parts arrive in groups that are drawn at random, and may be damaged."""
+    """A store that sends parts in groups that are drawn at random; parts may be damaged."""
 
     @property
     def fast_reads(self) -> FastReads:
@@ -105,7 +105,7 @@ class Columns(ReadWrapper):
         self.checks = False  # whether every second group has been checked already
         self.fails = False
         self.loses = False  # a chunk, at the third group
-        self.parts: list[int] = []  # the chunks that were asked for
+        self.parts: list[int] = []  # the chunks of all requests
 
     def chunk_reader(self, identity: UUID, version: int) -> ChunkReader | None:
         is_ours = (identity, version) == (self._view.identity, self._view.version)

@@ -20,7 +20,7 @@ from .reader_stores import Batching, Positions, Slow
 
 
 def wait_for_flights(reader: CoalescingReader) -> None:
-    """Wait until all that was asked ahead is here."""
+    """Wait until all spans that were requested ahead are here."""
     for asked in reader._fetcher._flights.values():
         asked.result()
 
@@ -130,11 +130,11 @@ def test_only_files_of_a_lost_chunk_are_left_out(
     assert lost in caplog.text
 
 
-# A store that is slow is asked for several spans at once, and ahead
+# Several spans are requested from a slow store at once, and ahead
 
 
-def test_a_slow_store_is_asked_for_several_spans_at_once(data: Dataset) -> None:
-    """It is asked so once its reads were seen to be slow. The order of contents stays the same."""
+def test_a_slow_store_gets_several_requests_at_once(data: Dataset) -> None:
+    """The reader finds out that the store is slow. The order of contents stays the same."""
     slow = Slow(data.store)
     reader = data.reader(slow)
     while not reader.is_slow:
@@ -180,7 +180,7 @@ def all_read_ahead(slow: Slow, data: Dataset) -> CoalescingReader:
 
 
 def test_a_unit_that_loses_entries_is_not_read_again(data: Dataset) -> None:
-    """Somebody has read some of its files meanwhile. What is in flight has the others."""
+    """Somebody has read some of its files meanwhile. The spans in flight have the others."""
     slow, whole = Slow(data.store), data.files
     reader = all_read_ahead(slow, data)
     for left in (whole[whole != whole[1]], whole[2:-1], whole[2:3]):
@@ -203,7 +203,7 @@ def test_a_file_is_taken_out_of_a_larger_read_that_is_under_way(data: Dataset) -
     assert not reader._fetcher._flights
 
 
-def test_what_is_wanted_is_read_at_once_though_other_units_fill_the_memory(data: Dataset) -> None:
+def test_a_wanted_unit_is_read_at_once_though_other_units_fill_the_memory(data: Dataset) -> None:
     slow = Slow(data.store)
     reader = slow_reader(slow, data, ReadLimits(gap_bytes=0, ahead_bytes=30_000))
     files = data.files

@@ -142,7 +142,7 @@ def test_workers_that_start_together_make_one_cache(tmp_path: Path) -> None:
         assert [found.name for found in path.iterdir()] == [".diesel-cache"]
     killed = tmp_path / "killed"
     killed.mkdir(mode=0o700)
-    (killed / ".diesel-cache-12-34").touch()  # by who made it and was killed
+    (killed / ".diesel-cache-12-34").touch()  # the process that made it was killed
     prepare_cache_folder(killed)
 
 
@@ -166,7 +166,7 @@ def test_O17_one_folder_however_it_is_spelled(tmp_path: Path, chunks: Chunks) ->
     assert kept.is_served()
 
 
-# Limits (`test_disk_jobs.py` has a model of what is evicted)
+# Limits (`test_disk_jobs.py` has a model of evictions)
 
 
 def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> None:
@@ -178,7 +178,9 @@ def test_a_smaller_limit_holds_from_the_start(place: Path, chunks: Chunks) -> No
     assert sum(path.stat().st_size for path in files(place)) <= limit
 
 
-def test_the_default_limit_is_half_of_what_is_available(tmp_path: Path, chunks: Chunks) -> None:
+def test_the_default_limit_is_half_of_the_bytes_that_are_free(
+    tmp_path: Path, chunks: Chunks
+) -> None:
     """Bytes that the cache has already count as available: a restart keeps a warm cache."""
     disk_bytes = 3 * sum(map(len, chunks.values()))
     with small_disk(tmp_path / "disk", f"size={disk_bytes},mode=700") as point:
@@ -216,7 +218,7 @@ def test_J1_a_twentieth_of_the_disk_stays_free(kept: Kept, monkeypatch: pytest.M
     kept.take_more()
 
 
-# What goes wrong
+# Faults
 
 
 DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
@@ -262,7 +264,7 @@ def test_a_planted_link_is_not_followed(kept: Kept, tmp_path: Path) -> None:
 def test_J1_a_full_disk_is_not_an_error_for_a_reader(
     small: Path, chunks: Chunks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where the disk fills up while chunks are written."""
+    """Also if the disk fills up while chunks are written."""
     monkeypatch.setattr(folder, "FREE_FRACTION_MIN", -1.0)  # somebody else was faster
     place = prepare_cache_folder(small)
     tier = tier_at(place)

@@ -1,5 +1,5 @@
-"""`DiskTier` where jobs and processes share a folder: what pins, cool-downs and references
-(cost-aware LRFU) leave of each dataset, and what is left of processes that are killed."""
+"""`DiskTier` in a folder that jobs and processes share: which chunks pins, cool-downs and
+references (cost-aware LRFU) leave, and the files that killed processes leave."""
 
 import os
 import random
@@ -71,7 +71,7 @@ def chunks_of(place: Path, dataset: UUID) -> set[int]:
 
 @dataclass(slots=True)
 class Known:
-    """What the model knows of a dataset."""
+    """A dataset in the model."""
 
     chunks: dict[int, int] = field(default_factory=dict)  # the turn of the last use of each
     hours: list[int] = field(default_factory=list)  # of references
@@ -81,7 +81,7 @@ class Known:
 
     def worth(self) -> Decimal:
         """The literal sum of the paper at the hour 24, with a half-life of a day. Hours are below
-        24, so two sums are equal only where all references are."""
+        24, so two sums are equal only if all references are."""
         return sum(
             (Decimal("0.5") ** (Decimal(24 - hour) / 24) for hour in sorted(self.hours)), Decimal(0)
         )
@@ -184,7 +184,7 @@ class SharedFolder:
 
 
 @pytest.mark.parametrize("seed", range(9))
-def test_what_jobs_that_come_and_go_leave_in_the_folder(place: Path, seed: int) -> None:
+def test_jobs_come_and_go_as_in_the_model(place: Path, seed: int) -> None:
     """Beside a plain model. A dataset has 6 chunks, so it may be larger than the folder."""
     draw = random.Random(seed)
     shared = SharedFolder(place, draw.randint(3, 10), by_references=seed < 6)
@@ -257,7 +257,7 @@ def test_a_dataset_is_pinned_until_its_last_process_is_killed(place: Path) -> No
     assert (tier.folder.room_evictions, tier.folder.room_evicted_bytes) == (2, 2 * CHUNK_BYTES)
 
 
-def test_a_lower_limit_leaves_what_jobs_use(place: Path) -> None:
+def test_a_lower_limit_leaves_the_chunks_that_jobs_use(place: Path) -> None:
     used, unused = DATASETS[:2]
     tier = DiskTier(place, STORE, 6 * CHUNK_BYTES, by_references=True)
     fill(tier, used, 3)

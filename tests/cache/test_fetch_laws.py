@@ -1,7 +1,7 @@
 """The laws that hold for every way to read chunks, whatever engine is under it.
 
 A face is one such way. It reads files of the dataset of `conftest.py`, and each law holds for all
-faces, or for those that it names. What is special to a reader has its own suite.
+faces, or for those that it names. Each reader has a suite of its own for the rest.
 """
 
 import threading
@@ -36,7 +36,7 @@ from .reader_stores import Batching, Slow
 
 NAMES = sorted(name for name, content in FILES.items() if content)
 LIMIT = 3
-"""Reads of the store at once, where a law sets the limit."""
+"""Reads of the store at once, if a law sets the limit."""
 
 
 class Face(ABC):

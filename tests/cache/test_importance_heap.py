@@ -1,5 +1,5 @@
-"""`ImportanceHeap` against a sorted list: what goes first, while importances change and a new table
-is built in the shadow."""
+"""`ImportanceHeap` against a sorted list: which entries go first, while importances change and a
+new table is built in the shadow."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,8 @@ def near(one: float, other: float) -> bool:
 
 
 class Heap(RuleBasedStateMachine):
-    """The model has the importance that counts, the one that is coming, and what is in."""
+    """The model has the importances in effect, those that are coming, and the entries that are
+    in."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,8 +86,8 @@ class Heap(RuleBasedStateMachine):
     @invariant()
     def figures_agree(self) -> None:
         assert self.heap.zero_count <= len(self.members)
-        told = self.heap.importance(row([*range(COUNT)])).tolist()
-        assert all(near(one, other) for one, other in zip(told, self.counts, strict=True))
+        found = self.heap.importance(row([*range(COUNT)])).tolist()
+        assert all(near(one, other) for one, other in zip(found, self.counts, strict=True))
 
 
 def test_against_a_sorted_list(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +97,7 @@ def test_against_a_sorted_list(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def told_whole(entries: list[int], values: list[float], heap: ImportanceHeap) -> ImportanceHeap:
-    """The heap, after it has been told these importances and has built its table."""
+    """The heap, after it has got these importances and has built its table."""
     heap.set_importances(row(entries), np.array(values, np.float32))
     while heap.build_some():
         pass
@@ -127,7 +128,7 @@ def test_bad_importances_are_refused_whole(bad: float) -> None:
     assert told_whole([1, 2], [-0.0, 1.0], heap).zero_count == 1, "a negative zero is a zero"
 
 
-def told(*jobs: tuple[str, list[float], float]) -> list[float]:
+def merged(*jobs: tuple[str, list[float], float]) -> list[float]:
     """What jobs with these lists and benefits find important together."""
     lists = JobImportances(len(jobs[0][1]))
     for name, values, benefit in jobs:
@@ -138,7 +139,7 @@ def told(*jobs: tuple[str, list[float], float]) -> list[float]:
 
 def test_jobs_are_merged_by_percentile_and_weighted_by_benefit() -> None:
     # iCache, section III-D: the sum of benefit times percentile. The second job is further on.
-    found = told(("a", [4, 3, 2, 1], 2.0), ("b", [0.01, 0.02, 0.04, 0.03], 3.0))
+    found = merged(("a", [4, 3, 2, 1], 2.0), ("b", [0.01, 0.02, 0.04, 0.03], 3.0))
     percentile = (0.125, 0.375, 0.625, 0.875)
     expected = [
         2 * percentile[3] + 3 * percentile[0],
@@ -148,13 +149,13 @@ def test_jobs_are_merged_by_percentile_and_weighted_by_benefit() -> None:
     ]
     assert found == pytest.approx(expected)
     # Equal importances have one percentile
-    assert told(("a", [1, 1, 1, 5], 2.0)) == pytest.approx([0.75, 0.75, 0.75, 1.75])
+    assert merged(("a", [1, 1, 1, 5], 2.0)) == pytest.approx([0.75, 0.75, 0.75, 1.75])
 
 
 def test_a_job_that_gains_little_has_no_say_beside_others() -> None:
-    alone = told(("a", [4, 3, 2, 1], 2.0))
-    assert told(("a", [4, 3, 2, 1], 2.0), ("b", [1, 2, 3, 4], 1.4)) == alone
-    both = told(("a", [4, 3, 2, 1], 1.0), ("b", [1, 2, 3, 4], 1.4))
+    alone = merged(("a", [4, 3, 2, 1], 2.0))
+    assert merged(("a", [4, 3, 2, 1], 2.0), ("b", [1, 2, 3, 4], 1.4)) == alone
+    both = merged(("a", [4, 3, 2, 1], 1.0), ("b", [1, 2, 3, 4], 1.4))
     assert both == pytest.approx([1.0] * 4)  # none gains: all count alike
 
 

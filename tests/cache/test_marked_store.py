@@ -1,4 +1,4 @@
-"""The store that marks its reads for those who observe what a mount waits for."""
+"""`MarkedStore` marks all its reads for the observer of a mount's waits."""
 
 import inspect
 from unittest.mock import Mock

@@ -1,4 +1,4 @@
-"""Order logs: what is read comes back from the disk in the order of the next epoch."""
+"""Order logs: contents that were read come back from the disk in the order of the next epoch."""
 
 import errno
 import logging
@@ -51,7 +51,7 @@ LARGE = len(FILES["large"])
 SEGMENT, STAGED = 64 << 10, 128 << 10
 SEGMENTS = TOTAL // SEGMENT + 3
 NEARLY_TOTAL = TOTAL * 6 // 5 + 2 * STAGED + 2 * SEGMENT
-"""Room for one epoch, and for what is written of the next while this one is read."""
+"""Room for one epoch, and for the part of the next that is written while this one is read."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ class Job:
         self.has_ended = False
 
     def begin(self, current: int, following: int | None) -> None:
-        """Announce an epoch, and what is known of the next."""
+        """Announce an epoch, and the next one if it is known."""
         coming = None if following is None else self.order(following)
         self.logs.set_plan([LogPlan("train", self.order(current), coming)])
         self.logs.settle()
@@ -133,7 +133,7 @@ class Job:
         return [*self.place.glob("*/*/order-*")]
 
     def kill(self) -> None:
-        """End as a killed process does: what is staged is lost, all locks are free."""
+        """End as a killed process does: staged files are lost, all locks are free."""
         self.has_ended = True
         self.logs._writer._thread.shutdown(wait=True, cancel_futures=True)
         for each in self.logs._set.by_order.values():
@@ -227,8 +227,8 @@ def test_a_reader_that_leaves_its_order_gets_the_right_bytes(job: Job) -> None:
 
 
 def test_two_streams_share_the_disk(job: Job) -> None:
-    """Two ranks: what one reads is written for the epoch of the other. Each segment is read once,
-    though the ranks read in turns."""
+    """Two ranks: files that one reads are written for the epoch of the other. Each segment is read
+    once, though the ranks read in turns."""
 
     def announce(current: Entries, following: Entries) -> None:
         job.logs.set_plan(
@@ -252,9 +252,9 @@ def test_two_streams_share_the_disk(job: Job) -> None:
     assert job.logs.stats()["log_reads"] - before <= SEGMENTS + 3
 
 
-def test_segments_that_are_not_asked_for_do_not_end_reading_ahead(job: Job) -> None:
+def test_segments_that_nobody_reads_do_not_end_reading_ahead(job: Job) -> None:
     """The mount may have all files of a segment that it has announced. The later ones are read
-    ahead all the same: they are in memory when they are asked for."""
+    ahead all the same: they are in memory when they are wanted."""
     job.epoch(0, 1)
     job.begin(1, 2)
     entries = job.order(1)[job.view.columns.size[job.order(1)] < 9000]
@@ -268,8 +268,8 @@ def test_segments_that_are_not_asked_for_do_not_end_reading_ahead(job: Job) -> N
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.98, 1.0])
 @pytest.mark.parametrize("how", ["kill", "close"])
 def test_a_log_is_used_again_by_the_next_process(jobs: Jobs, part: float, how: str) -> None:
-    """After a kill at any moment of the epoch, or an orderly end. What was written is not read from
-    the store again; what was staged is."""
+    """After a kill at any moment of the epoch, or an orderly end. Files that were written are not
+    read from the store again; files that were staged are."""
     one = jobs.start()
     one.epoch(0, 1)
     one.epoch(1, 2, part=part)
@@ -281,7 +281,7 @@ def test_a_log_is_used_again_by_the_next_process(jobs: Jobs, part: float, how: s
     other.epoch_from_disk(2, 3)
 
 
-def test_what_a_crash_has_left_is_never_believed(jobs: Jobs) -> None:
+def test_contents_that_a_crash_has_left_are_checked(jobs: Jobs) -> None:
     """Random bytes, holes and cut ends in both logs, as after a power cut."""
     rng = np.random.default_rng(3)
     for trial in range(8):
@@ -304,7 +304,7 @@ def test_what_a_crash_has_left_is_never_believed(jobs: Jobs) -> None:
         other.close()
 
 
-def test_what_is_released_while_it_is_read_is_not_called_damaged(
+def test_a_segment_that_is_released_while_it_is_read_is_not_damaged(
     jobs: Jobs, warned: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reader of an order has passed a segment that is wanted again, and its room is given back
@@ -329,7 +329,9 @@ def test_what_is_released_while_it_is_read_is_not_called_damaged(
 
 
 @pytest.mark.parametrize("left_segments", [0, 5])
-def test_what_only_the_reader_has_read_comes_to_the_next_log(job: Job, left_segments: int) -> None:
+def test_files_that_only_the_reader_has_read_come_to_the_next_log(
+    job: Job, left_segments: int
+) -> None:
     """A reader that outruns the mount passes segments that the mount has not read; the last ones
     are still there when it goes on to the next epoch."""
     job.epoch(0, 1)
@@ -346,7 +348,7 @@ def test_an_order_that_is_given_up_is_not_read_to_its_end(job: Job) -> None:
     assert job.logs.stats()["log_reads"] == before
 
 
-def test_damage_of_a_living_log_is_said_once_and_read_from_the_store(
+def test_damage_of_a_living_log_is_logged_once_and_read_from_the_store(
     job: Job, warned: Words
 ) -> None:
     job.epoch(0, 1)
@@ -399,8 +401,8 @@ def test_chunks_of_the_dataset_make_room_and_none_come(jobs: Jobs) -> None:
 def test_a_file_system_that_cannot_punch(
     jobs: Jobs, warned: Words, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It works, in half of the room, and says so once. (The error is injected: the kernel of a test
-    machine may have no file system without holes.)"""
+    """It works, in half of the room, and logs that once. (The error is injected: the kernel of a
+    test machine may have no file system without holes.)"""
 
     def refuse(file: int, start: int, size: int) -> None:
         raise OSError(errno.EOPNOTSUPP, "Operation not supported")
@@ -434,7 +436,7 @@ KILL_POINTS = ["header", "content", "between runs", "sync", "switch", "punch", "
 @pytest.mark.parametrize("point", KILL_POINTS)
 def test_a_kill_at_each_step_of_a_logs_life_loses_no_byte(jobs: Jobs, point: str) -> None:
     """A process is killed (SIGKILL) in the middle of that step, in its third call; the next process
-    reads everything right, and most of it from what is there."""
+    reads everything right, and most of it from the log."""
     child = os.fork()
     if not child:
         try:

@@ -40,7 +40,7 @@ def cases(draw: st.DrawFn) -> Case:
 def oracle(
     sizes: list[int], is_logged: list[bool], order: list[int], arrivals: list[int], limit: int
 ) -> list[tuple[int, list[int], list[int]]]:
-    """Of each segment: where it begins, its entries as they lie, and where these begin."""
+    """For each segment: its start, its entries as they lie, and their starts."""
     segments: list[list[int]] = []
     behind = 0
     for entry in dict.fromkeys(each for each in order if is_logged[each]):
@@ -73,7 +73,7 @@ def laid_out(case: Case) -> tuple[LogCut, LogLayout]:
 
 
 @given(case=cases())
-def test_entries_lie_where_the_format_says(case: Case) -> None:
+def test_entries_lie_as_the_format_says(case: Case) -> None:
     _, layout = laid_out(case)
     expected = oracle(*case)
     assert layout.segments == len(expected)
@@ -96,7 +96,7 @@ def test_entries_lie_where_the_format_says(case: Case) -> None:
 
 
 @given(case=cases(), bit=st.integers(0, 8 * 64))
-def test_a_header_says_what_its_segment_has(case: Case, bit: int) -> None:
+def test_a_header_lists_the_entries_of_its_segment(case: Case, bit: int) -> None:
     """And one of another log, of another segment, cut off or with a changed bit is none."""
     cut, layout = laid_out(case)
     found = {}

@@ -177,7 +177,7 @@ def test_less_than_one_group_is_refused_or_grows(store: Counting, view: Snapshot
     assert set(store.reads_by_object().values()) == {1}
 
 
-def test_what_fits_the_memory_stays_in_it(store: Counting, view: Snapshot) -> None:
+def test_a_dataset_that_fits_the_memory_stays_in_it(store: Counting, view: Snapshot) -> None:
     reader = EntryReader(view, store, 1 << 30)
     for epoch in range(3):
         order = chunk_order(view, 1, epoch, group_size=GROUP)
@@ -197,7 +197,7 @@ def test_reading_an_order_again_begins_anew(store: Counting, view: Snapshot, way
     read_all(reader, view, order, way, watch=False)
     assert max(store.reads_by_object().values()) == 2
     list(way(reader, order.indices[:300]))
-    settle(reader._cache)  # what was begun ahead of need
+    settle(reader._cache)  # loads that were begun ahead
     store.reads.clear()
     assert read_all(reader, view, order, way) <= 2 * GROUP + 1
     assert max(store.reads_by_object().values()) == 1
@@ -264,8 +264,7 @@ def test_several_threads_share_an_order(store: Counting, view: Snapshot) -> None
 
 @pytest.mark.parametrize("way", WAYS)
 def test_ranks_read_each_chunk_about_once(store: Counting, view: Snapshot, way: Read) -> None:
-    """Where the cut between two ranks goes through a group, both read its chunks or parts of
-    them."""
+    """If the cut between two ranks goes through a group, both read its chunks or parts of them."""
     whole, single = 0, 0
     for rank in range(3):
         order = chunk_order(view, 1, 2, group_size=GROUP, rank=rank, world=3)

@@ -45,7 +45,7 @@ def sizes_after(calls: Sequence[Call]) -> dict[int, int]:
 
 @EVERY
 @given(calls=CALLS)
-def test_a_policy_knows_what_is_in_the_cache(name: str, calls: list[Call]) -> None:
+def test_a_policy_knows_the_units_in_the_cache(name: str, calls: list[Call]) -> None:
     policy, sizes = policy_after(name, calls), sizes_after(calls)
     assert (dict(policy.sizes), policy.bytes) == (sizes, sum(sizes.values()))
     assert sorted(policy.eviction_order()) == ([] if name == "none" else sorted(sizes))
@@ -86,8 +86,8 @@ def test_renumbered_units_stay_in_order(
 
 @given(calls=CALLS)
 def test_each_policy_evicts_by_its_rule(calls: list[Call]) -> None:
-    """LRU the longest unread; LFU the least often read since it came, of these the longest unread;
-    `none` nothing. A read of what is not in the cache does not count."""
+    """LRU the longest unread; LFU the least often read since it came, among equals the longest
+    unread; `none` nothing. A read of a unit that is not in the cache does not count."""
     last: dict[int, int] = {}
     uses: dict[int, int] = {}
     for turn, (method, unit, *_) in enumerate(calls):
@@ -110,7 +110,7 @@ def test_each_policy_evicts_by_its_rule(calls: list[Call]) -> None:
         assert policy.admits(9, 10, 10 - policy.bytes) == (name != "none" or not policy.bytes)
 
 
-# The policy `plan`: what is read again soonest stays
+# The policy `plan`: the units that are read again soonest stay
 
 
 def plan_policy(
@@ -125,7 +125,7 @@ def plan_policy(
 
 
 def test_plan_evicts_the_unneeded_first_then_the_farthest_next_use() -> None:
-    """Of what is not needed, the least valuable goes first."""
+    """Among units that are not needed, the least valuable goes first."""
     policy, advance = plan_policy([[1, 2, 3], [3, 4, 1]], [1, 2, 3, 4, 5, 6])
     assert [*policy.eviction_order()] == [5, 6, 2, 4, 1, 3]
     policy.record_access(5)
@@ -151,7 +151,7 @@ def test_plan_evicts_the_unneeded_first_then_the_farthest_next_use() -> None:
     assert len([*policy.eviction_order()]) == 7
 
 
-def test_plan_replaces_only_what_is_needed_later() -> None:
+def test_plan_replaces_only_units_that_are_needed_later() -> None:
     policy, advance = plan_policy([[1, 2, 3, 1, 4, 1, 2]], [2, 4])
     assert policy.replaces(1, [4]) is True
     assert policy.replaces(3, [2]) is False  # 2 is read before 3

@@ -1,4 +1,4 @@
-"""`RangeReader` answers with the bytes asked for, in few reads, within limits of memory and
+"""`RangeReader` answers with the requested bytes, in few reads, within limits of memory and
 time."""
 
 import gc
@@ -49,7 +49,7 @@ def tiered(
 
 @examples(60, suppress=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
-def test_answers_are_the_bytes_that_were_asked_for(tiered: Ranges, data: st.DataObject) -> None:
+def test_answers_are_the_requested_bytes(tiered: Ranges, data: st.DataObject) -> None:
     chunk = st.sampled_from(sorted(tiered.contents))
     lengths = st.sampled_from([0, 1, 7, 4096, 70_000])
     drawn = data.draw(st.lists(st.tuples(chunk, st.floats(0, 1), lengths), max_size=30))
@@ -63,7 +63,7 @@ def test_answers_are_the_bytes_that_were_asked_for(tiered: Ranges, data: st.Data
 
 def test_parts_of_a_chunk_are_one_read(ranges: Ranges) -> None:
     """A whole chunk is also one piece. A request is assumed to cost milliseconds until it is
-    measured, so gaps are read along. Parts that are asked for repeatedly are read once."""
+    measured, so gaps are read along. A part that occurs repeatedly is read once."""
     name, content = next(iter(ranges.contents.items()))
     store, end = ranges.store, len(content)
     assert len(ranges.check((name, 0, end))) == 1
@@ -202,16 +202,18 @@ def test_B3_a_fresh_read_gets_the_bytes_of_the_store(tiered: Ranges, place: Path
     tiered.check(part)
 
 
-def test_reads_are_counted_by_who_served_them(place: Path, store: Counting, chunks: Chunks) -> None:
-    told: list[tuple[str, int, int]] = []
+def test_reads_are_counted_by_the_place_that_served_them(
+    place: Path, store: Counting, chunks: Chunks
+) -> None:
+    counted: list[tuple[str, int, int]] = []
     (one, content), (two, _), *_ = chunks.items()
     tier = DiskTier(place, one.identity, 1 << 30)
     put(tier, one, content)
     ranges = Ranges(store, chunks, tier)
-    ranges.cache = ReadThroughCache(store, tier, counted=lambda *each: told.append(each))
+    ranges.cache = ReadThroughCache(store, tier, counted=lambda *each: counted.append(each))
     ranges.reader = RangeReader(ranges.cache)
     ranges.check((one.id, 0, 10), (two.id, 0, 20), (one.id, 0, 5))
-    assert sorted(told) == [("disk", 2, 15), ("store", 1, 20)]
+    assert sorted(counted) == [("disk", 2, 15), ("store", 1, 20)]
     stats = ranges.cache.stats()
     assert (stats["disk_reads"], stats["disk_bytes"]) == (2, 15)
     assert (stats["store_reads"], stats["store_bytes"], stats["store_requests"]) == (1, 20, 1)

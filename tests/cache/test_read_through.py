@@ -153,7 +153,7 @@ def test_a_damaged_chunk_is_not_kept(ranges: Ranges, caplog: pytest.LogCaptureFi
     wait_until(lambda: "not kept in the cache" in caplog.text)
 
 
-def test_a_failing_store_is_not_asked_for_every_chunk(ranges: Ranges) -> None:
+def test_a_failing_store_does_not_get_a_request_for_every_chunk(ranges: Ranges) -> None:
     def change(name: str, buffer: memoryview) -> None:
         if is_fetch(buffer):
             raise ObjectStoreError("503 Slow Down")
@@ -190,11 +190,11 @@ def test_close_does_not_wait_for_the_rest_of_a_dataset(ranges: Ranges) -> None:
     assert not any(thread.is_alive() for thread in ranges.cache._threads)
 
 
-# What is worth fetching
+# Which chunks are worth fetching
 
 
 def fix_costs(monkeypatch: pytest.MonkeyPatch, ranges: Ranges, request_s: float) -> None:
-    """Make the cache believe that a request to its store takes so long."""
+    """Make the cache believe that a request to its store takes `request_s`."""
     ranges.cache.costs.latency_s = request_s
     monkeypatch.setattr(ranges.cache.costs, "observe", lambda size, seconds: None)
 

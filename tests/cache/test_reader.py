@@ -100,7 +100,7 @@ def test_read_many_loads_chunks_ahead_in_turn(repository: LocalRepository, tmp_p
     reader.close()
 
 
-def test_read_nowait_gives_what_is_in_memory_and_quickly_checked(
+def test_read_nowait_returns_contents_in_memory_that_are_quickly_checked(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It never reads the store. A damaged entry is left to `read`, a large one to a thread."""
@@ -125,7 +125,7 @@ def test_read_nowait_gives_what_is_in_memory_and_quickly_checked(
     assert reader.read_nowait(view.lookup(b"n001"), 0, 1000) is None
 
 
-def test_misses_load_the_next_chunks_where_all_fit(
+def test_misses_load_the_next_chunks_if_all_fit(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each miss loads twice as many as the one before, so an epoch soon finds all chunks loaded."""
@@ -145,8 +145,8 @@ def test_misses_load_the_next_chunks_where_all_fit(
 def test_a_large_file_that_is_read_on_is_loaded_ahead(
     store: Counting, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a quarter of the memory, from its second extent on or from its begin; a reader in random
-    order loads nothing ahead."""
+    """A quarter of the memory is loaded ahead, from the file's second extent on or from its begin;
+    a reader in random order loads nothing ahead."""
     reader = EntryReader(view, store, 8 * CHUNK_BYTES_MIN)
     asked: list[int] = []
     monkeypatch.setattr(reader._cache, "prefetch", asked.append)
@@ -288,7 +288,7 @@ def test_small_entries_are_read_without_waiting(
 
 
 def test_many_files_are_one_request_to_a_batching_store(store: Counting, view: Snapshot) -> None:
-    """What is damaged of them on the way is read again."""
+    """A file that is damaged on the way is read again."""
     batching = Batching(store)
     reader = EntryReader(view, batching, 400_000)
     store.damage(view, "small", times=1)

@@ -1,5 +1,5 @@
 """Readers of a store that reads parts of chunks by their numbers: whatever groups the parts arrive
-in, each file gets its own bytes, and only what is unchecked is checked."""
+in, each file gets its own bytes, and only unchecked parts are checked."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -62,7 +62,7 @@ def test_each_file_gets_its_bytes_from_whatever_group(
     columns = Columns(store, view, seed, groups)
     columns.checks = checks
     check_many(columns, view, np.random.default_rng(seed).integers(0, view.entry_count, 150))
-    assert columns.parts, "parts were asked for"
+    assert columns.parts, "parts were requested"
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -86,7 +86,7 @@ def test_a_unit_comes_once_from_whatever_groups_and_requests(
     asks_ahead: bool,
     checks: bool,
 ) -> None:
-    """Units share requests; some are asked for before they are wanted, or lose files meanwhile."""
+    """Units share requests; some are read ahead, or lose files meanwhile."""
     columns = Columns(store, view, seed, groups)
     columns.checks = checks
     limits = ReadLimits(batched_gap_bytes=gap_bytes, batch_parts=batch_parts, span_bytes=20_000)
@@ -140,7 +140,7 @@ def test_B4_damaged_parts_are_read_again_past_all_copies(store: Counting, view: 
     assert reader.stats()["healed"] == len(columns.damaged)
 
 
-def test_where_the_parts_fail_files_are_read_one_by_one(store: Counting, view: Snapshot) -> None:
+def test_if_the_parts_fail_files_are_read_one_by_one(store: Counting, view: Snapshot) -> None:
     columns = Columns(store, view)
     columns.fails = True
     check_many(columns, view, view.files()[:50])
@@ -157,7 +157,7 @@ def test_a_small_file_alone_is_one_part(store: Counting, view: Snapshot) -> None
     assert bytes(reader.read_plain(row, plain)) == FILES["n100"], "read again from the store"
 
 
-def test_all_units_of_a_request_hear_that_it_failed(store: Counting, view: Snapshot) -> None:
+def test_all_units_of_a_request_get_its_error(store: Counting, view: Snapshot) -> None:
     """Some of its parts have arrived before; and afterwards they are read again."""
     columns = Columns(store, view)
     reader = CoalescingReader(view, columns, limits=APART)
@@ -172,7 +172,9 @@ def test_all_units_of_a_request_hear_that_it_failed(store: Counting, view: Snaps
         pushed(reader, view, unit)
 
 
-def test_what_has_come_is_given_before_more_comes(store: Counting, view: Snapshot) -> None:
+def test_contents_that_have_come_are_given_before_more_come(
+    store: Counting, view: Snapshot
+) -> None:
     columns = Columns(store, view, groups=4)
     columns.fails = True  # after the first group
     batches = CoalescingReader(view, columns, limits=APART).batches(rows_of(view, range(0, 80, 2)))
@@ -205,7 +207,7 @@ class Placed(Columns):
                 yield from self._arriving(parts, [some], fails=False)
 
 
-def test_costs_are_predicted_by_where_chunks_are(store: Counting, view: Snapshot) -> None:
+def test_costs_are_predicted_by_the_places_of_chunks(store: Counting, view: Snapshot) -> None:
     reader = CoalescingReader(view, Placed(store, view))
     files = view.files()
     files = files[view.columns.size[files] > 0]

@@ -192,9 +192,15 @@ class SpanFetcher:
     def arriving(self, spans: Sequence[Span]) -> Iterator[Arrived]:
         """The stored bytes of these spans as they arrive, perhaps with others. Some of them may be
         in flight."""
-        flights = {span: self._take(span) for span in spans}  # all, even if the first fails
-        begun = {id(asked): asked for asked in flights.values() if asked is not None}
-        missing = [span for span, asked in flights.items() if asked is None]
+        begun: dict[int, _Asked] = {}
+        missing = []
+        for span in spans:  # all are taken, even if the first fails
+            taken = self._flights.end(span)
+            if taken is None:
+                missing.append(span)
+            else:
+                taken.wanted -= 1
+                begun[id(taken)] = taken
         begun |= {id(asked): asked for asked in map(self._start, self.requests(missing))}
         for asked in begun.values():
             yield from asked.arriving()
