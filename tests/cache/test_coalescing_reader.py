@@ -1,6 +1,5 @@
 """`CoalescingReader` gives every content once, checked, in few reads, from stores of each kind."""
 
-import logging
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +14,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.storage.objects.store import ObjectStore
 from tests.rows import each_row
 
-from .conftest import FILES, Counting, object_of
+from .conftest import FILES, Counting
 from .reader_stores import Batching, Positions, Slow
 
 
@@ -93,41 +92,6 @@ def test_files_of_a_chunk_are_one_read_unless_they_are_far_apart(data: Dataset) 
     apart = inside[np.argsort(data.view.columns.offset[inside])][::4]  # three files lie between
     data.check(data.reader(data.store, ReadLimits(gap_bytes=500)), apart)
     assert len(data.store.reads) == len(apart)
-
-
-def test_B3_damage_is_left_out_and_logged(data: Dataset, caplog: pytest.LogCaptureFixture) -> None:
-    data.store.damage(data.view, "n007")
-    reader = data.reader(data.store)
-    with caplog.at_level(logging.ERROR):
-        found = contents(reader, data.files)
-    del data.contents[data.view.lookup(b"n007")]
-    assert found == data.contents
-    assert reader.stats()["damaged"] == 1
-    assert "ds/n007" in caplog.text
-
-
-@each_row("batched", [False, True])
-def test_only_files_of_a_lost_chunk_are_left_out(
-    data: Dataset, caplog: pytest.LogCaptureFixture, batched: bool
-) -> None:
-    lost = object_of(data.view, "n007")
-    chunk = data.view.extents(data.view.lookup(b"n007"))[0].chunk
-    inside = {
-        entry
-        for entry in data.contents
-        if any(part.chunk == chunk for part in data.view.extents(entry))
-    }
-    outside = data.contents.keys() - inside
-    assert inside
-    assert outside
-    data.store.lose(lost)
-    reader = data.reader(Batching(data.store) if batched else data.store)
-    with caplog.at_level(logging.ERROR):
-        found = contents(reader, data.files)
-    assert outside <= found.keys()
-    assert all(found[entry] == data.contents[entry] for entry in outside)
-    assert reader.stats()["lost"] == 1
-    assert lost in caplog.text
 
 
 # Several spans are requested from a slow store at once, and ahead

@@ -326,29 +326,3 @@ def test_a_new_order_replaces_the_old_one(store: Counting, view: Snapshot) -> No
     got += started
     assert got == [FILES[view.path(i).decode()] for i in old.indices.tolist()]
     assert read_all(reader, view, new, many) <= 2 * GROUP + 1
-
-
-def test_a_chunk_that_is_dropped_in_flight_is_not_kept(store: Counting, view: Snapshot) -> None:
-    order = chunk_order(view, 1, 2, group_size=GROUP)
-    cache = ChunkCache(1 << 30, lambda _: load())
-    gate = threading.Event()
-
-    def load() -> LoadedChunk:
-        assert gate.wait(20)
-        return LoadedChunk(memoryview(bytearray(10)))
-
-    for number in range(8):  # some begun, some in line
-        cache.prefetch(number)
-    reader = following(store, view, order)
-    followed = reader._cache.order
-    assert followed is not None
-    cache.set_order(followed)
-    again = threading.Thread(target=lambda: cache.get(1), daemon=True)
-    gate.set()
-    again.start()
-    again.join(20)
-    assert not again.is_alive()
-    settle(cache)
-    assert set(cache._chunks) <= {1}
-    assert cache.held_bytes == 10 * len(cache._chunks)
-    assert not cache._flights
