@@ -44,8 +44,8 @@ class CacheHandle(AbstractContextManager["CacheHandle"], ABC):
         """Fill `buffer` from `start` on. Raises OSError; EOFError if the chunk is too short."""
 
     def read_nowait(self, start: int, buffer: memoryview) -> bool:
-        """As `read_into`, but only where that does not have to wait; whether `buffer` is full
-        now. Never raises, even if the chunk is too short."""
+        """As `read_into`, if that need not wait. Returns whether `buffer` is full now. Never
+        raises, even if the chunk is too short."""
         return False
 
     def view(self, start: int, size: int) -> memoryview | None:

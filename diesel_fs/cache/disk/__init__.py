@@ -11,7 +11,7 @@ share.
     <folder>/<store UUID>/<identity>/order-<name>   an order log, locked by the mount that uses it
 
 `<identity>` is the dataset's UUID in hexadecimal. Start with `folder.py`: `CacheFolder` owns the
-room in the folder, for all its stores, and evicts. `jobs.py` records who uses which dataset.
+room in the folder, for all its stores, and evicts. `jobs.py` records the uses of datasets.
 `chunks.py` has the tier of a server and of the nodes of a task, `logs.py` the files of order logs
 (`order_logs/` reads and writes them). `listing.py` serves programs that only look. While order
 logs of a dataset are in use, no chunks of that dataset are written, and those that are here are

@@ -1,4 +1,4 @@
-"""Who uses which dataset of a cache's folder: the times of last use, the jobs, the costs.
+"""The uses of the datasets in a cache's folder: times of last use, jobs, costs.
 
 A *job* (a mount, a node of a task) is a reference of its dataset for cost-aware LRFU, and pins it
 (see the package). All of it is kept in the dataset's file `.used` (`references.py`).

@@ -1,4 +1,4 @@
-"""What a cache's folder holds, for programs that only look: `dlcmd doctor`, the CSI driver."""
+"""The contents of a cache's folder, for programs that only look: `dlcmd doctor`, the CSI driver."""
 
 import contextlib
 import os

@@ -1,3 +1,3 @@
-"""From ranges of chunks to requests: which ranges are read together, and how any store is asked for
-them. The readers (`cache/readers/`) stand on this; `coalesce.py` is the place to start.
+"""From ranges of chunks to requests: which ranges are read together, and how they are requested
+from any store. The readers (`cache/readers/`) stand on this; `coalesce.py` is the place to start.
 """

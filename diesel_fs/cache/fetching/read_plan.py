@@ -16,7 +16,7 @@ from ...format.snapshot.reader import Extent, Snapshot
 from .coalesce import merge_spans
 
 Span: TypeAlias = tuple[int, int, int]
-"""A range of a chunk that is read in one piece: the chunk's number, where it starts, its bytes."""
+"""A range of a chunk that is read in one piece: the chunk's number, its start, its bytes."""
 
 SomeEntries = npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 
@@ -35,7 +35,7 @@ class ReadPlan(NamedTuple):
     """Where in `rows` the extents of each span begin, and at last the number of rows."""
     spans: list[Span]
     bytes: int
-    """Of all spans."""
+    """The size of all spans together."""
 
     def rows_of(self, number: int) -> Rows:
         """The extents of one span."""

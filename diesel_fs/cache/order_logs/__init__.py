@@ -1,13 +1,13 @@
 """Order logs: the content of a mount on a local disk, in the order in which it will be read next
 (LCache, sections III and V).
 
-`../ORDER_LOG.md` defines an order log, its bytes, and what a crash leaves behind. Every entry is
-checked when it is read, so a log can be wrong or lost at any time: what it does not give is read
+`../ORDER_LOG.md` defines an order log, its bytes, and its state after a crash. Every entry is
+checked when it is read, so a log can be wrong or lost at any time: entries that it lacks are read
 from the store. A failure of the disk is logged once, and the logs pause.
 
 Start in `logs.py`, the face for the prefetch worker (`LoggedReader` there puts the logs in front of
-another reader). `streams.py` decides which log each stream reads and writes, and `layout.py` where
-each entry lies; both are pure. `log_set.py` has the logs that exist. `segments.py` reads ahead,
-`writer.py` is the thread that makes, writes and removes logs. `addresses.py` tells the mount's
-server where entries lie.
+another reader). `streams.py` decides which log each stream reads and writes, and `layout.py` the
+place of each entry; both are pure. `log_set.py` has the logs that exist. `segments.py` reads ahead,
+`writer.py` is the thread that makes, writes and removes logs. `addresses.py` passes the
+places of entries to the mount's server.
 """

@@ -86,10 +86,10 @@ class LogSet:
         self.addresses = addresses
         columns = snapshot.columns
         self.is_logged: Mask = (columns.size > 0) & (columns.flags & MANY_EXTENTS == 0)
-        """By entry: whether logs have it."""
+        """Whether logs may have it, for each entry."""
         self.is_logged &= kinds(columns.flags) == Kind.FILE
         self.by_order: dict[int, Log] = {}
-        """By the digest of the order."""
+        """The logs by the digests of their orders."""
         self.in_order: frozenset[int] = frozenset()
         """The orders that are being read."""
         self.next: frozenset[int] = frozenset()

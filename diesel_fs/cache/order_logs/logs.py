@@ -1,8 +1,8 @@
 """Reads a mount's files from order logs, and copies other contents to the next logs.
 
 `OrderLogs` has the logs of one version of a dataset: for each order that is being read the current
-log, and the log of the next epoch, to which all that is read is copied meanwhile. `LoggedReader`
-puts it in front of the reader of the prefetch worker.
+log, and the log of the next epoch, to which every file that is read is copied meanwhile.
+`LoggedReader` puts it in front of the reader of the prefetch worker.
 
 Concurrency: one thread calls. `writer.py` makes, writes and removes logs in a thread of its own,
 and `segments.py` reads ahead in others.
@@ -39,7 +39,7 @@ SAVED_AT_ONCE, LAST_SEGMENTS = 2, 8
 """The most segments that a reader has passed and that are read at once for the next logs, so that
 pushes go on; and the most of an order that it has read to its end, some 32 MiB."""
 
-_GAP_BYTES = 64 << 10  # reading so much for nothing costs less than one more read
+_GAP_BYTES = 64 << 10  # reading this much in vain costs less than one more read
 
 
 class OrderLogs:
@@ -266,7 +266,7 @@ class OrderLogs:
     # The whole
 
     def stats(self) -> dict[str, int]:
-        """Counts since the start, and the sizes of what is here, in bytes."""
+        """Counts since the start, and the sizes of the logs, in bytes."""
         files = [each.file for each in [*self._set.by_order.values()]]
         next_entries = (np.count_nonzero(each.is_written) for each in self._set.next_logs())
         return {
@@ -322,7 +322,8 @@ class LoggedReader:
         self._reader.prefetch([*self._rests.values()])
 
     def read_costs(self, units: Sequence[Entries]) -> Sequence[tuple[float, float]]:
-        """As `BatchSource.read_costs`; for what the logs have by what reads of them have taken."""
+        """As `BatchSource.read_costs`; entries in logs cost the time that reads of logs have
+        taken."""
         rests = [self._logs.missing(unit) for unit in units]
         costs = self._reader.read_costs(rests)
         logged = [

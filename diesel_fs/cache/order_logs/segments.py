@@ -41,7 +41,7 @@ class SegmentReader:
         self._readers = ThreadPoolExecutor(SEGMENTS_AHEAD, "order-log-read")
 
     def clear(self) -> None:
-        """Forget all segments, so that what is read again is staged for other logs."""
+        """Forget all segments, so that entries that are read again are staged for other logs."""
         self._segments.clear()
         self._reading.clear()
 
@@ -79,8 +79,8 @@ class SegmentReader:
         return contents, is_right
 
     def load(self, found: Log, number: int) -> _Segment:
-        """A segment, which may have been read ahead. When it has come, all that it has is written
-        to the next logs, also what the mount still has in memory. Raises OSError."""
+        """A segment, which may have been read ahead. When it has come, all its entries are written
+        to the next logs, also those that the mount still has in memory. Raises OSError."""
         key = found.identity.order, number
         segment = self._segments.get(key)
         if segment is not None:
@@ -114,7 +114,7 @@ class SegmentReader:
         if key not in self._segments and key not in self._reading:
             start, end = int(found.layout.start[number]), int(found.layout.end[number])
             first, behind = int(found.layout.first[number]), int(found.layout.first[number + 1])
-            # What is there before the read begins: more may come meanwhile
+            # The places that are there before the read begins: more may come meanwhile
             places = np.flatnonzero(found.is_present[first:behind]) + first
             reading = self._readers.submit(read_once, found.file, start, end - start)
             self._reading[key] = reading, places

@@ -17,7 +17,7 @@ from .layout import LogIdentity
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LogPlan:
-    """What one stream reads: in this epoch and in the next one, each None if it is unknown. Two
+    """The order of one stream in this epoch and in the next one, each None if it is unknown. Two
     plans are equal if they have the same arrays."""
 
     name: str
@@ -44,9 +44,9 @@ class StreamLogs:
         self.orders: dict[int, Entries] = {}
         """The orders of all logs that are wanted, by digest."""
         self.sources: dict[str, int] = {}
-        """By stream: the log that it reads from."""
+        """The log that each stream reads from."""
         self.following: dict[str, int] = {}
-        """By stream: the log that is written for its next epoch."""
+        """The log that is written for the next epoch of each stream."""
         self._current: dict[str, int] = {}  # the order that it reads
         self._announced: dict[str, int | None] = {}  # the order of the next epoch
         self._digests: dict[int, tuple[Entries, int]] = {}  # by the array's id; it keeps the array

@@ -1,8 +1,8 @@
 """Answers a server's read requests: many parts of chunks, out of few reads of the store.
 
-A client asks for parts of chunks by their places. Parts that lie near each other are merged into
-one read (`fetching/coalesce.py`); parts that are asked for twice, or by several requests at the
-same moment, are read once. Chunks that the server's cache tier has (in memory or on a disk,
+A client requests parts of chunks by their places. Parts that lie near each other are merged into
+one read (`fetching/coalesce.py`). Parts that several requests want at the same moment are read once
+(`fetching/flights.py`). Chunks that the server's cache tier has (in memory or on a disk,
 `tiers.py`) are read from there. The reader also bounds the memory that answers take until they have
 been sent.
 
