@@ -1,7 +1,7 @@
 """`DieselDataset`: torchvision's `ImageFolder` over a dataset, without a mount; or its manifest.
 
 It stays at the version at which it was opened. Several threads may read. A forked child may go on
-reading, and so may a process that loads a pickle of it, which opens the same version anew.
+reading, and so may a process that unpickles it, which opens the same version anew.
 """
 
 import inspect
@@ -40,8 +40,6 @@ Content = bytes | memoryview
 
 
 class ConnectKwargs(TaskKwargs, total=False):
-    """The keyword arguments of `diesel_fs.connect`, which opens the dataset."""
-
     url: str | None
     user: str | None
     key: str | None
@@ -154,12 +152,10 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
 
     @property
     def snapshot(self) -> Snapshot:
-        """All metadata of the opened version."""
         return self._dataset.snapshot
 
     @property
     def version(self) -> int:
-        """The opened version."""
         return self._dataset.version
 
     def entries(self, samples: Sequence[int] | Indices | None = None) -> Indices:
@@ -175,14 +171,13 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return len(self._samples.entries)
 
     def __getitem__(self, index: int) -> tuple[object, object]:
-        """A sample and its target, transformed. Raises IndexError, and as
-        `diesel_fs.Dataset.get`."""
+        """Raises IndexError, and as `diesel_fs.Dataset.get`."""
         at = range(len(self))[index]
         self._about_to_read([at])
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
-        """As `__getitem__` of each, read at once. `DataLoader` calls this for a batch."""
+        """As `__getitem__` of each, read at once. `DataLoader` calls it."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)
@@ -205,9 +200,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return list(zip(samples, targets, strict=True))
 
     def announce(self, order: Indices, ends: Indices) -> None:
-        """Announce that this process will read these samples in this order, in groups that end at
-        the positions `ends`: then each chunk is loaded once for its group. `ChunkShuffleSampler`
-        calls it."""
+        """Announce (as `ChunkShuffleSampler` does) that this process reads these samples in this
+        order, in groups that end at the positions `ends`. Each chunk is then loaded once for its
+        group."""
         self._order = (os.getpid(), order, ends) if len(order) else None
 
     def close(self) -> None:
@@ -269,9 +264,9 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return sample, target
 
     def _about_to_read(self, samples: list[int]) -> None:
-        """Check that the samples can be read. If they begin the order that this process has
-        announced, load chunks in that order. A worker reads only some of the samples of an order,
-        so it follows none, and drops the order that its parent followed."""
+        """Check that the samples can be read. If they begin the announced order, load chunks in
+        that order. A worker reads only some of an order's samples, so it follows none, and drops
+        the order that its parent followed."""
         for at in self._samples.broken.intersection(samples):
             [(path, _)] = self._rows(range(at, at + 1))
             raise NoSuchPath(

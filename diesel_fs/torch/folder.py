@@ -1,12 +1,11 @@
 """Finds the samples of a folder in a snapshot: as torchvision's `ImageFolder`, or by a manifest.
 
-Without a manifest the folders in `root` are the classes, and each file below a class with a wanted
-name is a sample of it. Classes are sorted by name; the samples of a class by the path of their
-folder, then by name (all as text, so `a-b` stands between `a` and `a/c`). Links are followed inside
-the dataset, as they are on a disk; a dangling link is a sample that cannot be read.
+Without a manifest the folders in `root` are the classes, sorted by name, and each file below a
+class with a wanted name is a sample of it. A class's samples are sorted by the path of their
+folder, then by name (as text, so `a-b` stands between `a` and `a/c`). Links are followed inside the
+dataset; a dangling link is a sample that cannot be read.
 
-A dataset of a million files is an array of numbers here. Paths and targets are made from the
-snapshot on access.
+A dataset of a million files is an array of numbers here. Paths and targets are made on access.
 """
 
 import os
@@ -40,12 +39,10 @@ class FolderSamples:
     entries: npt.NDArray[np.int32]
     """The entry of each sample in the snapshot: a file, or a dangling link."""
     broken: frozenset[int]
-    """The samples that are dangling links."""
+    """Dangling links."""
     class_ends: list[int]
-    """The end of each class's samples."""
     linked: dict[int, str] = field(default_factory=dict)
-    """The paths of the samples that were reached through links. The others have the path of their
-    entry."""
+    """The paths of the samples reached through links; the others have their entry's path."""
 
     def target(self, sample: int) -> int:
         return bisect_right(self.class_ends, sample)
@@ -57,13 +54,9 @@ class FolderSamples:
 
 @dataclass(frozen=True, slots=True)
 class ManifestSamples:
-    """The samples that a manifest names, in the order of its lines."""
-
     classes: list[str]
     entries: npt.NDArray[np.int32]
-    """The entry of each sample in the snapshot."""
     numbers: npt.NDArray[np.int32]
-    """The class of each sample."""
     target_entries: npt.NDArray[np.int32] | None
     """If the targets are files, the entry of each class."""
     broken: frozenset[int] = frozenset()
@@ -125,13 +118,10 @@ def find_samples(
     is_valid_file: Callable[[str], bool] | None,
     allow_empty: bool,
 ) -> FolderSamples:
-    """The samples of the folder `root`.
-
-    Either `extensions` or `is_valid_file` chooses the files by their names, or by their paths in
-    the dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without
-    samples unless `allow_empty`; UsageError if both or neither of the two are given, and for links
-    in a circle.
-    """
+    """Either `extensions` or `is_valid_file` chooses the files of the folder `root`, by their names
+    or by their paths in the dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class,
+    or a class without samples unless `allow_empty`; UsageError if both or neither of the two are
+    given, and for links in a circle."""
     if (extensions is None) == (is_valid_file is None):
         raise UsageError("give either `extensions` or `is_valid_file`, not both and not neither")
     walk = _Walk(snapshot, extensions, is_valid_file)
@@ -163,8 +153,8 @@ def find_samples(
 
 
 def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> ManifestSamples:
-    """The samples that a manifest names. The manifest lies in `folder`. Raises NoSuchPath (a
-    FileNotFoundError) that names the first line whose file is missing."""
+    """The samples that a manifest in `folder` names. Raises NoSuchPath (a FileNotFoundError) that
+    names the first line whose file is missing."""
     found = find_named(manifest, snapshot, folder)
     for fault in found.faults:
         more = f" ({found.fault_count:,} lines have such a fault)" if found.fault_count > 1 else ""
@@ -175,8 +165,6 @@ def named_samples(snapshot: Snapshot, folder: bytes, manifest: Manifest) -> Mani
 
 
 class _Walk:
-    """Collects the samples below one class after another."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -203,7 +191,6 @@ class _Walk:
         return found
 
     def add_class(self, path: str, folder: int) -> None:
-        """Add the samples below a folder; `path` is the folder's path."""
         found: list[tuple[str, int]] = []
         left: list[tuple[str, int, tuple[int, ...]]] = [(path, folder, (folder,))]
         while left:

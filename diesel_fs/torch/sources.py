@@ -1,7 +1,7 @@
 """Finds the files of a dataset's samples in a snapshot.
 
-A dataset is `DieselDataset`, or any with a list of paths on a mount (torchvision's `ImageFolder`),
-or a `Subset` or `ConcatDataset` of such.
+A dataset is a `DieselDataset`, or has a list of paths on a mount (torchvision's `ImageFolder`), or
+is a `Subset` or `ConcatDataset` of such.
 """
 
 import os
@@ -28,21 +28,21 @@ _PART = 1 << 16  # paths that are looked up at a time
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """The files of samples, by the index of the sample, in one version of a dataset."""
+    """The files of a dataset's samples, by the index of the sample, in one version."""
 
     dataset: str
     identity: str
     version: int
     files: ChunkedFiles
     mount: str | None
-    """The mount that has the files, if the dataset reads them from one."""
+    """The mount, if the dataset reads from one."""
 
     def __len__(self) -> int:
         return len(self.files.entries)
 
     @property
     def digest(self) -> str:
-        """A hash of the files: other samples of the same version have another one."""
+        """A hash of the files."""
         return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
 
     def __str__(self) -> str:
@@ -50,11 +50,8 @@ class SampleSource:
 
 
 def sample_files(dataset: object) -> SampleSource:
-    """The files of a dataset's samples.
-
-    Raises UsageError if the dataset's files are not known, or lie in different datasets or in no
-    mount; NoSuchPath for a file that its mount does not have.
-    """
+    """Raises UsageError if the dataset's files are not known, or lie in different datasets or in no
+    mount; NoSuchPath for a file that its mount does not have."""
     snapshot, entries, mount = _found(dataset)
     entries = np.array(entries, np.int64)
     for at in np.flatnonzero(snapshot.chunk_of(entries) < 0).tolist():
@@ -71,7 +68,7 @@ def sample_files(dataset: object) -> SampleSource:
 
 
 def _found(dataset: object) -> tuple[Snapshot, Indices, str | None]:
-    """The snapshot that has the files of a dataset, the entry of each sample, and the mount."""
+    """The snapshot, the entry of each sample, and the mount."""
     if isinstance(dataset, DieselDataset):
         return dataset.snapshot, dataset.entries(), None
     if isinstance(dataset, Subset):
