@@ -1,13 +1,12 @@
 """Listens to the hooks in training processes, and turns their messages into plans.
 
-Concurrency. One thread accepts connections. Two threads serve each process. The first one takes
-every message off the socket at once and puts it into a queue, so that a training process never
-waits for a mount. The second one takes the messages from the queue in their order: it finds files,
-announces orders, and sends the answers. It holds the planner's one lock while it handles a message,
-because all processes share the mounts' connections, the snapshots, the learned files and the
-summary. So each message is handled whole before the next one, and messages of two processes may
-come in any order. When the planner closes, it shuts the sockets for reading. Messages that were
-sent before are still handled; the planner waits up to 20 s for each process.
+Concurrency. One thread accepts connections. Two threads serve each process. The first takes
+messages off the socket at once and queues them, so that a training process never waits for a mount.
+The second handles them in order: it finds files, announces orders, and sends answers. It holds the
+planner's one lock while it handles a message, because all processes share the mounts' connections,
+the snapshots, the learned files and the summary; so each message is handled whole, and messages of
+two processes may come in any order. A planner that closes shuts the sockets for reading, still
+handles the messages that were sent before, and waits up to 20 s for each process.
 """
 
 import json
@@ -61,8 +60,8 @@ class PlanServer:
     """Announces the reads of training processes, while it is open. A context manager."""
 
     def __init__(self, tell: Callable[[str], None] | None = None) -> None:
-        """The socket lies in a new folder that is private to this user. `tell` gets messages for
-        the user while the command runs, from any thread. Raises OSError."""
+        """The socket lies in a new folder that is private to this user. `show` gets messages for
+        the user, from any thread. Raises OSError."""
         is_long = len(tempfile.gettempdir()) > _TEMPORARY_CHARACTERS_MAX
         place = "/tmp" if is_long else None  # noqa: S108 (the new folder in it is private)
         self._folder = tempfile.TemporaryDirectory(prefix="diesel-run-", dir=place)
@@ -80,13 +79,12 @@ class PlanServer:
         self._accepting = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on, in threads. Processes that have connected before are served then."""
+        """Serve from now on, also the processes that have connected before."""
         self._accepting.start()
 
     def settings(
         self, *, ahead: int = 1, group_size: int = 0, own_seed: bool = False
     ) -> HookSettings:
-        """The settings of the hook in a training process (see there)."""
         return {
             "socket": str(self.socket_path),
             "ahead": ahead,
@@ -127,8 +125,6 @@ class PlanServer:
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
-        """Receive the messages of a process, and let another thread work on them: a process never
-        waits for a mount."""
         received: queue.SimpleQueue[tuple[Said, bytes] | None] = queue.SimpleQueue()
         working = threading.Thread(target=self._work, args=[connected, received], daemon=True)
         working.start()
@@ -182,7 +178,7 @@ class _Process:
         summary: Summary,
         started_s: float,
     ) -> None:
-        """`learned` has the tables of all processes, since workers learn for their parents."""
+        """All processes share `learned`, since workers learn for their parents."""
         self._files, self._controls, self._summary = files, controls, summary
         self._learned = learned
         self._started_s = started_s
@@ -193,8 +189,7 @@ class _Process:
         self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
     def handle(self, said: Said, payload: bytes) -> bytes | None:
-        """Handle a message. Returns the answer if the message requests one. Errors become notes for
-        the user."""
+        """Returns the answer if the message requests one. Errors become notes for the user."""
         try:
             if said["do"] == "chunks":
                 return self._chunks(_whole(said["dataset"]))
@@ -218,7 +213,7 @@ class _Process:
             self._leave(name)
 
     def _look_back(self, said: Said) -> None:
-        """A loop has left an epoch early: note it once if it does so again and again."""
+        """A loop has left an epoch early: note it once if that is a habit."""
         name = str(said["stream"])
         streams = self._streams.get(name)
         if streams is None or not streams.announced or "of" not in said:
@@ -233,7 +228,7 @@ class _Process:
             )
 
     def _leave(self, name: str, epoch: object = None) -> None:
-        """End the streams of a loader; with `epoch`, only if that epoch is the current one."""
+        """End a loader's streams; with `epoch`, only if it is the current one."""
         streams = self._streams.get(name)
         if streams is not None and epoch in (None, streams.epoch):
             del self._streams[name]
@@ -319,7 +314,7 @@ class _Process:
                 self._note(note)
 
     def _chunks(self, number: int) -> bytes:
-        """For each sample of a dataset the number of its first file's chunk, or -1."""
+        """The number of each sample's first file's chunk, or -1."""
         table = self._tables[number].as_told()
         chunks, base = np.full(table.size, -1), 0
         for shown, files in table.take(np.arange(table.size)).items():

@@ -14,13 +14,12 @@ class Interval:
 
     epoch: int
     end_s: float
-    """When it ended, in seconds since the command was started."""
+    """Seconds since the start of the command."""
     batches: int
-    """Number of batches that the loop received."""
     waited_s: float
-    """Time for which it waited for them."""
+    """Time in which the loop waited for batches."""
     computed_s: float
-    """Time for which it did something else between them."""
+    """Time in which it did something else."""
 
     @property
     def total_s(self) -> float:
@@ -28,15 +27,13 @@ class Interval:
 
 
 class LoopTimes:
-    """The times for which the loop over one `DataLoader` waited."""
+    """How long the loop over one `DataLoader` waited."""
 
     def __init__(self, name: str) -> None:
-        """`name` identifies the loader for the user."""
         self.name = name
         self.intervals: list[Interval] = []
 
     def add(self, new: Interval) -> None:
-        """Add an interval that follows all others."""
         if new.batches or new.total_s:
             self.intervals.append(new)
         if len(self.intervals) > _INTERVALS_MAX:
@@ -75,34 +72,27 @@ def _halved(intervals: Sequence[Interval]) -> list[Interval]:
 
 @dataclass(slots=True)
 class Summary:
-    """The counts, times and notes of a training command."""
-
     processes: int = 0
     """Python processes that loaded the hook."""
     epochs: int = 0
-    """Epochs of loaders that began."""
     planned_epochs: int = 0
     """Epochs that were announced to a mount."""
     files: int = 0
-    """Entries that were announced."""
     loops: dict[str, LoopTimes] = field(default_factory=dict)
-    """The loops over loaders, by the names of their streams."""
+    """By the names of their streams."""
     notes: Counter[str] = field(default_factory=Counter)
-    """Notes for the user, with the number of times each came up."""
+    """With the number of times each came up."""
     tell: Callable[[str], None] | None = None
-    """Called with each new note."""
+    """Called with each new note, up to a limit."""
     told: set[str] = field(default_factory=set)
-    """The notes that `tell` was called with."""
 
     def note(self, text: str) -> None:
-        """Add a note for the user. The first time, `tell` is called at once."""
         self.notes[text] += 1
         if self.tell is not None and text not in self.told and len(self.told) < _NOTES_MAX:
             self.told.add(text)
             self.tell(text)
 
     def add(self, stream: str, interval: Interval) -> None:
-        """Add the times of a loop."""
         loop = self.loops.get(stream)
         if loop is None:
             process, _, loader = stream.partition(".")
@@ -117,7 +107,7 @@ class Summary:
         return total
 
     def lines(self, *, again: bool = False) -> Sequence[str]:
-        """The notes for the user at the end; with `again`, also those that `tell` got."""
+        """The notes at the end; with `again`, also those already shown."""
         lines = []
         if not self.processes:
             lines.append(

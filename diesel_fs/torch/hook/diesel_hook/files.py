@@ -15,7 +15,7 @@ from .link import Link
 
 if TYPE_CHECKING:
     Steps = Sequence[str | int]
-    """The way from a loader's dataset to one inside: attributes, and indices of lists."""
+    """Attributes and indices of lists that lead from a loader's dataset to one inside."""
 
 _Row = TypeVar("_Row")
 
@@ -27,21 +27,18 @@ NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE; lists and ranges read no files
 
 _FOLDERS = ("samples", "imgs", "paths")
-"""Attributes of datasets of files: a list of paths, or of tuples that begin with a path."""
+"""Attributes with a list of paths, or of tuples that begin with a path."""
 
 
 _SAMPLED = 256  # rows of a list that are compared again: lists change as a whole
 
 
 class NestedDataset(NamedTuple):
-    """A dataset that reads files: a loader's dataset, or one inside it."""
+    """A loader's dataset, or one inside it, that reads files."""
 
     steps: Steps
-    """The way to it from the loader's dataset."""
     table: str
-    """The launcher's name of its table of files."""
     is_listed: bool
-    """Whether it has a list of its files."""
 
 
 def _never_changes(_: object) -> bool:
@@ -49,8 +46,6 @@ def _never_changes(_: object) -> bool:
 
 
 class KnownDataset:
-    """A dataset that the launcher knows."""
-
     def __init__(
         self,
         number: int,
@@ -58,21 +53,19 @@ class KnownDataset:
         size: int,
         is_unchanged: Callable[[object], bool] = _never_changes,
     ) -> None:
-        """`is_unchanged` returns whether the dataset is still as the launcher knows it."""
         self.number = number
         self.is_whole = all(each.is_listed for each in parts)
-        """Whether the dataset lists all of its files."""
         self.parts = parts
         self.size = size
         self.is_unchanged = is_unchanged
         self.is_learned = not parts
-        """Whether all files that its samples open are known."""
+        """Whether all opened files are known."""
         self._seen = bytearray(size if parts else 0)
         self._news = 0  # new indices since the last call
         self._has_begun = False
 
     def begin(self) -> None:
-        """Begin an epoch. Learning ends after the first epoch without a new sample."""
+        """Learning ends after the first epoch without a new sample."""
         if self.is_learned:
             return
         news, self._news = self._news, 0
@@ -82,7 +75,6 @@ class KnownDataset:
         self._has_begun = True
 
     def saw(self, indices: Sequence[int]) -> None:
-        """Record that these samples were read while their dataset was learned."""
         seen = self._seen
         for index in indices:
             if index < len(seen) and not seen[index]:
@@ -94,13 +86,11 @@ class KnownDatasets:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}  # by id
-        """Each dataset: a weak reference, and its `KnownDataset`."""
 
         self._count = 0
 
     def told(self, dataset: object) -> KnownDataset | None:
-        """The launcher's record of a dataset; None if it has no files by index. A dataset that has
-        changed is sent again."""
+        """None if the dataset has no files by index. If it has changed, it is sent again."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -205,7 +195,7 @@ class KnownDatasets:
 
 
 class FileListing:
-    """Looks up the file that a dataset lists for an index. It holds no reference to the dataset."""
+    """Looks up a dataset's listed files, without a reference to the dataset."""
 
     def __init__(self, dataset: object) -> None:
         self._place = _place(dataset, _size(dataset))
@@ -213,8 +203,7 @@ class FileListing:
         """Whether a look-up takes milliseconds, because the list is an Arrow table."""
 
     def path(self, dataset: object, index: int) -> str:
-        """The path that `dataset` now lists; empty if it lists none. May raise any exception of the
-        dataset."""
+        """The path that `dataset` now lists, or "". May raise any exception of the dataset."""
         if self._place is None:
             return arrow_tables.path_at(dataset, index) or ""
         return _path(_rows_at(dataset, self._place)[index])
@@ -228,13 +217,12 @@ def _size(dataset: object) -> int:
 
 
 def _rows(dataset: object, size: int) -> Sequence[object] | None:
-    """The list of a dataset's files: paths, or tuples that begin with one; None if it has none."""
     place = _place(dataset, size)
     return None if place is None else _rows_at(dataset, place)
 
 
 def _place(dataset: object, size: int) -> Sequence[str] | None:
-    """The attributes that lead from a dataset to the list of its files."""
+    """Attributes that lead to the list of files."""
     for place in [(each,) for each in _FOLDERS] + [("reader", each) for each in _FOLDERS]:  # timm
         try:
             found = _rows_at(dataset, place)
@@ -261,6 +249,5 @@ def _path(row: object) -> str:
 
 
 def _sampled(rows: Sequence[_Row], what: Callable[[_Row], object]) -> list[object]:
-    """A value of each of some rows that are spread over a list."""
     size = len(rows)
     return [what(rows[at]) for at in range(0, size, max(size // _SAMPLED, 1))]

@@ -1,10 +1,10 @@
 """Watches the `DataLoader`s of this process: the orders of their samplers, and the loop's progress.
 
-When torch's `DataLoader` is imported, its `__init__` and `__iter__` are wrapped. With the first
-epoch of a loader the `__iter__` of its sampler's class and the `__next__` of its iterator's class
-are wrapped too. All of these are public. The hook iterates the sampler only when torch does, so it
-draws at the same moments as without the hook. The files of a dataset are sent when its loader is
-made, so that the launcher has found them when the first epoch begins.
+When `DataLoader` is imported, its `__init__` and `__iter__` are wrapped; with a loader's first
+epoch, so are the `__iter__` of its sampler's class and the `__next__` of its iterator's class. All
+of these are public. The hook iterates the sampler only when torch does, so it draws at the same
+moments as without the hook. The files of a dataset are sent when its loader is made, so that the
+launcher has found them when the first epoch begins.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
 }
-"""By module, the classes of loaders that have an `__init__` and an `__iter__` of their own."""
+"""By module, the loader classes that have their own `__init__` and `__iter__`."""
 
 _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
-"""Packages that take a batch from a loader before the user's loop wants it."""
+"""They take a batch from a loader before the user's loop wants it."""
 
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages with indices that could not be foreseen
@@ -51,7 +51,7 @@ _DROPPED_MIN = 1 << 18  # received indices that are dropped together
 
 
 class _Loader(Protocol):
-    """The used part of torch's `DataLoader`."""
+    """torch's `DataLoader`."""
 
     dataset: object
     sampler: object
@@ -65,8 +65,6 @@ class _Loader(Protocol):
 
 
 class Watch:
-    """The state of the loaders of this process."""
-
     def __init__(self, link: Link, settings: HookSettings) -> None:
         self.link = link
         self.ahead = settings["ahead"]
@@ -81,7 +79,7 @@ class Watch:
             weakref.WeakKeyDictionary()
         )
         self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
-        """The datasets of loaders with persistent workers, which keep reading the first one."""
+        """Of loaders with persistent workers, which keep reading their first dataset."""
         self._count = 0
         self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
@@ -89,14 +87,14 @@ class Watch:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """The launcher treats a child as another process, which has sent nothing yet."""
+        """To the launcher a child is another process, which has sent nothing yet."""
         self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
         self._kept.clear()
 
     def tell_files(self, loader: _Loader) -> KnownDataset | None:
-        """The launcher's record of the loader's dataset; None if it has no files by index."""
+        """None if the loader's dataset has no files by index."""
         kept = self._kept.get(loader)
         if kept is not None:
             return kept
@@ -105,7 +103,6 @@ class Watch:
         return self.datasets.told(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
-        """The stream of a loader, which is made with its first epoch."""
         found = self._loaders.get(loader)
         if found is None:
             self._count += 1
@@ -141,7 +138,6 @@ class Watch:
         return epoch
 
     def _seed(self, sampler: object, number: int) -> None:
-        """Give a sampler that draws from torch's global generator one of its own."""
         torch = sys.modules["torch"]
         if type(sampler).__name__ in DRAWS and getattr(sampler, "generator", None) is None:
             generator = torch.Generator()
@@ -149,7 +145,7 @@ class Watch:
             sampler.generator = generator  # type: ignore[attr-defined] # see above
 
     def _make_chunk_wise(self, sampler: object, told: KnownDataset) -> None:
-        """Replace the order of a sampler by a chunk-wise one, if it is random."""
+        """Make a random order chunk-wise."""
         grouping = self._groupings.get(told)
         if grouping is None:
             content = self.link.ask({"do": "chunks", "dataset": told.number})
@@ -168,9 +164,8 @@ class Watch:
             self.link.note(note)
 
     def look(self, loader: _Loader, told: KnownDataset) -> LearningWorkers | None:
-        """Begin to observe which files the loader's dataset opens, for an epoch that begins.
-        Returns the function that the workers of the loader must run when they start, if it has any.
-        """
+        """An epoch begins: observe which files the loader's dataset opens. Returns the function
+        that starting workers must run, if there are any."""
         told.begin()
         may_learn = not told.is_learned
         self._learner.stop()
@@ -185,7 +180,7 @@ class Watch:
 
 
 class _LoaderStream:
-    """The launcher's stream of a loader. It ends when the loader and its iterator have gone."""
+    """It ends when the loader and its iterator have gone."""
 
     def __init__(self, number: int, link: Link) -> None:
         self.number = number
@@ -198,7 +193,7 @@ class _LoaderStream:
 
 @dataclass
 class _Loop:
-    """The loop over an iterator of a loader; with persistent workers, one loop for each epoch."""
+    """With persistent workers, one loop for each epoch."""
 
     epoch: LoaderEpoch
     stream: _LoaderStream
@@ -218,19 +213,16 @@ class LoaderEpoch:
         stream: _LoaderStream,
         lag: int,
     ) -> None:
-        """`lag` is the number of batches that the workers may have in hand, and may read in any
-        order."""
+        """`lag` is the number of batches that workers have in hand and may read in any order."""
         self.sampler_kind = type(sampler)
         self._sampler = _weak(sampler)
         self.is_over = False
         self.has_begun = False
-        """Whether the loop has got a batch."""
         self.has_failed = False
-        """Whether the loop has got an error instead of a batch."""
         self.is_counted = True
-        """Whether the user's loop has got all received batches, and none is missing."""
+        """Whether the user's loop has got all received batches."""
         self.loaders_generator: object = None
-        """The generator from which the loader draws when an epoch begins."""
+        """The loader draws from it when an epoch begins."""
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
@@ -248,8 +240,7 @@ class LoaderEpoch:
         self._told_s = time.monotonic()
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
-        """Announce the order of the epoch, just before the sampler's iterator gives its first
-        element."""
+        """Announce the order, just before the sampler's iterator gives its first element."""
         if self._dataset is None:
             return
         orders = predict(
@@ -270,7 +261,7 @@ class LoaderEpoch:
             self._note_unforeseen()
 
     def _note_unforeseen(self) -> None:
-        """The order is announced while it is drawn. That is too late if no workers take batches
+        """An order that is announced while it is drawn comes too late if no workers take batches
         ahead."""
         if not self._lag:
             unknown = (each for each in _nested(self._sampler()) if not is_known(each))
@@ -281,15 +272,14 @@ class LoaderEpoch:
             )
 
     def _batch_size(self) -> int:
-        """The number of indices in a batch: that of the first predicted one, or the sampler's own
-        number."""
+        """That of the first predicted batch, or the sampler's own number."""
         if self._order is not None:
             return self._order.bounds[0] if self._order.bounds else 1
         size = getattr(self._sampler(), "batch_size", None)
         return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
-        """The sampler gave an element: an index, or the indices of a batch."""
+        """The sampler gave an index, or the indices of a batch."""
         drawn, position = self._drawn, self._drawn.count
         if not drawn.append(element) or self._dataset is None:
             return
@@ -308,14 +298,14 @@ class LoaderEpoch:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
-        """Send the indices that the sampler has given, if they were not predicted."""
+        """Send the drawn indices, if they were not predicted."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
             self.link.send({"do": "more", **self._names}, memoryview(new))
 
     def received(self, before_s: float, after_s: float) -> None:
-        """The loop has got a batch, which it requested at `before_s`."""
+        """The loop has got a batch that it requested at `before_s`."""
         self._received += 1
         if self.has_failed:
             self.is_counted = False
@@ -331,7 +321,6 @@ class LoaderEpoch:
             self._send_drawn()
 
     def tell(self, now_s: float, *, is_over: bool = False) -> None:
-        """Send the progress of the loop."""
         self._told_s = now_s
         if self._dataset is not None:
             self._send_drawn()
@@ -351,8 +340,7 @@ class LoaderEpoch:
             self._watch.end()
 
     def leave(self) -> None:
-        """The loop has dropped the iterator. If it has not read the epoch to its end, the stream
-        ends."""
+        """The loop has dropped the iterator: an epoch not read to its end ends its stream."""
         if not self.is_over:
             self.is_over = True
             foreseen = 0 if self._order is None else len(self._order.indices)
@@ -364,14 +352,13 @@ class LoaderEpoch:
             )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
-        """The number of indices in the batches that the loop has received, and in `more` further
-        ones."""
+        """The number of indices in the received batches, and in `more` further ones."""
         return self._drawn.end_of(self._received + more)
 
 
 @contextmanager
 def _expecting_none() -> Iterator[None]:
-    """While a sampler itself runs, it may iterate itself, or samplers inside it."""
+    """For a sampler that iterates itself, or samplers inside it."""
     pair = getattr(_expected, "pair", None)
     _expected.pair = None
     try:
@@ -381,7 +368,7 @@ def _expecting_none() -> Iterator[None]:
 
 
 class _WatchedSampler:
-    """Iterates a sampler for torch, and passes each element to the epoch."""
+    """Passes each element of a sampler to the epoch."""
 
     def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
@@ -401,7 +388,7 @@ class _WatchedSampler:
         return element
 
     def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
-        """Take a step of the hook; if it fails, stop watching the epoch."""
+        """If a step fails, stop watching the epoch."""
         if self._epoch is not None:
             try:
                 step(self._epoch)
@@ -411,7 +398,7 @@ class _WatchedSampler:
 
 
 class _Stateful(Protocol):
-    """An iterator that can continue where another one was, like those of torchdata's samplers."""
+    """An iterator of torchdata's samplers, which can continue where another one was."""
 
     def __next__(self) -> object: ...
     def __iter__(self) -> Iterator[object]: ...
@@ -420,7 +407,7 @@ class _Stateful(Protocol):
 
 
 class _WatchedStateful(_WatchedSampler):
-    """A `_WatchedSampler` with a state, which torchdata's loader saves and restores."""
+    """torchdata's loader saves and restores its state."""
 
     def __init__(self, inner: _Stateful, epoch: LoaderEpoch) -> None:
         super().__init__(inner, epoch)
@@ -429,12 +416,11 @@ class _WatchedStateful(_WatchedSampler):
 
 
 def _index_sampler(loader: _Loader) -> object:
-    """The sampler that torch iterates for a loader."""
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
 def _weak(sampler: object) -> Callable[[], object]:
-    """Returns a sampler without keeping it: an epoch lives as long as its sampler."""
+    """Does not keep the sampler: an epoch lives as long as it."""
     try:
         return weakref.ref(sampler)
     except TypeError:  # its class allows no weak references
@@ -442,7 +428,7 @@ def _weak(sampler: object) -> Callable[[], object]:
 
 
 def _when_collected(thing: object, act: Callable[[], object]) -> None:
-    """Call `act` in this process when `thing` has gone, unless the process ends before."""
+    """Unless this process ends before, and not in a forked child."""
     process = os.getpid()
 
     def call() -> None:
@@ -461,8 +447,8 @@ def _nested(sampler: object) -> Iterator[object]:
 
 
 def _passes_all_on(sampler: object) -> bool:
-    """Whether a sampler gives all elements of the one inside, in the same order. A class of the
-    user's may sort them, skip some or deal them to several processes."""
+    """Whether all elements of the sampler inside come, in the same order. A user's class may sort,
+    skip or deal them."""
     kinds = [
         getattr(sys.modules.get(module), "BatchSampler", None)
         for module in ("torch.utils.data", "torchdata.stateful_dataloader.sampler")
@@ -472,10 +458,10 @@ def _passes_all_on(sampler: object) -> bool:
 
 
 def received(sampler: object) -> int | None:
-    """The number of indices of a sampler in the batches that the loop has received in the current
-    epoch. None if these were not the first ones, or the number is unknown: if no loop iterates the
-    sampler through a `DataLoader`, or only through one that does not pass all elements on; if a
-    library takes batches ahead of the loop; and if the loop continued after a batch that failed."""
+    """The number of a sampler's indices in the batches that the loop has received in this epoch.
+    None if these were not the first ones, or the number is unknown: no loop iterates the sampler
+    through a `DataLoader` that passes all elements on, a library takes batches ahead of the loop,
+    or the loop continued after a batch that failed."""
     try:
         epoch = _current.get(sampler)
     except TypeError:
@@ -494,7 +480,7 @@ def watch(link: Link, settings: HookSettings) -> None:
 
 
 class _Finder:
-    """Waits for the import of a module of loaders."""
+    """Waits for the import of a module."""
 
     def __init__(self, name: str, state: Watch) -> None:
         self._name = name
@@ -575,7 +561,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
 
 
 def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
-    """Let the iterators of a class of samplers report to the epoch that waits for them."""
+    """Let a class's iterators report to the epoch that waits for them."""
     if kind in _wrapped:
         return
     original = kind.__iter__  # type: ignore[attr-defined] # every sampler has it
@@ -599,8 +585,8 @@ def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
 
 
 def _wrap_iterator(kind: type) -> None:
-    """Let the iterators of a class report each batch to their epoch."""
-    # The method that all others call: torch's own for the classes of torchdata.
+    """Let a class's iterators report each batch to their epoch."""
+    # The method that all others call: torch's own for torchdata's classes.
     owner = [
         each for each in kind.__mro__ if "__next__" in vars(each) and not inspect.isabstract(each)
     ][-1]
