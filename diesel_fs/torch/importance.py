@@ -202,11 +202,12 @@ class _Table:
         indices = np.flatnonzero(~np.isnan(self.reported))
         values, local_worlds = self.reported[indices], [_local_world(world)]
         if has_ranks and world > 1:
-            said = _gathered_claims([*claims, fault is None, len(indices), local_worlds[0]], world)
+            own = [*claims, fault is None, len(indices), local_worlds[0]]
+            all_claims = _gathered_claims(own, world)
             if fault is None:
-                _check_claims([each[:-2] for each in said])
-                local_worlds = [each[-1] for each in said]
-                indices, values = _gathered(indices, values, [each[-2] for each in said])
+                _check_claims([each[:-2] for each in all_claims])
+                local_worlds = [each[-1] for each in all_claims]
+                indices, values = _gathered(indices, values, [each[-2] for each in all_claims])
         if fault is not None:
             raise fault
         local_world = local_worlds[0] if len({*local_worlds}) == 1 else world
@@ -422,7 +423,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         last = self._last
         was_trained = last is not None and last.is_over and self._table.has_reports
         if was_trained and own is None and self._next is None:
-            self._say(
+            self._warn_once(
                 f"epoch {self.epoch} begins again with the same samples: call set_epoch before"
                 " each epoch to draw new ones"
             )
@@ -468,7 +469,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         if self._files.mount is not None and not has_joined():
             stream = f"importance:{os.getpid()}:{self.rank}"
             order = explicit(epoch=place.epoch, entries=self._files.files.entries[samples])
-            self._tell(lambda control: control.announce(stream, [order]))
+            self._send(lambda control: control.announce(stream, [order]))
         return samples, ends
 
     def _state(self, place: EpochPlace, received: int = 0) -> dict[str, object]:
@@ -520,7 +521,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             table.agree(epoch, self.world, self._claims(epoch), has_ranks=_has_ranks(self.world))
             is_known = not np.isnan(table.agreed).all() or not count
             if self.rank == 0 and epoch and epoch >= self.warm_up and not is_known:
-                self._say(
+                self._warn_once(
                     f"all {table.ignored:,} reported losses are infinite, negative or NaN, so"
                     " samples are drawn at random"
                     if table.ignored
@@ -531,7 +532,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         else:
             found = self.rule.probabilities(table.agreed, self.seed, epoch)
             drawn = _Draw(epoch, found, self.rule.draw(found, self.seed, epoch))
-            self._tell_importance(found)
+            self._send_importance(found)
         self._draws[:] = [drawn]
         return drawn
 
@@ -561,12 +562,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
         """This rank's replaced samples, and their substitutes."""
-        is_cached = np.ones(len(self._files), np.bool_)  # without an answer, nothing is replaced
-
-        def ask(control: Control) -> None:
-            is_cached[:] = control.resident(self._files.files.entries)
-
-        self._tell(ask)
+        is_cached = self._is_cached(default=True)  # without an answer, nothing is replaced
         chunks, low = self._files.files.chunks, is_low(drawn.probabilities)
         may_replace = low & (chunks % self.world == self.rank)  # no sample twice on two ranks
         may_replace[drawn.samples] = False
@@ -582,12 +578,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             drawn.timed = np.empty(0, np.int64)
             size = self._sharing.batch_size * BENEFIT_BATCHES
             if self._sharing.jobs > 1 and size and not place.position and not place.partitions:
-                is_cached = np.zeros(len(self._files), np.bool_)
-
-                def ask(control: Control) -> None:
-                    is_cached[:] = control.resident(self._files.files.entries)
-
-                self._tell(ask)
+                is_cached = self._is_cached(default=False)
                 there = samples[is_cached[samples]][:size]
                 missing = samples[~is_cached[samples]][:size]
                 if len(there) == len(missing) == size:
@@ -595,7 +586,17 @@ class ImportanceSampler(ChunkShuffleSampler):
         mine = np.isin(drawn.timed, samples)  # a state of another rank may have been loaded
         return drawn.timed[mine]
 
-    def _tell_importance(self, probabilities: npt.NDArray[np.float32]) -> None:
+    def _is_cached(self, *, default: bool) -> npt.NDArray[np.bool_]:
+        """Whether each sample is in the mount's memory; without an answer, `default`."""
+        is_cached = np.full(len(self._files), default)
+
+        def ask(control: Control) -> None:
+            is_cached[:] = control.resident(self._files.files.entries)
+
+        self._send(ask)
+        return is_cached
+
+    def _send_importance(self, probabilities: npt.NDArray[np.float32]) -> None:
         if os.environ.get("LOCAL_RANK", "0") != "0":  # one process of a node is enough
             return
         names = [os.environ[name] for name in _JOB_NAMES if os.environ.get(name)]
@@ -607,7 +608,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             is_elsewhere &= ~is_low(probabilities)
             probabilities = np.where(is_elsewhere, np.float32(0), probabilities)
 
-        def tell(control: Control) -> None:
+        def send(control: Control) -> None:
             self._sharing.jobs = control.values(
                 entries,
                 probabilities,
@@ -616,18 +617,18 @@ class ImportanceSampler(ChunkShuffleSampler):
                 substitutes=self.substitute,
             )
 
-        self._tell(tell)
+        self._send(send)
 
-    def _tell(self, what: Callable[[Control], None]) -> None:
+    def _send(self, send: Callable[[Control], None]) -> None:
         """Call `send` if the samples lie on a mount. Training goes on if that fails."""
         files, mount = self._files, self._files.mount
         if mount is None:
             return
         try:
             with Control.connect(mount, identity=files.identity, version=files.version) as control:
-                what(control)
+                send(control)
         except DieselError as error:
-            self._say(f"the mount on {mount} did not get the importances: {error}")
+            self._warn_once(f"the mount on {mount} did not get the importances: {error}")
 
 
 class _LoadedImportance:
@@ -716,8 +717,8 @@ def _has_ranks(world: int) -> bool:
 
 def _local_world(world: int) -> int:
     """Ranks on this node, from torchrun or SLURM; if neither gives it, all ranks."""
-    said = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
-    return next((int(each) for each in said if each.isdecimal() and int(each)), world)
+    found = [os.environ.get(name, "") for name in _LOCAL_WORLDS]
+    return next((int(each) for each in found if each.isdecimal() and int(each)), world)
 
 
 def _device_of_ranks() -> str:
@@ -733,11 +734,11 @@ def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
     return [each.tolist() for each in rows]
 
 
-def _check_claims(said: Sequence[Sequence[int]]) -> None:
+def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
     """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if a rank's last number is 0, which
     means that its reports are invalid."""
-    for rank, claims in enumerate(said):
-        for own, first, what in zip(claims, said[0], _DIFFERENCES, strict=False):
+    for rank, claims in enumerate(all_claims):
+        for own, first, what in zip(claims, all_claims[0], _DIFFERENCES, strict=False):
             if own != first:
                 raise ConflictError(
                     f"the ranks of an ImportanceSampler do not fit: rank {rank} {what}",

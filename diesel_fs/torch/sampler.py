@@ -86,7 +86,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         self._next: EpochPlace | None = None  # the start of the next iteration; None: the beginning
         self._last: _Iteration | None = None  # the iteration that began last in this epoch
         self._has_set_epoch = True  # since a state was loaded, if one was
-        self._said: list[str] = []
+        self._warned: list[str] = []
 
     def set_epoch(self, epoch: int) -> None:
         """Each epoch has an order of its own. If it is the epoch of a loaded state, the sampler
@@ -257,7 +257,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
             )
         samples, ends = self._part(place)
         if own is None and place.position and not len(samples) and not self._has_set_epoch:
-            self._say(
+            self._warn_once(
                 f"the loaded state is at the end of epoch {place.epoch}, so this iteration"
                 f" gives nothing: call set_epoch({place.epoch + 1}) to begin the next epoch"
             )
@@ -276,9 +276,9 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         chosen = order[part[place.position :]]
         return sequence[chosen], group_ends(group[chosen])
 
-    def _say(self, warning: str) -> None:
-        if warning not in self._said:
-            self._said.append(warning)
+    def _warn_once(self, warning: str) -> None:
+        if warning not in self._warned:
+            self._warned.append(warning)
             log.warning("%s", warning)
 
 

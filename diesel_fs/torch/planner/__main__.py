@@ -11,16 +11,16 @@ from .server import PlanServer
 
 
 def main() -> None:
-    with PlanServer(_say) as planner:
+    with PlanServer(_print_error) as planner:
         planner.start()
         sys.stdout.write(json.dumps(planner.settings()) + "\n")
         sys.stdout.flush()
         sys.stdin.read()
     for line in planner.summary.lines():
-        _say(line)
+        _print_error(line)
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     sys.stderr.write(f"diesel_fs.torch: {text}\n")
     sys.stderr.flush()
 

@@ -55,7 +55,7 @@ class SampleTable(Protocol):
         count from the end; indices beyond the size have no files."""
         ...
 
-    def as_told(self) -> "SampleTable":
+    def for_all_ranks(self) -> "SampleTable":
         """The table without what this rank's samples have opened: the listed files, or the learned
         ones of a dataset without a list."""
         ...
@@ -101,7 +101,7 @@ class FileTable:
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
         return {shown: _gathered(self._sort(shown), indices, self.size) for shown in self._added}
 
-    def as_told(self) -> SampleTable:
+    def for_all_ranks(self) -> SampleTable:
         return self
 
     @property
@@ -138,8 +138,8 @@ class SubsetTable:
         inner[is_inside] = self.indices[at[is_inside]]
         return self.of.take(inner)
 
-    def as_told(self) -> SampleTable:
-        return SubsetTable(self.of.as_told(), self.indices)
+    def for_all_ranks(self) -> SampleTable:
+        return SubsetTable(self.of.for_all_ranks(), self.indices)
 
     @property
     def failures(self) -> int:
@@ -165,8 +165,8 @@ class ConcatTable:
             start += part.size
         return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
 
-    def as_told(self) -> SampleTable:
-        return ConcatTable([each.as_told() for each in self.parts])
+    def for_all_ranks(self) -> SampleTable:
+        return ConcatTable([each.for_all_ranks() for each in self.parts])
 
     @property
     def failures(self) -> int:

@@ -58,7 +58,7 @@ class ObservedTable:
         self.listed = listed
         self.learned = FileTable(size)
         self.failures = 0
-        self._told = listed
+        self._for_all_ranks = listed
         self._is_seen = np.zeros(size, np.bool_)
         self._checks: deque[_Check] = deque(maxlen=CHECKS_MAX)
         self._is_given_up = False
@@ -80,8 +80,8 @@ class ObservedTable:
                 taken.setdefault(shown, []).append((places, files))
         return {shown: scattered(parts, len(indices)) for shown, parts in taken.items()}
 
-    def as_told(self) -> SampleTable:
-        return self.learned if self._told is None else self._told
+    def for_all_ranks(self) -> SampleTable:
+        return self.learned if self._for_all_ranks is None else self._for_all_ranks
 
     def add(
         self,

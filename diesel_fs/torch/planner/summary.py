@@ -82,15 +82,15 @@ class Summary:
     """By the names of their streams."""
     notes: Counter[str] = field(default_factory=Counter)
     """With the number of times each came up."""
-    tell: Callable[[str], None] | None = None
+    show: Callable[[str], None] | None = None
     """Called with each new note, up to a limit."""
-    told: set[str] = field(default_factory=set)
+    shown: set[str] = field(default_factory=set)
 
     def note(self, text: str) -> None:
         self.notes[text] += 1
-        if self.tell is not None and text not in self.told and len(self.told) < _NOTES_MAX:
-            self.told.add(text)
-            self.tell(text)
+        if self.show is not None and text not in self.shown and len(self.shown) < _NOTES_MAX:
+            self.shown.add(text)
+            self.show(text)
 
     def add(self, stream: str, interval: Interval) -> None:
         loop = self.loops.get(stream)
@@ -129,7 +129,7 @@ class Summary:
                 f" ({total.waited_s / total.total_s:.1%} of {total.total_s:.1f} s)"
             )
         notes = Counter(
-            {text: count for text, count in self.notes.items() if again or text not in self.told}
+            {text: count for text, count in self.notes.items() if again or text not in self.shown}
         )
         shown = notes.most_common(_NOTES_MAX)
         lines += [text + (f" ({count} times)" if count > 1 else "") for text, count in shown]

@@ -32,16 +32,14 @@ if TYPE_CHECKING:
     from .reporter import NodeReporter
 
 PREFIX = "DIESEL_CSI"
-"""The prefix of options in the environment."""
+"""Of options in the environment."""
 
 CONTAINER = "plugin"
-"""The name of this program's container, in the pod that `--pod` names."""
+"""This program's container in the pod that `--pod` names."""
 
 
 @dataclass(frozen=True, slots=True)
 class PluginOptions:
-    """The options of the command, under the names that click gives them."""
-
     endpoint: str
     node: str
     state: Path
@@ -205,7 +203,6 @@ def program(**given: object) -> None:
 
 
 def serve(options: PluginOptions) -> None:
-    """Serve kubelet until SIGTERM or SIGINT."""
     limits = VolumeLimits(
         url=options.url,
         file_roots=options.file_root,
@@ -238,7 +235,6 @@ def serve(options: PluginOptions) -> None:
 def _in_pods(
     options: PluginOptions, folder: StateFolder, limits: VolumeLimits
 ) -> "tuple[Mounter, NodeReporter]":
-    """How a plugin that runs in a pod mounts, and how it reports what its node holds."""
     if not options.image and not options.pod:
         raise UsageError(
             "--mounter pod needs --image or --pod", advice="name an image that has dlcmd"
@@ -260,7 +256,6 @@ def _in_pods(
 
 
 def main() -> None:
-    """Run the command, and end the process with its exit code."""
     try:
         program.main(standalone_mode=False)
     except click.exceptions.Exit as ended:

@@ -86,11 +86,10 @@ class KnownDatasets:
     def __init__(self, link: Link) -> None:
         self._link = link
         self._known: dict[int, tuple[weakref.ref[object], KnownDataset]] = {}  # by id
-
         self._count = 0
 
-    def told(self, dataset: object) -> KnownDataset | None:
-        """None if the dataset has no files by index. If it has changed, it is sent again."""
+    def record(self, dataset: object) -> KnownDataset | None:
+        """The launcher's record. A changed dataset is sent again. None without files by index."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -99,19 +98,19 @@ class KnownDatasets:
                 return known[1]
             del self._known[id(dataset)]
             self._link.send({"do": "forget", "dataset": known[1].number})
-        told = self._tell(dataset, size)
-        if told is not None:
+        record = self._send(dataset, size)
+        if record is not None:
             with suppress(TypeError):  # no weak references: it is sent each time
-                self._known[id(dataset)] = weakref.ref(dataset), told
-        return told
+                self._known[id(dataset)] = weakref.ref(dataset), record
+        return record
 
     def _forget_gone(self) -> None:
-        for key, (reference, told) in list(self._known.items()):
+        for key, (reference, record) in list(self._known.items()):
             if reference() is None:
                 del self._known[key]
-                self._link.send({"do": "forget", "dataset": told.number})
+                self._link.send({"do": "forget", "dataset": record.number})
 
-    def _tell(self, dataset: object, size: int) -> KnownDataset | None:
+    def _send(self, dataset: object, size: int) -> KnownDataset | None:
         name = type(dataset).__name__
         inner = getattr(dataset, "dataset", None)
         indices = getattr(dataset, "indices", None)
@@ -142,28 +141,27 @@ class KnownDatasets:
         return None
 
     def _subset(self, inner: object, indices: Sequence[int]) -> KnownDataset | None:
-        of = self.told(inner)
+        of = self.record(inner)
         if of is None:
             return None
         column = array("q", map(int, indices))
         seen = _sampled(indices, int)
 
         def is_unchanged(dataset: object) -> bool:
-            now = dataset.dataset, dataset.indices  # type: ignore[attr-defined] # see `_tell`
-            return self.told(now[0]) is of and _sampled(now[1], int) == seen
+            now = dataset.dataset, dataset.indices  # type: ignore[attr-defined] # see `_send`
+            return self.record(now[0]) is of and _sampled(now[1], int) == seen
 
         number = self._next({"do": "subset", "of": of.number}, memoryview(column))
         parts = [each._replace(steps=("dataset", *each.steps)) for each in of.parts]
         return KnownDataset(number, parts, len(column), is_unchanged)
 
     def _concat(self, parts: Sequence[object], size: int) -> KnownDataset | None:
-        told = [self.told(each) for each in parts]
-        known = [each for each in told if each is not None]
-        if len(known) < len(told):
+        known = [each for each in map(self.record, parts) if each is not None]
+        if len(known) < len(parts):
             return None
 
         def is_unchanged(dataset: object) -> bool:
-            return [self.told(each) for each in dataset.datasets] == known  # type: ignore[attr-defined] # see `_tell`
+            return [self.record(each) for each in dataset.datasets] == known  # type: ignore[attr-defined] # see `_send`
 
         number = self._next({"do": "concat", "of": [each.number for each in known]})
         inner = [

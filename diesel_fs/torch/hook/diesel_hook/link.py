@@ -48,7 +48,7 @@ class Link:
         """Never raises: without a launcher it does nothing."""
         self._exchange(message, payload, has_answer=False)
 
-    def ask(self, message: dict[str, object]) -> bytes | None:
+    def request(self, message: dict[str, object]) -> bytes | None:
         """The answer's payload; None without a launcher."""
         return self._exchange(message, b"", has_answer=True)
 

@@ -93,14 +93,14 @@ class Watch:
         self._loaders.clear()
         self._kept.clear()
 
-    def tell_files(self, loader: _Loader) -> KnownDataset | None:
+    def send_files(self, loader: _Loader) -> KnownDataset | None:
         """None if the loader's dataset has no files by index."""
         kept = self._kept.get(loader)
         if kept is not None:
             return kept
         if type(loader.sampler).__name__ == "_InfiniteConstantSampler":
             return None  # the sampler of datasets that choose their samples themselves
-        return self.datasets.told(loader.dataset)
+        return self.datasets.record(loader.dataset)
 
     def stream(self, loader: _Loader) -> _LoaderStream:
         found = self._loaders.get(loader)
@@ -111,15 +111,15 @@ class Watch:
 
     def begin(self, loader: _Loader) -> LoaderEpoch:
         sampler = _index_sampler(loader)
-        dataset, told = loader.dataset, self.tell_files(loader)
-        if told is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
+        dataset, record = loader.dataset, self.send_files(loader)
+        if record is None and type(dataset).__module__ != NEEDS_NO_MOUNT:
             self.link.note(f"the files of {type(dataset).__name__} are not known: no plan for it")
-        if told is not None and loader.num_workers and loader.persistent_workers:
-            self._kept[loader] = told
+        if record is not None and loader.num_workers and loader.persistent_workers:
+            self._kept[loader] = record
         stream = self.stream(loader)
         stream.epochs += 1
         batches = loader.num_workers * (loader.prefetch_factor or 0)
-        epoch = LoaderEpoch(self, sampler, told, stream, batches)
+        epoch = LoaderEpoch(self, sampler, record, stream, batches)
         epoch.between = self._between.setdefault(loader, BetweenEpochs())
         if not loader.persistent_workers:  # otherwise torch draws from it for the first epoch only
             epoch.loaders_generator = loader.generator
@@ -132,9 +132,9 @@ class Watch:
             is_counted = is_counted and _passes_all_on(each)
             if self._has_own_seed:
                 self._seed(each, stream.number)
-        if self.group_size and told is not None:
+        if self.group_size and record is not None:
             *_, innermost = _nested(sampler)
-            self._make_chunk_wise(innermost, told)
+            self._make_chunk_wise(innermost, record)
         return epoch
 
     def _seed(self, sampler: object, number: int) -> None:
@@ -144,12 +144,12 @@ class Watch:
             generator.manual_seed((torch.initial_seed() + number) % _SEEDS)
             sampler.generator = generator  # type: ignore[attr-defined] # see above
 
-    def _make_chunk_wise(self, sampler: object, told: KnownDataset) -> None:
+    def _make_chunk_wise(self, sampler: object, record: KnownDataset) -> None:
         """Make a random order chunk-wise."""
-        grouping = self._groupings.get(told)
+        grouping = self._groupings.get(record)
         if grouping is None:
-            content = self.link.ask({"do": "chunks", "dataset": told.number})
-            if content is None or len(content) != 8 * told.size:
+            content = self.link.request({"do": "chunks", "dataset": record.number})
+            if content is None or len(content) != 8 * record.size:
                 self.link.note("a sampler keeps its order: the chunks of its files are not known")
                 return
             torch = sys.modules["torch"]
@@ -157,21 +157,21 @@ class Watch:
             if not (chunks >= 0).any():
                 return  # no file is known to lie in a mount
             grouping = chunk_wise.Grouping(chunks, self.group_size)
-            if told.is_whole or told.is_learned:  # otherwise more will be known later
-                self._groupings[told] = grouping
-        note = chunk_wise.mark(sampler, grouping, is_whole=told.is_whole)
+            if record.is_whole or record.is_learned:  # otherwise more will be known later
+                self._groupings[record] = grouping
+        note = chunk_wise.mark(sampler, grouping, is_whole=record.is_whole)
         if note is not None:
             self.link.note(note)
 
-    def look(self, loader: _Loader, told: KnownDataset) -> LearningWorkers | None:
+    def look(self, loader: _Loader, record: KnownDataset) -> LearningWorkers | None:
         """An epoch begins: observe which files the loader's dataset opens. Returns the function
         that starting workers must run, if there are any."""
-        told.begin()
-        may_learn = not told.is_learned
+        record.begin()
+        may_learn = not record.is_learned
         self._learner.stop()
         if loader.num_workers:
-            return LearningWorkers(self.link.path, told.parts, loader.worker_init_fn, may_learn)
-        for part in told.parts:
+            return LearningWorkers(self.link.path, record.parts, loader.worker_init_fn, may_learn)
+        for part in record.parts:
             self._learner.learn(inside(loader.dataset, part.steps), part, may_learn=may_learn)
         return None
 
@@ -209,7 +209,7 @@ class LoaderEpoch:
         self,
         watch: Watch,
         sampler: object,
-        told: KnownDataset | None,
+        record: KnownDataset | None,
         stream: _LoaderStream,
         lag: int,
     ) -> None:
@@ -226,8 +226,8 @@ class LoaderEpoch:
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
-        self.told = told
-        self._dataset = None if told is None else told.number
+        self.record = record
+        self._dataset = None if record is None else record.number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
         self._order: PredictedOrder | None = None  # the predicted order
@@ -237,7 +237,7 @@ class LoaderEpoch:
         self._drawn_s = 0.0
         self._waited_s = self._computed_s = 0.0
         self._left_s = 0.0  # time at which the loop got its last batch
-        self._told_s = time.monotonic()
+        self._progress_sent_s = time.monotonic()
 
     def foresee(self, iterator: Iterator[object] | None = None) -> None:
         """Announce the order, just before the sampler's iterator gives its first element."""
@@ -309,19 +309,19 @@ class LoaderEpoch:
         self._received += 1
         if self.has_failed:
             self.is_counted = False
-        if self.told is not None and not self.told.is_learned:
-            self.told.saw(self._drawn.between(self.position(-1), self.position()))
+        if self.record is not None and not self.record.is_learned:
+            self.record.saw(self._drawn.between(self.position(-1), self.position()))
         self._waited_s += after_s - before_s
         if self._left_s:
             self._computed_s += before_s - self._left_s
         self._left_s = after_s
-        if after_s - self._told_s >= _PROGRESS_S:
-            self.tell(after_s)
+        if after_s - self._progress_sent_s >= _PROGRESS_S:
+            self.send_progress(after_s)
         elif after_s - self._drawn_s >= _MORE_S and self._dataset is not None:
             self._send_drawn()
 
-    def tell(self, now_s: float, *, is_over: bool = False) -> None:
-        self._told_s = now_s
+    def send_progress(self, now_s: float, *, is_over: bool = False) -> None:
+        self._progress_sent_s = now_s
         if self._dataset is not None:
             self._send_drawn()
         self.link.send(
@@ -520,7 +520,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
     def __init__(self: _Loader, *arguments: object, **named: object) -> None:
         made(self, *arguments, **named)
         try:
-            state.tell_files(self)
+            state.send_files(self)
         except Exception as error:  # the program runs on as without the hook
             state.link.note(f"cannot find the files of a DataLoader: {error!r}")
 
@@ -531,7 +531,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         try:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
-            workers = None if epoch.told is None else state.look(self, epoch.told)
+            workers = None if epoch.record is None else state.look(self, epoch.record)
         except Exception as error:  # the loop runs on as without the hook
             state.link.note(f"cannot follow a DataLoader: {error!r}")
         _expected.pair = None if epoch is None else (_index_sampler(self), epoch)
@@ -604,7 +604,7 @@ def _wrap_iterator(kind: type) -> None:
         try:
             batch = original(self)
         except StopIteration:
-            epoch.tell(time.monotonic(), is_over=True)
+            epoch.send_progress(time.monotonic(), is_over=True)
             raise
         except Exception:
             epoch.has_failed = True
