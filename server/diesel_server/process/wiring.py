@@ -1,6 +1,4 @@
-"""Puts the parts of a worker together: a repository, its chunk cache, its accounts, the handlers of
-all requests, and the work in the background.
-"""
+"""Puts the parts of a worker together."""
 
 import logging
 import os
@@ -46,14 +44,13 @@ _STORE = "the server's store"
 _ACCOUNTS_S = 3.0  # the deadline of the table of accounts
 
 MEMORY_TIER_BYTES = 256 << 20
-"""The chunk cache of a worker without a folder for one: it holds dozens of chunks that are read
-again and again."""
+"""The chunk cache of a worker without a folder for one: dozens of chunks that are read again and
+again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """The parts of a worker: the context of its connections, the tasks beside them (`background`),
-    and a function that closes all."""
+    """`background` runs beside the connections; `close` closes all."""
 
     context: ConnectionContext
     background: Sequence[Callable[[], Awaitable[None]]] = ()
@@ -61,11 +58,11 @@ class Wiring:
 
 
 WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
-"""Makes the wiring for the config of a worker; blocks. Raises DieselError."""
+"""Blocks. Raises DieselError."""
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """The wiring of a real server."""
+    """Of a real server."""
     open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
@@ -99,7 +96,6 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
         cache.close()
         repository.close()
 
-    # One worker of a server is enough to watch
     background = [partial(watch_metadata, repository, runs)] if config.slot == 0 else []
     context = ConnectionContext(
         objects.store_id,
@@ -114,8 +110,8 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """The addresses of the store, the metadata store and the caches as errors may contain them, the
-    longest first, and the words that a client sees in place of each."""
+    """See `ConnectionContext.redactions`: addresses of the store, the metadata store and the
+    caches."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)
@@ -137,7 +133,7 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
-    """The folder for compressed snapshots: in that of the chunk cache, or else in the user's."""
+    """In the chunk cache's folder, or else in the user's."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:
