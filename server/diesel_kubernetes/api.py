@@ -29,7 +29,7 @@ def api_errors() -> Iterator[None]:
         yield
     except ApiError as error:
         status = error.status
-        text = f"the Kubernetes API says: {status.message or status.reason or status.code}"
+        text = f"the Kubernetes API reports: {status.message or status.reason or status.code}"
         match status.code:
             case HTTPStatus.NOT_FOUND:
                 raise NotFoundError(text) from None

@@ -1,6 +1,6 @@
-"""Facts about mounts, about folders that the user names, and about a mount that is tried.
+"""Facts about mounts, named folders, and a tried mount.
 
-No mount is touched by this process: `mounts/mountpoint.py` asks each in a child with a deadline.
+This process touches no mount: `mounts/mountpoint.py` queries each in a child with a deadline.
 """
 
 import json
@@ -46,22 +46,22 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""How long a mount may take to answer each of two questions, which a new process asks. On busy
-processors, that takes a second or two."""
+"""For each of two requests to a mount from a new process, which takes a second or two on busy
+processors."""
 
 MOUNTS_MAX = 64
-"""Further mounts are left out, since a child process queries each one."""
+"""More are left out, since a child process queries each one."""
 
 _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
 
 def all_mounts() -> list[DatasetMount]:
-    """The mounts of datasets that this process sees, at most `MOUNTS_MAX`."""
+    """At most `MOUNTS_MAX`."""
     return dataset_mounts(mounts())[:MOUNTS_MAX]
 
 
 def mount_facts(found: DatasetMount) -> MountFacts:
-    """Whether a mount is alive, and its statistics. Takes at most twice `ANSWER_S`."""
+    """Takes at most twice `ANSWER_S`."""
     try:
         if not is_alive(found.path, deadline_s=ANSWER_S):
             return MountFacts(found.path, found.source, "dead")
@@ -76,11 +76,10 @@ def mount_facts(found: DatasetMount) -> MountFacts:
 
 
 def mount_probe(
-    found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_asked: bool
+    found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_named: bool
 ) -> Probe:
-    """Whether a mount serves its readers; and whether it shows the current version, for which
-    `open_repository` opens the repository. Its faults are warnings, unless the user has named this
-    mount (`is_asked`)."""
+    """Whether a mount serves its readers, and shows the current version of the repository that
+    `open_repository` opens. Its faults are warnings, unless the user has named it (`is_named`)."""
 
     def work(emit: Emit) -> None:
         facts = mount_facts(found)
@@ -99,7 +98,7 @@ def mount_probe(
             if behind := behind_finding(facts, current):
                 emit(behind)
 
-    worst: State = "fault" if is_asked else "warning"
+    worst: State = "fault" if is_named else "warning"
     return Probe("mount", f"the mount on {found.path}", work, _CURE_OF_MOUNT, worst=worst)
 
 
@@ -113,7 +112,7 @@ def place_probe(path: Path) -> Probe:
 
 
 def place_facts(path: Path) -> PlaceFacts:
-    """The facts about a folder, which need not exist."""
+    """It need not exist."""
     text = str(path)
     if path.exists() and not path.is_dir():
         return PlaceFacts(text, is_folder=False)
@@ -157,14 +156,11 @@ def _cached(path: Path) -> list[CachedUse]:
     return []
 
 
-# A mount that is tried
-
-
 class Trial:
-    """A mount that `trial.py` tries in a folder of its own; a context manager that removes it."""
+    """A mount by `trial.py` in a folder of its own; a context manager removes it."""
 
     def __init__(self) -> None:
-        """Raises OSError if there is no room for the folder."""
+        """Raises OSError."""
         self._folder = Path(os.path.realpath(tempfile.mkdtemp(prefix="diesel-doctor-")))
         self._child: subprocess.Popen[bytes] | None = None
 
@@ -223,7 +219,6 @@ def mount_probes(
     found: Iterable[DatasetMount],
     open_repository: Callable[[], Repository] | None = None,
     *,
-    is_asked: bool = False,
+    is_named: bool = False,
 ) -> list[Probe]:
-    """A probe for each of these mounts, as `mount_probe`."""
-    return [mount_probe(each, open_repository, is_asked=is_asked) for each in found]
+    return [mount_probe(each, open_repository, is_named=is_named) for each in found]

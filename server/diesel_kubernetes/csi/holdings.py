@@ -88,8 +88,8 @@ class NodeHoldings:
                 found[key] = held
         # A place whose share is unknown may hold more than all others
         unknown = {each.key for each in found.values() if not each.version}
-        told = [each for each in found.values() if each.key not in unknown or not each.version]
-        return told, is_complete
+        datasets = [each for each in found.values() if each.key not in unknown or not each.version]
+        return datasets, is_complete
 
     def _in_mounts(self) -> Iterator[HeldDataset | None]:
         """None for a mount that does not report its share."""

@@ -118,8 +118,7 @@ def size(text: str) -> int:
     metavar="SIZE",
     default="4G",
     show_default=True,
-    help="Memory for contents of a volume: the most it may ask for, and what it gets if"
-    " it asks for none.",
+    help="Memory for contents of a volume: the most that a volume may request, and the default.",
 )
 @click.option(
     "--file-root",
@@ -155,7 +154,7 @@ def size(text: str) -> int:
     metavar="NAME",
     default="diesel-system",
     show_default=True,
-    help="Namespace of mount pods, and of the ConfigMap that says what this node holds.",
+    help="Namespace of mount pods, and of the ConfigMap that reports what this node holds.",
 )
 @click.option(
     "--image",

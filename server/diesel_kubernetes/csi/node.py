@@ -212,7 +212,7 @@ class NodeVolumes:
             return start.result(max(0.0, until_s - time.monotonic()))
         except WaitedTooLong:
             raise DeadlineError(
-                f"the mount of {volume.named} has not started yet", advice="it goes on; ask again"
+                f"the mount of {volume.named} has not started yet", advice="it goes on; try again"
             ) from None
 
     def _forget_start(self, key: str) -> None:
@@ -254,7 +254,7 @@ class NodeVolumes:
             raise
         except DieselError as error:
             text = volume.without_secrets(str(error))
-            log.warning("%s is shared: cannot ask which version is current: %s", newest, text)
+            log.warning("%s is shared: cannot find its current version: %s", newest, text)
             return newest
         roots = MountTable.read(self._state).roots
         found = [name for name in living if name in roots and roots[name].source == source]

@@ -114,4 +114,4 @@ def error_of_exit(verb: str, code: int, text: str) -> DieselError:
     )  # fmt: skip
     kind = next((each for each in kinds if each.exit_code == code), DieselError)
     last = "; ".join(text.strip().splitlines()[-SHOWN_LINES:])[-SHOWN_CHARS:]
-    return kind(f"`dlcmd {verb}` ended with exit code {code}: {last or 'it said nothing'}")
+    return kind(f"`dlcmd {verb}` ended with exit code {code}: {last or 'it printed nothing'}")

@@ -260,7 +260,7 @@ class Reconciler:
         lists nothing that it can get by name: time would grow with the square of the Datasets."""
         own = await self._jobs(seen)
         pods: list[Pod] = []
-        for job in filter(self._may_tell, own):
+        for job in filter(self._may_report, own):
             pods += await self._pods_of(seen.namespace, job.metadata.name)
         readers: list[Json] = []
         is_read = self._known.readers(seen.namespace, seen.name) or seen.status.nodes
@@ -302,7 +302,7 @@ class Reconciler:
         jobs = [decode(Job, each) for each in made if each is not None]
         return [each for each in jobs if each.metadata.is_owned_by(seen.uid)]
 
-    def _may_tell(self, job: Job) -> bool:
+    def _may_report(self, job: Job) -> bool:
         """Whether a Job's pods may have a report: it has ended, or is not young."""
         if job.status.conditions:
             return True

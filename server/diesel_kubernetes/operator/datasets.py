@@ -72,10 +72,10 @@ _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreError, "StoreUnreachable"), (MetadataError, "MetadataUnreachable"),
     (FormatError, "Corrupt"), (NoSpaceError, "NoSpace"),
 )  # fmt: skip
-_SAID_CHARS_MAX = 300
+_TEXT_CHARS_MAX = 300
 
 _LASTING = frozenset({"Denied"})
-"""They last, though the error's class says that it may be tried again."""
+"""They last, though the error's class allows another try."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class JobReport:
     advice: str = ""
     done: bool = False
     """Whether it succeeded with nothing to describe."""
-    said: str = ""
+    text: str = ""
     """The end of a message that is no report."""
 
 
@@ -109,7 +109,7 @@ def parse_report(message: str) -> JobReport:
     try:
         found = json.loads(message)
     except ValueError:
-        return JobReport(said=message[-_SAID_CHARS_MAX:])
+        return JobReport(text=message[-_TEXT_CHARS_MAX:])
     return decode(JobReport, found)
 
 
@@ -203,8 +203,8 @@ def outcome_of(job: JobView) -> JobOutcome:
         return JobOutcome("DeadlineExceeded", f"the Job {job.name} took too long")
     if report.done:
         return JobOutcome("Done")
-    said = report.said.strip()
-    message = f"the pod of the Job {job.name} ended without a report{said and f': {said}'}"
+    text = report.text.strip()
+    message = f"the pod of the Job {job.name} ended without a report{text and f': {text}'}"
     return JobOutcome("Interrupted", message, may_pass=True)
 
 

@@ -64,7 +64,7 @@ CONTAINER = "operator"
     metavar="SECONDS",
     default=10.0,
     show_default=True,
-    help="How often the progress of a preparation is asked for. Reports of nodes are read once in"
+    help="The pause between two requests for a preparation's progress. Reports of nodes are read once in"
     " three of these.",
 )
 @click.option(
@@ -87,7 +87,7 @@ CONTAINER = "operator"
     "--liveness",
     metavar="URL",
     default="",
-    help="Where this program says that it lives, as http://0.0.0.0:8080/healthz.",
+    help="Where this program answers that it is alive, as http://0.0.0.0:8080/healthz.",
 )
 def program(
     namespace: tuple[str, ...], image: str, pod: str, url: str, file_root: tuple[str, ...],

@@ -165,7 +165,7 @@ def _serve(runner: Runner, listen: str) -> None:
     try:
         server = ThreadingHTTPServer((host.strip("[]"), int(port)), Handler)
     except (OSError, ValueError) as error:
-        click.echo(f"no progress can be told at {listen}: {error}", err=True)
+        click.echo(f"cannot answer requests for progress at {listen}: {error}", err=True)
         return
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
@@ -173,7 +173,9 @@ def _serve(runner: Runner, listen: str) -> None:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--result", type=click.Path(path_type=Path), required=True, metavar="FILE",
               help="Where the report is written.")  # fmt: skip
-@click.option("--listen", default="", metavar="HOST:PORT", help="Where progress is told.")
+@click.option(
+    "--listen", default="", metavar="HOST:PORT", help="Where requests for progress are answered."
+)
 @click.option("--describe", default="", metavar="DATASET[@VERSION]",
               help="The dataset that the report describes.")  # fmt: skip
 @click.option("--keep", type=click.IntRange(0), help="How many versions a purge keeps.")

@@ -245,9 +245,9 @@ class ClientConnection:
         self._channel, binding = await self._opener()
         self._secured = binding != wire.NO_BINDING
         await self._channel.wait()
-        said = await self._channel.receive_exactly(wire.GREETING_BYTES)
+        greeting = await self._channel.receive_exactly(wire.GREETING_BYTES)
         try:
-            version = wire.parse_greeting(said)
+            version = wire.parse_greeting(greeting)
         except ForeignError as error:
             self.note_refusal("greeting", error.message)
             return b"", b""
@@ -442,8 +442,8 @@ class ClientConnection:
 
         async def send(reply: Reply) -> None:
             size = sum(memoryview(part).nbytes for part in reply.payload)
-            told = cast(Message, self._context.redacted(reply.message))  # it may have an error
-            head = wire.frame({**told, "id": number}, wire.ANSWER_LIMITS, size)
+            message = cast(Message, self._context.redacted(reply.message))  # it may have an error
+            head = wire.frame({**message, "id": number}, wire.ANSWER_LIMITS, size)
             await self._send([head, *reply.payload], size)
 
         try:
@@ -494,9 +494,9 @@ class ClientConnection:
 
     def _error_message(self, error: DieselError) -> Message:
         """Without the addresses of this server's store, which only its operator may know."""
-        told = error_message(error)
-        redacted = cast(Message, self._context.redacted(told))
-        if redacted != told:
+        message = error_message(error)
+        redacted = cast(Message, self._context.redacted(message))
+        if redacted != message:
             log.warning("user=%s from=%s: %s", self._account.name, self._peer, error)
         return redacted
 

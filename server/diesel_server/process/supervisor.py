@@ -91,7 +91,7 @@ class Supervisor:
                         first_error.append(error)
                         nursery.cancel_scope.cancel()
                     else:
-                        self._say_ready()
+                        self._report_ready()
                         if self._metrics:
                             shown = MetricsEndpoint(self._metrics_text, self._is_healthy)
                             nursery.start_soon(shown.serve, self._metrics)
@@ -105,7 +105,7 @@ class Supervisor:
             raise first_error[0]
         return self._code
 
-    def _say_ready(self) -> None:
+    def _report_ready(self) -> None:
         options = self._options
         scheme = "diesel" if options.certificate is None else "diesel+tls"
         where = HostPort(options.listen.host, self._sockets[0].getsockname()[1])
@@ -295,8 +295,10 @@ def _no_process(error: OSError) -> DieselError:
 
 def _start_error(report: bytes, code: int) -> DieselError:
     try:
-        told = json.loads(report)
-        return error_by_class_name(str(told["error"]), str(told["message"]), str(told["advice"]))
+        fields = json.loads(report)
+        return error_by_class_name(
+            str(fields["error"]), str(fields["message"]), str(fields["advice"])
+        )
     except (ValueError, KeyError, TypeError):
         return DieselError(f"a worker ended while it was starting ({_exit_text(code)})")
 

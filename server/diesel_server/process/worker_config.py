@@ -39,8 +39,10 @@ class WorkerConfig:
 
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """The inherited variables, and those that the config carries."""
-    told = {name: value for name, value in environment.items() if name.startswith(_SECRET_PREFIXES)}
-    return {name: value for name, value in environment.items() if name not in told}, told
+    secret = {
+        name: value for name, value in environment.items() if name.startswith(_SECRET_PREFIXES)
+    }
+    return {name: value for name, value in environment.items() if name not in secret}, secret
 
 
 def config_line(config: WorkerConfig) -> bytes:

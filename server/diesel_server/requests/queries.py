@@ -185,10 +185,10 @@ class QueryHandlers:
             self._repository.archive_records, known.identity, limiter=self._query_threads
         )
         trusted = ("", request.account.name)
-        told = [
+        shown = [
             each if each.writer in trusted else replace(each, is_alone=False) for each in records
         ]
-        return Reply({}, records_payload(told))
+        return Reply({}, records_payload(shown))
 
     def _catalogued(self, name: str) -> DatasetInfo:
         found, damaged = self._repository.catalogue.all({})
