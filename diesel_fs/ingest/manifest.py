@@ -1,8 +1,8 @@
 """Checks and stores the manifest of a put, after the files that it names.
 
-The form of a manifest is checked before anything is put (`sources/manifest_file.py`). Only
-afterwards is it known whether the dataset has the files that it names; then it becomes a file of
-the dataset, `MANIFEST_NAME` in the folder to which the source went.
+Its form is checked before anything is put (`sources/manifest_file.py`), but whether the dataset has
+its files is known only afterwards. It becomes the file `MANIFEST_NAME` in the folder to which the
+source went.
 """
 
 import io
@@ -21,15 +21,13 @@ _MODE = 0o644
 
 @dataclass(frozen=True, slots=True)
 class FetchedManifest:
-    """A manifest that is to be put."""
-
     manifest: Manifest
     content: bytes
-    """The bytes that the dataset will have."""
+    """As the dataset will have them."""
     modified_ns: int
 
     def path(self, target: bytes) -> bytes:
-        """Its path in the dataset, if the source goes to `target`."""
+        """If the source goes to `target`."""
         return join(target, MANIFEST_NAME)
 
 
@@ -43,12 +41,9 @@ def put_manifest(
     *,
     is_readable: bool,
 ) -> None:
-    """Check a manifest against `view`, the dataset after the put, and put it unless it is there
-    already. `is_readable` says whether the stored one can be read.
-
-    If it names files that the dataset lacks, it is not put: the report names the first such lines,
-    and the stored manifest stays. Raises DieselError.
-    """
+    """Put a manifest unless it is there already and readable. If `view`, the dataset after the put,
+    lacks files that it names, the report has the first such lines, and the stored manifest stays.
+    Raises DieselError."""
     found = find_samples(fetched.manifest, view, target)
     for fault in found.faults:
         report.fail(fault.path, f"{fetched.manifest.name}, line {fault.line}: {fault.reason}")

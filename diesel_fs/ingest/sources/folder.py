@@ -1,8 +1,9 @@
-"""A folder as the source of a put: this process walks and commits, forked processes read and pack.
+"""A folder as the source of a put: this process walks and commits, forked processes (`worker.py`)
+read, hash, compress and store chunks.
 
-The packing processes (`worker.py`) read, hash, compress and store chunks. The coordinator makes all
-IDs and all commits: IDs have to follow the committed ones (FORMAT.md, section 3), and the metadata
-store has one writer for a put. The coordinator is one thread, and forks before it starts any.
+The coordinator makes all IDs and all commits: IDs have to follow the committed ones (FORMAT.md,
+section 3), and the metadata store has one writer for a put. It is one thread, and forks before it
+starts any.
 """
 
 import os
@@ -38,11 +39,11 @@ _STALE_TRIES = 2  # tries to pack files again after their chunk missed the put w
 
 
 class FolderSource(Source):
-    """The contents of a folder, or of its `paths` (files, links or single folders in it).
+    """A folder, or its `paths` (files, links or single folders in it).
 
     If the object store does not work in forked children, `program` packs: a command that takes a
-    descriptor and calls `worker.run_worker_program`. Chunks that become durable within
-    `commit_every_s` are committed together, with at most `commit_entries_max` entries.
+    descriptor and calls `worker.run_worker_program`. Chunks of `commit_every_s` are committed
+    together, with at most `commit_entries_max` entries.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FolderSource(Source):
         return True
 
     def _changed_batches(self, paths: Sequence[bytes] | None) -> "Iterator[_PackMessage]":
-        """The changes of these paths (None: of all)."""
+        """None: of all paths."""
         path_filter, failed = self._work.path_filter, self._work.report.fail
         if paths is None:
             listings = walk(self._root, path_filter, failed)
@@ -122,7 +123,7 @@ class FolderSource(Source):
 
 
 def open_source(source: Path) -> int:
-    """A descriptor of a folder. Raises NotFoundError, PermissionDenied."""
+    """Raises NotFoundError, PermissionDenied."""
     try:
         return os.open(source, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -133,7 +134,7 @@ def open_source(source: Path) -> int:
 
 @dataclass(slots=True)
 class _PackMessage:
-    """The files that one message tells a process to pack."""
+    """For one packing process."""
 
     folders: list[FolderFiles] = field(default_factory=list)
     folder_entries: list[FolderEntry] = field(default_factory=list)
@@ -142,7 +143,7 @@ class _PackMessage:
 
 @dataclass(eq=False)
 class _FolderPut:
-    """The coordinator of one put: entries that were walked, are being packed, or are done."""
+    """The coordinator of one put."""
 
     session: WriteSession
     target: bytes
@@ -154,13 +155,13 @@ class _FolderPut:
     def __post_init__(self) -> None:
         self.stale: list[bytes] = []  # paths below the source whose chunk came too late
         self._backlog: deque[_PackMessage] = deque()
-        # Chunks that are durable but not committed, each with the number of entries that end in it
+        # Durable but not committed, each with the number of entries that end in it
         self._stored: list[tuple[ValidatedChunk, int]] = []
         self._stored_entries = 0
         self._committed_s = float("-inf")  # monotonic time of the last commit
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
-        """Feed the processes until all batches are packed, stored and committed; end them."""
+        """Until all batches are packed, stored and committed; then end the processes."""
         try:
             self._run(workers, progress)
         except BaseException:  # Ctrl-C, too: commit what is durable, if that works
@@ -202,7 +203,7 @@ class _FolderPut:
                 worker.send("finish")
 
     def _walk_ahead(self) -> bool:
-        """Let the walk run ahead by one batch; returns whether there may be more."""
+        """By one batch; returns whether there may be more."""
         if self.report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
             return False
         batch = next(self.batches, None)
@@ -214,7 +215,7 @@ class _FolderPut:
         return True
 
     def _answer(self, worker: WorkerHandle) -> None:
-        """Receive one message of a packing process, and answer it."""
+        """Receive one message, and answer it."""
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -244,17 +245,14 @@ class _FolderPut:
         self._stored_entries += len(chunk.batch.rows)
 
     def _due_s(self) -> float | None:
-        """The time that the next commit waits for more chunks; None if there is no chunk yet."""
+        """Until the next commit; None if there is no chunk yet."""
         if not self._stored:
             return None
         return max(0.0, self._committed_s + self.commit_every_s - time.monotonic())
 
     def _commit(self) -> None:
-        """Commit all chunks that are durable, and count them.
-
-        If this is interrupted, nobody knows whether they are committed, so they stay to be
-        committed again. Chunks that the metadata store refuses are not offered again.
-        """
+        """Commit and count the durable chunks. After an interruption, they are committed again, as
+        the outcome is unknown. Chunks that the metadata store refuses are not offered again."""
         if not self._stored:
             return
         try:
@@ -269,7 +267,7 @@ class _FolderPut:
 
 
 def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_PackMessage]:
-    """The changes, in batches of about `_BATCH_ENTRIES`."""
+    """Of about `_BATCH_ENTRIES`."""
     batch = _PackMessage()
     for change in changes:
         report.unchanged += change.unchanged
