@@ -59,7 +59,7 @@ VERBS = {
     "grant": "Give a user a role on a dataset.",
     "completion": "Print the code with which a shell completes dlcmd.",
 }
-"""With its line in `dlcmd --help`."""
+"""Each verb, and its line in `dlcmd --help`."""
 
 ENDLESS = {"top", "dashboard"}
 """They go on until they are ended: there is nothing to finish."""
@@ -149,7 +149,7 @@ def main() -> NoReturn:
 
 
 def prepare_process() -> None:
-    """For `run`: threads and signals."""
+    """Sets up threads and signals for `run`."""
     # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
     # some when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -225,7 +225,7 @@ def causes(error: BaseException) -> Iterator[str]:
 
 
 def _again(context: click.Context | None) -> str:
-    """After an interruption; no context: it came before the verb was known."""
+    """What to do after an interruption; `context` is None if it came before the verb was known."""
     is_endless = context is not None and context.invoked_subcommand in ENDLESS
     return "" if is_endless else "; run it again to finish"
 
@@ -236,7 +236,7 @@ def _notes(error: BaseException) -> str:
 
 
 def as_diesel_error(error: Exception) -> DieselError:
-    """With message, advice and exit code."""
+    """Any exception as one of ours, with message, advice and exit code."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):

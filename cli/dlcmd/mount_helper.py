@@ -30,10 +30,9 @@ from .utab import update_utab
 from .verbs.mount import mount as mount_verb
 
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
-"""Of mount(8) and umount(8)."""
 
 _EXIT_CODES = {0: 0, 1: BUG, 2: USAGE, 129: INTERRUPTED, 130: INTERRUPTED, 143: INTERRUPTED}
-"""By exit code of `dlcmd`; FAILED for all others."""
+"""mount(8)'s exit code for `dlcmd`'s; FAILED for all others."""
 
 _OF_MOUNT = re.compile(
     "(no)?(auto|user|users|owner|group|fail|suid|dev|exec|atime|diratime|relatime|strictatime"
@@ -53,7 +52,7 @@ ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """By their names behind `-o`."""
+    """The options by their names behind `-o`."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
@@ -237,7 +236,7 @@ def _last_of(given: Sequence[str], *names: str) -> str | None:
 
 
 def _use_system_folders() -> None:
-    """For this process, in place of root's home."""
+    """These replace root's home in this process."""
     for folder in (STATE_FOLDER, CACHE_FOLDER):
         try:
             Path(folder).mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -249,8 +248,8 @@ def _use_system_folders() -> None:
 
 
 def _load_environment(path: Path) -> None:
-    """From lines `NAME=value`, as for systemd's EnvironmentFile. Raises ConfigError,
-    PermissionDenied, UsageError."""
+    """Reads lines `NAME=value`, as systemd's EnvironmentFile. Raises ConfigError, PermissionDenied,
+    UsageError."""
     content = private_bytes(path, "the environment", ENVIRONMENT_BYTES_MAX)
     for line in content.decode("utf-8", "surrogateescape").splitlines():
         name, is_set, value = line.strip().partition("=")
@@ -287,7 +286,6 @@ def _note_helper(mountpoint: str) -> None:
 
 
 def _run_program(program: click.Command) -> NoReturn:
-    """With this process's arguments; end with its exit code."""
     prepare_process()
     flags, code = Flags(), FAILED
     try:

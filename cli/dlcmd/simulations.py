@@ -25,7 +25,7 @@ from diesel_fs.format.snapshot.reader import Indices
 from .show.progress import ShowProgress
 
 PARALLEL_READS_MIN = 400_000
-"""For fewer reads, other processes would take longer to start."""
+"""Fewer reads are simulated here: other processes would take longer to start."""
 
 POLL_S = 0.2
 
@@ -55,7 +55,7 @@ Task = Callable[[Comparison, ForecastFiles, Indices | None, OnProgress], Made]
 """`Comparison.run` or `Comparison.size`."""
 
 Progress = MutableSequence[float]
-"""Of each comparison, 0 to 1, in shared memory."""
+"""The progress of each comparison, 0 to 1, in shared memory."""
 
 _inputs: list[
     tuple[ForecastFiles, Indices | None, Progress]

@@ -165,7 +165,7 @@ class Comparer:
         return f"refused: {path} is a {there} of the dataset; remove it first"
 
     def _folder_conflict(self, folder: bytes) -> str:
-        """By the folder itself or one above it."""
+        """Why nothing can be put into the folder, for it or for one above it."""
         index = ROOT_INDEX
         for name in folder.split(b"/") if folder else ():
             index = self.view.child(index, name)
@@ -196,7 +196,7 @@ class Comparer:
 
 
 def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> bool:
-    """By the checksums of the file at `index`; `folder` is a descriptor. Raises OSError."""
+    """Compares checksums; `folder` is a descriptor. Raises OSError."""
     file = open_file(folder, name)
     try:
         return same_content(view.extents(index), partial(os.pread, file))
@@ -231,7 +231,7 @@ class FolderComparer(Comparer):
                 raise ConflictError(f"{path!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
-        """To pack, for each folder."""
+        """The entries to pack, for each folder."""
         for listing in listings:
             target = target_path(self.target, listing.path)
             if fault := path_fault(target):
@@ -252,7 +252,7 @@ class FolderComparer(Comparer):
             yield self._compare(listing, target)
 
     def _compare(self, listing: FolderListing, target: bytes) -> FolderChanges:
-        """To pack, of one folder, which goes to `target`."""
+        """`target` is the folder's path in the dataset."""
         at = self.view.lookup(target)
         self._mark(at, with_all_below=listing.unread)
         found = self.view.stat(at) if at >= 0 else None

@@ -40,7 +40,7 @@ _READ_BYTES = 1 << 20  # of a file that is put again
 
 
 class _Entry(NamedTuple):
-    """By its position in a new chunk's header."""
+    """`position` is that in a new chunk's header."""
 
     stamp: Stamp
     header: ChunkHeader
@@ -130,8 +130,8 @@ def _files_replaced_by_folders(
 
 
 def _possible_conflicts(header: ChunkHeader, session: WriteSession) -> Iterator[bytes]:
-    """Of another writer's chunk: files and links, and folders inside a folder to which this session
-    has committed something."""
+    """The files and links of another writer's chunk, and its folders inside a folder to which this
+    session has committed something."""
     kinds = header.records["kind"]
     for i in np.flatnonzero((kinds == Kind.FILE) | (kinds == Kind.LINK)).tolist():
         yield header.path(i)
@@ -177,7 +177,7 @@ def _headers(
 
 
 def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Snapshot:
-    """Of these files alone: the dataset's snapshot shows folders at their paths."""
+    """Shows these files alone: the dataset's snapshot shows folders at their paths."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()

@@ -23,11 +23,11 @@ _MODE = 0o644
 class FetchedManifest:
     manifest: Manifest
     content: bytes
-    """As the dataset will have them."""
+    """The bytes that the dataset will have."""
     modified_ns: int
 
     def path(self, target: bytes) -> bytes:
-        """If the source goes to `target`."""
+        """`target` is the source's path in the dataset."""
         return join(target, MANIFEST_NAME)
 
 

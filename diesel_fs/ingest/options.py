@@ -45,7 +45,7 @@ class PutOptions:
 
     @property
     def processes(self) -> int:
-        """By default one more than cores, since each waits for the disk at times."""
+        """The default is one more than cores, since each process waits for the disk at times."""
         return self.jobs or min(len(os.sched_getaffinity(0)) + 1, JOBS_MAX)
 
 
@@ -90,7 +90,7 @@ class PutReport:
         self.entries += entries
 
     def fail(self, path: bytes, reason: str) -> None:
-        """By the path below the source."""
+        """`path` is below the source."""
         self.failed.append((path, reason))
 
 
@@ -115,11 +115,11 @@ class Filter:
             raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
     def includes_folder(self, path: bytes) -> bool:
-        """If those above it are put."""
+        """Assumes that the folders above it are put."""
         return not any(glob.matches(path, is_folder=True) for glob in self._exclude)
 
     def includes_file(self, path: bytes) -> bool:
-        """If the folders above it are put."""
+        """Assumes that the folders above it are put."""
         if any(glob.matches(path, is_folder=False) for glob in self._exclude):
             return False
         is_taken = not self._include or any(
@@ -129,7 +129,7 @@ class Filter:
         return is_taken
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
-        """By the entry's own path or that of a folder above it."""
+        """Checks the entry's own path and the folders above it."""
         if self.includes_all or not path:
             self.has_taken |= not is_folder
             return False

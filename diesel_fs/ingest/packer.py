@@ -56,7 +56,7 @@ class Readable(Protocol):
     """Read once, from beginning to end."""
 
     def read(self, size: int, /) -> bytes | memoryview:
-        """At most `size` bytes; none at the end."""
+        """Returns at most `size` bytes; none at the end."""
         ...
 
 
@@ -127,8 +127,8 @@ class Packer:
     def add_files(
         self, folder: int, path: bytes, names: Sequence[bytes], failed: Callable[[bytes, str], None]
     ) -> None:
-        """As `add_file`, for files of the folder `path`; calls `failed` with a name and the reason
-        instead of raising."""
+        """`add_file` for files of the folder `path`, which calls `failed` with a name and the
+        reason instead of raising."""
         at = 0
         while at < len(names):
             self._check()
@@ -373,7 +373,7 @@ class Packer:
         return future
 
     def _await_oldest(self) -> None:
-        """Only if the oldest chunk is stored, its builder is filled again."""
+        """The oldest chunk's builder is filled again only if it is stored."""
         future, builder = self._submitted[0]
         future.result()
         del self._submitted[0]

@@ -49,7 +49,7 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, repository: Repository, target: bytes, options: PutOptions) -> None:
-        """Before a dataset is created. Raises NotFoundError, PermissionDenied, UsageError."""
+        """The dataset does not exist yet. Raises NotFoundError, PermissionDenied, UsageError."""
 
     def start(self, work: PutWork) -> Comparer:
         """Returns the comparer that will record the source's entries. Raises ConflictError."""

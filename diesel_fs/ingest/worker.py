@@ -58,7 +58,7 @@ FolderFiles = tuple[bytes, bytes, bytes]
 """A folder below the source, and the names of files and of links to pack, NULs between."""
 
 FolderEntry = tuple[bytes, int, int]
-"""To create: path below the source, mode, mtime_ns."""
+"""A folder entry: path below the source, mode, mtime_ns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class _PackProcess:
             self.send("packed", self._pack(*batch))
 
     def _receive(self) -> None:
-        """When the coordinator ends, this process ends, too."""
+        """Ends this process when the coordinator ends."""
         try:
             while True:
                 kind, *values = msgpack.unpackb(self._pipe.recv_bytes())
@@ -194,7 +194,7 @@ def _run_forked_worker(
     coordinators: "Sequence[Connection[bytes, bytes]]",
     job: PackJob,
 ) -> NoReturn:
-    """With `_OWN_SIGNALS` still blocked. `coordinators` are the coordinator's ends of this pipe and
+    """`_OWN_SIGNALS` are still blocked. `coordinators` are the coordinator's ends of this pipe and
     of earlier ones, which the fork has copied: an open copy would keep the pipe open when the
     coordinator dies."""
     for end in coordinators:
@@ -316,7 +316,7 @@ class WorkerHandle:
             raise self.death_reason() from None
 
     def death_reason(self) -> DieselError:
-        """If the process could send it."""
+        """The error that the process may have sent."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())

@@ -177,7 +177,7 @@ class DieselDataset(TorchDataset[tuple[object, object]]):  # type: ignore[misc] 
         return self._made(at, self._dataset.get(int(self._samples.entries[at])))
 
     def __getitems__(self, indices: list[int]) -> list[tuple[object, object]]:
-        """As `__getitem__` of each, read at once. `DataLoader` calls it."""
+        """Reads a batch at once. `DataLoader` calls it."""
         everything = range(len(self))
         wanted = [everything[index] for index in indices]
         self._about_to_read(wanted)

@@ -58,7 +58,7 @@ class ManifestSamples:
     entries: npt.NDArray[np.int32]
     numbers: npt.NDArray[np.int32]
     target_entries: npt.NDArray[np.int32] | None
-    """If the targets are files, the entry of each class."""
+    """The entry of each class, if the targets are files."""
     broken: frozenset[int] = frozenset()
     linked: dict[int, str] = field(default_factory=dict)
 

@@ -242,7 +242,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return _Entry(dataset, view, index)
 
     def _find_file(self, path: str) -> _Entry:
-        """As `_find`. Raises IsADirectoryError for a folder."""
+        """Raises as `_find`, and IsADirectoryError for a folder."""
         entry = self._find(path)
         if entry.view.stat(entry.number).kind != Kind.FILE:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -571,7 +571,7 @@ def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
 
 
 def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, object]:
-    """If `index` is a link, add its fields to `info`, which describes the target."""
+    """Adds the link's fields to `info`, which describes the target."""
     if index >= 0 and view.stat(index).kind == Kind.LINK:
         info |= {"islink": True, "destination": os.fsdecode(view.link(index))}
     return info

@@ -169,7 +169,6 @@ class _Table:
         return self._pending > 0 or not np.isnan(self.reported).all()
 
     def forget_pending(self) -> None:
-        """Because a state was loaded."""
         self._indices, self._values, self._pending = [], [], 0
 
     def settle_pending(self) -> None:
@@ -409,7 +408,7 @@ class ImportanceSampler(ChunkShuffleSampler):
             yield samples[number * batch_size : (number + 1) * batch_size].copy(), batch
 
     def state_dict(self, received: int | None = None) -> dict[str, object]:
-        """As `ChunkShuffleSampler.state_dict`, with the importance of the samples and this rank's
+        """The state of `ChunkShuffleSampler`, with the importance of the samples and this rank's
         reports since the epoch began. If every rank loads its own state, nothing is lost; if all
         load that of one rank, the others' reports of this epoch are lost."""
         self._table.settle_pending()
@@ -513,7 +512,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     # Draws
 
     def _draw(self, epoch: int) -> _Draw:
-        """Before drawing, the ranks agree on the importance."""
+        """The ranks agree on the importance first."""
         if self._draws and self._draws[0].epoch == epoch:
             return self._draws[0]
         table, count = self._table, len(self._files)

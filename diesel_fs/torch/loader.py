@@ -297,7 +297,7 @@ class _Segment:
     ) -> None:
         self.workers = workers
         self.sizes: deque[tuple[int, float]] = deque()
-        """For each batch in hand: its number of samples, and their mean stored size."""
+        """Each batch in hand has a number of samples, and their mean stored size."""
         self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
         options = {**setting.always, "num_workers": workers, "generator": generator}
         if workers:

@@ -42,7 +42,7 @@ class EpochPlace:
     partitions: tuple[Partition, ...] = ()
     """Earlier partitions of this epoch, to other worlds."""
     position: int | None = 0
-    """In this rank's part. None: not known."""
+    """The position in this rank's part. None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
@@ -292,7 +292,7 @@ class _Iteration(Iterator[int]):
         self._left: Iterator[int] | None = None
         self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
-        """From the iteration's beginning."""
+        """The samples from the iteration's beginning."""
         self.given = 0
         self.delivered: int | None = None
         """Samples that the loop has got, if `ImportanceSampler.enumerate` delivers them."""

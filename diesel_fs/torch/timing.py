@@ -60,7 +60,7 @@ class TimedCollate:
 
 
 def _own_bytes() -> float:
-    """Without the memory that this process shares with its parent."""
+    """Leaves out the memory that this process shares with its parent."""
     total = 0
     with suppress(OSError, ValueError, IndexError):
         for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():

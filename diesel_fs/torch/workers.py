@@ -65,7 +65,7 @@ class FetchModel:
     """Seconds for a sample, by the size of samples and the number of workers."""
 
     _curves: dict[int, dict[int, float]] = field(default_factory=dict)
-    """By size class (a power of 2), then by number of workers."""
+    """Seconds by size class (a power of 2), then by number of workers."""
 
     def learn(self, sample_bytes: float, workers: int, sample_s: float) -> None:
         curve = self._curves.setdefault(_size_class(sample_bytes), {})
@@ -115,7 +115,7 @@ class WorkerController:
         self.model = FetchModel()
 
     def decide(self, measured: Measured) -> int:
-        """At least 1."""
+        """Returns at least 1."""
         samples = max(measured.batch_samples, 1.0)
         self.model.learn(measured.sample_bytes, measured.workers, measured.fetch_s / samples)
         current = max(measured.workers, 1)

@@ -4,10 +4,9 @@ change."""
 import hashlib
 
 DRIVER = "csi.diesel-fs.dev"
-"""Also the prefix of its labels."""
+"""The prefix of the driver's labels, too."""
 
 GROUP = "diesel-fs.dev"
-"""Of the operator's resources."""
 
 POD_NAME = "csi.storage.k8s.io/pod.name"
 POD_NAMESPACE = "csi.storage.k8s.io/pod.namespace"
@@ -19,7 +18,7 @@ ATTRIBUTES = (
     *"groupSize uid gid umask cacheDir cacheSize cacheLayout task rank world peerTls".split(),
     "peersThroughMaster",
 )
-"""Of a volume (`csi/VOLUMES.md`)."""
+"""See `csi/VOLUMES.md`."""
 
 SECRETS = {
     "user": "DIESEL_USER",
@@ -39,10 +38,10 @@ SECRETS = {
 """The keys of a volume's Secret, and the variables by which a mount gets them."""
 
 LABEL_NODE = f"{DRIVER}/node"
-"""On mount pods, their Secrets and reports: the node's `label_value`."""
+"""Mount pods, their Secrets and reports carry the node's `label_value`."""
 
 LABEL_MOUNT = f"{DRIVER}/mount"
-"""On mount pods and their Secrets: the mount's name, `KEY-N`."""
+"""Mount pods and their Secrets carry the mount's name, `KEY-N`."""
 
 _LABEL_CHARS_MAX = 63
 

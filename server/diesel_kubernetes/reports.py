@@ -18,7 +18,7 @@ from .names import LABEL_NODE, label_value
 Json = dict[str, object]
 
 REFRESH_S = 300.0
-"""Between two reports without a change."""
+"""The pause between two reports without a change."""
 
 AGE_S_MAX = 3 * REFRESH_S
 """An older report is not used, since the plugin has gone, nor one as far in the future."""
@@ -27,7 +27,7 @@ NOTICEABLE = 5
 """A change by this percentage of the dataset is reported before `REFRESH_S`."""
 
 DATASETS_MAX = 1000
-"""In a report, so that it fits a ConfigMap."""
+"""A report must fit a ConfigMap."""
 
 REPORT_CHARS_MAX = 1 << 20
 """The limit of a ConfigMap."""
@@ -51,7 +51,7 @@ class HeldDataset:
     version: int
     """0: it is not known how much of which version is held."""
     share: int = 0
-    """In memory or on the disk."""
+    """The share in memory or on the disk."""
     disk: int = 0
     """This part stays when no pod reads the dataset."""
     is_used: bool = False
@@ -77,7 +77,7 @@ class HeldDataset:
 class NodeReport:
     node: str
     time_s: int
-    """Of the measurement, since 1970, by the node's clock."""
+    """The time of the measurement, since 1970, by the node's clock."""
     is_complete: bool
     """Whether the node holds no dataset that is not named."""
     datasets: tuple[HeldDataset, ...] = ()
@@ -89,7 +89,7 @@ class NodeReport:
 def make_report(
     node: str, now_s: float, datasets: Iterable[HeldDataset], *, is_complete: bool
 ) -> NodeReport:
-    """If there are too many datasets, the largest shares count."""
+    """The largest shares count if there are too many datasets."""
     found = sorted(datasets, key=lambda each: (-each.share, each.key, each.version))
     kept = sorted(found[:DATASETS_MAX], key=lambda each: (each.key, each.version))
     return NodeReport(node, int(now_s), is_complete and len(found) == len(kept), tuple(kept))

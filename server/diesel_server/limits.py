@@ -21,10 +21,10 @@ from diesel_fs.net.messages import Message
 
 GREETING_S = 5.0
 LOGIN_S = 5.0
-"""For TLS and the greeting, and again for the login: each fits two packets."""
+"""Time for TLS and the greeting, and again for the login: each fits two packets."""
 
 AUTHENTICATE_S = 4.0
-"""To look an account up; a client gives up after 10 s."""
+"""Time to look an account up; a client gives up after 10 s."""
 
 IDLE_S = 300.0
 """A connection without a request for this time is closed; clients close unused ones sooner."""
@@ -34,10 +34,10 @@ BYTES_PER_S_MIN = 256 << 10
 """A frame, in either direction, takes at most `FRAME_S` plus its size at this rate."""
 
 HEARTBEAT_S = 1.0
-"""Between two signs of life of a worker."""
+"""The pause between two signs of life of a worker."""
 
 DRAIN_S = 30.0
-"""For requests under way when the server stops."""
+"""Time for requests under way when the server stops."""
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
@@ -64,7 +64,7 @@ FILES_RESERVED = 256
 """File descriptors for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
-"""With this number of requests under way, a connection is not read until one has ended."""
+"""A connection with this number of requests under way is not read until one has ended."""
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
@@ -74,10 +74,9 @@ BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
 """Memory for payloads and answers under way: others have room beside one user's largest request."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
-"""For one user."""
+"""What one user may hold."""
 
 RATE_KEYS_MAX = 4096
-"""In a rate limiter."""
 
 SMALL_BYTES = 64 << 10
 """Smaller sizes are not taken from the budget: the number of requests is limited, too."""
@@ -108,7 +107,7 @@ def answer_bytes(message: Message) -> int:
 
 
 def network_of(address: str) -> str:
-    """For limits: an IPv4 address, or the first 64 bits of an IPv6 address."""
+    """Limits count an IPv4 address, or the first 64 bits of an IPv6 address."""
     try:
         found = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -253,8 +252,8 @@ class ConnectionLimits:
 
     @contextmanager
     def greeting(self, network: str, leave: Callable[[], None]) -> Iterator[None]:
-        """Until a connection has logged in. If there are too many, call `leave` of a random one: of
-        this network if it has too many, otherwise of the network with most."""
+        """Held until a connection has logged in. If there are too many, calls `leave` of a random
+        one: of this network if it has too many, otherwise of the network with most."""
         by_network = Counter(each for each, _ in self._greeting.values())
         if by_network[network] >= self._per_network:
             self._dismiss(network)
@@ -274,7 +273,7 @@ class ConnectionLimits:
 
     @contextmanager
     def user(self, name: str) -> Iterator[None]:
-        """From a login to the end of the connection. Raises LimitReached."""
+        """Held from a login to the end of the connection. Raises LimitReached."""
         if self._by_user[name] >= self.per_user:
             raise LimitReached("user", f"you have {self.per_user} connections, which is the limit")
         self._by_user[name] += 1

@@ -187,7 +187,7 @@ def _redis_warnings(url: RepositoryUrl) -> list[str]:
 
 
 def _key_warnings(key: Path | None) -> list[str]:
-    """If the file cannot be read, loading it raises the error later."""
+    """Loading the key raises the error if the file cannot be read."""
     with suppress(OSError):
         if key is not None and key.stat().st_mode & (stat.S_IROTH | stat.S_IWOTH):
             return [f"every user of this machine can read the key {key}: run chmod o= on it"]

@@ -22,7 +22,7 @@ from ..show.output import print_note
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 
 MEMORY_BYTES = 256 << 20
-"""For chunks, while a verb reads contents."""
+"""Memory for chunks, while a verb reads contents."""
 
 _STALENESS_NOTED = f"{__name__}.staleness_noted"  # key in click's `meta` of one command
 
@@ -41,7 +41,7 @@ class Address:
         return f"{name}/{shown(self.path)}" if self.path else name
 
     def view(self, repository: Repository) -> Snapshot:
-        """As `current_view`. Raises NotFoundError."""
+        """Raises NotFoundError, and as `current_view`."""
         if self.version:
             return repository.view_at(self.dataset, self.version)
         return current_view(repository, repository.dataset(self.dataset))
@@ -59,17 +59,17 @@ def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
 
 
 def address(text: str) -> Address:
-    """For a verb that writes: without a version. Raises UsageError."""
+    """A verb that writes takes no version. Raises UsageError."""
     return _address(text, dataset(check_dataset_argument(text).partition("/")[0]), 0)
 
 
 def versioned_address(text: str) -> Address:
-    """For a verb that only reads. Raises UsageError."""
+    """A verb that only reads may take a version. Raises UsageError."""
     return _address(text, *parse_versioned_name(check_dataset_argument(text).partition("/")[0]))
 
 
 def listed_address(text: str) -> Address:
-    """For `ls`: also `DATASET@`, which is ALL_VERSIONS."""
+    """`ls` also takes `DATASET@`, which is ALL_VERSIONS."""
     if text.endswith("@") and "/" not in text:
         return Address(dataset(text[:-1]), version=ALL_VERSIONS)
     return versioned_address(text)

@@ -45,8 +45,6 @@ class _Body(Protocol):
 
 
 class _Requests(Protocol):
-    """To a bucket."""
-
     limits: AttemptLimits
 
     def pages(self, prefix: str, after: str, /) -> Iterator[list[CloudObject]]: ...
@@ -80,8 +78,8 @@ class CloudBucket:
             return None
 
     def objects(self) -> Iterator[BucketObject]:
-        """In the order of the store's listing; the key of a folder that a console shows ends in a
-        slash. Raises NotFoundError if there is none."""
+        """The objects in the order of the store's listing; the key of a folder that a console shows
+        ends in a slash. Raises NotFoundError if there is none."""
         if (single := self.single_object) is not None:
             yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
@@ -96,7 +94,7 @@ class CloudBucket:
             raise NotFoundError(f"there is no object below {self._url}, nor at that key")
 
     def _list(self) -> Iterator[CloudObject]:
-        """After an error, goes on behind the last key."""
+        """Goes on behind the last key after an error."""
         after, retrying = "", self._retrying(0)
         while True:
             try:
@@ -160,7 +158,6 @@ class BucketArchive:
         self._bucket.stop()
 
     def look(self) -> ArchiveState:
-        """As the listing had it."""
         return ArchiveState(self._found.tag, self._found.size, self._found.modified_ns)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
@@ -169,7 +166,7 @@ class BucketArchive:
 
 
 class _PathRequests(CloudRequests):
-    """For Google and Azure, whose library removes the slash at a key's end."""
+    """The library for Google and Azure removes the slash at a key's end."""
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
         """An empty object with others below it gets its slash back: consoles show a folder by such

@@ -38,7 +38,7 @@ ANSWER_DEADLINE_S = 2.0
 compared."""
 
 WORDS_MAX = 2000
-"""Of more entries, only the common beginning is completed."""
+"""If there are more entries, only their common beginning is completed."""
 
 
 def complete(program: click.Command, shell: str) -> NoReturn:
@@ -97,7 +97,7 @@ def _values(
     context: click.Context,
     incomplete: str,
 ) -> list[CompletionItem[str]]:
-    """By click for the parameter's type, or by its metavariable."""
+    """The parameter's type or metavariable gives the values."""
     metavar = parameter.metavar or ""
     found = click.Parameter.shell_complete(parameter, context, incomplete)
     if isinstance(parameter, click.Argument) and "DATASET" in metavar:
@@ -148,7 +148,6 @@ def _addresses(
 def _entries(
     view: "Snapshot", name: str, path: str, folder_kind: int
 ) -> Iterator[CompletionItem[str]]:
-    """Of a folder, by the beginning of their paths."""
     folder, slash, start = path.rpartition("/")
     top = f"{name}/{folder}{slash}"
     children = view.children(view.index_of(os.fsencode(folder)))

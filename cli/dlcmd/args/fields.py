@@ -23,13 +23,12 @@ _P = ParamSpec("_P")
 class FieldOption:
     help: str
     name: str = ""
-    """Without dashes, if it is not the field's name."""
+    """The option without dashes, if it is not the field's name."""
     short: str = ""
-    """With its dash."""
     type: object = None
     metavar: str | None = None
     default: object = None
-    """If it is not the field's own."""
+    """The option's default, if it is not the field's."""
     shows_default: bool = False
     """Whether the help shows a default. Without, a value that is not given is left out, so that the
     field has its own."""

@@ -95,10 +95,9 @@ class _Argument(_Checked, click.Argument): ...
 
 
 option = partial(click.option, cls=_Option)
-"""As `click.option`, with `_Checked` values."""
+"""`click.option` and `click.argument` with `_Checked` values."""
 
 argument = partial(click.argument, cls=_Argument)
-"""Likewise."""
 
 file_path = click.Path(path_type=Path, dir_okay=False, readable=False)
 folder_path = click.Path(path_type=Path, file_okay=False, readable=False)
@@ -123,7 +122,6 @@ file_or_dash = click.Path(dir_okay=False, readable=False, allow_dash=True)
 
 
 def global_flags() -> Flags:
-    """Of the running command."""
     flags = click.get_current_context().find_object(Flags)
     assert flags is not None
     return flags
@@ -203,13 +201,13 @@ def time(text: str) -> float:
 
 
 def moment_text(seconds: float) -> str:
-    """In this machine's time zone, with its offset, and in UTC."""
+    """A time in this machine's time zone, with its offset, and in UTC."""
     local = datetime.fromtimestamp(seconds).astimezone()
     return f"{local:%Y-%m-%d %H:%M:%S %z} ({local.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC)"
 
 
 def duration(text: str) -> int:
-    """In seconds, from 0, 90m, 7d."""
+    """Seconds, from 0, 90m, 7d."""
     match = _AGO.fullmatch(text)
     if match is not None:
         return int(timedelta(**{_AGO_UNITS[match[2]]: int(match[1])}).total_seconds())
@@ -241,7 +239,7 @@ def versioned_dataset(text: str) -> tuple[str, int]:
 
 
 def dataset(text: str) -> str:
-    """Without a path or version. Raises UsageError."""
+    """A name without a path or version. Raises UsageError."""
     name, at, _ = check_dataset_argument(text).partition("@")
     check_dataset_name(name)
     if at:

@@ -63,8 +63,8 @@ def manifest_file(name: str) -> FetchedManifest:
 
 
 def _archives(name: str, noun: str) -> Sequence[Archive]:
-    """By a path, a glob or an address; messages call them `noun`. Raises NotFoundError, UsageError,
-    ObjectStoreError."""
+    """The files at a path, a glob or an address; messages call them `noun`. Raises NotFoundError,
+    UsageError, ObjectStoreError."""
     scheme = name.partition("://")[0] if "://" in name else ""
     if scheme in CLOUD_SCHEMES:
         from .buckets import bucket_archives  # noqa: PLC0415  # it takes 0.1 s to import
@@ -79,7 +79,7 @@ def _archives(name: str, noun: str) -> Sequence[Archive]:
 
 
 def _archive_paths(name: str) -> list[str]:
-    """By a path or a glob; of a folder, all files in it. Raises NotFoundError."""
+    """The files at a path or a glob, or below a folder. Raises NotFoundError."""
     if os.path.isdir(name):
         return sorted(str(path) for path in Path(name).rglob("*") if path.is_file())
     if os.path.lexists(name):
@@ -93,7 +93,7 @@ def _archive_paths(name: str) -> list[str]:
 
 @contextmanager
 def named_source(name: str, is_tar: bool, files_from: str, nul: bool) -> Iterator[SourceArgument]:
-    """Before anything is made of the dataset. Raises NotFoundError, UsageError."""
+    """Raises NotFoundError, UsageError."""
     if is_tar:
         with _opened_file(name) as stream:
             yield SourceArgument(name, TarSource(stream))

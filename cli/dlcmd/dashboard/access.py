@@ -30,7 +30,7 @@ and this browser is remembered; programs send `Authorization: Bearer TOKEN`.
 
 class Access:
     def __init__(self, token: str, hosts: Collection[str]) -> None:
-        """With an empty token, only `hosts` may stand in the header Host."""
+        """If `token` is empty, only `hosts` may stand in the header Host."""
         self._token = token.encode()
         self._hosts = frozenset(each.lower() for each in hosts) | LOCAL_NAMES
         self._cookie = hmac.new(self._token, b"diesel dashboard cookie", hashlib.sha256).hexdigest()
@@ -66,7 +66,7 @@ class Access:
 
 
 def _same(one: bytes, other: bytes) -> bool:
-    """In a time that reveals nothing, not even the length."""
+    """Takes a time that reveals nothing, not even the length."""
     return hmac.compare_digest(hashlib.sha256(one).digest(), hashlib.sha256(other).digest())
 
 

@@ -24,14 +24,14 @@ from .watched import Described, Watched
 
 LIST_EVERY_S = 30.0
 _CPU_SHARE, _WALL_SHARE = 0.01, 0.1
-"""Of a processor, and of the time, that listings may take."""
+"""The part of a processor, and of the time, that listings may take."""
 
 DETAILS_EVERY_S = 2.0
 DETAILS_S = 0.2
 """How often, and how long at once, datasets are looked at one by one."""
 
 HOLES_FILES_MAX = 250_000
-"""In larger datasets, counting holes could take this process's memory."""
+"""Counting holes in larger datasets could take this process's memory."""
 
 VERSIONS_SHOWN = 8
 

@@ -11,7 +11,7 @@ POINTS = 720
 
 
 class History:
-    """When it is full, a new point replaces the oldest one."""
+    """A new point replaces the oldest one when all places are taken."""
 
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = {name: array("f", bytes(4 * POINTS)) for name in columns}

@@ -27,7 +27,7 @@ from .history import History
 from .watched import Described, Watched
 
 CHILD_EVERY_S = 5.0
-"""Between two samples of a mount that fails, or if a sample starts a process."""
+"""The pause between samples of a mount that fails, or if a sample starts a process."""
 
 READERS_SHOWN = 64
 
@@ -97,7 +97,7 @@ class WatchedMount(Watched):
         self._marked: Stats | None = None  # at the last point of the history
         self._figures: Described = {}
         self.gone_s: float | None = None
-        """By the monotonic clock."""
+        """The monotonic time."""
         super().__init__(source_id, History(COLUMNS))
 
     @property
@@ -231,7 +231,7 @@ def _task(stats: Stats) -> Described:
 
 
 def _members(stats: Stats) -> dict[int, Described]:
-    """By rank, as one of the masters knows them."""
+    """The members by rank, as one of the masters knows them."""
     shares = mapping_at(stats, "task.shares")
     rank = int(number_at(stats, "task.rank"))
     own: Described = {
@@ -264,7 +264,7 @@ def _members(stats: Stats) -> dict[int, Described]:
 
 
 def _shown_figures(figures: Described) -> Described:
-    """With safe texts, and the readers that waited longest."""
+    """The figures with safe texts, and only the readers that waited longest."""
     readers = sorted(list_at(figures, "readers"), key=lambda each: -number_at(each, "waited_s"))
     shown_readers = [
         {**each, "command": _text(str(each["command"]))} for each in readers[:READERS_SHOWN]
@@ -287,5 +287,5 @@ def _plan(stream: Mapping[str, object]) -> Described:
 
 
 def _text(name: str) -> str:
-    """Without control characters: the name is somebody else's."""
+    """Somebody else's name without control characters."""
     return shown(os.fsencode(name))

@@ -32,11 +32,11 @@ _SAMPLE = re.compile(
 _LABEL = re.compile(r'([a-z]+)="([^"\\]*)"', re.ASCII)
 
 Metrics = Mapping[tuple[str, str], float]
-"""By the name of a metric and the value of its first label that matters."""
+"""Values by the name of a metric and the value of its first label that matters."""
 
 
 def parse_metrics_place(text: str) -> tuple[HostPort, str]:
-    """From `[HOST:]PORT` or an `http://` URL. Raises ConfigError."""
+    """Parses `[HOST:]PORT` or an `http://` URL. Raises ConfigError."""
     written = f"127.0.0.1:{text}" if text.isdecimal() else text
     try:
         parts = urlsplit(written if "://" in written else f"http://{written}")

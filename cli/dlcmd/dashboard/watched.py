@@ -25,10 +25,10 @@ class Watched(ABC):
     `point` the history's, in the watcher's thread. Subclasses guard shared attributes by `lock`."""
 
     least_s = 0.0
-    """Between two requests."""
+    """The least time between two refreshes."""
 
     late_s = 3.0
-    """Without an answer for this time it is late."""
+    """A state is `late` if there is no answer for this time."""
 
     def __init__(self, source_id: str, history: History) -> None:
         self.id = source_id
@@ -39,7 +39,7 @@ class Watched(ABC):
         self.problem = ""
         """Why there is no newer answer, or ""."""
         self.answered_s = 0.0
-        """By the monotonic clock; 0: never."""
+        """The monotonic time; 0: never."""
         self._requested_s = 0.0
         self._wanted = threading.Event()
         self._is_ended = False
@@ -57,7 +57,7 @@ class Watched(ABC):
 
     @abstractmethod
     def point(self) -> Mapping[str, float] | None:
-        """For the history, since the last call; None if nothing is known."""
+        """The figures since the last call; None if nothing is known."""
 
     def refresh_soon(self) -> None:
         """Refresh soon, unless a refresh is under way or began less than `least_s` ago."""

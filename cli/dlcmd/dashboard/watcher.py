@@ -27,12 +27,12 @@ log = logging.getLogger("diesel.dashboard")
 
 WATCHED_EVERY_S, UNWATCHED_EVERY_S = 1.0, 5.0
 WATCHED_FOR_S = 10.0
-"""After its last request, a page counts as looking."""
+"""A page counts as looking for this time after its last request."""
 
 DATASETS_UNWATCHED_S = 300.0
 ANSWERS_S = 0.5
 GONE_KEPT_S = 600.0
-"""After it was unmounted."""
+"""Mounts are shown for this time after they were unmounted."""
 
 MOUNTS_MAX = 256
 """More mounts are counted, but not shown."""
@@ -60,7 +60,7 @@ class Watcher:
         self._is_ended = False
 
     def state(self, after: int, wait_s: float) -> bytes:
-        """As JSON. Waits for a greater `tick` than `after`."""
+        """Waits for a greater `tick` than `after`. Returns JSON."""
         with self._change:
             if time.monotonic() > self._looked_s + WATCHED_FOR_S:
                 after = self._tick  # the state may be old
@@ -99,7 +99,7 @@ class Watcher:
         return time.monotonic() < self._looked_s + WATCHED_FOR_S
 
     def _sleep(self, began_s: float) -> None:
-        """Until the next tick; a page that begins to look makes it due."""
+        """Waits for the next tick; a page that begins to look makes it due."""
 
         def is_due() -> bool:
             every_s = WATCHED_EVERY_S if self._is_watched() else UNWATCHED_EVERY_S

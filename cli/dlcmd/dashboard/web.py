@@ -19,10 +19,8 @@ log = logging.getLogger("diesel.dashboard")
 
 HEAD_BYTES_MAX = 8 << 10
 HEAD_S = 5.0
-"""For the head of a request."""
 
 SEND_S = 10.0
-"""For an answer."""
 
 CONNECTIONS_MAX = 64
 _LINGER_S = 0.5

@@ -29,7 +29,7 @@ from .findings import Finding, counts
 from .redaction import Redactor
 
 LOG_TAIL_BYTES = 256 << 10
-"""From the end of each log."""
+"""The length of the packed end of a log."""
 
 LOGS_MAX = 20
 """The newest ones."""
@@ -49,7 +49,7 @@ SECRET_VARIABLES = (
     *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
     *("GOOGLE_APPLICATION_CREDENTIALS", "AZURE_STORAGE_ACCOUNT_KEY", "AZURE_STORAGE_SAS_TOKEN"),
 )
-"""Only whether these are set is recorded, never their values."""
+"""The archive records whether these are set, never their values."""
 
 _CGROUP_FILES = (
     *("memory.max", "memory.high", "memory.current", "memory.events", "memory.swap.max"),
@@ -72,7 +72,7 @@ def members(
     logs: Sequence[Path],
     redactor: Redactor,
 ) -> list[ArchiveMember]:
-    """With `logs` besides those in the user's state folder."""
+    """The files, with `logs` besides those in the user's state folder."""
     values: dict[str, object] = {
         "versions.json": _versions(),
         "settings.json": _settings(settings),
@@ -110,7 +110,7 @@ def members(
 
 
 def packed(files: Sequence[ArchiveMember]) -> bytes:
-    """As tar, gzip. It names no user of this machine."""
+    """A tar, compressed by gzip. It names no user of this machine."""
     buffer, now_s = io.BytesIO(), int(time.time())
     with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
         for member in files:
@@ -121,7 +121,6 @@ def packed(files: Sequence[ArchiveMember]) -> bytes:
 
 
 def _versions() -> dict[str, object]:
-    """Of DIESEL-FS, Python, required packages, and the system."""
     packages: dict[str, str] = {}
     with suppress(metadata.PackageNotFoundError):
         for line in metadata.requires("diesel-fs") or ():
@@ -143,7 +142,6 @@ def _versions() -> dict[str, object]:
 
 
 def _settings(settings: Settings | None) -> dict[str, object]:
-    """Without secrets."""
     variables = {
         name: shown_url(os.environ[name]) for name in SHOWN_VARIABLES if name in os.environ
     }
@@ -195,7 +193,7 @@ def _file_text(path: Path) -> str:
 
 
 def _state_logs() -> list[Path]:
-    """In the user's state folder, the newest first."""
+    """The logs in the user's state folder, the newest first."""
     found: list[tuple[int, Path]] = []
     with suppress(OSError, DieselError):
         for path in user_folders()["state"].glob("*.log"):
@@ -205,7 +203,7 @@ def _state_logs() -> list[Path]:
 
 
 def _tail(path: Path) -> str:
-    """From the beginning of a line. Raises OSError."""
+    """Begins at the beginning of a line. Raises OSError."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - LOG_TAIL_BYTES))

@@ -95,7 +95,7 @@ class Bundle:
         return click.confirm(f"write {self.file}?", err=True)
 
     def _print_json(self, files: list[ArchiveMember], size: int) -> None:
-        """With --json alone. `size` is 0 if nothing was written."""
+        """Prints nothing without --json. `size` is 0 if nothing was written."""
         if global_flags().json:
             described = [{"name": each.name, "bytes": len(each.content)} for each in files]
             print_json({"file": str(self.file), "bytes": size, "members": described})

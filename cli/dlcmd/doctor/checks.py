@@ -19,14 +19,14 @@ MOUNT_BYTES_MIN = 256 << 20
 least 64 MiB."""
 
 MOUNT_BYTES_SMALL = 1 << 30
-"""With less, a mount holds few chunks: half of it is for contents."""
+"""A mount with less holds few chunks: half of it is for contents."""
 
 FILES_MIN, FILES_FEW = 256, 1024
 """A mount opens a few hundred; every process of a data loader has sockets besides."""
 
 FREE_BYTES_MIN, FREE_BYTES_LOW = 64 << 20, 1 << 30
-"""On the disk of the user's folders: for the log and snapshot of a small dataset; for the snapshot
-of millions of files, of some 100 bytes each."""
+"""The user's folders need room for the log and snapshot of a small dataset; or for the snapshot of
+millions of files, of some 100 bytes each."""
 
 FREE_FILES_MIN = 100
 """The same disk's room for snapshots, logs and sockets."""
@@ -67,15 +67,13 @@ _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN
 
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
-    """For this process."""
-
     device_errno: str = ""
     """Its name, from opening /dev/fuse; empty if it can be opened."""
     device_error: str = ""
     is_root: bool = True
     may_administrate: bool = True
     helper: str = ""
-    """Of fusermount3; empty if it is missing."""
+    """The path of fusermount3; empty if it is missing."""
     helper_has_rights: bool = True
     """Whether it runs as root, as it must."""
     native_error: str = ""
@@ -122,7 +120,6 @@ def session_finding(session: str, notes: Sequence[str], seconds: float) -> Findi
 
 
 def expected_session(facts: FuseFacts) -> Finding:
-    """If no mount was tried."""
     if facts.native_error:
         found = f"the session kernel is taken first (native: {facts.native_error}); not tried"
         return Finding("session", "ok", found, figures={"session": "kernel"})
@@ -132,12 +129,10 @@ def expected_session(facts: FuseFacts) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Of this machine and the control group."""
-
     limit_bytes: int
     available_bytes: int
     mount_bytes: int
-    """Of a mount without `--memory`."""
+    """What a mount takes without `--memory`."""
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
@@ -184,7 +179,7 @@ class FolderFacts:
     what: str
     """`state`, `cache` or `tmp`: also the end of the check's name."""
     use: str
-    """For messages: `logs and sockets`."""
+    """The folder's use in messages: `logs and sockets`."""
     path: str
     exists: bool = True
     owner_error: str = ""
@@ -196,7 +191,7 @@ class FolderFacts:
     free_files: int | None = None
     """None if the file system does not count them."""
     kind: str = ""
-    """Of file system."""
+    """The kind of file system."""
 
 
 def folder_finding(facts: FolderFacts) -> Finding:
@@ -377,7 +372,7 @@ def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]
 
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
-    """Of the dataset that now has a mounted one's name."""
+    """The dataset that now has a mounted one's name."""
 
     identity: str
     version: int
@@ -438,15 +433,13 @@ class CachedUse:
 
 @dataclass(frozen=True, slots=True)
 class PlaceFacts:
-    """For a mount, or for a cache."""
-
     path: str
     exists: bool = True
     is_folder: bool = True
     is_cache: bool = False
     is_store: bool = False
     content: str = ""
-    """Of something in it."""
+    """The name of something in it."""
     error: str = ""
     """Why it cannot be listed, written to, or made."""
     owner_error: str = ""

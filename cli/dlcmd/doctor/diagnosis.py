@@ -83,5 +83,5 @@ def _place_probes(
 
 
 def _holding(path: str, found: Sequence[DatasetMount]) -> list[DatasetMount]:
-    """By a path's text alone: a request to a mount may hang."""
+    """Compares the texts of paths alone: a request to a mount may hang."""
     return [each for each in found if f"{path}/".startswith(each.path.rstrip("/") + "/")]

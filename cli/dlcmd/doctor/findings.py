@@ -15,8 +15,6 @@ Figure = str | int | float | bool | None
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Of one check."""
-
     check: str
     """A name that programs may rely on, such as `fuse.device`."""
     state: State
@@ -24,7 +22,7 @@ class Finding:
     cure: str = ""
     """Advice, perhaps a command. A fault always has it."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """For programs."""
+    """Measured values, for programs."""
 
     def described(self) -> dict[str, object]:
         return {
@@ -42,7 +40,6 @@ def in_order(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def counts(findings: Sequence[Finding]) -> dict[str, int]:
-    """By state."""
     return {state: sum(each.state == state for each in findings) for state in STATES}
 
 

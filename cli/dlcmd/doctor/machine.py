@@ -37,7 +37,7 @@ from .findings import Finding
 from .probes import Emit, Probe
 
 COPIES = ("snapshots", "images")
-"""In the user's cache folder. A copy's name ends with the machine's run."""
+"""Folders in the user's cache folder. A copy's name ends with the machine's run."""
 
 
 def fuse_facts() -> FuseFacts:
@@ -71,7 +71,7 @@ def fuse_facts() -> FuseFacts:
 
 
 def _runs_as_root(program: str) -> bool:
-    """By setuid, or by capabilities instead."""
+    """Setuid, or capabilities instead."""
     found = os.stat(program)
     with suppress(OSError):
         if os.getxattr(program, "security.capability"):
@@ -80,7 +80,7 @@ def _runs_as_root(program: str) -> bool:
 
 
 def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
-    """Without a probe: FUSE, memory and open files."""
+    """FUSE, memory and open files need no probe."""
     yield from fuse_findings(fuse)
     memory = MemoryFacts(memory_limit_bytes(), available_memory_bytes(), default_memory_bytes())
     yield memory_finding(memory)
@@ -118,7 +118,7 @@ def _folder_probe(what: str, use: str, path: Path, *, is_private: bool) -> Probe
 
 
 def folder_facts(what: str, use: str, path: Path, *, is_private: bool) -> FolderFacts:
-    """With `is_private`, it must belong to this user alone."""
+    """If `is_private`, the folder must belong to this user alone."""
     place = path
     while not os.path.lexists(place) and place != place.parent:
         place = place.parent
@@ -168,8 +168,6 @@ def write_error(folder: Path) -> str:
 
 
 def _old_copies_work(cache: Path) -> Callable[[Emit], None]:
-    """In the user's cache folder."""
-
     def work(emit: Emit) -> None:
         files = used = 0
         for folder in (cache / each for each in COPIES):

@@ -46,7 +46,7 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""For each of two requests to a mount from a new process, which takes a second or two on busy
+"""Time for each of two requests to a mount from a new process, which takes a second or two on busy
 processors."""
 
 MOUNTS_MAX = 64
@@ -56,7 +56,7 @@ _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
 
 def all_mounts() -> list[DatasetMount]:
-    """At most `MOUNTS_MAX`."""
+    """Returns at most `MOUNTS_MAX`."""
     return dataset_mounts(mounts())[:MOUNTS_MAX]
 
 

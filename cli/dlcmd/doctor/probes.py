@@ -25,9 +25,9 @@ minute."""
 @dataclass(frozen=True, slots=True)
 class Probe:
     check: str
-    """Of an error, or of a missing answer."""
+    """The check of an error, or of a missing answer."""
     what: str
-    """For a message: `the store at s3://...`."""
+    """The name in messages: `the store at s3://...`."""
     work: Callable[[Emit], None]
     late_cure: str
     """Advice if it does not answer."""
@@ -47,8 +47,8 @@ class Probe:
 
 
 def run_probes(probes: Sequence[Probe]) -> list[Finding]:
-    """In the probes' order. Warnings that the library logs meanwhile are findings, too. Takes at
-    most about the longest limit."""
+    """The findings in the probes' order. Warnings that the library logs meanwhile are findings,
+    too. Takes at most about the longest limit."""
     found: list[list[Finding]] = [[] for _ in probes]
     threads = [
         threading.Thread(target=_run, args=(probe, each.append), daemon=True)
@@ -105,7 +105,7 @@ _CURE_BY_CODE = {
     16: "free some space there, or raise its limit (of a Redis: maxmemory)",
     14: "check that the metadata store or server runs, and that its address is right",
 }
-"""For errors without advice, by exit code."""
+"""Advice for errors without their own, by exit code."""
 
 
 class _Warnings(logging.Handler):

@@ -20,13 +20,13 @@ SECRET_BYTES_MIN = 4
 """Replacing shorter ones everywhere would spoil the text."""
 
 SECRETS_BYTES_MAX = 64 << 10
-"""From a file with secrets."""
 
 _SECRET_NAME = re.compile(
     r"(?:KEYS?|SECRETS?|TOKENS?|PASS|PASSPHRASE|CREDENTIALS?|AUTH|SIGNATURE)(?:_|$)|PASSW",
     re.IGNORECASE,
 )
-"""Of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` have no secrets.)"""
+"""Names of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` have no
+secrets.)"""
 _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
 """Variables that hold the path or address of a secret."""
 
@@ -50,7 +50,7 @@ class Redactor:
         self._known = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
     def text(self, text: str) -> str:
-        """Without known secrets, those in URLs, and texts that look like one."""
+        """Hides known secrets, those in URLs, and texts that look like one."""
         if self._known is not None:
             text = self._known.sub(HIDDEN, text)
         text = shown_url(text)
@@ -106,7 +106,7 @@ def known_secrets(
 
 
 def _forms(value: str) -> Iterator[str]:
-    """As it is, and a key without its prefix."""
+    """The secret as it is, and a key without its prefix."""
     value = value.strip()
     yield value
     yield value.removeprefix(KEY_PREFIX)

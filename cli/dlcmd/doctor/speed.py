@@ -27,7 +27,7 @@ from .findings import Figure, Finding
 from .probes import failed
 
 FILES, FILE_BYTES = 10_000, 4096
-"""For files of this size, the overhead of each counts most."""
+"""The overhead of each file counts most at this size."""
 
 FILES_PER_FOLDER = 100
 
@@ -107,7 +107,7 @@ class _Measurement:
         self._url = (work / "store").as_uri()
 
     def findings(self) -> Iterator[Finding]:
-        """In the order of the steps. Raises DieselError."""
+        """Raises DieselError."""
         self._make_files()
         yield self._put()
         yield self._read_many()
@@ -138,7 +138,7 @@ class _Measurement:
             return _content_finding("api", "read_many of the Python API reads", _seconds(read))
 
     def _read_mount(self) -> Iterator[Finding]:
-        """Beside the rates of the plain files, which the kernel has in memory."""
+        """Compares the rates with those of the plain files, which the kernel has in memory."""
         at = self._work / "mnt"
         self._cleanup.callback(_unmount, at)
         try:
@@ -209,7 +209,7 @@ def _read_files(paths: Iterable[str]) -> None:
 
 
 def _scan(top: Path) -> None:
-    """With all below, and the attributes of each entry."""
+    """Lists the attributes of all entries below."""
     folders = [str(top)]
     while folders:
         with os.scandir(folders.pop()) as found:

@@ -55,11 +55,11 @@ REQUESTS = 5
 """Small requests whose median time is the latency."""
 
 HTTP_S = 4.0
-"""For the endpoint of a bucket to answer at all."""
+"""Time for the endpoint of a bucket to answer at all."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""For the bandwidth: the bytes of one chunk, the size of a part, the parts at once, and the longest
-time."""
+"""The bandwidth is measured with these bytes of one chunk, in parts of this size, by threads, for
+at most this time."""
 
 DATASETS_TRIED = 20
 """Datasets of a server that are tried for the right to write."""
@@ -72,14 +72,14 @@ _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cl
 class StoreQuestion:
     settings: Settings
     is_named: bool
-    """By the user. The default one need not exist yet."""
+    """Whether the user has named it. The default one need not exist yet."""
     measures: bool = True
     """The bandwidth."""
     writes: bool = False
 
     @property
     def shown(self) -> str:
-        """Without a password."""
+        """The address without a password."""
         return str(parse_url(self.settings.repository_url))
 
 
@@ -216,7 +216,7 @@ def _examine_metadata(repository: StoredRepository, emit: Emit) -> None:
 def _write_finding(
     question: StoreQuestion, repository: StoredRepository, datasets: list[DatasetInfo]
 ) -> Finding:
-    """By the rights of the store's folder, or by trying it."""
+    """Checks the rights of the store's folder, or tries to write."""
     url, check = repository.url, "store.rights"
     try:
         if question.writes:
@@ -313,7 +313,7 @@ def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:
 
 
 def _median_seconds(request: Callable[[], object]) -> float:
-    """Of a request that has been made before."""
+    """Measures a request that has been made before."""
     taken = []
     for _ in range(REQUESTS):
         begun_s = time.perf_counter()

@@ -17,13 +17,12 @@ from diesel_fs.mounts import MountRequest, mount, stats, umount
 from diesel_fs.repository.local import LocalRepository
 
 MOUNTPOINT = "mnt"
-"""In FOLDER."""
 
 START_S = 15.0
-"""For each step; all take half a second on an idle machine."""
+"""Time for each step; all take half a second on an idle machine."""
 
 LIMIT_S = 20.0
-"""For the whole program, on a busy machine."""
+"""Time for the whole program, on a busy machine."""
 
 _DATASET, _FILE, _CONTENT = "trial", "file", b"read by dlcmd doctor\n"
 

@@ -8,7 +8,7 @@ from .output import bytes_text
 
 
 class Bar:
-    """On stderr, with rate and time left. It has no thread, since `put` forks."""
+    """Draws on stderr, with rate and time left. It has no thread, since `put` forks."""
 
     def __init__(self, title: str, unit: str) -> None:
         self._unit = unit

@@ -44,7 +44,7 @@ class ForecastResult:
 
     @property
     def commands(self) -> Sequence[str]:
-        """For the best forecast; the first is `dlcmd mount`."""
+        """The best forecast's commands; the first is `dlcmd mount`."""
         return commands(self.best, self.options)
 
     def show(self) -> None:
@@ -141,7 +141,7 @@ class ForecastResult:
 
 
 def size_text(size_bytes: int) -> str:
-    """As options take it, rounded down to whole units."""
+    """The size as options take it, rounded down to whole units."""
     for unit, shift in (("G", 30), ("M", 20), ("K", 10)):
         if size_bytes >= 16 << shift or (size_bytes and size_bytes % (1 << shift) == 0):
             return f"{size_bytes >> shift}{unit}"

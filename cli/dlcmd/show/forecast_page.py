@@ -96,7 +96,7 @@ def _table(forecasts: Sequence[Forecast], smallest: Sequence[int | None]) -> str
 
 
 def _plot(title: str, bars: _Bars, colours: Sequence[str]) -> str:
-    """As an SVG."""
+    """An SVG."""
     longest = max((sum(pieces) for _, pieces, _ in bars), default=0.0) or 1.0
     height = _TOP + len(bars) * (_BAR + _GAP) + _GAP
     parts = [f'<text x="0" y="18">{escape(title)}</text>']

@@ -24,7 +24,7 @@ TASK_TIERS = ("mapped", "local", "peer", "store")
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
-"""For a mount without an answer to be unmounted, or to die."""
+"""Time for a mount without an answer to be unmounted, or to die."""
 
 NUMBER_END = 1 << 63
 """No figure is so large."""
@@ -86,7 +86,7 @@ class MountSamples:
 
 
 def clock_s(stats: Stats) -> float:
-    """Of a sample, by the mount's clock. Raises DieselError for a mount of an older diesel-fs."""
+    """The mount's clock at a sample. Raises DieselError for a mount of an older diesel-fs."""
     waits = stats.get("waits")
     if not isinstance(waits, Mapping):
         raise DieselError(

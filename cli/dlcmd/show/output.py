@@ -23,26 +23,25 @@ Value = str | int | float | bool | None | Sequence["Value"] | dict[str, "Value"]
 """JSON."""
 
 STDOUT = "standard output"
-"""In errors."""
 
 _WRITE_BYTES = 1 << 16
 
 
 def print_line(text: str) -> None:
-    """Unless -q or --json is given."""
+    """Prints nothing with -q or --json."""
     flags = global_flags()
     if not (flags.quiet or flags.json):
         write_stdout([text.encode("utf-8", "surrogateescape") + b"\n"])
 
 
 def print_note(text: str) -> None:
-    """To stderr, unless -q is given."""
+    """Prints to stderr, and nothing with -q."""
     if not global_flags().quiet:
         _write_stderr(f"dlcmd: {text}\n")
 
 
 def _write_stderr(text: str) -> None:
-    """If stderr is closed or full, the text is lost, and the verb goes on."""
+    """Loses the text if stderr is closed or full, and the verb goes on."""
     with suppress(OSError, AttributeError, ValueError):
         sys.stderr.write(text.encode("utf-8", "surrogateescape").decode("utf-8", "replace"))
         sys.stderr.flush()
@@ -68,8 +67,8 @@ def is_terminal() -> bool:
 def print_table(
     columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Sequence[str]
 ) -> None:
-    """On a terminal a table, with the columns `numbers` aligned to the right; otherwise one row a
-    line, separated by tabs and without the columns' names."""
+    """Prints a table on a terminal, with the columns `numbers` aligned to the right; otherwise one
+    row a line, separated by tabs and without the columns' names."""
     if is_terminal():
         import rich.box  # noqa: PLC0415  # rich takes 0.1 s to import
         from rich.console import Console  # noqa: PLC0415
@@ -86,7 +85,7 @@ def print_table(
 
 
 def write_stdout(pieces: Iterable[bytes | memoryview]) -> None:
-    """In large writes. Raises OSError, and DieselError if stdout is closed."""
+    """Makes large writes. Raises OSError, and DieselError if stdout is closed."""
     if sys.stdout is None:
         raise DieselError("standard output is closed")
     sys.stdout.flush()
@@ -154,7 +153,6 @@ def raise_if_partial(failed: Sequence[tuple[bytes, str]], source: str, verb: str
 
 
 def json_failed(failed: Sequence[tuple[bytes, str]]) -> list[Value]:
-    """For JSON."""
     return [{**json_name(path), "reason": reason} for path, reason in failed]
 
 
@@ -168,14 +166,13 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """In the plural if the number is not 1."""
+    """The noun is in the plural if the number is not 1."""
     many = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun[-1] == "s" else "s")
     return f"{count:,} {noun if count == 1 else many}"
 
 
 def time_text(seconds: float) -> str:
-    """From seconds since 1970, in this machine's time zone; `@SECONDS` for a year that the C
-    library cannot write."""
+    """A time in this machine's time zone; `@SECONDS` for a year that the C library cannot write."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
     except (ValueError, OverflowError, OSError):

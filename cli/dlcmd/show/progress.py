@@ -21,7 +21,6 @@ class ShowProgress(Protocol):
 
 
 def is_bar_shown() -> bool:
-    """On a terminal, without -q or --json."""
     flags = global_flags()
     return not (flags.json or flags.quiet) and sys.stderr is not None and sys.stderr.isatty()
 
@@ -68,7 +67,7 @@ def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProg
 def progress_json(
     unit: str, passed_s: float, done: int, total: int, content_bytes: int | None
 ) -> dict[str, Value]:
-    """With rates and the time left."""
+    """Adds rates and the time left."""
     rate = done / passed_s
     to_do = max(total - done, 0)  # a total may turn out too small
     described: dict[str, Value] = {

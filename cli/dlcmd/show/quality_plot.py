@@ -69,7 +69,7 @@ def quality_svg(report: QualityReport, title: str) -> str:
 
 
 def worth_percent(quality: OrderQuality) -> float:
-    """Of a batch's files; 100 if classes mean nothing."""
+    """100 if classes mean nothing."""
     return 100 / max(quality.design_effect or 1.0, 1e-9)
 
 

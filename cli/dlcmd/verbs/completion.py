@@ -77,7 +77,6 @@ complete --no-files --command dlcmd --arguments '(_dlcmd_completion)'
 """
 
 SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-"""By shell."""
 
 
 @verb("completion")

@@ -83,7 +83,7 @@ def dashboard(place: str, servers: tuple[str, ...], token_file: Path | None) -> 
 
 
 def _read_token(file: Path | None) -> str:
-    """From a file or the environment; "" without one. Raises ConfigError."""
+    """Reads the file or the environment; "" without a token. Raises ConfigError."""
     if file is not None:
         text = private_bytes(file, "the dashboard's token", TOKEN_BYTES_MAX).decode("latin-1")
     else:

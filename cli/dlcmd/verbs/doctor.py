@@ -111,7 +111,6 @@ def _print(findings: Sequence[Finding]) -> None:
 
 
 def _coloured(line: str) -> str:
-    """On a terminal."""
     state = line.partition(" ")[0]
     if not is_terminal() or state not in _COLOURS:
         return line

@@ -34,14 +34,14 @@ from ..simulations import Comparison, compare
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Of the job."""
+    """A machine of the job."""
 
     memory_bytes: int = field(default_factory=default_memory_bytes)
     cache_bytes: int = 0
     network_bytes_per_s: int = 1250 << 20
 
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
-        """As a mount does."""
+        """Divides the memory as a mount does."""
         in_task = policy != ORDER_LOG
         split = MemorySplit(self.memory_bytes, in_task)
         known_bytes = len(files) * KNOWN_ENTRY_BYTES  # of names that the kernel knows
@@ -71,7 +71,7 @@ def rate(text: str) -> int:
 
 
 class _Milliseconds(click.types.FloatParamType):
-    """As seconds."""
+    """Converts to seconds."""
 
     def convert(
         self,
@@ -264,7 +264,7 @@ _ASSUMED = {
 
 
 def _read_order(view: Snapshot, file: Path) -> Indices:
-    """As numbers of files. Raises NoSuchPath, UsageError."""
+    """Returns numbers of files. Raises NoSuchPath, UsageError."""
     try:
         paths = file.read_bytes().splitlines()
     except OSError as error:

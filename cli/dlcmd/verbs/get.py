@@ -79,7 +79,7 @@ def _destination(repository: Repository, dest: str, name: bytes) -> Path:
 
 @contextmanager
 def _tar_file(name: str, *, force: bool) -> Iterator[BinaryIO]:
-    """Stdout for `-`, otherwise a file that appears when it is whole. Raises UsageError,
+    """Yields stdout for `-`, otherwise a file that appears when it is whole. Raises UsageError,
     ConflictError."""
     if name == "-":
         if sys.stdout is None:

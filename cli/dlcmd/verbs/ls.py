@@ -120,7 +120,7 @@ def _list_datasets(repository: Repository, *, long: bool) -> None:
 
 
 def _without_lost_counts(repository: Repository, info: DatasetInfo) -> DatasetInfo:
-    """Without its counts, and with a note, if the metadata store has lost newer ones."""
+    """Drops the counts, with a note, if the metadata store has lost newer ones."""
     if not (warning := repository.loss_warning(info)):
         return info
     print_note(warning)
@@ -138,7 +138,7 @@ def _dataset_row(info: DatasetInfo) -> list[str]:
 def _lines(
     view: Snapshot, chosen: Indices, top: bytes, *, recursive: bool, long: bool, nul: bool
 ) -> Iterator[bytes]:
-    """With `recursive`, paths below `top` in place of names."""
+    """`recursive` gives paths below `top` in place of names."""
     start, as_json = len(top) + 1 if top else 0, global_flags().json
     for first in range(0, len(chosen), _BATCH):
         batch = chosen[first : first + _BATCH]

@@ -41,7 +41,7 @@ from ..show.output import print_note, print_result
 from ..show.progress import is_bar_shown, shown_progress
 
 NUMBER_MAX = 2**63 - 1
-"""Of seeds and group sizes (`orders/shuffle.py`)."""
+"""The limit of seeds and group sizes (`orders/shuffle.py`)."""
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
 """Seconds between two queries of how much a mount has loaded, and the most without an answer. The
@@ -52,14 +52,14 @@ _ID = re.compile("[0-9]{1,10}")  # of a user or group
 
 
 def octal(text: str) -> int:
-    """As for umask(1). Raises UsageError."""
+    """Raises UsageError."""
     if not re.fullmatch("[0-7]{1,4}", text):
         raise UsageError(f"bad umask {text!r}", advice="write it in octal digits: 022")
     return int(text, 8)
 
 
 def user_id(text: str) -> int:
-    """From a number or a name. Raises UsageError."""
+    """Takes a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else pwd.getpwnam(text).pw_uid
     except (KeyError, ValueError):
@@ -67,7 +67,7 @@ def user_id(text: str) -> int:
 
 
 def group_id(text: str) -> int:
-    """From a number or a name. Raises UsageError."""
+    """Takes a number or a name. Raises UsageError."""
     try:
         return int(text) if _ID.fullmatch(text) else grp.getgrnam(text).gr_gid
     except (KeyError, ValueError):
@@ -226,7 +226,7 @@ def _task(task: TaskKwargs, key_file: Path | None, mountpoint: str) -> TaskOptio
 
 
 def _show_loading(name: str, mountpoint: str) -> None:
-    """In chunks, until all are loaded or there is no more room."""
+    """Ends when all chunks are loaded or there is no more room."""
     unanswered = 0
     try:
         with shown_progress(f"load {name}", "chunks") as show:

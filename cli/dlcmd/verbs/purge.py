@@ -18,7 +18,7 @@ _WHOLE_PPM = 1_000_000
 
 
 def share(text: str) -> int:
-    """From a percentage, in millionths. Raises UsageError."""
+    """Turns a percentage into millionths. Raises UsageError."""
     match = _PERCENT.fullmatch(text)
     found = int(match[1]) * 10_000 + int((match[2] or "").ljust(4, "0")) if match else -1
     if not 0 <= found <= _WHOLE_PPM:

@@ -44,7 +44,7 @@ from ..show.output import (
 from ..show.progress import ShowProgress, shown_progress
 
 _DELETIONS_SHOWN = 10
-"""By a dry run without -v."""
+"""The most that a dry run shows without -v."""
 
 
 @verb("put")

@@ -43,7 +43,7 @@ def rm(targets: tuple[Address, ...], recursive: bool) -> None:
 
 
 def _paths(view: Snapshot, targets: list[Address], *, recursive: bool) -> list[bytes]:
-    """Deepest first. Raises NoSuchPath, and UsageError for a folder."""
+    """The deepest come first. Raises NoSuchPath, and UsageError for a folder."""
     chosen: dict[int, None] = {}
     for target in targets:
         index = view.index_of(target.path)

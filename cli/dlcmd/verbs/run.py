@@ -30,7 +30,7 @@ _FORWARDED = (
     signal.SIGCONT, signal.SIGWINCH,
 )  # fmt: skip
 _LOOKS_S = (2.0, 3.0, 5.0, 5.0, 5.0, 9.0)
-"""Before each look at the command's processes: within 30 s in all. After a signal the next look may
+"""The pauses before looks at the command's processes: 30 s in all. After a signal the next look may
 be later by the time that was left."""
 
 _FROM_KERNEL = 0x80  # `si_code`: the terminal has sent it to the command as well
@@ -98,7 +98,7 @@ def run(
 
 
 def _check_writable(report: Path) -> None:
-    """Before the command runs. Raises UsageError."""
+    """Raises UsageError."""
     try:
         report.open("a").close()
     except OSError as error:

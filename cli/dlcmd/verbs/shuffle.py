@@ -34,7 +34,7 @@ _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective 
 
 @dataclass(frozen=True, slots=True)
 class WantedOrder:
-    """Of all files below a folder."""
+    """An order of all files below a folder."""
 
     seed: int
     epoch: int
@@ -57,7 +57,7 @@ class WantedOrder:
         )  # fmt: skip
 
     def quality(self, view: Snapshot, below: int) -> QualityReport:
-        """Also of other group sizes. Raises UsageError."""
+        """Compares several group sizes. Raises UsageError."""
         return compare_group_sizes(
             view, self.seed, self.epoch, self.group_size, rank=self.rank, world=self.world,
             drop_last=self.drop_last, below=below,
@@ -202,7 +202,7 @@ def _print_quality(report: QualityReport) -> None:
 
 
 def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
-    """In fully shuffled files."""
+    """The number of fully shuffled files."""
     return report.batch_files / quality.design_effect if quality.design_effect else None
 
 

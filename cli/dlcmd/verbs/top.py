@@ -80,7 +80,7 @@ def _show(stats: Stats, found: Mapping[str, object], *, is_live: bool) -> None:
 
 @contextmanager
 def _terminal(*, is_live: bool) -> Iterator[None]:
-    """For a live view, clear the terminal and hide the cursor."""
+    """Clears the terminal and hides the cursor for a live view."""
     if not is_live:
         yield
         return

@@ -71,14 +71,14 @@ class ArchiveFile(io.RawIOBase, ABC):
         return count
 
     def rewind(self) -> None:
-        """And hash again."""
+        """Hashes again."""
         self.seek(0)
         self._hashed = 0
         self._hash = hashlib.sha256()
 
     def sha256(self, check_running: Callable[[], None] = lambda: None) -> bytes:
-        """Of the whole archive: bytes that were not read in order are read now. Calls
-        `check_running` now and then; its errors end this."""
+        """Bytes that were not read in order are read now. Calls `check_running` now and then; its
+        errors end this."""
         self.seek(self._hashed)
         room = bytearray(_HASH_BYTES)
         while self._hashed < self.size:
@@ -172,7 +172,7 @@ class FetchedArchiveFile(ArchiveFile):
 
 
 class StreamedArchiveFile(ArchiveFile):
-    """For a server that sends only whole files."""
+    """A server sends only whole files."""
 
     def __init__(
         self, size: int | None, read: Callable[[int], bytes], close: Callable[[], None]

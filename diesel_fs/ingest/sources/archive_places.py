@@ -133,7 +133,7 @@ class HttpArchive:
         self._seen = _Seen()
 
     def look(self) -> ArchiveState:
-        """By a request for the first byte."""
+        """Requests the first byte."""
         return self._retrying(0).call(self._look)
 
     def open(self, state: ArchiveState) -> ArchiveFile:
@@ -195,7 +195,7 @@ class HttpArchive:
         return data
 
     def _get(self, address: str, headers: dict[str, str]) -> urllib3.BaseHTTPResponse:
-        """After redirections. Raises DieselError for an error of the server."""
+        """Follows redirections. Raises DieselError for an error of the server."""
         is_remembered = address != self.address
         for _ in range(_REDIRECTS_MAX + 1):
             try:
@@ -278,7 +278,7 @@ def _time_ns(text: str) -> int:
 
 
 def _pool(scheme: str, host: str) -> urllib3.PoolManager:
-    """Through the environment's proxy, if any."""
+    """Uses the environment's proxy, if any."""
     timeout = urllib3.Timeout(connect=_CONNECT_S, read=_READ_S)
     proxy = urllib.request.getproxies().get(scheme)
     if proxy is None or urllib.request.proxy_bypass(host):
@@ -297,6 +297,6 @@ def _read_stream(answer: urllib3.BaseHTTPResponse, size: int) -> bytes:
 
 
 def _reason(error: BaseException) -> str:
-    """Without the address, which may hold a secret."""
+    """Leaves out the address, which may hold a secret."""
     cause = error.__cause__ or error
     return str(getattr(cause, "strerror", None) or type(cause).__name__)

@@ -75,7 +75,7 @@ _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
 class ArchiveState(NamedTuple):
-    """Of an archive at its place."""
+    """An archive at its place."""
 
     tag: str
     """The place's name for exactly these bytes, or ""."""
@@ -114,7 +114,7 @@ class Archive(Protocol):
         ...
 
     def open(self, state: ArchiveState) -> ArchiveFile:
-        """In this state. Raises as `look`; reading raises OSError."""
+        """Raises as `look`; reading raises OSError."""
         ...
 
     def stop(self) -> None:
@@ -123,8 +123,6 @@ class Archive(Protocol):
 
 
 class _Log(MemberLog):
-    """Of one archive."""
-
     def __init__(self, target: bytes) -> None:
         self._target = target
         self.paths = array("Q")  # hashes of the paths of files and links
@@ -161,7 +159,7 @@ class _OnlyThese(Filter):
 
 
 class _Original(NamedTuple):
-    """Of an archive in another dataset."""
+    """The same archive in another dataset."""
 
     view: Snapshot
     record: ArchiveRecord
@@ -169,8 +167,6 @@ class _Original(NamedTuple):
 
 @dataclass(slots=True)
 class _Job:
-    """In a put."""
-
     archive: Archive
     state: ArchiveState
     log: _Log
@@ -312,7 +308,7 @@ class ArchivesSource(Source):
         return source_id(job.archive.address + filters)
 
     def _of_same_content(self, job: _Job, records: Sequence[ArchiveRecord]) -> ArchiveRecord | None:
-        """By the SHA-256, if it is known."""
+        """Needs a known SHA-256."""
         if not self._work.path_filter.includes_all:
             return None
         same_size = [each for each in records if each.size == job.state.size and each.sha256]
@@ -431,8 +427,7 @@ class ArchivesSource(Source):
             self._record(batch, job, seconds + stored_s, sha256)
 
     def _packer(self, committed: Callable[[ValidatedChunk, int], None]) -> Packer:
-        """For one thread. All packers share the session under the lock, under which `committed` is
-        called, too."""
+        """All packers share the session under the lock, under which `committed` is called, too."""
         session, options = self._session, self._work.options
 
         def new_id(writer_of: ChunkId | None) -> ChunkId:
@@ -502,14 +497,13 @@ class ArchivesSource(Source):
         taker.copy_hard_links(self._work.repository.view(self._session.name))
 
     def _name_failures(self, work: PutWork, start: int, name: str) -> None:
-        """In the report, for each member that was left out."""
         if len(self._archives) > 1:
             for at in range(start, len(work.report.failed)):
                 path, reason = work.report.failed[at]
                 work.report.failed[at] = path, f"{reason} (in {name})"
 
     def _take_members(self, job: _Job, file: ArchiveFile, taker: MemberTaker) -> str:
-        """Of any kind of archive; returns why it broke off."""
+        """Takes any kind of archive; returns why it broke off."""
         buffered = io.BufferedReader(file, READ_BYTES)
         try:
             if buffered.peek(4)[:4] in ZIP_MAGICS:
@@ -588,7 +582,7 @@ class ArchivesSource(Source):
         self._work.repository.record_archive(self._session.identity, job.record)
 
     def _settle_order(self) -> None:
-        """Of members at one path, the last counts. Raises DieselError."""
+        """The last of several members at one path counts. Raises DieselError."""
         read = [job for job in self._jobs if not job.is_skipped]
         contested = _contested(read).last
         view = self._newest_view() if contested else None
@@ -615,7 +609,7 @@ class ArchivesSource(Source):
         return self._work.repository.view(self._session.name)
 
     def _read_again(self, job: _Job, view: Snapshot, hashes: Set[int]) -> None:
-        """For the paths with these hashes; compares contents with the dataset. Raises
+        """Takes the paths with these hashes, and compares contents with the dataset. Raises
         DieselError."""
         comparer = Comparer(
             view, self._work.target, self._work.options,
@@ -668,14 +662,13 @@ def _difference(expected: bytes, sha256: bytes) -> str:
 
 
 def _is_unchanged(job: _Job, record: ArchiveRecord) -> bool:
-    """By the place's report."""
     if not job.state.tag or (job.state.tag, job.state.size) != (record.tag, record.size):
         return False
     return job.archive.sha256 in (b"", record.sha256)
 
 
 def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
-    """In their order; small archives in batches of about a chunk."""
+    """Small archives are joined into batches of about a chunk."""
     batches: list[_ArchiveGroup] = []
     for job in jobs:
         if not batches or batches[-1].bytes + job.state.size > chunk_bytes:
@@ -695,7 +688,7 @@ class _Contested(NamedTuple):
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:
-    """Among the archives that were read."""
+    """Compares the archives that were read."""
     lengths = [len(job.log.paths) for job in jobs]
     paths = np.concatenate(
         [np.zeros(0, np.uint64), *(np.frombuffer(job.log.paths, np.uint64) for job in jobs)]
@@ -726,7 +719,7 @@ def _paths(jobs: Sequence[_Job]) -> set[int]:
 
 
 def _copy(original: _Original, taker: MemberTaker) -> str:
-    """From another dataset; returns why that broke off."""
+    """Copies from another dataset; returns why that broke off."""
     view, record = original
     reader = EntryReader(view, taker.work.repository.objects, _COPY_MEMORY_BYTES)
     try:

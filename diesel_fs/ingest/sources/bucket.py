@@ -25,7 +25,7 @@ from ..paths import check_file_target, refusal_reason, target_path
 from ..put import Source
 
 FETCHES = 32
-"""At once: an object store answers after tens of milliseconds."""
+"""An object store answers after tens of milliseconds."""
 
 PIECE_BYTES = 8 << 20
 """Larger objects are fetched in pieces of this size."""
@@ -34,7 +34,7 @@ AHEAD_BYTES_MAX = 64 << 20
 """Fetched but not packed yet; at most one piece more."""
 
 REFUSED_IN_A_ROW_MAX = 100
-"""After more refusals in a row, the store refuses all."""
+"""The store refuses all objects if it refuses more in a row."""
 
 _MODE = 0o644
 _PROGRESS_OBJECTS = 64  # listed from one report of progress to the next
@@ -54,13 +54,13 @@ class Bucket(Protocol):
     """Objects below a prefix. Any thread may call `read`."""
 
     def objects(self) -> Iterator[BucketObject]:
-        """Below the prefix, in order of keys; or the one object that it names. Raises NotFoundError
-        if there is neither, ObjectStoreError, PermissionDenied."""
+        """The objects below the prefix, in order of keys; or the one that it names. Raises
+        NotFoundError if there is neither, ObjectStoreError, PermissionDenied."""
         ...
 
     def read(self, found: BucketObject, start: int, size: int) -> bytes:
-        """In the object's state at the listing. Raises NotFoundError if it is gone, ConflictError
-        if it has changed or is archived, ObjectStoreError."""
+        """The object has its state of the listing. Raises NotFoundError if it is gone,
+        ConflictError if it has changed or is archived, ObjectStoreError."""
         ...
 
     def stop(self) -> None:
@@ -156,7 +156,7 @@ class BucketSource(Source):
         report.walked = True
 
     def _has_same_content(self, index: int, each: BucketObject) -> bool:
-        """Only with `--checksum`."""
+        """True without `--checksum`."""
         if not self._work.options.checksum:
             return True
         try:
@@ -196,7 +196,7 @@ class _ObjectFetcher:
                 self._drop()
 
     def read(self, size: int, /) -> memoryview:
-        """Of the object that the iterator returned last."""
+        """Reads the object that the iterator returned last."""
         if not self._piece:
             self._fill()
             if not self._ahead or self._ahead[0].owner != self._current:
@@ -218,7 +218,7 @@ class _ObjectFetcher:
         self._ahead_bytes -= piece.size
 
     def _fill(self) -> bool:
-        """Within the limits; returns whether there is an object to pack."""
+        """Returns whether there is an object to pack."""
         while (
             max(len(self._ahead), len(self._objects)) < 2 * FETCHES
             and self._ahead_bytes < AHEAD_BYTES_MAX

@@ -28,7 +28,7 @@ BROKEN_STREAM: tuple[type[Exception], ...] = (
     *(OSError, EOFError, zlib.error, lzma.LZMAError, ZstdError),
     IsalError,  # type: ignore[assignment]  # its stub takes this class for an instance
 )
-"""Of a damaged compressed stream."""
+"""A damaged stream raises these."""
 
 MAGIC_BYTES = 6
 _BLOCK_BYTES = 1 << 20
@@ -76,8 +76,8 @@ _FORMATS = (
 
 
 def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
-    """From here on: decompressed, or buffered if it is not compressed. The caller closes it; the
-    stream itself stays open."""
+    """The rest of a stream: decompressed, or buffered if it is not compressed. The caller closes
+    it; the stream itself stays open."""
     buffered = BufferedStream(stream)
     magic = buffered.peek(MAGIC_BYTES)[:MAGIC_BYTES]
     for each in _FORMATS:
@@ -136,8 +136,8 @@ class BufferedStream(io.BufferedReader):
 
 
 class Decompressor(io.BufferedIOBase):
-    """At most `_BLOCKS_AHEAD` MiB ahead of its reader. Bytes decompressed before an error are read
-    first; then the error is raised."""
+    """Runs at most `_BLOCKS_AHEAD` MiB ahead of its reader. Bytes decompressed before an error are
+    read first; then the error is raised."""
 
     def __init__(self, readinto: Callable[[memoryview], int]) -> None:
         """A thread calls `readinto`."""
@@ -154,11 +154,13 @@ class Decompressor(io.BufferedIOBase):
         return True
 
     def peek(self, size: int) -> bytes:
-        """At least one byte unless the content has ended. A later `read` returns them again."""
+        """Returns at least one byte unless the content has ended. A later `read` returns
+        it again."""
         return bytes(self._block[:size]) if self._block or self._next() else b""
 
     def readinto(self, buffer: "bytearray | memoryview") -> int:  # type: ignore[override]  # writable only
-        """At least a byte, unless the content has ended. Raises the errors of decompression."""
+        """Reads at least a byte, unless the content has ended. Raises the errors of
+        decompression."""
         room = memoryview(buffer)
         if not self._block and not self._next():
             return 0
@@ -168,7 +170,7 @@ class Decompressor(io.BufferedIOBase):
         return count
 
     def read(self, size: int | None = -1) -> bytes:
-        """Fewer bytes at the end."""
+        """Returns fewer bytes at the end."""
         assert size is not None
         assert size >= 0
         parts = []

@@ -134,8 +134,6 @@ def open_source(source: Path) -> int:
 
 @dataclass(slots=True)
 class _PackMessage:
-    """For one packing process."""
-
     folders: list[FolderFiles] = field(default_factory=list)
     folder_entries: list[FolderEntry] = field(default_factory=list)
     count: int = 0
@@ -161,7 +159,7 @@ class _FolderPut:
         self._committed_s = float("-inf")  # monotonic time of the last commit
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
-        """Until all batches are packed, stored and committed; then end the processes."""
+        """Ends the processes after the last batch is packed, stored and committed."""
         try:
             self._run(workers, progress)
         except BaseException:  # Ctrl-C, too: commit what is durable, if that works
@@ -203,7 +201,7 @@ class _FolderPut:
                 worker.send("finish")
 
     def _walk_ahead(self) -> bool:
-        """By one batch; returns whether there may be more."""
+        """Returns whether there may be more."""
         if self.report.walked or len(self._backlog) >= _BACKLOG_BATCHES:
             return False
         batch = next(self.batches, None)
@@ -245,7 +243,7 @@ class _FolderPut:
         self._stored_entries += len(chunk.batch.rows)
 
     def _due_s(self) -> float | None:
-        """Until the next commit; None if there is no chunk yet."""
+        """The time until the next commit; None if there is no chunk yet."""
         if not self._stored:
             return None
         return max(0.0, self._committed_s + self.commit_every_s - time.monotonic())
@@ -267,7 +265,7 @@ class _FolderPut:
 
 
 def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_PackMessage]:
-    """Of about `_BATCH_ENTRIES`."""
+    """Joins about `_BATCH_ENTRIES`."""
     batch = _PackMessage()
     for change in changes:
         report.unchanged += change.unchanged

@@ -31,7 +31,6 @@ _SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
 _LINK_MEMORY_BYTES = 256 << 20  # of chunks, while hard links are copied
 
 OpenContent = Callable[[], BinaryIO]
-"""Of a member."""
 
 
 class MemberLog:
@@ -59,7 +58,7 @@ class FolderFiles:
 
 
 class MemberTaker:
-    """For one put. Without a packer (in a dry run) it only counts members."""
+    """Only counts members if it has no packer (in a dry run)."""
 
     def __init__(
         self,
@@ -206,8 +205,7 @@ class MemberTaker:
         entry: Stat,
         content_of: OpenContent,
     ) -> None:
-        """Unless the entry at `index` is equal. `entry` has only the mode bits that a dataset
-        keeps."""
+        """Skips an equal entry at `index`. `entry` has only the mode bits that a dataset keeps."""
         link = encoded(member.linkname) if entry.kind == Kind.LINK else b""
         content: BinaryIO = io.BytesIO()
         if entry.size and entry.kind == Kind.FILE:
@@ -231,7 +229,7 @@ class MemberTaker:
             self._pack(target, index, to_pack, content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
-        """In a dry run, count it."""
+        """A dry run only counts it."""
         self.work.report.entries_found += 1
         self._comparer.mark_replaced(index)
         if self._packer is None:
@@ -259,12 +257,12 @@ class MemberTaker:
 
 
 def encoded(text: str) -> bytes:
-    """Of a name or link target that was decoded as UTF-8."""
+    """The name or target was decoded as UTF-8."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def member_path(name: bytes) -> bytes:
-    """Without leading `./`; empty for the root."""
+    """Removes leading `./`; the root is empty."""
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
@@ -284,7 +282,7 @@ def hard_link_origins(links: dict[bytes, bytes]) -> dict[bytes, bytes]:
 
 
 def _name(prefix: bytes) -> bytes:
-    """With its slash, for comparison with paths below the root."""
+    """Keeps the slash, for comparison with paths below the root."""
     path = member_path(prefix)
     return path + b"/" if path else b""
 

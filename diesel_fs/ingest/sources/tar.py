@@ -67,8 +67,6 @@ class _Tar(tarfile.TarFile):
 
 
 class _Member(tarfile.TarInfo):
-    """Of a `_Tar`."""
-
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> Self:
         """tarfile takes the field `prefix` for a part of the name in every format, but GNU tar's
@@ -174,14 +172,14 @@ class _Window:
         return self._start + self.at
 
     def seek(self, position: int) -> None:
-        """Only forward. Raises the errors of the stream."""
+        """Goes only forward. Raises the errors of the stream."""
         if position < self.tell():
             raise tarfile.StreamError("a tar is read in one direction")
         while position > self.tell() and self.read(min(position - self.tell(), _READ_BYTES)):
             pass
 
     def read(self, size: int) -> bytes:
-        """Fewer bytes at the end. Raises the errors of the stream."""
+        """Returns fewer bytes at the end. Raises the errors of the stream."""
         taken = bytes(memoryview(self.data)[self.at : min(self.at + size, self.end)])
         self.at += len(taken)
         if len(taken) == size:
@@ -206,7 +204,7 @@ class _Window:
         return True
 
     def skip_zeros(self) -> bool:
-        """To the next block that is not all zeros; False at the end. Raises the errors of the
+        """Finds the next block that is not all zeros; False at the end. Raises the errors of the
         stream."""
         while True:
             self.fill()
@@ -241,7 +239,7 @@ class _Window:
 
 
 START_BYTES = 512 << 10
-"""For `is_tar`. A tar without entries is shorter."""
+"""What `is_tar` needs. A tar without entries is shorter."""
 
 
 def is_tar(start: bytes) -> bool:
@@ -299,7 +297,7 @@ class TarEntries:
             return f"the tar is damaged or cut off{last}: {error}"
 
     def _take_one_tar(self, taker: MemberTaker) -> None:
-        """Up to its end, or to damage. Raises the errors of the stream, and DieselError."""
+        """Ends at the tar's end, or at damage. Raises the errors of the stream, and DieselError."""
         tar, work, entries = self._tar, taker.work, 0
         while (member := tar.next()) is not None:
             tar.members.clear()  # otherwise tarfile keeps a kilobyte for each

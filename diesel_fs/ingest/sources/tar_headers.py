@@ -41,11 +41,10 @@ class PlainFiles:
     """Regular files that follow each other in a tar."""
 
     names: list[bytes] = field(default_factory=list)
-    """As they stand in the tar."""
+    """The names in the tar."""
     modes: list[int] = field(default_factory=list)
     mtimes_ns: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
-    """Of the contents."""
     sizes: list[int] = field(default_factory=list)
     end: int = 0
     """The next header, which is not plain or not complete."""
@@ -104,8 +103,8 @@ def _columns(
     sizes: list[int],
     extended: dict[int, _Extended],
 ) -> PlainFiles:
-    """Of the first headers, up to one whose fields are not plain. `good` marks plain headers; the
-    numbers are the places of ustar's fields."""
+    """The first headers' columns, up to one whose fields are not plain. `good` marks plain headers;
+    the numbers are the places of ustar's fields."""
     files = PlainFiles(end=starts[0])
     if not headers:
         return files
@@ -150,7 +149,7 @@ def _columns(
 
 
 def _sums(head: _Bytes) -> npt.NDArray[np.uint64]:
-    """Of each header's bytes, with blanks in place of the checksum. Adds four bytes at a time."""
+    """Blanks take the place of the checksum. Adds four bytes at a time."""
     words = head.view(np.uint64)
     every_other = np.uint64(0x00FF00FF00FF00FF)
     lanes = ((words & every_other) + (words >> np.uint64(8) & every_other)).sum(axis=1)
@@ -178,7 +177,7 @@ def _octal(column: _Bytes, good: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]
 
 
 def _texts(column: _Bytes, good: npt.NDArray[np.bool_]) -> list[bytes]:
-    """Up to the first NUL. Sets `good` to False if other bytes follow."""
+    """A text ends at the first NUL. Sets `good` to False if other bytes follow."""
     if not column.any():
         return [b""] * len(column)
     texts: list[bytes] = np.ascontiguousarray(column).view(f"S{column.shape[1]}")[:, 0].tolist()

@@ -153,7 +153,6 @@ def walk_paths(
 
 
 def failure_reason(error: OSError) -> str:
-    """For the report."""
     if error.errno == errno.ELOOP:
         return "it became a link while it was being read"
     if error.errno == errno.ENXIO:

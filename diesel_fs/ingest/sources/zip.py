@@ -43,7 +43,7 @@ _DOS, _UNIX = 0, 3
 
 _TABLE_MAGIC = b"PK\x01\x02"
 _TABLE_HEADER = struct.Struct("<4s2xBxH10xLLHHH8xL")
-"""In the table: magic, version needed, flags, sizes of data and content, lengths of name, extra
+"""A table's entry: magic, version needed, flags, sizes of data and content, lengths of name, extra
 fields and comment, and the start of the entry."""
 _IN_ZIP64 = 0xFFFF_FFFF  # a size or offset with this value stands in the ZIP64 field instead
 _NEEDED_AT, _FLAGS_AT = 6, 8
@@ -61,7 +61,7 @@ class _TableEntry:
 
 
 class ZipEntries:
-    """In a seekable file. Raises UsageError if it is no zip."""
+    """The file is seekable. Raises UsageError if it is no zip."""
 
     def __init__(self, file: BinaryIO) -> None:
         plain = _PlainTableFile(file)
@@ -136,7 +136,7 @@ class _PlainTableFile:
         return data
 
     def take_entries(self) -> list[_TableEntry]:
-        """From now on the file is read unchanged."""
+        """The file is read unchanged from now on."""
         self._is_taken = True
         return self._entries
 
@@ -144,7 +144,7 @@ class _PlainTableFile:
 
 
 def _plain_table(table: bytes) -> tuple[bytes, list[_TableEntry]]:
-    """For `zipfile`, with its entries up to the first damaged one."""
+    """The table for `zipfile`, with its entries up to the first damaged one."""
     plain, entries, at = bytearray(table), list[_TableEntry](), 0
     while at + _TABLE_HEADER.size <= len(table):
         magic, needed, flags, packed, size, *lengths, place = _TABLE_HEADER.unpack_from(table, at)
@@ -201,7 +201,7 @@ def _is_utf8(name: bytes) -> bool:
 
 
 def _name(raw: bytes, says_utf8: bool) -> bytes:
-    """From UTF-8 or code page 437."""
+    """The name was UTF-8 or code page 437."""
     if says_utf8 or _is_utf8(raw):
         return raw
     return raw.decode("cp437").encode("utf-8")

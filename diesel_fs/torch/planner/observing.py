@@ -27,7 +27,7 @@ from .file_tables import (
 
 Paths = Sequence[bytes]
 Places = dict[ShownVersion, tuple[Entries, Entries]]
-"""For each mount: files, and their samples' places."""
+"""Each mount's files, and the places of their samples."""
 
 CHECKS_MIN, CHECKS_MAX = 12, 24
 """The latest checked samples decide. A process checks 16 when an epoch begins, so one epoch is
@@ -128,7 +128,7 @@ class ObservedTable:
         return [each for each in checks if each.planned]
 
     def _learn(self, samples: Entries, opened: Places) -> None:
-        """Only for samples that were not seen before."""
+        """Samples that were seen before stay as they are."""
         is_new = np.zeros(len(samples), np.bool_)
         is_new[np.unique(samples, return_index=True)[1]] = True
         is_new &= ~self._is_seen[samples]

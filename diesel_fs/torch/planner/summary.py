@@ -79,9 +79,9 @@ class Summary:
     """Epochs that were announced to a mount."""
     files: int = 0
     loops: dict[str, LoopTimes] = field(default_factory=dict)
-    """By the names of their streams."""
+    """The loops by the names of their streams."""
     notes: Counter[str] = field(default_factory=Counter)
-    """With the number of times each came up."""
+    """Each note, and how often it came up."""
     show: Callable[[str], None] | None = None
     """Called with each new note, up to a limit."""
     shown: set[str] = field(default_factory=set)

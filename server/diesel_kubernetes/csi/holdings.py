@@ -31,7 +31,7 @@ from .targets import MountTable
 log = logging.getLogger("diesel.csi")
 
 ANSWER_S = 5.0
-"""For a mount to deliver its statistics."""
+"""Time for a mount to deliver its statistics."""
 
 UNNAMED = "-"
 """The namespace if kubelet has named none, as in paths of cache folders."""
@@ -62,7 +62,7 @@ class _Folder:
     state: object
     """While this is equal, nothing has changed."""
     shares: Mapping[int, int]
-    """In percent, by version."""
+    """Percentages by version."""
     is_unknown: bool
     """Whether it holds something beside the shares."""
 
@@ -162,7 +162,7 @@ class NodeHoldings:
         return _Folder(state if is_settled else None, shares, is_unknown)
 
     def _table(self, identity: UUID, version: int, path: Path) -> _ChunkTable | None:
-        """From a copy of the snapshot; None if that is damaged."""
+        """Reads a copy of the snapshot; None if that is damaged."""
         key = identity, version
         if key not in self._tables:
             try:

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from .reporter import NodeReporter
 
 PREFIX = "DIESEL_CSI"
-"""Of options in the environment."""
 
 CONTAINER = "plugin"
 """This program's container in the pod that `--pod` names."""

@@ -38,7 +38,7 @@ from .volumes import Volume, VolumeLimits, check_mount_flags, name_the_same, par
 log = logging.getLogger("diesel.csi")
 
 CHECK_INTERVAL_S = 30.0
-"""Between the reaper's looks for mounts that have died or could not be ended."""
+"""The pause between the reaper's looks for mounts that have died or could not be ended."""
 
 VERSION_KNOWN_S = 10.0
 """A mount's version counts as current for this time: the pods of a Job come within moments of each
@@ -220,7 +220,7 @@ class NodeVolumes:
             self._starting.pop(key, None)
 
     def _start(self, volume: Volume, key: str) -> str:
-        """In a thread of the pool."""
+        """Runs in a thread of the pool."""
         with self._state.key_lock(key) as lock:
             living = [
                 name
@@ -264,7 +264,7 @@ class NodeVolumes:
         return found[-1]
 
     def _end(self, name: str) -> None:
-        """With the lock of its key."""
+        """The caller holds the lock of its key."""
         try:
             self._mounter.end(name)
             self._state.remove_folder(name)
@@ -305,7 +305,7 @@ class NodeVolumes:
         return wait_s
 
     def _end_unneeded(self, name: str) -> None:
-        """Unless somebody needs it after all, or the plugin ends."""
+        """Does nothing if somebody needs it after all, or the plugin ends."""
         key = key_of(name)
         if self._closing:
             return

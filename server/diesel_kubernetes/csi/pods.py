@@ -34,7 +34,7 @@ from .volumes import Volume
 log = logging.getLogger("diesel.csi")
 
 POD_CHECK_S = 1.0
-"""Between two looks at a starting mount pod. The mount itself is an event."""
+"""The pause between two looks at a starting mount pod. The mount itself is an event."""
 
 END_DEADLINE_S = 60.0
 """A pod has 30 s after SIGTERM."""
@@ -57,14 +57,14 @@ class PodOptions:
 
 
 def pod_name(name: str) -> str:
-    """Also of its Secret."""
+    """The Secret has the same name."""
     return f"diesel-mount-{name}"
 
 
 def pod_manifest(
     volume: Volume, name: str, state: StateFolder, options: PodOptions
 ) -> dict[str, object]:
-    """Without a secret."""
+    """The manifest has no secret."""
     folder = state.folder(name)
     environment = mount_environment(volume, folder, state.cache)
     # The mount propagates to the node from its own folder; the pod sees no other mounts

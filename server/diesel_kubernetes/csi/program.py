@@ -35,11 +35,11 @@ SHOWN_LINES, SHOWN_CHARS = 5, 1500
 """The part of a log in an error, if the program has reported none."""
 
 KILLED_OUTPUT_S = 5.0
-"""For the output of a killed program."""
+"""Time for the output of a killed program."""
 
 
 def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
-    """Without the secrets: the repository, and the folders of its files."""
+    """The repository, and the folders of the mount's files, but no secrets."""
     return {
         "HOME": str(folder),
         "XDG_CACHE_HOME": str(cache),

@@ -44,10 +44,10 @@ OTHER_CALLS_MAX = 28
 """Threads for other calls than publishing."""
 
 DEFAULT_TIMEOUT_S = 110.0
-"""If the caller sets no deadline; kubelet's is 120 s."""
+"""Applies if the caller sets no deadline; kubelet's is 120 s."""
 
 END_GRACE_S = 5.0
-"""For calls under way at SIGTERM."""
+"""Time for calls under way at SIGTERM."""
 
 FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
 """CSI's limits of a text and of a map ("Size Limits")."""
@@ -236,7 +236,7 @@ def _handler(
 
 
 class GrpcServer:
-    """On a unix socket, which other users cannot reach."""
+    """Other users cannot reach the unix socket."""
 
     def __init__(self, services: CsiServices, endpoint: str) -> None:
         """`endpoint` is `unix:///path`. Raises UsageError for any other, and if it cannot listen
@@ -269,7 +269,7 @@ class GrpcServer:
 
 
 def _remove_dead_socket(path: str) -> None:
-    """Of a killed plugin. Raises BusyError if somebody listens."""
+    """Raises BusyError if somebody listens."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
@@ -321,7 +321,7 @@ def _check_map(what: str, given: Mapping[str, str]) -> None:
 
 
 def _text(text: str) -> str:
-    """For a log line: one word of bounded length."""
+    """One word of bounded length, for a log line."""
     return "".join(c if c.isprintable() and c != " " else "?" for c in text[:300])
 
 

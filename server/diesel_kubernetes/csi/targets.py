@@ -33,7 +33,7 @@ NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
 """The kernel's limits."""
 
 CONTROL_DEADLINE_S = 5.0
-"""For a mount to answer, before its control socket is shown."""
+"""Time for a mount to answer, before its control socket is shown."""
 
 _NOT_COUNTED = 1 << 62
 
@@ -230,7 +230,7 @@ class FileSystemUsage:
 
 
 def usage_of(target: str) -> FileSystemUsage:
-    """Of a living mount. Raises OSError."""
+    """The mount must be alive. Raises OSError."""
     found = os.statvfs(Path(target))
     is_counted = found.f_files < _NOT_COUNTED  # EROFS does not report it
     return FileSystemUsage(found.f_blocks * found.f_frsize, found.f_files if is_counted else 0)

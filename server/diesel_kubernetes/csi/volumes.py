@@ -62,14 +62,14 @@ class VolumeLimits:
     """Set by the administrator of the nodes."""
 
     url: str = ""
-    """Of volumes that name none."""
+    """The repository of volumes that name none."""
     file_roots: tuple[str, ...] = ()
     """Folders below which a volume may name a repository by `file://`."""
     cache_root: str = ""
     """Volumes may have cache folders below it; empty: none may."""
     memory_bytes_max: int = 4 << 30
     cache_bytes_max: int = 0
-    """Of a volume's cache folder; 0: no limit."""
+    """Limits a volume's cache folder; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Volume:
     memory_bytes: int
     cache_dir: str = ""
     file_folder: str = ""
-    """Of a repository on the node's own disk."""
+    """The folder of a repository on the node's own disk."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
     """Variables with secrets for the mount."""
 
@@ -239,7 +239,7 @@ def _bad(given: Mapping[str, str], name: str, meant: str) -> UsageError:
 
 
 def _size(given: Mapping[str, str], name: str, most: int) -> int:
-    """In bytes; 0 if none is given."""
+    """Bytes; 0 if none is given."""
     if name not in given:
         return 0
     try:

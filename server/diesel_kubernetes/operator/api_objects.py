@@ -54,7 +54,7 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class AnyObject:
-    """For callers that need only the kind and the metadata."""
+    """Enough for callers that need only the kind and the metadata."""
 
     kind: str = ""
     metadata: Metadata = field(default_factory=Metadata)
@@ -81,7 +81,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class ContainerResources:
-    """As quantities: `500m`, `16Gi`."""
+    """Quantities: `500m`, `16Gi`."""
 
     limits: Json = field(default_factory=dict)
     requests: Json = field(default_factory=dict)
@@ -175,7 +175,6 @@ class Pod:
 
     @property
     def first_state(self) -> ContainerState:
-        """Of the first container."""
         found = self.status.container_statuses
         return found[0].state if found else ContainerState()
 
@@ -210,6 +209,6 @@ class ClusterNode:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """With values in base64."""
+    """The values are in base64."""
 
     data: Mapping[str, str] = field(default_factory=dict)

@@ -72,7 +72,7 @@ log = logging.getLogger("diesel.operator")
 DATASETS, TRAINING_JOBS = "datasets", "trainingjobs"
 
 PROGRESS_S = 2.0
-"""For a preparation to report its progress."""
+"""Time for a preparation to report its progress."""
 PROGRESS_BYTES_MAX = 4096
 
 CONFLICT_S = 0.1
@@ -156,7 +156,7 @@ class Reconciler:
         self._http: httpx2.AsyncClient | None = None  # it takes 0.1 s to make
 
     def note_pod(self, raw: Json, *, is_gone: bool) -> None:
-        """To read the pod without a list."""
+        """The pod can then be read without a list."""
         self._known.note(decode(Metadata, raw.get("metadata")), is_gone=is_gone)
 
     async def close(self) -> None:
@@ -210,7 +210,7 @@ class Reconciler:
         return reports
 
     def _note_dataset(self, key: Key, seen: DatasetObject | None) -> None:
-        """By these, reports concern a Dataset."""
+        """Reports concern the Dataset by these."""
         held = held_key(key.namespace, seen.status.identity) if seen else None
         if seen is None or held is None:
             self._known_datasets.pop(key, None)

@@ -57,13 +57,13 @@ from .specs import DatasetSpec, Defaults, parse_dataset
 
 BACKOFF_S, BACKOFF_MAX_S = 10.0, 300.0
 LOOK_S = 1.0
-"""Until another look at something that is about to end, in case its event is lost."""
+"""The pause before another look at something that is about to end, in case its event is lost."""
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
 """Nothing is left to do until the spec changes."""
 
 NODES_MAX = 200
-"""In a status."""
+"""Limits the nodes in a status."""
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -123,11 +123,11 @@ class JobView:
     succeeded: bool
     failed: bool
     reason: str
-    """Of the condition by which it failed."""
+    """The reason in the condition by which it failed."""
     finished_s: float
     report: JobReport
     address: str
-    """Of the running pod; empty: it does not run."""
+    """The running pod's address; empty: it does not run."""
     waits: str = ""
     """Why its pod does not run yet, if known."""
 
@@ -209,7 +209,7 @@ def outcome_of(job: JobView) -> JobOutcome:
 
 
 def backoff_s(attempt: int) -> float:
-    """From the end of an attempt to the next one."""
+    """The pause from the end of an attempt to the next one."""
     return float(min(BACKOFF_S * 2 ** min(attempt - 1, 16), BACKOFF_MAX_S))
 
 
@@ -225,7 +225,7 @@ class DatasetDecision:
     delete_jobs: tuple[str, ...] = ()
     remove_finalizer: bool = False
     again_s: float | None = None
-    """Until another look, if nothing happens."""
+    """The pause before another look, if nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,7 @@ class DatasetSituation:
     pods: tuple[Pod, ...]
     """Its readers in its namespace, also ended ones."""
     progress: Progress | None
-    """Of the running preparation; None: it did not answer."""
+    """What the running preparation reports; None: it did not answer."""
     now_s: float
     interval_s: float
     holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
@@ -342,7 +342,7 @@ def _after_attempt(
 
 
 def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
-    """Without our finalizer, the cluster does all of it."""
+    """The cluster does all of it if our finalizer is missing."""
     seen = situation.seen
     if RECLAIM_FINALIZER not in seen.metadata.finalizers:
         return DatasetDecision(seen.status)
@@ -489,13 +489,13 @@ def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
 
 
 def holding_of(status: DatasetStatus) -> Holding:
-    """With nodes' shares in memory or on a disk."""
+    """The nodes' shares in memory or on a disk."""
     shares = {each.name: Fraction(each.share, 100) for each in status.nodes or ()}
     return Holding(status.bytes or 0, shares)
 
 
 def holding_on_disks(status: DatasetStatus) -> Holding:
-    """With the shares that nodes keep on their disks."""
+    """The shares that nodes keep on their disks."""
     shares = {
         each.name: Fraction(each.share_on_disk, 100) for each in status.nodes or () if each.keeps
     }

@@ -108,7 +108,7 @@ def _encoded(value: object) -> object:
 
 
 def seconds_of(time: str) -> float:
-    """Of a time of the API (2026-01-31T12:00:00Z), since 1970; 0.0 for ""."""
+    """Seconds since 1970 for a time of the API (2026-01-31T12:00:00Z); 0.0 for ""."""
     return datetime.fromisoformat(time).timestamp() if time else 0.0
 
 

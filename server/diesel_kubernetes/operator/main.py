@@ -12,7 +12,6 @@ from diesel_fs.errors import DieselError, UsageError
 from .specs import Defaults
 
 PREFIX = "DIESEL_OPERATOR"
-"""Of options in the environment."""
 
 IMAGE = "diesel-fs"
 """The command in `deploy/Dockerfile` builds it."""
@@ -64,8 +63,8 @@ CONTAINER = "operator"
     metavar="SECONDS",
     default=10.0,
     show_default=True,
-    help="The pause between two requests for a preparation's progress. Reports of nodes are read once in"
-    " three of these.",
+    help="The pause between two requests for a preparation's progress. Reports of nodes are read"
+    " once in three of these.",
 )
 @click.option(
     "--driver-namespace",

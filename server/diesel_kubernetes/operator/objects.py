@@ -27,7 +27,7 @@ LABEL_GENERATION = f"{LABEL}/generation"
 LABEL_ATTEMPT = f"{LABEL}/attempt"
 LABEL_RANK = f"{LABEL}/rank"
 USES = f"dataset.{LABEL}/"
-"""On pods that read a Dataset, before its name."""
+"""The prefix, before a Dataset's name, of labels on pods that read it."""
 
 PREPARE, RECLAIM = "prepare", "reclaim"
 
@@ -38,7 +38,7 @@ RESULT_FILE = "/dev/termination-log"
 PROGRAM = ("python", "-m", "diesel_kubernetes.operator.prepare")
 
 PREFERRED_NODES_MAX = 50
-"""In an affinity: the scheduler reads all for each pod."""
+"""The scheduler reads all nodes of an affinity for each pod."""
 
 _HOSTNAME = "kubernetes.io/hostname"
 _WEIGHT_MAX = 100
@@ -194,7 +194,7 @@ def key_secret(seen: Object, name: str, data: Mapping[str, str], key: str) -> Js
 
 
 def ranks_service(seen: Object) -> Json:
-    """Without an address; the pods find rank 0 by it."""
+    """The pods find rank 0 by this Service, which has no address."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -227,7 +227,7 @@ class PodPlan:
     order: Sequence[str]
     """Hostnames, the best first."""
     selector: Mapping[str, str]
-    """Of the datasets."""
+    """The node selectors of the datasets."""
     attempt: int
 
 
@@ -359,8 +359,6 @@ def _container(container: Json, plan: PodPlan, mounts: Sequence[object], rank: i
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """Of an event."""
-
     is_bad: bool
     reason: str
     message: str

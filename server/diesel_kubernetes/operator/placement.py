@@ -13,7 +13,7 @@ BLOCK_BYTES = 4 << 20
 """A chunk of the default size."""
 
 Amounts = Mapping[str, Fraction]
-"""By name, as `cpu` and `nvidia.com/gpu`, in their units."""
+"""Resources, as `cpu` and `nvidia.com/gpu`, in their units."""
 
 STORAGE = "ephemeral-storage"
 
@@ -24,13 +24,13 @@ class NodeState:
 
     name: str
     hostname: str
-    """Of its label `kubernetes.io/hostname`."""
+    """The label `kubernetes.io/hostname`."""
     labels: Mapping[str, str]
     allocatable: Amounts
     requested: Amounts = field(default_factory=dict)
-    """By its pods."""
+    """The requests of its pods."""
     cached_bytes: int = 0
-    """Of datasets on its disk."""
+    """The bytes of datasets on its disk."""
     preemptible_bytes: int = 0
     """The part of datasets that no pod reads."""
 
@@ -58,7 +58,7 @@ class Holding:
 
     content_bytes: int
     shares: Mapping[str, Fraction] = field(default_factory=dict)
-    """From 0 to 1, by the node's name."""
+    """Numbers from 0 to 1, by the node's name."""
 
     @property
     def blocks(self) -> int:
@@ -89,7 +89,7 @@ def score(*, has_room: bool, k: Fraction, cached: Fraction, d: int, alpha: Fract
 def in_order(
     nodes: Sequence[NodeState], holdings: Sequence[Holding], requests: Amounts
 ) -> list[Scored]:
-    """By decreasing score, then by name. The blocks of several datasets count together."""
+    """Nodes by decreasing score, then by name. The blocks of several datasets count together."""
     free_bytes = sum(each.free_bytes for each in nodes)
     d = sum(each.blocks for each in holdings) or 1
     cached = sum((each.cached_share * each.blocks for each in holdings), Fraction())

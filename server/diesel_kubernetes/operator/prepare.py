@@ -25,7 +25,7 @@ import click
 from .decoding import Json
 
 RESULT_BYTES_MAX = 4096
-"""Of a termination message, in Kubernetes."""
+"""Kubernetes's limit of a termination message."""
 
 _MESSAGE_CHARS_MAX = 800
 _LINES_KEPT = 20
@@ -105,7 +105,7 @@ def _parsed(line: str) -> Json:
 
 
 def progress_of(found: Json) -> Json:
-    """From a line of progress of `dlcmd put`."""
+    """`found` is a line of progress of `dlcmd put`."""
     entries, size, total = (
         value if isinstance(value, int) else 0
         for value in (found.get("entries"), found.get("bytes"), found.get("entries_total"))
@@ -115,7 +115,7 @@ def progress_of(found: Json) -> Json:
 
 
 def error_report(lines: Sequence[str], code: int) -> Json:
-    """From the last lines of stderr."""
+    """`lines` are the last ones of stderr."""
     for line in reversed(lines):
         found = _parsed(line)
         if "error" in found and "message" in found:

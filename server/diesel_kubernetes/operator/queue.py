@@ -48,7 +48,7 @@ class WorkQueue:
         self._workers = workers
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._waiting: set[Key] = set()
-        """In `_ready`."""
+        """The keys in `_ready`."""
         self._busy: set[Key] = set()
         self._again: set[Key] = set()
         """Added while a worker had them."""

@@ -59,22 +59,22 @@ class NodeShare:
     name: str = ""
     state: str = ""
     share: int = 0
-    """In percent."""
+    """A percentage."""
     keeps: bool = False
     """Whether something stays on disk when no pod reads the dataset."""
     disk_share: int | None = None
-    """In percent; None if not measured."""
+    """A percentage; None if not measured."""
     measured: bool = False
 
     @property
     def share_on_disk(self) -> int:
-        """If it was not measured, the whole share."""
+        """The whole share if that on the disk was not measured."""
         return self.share if self.disk_share is None else self.disk_share
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Of a preparation."""
+    """What a preparation reports."""
 
     entries: int | None = None
     bytes: int | None = None
@@ -84,7 +84,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class DatasetStatus(Status):
     attempt: int | None = None
-    """Of the last preparation, from 1."""
+    """The last preparation's number, from 1."""
     entries: int | None = None
     files: int | None = None
     bytes: int | None = None
@@ -108,7 +108,7 @@ class PlannedVolume:
     """A volume of a TrainingJob's pods, pinned in its status at admission."""
 
     name: str = ""
-    """Of the Dataset."""
+    """The Dataset's name."""
     mount_path: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     secret_name: str = ""
@@ -135,7 +135,7 @@ class Object:
     kind: str
     metadata: Metadata
     raw: Json = field(repr=False)
-    """As it was read: the API wants all of it back when a status is written."""
+    """The API wants all of it back when a status is written."""
 
     @property
     def name(self) -> str:
@@ -272,8 +272,6 @@ class GivenDataset:
 
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
-    """By a TrainingJob."""
-
     name: str = ""
     mount_path: str = ""
     options: Mapping[str, str] = field(default_factory=dict)

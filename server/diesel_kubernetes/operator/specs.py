@@ -53,9 +53,9 @@ class RepositoryPlace:
 
     url: str
     variables: Mapping[str, str]
-    """For `dlcmd`, without secrets."""
+    """The environment of `dlcmd`, without secrets."""
     attributes: Mapping[str, str]
-    """Of a volume."""
+    """Attributes of a volume."""
     secret: str
     """A Secret's name; empty: none."""
     file_folder: str = ""
@@ -80,7 +80,7 @@ class DatasetSpec:
     put: tuple[str, ...]
     """`dlcmd` arguments that make the dataset; none: it exists."""
     version: int
-    """Of an existing dataset; 0: the current one."""
+    """The version of an existing dataset; 0: the current one."""
     keep: int
     """Versions that stay; -1: no purge."""
     reclaims: bool
@@ -161,7 +161,7 @@ def _host(url: str) -> str:
 
 
 def _shown(url: str) -> str:
-    """Without the parts that may be secret."""
+    """Hides the parts that may be secret."""
     scheme, _, rest = url.partition("://")
     return f"{scheme}://{rest.partition('/')[0].rpartition('@')[2]}/..."[:120]
 

@@ -48,7 +48,7 @@ _FINAL = (TrainingPhase.SUCCEEDED, TrainingPhase.FAILED, TrainingPhase.REJECTED)
 _STARTED = (TrainingPhase.STARTING, TrainingPhase.RUNNING)
 
 RETRY_S = 30.0
-"""Until another look at a job with a missing Dataset, in case the event is lost."""
+"""The pause before another look at a job with a missing Dataset, in case the event is lost."""
 
 SHOWN_NODES_MAX = 50
 
@@ -63,7 +63,7 @@ class TrainingDecision:
 
     status: TrainingStatus
     wants_survey: bool = False
-    """Before anything can be decided."""
+    """Whether the nodes must be surveyed first."""
     key_secrets: tuple[PlannedVolume, ...] = ()
     create: tuple[Json, ...] = ()
     events: tuple[Json, ...] = ()
@@ -71,14 +71,14 @@ class TrainingDecision:
     delete_secrets: tuple[str, ...] = ()
     delete_services: tuple[str, ...] = ()
     again_s: float | None = None
-    """Until another look, if nothing happens."""
+    """The pause before another look, if nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSituation:
     seen: TrainingObject
     datasets: Mapping[str, DatasetObject]
-    """Without missing ones."""
+    """Missing ones are left out."""
     pods: tuple[Pod, ...]
     now_s: float
     nodes: tuple[NodeState, ...] | None = None
@@ -104,7 +104,7 @@ def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision
 
 
 _Chosen = Sequence[tuple[DatasetObject, DatasetSpec]]
-"""In the order of the specification."""
+"""The order is that of the specification."""
 
 
 def _waiting(
@@ -260,7 +260,7 @@ def _clean_up(situation: TrainingSituation) -> TrainingDecision:
 
 
 def _why_it_failed(pod: Pod) -> str:
-    """As the end of a sentence; empty if it is not known."""
+    """The end of a sentence; empty if it is not known."""
     for each in pod.status.container_statuses:
         ended = each.state.terminated
         if ended.exit_code:

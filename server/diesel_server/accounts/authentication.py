@@ -42,7 +42,8 @@ for a Redis that restarts, so a put under way can finish."""
 COPY_S = 3600.0
 
 RETRY_S = 10.0
-"""Between two attempts of `current` to read the table after a failure: each takes time."""
+"""The pause between two attempts of `current` to read the table after a failure: each
+takes time."""
 
 ADVICE_S = 60.0
 
@@ -89,7 +90,7 @@ class TableAuthenticator:
 
     @property
     def table(self) -> AccountTable:
-        """For changes. Raises MetadataError if it cannot be opened."""
+        """Callers change it. Raises MetadataError if it cannot be opened."""
         self.refresh()
         if self._table is None:
             raise self._copy.problem or MetadataError("the accounts cannot be read")

@@ -44,13 +44,12 @@ class ClientChannel:
         self.sent_bytes = 0
 
     async def wait(self) -> None:
-        """Until there are bytes to receive. A cancelled wait loses none."""
+        """Returns when there are bytes to receive. A cancelled wait loses none."""
         if self._start == self._end:
             self._start = self._end = 0
             self._end = await self._some(self._buffer)
 
     async def receive_into(self, room: memoryview) -> None:
-        """Until `room` is full."""
         while room.nbytes:
             if self._start < self._end:
                 count = min(room.nbytes, self._end - self._start)
@@ -96,7 +95,7 @@ class ClientChannel:
         return await self._transport.receive(room)
 
     async def send(self, parts: Sequence[Bytes]) -> None:
-        """If it is cancelled, the connection is of no more use."""
+        """A cancelled call leaves the connection of no more use."""
         await self.send_left(self.send_now(parts))
 
     def send_now(self, parts: Sequence[Bytes]) -> list[memoryview]:
@@ -109,7 +108,7 @@ class ClientChannel:
         return views
 
     async def send_left(self, views: list[memoryview]) -> None:
-        """If it is cancelled, the connection is of no more use."""
+        """A cancelled call leaves the connection of no more use."""
         try:
             while views:
                 await self._transport.wait_writable()

@@ -66,7 +66,8 @@ class Authenticator(Protocol):
         ...
 
     def current(self, account: Account) -> Account:
-        """As it is now. Raises PermissionDenied if the user was removed or has another key."""
+        """The present account. Raises PermissionDenied if the user was removed or has
+        another key."""
         ...
 
 
@@ -113,8 +114,8 @@ class ConnectionContext:
 
 @dataclass(frozen=True, slots=True)
 class _Rejection:
-    """With `retry_after_s` nothing of the request has been done, and the client may send it again,
-    here or to another server."""
+    """`retry_after_s` means that nothing of the request has been done, and the client may send it
+    again, here or to another server."""
 
     reason: str  # one of `metrics.REFUSALS`
     error: DieselError
@@ -122,7 +123,6 @@ class _Rejection:
 
     @property
     def outcome(self) -> str:
-        """In the metrics."""
         if isinstance(self.error, PermissionDenied):
             return "refused"
         return "error" if self.retry_after_s is None else "busy"
@@ -303,7 +303,7 @@ class ClientConnection:
     # Requests
 
     async def _serve_requests(self) -> None:
-        """Until the client sends no more, or the server has shut down."""
+        """Ends when the client sends no more, or the server has shut down."""
         ended: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -493,7 +493,7 @@ class ClientConnection:
         await self._send([wire.frame(message, wire.ANSWER_LIMITS)])
 
     def _error_message(self, error: DieselError) -> Message:
-        """Without the addresses of this server's store, which only its operator may know."""
+        """Leaves out the addresses of this server's store, which only its operator may know."""
         message = error_message(error)
         redacted = cast(Message, self._context.redacted(message))
         if redacted != message:
@@ -515,7 +515,7 @@ class ClientConnection:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        """In time."""
+        """Applies the deadline of a frame."""
         if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
@@ -523,7 +523,7 @@ class ClientConnection:
 
     @contextmanager
     def _deadline(self, size: int) -> Iterator[None]:
-        """For `size` bytes of a frame. Raises ClientGone after it."""
+        """Raises ClientGone after the time for `size` bytes of a frame."""
         with trio.move_on_after(limits.FRAME_S + size / limits.BYTES_PER_S_MIN) as scope:
             yield
         if scope.cancelled_caught:

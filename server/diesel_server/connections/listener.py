@@ -54,7 +54,7 @@ class Listener:
         self._check_drained()
 
     async def run(self) -> None:
-        """Until `stop` was called and all connections have ended."""
+        """Ends after `stop`, when all connections have ended."""
         async with trio.open_nursery() as nursery:
             for each in self._sockets:
                 each.setblocking(False)

@@ -30,7 +30,7 @@ DieselError."""
 
 
 class RedisRuns:
-    """Of all masters."""
+    """Covers all masters."""
 
     def __init__(self, url: str) -> None:
         self._address = parse_redis_url(url)

@@ -37,7 +37,7 @@ log = logging.getLogger("diesel.server")
 PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 
 START_S = 60.0
-"""For the start of a worker, which waits for a Redis that loads its data."""
+"""Time for the start of a worker, which waits for a Redis that loads its data."""
 
 _END_S = limits.DRAIN_S + 8.0
 _PAUSE_S = 0.1  # before a worker is started again; it doubles
@@ -136,7 +136,6 @@ class Supervisor:
             raise errors[0]
 
     async def _keep(self, slot: int, process: trio.Process) -> None:
-        """Until the server stops."""
         pause_s = _PAUSE_S
         while True:
             began_s = trio.current_time()

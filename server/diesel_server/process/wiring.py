@@ -62,7 +62,7 @@ WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """Of a real server."""
+    """The wiring of a real server."""
     open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
@@ -133,7 +133,7 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
-    """In the chunk cache's folder, or else in the user's."""
+    """The folder is in that of the chunk cache, or else in the user's."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:

@@ -36,7 +36,7 @@ from .worker_config import WorkerConfig, read_config
 log = logging.getLogger("diesel.server")
 
 _LAST_S = 5.0
-"""For threads after the drain: they cannot be cancelled."""
+"""Time for threads after the drain: they cannot be cancelled."""
 
 
 def run_worker(make: WireUp) -> NoReturn:

@@ -91,7 +91,6 @@ class Directory:
             raise
 
     def named(self, name: str) -> DatasetRef | None:
-        """If it is remembered."""
         for known, _ in list(self._known.values()):
             if known.name == name and not known.is_being_deleted:
                 return self.peek(known.identity)
@@ -130,5 +129,5 @@ def hide_store_address(name: str) -> Iterator[None]:
 
 
 def no_such_dataset(shown: str) -> NoSuchDataset:
-    """Also for a dataset that the user may not read."""
+    """A dataset that the user may not read has the same error."""
     return NoSuchDataset(f"no dataset {shown!r}")

@@ -52,8 +52,6 @@ class ThreadsBusy(BusyError):
 
 
 class HandlerThreads:
-    """At most `count` at a time."""
-
     def __init__(self, count: int) -> None:
         self._limiter = trio.CapacityLimiter(count)
         self._unlimited = trio.CapacityLimiter(math.inf)
@@ -73,7 +71,7 @@ class HandlerThreads:
 
 
 class Dispatcher:
-    """By the name of the request (its field `do`)."""
+    """Handlers by the name of the request (its field `do`)."""
 
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers

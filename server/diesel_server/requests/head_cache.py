@@ -33,10 +33,10 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from .pipelined_heads import PipelinedHeadReads
 
 ANSWER_S = 8.0
-"""For one read: a few round trips of a second each, as with a slow Redis."""
+"""Time for one read: a few round trips of a second each, as with a slow Redis."""
 
 OPEN_S = 1.0
-"""Of the circuit breaker."""
+"""The pause of the circuit breaker."""
 
 _LISTED_S = 0.5
 """A listing of snapshots counts for this time: it takes a bucket some 10 ms. A newer snapshot there
@@ -92,7 +92,7 @@ class HeadCache:
         return await self._guarded(in_thread)
 
     async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T:
-        """If the circuit breaker admits it and it ends in time."""
+        """The circuit breaker may refuse it; its time is bounded."""
         ticket = self._breaker.admit(self._clock())
         if not ticket:
             assert self._failure is not None
@@ -135,7 +135,7 @@ class HeadCache:
         return self._compare(self._repository.meta.head(name))
 
     def _compare(self, head: DatasetHead) -> HeadState:
-        """With the newest snapshot in the object store. May block."""
+        """Lists the newest snapshot in the object store. May block."""
         newest, listed_s = self._listed.get(head.identity, (0, 0.0))
         now_s = self._clock()
         if newest > head.version or now_s >= listed_s + _LISTED_S:

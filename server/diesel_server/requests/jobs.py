@@ -20,7 +20,7 @@ from .dispatcher import Reply
 log = logging.getLogger("diesel.server")
 
 JOBS_MAX = 4
-"""In a worker: each reads as fast as the store delivers."""
+"""Each job reads as fast as the store delivers."""
 
 VERIFIES_MAX = 2
 """Any reader may start one, and administrators' jobs must not wait for those."""
@@ -46,7 +46,7 @@ class _RunningJob:
 
 
 class JobTable:
-    """By kind and name of the dataset."""
+    """Jobs by kind and name of the dataset."""
 
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], _RunningJob] = {}

@@ -30,10 +30,10 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from diesel_fs.urls import RepositoryUrl
 
 READ_S = 1.0
-"""For one read with connecting. The read in a thread has more time."""
+"""Time for one read with connecting. The read in a thread has more."""
 
 OPEN_S = 1.0
-"""After a read that took too long or found no connection."""
+"""The pause after a read that took too long or found no connection."""
 
 _CONNECTIONS_MAX = 8
 _NAMES_MAX = 4096

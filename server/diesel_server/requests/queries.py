@@ -58,11 +58,12 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""At most these run in the event loop, which takes half a millisecond, more in a thread."""
+"""Requests of at most these run in the event loop, which takes half a millisecond, others in a
+thread."""
 
 FEW_PATHS = 32
-"""At most these paths go to the metadata store, which takes a few round trips for each. A request
-for more waits for a new snapshot."""
+"""Requests of at most these paths go to the metadata store, which takes a few round trips for each.
+Others wait for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20
@@ -70,8 +71,8 @@ NAMES_BYTES_PER_ANSWER = 2 << 20
 _MAPPED_MAX = 64  # datasets with a mapped snapshot
 _QUIET_S = 1.0
 _QUIET_FACTOR = 4
-"""Between two snapshots of a dataset: at least a second, and four times as long as the first took,
-so that making them takes a fifth of a thread at most."""
+"""The pause between two snapshots of a dataset: at least a second, and four times as long as the
+first took, so that making them takes a fifth of a thread at most."""
 
 _READ_THREADS = 64
 _QUERY_THREADS = 8
@@ -142,8 +143,8 @@ class QueryHandlers:
         return Reply({"info": info_message(info), "away": away, "now_s": time.time()})
 
     async def info(self, name: str) -> DatasetInfo:
-        """With the current head. Raises NoSuchDataset; MetadataError if the head cannot be
-        known."""
+        """The dataset with its current head. Raises NoSuchDataset; MetadataError if the head cannot
+        be known."""
         with hide_store_address(name):
             try:
                 state = await self._heads.now(name)
@@ -202,7 +203,6 @@ class QueryHandlers:
     # Entries
 
     async def stat(self, request: Request, known: DatasetRef) -> Reply:
-        """As columns."""
         paths = parse_paths(Fields(request.message, "stat"))
         state = await self._head_of(known)
         view = self._current(known, state)
@@ -219,7 +219,7 @@ class QueryHandlers:
         return Reply({"version": view.version, **columns_message(stats)})
 
     def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
-        """From the metadata store."""
+        """Reads the metadata store."""
         meta = self._repository.meta
         for path in paths:
             check_path(path)
@@ -255,7 +255,7 @@ class QueryHandlers:
         )
 
     def _listed(self, known: DatasetRef, state: HeadState, folder: bytes, after: bytes) -> Reply:
-        """From the metadata store."""
+        """Reads the metadata store."""
         rows = self._repository.meta.children(known.identity, folder)
         if not len(rows) and folder:
             found = self._stats(known.identity, [folder])
@@ -303,7 +303,7 @@ class QueryHandlers:
         return view if view.version >= state.head.version else None
 
     def _make(self, known: DatasetRef) -> Snapshot:
-        """In a thread."""
+        """Runs in a thread."""
         began_s = time.monotonic()
         repository = self._repository
         head = repository.meta.head(known.name)
@@ -318,7 +318,7 @@ class QueryHandlers:
         return view
 
     async def snapshot(self, request: Request, known: DatasetRef) -> AsyncGenerator[Reply, None]:
-        """In compressed pieces, unless the client has that version already."""
+        """Sends compressed pieces, unless the client has that version already."""
         fields = Fields(request.message, "snapshot")
         version, have = fields.integer("version"), fields.integer("have", 0)
         view = await self._snapshot_of(known, version)
@@ -372,7 +372,7 @@ class QueryHandlers:
     # Bytes
 
     async def read(self, request: Request, known: DatasetRef) -> Reply:
-        """With `fresh`, chunks come from the object store, past every cache."""
+        """`fresh` chunks come from the object store, past every cache."""
         fields = Fields(request.message, "read")
         parts, fresh = parse_parts(fields), fields.flag("fresh", default=False)
         if fresh and (parts["chunk"] != parts["chunk"][:1]).any():
@@ -386,7 +386,7 @@ _COLUMNS = ("kind", "mode", "size", "mtime_ns")
 
 
 def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
-    """From a snapshot."""
+    """Reads a snapshot."""
     index = view.lookup(folder)
     if index < 0 or view.stat(index).kind != Kind.FOLDER:
         raise _no_folder(view.dataset, folder)

@@ -60,7 +60,6 @@ class RequestTable:
         self._tasks = TaskHandlers(repository)
 
     def handlers(self) -> dict[str, Handler]:
-        """By `do`."""
         queries, updates, tasks = self._queries, self._updates, self._tasks
         return {
             "datasets": queries.datasets,

@@ -32,8 +32,8 @@ from .dispatcher import Reply, Request
 _THREADS = 16
 _REDIS_S = 1.0  # less than a client waits
 _PAUSE_S = 1.0
-"""After the store of registrations did not answer: thousands of masters may request it, and each
-would wait."""
+"""The pause after the store of registrations did not answer: thousands of masters may request it,
+and each would wait."""
 
 
 class TaskHandlers:

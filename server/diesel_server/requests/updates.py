@@ -70,7 +70,8 @@ log = logging.getLogger("diesel.server")
 _TOKEN = re.compile("[0-9a-f]{32}")  # the name of a lease, which a client draws
 
 LEASES_MAX = 4096
-"""Of one user on one dataset, in this worker: a mount on each node of the largest task."""
+"""The leases of one user on one dataset, in this worker: a mount on each node of the
+largest task."""
 
 DECODED_BYTES_MAX = 64 << 20
 """The largest file that is decompressed beside others for a check. Larger ones go one at a time, as

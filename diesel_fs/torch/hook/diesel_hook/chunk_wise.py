@@ -53,7 +53,7 @@ class _Sampler(Protocol):
 
 class Grouping(NamedTuple):
     chunks: _Tensor
-    """For each sample the number of a chunk, or -1."""
+    """The number of each sample's chunk, or -1."""
     group_size: int
 
 
@@ -133,7 +133,6 @@ def _replace(kind: type, ordered: Callable[[_Sampler, Grouping], Iterator[int]])
 
 
 def _random(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """As torch's `RandomSampler` without replacement."""
     torch = sys.modules["torch"]
     generator = sampler.generator
     if generator is None:
@@ -147,7 +146,6 @@ def _random(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
 
 
 def _subset(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """As torch's `SubsetRandomSampler`."""
     indices = sys.modules["torch"].as_tensor(sampler.indices)
     inside = Grouping(grouping.chunks[indices], grouping.group_size)
     for position in chunk_wise(inside, sampler.generator):
@@ -155,7 +153,7 @@ def _subset(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
 
 
 def _distributed(sampler: _Sampler, grouping: Grouping) -> Iterator[int]:
-    """As torch's `DistributedSampler`, but each rank's part is contiguous."""
+    """Each rank's part is contiguous, unlike in torch's `DistributedSampler`."""
     generator = sys.modules["torch"].Generator()
     generator.manual_seed(sampler.seed + sampler.epoch)
     order = chunk_wise(grouping, generator)

@@ -403,7 +403,7 @@ _ABSENT = object()
 
 
 def _restore(owner: object, name: str, value: object, ours: object) -> None:
-    """Unless the program has replaced it, too."""
+    """Keeps a value by which the program has replaced ours."""
     if vars(owner).get(name) is not ours:
         return
     if value is _ABSENT:

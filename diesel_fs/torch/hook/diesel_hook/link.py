@@ -53,8 +53,8 @@ class Link:
         return self._exchange(message, b"", has_answer=True)
 
     def send_soon(self, message: dict[str, object]) -> None:
-        """As `send`, but the garbage collector may call it, even within `send`: the message then
-        follows the current one."""
+        """The garbage collector may call it, even within `send`: the message then follows the
+        current one."""
         self._later.append(message)
         self._send_waiting()
 

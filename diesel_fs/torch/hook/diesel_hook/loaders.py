@@ -34,7 +34,7 @@ _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
 }
-"""By module, the loader classes that have their own `__init__` and `__iter__`."""
+"""Loader classes that have their own `__init__` and `__iter__`, by module."""
 
 _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
 """They take a batch from a loader before the user's loop wants it."""
@@ -79,7 +79,7 @@ class Watch:
             weakref.WeakKeyDictionary()
         )
         self._kept: weakref.WeakKeyDictionary[object, KnownDataset] = weakref.WeakKeyDictionary()
-        """Of loaders with persistent workers, which keep reading their first dataset."""
+        """Loaders with persistent workers keep reading their first dataset."""
         self._count = 0
         self._groupings: weakref.WeakKeyDictionary[KnownDataset, chunk_wise.Grouping] = (
             weakref.WeakKeyDictionary()
@@ -87,7 +87,7 @@ class Watch:
         os.register_at_fork(after_in_child=self._after_fork)
 
     def _after_fork(self) -> None:
-        """To the launcher a child is another process, which has sent nothing yet."""
+        """The launcher treats a child as another process, which has sent nothing yet."""
         self.datasets = KnownDatasets(self.link)
         self._groupings.clear()
         self._loaders.clear()
@@ -193,7 +193,7 @@ class _LoaderStream:
 
 @dataclass
 class _Loop:
-    """With persistent workers, one loop for each epoch."""
+    """Persistent workers have one loop for each epoch."""
 
     epoch: LoaderEpoch
     stream: _LoaderStream
@@ -358,7 +358,7 @@ class LoaderEpoch:
 
 @contextmanager
 def _expecting_none() -> Iterator[None]:
-    """For a sampler that iterates itself, or samplers inside it."""
+    """A sampler may iterate itself, or samplers inside it."""
     pair = getattr(_expected, "pair", None)
     _expected.pair = None
     try:
@@ -388,7 +388,7 @@ class _WatchedSampler:
         return element
 
     def _quietly(self, step: Callable[[LoaderEpoch], None]) -> None:
-        """If a step fails, stop watching the epoch."""
+        """A failed step ends the watch of the epoch."""
         if self._epoch is not None:
             try:
                 step(self._epoch)
@@ -428,7 +428,7 @@ def _weak(sampler: object) -> Callable[[], object]:
 
 
 def _when_collected(thing: object, act: Callable[[], object]) -> None:
-    """Unless this process ends before, and not in a forked child."""
+    """Does nothing at this process's end, or in a forked child."""
     process = os.getpid()
 
     def call() -> None:

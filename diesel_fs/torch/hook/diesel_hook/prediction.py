@@ -91,7 +91,7 @@ class BetweenEpochs:
 
     @staticmethod
     def draw(count: int) -> None:
-        """As torch's loaders do."""
+        """torch's loaders draw in this way."""
         torch = sys.modules["torch"]
         for _ in range(count):
             torch.empty((), dtype=torch.int64).random_()
@@ -135,7 +135,7 @@ class DrawnIndices:
         return is_known
 
     def between(self, start: int, end: int | None = None) -> array[int]:
-        """As far as they are kept."""
+        """The kept indices only."""
         last = None if end is None else max(end - self._dropped, 0)
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
@@ -202,7 +202,7 @@ def predict(
 
 
 def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
-    """Within bounds of time and memory; None if an element is of an unknown type."""
+    """Time and memory are bounded. None if an element is of an unknown type."""
     order, end_s = PredictedOrder(), time.monotonic() + DRAWING_S_MAX
     while order.is_whole:
         before = len(order.indices)
