@@ -25,7 +25,7 @@ from .sources.walk import FolderListing, ReportFailure, failure_reason, open_fil
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20  # for chunks during the check: entries near each other share some
+_MEMORY_BYTES = 64 << 20  # for chunks: entries near each other share some
 
 
 class ReadabilityCheck:
@@ -46,7 +46,6 @@ class ReadabilityCheck:
                 raise
             paths = ()  # a dry run needs no metadata store, and no right to write
         self.lost = frozenset(view.lookup(path) for path in paths) - {-1}
-        """Indices of entries without their chunk in its full length."""
         self._view = view
         self._reader: EntryReader | None = None
         if options.checksum:
@@ -73,20 +72,20 @@ class ReadabilityCheck:
 
 @dataclass(eq=False)
 class Comparer:
-    """The entries of a view that the source has, and those that were replaced since."""
+    """Records the entries of a view that the source has, and those that were replaced."""
 
     view: Snapshot
     target: bytes  # the path of the source in the dataset
     options: PutOptions
     path_filter: Filter
-    readable: Callable[[int], bool]  # whether the entry at an index can be read
+    readable: Callable[[int], bool]
 
     def __post_init__(self) -> None:
         # By folder of the dataset, why nothing can be put into it
         self._folder_conflicts: dict[bytes, str] = {b"": ""}
         self._replaced: set[int] = set()
         self._seen = bytearray(self.view.entry_count if self.options.delete else 0)
-        self._any_found = False  # whether the source has anything in it
+        self._any_found = False
 
     def find(self, path: bytes) -> int:
         """The entry at a path of the dataset, or -1. The source has this path, too."""
@@ -108,7 +107,7 @@ class Comparer:
         return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
 
     def conflict_reason(self, path: bytes, index: int, kind: Kind) -> str:
-        """Why an entry cannot replace the entry `index` at a path, or ""."""
+        """Or ""."""
         folder = split(path)[0]
         reason = self._folder_conflicts.get(folder)
         if reason is None:
@@ -127,7 +126,6 @@ class Comparer:
         )
 
     def mark_replaced(self, index: int) -> None:
-        """-1: nothing."""
         if index >= 0:
             self._replaced.add(index)
 
@@ -139,7 +137,7 @@ class Comparer:
             return []
         top = self.view.lookup(self.target)
         paths: list[bytes] = []
-        staying: set[int] = set()  # folders in which something stays
+        staying: set[int] = set()
         for index in reversed(self.view.walk(top).tolist() if top >= 0 else []):
             if self._seen[index] or index == top:
                 continue
@@ -165,7 +163,7 @@ class Comparer:
         return f"refused: {path} is a {there} of the dataset; remove it first"
 
     def _folder_conflict(self, folder: bytes) -> str:
-        """Why nothing can be put into the folder, for it or for one above it."""
+        """Also for a folder above it."""
         index = ROOT_INDEX
         for name in folder.split(b"/") if folder else ():
             index = self.view.child(index, name)
@@ -185,8 +183,7 @@ class Comparer:
                 self._seen[int(below)] = 1
 
     def _mark_above(self, folder: bytes) -> None:
-        """The source has this folder and those above it, if they are folders in the dataset as
-        well."""
+        """This folder and those above it, if the dataset has them as folders."""
         index = ROOT_INDEX
         for name in folder.split(b"/"):
             index = self.view.child(index, name)
@@ -206,8 +203,7 @@ def same_file_content(view: Snapshot, index: int, folder: int, name: bytes) -> b
 
 @dataclass(frozen=True, slots=True)
 class FolderChanges:
-    """Entries of one folder to pack. `entry` is the folder's own (mode with all bits, mtime_ns), if
-    that changed."""
+    """`entry` is the folder's own (mode with all bits, mtime_ns), if that changed."""
 
     path: bytes
     entry: tuple[int, int] | None
@@ -231,7 +227,6 @@ class FolderComparer(Comparer):
                 raise ConflictError(f"{path!r} is a file of the dataset")
 
     def changes(self, listings: Iterator[FolderListing]) -> Iterator[FolderChanges]:
-        """The entries to pack, for each folder."""
         for listing in listings:
             target = target_path(self.target, listing.path)
             if fault := path_fault(target):
@@ -252,7 +247,6 @@ class FolderComparer(Comparer):
             yield self._compare(listing, target)
 
     def _compare(self, listing: FolderListing, target: bytes) -> FolderChanges:
-        """`target` is the folder's path in the dataset."""
         at = self.view.lookup(target)
         self._mark(at, with_all_below=listing.unread)
         found = self.view.stat(at) if at >= 0 else None
@@ -276,8 +270,8 @@ class FolderComparer(Comparer):
     def _compare_names(
         self, listing: FolderListing, indices: dict[bytes, int]
     ) -> tuple[set[bytes], int]:
-        """The new or different files and links, and the number of all others. `indices` has the
-        folder's entries in the dataset, by name."""
+        """New or different files and links, and the number of all others. `indices` are those of
+        the dataset, by name."""
         changed: set[bytes] = set()
         unchanged = 0
         names = (*listing.files, *listing.links)
@@ -304,7 +298,7 @@ class FolderComparer(Comparer):
         return changed, unchanged
 
     def _conflict_at(self, target: bytes) -> str:
-        """Why nothing of a folder can be put at a path, or ""."""
+        """Or ""."""
         at = self.view.lookup(target)
         if at >= 0 and self.view.stat(at).kind == Kind.FOLDER:
             return ""

@@ -35,7 +35,7 @@ from .packer import start_packer
 
 log = logging.getLogger("diesel.ingest")
 
-_MEMORY_BYTES = 64 << 20  # for chunks, while files are put again
+_MEMORY_BYTES = 64 << 20  # for chunks
 _READ_BYTES = 1 << 20  # of a file that is put again
 
 
@@ -45,7 +45,7 @@ class _Entry(NamedTuple):
     stamp: Stamp
     header: ChunkHeader
     position: int
-    is_own: bool  # written by this session
+    is_own: bool
 
     @property
     def kind(self) -> Kind:
@@ -78,7 +78,6 @@ def finish_put(
 def _put_again(
     repository: Repository, session: WriteSession, replaced: dict[bytes, list[_Entry]]
 ) -> None:
-    """`replaced` has each file's extents."""
     log.warning(
         "folders replaced these files, which are put again: %s", ", ".join(map(shown, replaced))
     )
@@ -103,7 +102,7 @@ def _put_again(
 def _files_replaced_by_folders(
     repository: Repository, session: WriteSession
 ) -> dict[bytes, list[_Entry]]:
-    """Each file's extents, if it or the folder is of this session."""
+    """Only if the file or the folder is of this session."""
     before, after = session.view, repository.view(session.name)
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new - session.committed_chunks))
@@ -177,7 +176,7 @@ def _headers(
 
 
 def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Snapshot:
-    """Shows these files alone: the dataset's snapshot shows folders at their paths."""
+    """The dataset's own snapshot shows folders at their paths."""
     folders: dict[bytes, int] = {}
     chunks: dict[ChunkInfo, int] = {}
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()

@@ -23,11 +23,9 @@ _MODE = 0o644
 class FetchedManifest:
     manifest: Manifest
     content: bytes
-    """The bytes that the dataset will have."""
     modified_ns: int
 
     def path(self, target: bytes) -> bytes:
-        """`target` is the source's path in the dataset."""
         return join(target, MANIFEST_NAME)
 
 

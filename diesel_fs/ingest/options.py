@@ -82,8 +82,7 @@ class PutReport:
     failed: list[tuple[bytes, str]] = field(default_factory=list)
 
     def add_chunk(self, chunk: ValidatedChunk, entries: int) -> None:
-        """`entries` are complete with this committed chunk: a large file counts with its last
-        extent."""
+        """A large file is complete with its last extent."""
         self.chunks += 1
         self.files += chunk.files
         self.content_bytes += chunk.content_bytes
@@ -99,7 +98,7 @@ PutProgress = Callable[[PutReport], None]
 
 
 def no_progress(_: PutReport) -> None:
-    """Report no progress."""
+    """The default."""
 
 
 class Filter:
@@ -110,7 +109,6 @@ class Filter:
         self._exclude = [_Glob.of(pattern) for pattern in options.exclude]
         self.includes_all = not (self._include or self._exclude)
         self.has_taken = self.includes_all
-        """Whether the filter took any file or link."""
         if any(glob.folders_only for glob in self._include):
             raise UsageError("an include chooses files, and one that ends in a slash matches none")
 
@@ -129,7 +127,7 @@ class Filter:
         return is_taken
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
-        """Checks the entry's own path and the folders above it."""
+        """Also by a folder above it."""
         if self.includes_all or not path:
             self.has_taken |= not is_folder
             return False

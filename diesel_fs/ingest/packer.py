@@ -49,12 +49,10 @@ _SPECIAL_MODE_BITS = 0o7000  # of modes: set-user-ID, set-group-ID and sticky bi
 _RETRY_PAUSE_S = 0.02  # between two tries to read a file that is being written
 
 SplitPath = tuple[bytes, bytes]
-"""An entry's folder in the dataset, and its name."""
+"""Folder and name."""
 
 
 class Readable(Protocol):
-    """Read once, from beginning to end."""
-
     def read(self, size: int, /) -> bytes | memoryview:
         """Returns at most `size` bytes; none at the end."""
         ...
@@ -95,11 +93,10 @@ class Packer:
 
     @property
     def extent_bytes(self) -> int:
-        """Longer files have several extents."""
         return self._extent_bytes
 
     def __len__(self) -> int:
-        """Entries in the chunk that is being filled."""
+        """In the unfinished chunk."""
         return len(self._builder)
 
     def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:
@@ -213,7 +210,7 @@ class Packer:
         self._submit_if_full()
 
     def add_known_link(self, path: SplitPath, mtime_ns: int, target: bytes) -> None:
-        """The caller has read the target. Raises FileSkipped."""
+        """Raises FileSkipped."""
         self._check()
         check_storable(mtime_ns)
         self._builder.add_link(path, mtime_ns, target)
@@ -247,7 +244,7 @@ class Packer:
         mtimes_ns: Sequence[int],
         contents: Sequence[memoryview],
     ) -> None:
-        """Files of the folder `path`, each in one extent."""
+        """Each in one extent."""
         at = 0
         while at < len(names):
             self._check()
@@ -279,13 +276,13 @@ class Packer:
         self._check()
 
     def close(self) -> None:
-        """Entries outside of stored chunks are lost."""
+        """Loses entries outside of stored chunks."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _read(self, file: int, path: SplitPath, before: os.stat_result) -> bool:
-        """Try once a file of one extent; returns False if it changed meanwhile."""
+        """Returns False if the file changed meanwhile."""
         size, builder = before.st_size, self._builder
-        room = builder.room(size + 1)  # one byte more, to notice a file that grows
+        room = builder.room(size + 1)
         count = os.readv(file, (room,))
         if count != size:
             while 0 < count < size:  # a signal, or a file system that reads less at once
@@ -358,8 +355,7 @@ class Packer:
             self._submit()
 
     def _submit(self, *, goes_on: bool = False) -> Future[ChunkId]:
-        """Continue with an empty builder. `goes_on`: the chunk's last file continues in the next
-        chunk."""
+        """`goes_on`: the chunk's last file continues in the next chunk."""
         builder = self._builder
         try:
             future = self._thread.submit(self._store, builder, len(builder) - goes_on)
@@ -417,8 +413,7 @@ def start_packer(
     compress: str,
     committed: Callable[[ValidatedChunk, int], None] | None = None,
 ) -> Packer:
-    """Commits chunks as soon as they are durable. Calls `committed` with each chunk and its number
-    of ended entries."""
+    """Durable chunks are committed. `committed` gets each, and its number of ended entries."""
 
     def commit(preamble: bytes, header: bytes, entries: int) -> None:
         chunk = session.commit(preamble, header)

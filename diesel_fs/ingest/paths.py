@@ -8,17 +8,15 @@ RESERVED_NAME = b".diesel"
 
 
 def target_path(target: bytes, path: bytes) -> bytes:
-    """The source goes to `target`; `path` is below the source."""
     return join(target, path) if path else target
 
 
 def source_path(target: bytes, path: bytes) -> bytes:
-    """`path` is at or below `target` in the dataset."""
     return path[len(target) + 1 :] if target else path
 
 
 def is_reserved(path: bytes) -> bool:
-    """Whether it is the mount's own folder, or lies in it."""
+    """Or lies in it."""
     return path.startswith(RESERVED_NAME) and path.split(b"/", 1)[0] == RESERVED_NAME
 
 
@@ -36,7 +34,7 @@ def check_file_target(path: bytes) -> None:
 
 
 def refusal_reason(path: bytes) -> str:
-    """Why nothing can be put at a path because of its name, or ""."""
+    """ "" if there is none."""
     if fault := path_fault(path):
         return f"refused: its name has {fault}"
     if is_reserved(path):

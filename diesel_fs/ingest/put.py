@@ -24,10 +24,10 @@ from .paths import check_not_reserved
 
 @dataclass(frozen=True, slots=True)
 class PutWork:
-    """What a source needs during one put."""
+    """For a source."""
 
     repository: Repository
-    target: bytes  # the path of the source in the dataset
+    target: bytes  # of the source
     options: PutOptions
     path_filter: Filter
     view: Snapshot  # the dataset before the put
@@ -157,5 +157,5 @@ def _delete_shadowed_files(
 
 
 def _shadowed_files(view: Snapshot) -> set[bytes]:
-    """Paths that are both a folder and a file, which readers do not see."""
+    """Readers do not see the files."""
     return {view.path(index) for index in view.shadowing_folders().tolist()}

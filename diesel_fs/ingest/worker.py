@@ -58,25 +58,20 @@ FolderFiles = tuple[bytes, bytes, bytes]
 """A folder below the source, and the names of files and of links to pack, NULs between."""
 
 FolderEntry = tuple[bytes, int, int]
-"""A folder entry: path below the source, mode, mtime_ns."""
+"""Path below the source, mode, mtime_ns."""
 
 
 @dataclass(frozen=True, slots=True)
 class PackJob:
-    root: int  # descriptor of the source
-    target: bytes  # the path of the source in the dataset
+    root: int  # of the source
+    target: bytes  # of the source, in the dataset
     identity: UUID
     objects: ObjectStore
     chunk_bytes: int
     compress: str
 
 
-# The packing process's end of the pipe
-
-
 class _PackProcess:
-    """Receives batches, packs them, and sends the results."""
-
     def __init__(self, pipe: "Connection[bytes, bytes]", job: PackJob) -> None:
         self._pipe = pipe
         self._job = job
@@ -204,7 +199,6 @@ def _run_forked_worker(
 
 
 def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStore]) -> NoReturn:
-    """A program of its own, with the pipe at `descriptor`."""
     pipe: Connection[bytes, bytes] = Connection(descriptor)
     try:
         _, root, target, identity, url, chunk_bytes, compress = msgpack.unpackb(pipe.recv_bytes())
@@ -219,7 +213,7 @@ def run_worker_program(descriptor: int, open_objects: Callable[[str], ObjectStor
 
 
 def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
-    """Pack until the job is done, and end. Ctrl-C is meant for the coordinator."""
+    """Ctrl-C is meant for the coordinator."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup has them ignored
@@ -233,9 +227,6 @@ def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
     except Exception as error:
         process.send("error", "DieselError", f"packing failed: {error!r}", "")
     process.end()
-
-
-# The coordinator's end of the pipe
 
 
 class WorkerHandle:
@@ -290,7 +281,6 @@ class WorkerHandle:
 
     @property
     def patience_s(self) -> float:
-        """The time left for the process to end."""
         assert self._end_s is not None
         return max(0.0, self._end_s - time.monotonic())
 
@@ -316,7 +306,6 @@ class WorkerHandle:
             raise self.death_reason() from None
 
     def death_reason(self) -> DieselError:
-        """The error that the process may have sent."""
         with suppress(EOFError, OSError):
             while True:
                 kind, *values = msgpack.unpackb(self.pipe.recv_bytes())

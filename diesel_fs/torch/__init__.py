@@ -32,7 +32,7 @@ _MODULE_OF = {
     "Loss": "importance",
     "ManifestFolder": "manifest_folder",
 }
-"""The modules of the names that need torch."""
+"""Imported when first used, since they need torch."""
 
 __all__ = ["join", *_MODULE_OF]  # noqa: PLE0604  # all of it is text
 

@@ -25,10 +25,10 @@ from ..format.snapshot.reader import ROOT_INDEX, Snapshot
 from ..names import shown
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""The names that torchvision takes for images, in any case."""
+"""As torchvision's, in any case."""
 
 _LINKS_MAX = 40  # as Linux: a path through more links is a loop
-_BATCH = 4096  # rows that are made together during an iteration
+_BATCH = 4096  # rows made at once
 
 _Row = TypeVar("_Row")
 
@@ -37,9 +37,8 @@ _Row = TypeVar("_Row")
 class FolderSamples:
     classes: list[str]
     entries: npt.NDArray[np.int32]
-    """The entry of each sample in the snapshot: a file, or a dangling link."""
+    """Files, or dangling links."""
     broken: frozenset[int]
-    """Dangling links."""
     class_ends: list[int]
     linked: dict[int, str] = field(default_factory=dict)
     """The paths of the samples reached through links; the others have their entry's path."""
@@ -71,7 +70,7 @@ class ManifestSamples:
 
 
 class LazyRows(Sequence[_Row]):
-    """A list whose rows are made on access; equal to a list of the same rows."""
+    """Equal to a list of the same rows."""
 
     def __init__(self, count: int, make: Callable[[range], list[_Row]]) -> None:
         self._count = count
@@ -118,10 +117,10 @@ def find_samples(
     is_valid_file: Callable[[str], bool] | None,
     allow_empty: bool,
 ) -> FolderSamples:
-    """Either `extensions` or `is_valid_file` chooses the files of the folder `root`, by their names
-    or by their paths in the dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class,
-    or a class without samples unless `allow_empty`; UsageError if both or neither of the two are
-    given, and for links in a circle."""
+    """Either `extensions` chooses files by their names, or `is_valid_file` by their paths in the
+    dataset. Raises NoSuchPath (a FileNotFoundError) if there is no class, or a class without
+    samples unless `allow_empty`; UsageError if both or neither of the two are given, and for links
+    in a circle."""
     if (extensions is None) == (is_valid_file is None):
         raise UsageError("give either `extensions` or `is_valid_file`, not both and not neither")
     walk = _Walk(snapshot, extensions, is_valid_file)
@@ -257,7 +256,7 @@ def resolved(snapshot: Snapshot, entry: int) -> int:
 
 
 def _step(snapshot: Snapshot, folder: int, name: bytes) -> int:
-    """The entry that one component of a path names; -1 if there is none."""
+    """-1 if there is no such entry."""
     if name in (b"", b"."):
         return folder
     if name == b"..":

@@ -58,8 +58,7 @@ _OF_FSSPEC = {
     *("asynchronous", "loop", "batch_size", "use_listings_cache", "listings_expiry_time"),
     *("max_paths", "skip_instance_cache", "default_block_size", "default_cache_type"),
 }
-"""Options of any fsspec file system. Those about listings have no effect: a listing comes from
-memory."""
+"""Any fsspec file system takes these. Those about listings have no effect."""
 
 _OPTIONS = ("repository", "user", "key", "memory_bytes", *sorted(TaskKwargs.__optional_keys__))
 
@@ -91,11 +90,11 @@ class _Entry(NamedTuple):
 
     dataset: Dataset
     view: Snapshot
-    number: int  # its index
+    number: int
 
     @property
     def path(self) -> bytes:
-        """Its own path, behind all links. Unlike `number`, it is valid in any version."""
+        """Unlike `number`, it is valid in any version. It is behind all links."""
         return self.view.path(self.number)
 
 
@@ -122,7 +121,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         if "fo" in options:
             raise UsageError("diesel:// cannot be opened on top of another file system")
         for name in sorted(options.keys() - _OF_FSSPEC - TaskKwargs.__optional_keys__):
-            if name == "url":  # without it, another repository would be read
+            if name == "url":  # otherwise another repository would be read
                 raise UsageError(
                     "diesel:// has no option 'url'", advice=f"known: {', '.join(_OPTIONS)}"
                 )
@@ -152,8 +151,6 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                     advice=f"set {variable} in all processes",
                 )
         return _make, (type(self), options)
-
-    # Paths
 
     @classmethod
     def _strip_protocol(cls, path: object) -> object:
@@ -217,9 +214,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return found
 
     def _find(self, path: str) -> _Entry:
-        """The entry that a path names, with links followed. If there is none, moves on to a newer
-        version and tries again, then raises FileNotFoundError (for a path below a file it is a
-        NotADirectoryError, too)."""
+        """Follows links. If there is no entry, tries a newer version, then raises FileNotFoundError
+        (for a path below a file it is a NotADirectoryError, too)."""
         address = self._address(path)
         if not address.dataset:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -247,8 +243,6 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         if entry.view.stat(entry.number).kind != Kind.FILE:
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         return entry
-
-    # Metadata
 
     def info(self, path: str, **kwargs: object) -> dict[str, object]:
         """Name, size in bytes, type, mode and mtime. Raises FileNotFoundError."""
@@ -302,7 +296,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         withdirs: bool = False,
         **kwargs: object,
     ) -> int | dict[str, int]:
-        """The bytes of the files below a path, or by path with `total=False`."""
+        """Bytes of the files below a path; a dict by path with `total=False`."""
         found = self.find(path, maxdepth=maxdepth, withdirs=withdirs, detail=True)
         if [*found.values()] == [{}]:  # fsspec returns this for a file
             found = {each: self.info(each) for each in found}
@@ -314,7 +308,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return datetime.fromtimestamp(view.stat(index).mtime_ns / 1e9, UTC)
 
     def ukey(self, path: str) -> str:
-        """A token that changes with a file's content, which is not read."""
+        """It changes with the file's content, which is not read."""
         _, view, index = self._find(self._text(path))
         status = view.stat(index)
         checksums = [extent.checksum for extent in view.extents(index)]
@@ -341,12 +335,10 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
             if (dataset := _open.pop(key, None)) is not None:
                 dataset.close()
 
-    # Contents
-
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
     ) -> bytes:
-        """The content of a file, or a part of it, by indices like those of a slice."""
+        """`start` and `end` are like those of a slice."""
         entry = self._find_file(self._text(path))
         if start is None and end is None:
             return entry.dataset.get(entry.path)
@@ -361,9 +353,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "raise",
         **kwargs: object,
     ) -> bytes | dict[str, bytes | Exception]:
-        """The content of one file; for many paths, or a pattern, the contents by path, with chunks
-        loaded ahead. `recursive` reads all files below folders. `on_error` is "raise", "omit" or
-        "return"."""
+        """The content of one file; for many paths, or a pattern, contents by path, with chunks
+        loaded ahead. `recursive` reads folders. `on_error` is "raise", "omit" or "return"."""
         paths: list[str] = self.expand_path(path, recursive=recursive)
         if not isinstance(path, list) and paths == [self._strip_protocol(path)] and not recursive:
             return self.cat_file(paths[0], **kwargs)  # type: ignore[arg-type]  # start and end
@@ -392,8 +383,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         on_error: str = "return",
         **kwargs: object,
     ) -> list[bytes | Exception]:
-        """Parts of files, in the order of `paths`, by indices like those of a slice. (`max_gap` has
-        no effect: the reader merges neighbouring ranges.)"""
+        """Parts of files, in order, by indices like those of a slice. (`max_gap` has no effect: the
+        reader merges neighbouring ranges.)"""
         firsts = [*starts] if isinstance(starts, Sequence) else [starts] * len(paths)
         stops = [*ends] if isinstance(ends, Sequence) else [ends] * len(paths)
         if not len(firsts) == len(stops) == len(paths):
@@ -418,7 +409,6 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         return parts
 
     def _is_small(self, path: str) -> bool:
-        """Whether a read of a part reads the whole file."""
         try:
             _, view, index = self._find_file(path)
         except OSError:
@@ -456,8 +446,6 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         text: str = self._strip_protocol(path)  # type: ignore[assignment]  # it is no list
         return text
 
-    # Writing
-
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise OSError(
             errno.EROFS,
@@ -469,13 +457,13 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
 
 class DieselTlsFileSystem(DieselFileSystem):
-    """Datasets of a server with TLS, by `diesel+tls://HOST:PORT/DATASET/path`."""
+    """For servers with TLS: `diesel+tls://HOST:PORT/DATASET/path`."""
 
     protocol = "diesel+tls"
 
 
 class DieselFile(AbstractBufferedFile):  # type: ignore[misc]  # fsspec ships no types
-    """A file open for reading. It keeps the version in which it was opened."""
+    """It keeps the version in which it was opened."""
 
     DEFAULT_BLOCK_SIZE = BLOCK_BYTES
 
@@ -508,8 +496,8 @@ def _absent(path: str) -> FileNotFoundError:
 
 
 def _follow(view: Snapshot, path: bytes) -> int:
-    """An entry's index, with links followed as the kernel does; -1 if there is none, _BELOW_A_FILE
-    if the path goes on below a file. A link that leads out of the dataset is dangling."""
+    """Follows links as the kernel does; -1 if there is no entry, _BELOW_A_FILE if the path goes on
+    below a file. A link that leads out of the dataset is dangling."""
     index = view.lookup(path)
     if index >= 0 and view.stat(index).kind != Kind.LINK:
         return index
@@ -571,14 +559,13 @@ def _listed(path: str, view: Snapshot, index: int) -> dict[str, object]:
 
 
 def _as_link(info: dict[str, object], view: Snapshot, index: int) -> dict[str, object]:
-    """Adds the link's fields to `info`, which describes the target."""
     if index >= 0 and view.stat(index).kind == Kind.LINK:
         info |= {"islink": True, "destination": os.fsdecode(view.link(index))}
     return info
 
 
 def _read_many(dataset: Dataset, paths: list[bytes]) -> Iterator[bytes | Exception]:
-    """The contents of files, with chunks loaded ahead until a file fails."""
+    """Chunks are loaded ahead until a file fails."""
     done = 0
     with suppress(DieselError):
         for view in dataset.read_many(paths):

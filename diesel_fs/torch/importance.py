@@ -54,12 +54,12 @@ WARM_UP_DEFAULT = 1
 BENEFIT_BATCHES = 20
 """Batches timed without the mount's memory, and as many with it (iCache, III-D)."""
 
-_LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")  # environment variables
+_LOCAL_WORLDS = ("LOCAL_WORLD_SIZE", "SLURM_NTASKS_PER_NODE")
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
 
 _PENDING_MAX = 1 << 16
-"""Values that wait on their device to be copied together: a copy waits for the device."""
+"""A copy from the device waits for it."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
@@ -71,7 +71,7 @@ _DIFFERENCES = (
     "reads another dataset, version or selection of files than rank 0",
     "has other arguments than rank 0",
 )
-"""Forbidden differences between ranks, one for each number of their claims."""
+"""One for each number of a rank's claims."""
 
 
 class Importance(ABC):
@@ -124,10 +124,9 @@ class _Table:
         self.agreed_for = -1
         """The epoch that is drawn from `agreed`."""
         self.nodes = 1
-        """The number of nodes if all have equally many ranks, otherwise 1."""
+        """1 unless all nodes have equally many ranks."""
         self.reported: Values = np.full(samples, np.nan, np.float32)
         self.ignored = 0
-        """Reports that were infinite, NaN or negative."""
         self._importance = importance
         self._indices: list[Tensor | npt.NDArray[np.int64]] = []
         self._values: list[Tensor] = []
@@ -225,21 +224,19 @@ class _Draw:
     probabilities: npt.NDArray[np.float32]
     samples: Indices
     replaced: Indices | None = None
-    """Shape (2, k): this rank's replaced samples, and their substitutes. None: not yet decided."""
+    """Shape (2, k): replaced samples, and their substitutes. None: not yet decided."""
     timed: Indices | None = None
-    """Samples of the timed batches, which come first. None: not yet decided."""
+    """They come first. None: not yet decided."""
 
 
 @dataclass(slots=True)
 class _Sharing:
-    """The mount's memory, which this job may share with others."""
-
     jobs: int = 0
     batch_size: int = 0
     benefit: float = 1.0
 
     def note(self, times: Sequence[float], timed: Indices | None, batch_size: int) -> None:
-        """Record the times of the first batches, after the request for them."""
+        """`times` begin with the request for the first batch."""
         count = len(times) - 1
         if timed is None or len(timed) < 2 * BENEFIT_BATCHES * batch_size:
             return
@@ -325,13 +322,12 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def importance(self) -> Values:
-        """A copy of each sample's importance when the epoch began, the same on all ranks; NaN: not
-        known."""
+        """A copy, as of the beginning of the epoch, the same on all ranks; NaN: not known."""
         return self._table.agreed.copy()
 
     @property
     def ignored(self) -> int:
-        """Reports that were ignored because they were infinite, NaN or negative."""
+        """Infinite, NaN or negative reports."""
         return self._table.ignored
 
     @property
@@ -342,7 +338,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def substituted(self) -> int:
-        """This rank's samples that were replaced in the epoch that began last."""
+        """Replaced samples of this rank, in the last epoch."""
         replaced = self._draws[0].replaced if self._draws else None
         return 0 if replaced is None else replaced.shape[1]
 
@@ -377,7 +373,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     def enumerate(
         self, loader: "DataLoader[_Batch]"
     ) -> Iterator[tuple[npt.NDArray[np.int64], _Batch]]:
-        """The batches of a loader over this sampler, each with the indices of its samples.
+        """Batches of a loader, each with its samples' indices.
 
         Raises UsageError for a loader of another sampler or without a batch size. Instead, a
         dataset may return each sample's index itself.
@@ -509,8 +505,6 @@ class ImportanceSampler(ChunkShuffleSampler):
             drawn.replaced, drawn.timed = loaded.replaced, loaded.timed
         return place
 
-    # Draws
-
     def _draw(self, epoch: int) -> _Draw:
         """The ranks agree on the importance first."""
         if self._draws and self._draws[0].epoch == epoch:
@@ -536,7 +530,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn
 
     def _claims(self, epoch: int) -> tuple[int, ...]:
-        """They must be the same on all ranks (`_DIFFERENCES`)."""
+        """Equal on all ranks (`_DIFFERENCES`)."""
         files = self._files
         samples = f"{files} {files.identity} {self._digest}"
         arguments = repr((self.seed, self.group_size, self.drop_last, self.rule, self.warm_up))
@@ -545,8 +539,7 @@ class ImportanceSampler(ChunkShuffleSampler):
     def _substitute(
         self, samples: Indices, ends: Indices, place: EpochPlace
     ) -> tuple[Indices, Indices]:
-        """This rank's part with substitutes for some samples, in chunk-wise order again. The
-        substitutes are chosen once in an epoch."""
+        """Returns chunk-wise order again. The substitutes are chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.replaced is None:
             drawn.replaced = np.empty((2, 0), np.int64)
@@ -560,8 +553,8 @@ class ImportanceSampler(ChunkShuffleSampler):
         return samples, group_ends(group)
 
     def _substitutes(self, samples: Indices, drawn: _Draw) -> Indices:
-        """This rank's replaced samples, and their substitutes."""
-        is_cached = self._is_cached(default=True)  # without an answer, nothing is replaced
+        """Replaced samples, and their substitutes."""
+        is_cached = self._is_cached(default=True)  # nothing is replaced without an answer
         chunks, low = self._files.files.chunks, is_low(drawn.probabilities)
         may_replace = low & (chunks % self.world == self.rank)  # no sample twice on two ranks
         may_replace[drawn.samples] = False
@@ -571,7 +564,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return np.stack((samples[places], others))
 
     def _timed(self, samples: Indices, place: EpochPlace) -> Indices:
-        """This rank's samples that come first, to be timed. They are chosen once in an epoch."""
+        """The samples that come first are chosen once in an epoch."""
         drawn = self._draw(place.epoch)
         if drawn.timed is None:
             drawn.timed = np.empty(0, np.int64)
@@ -586,7 +579,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn.timed[mine]
 
     def _is_cached(self, *, default: bool) -> npt.NDArray[np.bool_]:
-        """Whether each sample is in the mount's memory; without an answer, `default`."""
+        """`default` without an answer."""
         is_cached = np.full(len(self._files), default)
 
         def ask(control: Control) -> None:
@@ -631,7 +624,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
 
 class _LoadedImportance:
-    """What a `ChunkShuffleSampler`'s state lacks. Raises UsageError for a bad state."""
+    """What `ChunkShuffleSampler` lacks. Raises UsageError for a bad state."""
 
     def __init__(self, state: Mapping[str, object], count: int) -> None:
         share, floor = state.get("share"), state.get("floor")
@@ -734,8 +727,8 @@ def _gathered_claims(own: Sequence[int], world: int) -> list[list[int]]:
 
 
 def _check_claims(all_claims: Sequence[Sequence[int]]) -> None:
-    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if a rank's last number is 0, which
-    means that its reports are invalid."""
+    """Raise ConflictError if ranks differ (`_DIFFERENCES`), or if a rank's last number is 0: its
+    reports are invalid."""
     for rank, claims in enumerate(all_claims):
         for own, first, what in zip(claims, all_claims[0], _DIFFERENCES, strict=False):
             if own != first:

@@ -74,7 +74,6 @@ def received(sampler: object) -> int | None:
 
 
 def _end(planner: "subprocess.Popen[bytes]") -> None:
-    """Let the planner print its notes, and end."""
     assert planner.stdin is not None
     planner.stdin.close()
     try:

@@ -147,7 +147,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 @dataclass(slots=True)
 class _Progress:
     received: int = 0
-    """Samples up to the last batch that the loop has received."""
+    """Up to the loop's last batch."""
 
 
 class _AutoIterator(Iterator[_Batch]):
@@ -195,7 +195,7 @@ class _AutoIterator(Iterator[_Batch]):
                 self._segments.popleft()
                 continue
             except Exception:
-                self._pass_over(segment)  # the loop may continue after a batch that failed
+                self._pass_over(segment)  # the loop may go on after a failed batch
                 raise
             break
         samples, sample_bytes = self._pass_over(segment)
@@ -243,7 +243,7 @@ class _AutoIterator(Iterator[_Batch]):
         self._segments.append(self._segment())
 
     def _pass_over(self, segment: "_Segment") -> tuple[int, float]:
-        """Move past a batch; return its number of samples, and their stored size."""
+        """Returns the batch's number of samples, and their stored size."""
         samples, sample_bytes = segment.sizes.popleft() if segment.sizes else (0, 0.0)
         self._passed += samples
         return samples, sample_bytes
@@ -264,11 +264,8 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class _Setting:
-    """The loader's arguments for its segments."""
-
     dataset: object
     has_batches: bool
-    """Whether the sampler gives batches of indices."""
     prefetch: int
     always: dict[str, object]
     with_workers: dict[str, object]
@@ -297,7 +294,7 @@ class _Segment:
     ) -> None:
         self.workers = workers
         self.sizes: deque[tuple[int, float]] = deque()
-        """Each batch in hand has a number of samples, and their mean stored size."""
+        """The number of samples of each batch in hand, and their mean stored size."""
         self._hand_over = _HandOver(source, self.sizes, setting.dataset, workers)
         options = {**setting.always, "num_workers": workers, "generator": generator}
         if workers:
@@ -323,13 +320,12 @@ class _Segment:
 
 
 class _HandOver:
-    """A segment's sampler: gives the source's batches until it is closed."""
+    """A segment's sampler, until it is closed."""
 
     def __init__(
         self, source: _Source, sizes: deque[tuple[int, float]], dataset: object, workers: int
     ) -> None:
         self.source: _Source | None = source
-        """None if closed."""
         self._sizes = sizes
         self._dataset = dataset if isinstance(dataset, DieselDataset) else None
         self._has_workers = workers > 0
@@ -371,7 +367,7 @@ class _Window:
         self._left_s = now_s
 
     def add(self, workers: int, samples: int, sample_bytes: float, report: Report) -> None:
-        if workers != self._workers:  # the measurements of other workers do not apply
+        if workers != self._workers:  # other workers' measurements do not apply
             self._clear()
             self._workers = workers
         self.batches += 1

@@ -20,11 +20,10 @@ def load_image_file(path: str) -> object:
 
 
 class ManifestFolder(TorchDataset[tuple[object, object]]):  # type: ignore[misc]  # mypy skips torch
-    """The samples and targets that a manifest names, in its order.
+    """The samples and targets of a manifest, in its order.
 
-    It has the attributes of torchvision's `ImageFolder`: `samples` (also `imgs`), `targets`,
-    `classes` and `class_to_idx`. So its reads can be announced to a mount (`dlcmd run`,
-    `ChunkShuffleSampler`).
+    It has `samples` (also `imgs`), `targets`, `classes` and `class_to_idx` as torchvision's
+    `ImageFolder`, so its reads can be announced to a mount (`dlcmd run`, `ChunkShuffleSampler`).
     """
 
     def __init__(

@@ -36,17 +36,17 @@ _BLOCK = 4096  # indices that become Python numbers at a time
 
 @dataclass(frozen=True, slots=True)
 class EpochPlace:
-    """A position in an epoch, at which an iteration starts."""
+    """The start of an iteration."""
 
     epoch: int
     partitions: tuple[Partition, ...] = ()
-    """Earlier partitions of this epoch, to other worlds."""
+    """For other worlds."""
     position: int | None = 0
     """The position in this rank's part. None: not known."""
 
 
 class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips torch
-    """This rank's part of an epoch, in chunk-wise random order.
+    """Gives this rank's part of an epoch in chunk-wise random order.
 
     `dataset` is a `DieselDataset`, or a dataset with files on a mount, such as torchvision's
     `ImageFolder`, or a `Subset` or `ConcatDataset` of these. `rank` and `world` are those of
@@ -158,7 +158,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return self._state(last.start, min(int(received), last.length))
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Resume from a state: the next iteration gives the rest of its epoch.
+        """The next iteration gives the rest of the state's epoch.
 
         Seed, epoch and group size become those of the state. With another world or `drop_last`, the
         samples that no rank has received are dealt anew. Raises ConflictError for a state of
@@ -233,11 +233,11 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         }
 
     def _count(self, epoch: int) -> int:
-        """Samples in an epoch, of all ranks together."""
+        """On all ranks together."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """An epoch's samples in the order of reading, rank after rank, and the group of each."""
+        """The samples, rank after rank, and the group of each."""
         return self._files.files.shuffled(self.seed, place.epoch, self.group_size)
 
     def _part_length(self, place: EpochPlace) -> int:
@@ -247,7 +247,6 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return part_length(left, self.world, drop_last=self.drop_last)
 
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
-        """Returns its start, and the samples that it gives."""
         place = own or self._next or EpochPlace(self.epoch)
         if place.position is None:
             raise UsageError(
@@ -267,7 +266,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         return place, samples
 
     def _part(self, place: EpochPlace) -> tuple[Indices, Indices]:
-        """This rank's samples from a place on, and the ends of their groups."""
+        """This rank's samples, and the ends of their groups."""
         sequence, group = self._shuffled(place)
         order = np.arange(len(sequence))
         for partition in place.partitions:
@@ -283,8 +282,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
 
 
 class _Iteration(Iterator[int]):
-    """One iteration over a sampler. It begins with its first sample, since torch makes iterators
-    that it does not use."""
+    """It begins with its first sample, since torch makes iterators that it does not use."""
 
     def __init__(self, sampler: ChunkShuffleSampler) -> None:
         self._sampler = sampler
@@ -292,14 +290,13 @@ class _Iteration(Iterator[int]):
         self._left: Iterator[int] | None = None
         self.start = EpochPlace(0)
         self.samples: Indices = np.empty(0, np.int64)
-        """The samples from the iteration's beginning."""
         self.given = 0
         self.delivered: int | None = None
         """Samples that the loop has got, if `ImportanceSampler.enumerate` delivers them."""
         self._is_counted = False  # by the hook, from the beginning
 
     def received(self) -> int | None:
-        """Samples that the loop has got; None if nothing counts them."""
+        """None if nothing counts them."""
         if self.delivered is not None:
             return self.delivered
         counted = counted_by_hook(self._sampler) if self._is_counted else None
@@ -316,7 +313,7 @@ class _Iteration(Iterator[int]):
 
     @property
     def place(self) -> EpochPlace:
-        """This epoch, at an unknown place: only the iterator's own state has it."""
+        """Only the iterator's own state has the position."""
         return replace(self.start, position=None)
 
     def __next__(self) -> int:
@@ -335,7 +332,6 @@ class _Iteration(Iterator[int]):
         return sampler._state(self.start, self.given)
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        """Raises as the sampler's `load_state_dict`."""
         self._own = self._sampler._load(state)
         self._sampler._next = None
 

@@ -21,28 +21,27 @@ from .folder import resolved
 from .planner.file_tables import FileTable, MountedFiles
 
 _LISTS = ("samples", "imgs", "paths")
-"""Attributes of datasets of files: a list of paths, or of rows that begin with a path."""
+"""Each has paths, or rows that begin with a path."""
 
 _PART = 1 << 16  # paths that are looked up at a time
 
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """The files of a dataset's samples, by the index of the sample, in one version."""
+    """By the index of the sample."""
 
     dataset: str
     identity: str
     version: int
     files: ChunkedFiles
     mount: str | None
-    """The mount, if the dataset reads from one."""
+    """None if the dataset reads from no mount."""
 
     def __len__(self) -> int:
         return len(self.files.entries)
 
     @property
     def digest(self) -> str:
-        """A hash of the files."""
         return xxh3_64_hexdigest(self.files.entries.astype("<i8").tobytes())
 
     def __str__(self) -> str:
@@ -68,7 +67,6 @@ def sample_files(dataset: object) -> SampleSource:
 
 
 def _found(dataset: object) -> tuple[Snapshot, Indices, str | None]:
-    """The snapshot, the entry of each sample, and the mount."""
     if isinstance(dataset, DieselDataset):
         return dataset.snapshot, dataset.entries(), None
     if isinstance(dataset, Subset):

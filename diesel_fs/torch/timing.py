@@ -15,7 +15,7 @@ import torch
 
 _MEMORY_EVERY = 25  # batches between two measurements of a worker's memory: each takes about 1 ms
 
-_began_s = 0.0  # time at which this process took the indices of the current batch
+_began_s = 0.0  # when this process took the current batch's indices
 
 
 class OnItsWay:
@@ -29,7 +29,7 @@ class OnItsWay:
 
 
 def arrived(indices: object) -> object:
-    """Return the indices, whose batch this process is about to prepare, and record the time."""
+    """This process is about to prepare their batch: record the time."""
     global _began_s  # noqa: PLW0603  (one batch at a time in a worker; torch loads it by name)
     _began_s = time.perf_counter()
     return indices

@@ -35,35 +35,29 @@ class Measured:
 
     workers: int
     fetch_s: float
-    """A worker's time for a batch: reading, decoding, transforming and collating."""
+    """Reading, decoding, transforming and collating, by one worker."""
     request_s: float
-    """The loop's own time for a batch: from a batch that it got to its next request."""
+    """From a batch that the loop got to its next request."""
     batch_samples: float
     sample_bytes: float = 0
-    """The samples' mean stored size; 0 if it is not known."""
+    """As stored; 0 if it is not known."""
     worker_bytes: float = 0
-    """A worker's memory, with the batches that it has prepared."""
+    """With its prepared batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerLimits:
-    """`workers_max` is the number of cores, unless the user sets it."""
-
     workers_max: int
     memory_bytes: int
 
 
 class Controller(Protocol):
-    """`AutoDataLoader` takes any."""
-
     def decide(self, measured: Measured) -> int:
         """The number of workers from now on."""
 
 
 @dataclass(slots=True)
 class FetchModel:
-    """Seconds for a sample, by the size of samples and the number of workers."""
-
     _curves: dict[int, dict[int, float]] = field(default_factory=dict)
     """Seconds by size class (a power of 2), then by number of workers."""
 
@@ -115,7 +109,6 @@ class WorkerController:
         self.model = FetchModel()
 
     def decide(self, measured: Measured) -> int:
-        """Returns at least 1."""
         samples = max(measured.batch_samples, 1.0)
         self.model.learn(measured.sample_bytes, measured.workers, measured.fetch_s / samples)
         current = max(measured.workers, 1)

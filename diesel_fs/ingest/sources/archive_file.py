@@ -18,7 +18,7 @@ from ...errors import DieselError
 
 PIECE_BYTES = 8 << 20
 _PIECES_KEPT = 2  # behind the reader: a zip's reader steps back a little
-_WHOLE_BYTES_MAX = 64 << 20  # a fetched archive up to this size stays in memory, to be read again
+_WHOLE_BYTES_MAX = 64 << 20  # a smaller fetched archive stays in memory, to be read again
 _HASH_BYTES = 1 << 20
 _STREAM_BYTES = 64 << 10  # the part that a reader of the beginning can see
 
@@ -88,8 +88,6 @@ class ArchiveFile(io.RawIOBase, ABC):
 
 
 class LocalArchiveFile(ArchiveFile):
-    """Reading fails once the file has changed."""
-
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._before = os.fstat(self._file)
@@ -98,7 +96,6 @@ class LocalArchiveFile(ArchiveFile):
 
     @property
     def state(self) -> tuple[int, int]:
-        """Its size and mtime when it was opened."""
         return self._before.st_size, self._before.st_mtime_ns
 
     def read_at(self, start: int, room: memoryview) -> int:
@@ -129,7 +126,7 @@ class FetchedArchiveFile(ArchiveFile):
         self._threads = ThreadPoolExecutor(ahead, "fetch")
         self._pieces: OrderedDict[int, Future[bytes]] = OrderedDict()
         self._is_pinned = is_pinned
-        self._digests: dict[int, bytes] = {}  # of the pieces that were fetched
+        self._digests: dict[int, bytes] = {}
         self._count = -(-size // PIECE_BYTES)
         self._last = 0
 

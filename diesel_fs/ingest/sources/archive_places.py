@@ -44,11 +44,11 @@ from .archive_file import (
 from .archives import ArchiveState
 
 _SHA256 = re.compile("sha256=([0-9a-fA-F]{64})")
-_SIZE = re.compile("[0-9]{1,18}")  # more digits are no size
+_SIZE = re.compile("[0-9]{1,18}")
 _REDIRECTS_MAX = 5
 _CONNECT_S, _READ_S = 10.0, 30.0  # a server that sends nothing in time gets another request
 _TAG_MAX = 1024  # of characters
-_AHEAD = 8  # pieces of one archive that are fetched at once
+_AHEAD = 8  # pieces at once
 _BUSY = (408, 425, 429, 500, 502, 503, 504)
 _POLICY = RetryPolicy()
 _SECOND_NS = 1_000_000_000
@@ -262,7 +262,6 @@ class _Seen(NamedTuple):
     size: str = ""
 
     def allows(self, answer: urllib3.BaseHTTPResponse, size: str) -> bool:
-        """Whether another answer with this size may have bytes of the same archive."""
         headers = answer.headers
         return self == (headers.get("ETag", ""), headers.get("Last-Modified", ""), size)
 

@@ -67,16 +67,14 @@ log = logging.getLogger("diesel.ingest")
 
 _BROKEN: tuple[type[Exception], ...] = (FileSkipped, *BROKEN_STREAM)
 _SIDE_BY_SIDE_MAX = 8  # archives: for each, some 100 MiB are in memory
-_LOOKS = 16  # requests at once for tags and sizes of archives
-_COUNTED_BYTES = 64 << 20  # of one compressed file in memory; a longer one is decompressed twice
+_LOOKS = 16  # requests at once
+_COUNTED_BYTES = 64 << 20  # a longer compressed file is decompressed twice
 _COPY_MEMORY_BYTES = 256 << 20
-_YIELDS_MAX = 4096  # a record that would yield to more archives is not changed: it is read again
+_YIELDS_MAX = 4096  # a record is not changed to yield to more: it is read again
 _SUFFIXES = (b".gz", b".bz2", b".xz", b".zst", b".zstd")
 
 
 class ArchiveState(NamedTuple):
-    """An archive at its place."""
-
     tag: str
     """The place's name for exactly these bytes, or ""."""
     size: int
@@ -96,7 +94,7 @@ class Archive(Protocol):
 
     @property
     def file_name(self) -> str:
-        """Its file name."""
+        """Without folders."""
         ...
 
     @property
@@ -159,8 +157,6 @@ class _OnlyThese(Filter):
 
 
 class _Original(NamedTuple):
-    """The same archive in another dataset."""
-
     view: Snapshot
     record: ArchiveRecord
 
@@ -174,7 +170,7 @@ class _Job:
     is_skipped: bool = False
     original: _Original | None = None
     is_single: bool = False
-    """One compressed file, with a path made from the archive's address."""
+    """Its path comes from the archive's address."""
 
 
 @dataclass(slots=True)
@@ -184,7 +180,7 @@ class _ArchiveGroup:
     jobs: list[_Job] = field(default_factory=list)
     bytes: int = 0
     chunks: dict[ChunkId, int] = field(default_factory=dict)
-    """Committed ones, and the number of files (extents) in each."""
+    """With the number of files (extents) in each."""
 
 
 class ArchivesSource(Source):
@@ -211,7 +207,7 @@ class ArchivesSource(Source):
         with ThreadPoolExecutor(_LOOKS, "look") as threads:
             try:
                 states = list(threads.map(look, self._archives))
-            except BaseException:  # Ctrl-C
+            except BaseException:
                 self._stop()
                 raise
         for archive, state in zip(self._archives, states, strict=True):
@@ -301,7 +297,7 @@ class ArchivesSource(Source):
         self._find_originals([job for job in self._jobs if not job.is_skipped])
 
     def _source_id(self, job: _Job) -> bytes:
-        """An archive and the selection of its members."""
+        """Includes the selection of members."""
         options = self._work.options
         filters = "".join(f"\n+{each}" for each in options.include)
         filters += "".join(f"\n-{each}" for each in options.exclude)
@@ -347,7 +343,7 @@ class ArchivesSource(Source):
                     job.original = _Original(view, record)
 
     def _run(self, batches: Sequence[_ArchiveGroup]) -> None:
-        """Several side by side. Raises DieselError."""
+        """Raises DieselError."""
         waiting = iter(batches)
         count = min(self._work.options.processes, len(batches), _SIDE_BY_SIDE_MAX)
         ended = threading.Semaphore(0)
@@ -374,7 +370,7 @@ class ArchivesSource(Source):
             while left:
                 left -= ended.acquire(timeout=0.2)
                 self._report_progress()
-        except BaseException as error:  # Ctrl-C
+        except BaseException as error:
             self._error = self._error or error
             self._stop()
             raise
@@ -520,7 +516,7 @@ class ArchivesSource(Source):
         except BROKEN_STREAM as error:
             return f"it is damaged or cut off: {error}"
         finally:
-            buffered.detach()  # otherwise it would close the file
+            buffered.detach()
 
     def _take_single(self, job: _Job, content: Decompressor, taker: MemberTaker) -> str:
         """The size must be known before packing, so a file longer than `_COUNTED_BYTES` is
@@ -554,7 +550,6 @@ class ArchivesSource(Source):
         return reason
 
     def _record(self, batch: _ArchiveGroup, job: _Job, seconds: float, sha256: bytes) -> None:
-        """It was put completely."""
         if sum(map(len, job.log.others)) > OTHERS_BYTES_MAX:
             return
         view, chunks = self._work.view, dict(batch.chunks)
@@ -647,7 +642,6 @@ class ArchivesSource(Source):
 
 
 def _opened(job: _Job) -> ArchiveFile:
-    """Raises OSError with the reason."""
     try:
         return job.archive.open(job.state)
     except DieselError as error:
@@ -655,7 +649,6 @@ def _opened(job: _Job) -> ArchiveFile:
 
 
 def _difference(expected: bytes, sha256: bytes) -> str:
-    """Why an archive of this SHA-256 is not the expected one, or ""."""
     if expected in (b"", sha256):
         return ""
     return f"its SHA-256 is {sha256.hex()}, not {expected.hex()}"
@@ -679,16 +672,13 @@ def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
 
 
 class _Contested(NamedTuple):
-    """Archives with files or links at the same paths."""
-
     last: list[tuple[_Job, Set[int]]]
-    """The last ones with some path, in their order, with the hashes of these paths."""
+    """In their order, with the hashes of contested paths."""
     yields: dict[int, list[_Job]]
-    """The last ones, by the `id` of each other job."""
+    """By the `id` of each other job."""
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:
-    """Compares the archives that were read."""
     lengths = [len(job.log.paths) for job in jobs]
     paths = np.concatenate(
         [np.zeros(0, np.uint64), *(np.frombuffer(job.log.paths, np.uint64) for job in jobs)]
@@ -714,12 +704,11 @@ def _contested(jobs: Sequence[_Job]) -> _Contested:
 
 
 def _paths(jobs: Sequence[_Job]) -> set[int]:
-    """Hashes, of archives that were read."""
     return {path for job in jobs if not job.is_skipped for path in job.log.paths}
 
 
 def _copy(original: _Original, taker: MemberTaker) -> str:
-    """Copies from another dataset; returns why that broke off."""
+    """Returns why that broke off."""
     view, record = original
     reader = EntryReader(view, taker.work.repository.objects, _COPY_MEMORY_BYTES)
     try:
@@ -752,7 +741,7 @@ def _copy_other(view: Snapshot, index: int, path: bytes, taker: MemberTaker) -> 
 
 
 def _files_of(view: Snapshot, record: ArchiveRecord) -> tuple[Indices, Indices]:
-    """Chunk by chunk, and the end of each chunk's files."""
+    """Chunk by chunk, with the ends."""
     files = view.files()
     chunks = view.chunk_of(files)
     ids = set(record.chunks)

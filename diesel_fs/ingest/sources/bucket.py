@@ -28,10 +28,10 @@ FETCHES = 32
 """An object store answers after tens of milliseconds."""
 
 PIECE_BYTES = 8 << 20
-"""Larger objects are fetched in pieces of this size."""
+"""For larger objects."""
 
 AHEAD_BYTES_MAX = 64 << 20
-"""Fetched but not packed yet; at most one piece more."""
+"""At most one piece more."""
 
 REFUSED_IN_A_ROW_MAX = 100
 """The store refuses all objects if it refuses more in a row."""
@@ -104,7 +104,7 @@ class BucketSource(Source):
         options, report = self._work.options, self._work.report
         packer = start_packer(session, options.chunk_bytes, options.compress, report.add_chunk)
         fetched = _ObjectFetcher(self._bucket, self._changed())
-        refused = 0  # objects in a row
+        refused = 0  # in a row
         try:
             for each in fetched:
                 try:
@@ -127,7 +127,6 @@ class BucketSource(Source):
         return True
 
     def _changed(self) -> Iterator[BucketObject]:
-        """Compared with the dataset as they are listed."""
         report, comparer = self._work.report, self._comparer
         for number, each in enumerate(self._objects):
             if number % _PROGRESS_OBJECTS == 0:
@@ -169,22 +168,20 @@ class BucketSource(Source):
 
 
 class _Piece(NamedTuple):
-    owner: int  # the number of its object
+    owner: int
     size: int
     content: "Future[bytes]"
 
 
 class _ObjectFetcher:
-    """The wanted objects, with contents that are fetched ahead."""
-
     def __init__(self, bucket: Bucket, wanted: Iterator[BucketObject]) -> None:
         self._bucket = bucket
         self._threads = ThreadPoolExecutor(FETCHES, "fetch")
         self._objects: deque[tuple[int, BucketObject]] = deque()  # being fetched
         self._ahead: deque[_Piece] = deque()
         self._ahead_bytes = 0
-        self._current = -1  # the number of the object that the iterator returned last
-        self._piece = memoryview(b"")  # the unread rest of its current piece
+        self._current = -1  # of the object that the iterator returned last
+        self._piece = memoryview(b"")  # the unread rest
         self._steps = self._fetch_steps(wanted)
 
     def __iter__(self) -> Iterator[BucketObject]:
@@ -228,7 +225,7 @@ class _ObjectFetcher:
         return bool(self._objects)
 
     def _fetch_steps(self, wanted: Iterator[BucketObject]) -> Iterator[bool]:
-        """Each step fetches a piece; an empty object counts as one."""
+        """An empty object counts as a piece."""
         for number, found in enumerate(wanted):
             self._objects.append((number, found))
             if not found.size:

@@ -87,8 +87,7 @@ def decompressed(stream: BinaryIO) -> "BufferedStream | Decompressor":
 
 
 class _Streams:
-    """All streams of one format that follow each other, perhaps with zeros between and
-    behind them."""
+    """Zeros may stand between and behind the streams."""
 
     def __init__(self, file: "BufferedStream", kind: _Format) -> None:
         self._file = file
@@ -112,7 +111,7 @@ class _Streams:
         return 0
 
     def _begin_next(self) -> bool:
-        """False at the end of all streams."""
+        """False at the end."""
         rest = self._stream.unused_data.lstrip(b"\0")
         while len(rest) < MAGIC_BYTES and (more := self._file.read1(_READ_BYTES)):
             rest = (rest + more).lstrip(b"\0")
@@ -140,7 +139,6 @@ class Decompressor(io.BufferedIOBase):
     read first; then the error is raised."""
 
     def __init__(self, readinto: Callable[[memoryview], int]) -> None:
-        """A thread calls `readinto`."""
         self._readinto = readinto
         self._blocks: queue.Queue[memoryview | BaseException | None] = queue.Queue(_BLOCKS_AHEAD)
         self._block = memoryview(b"")
@@ -185,7 +183,6 @@ class Decompressor(io.BufferedIOBase):
         return b"".join(parts)
 
     def close(self) -> None:
-        """Decompressed bytes are lost."""
         self._is_over.set()
         while self._thread.is_alive():
             try:

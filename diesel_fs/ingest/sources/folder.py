@@ -31,11 +31,11 @@ from ..put import PutWork, Source
 from ..worker import FolderEntry, FolderFiles, PackJob, WorkerHandle, last_chunks, stop_workers
 from .walk import walk, walk_paths
 
-_BATCH_ENTRIES = 256  # per message: sending takes some 100 us, packing 4 ms
+_BATCH_ENTRIES = 256  # sending takes some 100 us, packing 4 ms
 _OUTSTANDING_BATCHES = 2  # per process: one being packed, one waiting
-_BACKLOG_BATCHES = 1024  # the most that the walk may run ahead: some 5 MB of names
+_BACKLOG_BATCHES = 1024  # some 5 MB of names
 COMMIT_EVERY_S = 0.1  # a commit takes some milliseconds, and more on a remote store
-_STALE_TRIES = 2  # tries to pack files again after their chunk missed the put window
+_STALE_TRIES = 2  # after a chunk missed the put window
 
 
 class FolderSource(Source):
@@ -113,7 +113,6 @@ class FolderSource(Source):
         return True
 
     def _changed_batches(self, paths: Sequence[bytes] | None) -> "Iterator[_PackMessage]":
-        """None: of all paths."""
         path_filter, failed = self._work.path_filter, self._work.report.fail
         if paths is None:
             listings = walk(self._root, path_filter, failed)
@@ -141,8 +140,6 @@ class _PackMessage:
 
 @dataclass(eq=False)
 class _FolderPut:
-    """The coordinator of one put."""
-
     session: WriteSession
     target: bytes
     batches: Iterator[_PackMessage]
@@ -151,12 +148,12 @@ class _FolderPut:
     commit_entries_max: int
 
     def __post_init__(self) -> None:
-        self.stale: list[bytes] = []  # paths below the source whose chunk came too late
+        self.stale: list[bytes] = []  # their chunk came too late
         self._backlog: deque[_PackMessage] = deque()
         # Durable but not committed, each with the number of entries that end in it
         self._stored: list[tuple[ValidatedChunk, int]] = []
         self._stored_entries = 0
-        self._committed_s = float("-inf")  # monotonic time of the last commit
+        self._committed_s = float("-inf")
 
     def run(self, workers: list[WorkerHandle], progress: PutProgress) -> None:
         """Ends the processes after the last batch is packed, stored and committed."""
@@ -213,7 +210,6 @@ class _FolderPut:
         return True
 
     def _answer(self, worker: WorkerHandle) -> None:
-        """Receive one message, and answer it."""
         try:
             kind, *values = msgpack.unpackb(worker.pipe.recv_bytes())
         except (EOFError, ConnectionResetError):
@@ -265,7 +261,6 @@ class _FolderPut:
 
 
 def _batches(changes: Iterator[FolderChanges], report: PutReport) -> Iterator[_PackMessage]:
-    """Joins about `_BATCH_ENTRIES`."""
     batch = _PackMessage()
     for change in changes:
         report.unchanged += change.unchanged

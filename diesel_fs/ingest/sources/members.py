@@ -26,9 +26,9 @@ from ..packer import FILE_BYTES_MAX, Packer
 from ..paths import RESERVED_NAME, is_reserved, refusal_reason, source_path, target_path
 from ..put import PutWork
 
-READ_BYTES = 1 << 20  # of a content at once
+READ_BYTES = 1 << 20
 _SPOOL_BYTES = 64 << 20  # with --checksum, longer contents are spooled to disk
-_LINK_MEMORY_BYTES = 256 << 20  # of chunks, while hard links are copied
+_LINK_MEMORY_BYTES = 256 << 20
 
 OpenContent = Callable[[], BinaryIO]
 
@@ -43,12 +43,12 @@ class MemberLog:
         """A link or a folder, below the archive's root."""
 
     def add_unchanged(self, index: int) -> None:
-        """The dataset has the last added member already, at this index of its view."""
+        """At this index of the dataset's view."""
 
 
 @dataclass(slots=True)
 class FolderFiles:
-    """Small files of one folder. `prefix` is the folder's name in the archive, with the slash."""
+    """`prefix` is the folder's name in the archive, with the slash."""
 
     prefix: bytes
     names: list[bytes]
@@ -229,7 +229,6 @@ class MemberTaker:
             self._pack(target, index, to_pack, content, link)
 
     def _pack(self, target: bytes, index: int, entry: Stat, content: BinaryIO, link: bytes) -> None:
-        """A dry run only counts it."""
         self.work.report.entries_found += 1
         self._comparer.mark_replaced(index)
         if self._packer is None:
@@ -262,7 +261,7 @@ def encoded(text: str) -> bytes:
 
 
 def member_path(name: bytes) -> bytes:
-    """Removes leading `./`; the root is empty."""
+    """ "" for the root."""
     while name.startswith(b"./"):
         name = name[2:]
     return b"" if name == b"." else name.rstrip(b"/") if len(name) > 1 else name
@@ -288,7 +287,6 @@ def _name(prefix: bytes) -> bytes:
 
 
 def _refusal(member: tarfile.TarInfo, path: bytes, target: bytes) -> str:
-    """Why such a member cannot be put, or ""."""
     if path.startswith(b"/"):
         return "refused: an absolute name"
     if reason := refusal_reason(target):

@@ -37,10 +37,10 @@ from .tar_headers import (
     plain_files,
 )
 
-_READ_BYTES = 1 << 20  # of a stream at once
-_WINDOW_BYTES = 4 << 20  # of the tar in memory, to look for plain files in
+_READ_BYTES = 1 << 20
+_WINDOW_BYTES = 4 << 20  # to look for plain files in
 _REFILL_BYTES = 1 << 20  # if less of it is left, more is read
-_PROGRESS_ENTRIES = 256  # from one report of progress to the next
+_PROGRESS_ENTRIES = 256
 _HEADER_BYTES_MAX = 1 << 20  # of one entry, with all headers before it; paths are 256 KiB
 _HEADERS_IN_A_ROW_MAX = 16  # tarfile recurses for each
 _DIGITS_MAX = 1 << 10  # of one number: tarfile's time grows with the square of their count
@@ -158,7 +158,7 @@ def _check_records(body: bytes) -> None:
 
 
 class _Window:
-    """The tar, with its next part in memory (`data[at:end]`). `tarfile` reads it as a file."""
+    """The tar's next part is `data[at:end]`. `tarfile` reads it as a file."""
 
     def __init__(self, stream: BufferedStream | Decompressor) -> None:
         self.data = bytearray(_WINDOW_BYTES)
@@ -197,7 +197,6 @@ class _Window:
         return b"".join(parts)
 
     def skip_to(self, position: int) -> bool:
-        """False if the position is not in memory."""
         if not 0 <= position - self.tell() <= self.end - self.at:
             return False
         self.at = position - self._start
@@ -273,7 +272,7 @@ class TarEntries:
                 advice="plain, gzip, bzip2, xz and Zstandard are known",
             ) from error
         self._tar.window = window
-        self._last = b""  # the last entry that was taken
+        self._last = b""
 
     def take_all(self, taker: MemberTaker) -> str:
         """Returns why the tar broke off, or "". Raises DieselError."""
@@ -311,7 +310,6 @@ class TarEntries:
                 work.progress(work.report)
 
     def _take_plain(self, taker: MemberTaker) -> None:
-        """Raises the errors of the stream."""
         tar = self._tar
         while tar.is_at_header:
             window = tar.window
@@ -344,7 +342,6 @@ class TarSource(Source):
         self._tar = TarEntries(self._content)
 
     def close(self) -> None:
-        """Gives up entries that are not stored."""
         if self._packer is not None:
             self._packer.close()
         if self._content is not None:
@@ -368,7 +365,6 @@ class TarSource(Source):
         return is_complete
 
     def _take(self, taker: MemberTaker) -> bool:
-        """Returns whether the tar was complete."""
         assert self._tar is not None
         try:
             reason = self._tar.take_all(taker)
@@ -380,7 +376,6 @@ class TarSource(Source):
 
 
 def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
-    """Groups files of one folder that follow each other."""
     names, start = files.names, 0
     while start < len(names):
         prefix_bytes = names[start].rfind(b"/") + 1
@@ -402,7 +397,6 @@ def _by_folder(files: PlainFiles, data: memoryview) -> Iterator[FolderFiles]:
 
 
 def _mtime_ns(member: tarfile.TarInfo) -> int | None:
-    """None if it has no valid one."""
     text = member.pax_headers.get("mtime")
     if text is None:
         time_ns = int(member.mtime) * _SECOND_NS

@@ -22,7 +22,7 @@ _REGULAR, _OLD_REGULAR, _PAX, _LONG_NAME = b"0"[0], 0, b"x"[0], b"L"[0]
 _RECORD = re.compile(rb"(\d{1,4}) ([^=\n]+)=")
 _PLAIN_TIME = re.compile(rb"(\d{1,10})(?:\.(\d{1,9}))?")
 IGNORED_PAX_KEYS = frozenset("atime ctime uid gid uname gname comment".split())
-"""A put ignores them, and they do not change the place of contents."""
+"""They do not change the place of contents."""
 
 PREFIX = slice(345, 500)
 """The first part of a long name in a ustar header."""
@@ -38,22 +38,19 @@ def has_prefix(header: bytes | bytearray) -> bool:
 
 @dataclass(slots=True)
 class PlainFiles:
-    """Regular files that follow each other in a tar."""
-
     names: list[bytes] = field(default_factory=list)
-    """The names in the tar."""
     modes: list[int] = field(default_factory=list)
     mtimes_ns: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     end: int = 0
-    """The next header, which is not plain or not complete."""
+    """Not plain, or not complete."""
 
 
 class _Extended(NamedTuple):
-    """An extended header stands before a file's own."""
+    """It stands before a file's own header."""
 
-    header: int  # the start of the file's own header
+    header: int  # of the file
     body_bytes: int
     name: bytes | None
     mtime_ns: int | None
@@ -65,8 +62,8 @@ def plain_files(data: bytearray, start: int, end: int) -> PlainFiles:
     A header stands at `start`, a multiple of BLOCK_BYTES. In a header, byte 156 is the kind, and
     bytes 124 to 135 are the size.
     """
-    starts: list[int] = []  # of entries, with their extended headers
-    headers: list[int] = []  # the starts of their own headers
+    starts: list[int] = []  # with extended headers
+    headers: list[int] = []  # without
     sizes: list[int] = []
     extended: dict[int, _Extended] = {}  # by the position in these lists
     at = start

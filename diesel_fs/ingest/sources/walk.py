@@ -17,7 +17,7 @@ from ..options import Filter
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
-_BATCH_ENTRIES = 1024  # entries of a folder that are Python objects at once
+_BATCH_ENTRIES = 1024  # of a folder, as Python objects at once
 
 ReportFailure = Callable[[bytes, str], None]
 """Called with a path below the source, and the reason."""

@@ -43,8 +43,8 @@ _DOS, _UNIX = 0, 3
 
 _TABLE_MAGIC = b"PK\x01\x02"
 _TABLE_HEADER = struct.Struct("<4s2xBxH10xLLHHH8xL")
-"""A table's entry: magic, version needed, flags, sizes of data and content, lengths of name, extra
-fields and comment, and the start of the entry."""
+"""Magic, version needed, flags, sizes of data and content, lengths of name, extra fields and
+comment, and the start of the entry."""
 _IN_ZIP64 = 0xFFFF_FFFF  # a size or offset with this value stands in the ZIP64 field instead
 _NEEDED_AT, _FLAGS_AT = 6, 8
 _NEEDED_MAX = 63  # zipfile refuses the whole zip if one entry needs more
@@ -136,7 +136,7 @@ class _PlainTableFile:
         return data
 
     def take_entries(self) -> list[_TableEntry]:
-        """The file is read unchanged from now on."""
+        """From now on the file is read unchanged."""
         self._is_taken = True
         return self._entries
 
@@ -201,7 +201,6 @@ def _is_utf8(name: bytes) -> bool:
 
 
 def _name(raw: bytes, says_utf8: bool) -> bytes:
-    """The name was UTF-8 or code page 437."""
     if says_utf8 or _is_utf8(raw):
         return raw
     return raw.decode("cp437").encode("utf-8")

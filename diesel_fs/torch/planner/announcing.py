@@ -26,22 +26,22 @@ class LoaderStreams:
         self._is_planned = False
         self._failures = 0  # of the table, when the epoch began
         self.announced = 0  # entries, of epochs that have begun
-        self.planned_epochs = 0  # epochs with at least one announced entry
+        self.planned_epochs = 0  # with at least one announced entry
 
     def begin(self, table: SampleTable, epoch: int, lag_entries: int, indices: Entries) -> None:
-        """Begin an epoch in this order, as far as it is known."""
+        """`indices` are the order as far as it is known."""
         self._table, self.epoch, self._lag_entries = table, epoch, lag_entries
         self._orders, self._is_planned, self._failures = {}, False, table.failures
         before, self._announced_to = self._announced_to, set()
         try:
             self.more(indices)
         finally:
-            for shown in before - self._announced_to:  # it no longer reads this mount
+            for shown in before - self._announced_to:
                 with suppress(DieselError):  # the mount is gone, or no longer knows the stream
                     self._controls.of(shown).withdraw(self._name)
 
     def foresee(self, table: SampleTable, epoch: int, indices: Entries) -> None:
-        """Announce a further epoch that will probably come in this order."""
+        """It will probably come in this order."""
         if self._has_failed():
             return
         for shown, files in table.take(indices).items():
@@ -68,7 +68,6 @@ class LoaderStreams:
             self._announce(shown, left)
 
     def progress(self, position: int) -> None:
-        """The loop has received `position` indices of the epoch."""
         if self._has_failed():
             self.withdraw()
         for shown in self._announced_to:
@@ -87,7 +86,6 @@ class LoaderStreams:
         return self._table.failures > self._failures
 
     def _announce(self, shown: ShownVersion, files: SampleFiles) -> None:
-        """Announce the current epoch's files, or add to them."""
         if not len(files.entries):
             return
         order = explicit(epoch=self.epoch, entries=files.entries)

@@ -29,7 +29,6 @@ class SampleFiles(NamedTuple):
 
     entries: Entries
     ends: Entries
-    """The end of each sample's files in `entries`."""
 
     def first(self, count: int) -> "SampleFiles":
         ends = self.ends[:count]
@@ -43,16 +42,14 @@ class SampleFiles(NamedTuple):
 
 
 class SampleTable(Protocol):
-    """The files that a dataset of the training program reads for each index."""
+    """A dataset's files by index."""
 
     @property
-    def size(self) -> int:
-        """The number of indices."""
-        ...
+    def size(self) -> int: ...
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
-        """The files of samples, for each mount that has any of the dataset's. Negative indices
-        count from the end; indices beyond the size have no files."""
+        """Files by mount. Negative indices count from the end; indices beyond the size have no
+        files."""
         ...
 
     def for_all_ranks(self) -> "SampleTable":
@@ -62,12 +59,12 @@ class SampleTable(Protocol):
 
     @property
     def failures(self) -> int:
-        """How often the samples did not open the files that `take` had given."""
+        """How often samples did not open their planned files."""
         ...
 
 
 class FileTable:
-    """The table of a dataset whose files become known over time."""
+    """The files become known over time."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -75,7 +72,7 @@ class FileTable:
         self._sorted: dict[ShownVersion, SampleFiles] = {}
 
     def add(self, shown: ShownVersion, indices: Entries, entries: Entries) -> None:
-        """The samples at `indices` read these files of a mount, in this order."""
+        """`indices` read these files of a mount, in this order."""
         is_inside = (indices >= 0) & (indices < self.size)
         self._added.setdefault(shown, []).append((indices[is_inside], entries[is_inside]))
         self._sorted.pop(shown, None)
@@ -86,7 +83,6 @@ class FileTable:
 
     @property
     def found(self) -> int:
-        """Samples that read any file of a mount."""
         has_any = np.zeros(self.size, np.bool_)
         for parts in self._added.values():
             for indices, _ in parts:
@@ -95,7 +91,6 @@ class FileTable:
 
     @property
     def files(self) -> int:
-        """Files of mounts that all samples read together."""
         return sum(len(indices) for parts in self._added.values() for indices, _ in parts)
 
     def take(self, indices: Entries) -> dict[ShownVersion, SampleFiles]:
@@ -256,7 +251,7 @@ class MountedFiles:
             table.add(shown, np.array(samples)[entries >= 0], entries[entries >= 0])
 
     def _place(self, key: tuple[str, bytes]) -> tuple[str, bytes] | None:
-        """A folder's mount, and its path inside with a slash; None outside the mounts."""
+        """None outside the mounts; the path ends in a slash."""
         cwd, folder = key
         real = os.path.realpath(os.path.join(cwd, os.fsdecode(folder)))
         within = [

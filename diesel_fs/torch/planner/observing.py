@@ -36,11 +36,10 @@ enough, whatever earlier ones have shown."""
 
 class _Check(NamedTuple):
     planned: int
-    """Number of planned files."""
     opened: int
-    """Number of planned files that were opened."""
+    """How many of the planned files."""
     others: int
-    """Number of other opened files of mounts."""
+    """How many other files of mounts."""
 
 
 class ObservedTable:
@@ -169,7 +168,6 @@ class ObservedTable:
         )
 
     def describe(self) -> str:
-        """A note at the end; "" for a complete list."""
         found = self.learned.found
         if self._is_given_up or (self.listed is not None and not found):
             return ""
@@ -186,7 +184,6 @@ _NOTHING = np.empty(0, np.int64), np.empty(0, np.int64)
 
 
 def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
-    """Files, with the place of each one's sample."""
     return {
         shown: (
             files.entries.astype(np.int64),
@@ -197,13 +194,11 @@ def _placed(taken: dict[ShownVersion, SampleFiles]) -> Places:
 
 
 def _is_in(some: tuple[Entries, Entries], others: tuple[Entries, Entries]) -> npt.NDArray[np.bool_]:
-    """A mask of the pairs of file and place that are among others."""
     one, other = (places << 32 | entries for entries, places in (some, others))
     return np.isin(one, other)
 
 
 def _has_any(opened: Places, count: int) -> npt.NDArray[np.bool_]:
-    """A mask of the samples that have opened any file."""
     found = np.zeros(count, np.bool_)
     for _, places in opened.values():
         found[places] = True

@@ -57,7 +57,7 @@ class _Served(NamedTuple):
 
 
 class PlanServer:
-    """Announces the reads of training processes, while it is open. A context manager."""
+    """A context manager."""
 
     def __init__(self, show: Callable[[str], None] | None = None) -> None:
         """The socket lies in a new folder that is private to this user. `show` gets messages for
@@ -79,7 +79,7 @@ class PlanServer:
         self._accepting = threading.Thread(target=self._accept, name="accept", daemon=True)
 
     def start(self) -> None:
-        """Serve from now on, also the processes that have connected before."""
+        """Also serves processes that have connected before."""
         self._accepting.start()
 
     def settings(
@@ -184,7 +184,7 @@ class _Process:
         self._started_s = started_s
         self._pid = 0
         self._tables: dict[int, SampleTable] = {}
-        self._filling: dict[int, tuple[FileTable, int]] = {}  # and the number of paths received
+        self._filling: dict[int, tuple[FileTable, int]] = {}  # and the number of received paths
         self._streams: dict[str, LoaderStreams] = {}
         self._left_early: Counter[str] = Counter()  # epochs of which less than half was read
 
@@ -311,7 +311,7 @@ class _Process:
                 self._summary.note(note)
 
     def _chunks(self, number: int) -> bytes:
-        """The number of each sample's first file's chunk, or -1."""
+        """-1 for a sample without a known chunk."""
         table = self._tables[number].for_all_ranks()
         chunks, base = np.full(table.size, -1), 0
         for shown, files in table.take(np.arange(table.size)).items():

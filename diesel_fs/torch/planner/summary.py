@@ -10,16 +10,14 @@ _INTERVALS_MAX = 2000  # of one loop; if there are more, neighbours are joined
 
 @dataclass(slots=True)
 class Interval:
-    """A part of an epoch of a loop."""
-
     epoch: int
     end_s: float
-    """Seconds since the start of the command."""
+    """From the start of the command."""
     batches: int
     waited_s: float
-    """Time in which the loop waited for batches."""
+    """For batches."""
     computed_s: float
-    """Time in which it did something else."""
+    """With something else."""
 
     @property
     def total_s(self) -> float:
@@ -27,8 +25,6 @@ class Interval:
 
 
 class LoopTimes:
-    """How long the loop over one `DataLoader` waited."""
-
     def __init__(self, name: str) -> None:
         self.name = name
         self.intervals: list[Interval] = []
@@ -73,15 +69,13 @@ def _halved(intervals: Sequence[Interval]) -> list[Interval]:
 @dataclass(slots=True)
 class Summary:
     processes: int = 0
-    """Python processes that loaded the hook."""
+    """Those that loaded the hook."""
     epochs: int = 0
     planned_epochs: int = 0
-    """Epochs that were announced to a mount."""
     files: int = 0
     loops: dict[str, LoopTimes] = field(default_factory=dict)
-    """The loops by the names of their streams."""
     notes: Counter[str] = field(default_factory=Counter)
-    """Each note, and how often it came up."""
+    """How often each came up."""
     show: Callable[[str], None] | None = None
     """Called with each new note, up to a limit."""
     shown: set[str] = field(default_factory=set)
@@ -107,7 +101,7 @@ class Summary:
         return total
 
     def lines(self, *, again: bool = False) -> Sequence[str]:
-        """The notes at the end; with `again`, also those already shown."""
+        """`again`: also those already shown."""
         lines = []
         if not self.processes:
             lines.append(

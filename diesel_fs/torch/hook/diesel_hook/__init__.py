@@ -26,24 +26,23 @@ if TYPE_CHECKING:
     from .link import HookSettings
 
 VARIABLE = "DIESEL_JOIN"
-"""The environment's variable with the launcher's settings (`link.HookSettings`), as JSON."""
+"""The launcher's settings (`link.HookSettings`), as JSON."""
 
 
 _links: list[object] = []  # one, once this process has joined
 
 
 def install_from_environment() -> None:
-    """Join the launcher that started this process, if any. Never raises."""
+    """Never raises."""
     text = os.environ.get(VARIABLE)
     if text:
         try:
             install(json.loads(text))
-        except Exception:  # the user's program runs on as without the hook
+        except Exception:  # runs on as without the hook
             return
 
 
 def has_joined() -> bool:
-    """Whether this process announces its reads."""
     by_launcher = sys.modules.get("diesel_hook")  # this module, as imported by `sitecustomize`
     return bool(_links or getattr(by_launcher, "_links", ()))
 

@@ -49,7 +49,6 @@ def paths(dataset: object) -> Iterable[str] | None:
 
 
 def path_at(dataset: object, index: int) -> str | None:
-    """None if `paths` gives none."""
     found = _column(dataset)
     if found is None:
         return None

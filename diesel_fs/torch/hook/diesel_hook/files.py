@@ -22,7 +22,6 @@ _Row = TypeVar("_Row")
 _PART = 1 << 16  # paths of one message
 
 NEEDS_NO_MOUNT = "diesel_fs.torch.dataset"
-"""The module of `DieselDataset`."""
 
 _DEFINED_IN_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE; lists and ranges read no files
 
@@ -59,7 +58,6 @@ class KnownDataset:
         self.size = size
         self.is_unchanged = is_unchanged
         self.is_learned = not parts
-        """Whether all opened files are known."""
         self._seen = bytearray(size if parts else 0)
         self._news = 0  # new indices since the last call
         self._has_begun = False
@@ -89,7 +87,7 @@ class KnownDatasets:
         self._count = 0
 
     def record(self, dataset: object) -> KnownDataset | None:
-        """The launcher's record. A changed dataset is sent again. None without files by index."""
+        """A changed dataset is sent again. None without files by index."""
         self._forget_gone()
         size = _size(dataset)
         known = self._known.get(id(dataset))
@@ -198,10 +196,10 @@ class FileListing:
     def __init__(self, dataset: object) -> None:
         self._place = _place(dataset, _size(dataset))
         self.is_slow = self._place is None
-        """Whether a look-up takes milliseconds, because the list is an Arrow table."""
+        """Look-ups in an Arrow table take milliseconds."""
 
     def path(self, dataset: object, index: int) -> str:
-        """The path that `dataset` now lists, or "". May raise any exception of the dataset."""
+        """ "" if it lists none. May raise any exception of the dataset."""
         if self._place is None:
             return arrow_tables.path_at(dataset, index) or ""
         return _path(_rows_at(dataset, self._place)[index])
@@ -220,7 +218,6 @@ def _rows(dataset: object, size: int) -> Sequence[object] | None:
 
 
 def _place(dataset: object, size: int) -> Sequence[str] | None:
-    """Attributes that lead to the list of files."""
     for place in [(each,) for each in _FOLDERS] + [("reader", each) for each in _FOLDERS]:  # timm
         try:
             found = _rows_at(dataset, place)

@@ -32,7 +32,7 @@ from .link import Link
 _SEND_S = 0.02
 _CHECKED_FIRST = 16  # first samples of an epoch, in each process
 _CHECK_S = 1.0  # between two checks after these
-_CHECKED_ROWS_MAX = 256  # of a batch that is read at once
+_CHECKED_ROWS_MAX = 256  # in a batch
 _WRITES = os.O_WRONLY | os.O_RDWR
 
 _READERS = (
@@ -44,7 +44,7 @@ _READERS = (
 )
 """They open the file in their first argument (after `self`)."""
 
-_WITH_INDICES = 2  # arguments of `__getitems__`: the dataset and a list
+_WITH_INDICES = 2  # the dataset and a list
 
 if TYPE_CHECKING:
     from .files import Steps
@@ -72,7 +72,6 @@ class _Known:
         self.learns = may_learn and not part.is_listed
         self.indices: set[int] = set()
         self.is_suspected = False
-        """Whether a listed file was not seen although it should have been opened."""
         self._checked = 0  # samples
         self._checked_s = 0.0
 
@@ -87,12 +86,11 @@ class _Known:
         self._checked_s = time.monotonic()
 
     def suspect(self) -> None:
-        """A listed file was not seen: check as many samples as when an epoch begins."""
+        """Check as many samples as when an epoch begins."""
         self.is_suspected, self._checked = True, 0
 
     def listed(self, indices: Sequence[int], *, always: bool = True) -> list[str]:
-        """The listed files of these samples; empty without a list, or if it is slow to look up,
-        unless `always`."""
+        """Empty without a list, or if it is slow to look up, unless `always`."""
         if self._listing is None or (self._listing.is_slow and not always):
             return []
         dataset = self.dataset()
@@ -104,7 +102,6 @@ class _Reading:
         self.paths: list[Path] = []
         self.thread = threading.get_ident()
         self.is_mixed = False
-        """Whether another thread has read samples meanwhile."""
 
 
 class Learner:
@@ -136,7 +133,6 @@ class Learner:
             self._wrap_all()
 
     def stop(self) -> None:
-        """Send the records, and stop recording."""
         if not self._known:
             return
         self.flush()
@@ -169,7 +165,6 @@ class Learner:
         self._seen_modules.clear()
 
     def _rest(self) -> None:
-        """Unwrap the classes until the next check."""
         with self._wraps:
             if self._undo and all(each.is_idle() for each in self._known.values()):
                 self._unwrap()
@@ -242,8 +237,8 @@ class Learner:
         return __getitems__
 
     def _being_learned(self, arguments: Sequence[object]) -> _Known | None:
-        """The observed dataset of a method, if its next samples must be observed; None if another
-        observed dataset reads them."""
+        """None unless the dataset's next samples must be observed, or if another observed dataset
+        reads them."""
         known = self._known.get(id(arguments[0]))
         if known is None:
             return None
@@ -299,7 +294,7 @@ class Learner:
             result = read()
         finally:
             self._reading = None
-        with suppress(Exception):  # the loop runs on as without the hook
+        with suppress(Exception):
             if not reading.is_mixed:
                 self._note(known, wanted, reading.paths, opens, is_due=is_due)
             if known.is_idle():
@@ -315,7 +310,6 @@ class Learner:
         *,
         is_due: bool,
     ) -> None:
-        """Keep the opened files, unless they are the listed ones."""
         if len(wanted) == 1:
             opened = list(dict.fromkeys(opened))
         listed = known.listed(wanted, always=is_due)
@@ -389,7 +383,6 @@ class Learner:
         return reader
 
     def _wrap(self, owner: object, name: str, make: Callable[[_Function], _Function]) -> None:
-        """Replace a function until `stop`."""
         self._replace(owner, name, make(getattr(owner, name)))
 
     def _replace(self, owner: object, name: str, value: object) -> None:
@@ -467,7 +460,7 @@ class LearningWorkers:
         return eval, (_REMAKE, {"parts": parts})
 
     def __call__(self, worker: int) -> None:
-        with suppress(Exception):  # the worker runs on as without the hook
+        with suppress(Exception):
             self._learn()
         if self._users is not None:
             self._users(worker)

@@ -24,15 +24,15 @@ _SEND_S = 20.0  # a launcher that takes nothing for this long is given up
 class HookSettings(TypedDict):
     socket: str
     ahead: int
-    """Further epochs that are announced if they can be foreseen."""
+    """Further epochs to announce."""
     group_size: int
     """Chunks in a group of the chunk-wise orders that replace random ones; 0: none do."""
     own_seed: bool
-    """Whether samplers that draw from the global generator get a generator of their own."""
+    """Whether samplers that draw from the global generator get their own."""
 
 
 class Link:
-    """Sends messages to the launcher, from any thread and any forked child."""
+    """Any thread and any forked child."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -49,7 +49,7 @@ class Link:
         self._exchange(message, payload, has_answer=False)
 
     def request(self, message: dict[str, object]) -> bytes | None:
-        """The answer's payload; None without a launcher."""
+        """None without a launcher."""
         return self._exchange(message, b"", has_answer=True)
 
     def send_soon(self, message: dict[str, object]) -> None:

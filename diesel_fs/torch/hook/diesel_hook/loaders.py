@@ -34,7 +34,7 @@ _LOADERS = {
     "torch.utils.data.dataloader": "DataLoader",
     "torchdata.stateful_dataloader.stateful_dataloader": "StatefulDataLoader",
 }
-"""Loader classes that have their own `__init__` and `__iter__`, by module."""
+"""The loader classes with their own `__init__` and `__iter__`, by module."""
 
 _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
 """They take a batch from a loader before the user's loop wants it."""
@@ -42,7 +42,7 @@ _READ_AHEAD = frozenset(("accelerate", "lightning", "pytorch_lightning"))
 _PROGRESS_S = 0.1  # between two messages about the position
 _MORE_S = 0.02  # between two messages with indices that could not be foreseen
 
-_expected = threading.local()  # `pair`: the sampler that torch is about to iterate, and its epoch
+_expected = threading.local()  # `pair`: the next sampler for torch, and its epoch
 _loops: weakref.WeakKeyDictionary[object, _Loop] = weakref.WeakKeyDictionary()  # by iterator
 _current: weakref.WeakKeyDictionary[object, LoaderEpoch] = weakref.WeakKeyDictionary()  # by sampler
 _wrapped: set[type] = set()
@@ -145,7 +145,6 @@ class Watch:
             sampler.generator = generator  # type: ignore[attr-defined] # see above
 
     def _make_chunk_wise(self, sampler: object, record: KnownDataset) -> None:
-        """Make a random order chunk-wise."""
         grouping = self._groupings.get(record)
         if grouping is None:
             content = self.link.request({"do": "chunks", "dataset": record.number})
@@ -164,8 +163,8 @@ class Watch:
             self.link.note(note)
 
     def look(self, loader: _Loader, record: KnownDataset) -> LearningWorkers | None:
-        """An epoch begins: observe which files the loader's dataset opens. Returns the function
-        that starting workers must run, if there are any."""
+        """An epoch begins. Returns the function that starting workers must run, if there
+        are any."""
         record.begin()
         may_learn = not record.is_learned
         self._learner.stop()
@@ -203,8 +202,6 @@ class _Loop:
 
 
 class LoaderEpoch:
-    """One iteration over a loader."""
-
     def __init__(
         self,
         watch: Watch,
@@ -220,9 +217,9 @@ class LoaderEpoch:
         self.has_begun = False
         self.has_failed = False
         self.is_counted = True
-        """Whether the user's loop has got all received batches."""
+        """False if the user's loop lacks some received batches."""
         self.loaders_generator: object = None
-        """The loader draws from it when an epoch begins."""
+        """It draws when an epoch begins."""
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link
@@ -230,7 +227,7 @@ class LoaderEpoch:
         self._dataset = None if record is None else record.number
         self._names: dict[str, object] = {"stream": stream.name, "epoch": stream.epochs - 1}
         self._lag = lag
-        self._order: PredictedOrder | None = None  # the predicted order
+        self._order: PredictedOrder | None = None
         self._drawn = DrawnIndices()
         self._received = self._sent = 0  # batches
         self._drawn_sent = 0  # indices, if the order is not known
@@ -261,8 +258,7 @@ class LoaderEpoch:
             self._note_unforeseen()
 
     def _note_unforeseen(self) -> None:
-        """An order that is announced while it is drawn comes too late if no workers take batches
-        ahead."""
+        """It is too late if no workers take batches ahead."""
         if not self._lag:
             unknown = (each for each in _nested(self._sampler()) if not is_known(each))
             name = type(next(unknown, self._sampler())).__name__
@@ -272,14 +268,12 @@ class LoaderEpoch:
             )
 
     def _batch_size(self) -> int:
-        """That of the first predicted batch, or the sampler's own number."""
         if self._order is not None:
             return self._order.bounds[0] if self._order.bounds else 1
         size = getattr(self._sampler(), "batch_size", None)
         return size if isinstance(size, int) else 1
 
     def drew(self, element: object) -> None:
-        """The sampler gave an index, or the indices of a batch."""
         drawn, position = self._drawn, self._drawn.count
         if not drawn.append(element) or self._dataset is None:
             return
@@ -298,7 +292,7 @@ class LoaderEpoch:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
-        """Send the drawn indices, if they were not predicted."""
+        """Only if they were not predicted."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()
@@ -352,7 +346,7 @@ class LoaderEpoch:
             )  # fmt: skip
 
     def position(self, more: int = 0) -> int:
-        """The number of indices in the received batches, and in `more` further ones."""
+        """Indices in the received batches, and in `more` further ones."""
         return self._drawn.end_of(self._received + more)
 
 
@@ -368,8 +362,6 @@ def _expecting_none() -> Iterator[None]:
 
 
 class _WatchedSampler:
-    """Passes each element of a sampler to the epoch."""
-
     def __init__(self, inner: Iterator[object], epoch: LoaderEpoch) -> None:
         self._inner = inner
         self._epoch: LoaderEpoch | None = epoch
@@ -398,7 +390,7 @@ class _WatchedSampler:
 
 
 class _Stateful(Protocol):
-    """An iterator of torchdata's samplers, which can continue where another one was."""
+    """It can continue where another one was."""
 
     def __next__(self) -> object: ...
     def __iter__(self) -> Iterator[object]: ...
@@ -480,8 +472,6 @@ def watch(link: Link, settings: HookSettings) -> None:
 
 
 class _Finder:
-    """Waits for the import of a module."""
-
     def __init__(self, name: str, state: Watch) -> None:
         self._name = name
         self._state = state
@@ -506,7 +496,7 @@ class _Finder:
             sys.meta_path[:] = [each for each in sys.meta_path if each is not self]
             try:
                 _wrap_loader(getattr(module, _LOADERS[name]), state)
-            except Exception as error:  # the import continues as without the hook
+            except Exception as error:
                 state.link.note(f"cannot follow this version of torch: {error!r}")
 
         spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign] # of this loader alone
@@ -521,7 +511,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
         made(self, *arguments, **named)
         try:
             state.send_files(self)
-        except Exception as error:  # the program runs on as without the hook
+        except Exception as error:
             state.link.note(f"cannot find the files of a DataLoader: {error!r}")
 
     @functools.wraps(original)
@@ -532,7 +522,7 @@ def _wrap_loader(kind: type, state: Watch) -> None:
             epoch = state.begin(self)
             _wrap_sampler(epoch.sampler_kind, epoch)
             workers = None if epoch.record is None else state.look(self, epoch.record)
-        except Exception as error:  # the loop runs on as without the hook
+        except Exception as error:
             state.link.note(f"cannot follow a DataLoader: {error!r}")
         _expected.pair = None if epoch is None else (_index_sampler(self), epoch)
         if workers is not None:
@@ -561,7 +551,6 @@ def _wrap_loader(kind: type, state: Watch) -> None:
 
 
 def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
-    """Let a class's iterators report to the epoch that waits for them."""
     if kind in _wrapped:
         return
     original = kind.__iter__  # type: ignore[attr-defined] # every sampler has it
@@ -585,7 +574,6 @@ def _wrap_sampler(kind: type, epoch: LoaderEpoch) -> None:
 
 
 def _wrap_iterator(kind: type) -> None:
-    """Let a class's iterators report each batch to their epoch."""
     # The method that all others call: torch's own for torchdata's classes.
     owner = [
         each for each in kind.__mro__ if "__next__" in vars(each) and not inspect.isabstract(each)

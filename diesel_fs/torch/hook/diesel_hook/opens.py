@@ -19,7 +19,7 @@ _LINK = "anon_inode:inotify"
 
 
 class Opens:
-    """An inotify descriptor. Not safe for concurrent use."""
+    """Not safe for concurrent use."""
 
     def __init__(self) -> None:
         """Raises OSError."""
@@ -40,7 +40,7 @@ class Opens:
             self._paths[self._checked(watch)] = path
 
     def opened(self) -> set[str]:
-        """The files that were opened or read since `watch`. Raises OSError as `watch`."""
+        """Since `watch`; raises as it."""
         found = set()
         self._check_ours()
         try:

@@ -40,18 +40,17 @@ _KNOWN = frozenset(
     }
 )
 DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
-"""They draw from torch's global generator if they have none of their own."""
+"""Without their own, they draw from torch's global generator."""
 
 _COUNT_EPOCHS = frozenset(
     ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler")
 )
 _NESTED = ("sampler", "batch_sampler")
 ENTRIES_MAX = 1 << 24
-"""The most indices that are predicted of an order, which may be endless: each takes eight bytes
-here, and more in the launcher."""
+"""Orders may be endless; each index takes eight bytes here, and more in the launcher."""
 
 DRAWING_S_MAX = 1.0
-"""The most time for drawing them: the loop waits for its first batch."""
+"""The loop waits for its first batch."""
 
 _TIMED_ELEMENTS = 1024  # between two readings of the clock
 
@@ -91,7 +90,6 @@ class BetweenEpochs:
 
     @staticmethod
     def draw(count: int) -> None:
-        """torch's loaders draw in this way."""
         torch = sys.modules["torch"]
         for _ in range(count):
             torch.empty((), dtype=torch.int64).random_()
@@ -118,7 +116,7 @@ class PredictedOrder:
 
 
 class DrawnIndices:
-    """The indices that a sampler has given in an epoch, without the first ones if dropped."""
+    """The indices that were drawn in an epoch, without dropped ones."""
 
     def __init__(self) -> None:
         self._kept = PredictedOrder()
@@ -135,7 +133,6 @@ class DrawnIndices:
         return is_known
 
     def between(self, start: int, end: int | None = None) -> array[int]:
-        """The kept indices only."""
         last = None if end is None else max(end - self._dropped, 0)
         return self._kept.indices[max(start - self._dropped, 0) : last]
 
@@ -167,7 +164,7 @@ def predict(
     loaders_generator: object = None,
     between: BetweenEpochs | None = None,
 ) -> list[PredictedOrder]:
-    """The order of this epoch and of at most `ahead` further ones; empty for an unknown sampler.
+    """The orders of this epoch and at most `ahead` further ones; empty for an unknown sampler.
 
     `iterator` is the sampler's for this epoch, which has not given anything yet. If it has a state
     (torchdata's), it may have drawn already, and may begin in the middle of the epoch. From
@@ -216,7 +213,7 @@ def _drawn(iterator: Iterator[object]) -> PredictedOrder | None:
 
 
 def _begun(twin: Iterable[object], like: Iterator[object] | None) -> Iterator[object]:
-    """Continues where the original's iterator `like` will."""
+    """It continues where `like` will."""
     begun = iter(twin)
     if hasattr(like, "state_dict") and hasattr(begun, "load_state_dict"):
         state = like.state_dict()  # type: ignore[union-attr] # see the line above
@@ -231,8 +228,8 @@ def is_known(sampler: object) -> bool:
 
 
 def _twin(sampler: object, copies: dict[int, object]) -> Iterable[object] | None:
-    """A copy that can be iterated without a change to the sampler; None if that is not certain. The
-    copies of its generators go to `copies`, by the originals' ids."""
+    """A copy that can be iterated without a change to the sampler, or None. The copies of its
+    generators go to `copies`, by the originals' ids."""
     if isinstance(sampler, (list, tuple, range)):
         return sampler
     if not is_known(sampler):
@@ -287,7 +284,6 @@ def _can_go_on(twin: object, *, global_generator_too: bool) -> bool:
 
 @contextmanager
 def _states_kept() -> Iterator[None]:
-    """Restores the states of the process's global generators afterwards."""
     torch = sys.modules["torch"]
     # Only if it is imported: the import takes 0.2 s, and gives it a random state.
     of_numpy = sys.modules.get("numpy.random")
