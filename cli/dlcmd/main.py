@@ -59,10 +59,8 @@ VERBS = {
     "grant": "Give a user a role on a dataset.",
     "completion": "Print the code with which a shell completes dlcmd.",
 }
-"""Each verb, and its line in `dlcmd --help`."""
 
 ENDLESS = {"top", "dashboard"}
-"""They go on until they are ended: there is nothing to finish."""
 
 SYNONYMS = {
     "add": "put", "copy": "put", "cp": "put", "upload": "put", "download": "get", "list": "ls",
@@ -71,7 +69,6 @@ SYNONYMS = {
     "status": "stats", "diagnose": "doctor", "debug": "doctor", "bench": "doctor",
     "support": "doctor", "plan": "forecast",
 }  # fmt: skip
-"""Words of other programs, and our verb that does the same."""
 
 INTERRUPTED = 130
 READER_GONE = 141  # 128 + SIGPIPE: the exit code of a program that SIGPIPE ends
@@ -138,7 +135,7 @@ def program() -> None:
 
 def main() -> NoReturn:
     prepare_process()
-    if COMPLETE in os.environ:  # set by the code that `dlcmd completion` prints
+    if COMPLETE in os.environ:
         complete(program, os.environ[COMPLETE])
     code = run(sys.argv[1:])
     # Otherwise the interpreter reports at its end that it cannot flush stdout
@@ -149,7 +146,6 @@ def main() -> NoReturn:
 
 
 def prepare_process() -> None:
-    """Sets up threads and signals for `run`."""
     # `put` forks its packing processes, which is safe only without threads. OpenBLAS would start
     # some when numpy is imported.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -210,14 +206,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def is_expected(error: Exception) -> bool:
-    """Whether an error is no bug, so that its message suffices."""
+    """Its message suffices."""
     return (
         isinstance(error, DieselError) or as_diesel_error(error).exit_code != DieselError.exit_code
     )
 
 
 def causes(error: BaseException) -> Iterator[str]:
-    """The exceptions that led to an error, one line each, the nearest first."""
+    """The nearest first."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         yield f"after {type(cause).__name__}: {cause}"
@@ -231,12 +227,11 @@ def _again(context: click.Context | None) -> str:
 
 
 def _notes(error: BaseException) -> str:
-    """A verb's notes on an error: how much it had done by then."""
+    """How much a verb had done."""
     return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def as_diesel_error(error: Exception) -> DieselError:
-    """Any exception as one of ours, with message, advice and exit code."""
     if isinstance(error, DieselError):
         return error
     if not isinstance(error, OSError):
@@ -267,7 +262,6 @@ def _folder_is_gone() -> bool:
 
 
 def _reader_gone() -> bool:
-    """Whether stdout's pipe has no reader."""
     poll = select.poll()
     poll.register(1, 0)
     return any(events & select.POLLERR for _, events in poll.poll(0))

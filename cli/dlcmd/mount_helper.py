@@ -32,7 +32,7 @@ from .verbs.mount import mount as mount_verb
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
 
 _EXIT_CODES = {0: 0, 1: BUG, 2: USAGE, 129: INTERRUPTED, 130: INTERRUPTED, 143: INTERRUPTED}
-"""mount(8)'s exit code for `dlcmd`'s; FAILED for all others."""
+"""By `dlcmd`'s; FAILED for all others."""
 
 _OF_MOUNT = re.compile(
     "(no)?(auto|user|users|owner|group|fail|suid|dev|exec|atime|diratime|relatime|strictatime"
@@ -42,17 +42,16 @@ _OF_MOUNT = re.compile(
 """Options that mount(8) itself acts on, or adds (`rw`)."""
 
 _NOT_FOR_MOUNTS = {"foreground", "help", "json", "quiet", "url", "user", "verbose", "version"}
-"""Options of the verb that are no mount options, or have another name."""
+"""Not mount options, or under another name."""
 
 STATE_FOLDER, CACHE_FOLDER = "/var/lib/diesel-mount", "/var/cache/diesel-mount"
-"""Root's folders for logs and sockets, and for copies of snapshots: those of the systemd unit. At
-boot there is no home folder."""
+"""As in the systemd unit. At boot there is no home folder."""
 
 ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """The options by their names behind `-o`."""
+    """By the names behind `-o`."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
@@ -72,11 +71,8 @@ def split_options(text: str) -> list[str]:
 
 
 def dlcmd_options(given: Sequence[str], *, sloppy: bool) -> list[str]:
-    """The options of `dlcmd mount` for these mount options.
-
-    Raises UsageError for one that neither `dlcmd mount` nor mount(8) knows; `sloppy` leaves it out.
-    Underscores may stand for dashes.
-    """
+    """Raises UsageError for an option that neither `dlcmd mount` nor mount(8) knows; `sloppy` leaves
+    it out. Underscores may stand for dashes."""
     known, words = mount_options(), []
     for each in given:
         name, has_value, value = each.partition("=")
@@ -105,8 +101,6 @@ def _unknown(name: str, known: Sequence[str]) -> UsageError:
 
 
 class _OptionsHelp(click.Command):
-    """Help also lists the mount options."""
-
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         rows = [
             (name if each.is_flag else f"{name}={each.make_metavar(context)}", each.help or "")
@@ -231,12 +225,11 @@ def umount_program(
 
 
 def _last_of(given: Sequence[str], *names: str) -> str | None:
-    """The last of these options, which undo each other; None if none is given."""
+    """They undo each other."""
     return next((each for each in reversed(given) if each in names), None)
 
 
 def _use_system_folders() -> None:
-    """These replace root's home in this process."""
     for folder in (STATE_FOLDER, CACHE_FOLDER):
         try:
             Path(folder).mkdir(mode=0o755, parents=True, exist_ok=True)

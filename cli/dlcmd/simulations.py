@@ -25,17 +25,15 @@ from diesel_fs.format.snapshot.reader import Indices
 from .show.progress import ShowProgress
 
 PARALLEL_READS_MIN = 400_000
-"""Fewer reads are simulated here: other processes would take longer to start."""
+"""Other processes would take longer to start."""
 
 POLL_S = 0.2
 
-_STEPS = 1000  # of a simulation's progress
+_STEPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A policy, and the job with its cache's sizes."""
-
     policy: str
     job: ForecastJob
 
@@ -52,14 +50,13 @@ class Comparison:
 Made = TypeVar("Made")
 
 Task = Callable[[Comparison, ForecastFiles, Indices | None, OnProgress], Made]
-"""`Comparison.run` or `Comparison.size`."""
 
 Progress = MutableSequence[float]
 """The progress of each comparison, 0 to 1, in shared memory."""
 
 _inputs: list[
     tuple[ForecastFiles, Indices | None, Progress]
-] = []  # of a process of the pool: one item
+] = []  # one item, in a process of the pool
 
 
 def compare(

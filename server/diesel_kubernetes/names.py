@@ -4,7 +4,6 @@ change."""
 import hashlib
 
 DRIVER = "csi.diesel-fs.dev"
-"""The prefix of the driver's labels, too."""
 
 GROUP = "diesel-fs.dev"
 
@@ -18,7 +17,6 @@ ATTRIBUTES = (
     *"groupSize uid gid umask cacheDir cacheSize cacheLayout task rank world peerTls".split(),
     "peersThroughMaster",
 )
-"""See `csi/VOLUMES.md`."""
 
 SECRETS = {
     "user": "DIESEL_USER",
@@ -35,13 +33,13 @@ SECRETS = {
     "AZURE_STORAGE_ACCOUNT_KEY": "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN": "AZURE_STORAGE_SAS_TOKEN",
 }
-"""The keys of a volume's Secret, and the variables by which a mount gets them."""
+"""With the variables by which a mount gets them."""
 
 LABEL_NODE = f"{DRIVER}/node"
-"""Mount pods, their Secrets and reports carry the node's `label_value`."""
+"""The node's `label_value`, on mount pods, their Secrets and reports."""
 
 LABEL_MOUNT = f"{DRIVER}/mount"
-"""Mount pods and their Secrets carry the mount's name, `KEY-N`."""
+"""The mount's name, `KEY-N`, on mount pods and their Secrets."""
 
 _LABEL_CHARS_MAX = 63
 

@@ -18,7 +18,7 @@ from .names import LABEL_NODE, label_value
 Json = dict[str, object]
 
 REFRESH_S = 300.0
-"""The pause between two reports without a change."""
+"""Without a change."""
 
 AGE_S_MAX = 3 * REFRESH_S
 """An older report is not used, since the plugin has gone, nor one as far in the future."""
@@ -30,7 +30,6 @@ DATASETS_MAX = 1000
 """A report must fit a ConfigMap."""
 
 REPORT_CHARS_MAX = 1 << 20
-"""The limit of a ConfigMap."""
 
 _TIME_MAX = 1 << 40
 _VERSION_MAX = (1 << 63) - 1
@@ -51,18 +50,16 @@ class HeldDataset:
     version: int
     """0: it is not known how much of which version is held."""
     share: int = 0
-    """The share in memory or on the disk."""
     disk: int = 0
     """This part stays when no pod reads the dataset."""
     is_used: bool = False
-    """Whether a pod sees a mount of it."""
 
     @property
     def key(self) -> Held:
         return self.namespace, self.identity
 
     def joined(self, other: "HeldDataset") -> "HeldDataset":
-        """The lower bound for two places that may hold the same parts."""
+        """A lower bound: two places may hold the same parts."""
         return HeldDataset(
             self.namespace,
             self.identity,
@@ -89,7 +86,7 @@ class NodeReport:
 def make_report(
     node: str, now_s: float, datasets: Iterable[HeldDataset], *, is_complete: bool
 ) -> NodeReport:
-    """The largest shares count if there are too many datasets."""
+    """The largest shares win."""
     found = sorted(datasets, key=lambda each: (-each.share, each.key, each.version))
     kept = sorted(found[:DATASETS_MAX], key=lambda each: (each.key, each.version))
     return NodeReport(node, int(now_s), is_complete and len(found) == len(kept), tuple(kept))

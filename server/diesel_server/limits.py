@@ -34,10 +34,8 @@ BYTES_PER_S_MIN = 256 << 10
 """A frame, in either direction, takes at most `FRAME_S` plus its size at this rate."""
 
 HEARTBEAT_S = 1.0
-"""The pause between two signs of life of a worker."""
 
 DRAIN_S = 30.0
-"""Time for requests under way when the server stops."""
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
@@ -49,7 +47,6 @@ CONNECTIONS_MAX = 8192
 """Each takes some 20 KB. A process that may open fewer files takes fewer connections."""
 
 GREETING_MAX = 1024
-"""Connections before their login, from everywhere."""
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network before their login. The processes of a node all start at once and log
@@ -61,20 +58,17 @@ REFUSING_MAX = 64
 """Connections that are refused with a sentence at once. Others are closed without one."""
 
 FILES_RESERVED = 256
-"""File descriptors for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
 """A connection with this number of requests under way is not read until one has ended."""
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
-"""One user leaves some requests to others."""
 
 BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
 """Memory for payloads and answers under way: others have room beside one user's largest request."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
-"""What one user may hold."""
 
 RATE_KEYS_MAX = 4096
 
@@ -84,9 +78,9 @@ SMALL_BYTES = 64 << 10
 HEAD_FACTOR = 6
 """Python objects of a head with many small items take this multiple of its bytes."""
 
-_PIECE_BYTES = 16 << 20  # for a snapshot: one piece is being sent, one is being made
-_LIST_BYTES = 8 << 20  # for a list: names and columns, and the frame that they are copied into
-_PATH_BYTES = 96  # for each path in `stat`: the path and its columns, and their copy in the frame
+_PIECE_BYTES = 16 << 20  # a snapshot: one piece is being sent, one made
+_LIST_BYTES = 8 << 20  # a list: names and columns, and their frame
+_PATH_BYTES = 96  # a path in `stat`: the path and its columns, and their frame
 _PAYLOAD_MAX = REQUEST_LIMITS.payload_bytes
 
 
@@ -107,7 +101,7 @@ def answer_bytes(message: Message) -> int:
 
 
 def network_of(address: str) -> str:
-    """Limits count an IPv4 address, or the first 64 bits of an IPv6 address."""
+    """An IPv4 address, or the first 64 bits of an IPv6 address."""
     try:
         found = ip_address(address.strip("[]").partition("%")[0])
     except ValueError:
@@ -232,7 +226,7 @@ class ConnectionLimits:
         per_network: int = GREETING_PER_NETWORK_MAX,
     ) -> None:
         self.most = most
-        self.per_user = max(1, most * 3 // 4)  # one user leaves some to others
+        self.per_user = max(1, most * 3 // 4)
         self._greeting_most = greeting
         self._per_network = per_network
         self.all = 0

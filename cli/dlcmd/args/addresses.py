@@ -22,9 +22,8 @@ from ..show.output import print_note
 from .options import ALL_VERSIONS, check_dataset_argument, dataset, global_flags
 
 MEMORY_BYTES = 256 << 20
-"""Memory for chunks, while a verb reads contents."""
 
-_STALENESS_NOTED = f"{__name__}.staleness_noted"  # key in click's `meta` of one command
+_STALENESS_NOTED = f"{__name__}.staleness_noted"  # in click's `meta`
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +58,17 @@ def current_view(repository: Repository, info: DatasetInfo) -> Snapshot:
 
 
 def address(text: str) -> Address:
-    """A verb that writes takes no version. Raises UsageError."""
+    """Raises UsageError for a version."""
     return _address(text, dataset(check_dataset_argument(text).partition("/")[0]), 0)
 
 
 def versioned_address(text: str) -> Address:
-    """A verb that only reads may take a version. Raises UsageError."""
+    """Raises UsageError."""
     return _address(text, *parse_versioned_name(check_dataset_argument(text).partition("/")[0]))
 
 
 def listed_address(text: str) -> Address:
-    """`ls` also takes `DATASET@`, which is ALL_VERSIONS."""
+    """`DATASET@` is ALL_VERSIONS."""
     if text.endswith("@") and "/" not in text:
         return Address(dataset(text[:-1]), version=ALL_VERSIONS)
     return versioned_address(text)
@@ -91,7 +90,7 @@ def open_repository_from_flags(
     settings = global_flags().settings()
     try:
         if rebuild:
-            open_configured(settings).close()  # raises if the objects are missing
+            open_configured(settings).close()
         repository = open_configured(settings, create=create or rebuild)
     except ObjectMissing as error:
         url = parse_url(settings.repository_url)

@@ -36,7 +36,7 @@ from diesel_fs.storage.objects.retry import LongPauses, RetryClock, RetryLoop, R
 from diesel_fs.urls import RepositoryUrl, parse_url
 
 _POLICY = RetryPolicy()
-_AHEAD = 8  # pieces of one archive that are fetched at once
+_AHEAD = 8  # pieces at once
 _WILDCARD = re.compile(r"[*?[]")
 
 
@@ -67,8 +67,7 @@ class CloudBucket:
 
     @cached_property
     def single_object(self) -> CloudObject | None:
-        """The object at the URL's prefix; None if there are objects below it, or none at it. Sends
-        requests."""
+        """None if there are objects below the URL's prefix, or none at it. Sends requests."""
         key = self._url.prefix
         if not key or next(self._list(), None) is not None:
             return None
@@ -78,8 +77,8 @@ class CloudBucket:
             return None
 
     def objects(self) -> Iterator[BucketObject]:
-        """The objects in the order of the store's listing; the key of a folder that a console shows
-        ends in a slash. Raises NotFoundError if there is none."""
+        """The store's order; the key of a console's folder ends in a slash. Raises NotFoundError
+        if there is none."""
         if (single := self.single_object) is not None:
             yield BucketObject(b"", single.bytes, single.modified_ns, single.etag or "")
             return
@@ -119,7 +118,6 @@ class CloudBucket:
         return bytes(content)
 
     def stop(self) -> None:
-        """End the pauses that the store has requested."""
         self._pauses.stop()
 
     def _read(self, key: str, tag: str, start: int, room: memoryview) -> None:
@@ -185,7 +183,6 @@ class _PathRequests(CloudRequests):
 
 
 def _requests_to(location: BucketLocation) -> _Requests:
-    """Imports the bucket's library."""
     if location.scheme == "s3":
         from diesel_fs.storage.objects.cloud.s3_source import S3Source  # noqa: PLC0415
 

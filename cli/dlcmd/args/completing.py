@@ -30,15 +30,14 @@ if TYPE_CHECKING:
 
 
 COMPLETE = "_DLCMD_COMPLETE"
-"""The environment variable of a request for completions; its value is the shell. `_DLCMD_LINE` has
-the line, and in bash `_DLCMD_TEXT` the part that is replaced."""
+"""The value is the shell. `_DLCMD_LINE` has the line, and in bash `_DLCMD_TEXT` the
+replaced part."""
 
 ANSWER_DEADLINE_S = 2.0
-"""Most repositories answer in milliseconds: with a snapshot of this user's, only its version is
-compared."""
+"""Most repositories answer in milliseconds."""
 
 WORDS_MAX = 2000
-"""If there are more entries, only their common beginning is completed."""
+"""More are completed to their common beginning."""
 
 
 def complete(program: click.Command, shell: str) -> NoReturn:
@@ -55,7 +54,6 @@ def complete(program: click.Command, shell: str) -> NoReturn:
 
 
 def _limit_time() -> None:
-    """Ends this process even if a library waits."""
     watch = threading.Timer(ANSWER_DEADLINE_S, os._exit, (0,))
     watch.daemon = True
     watch.start()
@@ -97,7 +95,6 @@ def _values(
     context: click.Context,
     incomplete: str,
 ) -> list[CompletionItem[str]]:
-    """The parameter's type or metavariable gives the values."""
     metavar = parameter.metavar or ""
     found = click.Parameter.shell_complete(parameter, context, incomplete)
     if isinstance(parameter, click.Argument) and "DATASET" in metavar:
@@ -112,8 +109,7 @@ def _values(
 def _addresses(
     opening: Callable[[], None], context: click.Context, metavar: str, incomplete: str
 ) -> Iterator[CompletionItem[str]]:
-    """Matching datasets, versions or entries that an argument with this metavariable can name.
-    Raises DieselError."""
+    """Datasets, versions or entries, by the metavariable. Raises DieselError."""
     flags = context.find_object(Flags)
     if flags is None or incomplete[:1] in ("/", ".", "~"):
         return

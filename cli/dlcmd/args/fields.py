@@ -23,15 +23,13 @@ _P = ParamSpec("_P")
 class FieldOption:
     help: str
     name: str = ""
-    """The option without dashes, if it is not the field's name."""
     short: str = ""
     type: object = None
     metavar: str | None = None
     default: object = None
-    """The option's default, if it is not the field's."""
     shows_default: bool = False
-    """Whether the help shows a default. Without, a value that is not given is left out, so that the
-    field has its own."""
+    """Whether the help shows a default. Without, a missing value is left out, so that the field has
+    its own."""
     multiple: bool = False
     required: bool = False
 

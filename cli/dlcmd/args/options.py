@@ -35,7 +35,7 @@ _AGO_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "w
 
 @dataclass(slots=True)
 class Flags:
-    """An option that is given before and after the verb has the later value."""
+    """The later value of an option wins."""
 
     url: str | None = None
     user: str | None = None
@@ -106,7 +106,7 @@ usage."""
 
 
 class _AbsolutePath(click.Path):
-    """Made absolute: a program that runs elsewhere gets it."""
+    """A program that runs elsewhere gets it."""
 
     def convert(
         self, value: str | os.PathLike[str], param: click.Parameter | None,
@@ -118,7 +118,6 @@ class _AbsolutePath(click.Path):
 absolute_path = _AbsolutePath(dir_okay=False, readable=False)
 
 file_or_dash = click.Path(dir_okay=False, readable=False, allow_dash=True)
-"""A file, `-`, or an address."""
 
 
 def global_flags() -> Flags:
@@ -128,7 +127,6 @@ def global_flags() -> Flags:
 
 
 def _remember(context: click.Context, option: click.Parameter, value: str | bool | None) -> None:
-    """click calls it for each global option."""
     flags = context.find_object(Flags)
     if flags is not None and option.name is not None and value:
         setattr(flags, option.name, value)
@@ -145,7 +143,6 @@ _GLOBAL = (
 
 
 def global_options(command: _Command) -> _Command:
-    """So that the global options may stand behind the verb, too."""
     command.params += [
         _Option(
             names,
@@ -201,7 +198,6 @@ def time(text: str) -> float:
 
 
 def moment_text(seconds: float) -> str:
-    """A time in this machine's time zone, with its offset, and in UTC."""
     local = datetime.fromtimestamp(seconds).astimezone()
     return f"{local:%Y-%m-%d %H:%M:%S %z} ({local.astimezone(UTC):%Y-%m-%d %H:%M:%S} UTC)"
 
@@ -217,12 +213,11 @@ def duration(text: str) -> int:
 
 
 ALL_VERSIONS = -1
-"""`DATASET@` means the list of all kept versions."""
+"""`DATASET@`."""
 
 
 def check_dataset_argument(text: str) -> str:
-    """Returns the argument. Raises UsageError for a file's path or a URL, as when two arguments
-    were swapped."""
+    """Raises UsageError for a file's path or a URL, as when two arguments were swapped."""
     if text[:1] in ("/", ".", "~") or "://" in text:
         context = click.get_current_context()
         order = " ".join(context.command.collect_usage_pieces(context))

@@ -35,7 +35,7 @@ from ..show.output import count_text
 class SourceArgument:
     name: str
     source: Source
-    file_name: bytes = b""  # of a single file or object: its name, without folders or prefix
+    file_name: bytes = b""  # of a single file or object, without folders or prefix
 
 
 @contextmanager

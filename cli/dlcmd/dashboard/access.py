@@ -36,7 +36,6 @@ class Access:
         self._cookie = hmac.new(self._token, b"diesel dashboard cookie", hashlib.sha256).hexdigest()
 
     def refusal(self, request: HttpRequest) -> HttpAnswer | None:
-        """None if the request is allowed."""
         if not self._token:
             if self._is_local_name(request.headers.get("host", "")):
                 return None
@@ -66,7 +65,6 @@ class Access:
 
 
 def _same(one: bytes, other: bytes) -> bool:
-    """Takes a time that reveals nothing, not even the length."""
     return hmac.compare_digest(hashlib.sha256(one).digest(), hashlib.sha256(other).digest())
 
 

@@ -24,11 +24,10 @@ from .watched import Described, Watched
 
 LIST_EVERY_S = 30.0
 _CPU_SHARE, _WALL_SHARE = 0.01, 0.1
-"""The part of a processor, and of the time, that listings may take."""
+"""For listings."""
 
 DETAILS_EVERY_S = 2.0
 DETAILS_S = 0.2
-"""How often, and how long at once, datasets are looked at one by one."""
 
 HOLES_FILES_MAX = 250_000
 """Counting holes in larger datasets could take this process's memory."""
@@ -54,9 +53,8 @@ class WatchedDatasets(Watched):
         self._infos: list[DatasetInfo] = []
         self._details: dict[UUID, _Details] = {}
         self._pending: list[DatasetInfo] = []
-        self._list_s = 0.0  # when to list the datasets again, by the monotonic clock
+        self._list_s = 0.0  # monotonic
         self.change = 0
-        """Grows when something is new."""
         super().__init__("datasets", History(()))
 
     def refresh(self) -> None:
@@ -106,7 +104,6 @@ class WatchedDatasets(Watched):
         return None
 
     def all(self) -> Described:
-        """Any thread."""
         with self.lock:
             rows = [_row(info, self._details.get(info.identity)) for info in self._infos]
             return {"change": self.change, "datasets": rows}

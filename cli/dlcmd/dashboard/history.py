@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 EVERY_S = 5.0
 
 POINTS = 720
-"""An hour."""
 
 
 class History:
@@ -16,7 +15,7 @@ class History:
     def __init__(self, columns: Sequence[str]) -> None:
         self._columns = {name: array("f", bytes(4 * POINTS)) for name in columns}
         self._times = array("d", bytes(8 * POINTS))
-        self._count = 0  # of points ever added
+        self._count = 0
 
     def add(self, time_s: float, figures: Mapping[str, float]) -> None:
         """A column that `figures` lacks gets 0. Newer points are forgotten: the clock was

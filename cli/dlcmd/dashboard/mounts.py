@@ -27,7 +27,7 @@ from .history import History
 from .watched import Described, Watched
 
 CHILD_EVERY_S = 5.0
-"""The pause between samples of a mount that fails, or if a sample starts a process."""
+"""If a mount fails, or a sample starts a process."""
 
 READERS_SHOWN = 64
 
@@ -53,11 +53,11 @@ _TOTALS = {
     "resident_bytes": "residency.resident_bytes",
     "budget_bytes": "residency.budget_bytes",
 }
-"""Counters on the page, and their paths in a mount's statistics."""
+"""By the paths in a mount's statistics."""
 
 
 class MountPlace(NamedTuple):
-    """Identifies a mount; `device` is the number of its connection."""
+    """`device` is the number of the connection."""
 
     path: str
     device: str
@@ -94,10 +94,9 @@ class WatchedMount(Watched):
         self._own_pid = own_pid
         self._samples: MountSamples | None = None
         self._newest: Stats | None = None
-        self._marked: Stats | None = None  # at the last point of the history
+        self._marked: Stats | None = None
         self._figures: Described = {}
         self.gone_s: float | None = None
-        """The monotonic time."""
         super().__init__(source_id, History(COLUMNS))
 
     @property
@@ -214,7 +213,6 @@ def tasks(sources: Iterable[WatchedMount]) -> list[Described]:
 
 
 def _task_name(stats: Stats) -> str:
-    """Empty for no task, and for a cache of this node."""
     name = mapping_at(stats, "task").get("name")
     return _text(name) if isinstance(name, str) and not name.startswith(SINGLE_NODE_PREFIX) else ""
 
@@ -231,7 +229,6 @@ def _task(stats: Stats) -> Described:
 
 
 def _members(stats: Stats) -> dict[int, Described]:
-    """The members by rank, as one of the masters knows them."""
     shares = mapping_at(stats, "task.shares")
     rank = int(number_at(stats, "task.rank"))
     own: Described = {
@@ -264,7 +261,6 @@ def _members(stats: Stats) -> dict[int, Described]:
 
 
 def _shown_figures(figures: Described) -> Described:
-    """The figures with safe texts, and only the readers that waited longest."""
     readers = sorted(list_at(figures, "readers"), key=lambda each: -number_at(each, "waited_s"))
     shown_readers = [
         {**each, "command": _text(str(each["command"]))} for each in readers[:READERS_SHOWN]

@@ -16,18 +16,18 @@ from .watched import Described, Watched
 ANSWER_S = 2.0
 ANSWER_BYTES_MAX = 4 << 20
 COUNT_END = 1 << 63
-"""No counter gets there. Infinity is no JSON, and the page would show nothing at all."""
+"""Infinity is no JSON, and the page would show nothing at all."""
 
 TIERS = ("memory", "disk", "store")
 
 COLUMNS = ("requests", "received", "sent", "uploaded", *TIERS, "refused")
-"""A server's history: everything a second."""
+"""A second."""
 
 _SAMPLE = re.compile(
     r"^(diesel_(?!request_seconds)[a-z_]+)(?:\{([^}]*)\})? (?!0$)([-+0-9.eE]+)$",
     re.MULTILINE | re.ASCII,
 )
-"""A sample that is not 0, nor of a histogram: some tens of hundreds of lines."""
+"""Not 0, nor of a histogram: some tens are left of hundreds of lines."""
 
 _LABEL = re.compile(r'([a-z]+)="([^"\\]*)"', re.ASCII)
 
@@ -136,7 +136,6 @@ def parse_metrics(text: str) -> dict[tuple[str, str], float]:
 
 
 def total(values: Metrics, name: str) -> float:
-    """Over all labels."""
     return sum(value for (found, _), value in values.items() if found == name)
 
 

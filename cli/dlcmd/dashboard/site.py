@@ -10,7 +10,6 @@ from .watcher import Watcher
 from .web import HttpAnswer, HttpRequest
 
 STATE_WAIT_S = 5.0
-"""A page waits for a newer state, then requests again."""
 
 _KINDS = {
     "index.html": "text/html; charset=utf-8",

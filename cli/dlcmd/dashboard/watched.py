@@ -17,7 +17,6 @@ from .history import History
 log = logging.getLogger("diesel.dashboard")
 
 Described = dict[str, object]
-"""JSON."""
 
 
 class Watched(ABC):
@@ -25,10 +24,8 @@ class Watched(ABC):
     `point` the history's, in the watcher's thread. Subclasses guard shared attributes by `lock`."""
 
     least_s = 0.0
-    """The least time between two refreshes."""
 
     late_s = 3.0
-    """A state is `late` if there is no answer for this time."""
 
     def __init__(self, source_id: str, history: History) -> None:
         self.id = source_id
@@ -37,9 +34,8 @@ class Watched(ABC):
         self.is_done = threading.Event()
         self.is_done.set()
         self.problem = ""
-        """Why there is no newer answer, or ""."""
         self.answered_s = 0.0
-        """The monotonic time; 0: never."""
+        """0: never."""
         self._requested_s = 0.0
         self._wanted = threading.Event()
         self._is_ended = False
@@ -57,10 +53,10 @@ class Watched(ABC):
 
     @abstractmethod
     def point(self) -> Mapping[str, float] | None:
-        """The figures since the last call; None if nothing is known."""
+        """Since the last call; None if nothing is known."""
 
     def refresh_soon(self) -> None:
-        """Refresh soon, unless a refresh is under way or began less than `least_s` ago."""
+        """Nothing happens if a refresh is under way or began less than `least_s` ago."""
         now_s = time.monotonic()
         if self.is_done.is_set() and now_s >= self._requested_s + self.least_s:
             self._requested_s = now_s

@@ -32,7 +32,6 @@ WATCHED_FOR_S = 10.0
 DATASETS_UNWATCHED_S = 300.0
 ANSWERS_S = 0.5
 GONE_KEPT_S = 600.0
-"""Mounts are shown for this time after they were unmounted."""
 
 MOUNTS_MAX = 256
 """More mounts are counted, but not shown."""
@@ -42,7 +41,7 @@ class Watcher:
     def __init__(self, servers: list[WatchedServer], datasets: WatchedDatasets) -> None:
         self._mounts: dict[MountPlace, WatchedMount] = {}
         self._own_mounts = OwnMounts()
-        self._all = History(("count", *COLUMNS))  # of all mounts, added up
+        self._all = History(("count", *COLUMNS))
         self._servers = servers
         self._datasets = datasets
         self._numbers = itertools.count(1)
@@ -54,7 +53,7 @@ class Watcher:
         self._change = threading.Condition()
         self._tick = 0
         self._state = b"{}"
-        self._looked_s = -WATCHED_FOR_S  # last request of a page
+        self._looked_s = -WATCHED_FOR_S  # of a page
         self._datasets_s = 0.0
         self._point_s = 0.0
         self._is_ended = False
@@ -63,7 +62,7 @@ class Watcher:
         """Waits for a greater `tick` than `after`. Returns JSON."""
         with self._change:
             if time.monotonic() > self._looked_s + WATCHED_FOR_S:
-                after = self._tick  # the state may be old
+                after = self._tick
             self._looked_s = time.monotonic()
             self._change.notify_all()
             self._change.wait_for(lambda: self._tick > after, wait_s)
@@ -99,8 +98,6 @@ class Watcher:
         return time.monotonic() < self._looked_s + WATCHED_FOR_S
 
     def _sleep(self, began_s: float) -> None:
-        """Waits for the next tick; a page that begins to look makes it due."""
-
         def is_due() -> bool:
             every_s = WATCHED_EVERY_S if self._is_watched() else UNWATCHED_EVERY_S
             return self._is_ended or time.monotonic() >= began_s + every_s
@@ -184,7 +181,6 @@ class Watcher:
 
 
 def add_up(points: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """`count` is the number of points."""
     summed = {"count": 0.0}
     for point in points:
         summed["count"] += 1

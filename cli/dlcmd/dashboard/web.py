@@ -38,8 +38,6 @@ class HttpRequest:
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """`headers` are beyond those of every answer."""
-
     body: bytes = b""
     kind: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
@@ -91,7 +89,7 @@ class WebServer:
             self._silent[link] = None
         try:
             threading.Thread(target=self._serve_one, args=(link,), daemon=True).start()
-        except RuntimeError:  # no thread can be had
+        except RuntimeError:
             self._has_spoken(link)
             self._free.release()
             self._refuse(link)
@@ -102,7 +100,7 @@ class WebServer:
             link.send(self._encoded(_failure(HTTPStatus.SERVICE_UNAVAILABLE), is_head=False))
 
     def _end_silent(self) -> bool:
-        """The longest silent one; False if there is none."""
+        """False if there is none."""
         with self._lock:
             oldest = next(iter(self._silent), None)
             if oldest is None:

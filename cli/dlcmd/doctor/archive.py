@@ -29,10 +29,8 @@ from .findings import Finding, counts
 from .redaction import Redactor
 
 LOG_TAIL_BYTES = 256 << 10
-"""The length of the packed end of a log."""
 
 LOGS_MAX = 20
-"""The newest ones."""
 
 SHOWN_VARIABLES = (
     *("DIESEL_URL", "DIESEL_USER", "DIESEL_REDIS_USER", "DIESEL_REDIS_PASSWORD_FILE"),
@@ -56,7 +54,7 @@ _CGROUP_FILES = (
     *("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.failcnt", "cpu.max", "pids.max"),
     *("pids.current", "cpu.cfs_quota_us", "cpu.cfs_period_us"),
 )
-_FILE_BYTES_MAX = 64 << 10  # of a file in /proc
+_FILE_BYTES_MAX = 64 << 10
 _REQUIREMENT = re.compile(r"[A-Za-z0-9._-]+")
 
 
@@ -72,7 +70,7 @@ def members(
     logs: Sequence[Path],
     redactor: Redactor,
 ) -> list[ArchiveMember]:
-    """The files, with `logs` besides those in the user's state folder."""
+    """`logs` come besides those in the user's state folder."""
     values: dict[str, object] = {
         "versions.json": _versions(),
         "settings.json": _settings(settings),
@@ -163,7 +161,7 @@ def _settings(settings: Settings | None) -> dict[str, object]:
 
 
 def _cgroup_lines() -> Iterator[str]:
-    """Limits of this process's control groups, and of those above."""
+    """Also of the groups above."""
     listed = _file_text(Path("/proc/self/cgroup"))
     yield from listed.splitlines()
     for line in listed.splitlines():
@@ -180,7 +178,7 @@ def _cgroup_lines() -> Iterator[str]:
 
 
 def _our_mount_lines() -> Iterator[str]:
-    """Lines of mountinfo with mounts of datasets, or possible parts of one."""
+    """Also possible parts of one."""
     for line in _file_text(Path("/proc/self/mountinfo")).splitlines(keepends=True):
         if " - fuse.diesel " in line or " - erofs " in line:
             yield line
@@ -193,7 +191,6 @@ def _file_text(path: Path) -> str:
 
 
 def _state_logs() -> list[Path]:
-    """The logs in the user's state folder, the newest first."""
     found: list[tuple[int, Path]] = []
     with suppress(OSError, DieselError):
         for path in user_folders()["state"].glob("*.log"):

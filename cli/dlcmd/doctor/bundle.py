@@ -23,15 +23,14 @@ from .places import all_mounts, mount_facts
 from .redaction import Redactor, known_secrets
 
 MOUNTS_AT_ONCE = 16
-"""Queried at once, each by a child process."""
+"""A child process queries each."""
 
 ENDINGS = (".tar.gz", ".tgz")
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """`yes` writes the archive without a question; a dry run only lists its members. `logs` are
-    packed besides those in the user's state folder."""
+    """A dry run only lists the members. `logs` come besides those in the user's state folder."""
 
     file: Path
     logs: Sequence[Path]
@@ -56,7 +55,7 @@ class Bundle:
                 raise UsageError(f"{log} is not a regular file")
 
     def write(self, findings: Sequence[Finding]) -> None:
-        """List the members, request a yes, and write. Raises UsageError, DieselError."""
+        """Raises UsageError, DieselError."""
         try:
             settings = global_flags().settings()
         except DieselError:  # the findings say why

@@ -29,7 +29,6 @@ FREE_BYTES_MIN, FREE_BYTES_LOW = 64 << 20, 1 << 30
 millions of files, of some 100 bytes each."""
 
 FREE_FILES_MIN = 100
-"""The same disk's room for snapshots, logs and sockets."""
 
 OLD_CACHE_BYTES = 8 << 20
 """Less from earlier boots is not worth a warning."""
@@ -62,22 +61,17 @@ if TYPE_CHECKING:  # to import it takes 0.2 s, and most repositories need no Red
 _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN"
 
 
-# This machine
-
-
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
     device_errno: str = ""
-    """Its name, from opening /dev/fuse; empty if it can be opened."""
+    """Empty if /dev/fuse can be opened."""
     device_error: str = ""
     is_root: bool = True
     may_administrate: bool = True
     helper: str = ""
-    """The path of fusermount3; empty if it is missing."""
     helper_has_rights: bool = True
-    """Whether it runs as root, as it must."""
     native_error: str = ""
-    """Why the native session cannot be used, as far as known without a mount."""
+    """As far as known without a mount."""
     linux: str = ""
 
 
@@ -109,7 +103,6 @@ def fuse_findings(facts: FuseFacts) -> Iterator[Finding]:
 
 
 def session_finding(session: str, notes: Sequence[str], seconds: float) -> Finding:
-    """A tried mount's session, and why not a better one."""
     why = f" ({'; '.join(notes)})" if notes else ""
     found = f"a mount works, with the session {session}{why}"
     figures: dict[str, Figure] = {"session": session, "seconds": round(seconds, 2)}
@@ -132,7 +125,7 @@ class MemoryFacts:
     limit_bytes: int
     available_bytes: int
     mount_bytes: int
-    """What a mount takes without `--memory`."""
+    """Without `--memory`."""
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
@@ -174,12 +167,11 @@ def files_finding(soft: int, hard: int) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class FolderFacts:
-    """A folder of the user's, or the folder above it if it does not exist yet."""
+    """The folder above if it does not exist yet."""
 
     what: str
     """`state`, `cache` or `tmp`: also the end of the check's name."""
     use: str
-    """The folder's use in messages: `logs and sockets`."""
     path: str
     exists: bool = True
     owner_error: str = ""
@@ -191,7 +183,6 @@ class FolderFacts:
     free_files: int | None = None
     """None if the file system does not count them."""
     kind: str = ""
-    """The kind of file system."""
 
 
 def folder_finding(facts: FolderFacts) -> Finding:
@@ -231,7 +222,6 @@ class OldCopies:
 
     folder: str
     boot: str
-    """The machine's run in the names of current copies."""
     files: int
     bytes: int
 
@@ -246,9 +236,6 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
     cure = f"`find {quote(facts.folder)} -type f ! -name '*.{facts.boot}*' -delete`"
     figures: dict[str, Figure] = {"bytes": facts.bytes, "files": facts.files}
     return Finding("cache.old", "warning", found, cure, figures)
-
-
-# The repository
 
 
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
@@ -292,7 +279,6 @@ def bandwidth_finding(read_bytes: int, seconds: float) -> Finding:
 
 
 def redis_finding(facts: "ServerFacts", where: str) -> Finding:
-    """How a usable Redis is set up."""
     figures: dict[str, Figure] = {
         "version": facts.version, "policy": facts.policy, "used_bytes": facts.used_bytes,
         "limit_bytes": facts.limit_bytes, "keeps_log": facts.keeps_log,
@@ -309,9 +295,6 @@ def redis_finding(facts: "ServerFacts", where: str) -> Finding:
         cure = "`redis-cli CONFIG SET appendonly yes`, and `appendonly yes` in redis.conf"
         return Finding("metadata", "warning", found, cure, figures)
     return Finding("metadata", "ok", text, figures=figures)
-
-
-# Mounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,7 +332,6 @@ def mount_findings(facts: MountFacts) -> Iterator[Finding]:
 
 
 def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]:
-    """Faults in the statistics of a living mount."""
     if warning := _text(stats, "warning"):
         cure = f"unmount {path}, and mount the current version when the metadata store is back"
         yield Finding("mount.stale", "warning", f"{path}: {warning}", cure)
@@ -372,8 +354,6 @@ def _stats_findings(path: str, stats: Mapping[str, object]) -> Iterator[Finding]
 
 @dataclass(frozen=True, slots=True)
 class CurrentVersion:
-    """The dataset that now has a mounted one's name."""
-
     identity: str
     version: int
 
@@ -392,7 +372,7 @@ def behind_finding(facts: MountFacts, current: CurrentVersion | None) -> Finding
         found = f"{facts.path}: {name!r} is another dataset in the repository now"
         return Finding("mount.stale", "warning", found, again)
     if current.version > version and "follow" not in stats:
-        behind_s = (current.version - version) / 1e6  # versions are times in microseconds
+        behind_s = (current.version - version) / 1e6  # versions are microseconds
         found = (
             f"{facts.path} shows version {version}, and {current.version} is current, which is"
             f" {behind_s:,.0f} s newer"
@@ -418,13 +398,8 @@ def _number(values: Mapping[str, object], name: str) -> int:
     return int(found) if isinstance(found, int | float) else 0
 
 
-# Folders that the user names
-
-
 @dataclass(frozen=True, slots=True)
 class CachedUse:
-    """A dataset in a cache's folder."""
-
     folder: str
     bytes: int
     unused_s: float
@@ -439,7 +414,6 @@ class PlaceFacts:
     is_cache: bool = False
     is_store: bool = False
     content: str = ""
-    """The name of something in it."""
     error: str = ""
     """Why it cannot be listed, written to, or made."""
     owner_error: str = ""

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 State = Literal["fault", "warning", "ok"]
-"""fault: a job fails, or runs badly. warning: a job runs, but should be looked after."""
+"""A job fails or runs badly with a fault; it runs with a warning."""
 
 STATES: Sequence[State] = ("fault", "warning", "ok")
-"""The worst first."""
 
 Figure = str | int | float | bool | None
 
@@ -22,7 +21,6 @@ class Finding:
     cure: str = ""
     """Advice, perhaps a command. A fault always has it."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
-    """Measured values, for programs."""
 
     def described(self) -> dict[str, object]:
         return {
@@ -35,7 +33,6 @@ class Finding:
 
 
 def in_order(findings: Sequence[Finding]) -> list[Finding]:
-    """The worst first; equals as they were found."""
     return sorted(findings, key=lambda each: STATES.index(each.state))
 
 
@@ -44,7 +41,6 @@ def counts(findings: Sequence[Finding]) -> dict[str, int]:
 
 
 def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
-    """One for each finding, and one for its cure."""
     width = max((len(each.check) for each in findings), default=0)
     for each in in_order(findings):
         yield f"{each.state:<7}  {each.check:<{width}}  {each.found}"
@@ -53,7 +49,6 @@ def finding_lines(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Whether a job would run well here."""
     count = counts(findings)
     parts = [
         f"{count[state]} {state}{'' if count[state] == 1 else 's'}"

@@ -71,7 +71,6 @@ def fuse_facts() -> FuseFacts:
 
 
 def _runs_as_root(program: str) -> bool:
-    """Setuid, or capabilities instead."""
     found = os.stat(program)
     with suppress(OSError):
         if os.getxattr(program, "security.capability"):
@@ -80,7 +79,6 @@ def _runs_as_root(program: str) -> bool:
 
 
 def machine_findings(fuse: FuseFacts) -> Iterator[Finding]:
-    """FUSE, memory and open files need no probe."""
     yield from fuse_findings(fuse)
     memory = MemoryFacts(memory_limit_bytes(), available_memory_bytes(), default_memory_bytes())
     yield memory_finding(memory)
@@ -102,7 +100,6 @@ def folder_probes() -> list[Probe]:
 
 
 def _temporary_folder() -> Path:
-    """Or the one that should be, if nothing can be written there."""
     try:
         return Path(tempfile.gettempdir())
     except OSError:

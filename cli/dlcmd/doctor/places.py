@@ -46,17 +46,15 @@ from .probes import Emit, Probe
 from .trial import MOUNTPOINT
 
 ANSWER_S = 4.0
-"""Time for each of two requests to a mount from a new process, which takes a second or two on busy
-processors."""
+"""A new process takes a second or two on busy processors."""
 
 MOUNTS_MAX = 64
-"""More are left out, since a child process queries each one."""
+"""A child process queries each one."""
 
 _CURE_OF_MOUNT = "`dlcmd umount --force DIR` ends a mount that hangs"
 
 
 def all_mounts() -> list[DatasetMount]:
-    """Returns at most `MOUNTS_MAX`."""
     return dataset_mounts(mounts())[:MOUNTS_MAX]
 
 
@@ -78,8 +76,8 @@ def mount_facts(found: DatasetMount) -> MountFacts:
 def mount_probe(
     found: DatasetMount, open_repository: Callable[[], Repository] | None, *, is_named: bool
 ) -> Probe:
-    """Whether a mount serves its readers, and shows the current version of the repository that
-    `open_repository` opens. Its faults are warnings, unless the user has named it (`is_named`)."""
+    """Compares the mount with the repository that `open_repository` opens. Its faults are warnings,
+    unless the user has named it (`is_named`)."""
 
     def work(emit: Emit) -> None:
         facts = mount_facts(found)
@@ -112,7 +110,6 @@ def place_probe(path: Path) -> Probe:
 
 
 def place_facts(path: Path) -> PlaceFacts:
-    """It need not exist."""
     text = str(path)
     if path.exists() and not path.is_dir():
         return PlaceFacts(text, is_folder=False)

@@ -25,15 +25,13 @@ minute."""
 @dataclass(frozen=True, slots=True)
 class Probe:
     check: str
-    """The check of an error, or of a missing answer."""
     what: str
     """The name in messages: `the store at s3://...`."""
     work: Callable[[Emit], None]
     late_cure: str
-    """Advice if it does not answer."""
     limit_s: float = LIMIT_S
     worst: State = "fault"
-    """`warning` for a thing that the user did not name, which a job need not use."""
+    """`warning` for a thing that the user did not name."""
 
     def findings(self, found: Sequence[Finding], *, is_late: bool) -> list[Finding]:
         """None worse than `worst`."""
@@ -105,11 +103,10 @@ _CURE_BY_CODE = {
     16: "free some space there, or raise its limit (of a Redis: maxmemory)",
     14: "check that the metadata store or server runs, and that its address is right",
 }
-"""Advice for errors without their own, by exit code."""
 
 
 class _Warnings(logging.Handler):
-    """Keeps the library's warnings, each text once, instead of printing them."""
+    """Keeps each warning once, instead of printing it."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

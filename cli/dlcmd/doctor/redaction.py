@@ -28,7 +28,6 @@ _SECRET_NAME = re.compile(
 """Names of variables and settings. (`TOKENIZERS_PARALLELISM` and `GIT_AUTHOR_NAME` have no
 secrets.)"""
 _PATH_NAME = re.compile(r"_(FILE|DIR|PATH|SOCK|URI|URL|MODULE)$", re.IGNORECASE)
-"""Variables that hold the path or address of a secret."""
 
 _LOOKS_SECRET = (
     re.compile(re.escape(KEY_PREFIX) + r"[A-Za-z0-9+/=]*"),
@@ -40,7 +39,6 @@ _NAMED_SECRET = re.compile(
     r"|(?:access|api|account|private)[_-]?key|cookie|\bsig)[a-z_-]{0,24}\\?[\"']?\s*[=:]\s*)"
     r"(?:(?:bearer|basic)\s+)?(\\?\".*?\"|'[^']*'|[^\s\"',;&}\]]+)"
 )
-"""A value behind a name such as `password=` or `"token":`."""
 
 
 class Redactor:

@@ -38,7 +38,7 @@ _DATASET = "speed"
 
 
 def speed_findings() -> list[Finding]:
-    """One for each rate. A DieselError is a finding, too."""
+    """A DieselError is a finding, too."""
     findings: list[Finding] = []
     try:
         with _own_folder() as (work, cleanup):
@@ -52,8 +52,7 @@ def speed_findings() -> list[Finding]:
 
 @contextmanager
 def _own_folder() -> Iterator[tuple[Path, ExitStack]]:
-    """A temporary folder, in which the library keeps its files meanwhile; and the calls at the end,
-    which no signal interrupts."""
+    """The library keeps its files there meanwhile. No signal interrupts the calls at the end."""
     before = {name: os.environ.get(name) for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME")}
     cleanup = ExitStack()
     try:
@@ -77,7 +76,6 @@ def _own_folder() -> Iterator[tuple[Path, ExitStack]]:
 
 @contextmanager
 def _signals_ignored() -> Iterator[None]:
-    """A second Ctrl-C does not end the clean-up."""
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
     try:
@@ -176,7 +174,6 @@ def _finding(
     plain_s: float | None = None,
     content_bytes: int = 0,
 ) -> Finding:
-    """`plain_s` is the time for the plain files."""
     figures: dict[str, Figure] = {"per_s": round(count / seconds, 1), "unit": unit}
     found = f"{what} {count / seconds:,.0f} {unit}/s"
     if content_bytes:
@@ -209,7 +206,6 @@ def _read_files(paths: Iterable[str]) -> None:
 
 
 def _scan(top: Path) -> None:
-    """Lists the attributes of all entries below."""
     folders = [str(top)]
     while folders:
         with os.scandir(folders.pop()) as found:

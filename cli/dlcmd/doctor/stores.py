@@ -52,17 +52,16 @@ from .machine import write_error
 from .probes import Emit, Probe, failed
 
 REQUESTS = 5
-"""Small requests whose median time is the latency."""
+"""The median time is the latency."""
 
 HTTP_S = 4.0
-"""Time for the endpoint of a bucket to answer at all."""
+"""For any answer."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""The bandwidth is measured with these bytes of one chunk, in parts of this size, by threads, for
-at most this time."""
+"""For the bandwidth: bytes of a chunk, size and number of parts, and the longest time."""
 
 DATASETS_TRIED = 20
-"""Datasets of a server that are tried for the right to write."""
+"""For the right to write."""
 
 _SLOW_STORE = "run in the region of the store, or mount with --cache-dir or --task"
 _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cli --latency`)"
@@ -74,12 +73,10 @@ class StoreQuestion:
     is_named: bool
     """Whether the user has named it. The default one need not exist yet."""
     measures: bool = True
-    """The bandwidth."""
     writes: bool = False
 
     @property
     def shown(self) -> str:
-        """The address without a password."""
         return str(parse_url(self.settings.repository_url))
 
 
@@ -107,8 +104,8 @@ def open_for_reading(settings: Settings) -> Repository:
 
 
 def _can_be_reached(url: RepositoryUrl, emit: Emit) -> bool:
-    """Whether a bucket's endpoint answers at all; its Date header shows its clock. True for other
-    repositories, since opening them shows it soon enough."""
+    """The Date header of a bucket's endpoint shows its clock. True for other repositories, since
+    opening them shows it soon enough."""
     if url.scheme not in CLOUD_SCHEMES:
         return True
     access = resolve_access(parse_bucket_url(url.objects_url), os.environ)
@@ -161,9 +158,6 @@ def _examine(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
             _examine_server(question, repository, emit)
 
 
-# Stores that this process opens itself
-
-
 def _examine_stores(question: StoreQuestion, repository: StoredRepository, emit: Emit) -> None:
     url, objects = repository.url, repository.objects
     datasets = repository.datasets()
@@ -181,7 +175,6 @@ def _examine_stores(question: StoreQuestion, repository: StoredRepository, emit:
 
 
 def _examine_metadata(repository: StoredRepository, emit: Emit) -> None:
-    """Whether it can be used, its clock, and how a Redis is set up."""
     where = "the metadata store"
     if problem := repository.meta_problem:
         is_default = repository.url.scheme != "file" and not repository.url.meta
@@ -216,7 +209,6 @@ def _examine_metadata(repository: StoredRepository, emit: Emit) -> None:
 def _write_finding(
     question: StoreQuestion, repository: StoredRepository, datasets: list[DatasetInfo]
 ) -> Finding:
-    """Checks the rights of the store's folder, or tries to write."""
     url, check = repository.url, "store.rights"
     try:
         if question.writes:
@@ -255,9 +247,6 @@ def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> 
     finally:
         with suppress(PermissionDenied):
             repository.objects.delete(name)
-
-
-# Servers
 
 
 def _examine_server(question: StoreQuestion, repository: Repository, emit: Emit) -> None:
@@ -303,9 +292,6 @@ def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: st
     return Finding("store.rights", "ok", f"{user!r} may read and write {many} (tried)")
 
 
-# What both have
-
-
 def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:
     if not datasets:
         cure = "`dlcmd put FOLDER DATASET` makes one; on a server, a role on one is needed"
@@ -313,7 +299,6 @@ def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:
 
 
 def _median_seconds(request: Callable[[], object]) -> float:
-    """Measures a request that has been made before."""
     taken = []
     for _ in range(REQUESTS):
         begun_s = time.perf_counter()
@@ -335,7 +320,6 @@ def _measure_bandwidth(repository: Repository, datasets: list[DatasetInfo], emit
 
 
 def _some_chunk(repository: Repository, info: DatasetInfo) -> str:
-    """Empty if the dataset has none."""
     if info.head is not None and info.head.chunks:
         return chunk_object(info.identity, info.head.newest)
     first = next(repository.chunk_ids(info.identity), None)

@@ -11,7 +11,6 @@ from .output import Value, json_name
 SECOND_NS = 1_000_000_000
 
 KIND_BITS = {Kind.FILE: modes.S_IFREG, Kind.LINK: modes.S_IFLNK, Kind.FOLDER: modes.S_IFDIR}
-"""The bits of `st_mode`."""
 
 
 def dataset_json(info: DatasetInfo) -> dict[str, Value]:

@@ -19,7 +19,6 @@ from ..args.options import global_flags
 from .output import bytes_text, print_json, print_line, print_note, print_table
 
 GIVEN = "given"
-"""The name of the order of `--order`, among the shuffles."""
 
 _COLUMNS = (
     *("order", "policy", "memory", "SSD", "peers", "store", "egress", "requests", "written"),
@@ -96,7 +95,6 @@ class ForecastResult:
         )
 
     def _print_rows(self) -> None:
-        """A row for each policy and order, of the last epoch."""
         columns = (*_COLUMNS, "smallest SSD") if self.sizes else _COLUMNS
         rows = []
         for at, each in enumerate(self.forecasts):

@@ -13,9 +13,9 @@ from diesel_fs.forecast.simulate import Forecast
 from .forecast import ForecastResult
 from .output import bytes_text
 
-_WIDTH, _BAR, _GAP = 860, 18, 8  # of a plot, in pixels
+_WIDTH, _BAR, _GAP = 860, 18, 8  # pixels
 _LEFT, _RIGHT, _TOP = 130, 150, 34
-_RANKS_MAX = 64  # bars of a plot of ranks
+_RANKS_MAX = 64
 
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222 }
@@ -28,7 +28,7 @@ _TIER_COLOURS = ("#27ae60", "#2f7ed8", "#8e6bbf", "#c0392b")
 _COMPUTE, _STALL = "#b8c7d3", "#c0392b"
 
 _Bars = Sequence[tuple[str, Sequence[float], str]]
-"""Each bar's name, the lengths of its pieces, and the text behind it."""
+"""Name, lengths of the pieces, text behind."""
 
 
 def forecast_page(result: ForecastResult) -> str:
@@ -96,7 +96,6 @@ def _table(forecasts: Sequence[Forecast], smallest: Sequence[int | None]) -> str
 
 
 def _plot(title: str, bars: _Bars, colours: Sequence[str]) -> str:
-    """An SVG."""
     longest = max((sum(pieces) for _, pieces, _ in bars), default=0.0) or 1.0
     height = _TOP + len(bars) * (_BAR + _GAP) + _GAP
     parts = [f'<text x="0" y="18">{escape(title)}</text>']

@@ -20,14 +20,12 @@ from diesel_fs.mounts.waits import CAUSE_NAMES
 Stats = Mapping[str, object]
 
 TASK_TIERS = ("mapped", "local", "peer", "store")
-"""Sources of reads in a task."""
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
-"""Time for a mount without an answer to be unmounted, or to die."""
+"""For a mount without an answer."""
 
 NUMBER_END = 1 << 63
-"""No figure is so large."""
 
 
 class MountSamples:
@@ -49,7 +47,6 @@ class MountSamples:
 
     @property
     def is_cheap(self) -> bool:
-        """Whether a sample costs a message, and not the start of a process."""
         return self._control is not None
 
     def take(self) -> Stats:
@@ -66,7 +63,6 @@ class MountSamples:
             raise
 
     def take_after(self, before: Stats) -> Stats:
-        """A newer sample."""
         while True:
             found = self.take()
             if clock_s(found) > clock_s(before):
@@ -138,7 +134,7 @@ def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
 
 
 def _readers(before: Stats, after: Stats, passed_s: float) -> Iterator[dict[str, object]]:
-    """What each reader did; idle readers are left out."""
+    """Idle readers are left out."""
     earlier = {_key(each): each for each in list_at(before, "waits.readers")}
     for each in list_at(after, "waits.readers"):
         old = earlier.get(_key(each), {})
@@ -189,7 +185,7 @@ def _requests(reader: Mapping[str, object]) -> float:
 
 
 def at(stats: Stats, path: str) -> object:
-    """The value at a path of names with dots, or None."""
+    """`path` has dots between names; None if there is nothing."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -197,7 +193,6 @@ def at(stats: Stats, path: str) -> object:
 
 
 def number_at(stats: Stats, path: str) -> float:
-    """0 if there is no sensible number."""
     found = at(stats, path)
     if isinstance(found, int | float) and abs(found) < NUMBER_END:
         return float(found)
@@ -205,12 +200,10 @@ def number_at(stats: Stats, path: str) -> float:
 
 
 def list_at(stats: Stats, path: str) -> list[Mapping[str, object]]:
-    """The objects in a list; none if there is no list."""
     found = at(stats, path)
     return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
 
 
 def mapping_at(stats: Stats, path: str) -> Mapping[str, object]:
-    """Empty if there is no object."""
     found = at(stats, path)
     return found if isinstance(found, Mapping) else {}

@@ -89,7 +89,6 @@ def _text(name: str, value: object) -> str:
 
 
 def _reader(stats: Mapping[str, object]) -> str:
-    """A rank, or a process with those that belong to it."""
     named = "process" if stats.get("rank") is None else "rank"
     number = stats.get("pid") if stats.get("rank") is None else stats.get("rank")
     requests, waited_s = stats.get("requests", 0), stats.get("waited_s", 0.0)

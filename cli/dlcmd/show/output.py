@@ -20,7 +20,6 @@ from diesel_fs.names import shown
 from ..args.options import Flags, global_flags
 
 Value = str | int | float | bool | None | Sequence["Value"] | dict[str, "Value"]
-"""JSON."""
 
 STDOUT = "standard output"
 
@@ -35,7 +34,7 @@ def print_line(text: str) -> None:
 
 
 def print_note(text: str) -> None:
-    """Prints to stderr, and nothing with -q."""
+    """Goes to stderr; -q prints nothing."""
     if not global_flags().quiet:
         _write_stderr(f"dlcmd: {text}\n")
 
@@ -114,7 +113,7 @@ def _write(data: bytes | bytearray | memoryview) -> None:
 
 
 def name_line(name: bytes) -> bytes:
-    """The exact bytes for a pipe or file; on a terminal, control characters are escaped."""
+    """A terminal gets control characters escaped, a pipe or file exact bytes."""
     return (shown(name).encode() if is_terminal() else name) + b"\n"
 
 
@@ -157,7 +156,6 @@ def json_failed(failed: Sequence[tuple[bytes, str]]) -> list[Value]:
 
 
 def bytes_text(count: float) -> str:
-    """A kB is 1,000 bytes."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.5:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -166,7 +164,6 @@ def bytes_text(count: float) -> str:
 
 
 def count_text(count: int, noun: str) -> str:
-    """The noun is in the plural if the number is not 1."""
     many = noun[:-1] + "ies" if noun.endswith("y") else noun + ("es" if noun[-1] == "s" else "s")
     return f"{count:,} {noun if count == 1 else many}"
 

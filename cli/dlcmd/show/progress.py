@@ -9,8 +9,8 @@ from typing import Protocol
 from ..args.options import global_flags
 from .output import Value, print_json
 
-DRAW_S = 0.1  # from one drawing of the bar to the next, at least
-REPORT_S = 1.0  # from one line of JSON to the next, at least
+DRAW_S = 0.1
+REPORT_S = 1.0
 
 
 class ShowProgress(Protocol):
@@ -67,7 +67,6 @@ def _throttled(show: ShowProgress, interval_s: float, next_s: float) -> ShowProg
 def progress_json(
     unit: str, passed_s: float, done: int, total: int, content_bytes: int | None
 ) -> dict[str, Value]:
-    """Adds rates and the time left."""
     rate = done / passed_s
     to_do = max(total - done, 0)  # a total may turn out too small
     described: dict[str, Value] = {

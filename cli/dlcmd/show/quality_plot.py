@@ -11,7 +11,7 @@ from diesel_fs.orders.quality import OrderQuality, QualityReport
 from .output import bytes_text
 
 _WIDTH, _HEIGHT = 760, 430
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins; names of the ends stand on the right
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 150, 50, 90  # margins
 _LINE, _END = "#2f7ed8", "#888888"
 _PERCENT_STEP = 20
 _TEXT_HEIGHT = 15
@@ -39,7 +39,7 @@ def quality_svg(report: QualityReport, title: str) -> str:
     for name, end in (("full shuffle", report.full), ("no shuffle", report.packed)):
         at = y(worth_percent(end))
         parts.append(_rule(at, "1", stroke=_END, dash="6 4"))
-        below = max(at + 4, below + _TEXT_HEIGHT)  # names must not lie on each other
+        below = max(at + 4, below + _TEXT_HEIGHT)
         label = f"{name}, {bytes_text(end.memory_bytes)}"
         parts.append(_text(_WIDTH - _RIGHT + 8, below, label))
     points = [(x(size), y(worth_percent(each))) for size, each in report.by_group_size.items()]
@@ -74,7 +74,6 @@ def worth_percent(quality: OrderQuality) -> float:
 
 
 def _shown(text: str) -> str:
-    """XML has no control characters."""
     return escape(
         "".join(each if each.isprintable() else "\N{REPLACEMENT CHARACTER}" for each in text)
     )

@@ -5,9 +5,9 @@ from html import escape
 
 from diesel_fs.torch.planner import Interval, LoopTimes, Summary
 
-_WIDTH, _HEIGHT = 900, 120  # of a plot, in pixels
-_BARS = 300  # of a plot
-_EPOCHS_MAX = 100  # the last rows of a table
+_WIDTH, _HEIGHT = 900, 120  # pixels
+_BARS = 300
+_EPOCHS_MAX = 100
 
 _STYLE = """
 body { font: 15px/1.5 sans-serif; max-width: 960px; margin: 2em auto; padding: 0 1em; color: #222 }

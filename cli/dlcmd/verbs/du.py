@@ -64,7 +64,6 @@ def _reclaimable(repository: Repository, target: Address, view: Snapshot) -> int
 
 
 def _usage(view: Snapshot, index: int) -> tuple[int, int, int]:
-    """Files, their bytes, and their stored bytes."""
     below = view.walk(index)
     files = below[layout.kinds(view.columns.flags[below]) == Kind.FILE]
     # The column has 0 for a file of several extents

@@ -34,14 +34,11 @@ from ..simulations import Comparison, compare
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A machine of the job."""
-
     memory_bytes: int = field(default_factory=default_memory_bytes)
     cache_bytes: int = 0
     network_bytes_per_s: int = 1250 << 20
 
     def node(self, policy: str, files: ForecastFiles) -> ForecastNode:
-        """Divides the memory as a mount does."""
         in_task = policy != ORDER_LOG
         split = MemorySplit(self.memory_bytes, in_task)
         known_bytes = len(files) * KNOWN_ENTRY_BYTES  # of names that the kernel knows
@@ -71,8 +68,6 @@ def rate(text: str) -> int:
 
 
 class _Milliseconds(click.types.FloatParamType):
-    """Converts to seconds."""
-
     def convert(
         self,
         value: SupportsFloat | SupportsIndex,
@@ -246,7 +241,6 @@ def _is_given(name: str) -> bool:
 
 
 def _assumed() -> list[str]:
-    """Options that the user did not give, with their values."""
     texts = []
     for each in click.get_current_context().command.params:
         if each.name in _ASSUMED and not _is_given(each.name):

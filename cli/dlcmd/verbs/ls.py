@@ -44,8 +44,8 @@ def ls(target: Address | None, long: bool, recursive: bool, nul: bool) -> None:
     """List datasets, the entries of a folder, or (with DATASET@) the versions that are kept.
 
     On a terminal, control characters and bytes that are not text are escaped. In a pipe or file,
-    names are written unchanged, one a line, as by ls and find. With -0, a name may contain a
-    newline.
+    names are written unchanged, one a line, as by ls and find. A name may contain a newline; with
+    -0 it is still one name.
 
     \b
     Examples:
@@ -128,7 +128,6 @@ def _without_lost_counts(repository: Repository, info: DatasetInfo) -> DatasetIn
 
 
 def _dataset_row(info: DatasetInfo) -> list[str]:
-    """Question marks stand for counts that the metadata store lacks."""
     described = dataset_json(info)
     counts = [described[name] for name in ("files", "bytes", "chunks", "version")]
     created = time_text(info.created_ns / SECOND_NS)
@@ -138,7 +137,6 @@ def _dataset_row(info: DatasetInfo) -> list[str]:
 def _lines(
     view: Snapshot, chosen: Indices, top: bytes, *, recursive: bool, long: bool, nul: bool
 ) -> Iterator[bytes]:
-    """`recursive` gives paths below `top` in place of names."""
     start, as_json = len(top) + 1 if top else 0, global_flags().json
     for first in range(0, len(chosen), _BATCH):
         batch = chosen[first : first + _BATCH]

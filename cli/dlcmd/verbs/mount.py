@@ -41,14 +41,13 @@ from ..show.output import print_note, print_result
 from ..show.progress import is_bar_shown, shown_progress
 
 NUMBER_MAX = 2**63 - 1
-"""The limit of seeds and group sizes (`orders/shuffle.py`)."""
 
 LOADING_POLL_S, LOADING_UNANSWERED_MAX = 0.5, 10
 """Seconds between two queries of how much a mount has loaded, and the most without an answer. The
 pyfuse3 session never answers, since it loads nothing ahead."""
 
 
-_ID = re.compile("[0-9]{1,10}")  # of a user or group
+_ID = re.compile("[0-9]{1,10}")
 
 
 def octal(text: str) -> int:
@@ -78,7 +77,7 @@ _P = ParamSpec("_P")
 
 
 def task_options(command: Callable[_P, None]) -> Callable[_P, None]:
-    """Those of a training task (`TaskOptions`), and `--task-key-file`."""
+    """See `TaskOptions`."""
     kinds: dict[str, object] = {"folder": folder_path, "size": size}
     for name, spec in reversed(option_specs().items()):
         if name == "task_key":
@@ -226,7 +225,6 @@ def _task(task: TaskKwargs, key_file: Path | None, mountpoint: str) -> TaskOptio
 
 
 def _show_loading(name: str, mountpoint: str) -> None:
-    """Ends when all chunks are loaded or there is no more room."""
     unanswered = 0
     try:
         with shown_progress(f"load {name}", "chunks") as show:

@@ -44,7 +44,6 @@ from ..show.output import (
 from ..show.progress import ShowProgress, shown_progress
 
 _DELETIONS_SHOWN = 10
-"""The most that a dry run shows without -v."""
 
 
 @verb("put")
@@ -160,8 +159,6 @@ def put(
 
 
 class _Progress:
-    """A `PutProgress` that keeps the last report."""
-
     def __init__(self, show: ShowProgress) -> None:
         self._show = show
         self.so_far = PutReport()
@@ -234,7 +231,6 @@ def _put(
 
 
 def _is_folder(repository: Repository, target: Address) -> bool:
-    """The root always exists."""
     if not target.path:
         return True
     try:
@@ -307,7 +303,6 @@ def _print_result(report: PutReport, target: Address, *, dry_run: bool) -> None:
 
 
 def _lost_attributes(report: PutReport) -> str:
-    """Attributes that a dataset cannot keep; empty if it keeps all."""
     parts = []
     if report.stripped:
         entries = count_text(report.stripped, "entry")
@@ -321,7 +316,7 @@ def _lost_attributes(report: PutReport) -> str:
 
 
 def _deletion_lines(to_delete: Sequence[bytes], *, everything: bool) -> Iterator[bytes]:
-    """The first paths for --delete, or all; folders before their entries."""
+    """Folders come before their entries."""
     left_out = 0 if everything else max(0, len(to_delete) - _DELETIONS_SHOWN)
     for path in reversed(to_delete[left_out:]):
         yield b"would delete " + name_line(path)

@@ -23,7 +23,7 @@ from ..args.options import argument, file_path, global_flags, option, verb
 from ..show.run_report import report_page
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""A shell's exit codes for a command that cannot be started."""
+"""As a shell's."""
 
 _FORWARDED = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,
@@ -106,7 +106,6 @@ def _check_writable(report: Path) -> None:
 
 
 def _write(report: Path, page: str) -> None:
-    """The command has ended, so an error does not change the exit code."""
     try:
         report.write_text(page, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
@@ -114,7 +113,6 @@ def _write(report: Path, page: str) -> None:
 
 
 def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:
-    """The command's Python processes run the hook; nothing else differs."""
     hook = os.path.dirname(os.path.abspath(diesel_fs.torch.hook.__file__))
     before = inherited.get("PYTHONPATH")
     path = f"{hook}{os.pathsep}{before}" if before else hook
@@ -122,11 +120,10 @@ def _environment(inherited: Mapping[str, str], settings: str) -> dict[str, str]:
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanServer) -> int:
-    """Return the exit code as a shell would."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_FORWARDED, signal.SIGCHLD})
     try:
         try:
-            # No other thread yet, so a function may run between fork and exec.
+            # No other thread yet: a function may run between fork and exec.
             child = subprocess.Popen(
                 command,
                 env=environment,
@@ -162,8 +159,8 @@ def _next_signal(patience_s: float | None) -> "signal.struct_siginfo | None":
 
 
 def _unjoined_path(environment: Mapping[str, str]) -> str:
-    """The PYTHONPATH of a Python process that lacks our folder, and so cannot join; "" if there is
-    none."""
+    """A Python process with this PYTHONPATH lacks our folder, and cannot join; "" if there
+    is none."""
     hook = environment["PYTHONPATH"].partition(os.pathsep)[0]
     settings = f"{VARIABLE}={environment[VARIABLE]}".encode()
     for process in Path("/proc").glob("[0-9]*"):

@@ -34,8 +34,6 @@ _COLUMNS = ("order", "memory", "chunks in a batch", "design effect", "effective 
 
 @dataclass(frozen=True, slots=True)
 class WantedOrder:
-    """An order of all files below a folder."""
-
     seed: int
     epoch: int
     group_size: int = GROUP_SIZE_DEFAULT
@@ -57,7 +55,7 @@ class WantedOrder:
         )  # fmt: skip
 
     def quality(self, view: Snapshot, below: int) -> QualityReport:
-        """Compares several group sizes. Raises UsageError."""
+        """Raises UsageError."""
         return compare_group_sizes(
             view, self.seed, self.epoch, self.group_size, rank=self.rank, world=self.world,
             drop_last=self.drop_last, below=below,
@@ -166,7 +164,6 @@ def _lines(view: Snapshot, order: Indices, *, nul: bool) -> Iterator[bytes]:
 
 
 def _print_quality(report: QualityReport) -> None:
-    """A table, and advice on stderr; with --json an object."""
     if global_flags().json:
         sizes = [
             {"group_size": size, **_described(report, quality)}
@@ -202,7 +199,6 @@ def _print_quality(report: QualityReport) -> None:
 
 
 def _worth(report: QualityReport, quality: OrderQuality) -> float | None:
-    """The number of fully shuffled files."""
     return report.batch_files / quality.design_effect if quality.design_effect else None
 
 

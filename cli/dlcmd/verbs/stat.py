@@ -62,7 +62,6 @@ def _extents(view: Snapshot, index: int) -> list[Value]:
 
 
 def _described(described: dict[str, Value], entry: Stat) -> Iterator[bytes]:
-    """One for each value, and one for each extent."""
     shown_values = {
         **described,
         "mode": modes.filemode(KIND_BITS[entry.kind] | entry.mode),

@@ -80,7 +80,6 @@ def _show(stats: Stats, found: Mapping[str, object], *, is_live: bool) -> None:
 
 @contextmanager
 def _terminal(*, is_live: bool) -> Iterator[None]:
-    """Clears the terminal and hides the cursor for a live view."""
     if not is_live:
         yield
         return

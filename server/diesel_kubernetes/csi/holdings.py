@@ -31,7 +31,7 @@ from .targets import MountTable
 log = logging.getLogger("diesel.csi")
 
 ANSWER_S = 5.0
-"""Time for a mount to deliver its statistics."""
+"""For a mount's statistics."""
 
 UNNAMED = "-"
 """The namespace if kubelet has named none, as in paths of cache folders."""
@@ -48,7 +48,6 @@ class _ChunkTable:
     sizes: npt.NDArray[np.int64]
 
     def percent_of(self, chunks: Iterable[bytes]) -> int:
-        """The part of the version that these chunks are."""
         there = set(chunks)
         ids = (self.ids[at : at + _ID_BYTES] for at in range(0, len(self.ids), _ID_BYTES))
         is_there = np.fromiter((each in there for each in ids), np.bool_, len(self.sizes))
@@ -57,14 +56,11 @@ class _ChunkTable:
 
 @dataclass(frozen=True, slots=True)
 class _Folder:
-    """A dataset's folder when it was last listed."""
-
     state: object
-    """While this is equal, nothing has changed."""
+    """Nothing has changed while it is equal."""
     shares: Mapping[int, int]
     """Percentages by version."""
     is_unknown: bool
-    """Whether it holds something beside the shares."""
 
 
 class NodeHoldings:
@@ -76,7 +72,7 @@ class NodeHoldings:
         self._is_root_missing = False
 
     def measure(self) -> tuple[list[HeldDataset], bool]:
-        """All datasets of which something is held, and whether these are all."""
+        """Returns the datasets, and whether these are all."""
         found: dict[tuple[Held, int], HeldDataset] = {}
         is_complete = True
         for held in (*self._in_mounts(), *self._in_folders()):
@@ -117,7 +113,7 @@ class NodeHoldings:
             copies = list_copies(self._state.cache)
             for namespace, folder, identity in self._dataset_folders():
                 own = {key[1]: path for key, path in copies.items() if key[0] == identity}
-                with suppress(FileNotFoundError):  # it was removed meanwhile
+                with suppress(FileNotFoundError):
                     listed[folder] = found = self._look_into(folder, identity, own)
                     if found.is_unknown:
                         yield HeldDataset(namespace, identity, 0)
@@ -134,7 +130,6 @@ class NodeHoldings:
         self._tables = {key: each for key, each in self._tables.items() if key[0].hex in here}
 
     def _dataset_folders(self) -> Iterator[tuple[str, str, UUID]]:
-        """Namespace, folder and identity of each dataset."""
         for namespace in _subfolders(self._cache_root):
             if is_namespace(namespace):
                 place = os.path.join(self._cache_root, namespace)
@@ -179,8 +174,8 @@ class NodeHoldings:
 def held_by_mount(
     namespace: str, figures: Mapping[str, object], *, is_used: bool
 ) -> HeldDataset | None:
-    """The share of a mount in the page cache, or of its node in the task's cache, by the mount's
-    statistics; None if these name no dataset."""
+    """The share in the page cache, or of the node in the task's cache; None if the mount's
+    statistics name no dataset."""
     match figures:
         case {"identity": str(identity), "version": int(version)}:
             pass

@@ -58,7 +58,7 @@ class PluginOptions:
 
 
 def size(text: str) -> int:
-    """A number of bytes: 4096, 64K, 4M, 1G."""
+    """4096, 64K, 4M, 1G."""
     return parse_size(text)
 
 

@@ -61,7 +61,7 @@ class ProcessMounter:
     def end(self, name: str) -> None:
         root = self._state.root(name)
         if topmost_at(root, mounts()) is not None and lives(root):
-            with suppress(UsageError):  # it has ended meanwhile
+            with suppress(UsageError):
                 folder = self._state.folder(name)
                 environment = {"HOME": str(folder), "XDG_RUNTIME_DIR": str(folder / "run")}
                 run_dlcmd(["umount", "--", root], environment, deadline_s=END_DEADLINE_S)

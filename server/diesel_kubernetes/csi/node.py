@@ -67,14 +67,14 @@ class NodeVolumes:
         self._limits = limits
         self._idle_s = idle_s
         self._lock = threading.Lock()  # of the fields below
-        self._claims: Counter[str] = Counter()  # calls under way, by key
-        self._starting: dict[str, Future[str]] = {}  # by key
-        self._checked_s: dict[str, float] = {}  # when it was last known to be current
+        self._claims: Counter[str] = Counter()  # under way, by key
+        self._starting: dict[str, Future[str]] = {}
+        self._checked_s: dict[str, float] = {}  # by key
         self._target_locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)
-        self._target_calls: Counter[str] = Counter()  # that hold or wait for one of these locks
+        self._target_calls: Counter[str] = Counter()  # that hold or wait for a lock
         self._starters = ThreadPoolExecutor(starts_max, "diesel-csi-start")
         self._enders = ThreadPoolExecutor(starts_max, "diesel-csi-end")
-        self._idle_since_s: dict[str, float] = {}  # only of the reaper
+        self._idle_since_s: dict[str, float] = {}  # for the reaper
         self._wake = threading.Event()
         self._closing = False
         self._reaper = threading.Thread(target=self._reap, name="diesel-csi-reaper", daemon=True)
@@ -98,7 +98,7 @@ class NodeVolumes:
         timeout_s: float,
         is_wanted: Callable[[], bool],
     ) -> Volume:
-        """Show a volume at a target. Returns when it can be read there.
+        """Returns when the volume can be read at the target.
 
         `is_wanted` returns whether the caller still waits; nothing is bound if not. Raises
         UsageError, ConflictError if another volume or file system is at the target, BusyError if
@@ -152,7 +152,6 @@ class NodeVolumes:
 
     @contextmanager
     def _claimed(self, key: str) -> Iterator[None]:
-        """Keep a key's mounts from being ended."""
         with self._lock:
             self._claims[key] += 1
         try:
@@ -200,7 +199,7 @@ class NodeVolumes:
         return False
 
     def _joined(self, volume: Volume, key: str, until_s: float) -> str:
-        """The name of a mount that shows the volume; starts one if there is none."""
+        """Starts a mount if there is none."""
         with self._lock:
             start = self._starting.get(key)
             is_new = start is None
@@ -220,7 +219,6 @@ class NodeVolumes:
             self._starting.pop(key, None)
 
     def _start(self, volume: Volume, key: str) -> str:
-        """Runs in a thread of the pool."""
         with self._state.key_lock(key) as lock:
             living = [
                 name
@@ -241,7 +239,7 @@ class NodeVolumes:
             return name
 
     def _current(self, volume: Volume, living: list[str]) -> str:
-        """The living mount that shows the volume's current version, or ""."""
+        """ "" if none shows the current version."""
         if not living:
             return ""
         newest = living[-1]
@@ -275,7 +273,6 @@ class NodeVolumes:
             log.info("ended mount=%s", name)
 
     def _reap(self) -> None:
-        """End mounts that no target shows, and remove the folders of dead ones."""
         wait_s = 0.0
         while True:
             self._wake.wait(wait_s)
@@ -316,7 +313,7 @@ class NodeVolumes:
                 if not is_claimed and not MountTable.read(self._state).binds.get(name):
                     self._end(name)
         except BlockingIOError:
-            pass  # it is being started
+            pass
 
 
 def _without_secrets(error: DieselError, volume: Volume) -> DieselError:

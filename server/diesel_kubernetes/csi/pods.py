@@ -37,12 +37,12 @@ POD_CHECK_S = 1.0
 """The pause between two looks at a starting mount pod. The mount itself is an event."""
 
 END_DEADLINE_S = 60.0
-"""A pod has 30 s after SIGTERM."""
+"""Pods have 30 s after SIGTERM."""
 
 END_CHECK_S = 0.25
 
 OVERHEAD_BYTES = 512 << 20
-"""A mount pod's memory beside that for contents: three processes, and tables of large datasets."""
+"""Three processes, and tables of large datasets."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,19 +52,18 @@ class PodOptions:
     image: str
     cpu: str = "100m"
     memory: str = "256Mi"
-    """Requests, in the notation of Kubernetes."""
+    """In Kubernetes's notation."""
     priority_class: str = "system-node-critical"
 
 
 def pod_name(name: str) -> str:
-    """The Secret has the same name."""
     return f"diesel-mount-{name}"
 
 
 def pod_manifest(
     volume: Volume, name: str, state: StateFolder, options: PodOptions
 ) -> dict[str, object]:
-    """The manifest has no secret."""
+    """It has no secret."""
     folder = state.folder(name)
     environment = mount_environment(volume, folder, state.cache)
     # The mount propagates to the node from its own folder; the pod sees no other mounts
@@ -135,8 +134,6 @@ def _metadata(name: str, options: PodOptions) -> dict[str, object]:
 
 
 class PodMounter:
-    """Mount pods on the plugin's node, in its namespace."""
-
     def __init__(self, state: StateFolder, client: Client, options: PodOptions) -> None:
         self._state = state
         self._client = client

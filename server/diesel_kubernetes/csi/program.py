@@ -32,10 +32,9 @@ from .volumes import Volume
 DLCMD = (sys.executable, "-m", "dlcmd")
 
 SHOWN_LINES, SHOWN_CHARS = 5, 1500
-"""The part of a log in an error, if the program has reported none."""
+"""In an error, if the program has reported none."""
 
 KILLED_OUTPUT_S = 5.0
-"""Time for the output of a killed program."""
 
 
 def mount_environment(volume: Volume, folder: Path, cache: Path) -> dict[str, str]:
@@ -92,7 +91,6 @@ def run_dlcmd(
 
 
 def _reported(text: str, verb: str, code: int) -> DieselError:
-    """The error in the last line of stderr."""
     *before, last = text.strip().splitlines() or [""]
     try:
         match json.loads(last):

@@ -41,13 +41,11 @@ log = logging.getLogger("diesel.csi")
 
 PUBLISHES_MAX = 100
 OTHER_CALLS_MAX = 28
-"""Threads for other calls than publishing."""
 
 DEFAULT_TIMEOUT_S = 110.0
-"""Applies if the caller sets no deadline; kubelet's is 120 s."""
+"""Kubelet's own deadline is 120 s."""
 
 END_GRACE_S = 5.0
-"""Time for calls under way at SIGTERM."""
 
 FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
 """CSI's limits of a text and of a map ("Size Limits")."""
@@ -264,7 +262,7 @@ class GrpcServer:
         self._server.start()
 
     def stop(self) -> None:
-        """Take no more calls, and wait a while for those under way."""
+        """Waits a while for calls under way."""
         self._server.stop(END_GRACE_S).wait()
 
 

@@ -73,7 +73,7 @@ class StateFolder:
         return self.mounts / name / "run"
 
     def names(self, key: str = "") -> list[str]:
-        """All mounts with a folder (of one key), by number."""
+        """Mounts with a folder (of one key), by number."""
         found = [name for name in os.listdir(self.mounts) if _NAME.fullmatch(name)]
         wanted = [name for name in found if not key or key_of(name) == key]
         return sorted(wanted, key=lambda name: (key_of(name), int(name.partition("-")[2])))
@@ -91,7 +91,7 @@ class StateFolder:
             (folder / "namespace").write_text(namespace)
 
     def namespace(self, name: str) -> str | None:
-        """The namespace of a mount's pods; "" if kubelet named none, None if it is not known."""
+        """ "" if kubelet named none, None if it is not known."""
         with suppress(OSError, UnicodeDecodeError):
             return (self.folder(name) / "namespace").read_text()
         return None
@@ -119,7 +119,7 @@ class StateFolder:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(descriptor)  # the file was removed meanwhile
+            os.close(descriptor)
         try:
             yield descriptor
         finally:

@@ -30,10 +30,9 @@ log = logging.getLogger("diesel.csi")
 TARGET_MODE = 0o750
 
 NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
-"""The kernel's limits."""
 
 CONTROL_DEADLINE_S = 5.0
-"""Time for a mount to answer, before its control socket is shown."""
+"""For a mount's answer."""
 
 _NOT_COUNTED = 1 << 62
 
@@ -47,12 +46,10 @@ class TargetState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class MountTable:
-    """The volumes' mounts on this node at one moment."""
-
     roots: Mapping[str, DatasetMount]
-    """Those of the state folder, by name."""
+    """Mounts of the state folder, by name."""
     binds: Mapping[str, tuple[str, ...]]
-    """The paths at which each is bound."""
+    """Paths of binds, by name."""
     entries: tuple[MountEntry, ...]
 
     @classmethod
@@ -72,7 +69,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """The state of a target, and the name of its mount if that is ours."""
+        """With the name of a mount of ours."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""
@@ -165,7 +162,9 @@ def show_control(run: Path, target: str) -> None:
     def bind_socket() -> None:
         try:
             [socket] = control_sockets(run / "diesel")
-            place = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)  # asks the mount
+            place = os.open(
+                link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
+            )  # a request to the mount
             try:
                 if not given_up.is_set():
                     tree = syscalls.clone_mount(socket)

@@ -59,10 +59,10 @@ _NEEDS = {
 
 @dataclass(frozen=True, slots=True)
 class VolumeLimits:
-    """Set by the administrator of the nodes."""
+    """The administrator sets them."""
 
     url: str = ""
-    """The repository of volumes that name none."""
+    """For volumes that name none."""
     file_roots: tuple[str, ...] = ()
     """Folders below which a volume may name a repository by `file://`."""
     cache_root: str = ""
@@ -80,14 +80,13 @@ class Volume:
     follow: bool
     options: tuple[str, ...]
     environment: Mapping[str, str]
-    """The mount's variables without secrets: the repository, the user."""
+    """Without secrets: the repository, the user."""
     namespace: str
     memory_bytes: int
     cache_dir: str = ""
     file_folder: str = ""
-    """The folder of a repository on the node's own disk."""
+    """If the repository is on the node's own disk."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Variables with secrets for the mount."""
 
     @property
     def named(self) -> str:
@@ -95,7 +94,6 @@ class Volume:
 
     @property
     def may_go_stale(self) -> bool:
-        """Whether a later mount may show another version."""
         return not self.version and not self.follow
 
     def key(self, node_key: bytes) -> str:
@@ -117,7 +115,7 @@ class Volume:
 
 
 def name_the_same(key: str, other: str) -> bool:
-    """Whether two keys' volumes are equal but for their secrets."""
+    """Secrets do not count."""
     return key[:PART_CHARS] == other[:PART_CHARS]
 
 
@@ -176,7 +174,7 @@ def parse_volume(
 def _options(
     given: Mapping[str, str], attributes: Mapping[str, str], limits: VolumeLimits
 ) -> tuple[tuple[str, ...], int]:
-    """The arguments but those of the cache, and the mount's memory."""
+    """Without the cache's arguments; also returns the memory."""
     options = []
 
     def add(name: str, option: str, check: Callable[[str], str]) -> None:
@@ -252,7 +250,7 @@ def _size(given: Mapping[str, str], name: str, most: int) -> int:
 
 
 def _rank(text: str, pod: str) -> str:
-    """The node's number in its task, which may come from the pod's name."""
+    """It may come from the pod's name."""
     match = _POD_RANK.fullmatch(text)
     if match is None:
         return _matching({"rank": text}, "rank", _NUMBER)
@@ -350,7 +348,6 @@ def _parsed_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def check_mount_flags(flags: "list[str]") -> None:
-    """Raises UsageError."""
     for flag in flags:
         if flag not in MOUNT_FLAGS:
             raise UsageError(

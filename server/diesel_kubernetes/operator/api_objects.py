@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from .decoding import Json
 
 ENDED_PHASES = ("Succeeded", "Failed")
-"""The phases in which a pod's containers have ended for good."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +33,6 @@ class Metadata:
         return bool(self.deletion_timestamp)
 
     def is_owned_by(self, uid: str) -> bool:
-        """Whether the object is deleted with that one."""
         return any(each.uid == uid for each in self.owner_references)
 
 
@@ -54,13 +52,10 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class AnyObject:
-    """Enough for callers that need only the kind and the metadata."""
+    """Only the kind and the metadata."""
 
     kind: str = ""
     metadata: Metadata = field(default_factory=Metadata)
-
-
-# Jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +71,6 @@ class Job:
     status: JobStatus = field(default_factory=JobStatus)
 
 
-# Pods
-
-
 @dataclass(frozen=True, slots=True)
 class ContainerResources:
     """Quantities: `500m`, `16Gi`."""
@@ -89,8 +81,6 @@ class ContainerResources:
 
 @dataclass(frozen=True, slots=True)
 class NamedField:
-    """An environment variable, or a volume."""
-
     name: str = ""
 
 
@@ -136,7 +126,7 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class ContainerState:
-    """The API sets one of the three."""
+    """One of the three is set."""
 
     running: Json | None = None
     waiting: Waiting = field(default_factory=Waiting)
@@ -170,16 +160,12 @@ class Pod:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the containers have ended for good."""
         return self.status.phase in ENDED_PHASES
 
     @property
     def first_state(self) -> ContainerState:
         found = self.status.container_statuses
         return found[0].state if found else ContainerState()
-
-
-# Nodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +188,6 @@ class ClusterNode:
     @property
     def is_ready(self) -> bool:
         return any(each.type == "Ready" and each.holds for each in self.status.conditions)
-
-
-# Secrets
 
 
 @dataclass(frozen=True, slots=True)

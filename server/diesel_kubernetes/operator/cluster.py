@@ -24,7 +24,6 @@ from .decoding import Json, decode
 from .resources import VERSION
 
 CHUNK = 500
-"""Objects of a list that are requested at once."""
 
 
 class Pods(GenericNamespacedResource):
@@ -64,7 +63,6 @@ class Nodes(GenericGlobalResource):
 
 
 def _status_of(kind: type[GenericNamespacedResource]) -> type[GenericNamespacedResource]:
-    """The subresource for the status of a kind."""
     info = kind._api_info
     return type(
         f"{kind.__name__}Status",
@@ -89,7 +87,7 @@ Owner = type[Datasets] | type[TrainingJobs]
 
 
 class Cluster:
-    """The API server. Any number of tasks."""
+    """Any number of tasks."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -97,7 +95,6 @@ class Cluster:
     async def get(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> Json | None:
-        """None if there is none."""
         try:
             return dict(await self._client.get(kind, name, namespace=namespace))
         except ApiError as error:
@@ -138,7 +135,7 @@ class Cluster:
     async def delete(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> None:
-        """Delete an object, if there is one, and those that it owns."""
+        """Also the objects that it owns."""
         try:
             # A Job is gone when its pods are: then another one may begin
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND

@@ -72,7 +72,6 @@ log = logging.getLogger("diesel.operator")
 DATASETS, TRAINING_JOBS = "datasets", "trainingjobs"
 
 PROGRESS_S = 2.0
-"""Time for a preparation to report its progress."""
 PROGRESS_BYTES_MAX = 4096
 
 CONFLICT_S = 0.1
@@ -85,7 +84,6 @@ class Hindered(Exception):
     """An object of a TrainingJob cannot be made now; it is tried again."""
 
     def __init__(self, reason: str, why: str) -> None:
-        """`reason` of the condition `ObjectsMade`."""
         super().__init__(why)
         self.reason = reason
 
@@ -127,7 +125,7 @@ def _keep(
 
 
 class Reconciler:
-    """Many tasks may call `handle` at once, with different keys."""
+    """`handle` may run for many different keys at once."""
 
     def __init__(
         self,
@@ -146,7 +144,7 @@ class Reconciler:
         self._driver_namespace = driver_namespace
         self._clock = clock
         self.wake = wake
-        """Called with the keys of objects that need a turn."""
+        """Gets the keys of objects that need a turn."""
         self._known = KnownPods()
         self._reports: list[NodeReport] = []
         self._holdings = ReportedHoldings()
@@ -169,11 +167,9 @@ class Reconciler:
         try:
             return await handle(key)
         except ApiError as error:
-            if error.status.code == HTTPStatus.CONFLICT:  # it was changed meanwhile
+            if error.status.code == HTTPStatus.CONFLICT:
                 return CONFLICT_S
             raise
-
-    # What nodes hold
 
     async def refresh_holdings(self) -> None:
         """Read the reports of all nodes, and wake their Datasets. If that fails, the earlier
@@ -183,7 +179,7 @@ class Reconciler:
         try:
             found = await self._cluster.find(ConfigMaps, self._driver_namespace, {LABEL_NODE: None})
         except (ApiError, httpx2.HTTPError) as error:
-            if not self._is_blind:  # it is logged once
+            if not self._is_blind:
                 log.warning("shares of nodes are estimates: cannot read their reports: %s", error)
             self._is_blind = True
         else:
@@ -210,15 +206,12 @@ class Reconciler:
         return reports
 
     def _note_dataset(self, key: Key, seen: DatasetObject | None) -> None:
-        """Reports concern the Dataset by these."""
         held = held_key(key.namespace, seen.status.identity) if seen else None
         if seen is None or held is None:
             self._known_datasets.pop(key, None)
         else:
             nodes = frozenset(each.name for each in seen.status.nodes or ())
             self._known_datasets[key] = held, nodes
-
-    # Datasets
 
     async def _get_dataset(self, namespace: str, name: str) -> DatasetObject | None:
         raw = await self._cluster.get(Datasets, namespace, name)
@@ -287,7 +280,6 @@ class Reconciler:
         return [decode(Pod, each) for each in known if each is not None]
 
     async def _jobs(self, seen: DatasetObject) -> list[Job]:
-        """Those that matter for the next step."""
         observed = seen.status.observed_generation
         if seen.is_deleted or observed not in (0, seen.generation):
             found = await self._cluster.find(Jobs, seen.namespace, {LABEL_DATASET: seen.name})
@@ -303,14 +295,13 @@ class Reconciler:
         return [each for each in jobs if each.metadata.is_owned_by(seen.uid)]
 
     def _may_report(self, job: Job) -> bool:
-        """Whether a Job's pods may have a report: it has ended, or is not young."""
+        """It has ended, or is not young."""
         if job.status.conditions:
             return True
         since_s = seconds_of(job.status.start_time)
         return bool(since_s) and self._clock() - since_s >= min(self._interval_s, YOUNG_S)
 
     async def _progress(self, jobs: tuple[datasets.JobView, ...]) -> Progress | None:
-        """None if the running preparation does not answer."""
         running = next((each for each in jobs if each.runs and each.address), None)
         if running is None:
             return None
@@ -333,8 +324,6 @@ class Reconciler:
             job = decode_training(raw)
             if any(each.name == seen.name for each in job.given.datasets):
                 self.wake(Key(TRAINING_JOBS, seen.namespace, job.name))
-
-    # TrainingJobs
 
     async def _training_job(self, key: Key) -> float | None:
         raw = await self._cluster.get(TrainingJobs, key.namespace, key.name)
@@ -381,7 +370,6 @@ class Reconciler:
         return training.survey(nodes, pods, found, own)
 
     async def _make(self, seen: TrainingObject, decision: training.TrainingDecision) -> None:
-        """Raises Hindered if the cluster refuses an object."""
         for volume in decision.key_secrets:
             with _forbidden("SecretDenied"):
                 await self._make_key(seen, volume)
@@ -442,7 +430,7 @@ def _checked(found: Progress) -> Progress | None:
 
 
 def keys_of(raw: Json, plural: str) -> list[Key]:
-    """The objects that get a turn when this one has changed."""
+    """Those that get a turn when this one has changed."""
     metadata = decode(Metadata, raw.get("metadata"))
     namespace, labels = metadata.namespace, metadata.labels
     if plural in (DATASETS, TRAINING_JOBS):

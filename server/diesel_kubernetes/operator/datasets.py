@@ -57,13 +57,11 @@ from .specs import DatasetSpec, Defaults, parse_dataset
 
 BACKOFF_S, BACKOFF_MAX_S = 10.0, 300.0
 LOOK_S = 1.0
-"""The pause before another look at something that is about to end, in case its event is lost."""
+"""An event about the end of something may be lost."""
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
-"""Nothing is left to do until the spec changes."""
 
 NODES_MAX = 200
-"""Limits the nodes in a status."""
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -95,11 +93,9 @@ class JobReport:
 
     dataset: Description | None = None
     error: str = ""
-    """The class of `dlcmd`'s error."""
     message: str = ""
     advice: str = ""
     done: bool = False
-    """Whether it succeeded with nothing to describe."""
     text: str = ""
     """The end of a message that is no report."""
 
@@ -123,13 +119,11 @@ class JobView:
     succeeded: bool
     failed: bool
     reason: str
-    """The reason in the condition by which it failed."""
     finished_s: float
     report: JobReport
     address: str
-    """The running pod's address; empty: it does not run."""
+    """Empty: the pod does not run."""
     waits: str = ""
-    """Why its pod does not run yet, if known."""
 
     @property
     def runs(self) -> bool:
@@ -209,7 +203,7 @@ def outcome_of(job: JobView) -> JobOutcome:
 
 
 def backoff_s(attempt: int) -> float:
-    """The pause from the end of an attempt to the next one."""
+    """From the end of an attempt."""
     return float(min(BACKOFF_S * 2 ** min(attempt - 1, 16), BACKOFF_MAX_S))
 
 
@@ -225,7 +219,7 @@ class DatasetDecision:
     delete_jobs: tuple[str, ...] = ()
     remove_finalizer: bool = False
     again_s: float | None = None
-    """The pause before another look, if nothing happens."""
+    """If nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +227,9 @@ class DatasetSituation:
     seen: DatasetObject
     jobs: tuple[JobView, ...]
     pods: tuple[Pod, ...]
-    """Its readers in its namespace, also ended ones."""
+    """Also ended ones."""
     progress: Progress | None
-    """What the running preparation reports; None: it did not answer."""
+    """None: the preparation did not answer."""
     now_s: float
     interval_s: float
     holdings: ReportedHoldings = field(default_factory=ReportedHoldings)
@@ -259,9 +253,6 @@ def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
         remove_finalizer=has and not spec.reclaims,
     )
     return _with_event(situation, decision)
-
-
-# Preparation
 
 
 def _preparing(
@@ -310,7 +301,6 @@ def _attempt(
 def _after_attempt(
     situation: DatasetSituation, spec: DatasetSpec, defaults: Defaults, latest: JobView
 ) -> DatasetDecision:
-    """The Dataset is ready, has failed, or is tried again."""
     ended = outcome_of(latest)
     if found := ended.described:
         message = f"version {found.version} has {found.files} files"
@@ -338,9 +328,6 @@ def _after_attempt(
     return DatasetDecision(replace(made, attempt=latest.attempt), again_s=due_s - situation.now_s)
 
 
-# Deletion
-
-
 def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
     """The cluster does all of it if our finalizer is missing."""
     seen = situation.seen
@@ -350,7 +337,7 @@ def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecisio
     let_go = DatasetDecision(seen.status, delete_jobs=_not_leaving(reclaims), remove_finalizer=True)
     try:
         spec = parse_dataset(seen, defaults)
-    except DieselError:  # it was never prepared in this form
+    except DieselError:  # never prepared in this form
         return let_go
     if not spec.reclaims:
         return let_go
@@ -389,9 +376,6 @@ def _not_leaving(jobs: Sequence[JobView]) -> tuple[str, ...]:
     return tuple(each.name for each in jobs if not each.is_leaving)
 
 
-# The status
-
-
 def _in_phase(
     situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
@@ -408,7 +392,6 @@ def _finished(
 
 
 def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> DatasetDecision:
-    """Add an event if phase or reason change."""
     before, after = situation.seen.status, decision.status
     old, new = before.condition("Ready"), after.condition("Ready")
     if before.phase == after.phase and old.reason == new.reason:
@@ -421,9 +404,6 @@ def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> Datas
     )
     made = event(situation.seen, news, situation.now_s)
     return replace(decision, events=(*decision.events, made))
-
-
-# The nodes that have blocks
 
 
 def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
@@ -453,7 +433,7 @@ def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetSt
 
 
 def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[str, NodeShare]:
-    """The nodes that should have blocks, judged by where pods run and have run."""
+    """By where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()
     kept: set[str] = set()
@@ -489,13 +469,13 @@ def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
 
 
 def holding_of(status: DatasetStatus) -> Holding:
-    """The nodes' shares in memory or on a disk."""
+    """In memory or on a disk."""
     shares = {each.name: Fraction(each.share, 100) for each in status.nodes or ()}
     return Holding(status.bytes or 0, shares)
 
 
 def holding_on_disks(status: DatasetStatus) -> Holding:
-    """The shares that nodes keep on their disks."""
+    """Only shares that stay on disks."""
     shares = {
         each.name: Fraction(each.share_on_disk, 100) for each in status.nodes or () if each.keeps
     }

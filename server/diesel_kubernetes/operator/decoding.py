@@ -16,11 +16,10 @@ from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 Json = dict[str, object]
 
 _ACRONYMS = {"ip": "IP"}
-"""The API writes them in capitals, as in `podIP`."""
+"""As in `podIP`."""
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]
-"""Returns None for another type."""
 
 
 def decode(kind: type[T], raw: object) -> T:
@@ -59,7 +58,7 @@ def _reader(hint: object) -> _Reader:
         return _list_reader(_reader(arguments[0]))
     if origin is dict:
         return _json
-    if origin is not None:  # Mapping[str, str]
+    if origin is not None:
         return _texts
     return lambda value: _of(cast("type", hint), value)
 

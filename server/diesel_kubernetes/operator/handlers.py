@@ -24,25 +24,24 @@ from .specs import Defaults
 log = logging.getLogger("diesel.operator")
 
 KOPF_WORKERS_MAX = 50
-"""Objects whose events kopf passes on at once."""
 
 KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
 HOLDINGS_INTERVALS = 3
-"""The reports are read once in this number of intervals: a node writes at most every 30 s."""
+"""A node writes at most every 30 s."""
 
 
 def _settings() -> kopf.OperatorSettings:
     made = kopf.OperatorSettings()
-    made.posting.enabled = False  # the controller makes events of its own
+    made.posting.enabled = False
     made.scanning.disabled = True  # so it needs no right to list namespaces and definitions
     made.queueing.worker_limit = KOPF_WORKERS_MAX
     made.queueing.idle_timeout = KOPF_IDLE_S
     made.watching.chunk_size = LIST_CHUNK
     made.watching.connect_timeout = 10.0
     made.networking.request_timeout = 30.0
-    for plural in ("jobs", "pods"):  # others are not even sent to us
+    for plural in ("jobs", "pods"):
         made.watching.label_selectors[plural] = f"{LABEL_MANAGED}={MANAGED}"
     return made
 

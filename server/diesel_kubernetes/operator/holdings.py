@@ -7,8 +7,6 @@ from ..reports import Held, HeldDataset, NodeReport
 
 
 class ReportedHoldings:
-    """The fresh reports at one moment."""
-
     def __init__(self, reports: Iterable[NodeReport] = (), now_s: float = 0.0) -> None:
         """Leaves out reports that are too old at `now_s`."""
         fresh = {each.node: each for each in reports if each.is_fresh(now_s)}
@@ -22,15 +20,15 @@ class ReportedHoldings:
         return set(self._held.get(key, ()))
 
     def find(self, node: str, key: Held, version: int) -> HeldDataset | None:
-        """A version's share on a node, which may be 0; None if it was not measured."""
+        """0 is a share, too; None if it was not measured."""
         entries = self._held.get(key, {}).get(node, [])
         if not entries and node in self._complete:
             return HeldDataset(*key, version)
         return next((each for each in entries if each.version == version), None)
 
     def changed_since(self, before: "ReportedHoldings") -> tuple[set[Held], set[str]]:
-        """The datasets with changed reports, and the nodes with reports that have become complete
-        or incomplete."""
+        """Datasets with changed reports, and nodes whose reports have become complete or
+        incomplete."""
         keys = self._held.keys() | before._held.keys()
         datasets = {key for key in keys if self._held.get(key) != before._held.get(key)}
         return datasets, self._complete ^ before._complete

@@ -27,7 +27,7 @@ LABEL_GENERATION = f"{LABEL}/generation"
 LABEL_ATTEMPT = f"{LABEL}/attempt"
 LABEL_RANK = f"{LABEL}/rank"
 USES = f"dataset.{LABEL}/"
-"""The prefix, before a Dataset's name, of labels on pods that read it."""
+"""It precedes a Dataset's name on pods that read it."""
 
 PREPARE, RECLAIM = "prepare", "reclaim"
 
@@ -57,7 +57,6 @@ def job_name(seen: Object, purpose: str, attempt: int) -> str:
 def preparation_job(
     seen: DatasetObject, spec: DatasetSpec, attempt: int, defaults: Defaults
 ) -> Json:
-    """It makes a dataset, or looks at an existing one."""
     words = [f"--describe={spec.named}"]
     if spec.keep >= 0:
         words.append(f"--keep={spec.keep}")
@@ -146,7 +145,6 @@ def _job_pod(spec: DatasetSpec, purpose: str, defaults: Defaults, words: Sequenc
 
 
 def _variables(repository: RepositoryPlace) -> list[Json]:
-    """The repository, and the keys of the Secret."""
     found: list[Json] = [
         {"name": name, "value": value.replace("$", "$$")}
         for name, value in repository.variables.items()
@@ -165,7 +163,6 @@ def task_name(seen: Object) -> str:
 
 
 def service_name(seen: Object) -> str:
-    """Pods find rank 0 by it."""
     return f"{seen.name}-ranks"
 
 
@@ -219,15 +216,15 @@ def _owned(seen: Object, name: str, labels: Mapping[str, str]) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class PodPlan:
-    """What all pods of a TrainingJob share, as decided at its admission."""
+    """What all pods of a TrainingJob share."""
 
     seen: TrainingObject
     spec: TrainingSpec
     volumes: Sequence[PlannedVolume]
     order: Sequence[str]
-    """Hostnames, the best first."""
+    """The best first."""
     selector: Mapping[str, str]
-    """The node selectors of the datasets."""
+    """The datasets' node selectors."""
     attempt: int
 
 
@@ -284,11 +281,9 @@ def merged_selectors(*selectors: Mapping[str, str]) -> dict[str, str]:
 
 
 def _affinity(given: Json, plan: PodPlan) -> Json:
-    """Adds the order of nodes as preferences, and one pod a node."""
     chosen = plan.order[:PREFERRED_NODES_MAX]
     preferred: list[object] = [
         {
-            # From 100 down, evenly
             "weight": max(1, _WEIGHT_MAX * (len(chosen) - place) // len(chosen)),
             "preference": {
                 "matchExpressions": [{"key": _HOSTNAME, "operator": "In", "values": [hostname]}]

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 BLOCK_BYTES = 4 << 20
-"""A chunk of the default size."""
 
 Amounts = Mapping[str, Fraction]
 """Resources, as `cpu` and `nvidia.com/gpu`, in their units."""
@@ -20,23 +19,18 @@ STORAGE = "ephemeral-storage"
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """A node that can get pods."""
-
     name: str
     hostname: str
-    """The label `kubernetes.io/hostname`."""
     labels: Mapping[str, str]
     allocatable: Amounts
     requested: Amounts = field(default_factory=dict)
-    """The requests of its pods."""
     cached_bytes: int = 0
-    """The bytes of datasets on its disk."""
+    """Datasets on its disk."""
     preemptible_bytes: int = 0
-    """The part of datasets that no pod reads."""
+    """Datasets that no pod reads."""
 
     @property
     def free_bytes(self) -> int:
-        """Storage that nothing uses or requests."""
         left = self.allocatable.get(STORAGE, Fraction()) - self.requested.get(STORAGE, Fraction())
         return max(0, int(left) - self.cached_bytes)
 
@@ -54,11 +48,9 @@ class NodeState:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A dataset, and its part on each node."""
-
     content_bytes: int
     shares: Mapping[str, Fraction] = field(default_factory=dict)
-    """Numbers from 0 to 1, by the node's name."""
+    """From 0 to 1, by the node's name."""
 
     @property
     def blocks(self) -> int:
@@ -105,8 +97,6 @@ def in_order(
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Whether a job's datasets fit."""
-
     needed_bytes: int
     free_bytes: int
     preemptible_bytes: int

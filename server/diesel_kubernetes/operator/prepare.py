@@ -40,8 +40,6 @@ class Failed(Exception):
 
 
 class Runner:
-    """Runs `dlcmd`, one run after the other."""
-
     def __init__(self) -> None:
         self.progress: Json = {}
         self._process: subprocess.Popen[str] | None = None
@@ -96,7 +94,6 @@ def _keep_last(stream: "object", lines: list[str]) -> None:
 
 
 def _parsed(line: str) -> Json:
-    """Empty if the line is no object."""
     try:
         found = json.loads(line)
     except ValueError:
@@ -105,7 +102,6 @@ def _parsed(line: str) -> Json:
 
 
 def progress_of(found: Json) -> Json:
-    """`found` is a line of progress of `dlcmd put`."""
     entries, size, total = (
         value if isinstance(value, int) else 0
         for value in (found.get("entries"), found.get("bytes"), found.get("entries_total"))
@@ -115,7 +111,6 @@ def progress_of(found: Json) -> Json:
 
 
 def error_report(lines: Sequence[str], code: int) -> Json:
-    """`lines` are the last ones of stderr."""
     for line in reversed(lines):
         found = _parsed(line)
         if "error" in found and "message" in found:
@@ -135,7 +130,7 @@ def error_report(lines: Sequence[str], code: int) -> Json:
 
 
 def prepare(runner: Runner, arguments: Sequence[str], describe: str, keep: int | None) -> Json:
-    """Returns the report. Raises Failed."""
+    """Raises Failed."""
     if arguments:
         runner.run(arguments)
     if keep is not None:

@@ -48,17 +48,14 @@ class WorkQueue:
         self._workers = workers
         self._ready: asyncio.Queue[Key] = asyncio.Queue()
         self._waiting: set[Key] = set()
-        """The keys in `_ready`."""
         self._busy: set[Key] = set()
         self._again: set[Key] = set()
-        """Added while a worker had them."""
         self._due: dict[Key, float] = {}
         self._timers: list[tuple[float, int, Key]] = []
         self._counter = itertools.count()
         self._failures: dict[Key, int] = {}
         self._timer_changed = asyncio.Event()
         self.handled = 0
-        """Turns that have ended."""
 
     def add(self, key: Key) -> None:
         self._due.pop(key, None)
@@ -78,7 +75,6 @@ class WorkQueue:
         self._timer_changed.set()
 
     def forget(self, key: Key) -> None:
-        """An object is gone: drop its timer and failures."""
         self._due.pop(key, None)
         self._failures.pop(key, None)
 

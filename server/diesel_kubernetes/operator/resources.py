@@ -22,7 +22,7 @@ RECLAIM_FINALIZER = "operator.diesel-fs.dev/reclaim"
 
 
 class DatasetPhase(StrEnum):
-    """`OPERATOR.md` has the transitions."""
+    """See `OPERATOR.md`."""
 
     PREPARING = "Preparing"
     READY = "Ready"
@@ -41,7 +41,7 @@ class TrainingPhase(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """Common fields. Values are replaced, never changed."""
+    """Values are replaced, never changed."""
 
     phase: str = ""
     observed_generation: int = 0
@@ -54,7 +54,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """A node with blocks of a dataset (`OPERATOR.md`)."""
+    """See `OPERATOR.md`."""
 
     name: str = ""
     state: str = ""
@@ -74,8 +74,6 @@ class NodeShare:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a preparation reports."""
-
     entries: int | None = None
     bytes: int | None = None
     percent: int | None = None
@@ -84,7 +82,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class DatasetStatus(Status):
     attempt: int | None = None
-    """The last preparation's number, from 1."""
+    """From 1."""
     entries: int | None = None
     files: int | None = None
     bytes: int | None = None
@@ -96,8 +94,6 @@ class DatasetStatus(Status):
 
 @dataclass(frozen=True, slots=True)
 class ChosenNode:
-    """Listed in the order of scores."""
-
     name: str = ""
     hostname: str = ""
     score: str = ""
@@ -105,14 +101,12 @@ class ChosenNode:
 
 @dataclass(frozen=True, slots=True)
 class PlannedVolume:
-    """A volume of a TrainingJob's pods, pinned in its status at admission."""
+    """Pinned at admission."""
 
     name: str = ""
-    """The Dataset's name."""
     mount_path: str = ""
     attributes: Mapping[str, str] = field(default_factory=dict)
     secret_name: str = ""
-    """Empty: none."""
     key_from: str = ""
     """The Secret that `secret_name` copies, adding a task key; empty: it is no copy."""
 
@@ -130,8 +124,6 @@ class TrainingStatus(Status):
 
 @dataclass(frozen=True, slots=True)
 class Object:
-    """The common fields of our kinds."""
-
     kind: str
     metadata: Metadata
     raw: Json = field(repr=False)
@@ -151,7 +143,6 @@ class Object:
 
     @property
     def generation(self) -> int:
-        """The number of the specification."""
         return self.metadata.generation
 
     @property
@@ -161,7 +152,6 @@ class Object:
 
     @property
     def owner(self) -> Json:
-        """A reference to it as an owner."""
         return {
             "apiVersion": API_VERSION,
             "kind": self.kind,
@@ -202,9 +192,6 @@ def decode_training(raw: Json) -> TrainingObject:
         given=decode(GivenTraining, raw.get("spec")),
         status=decode(TrainingStatus, raw.get("status")),
     )
-
-
-# The specification of a Dataset
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,8 +238,6 @@ class GivenPreparation:
 
 @dataclass(frozen=True, slots=True)
 class GivenDataset:
-    """The `spec` of a Dataset."""
-
     dataset: str = ""
     url: str = ""
     user: str = ""
@@ -267,9 +252,6 @@ class GivenDataset:
     preparation: GivenPreparation = field(default_factory=GivenPreparation)
 
 
-# The specification of a TrainingJob
-
-
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
     name: str = ""
@@ -279,17 +261,12 @@ class DatasetUse:
 
 @dataclass(frozen=True, slots=True)
 class GivenTraining:
-    """The `spec` of a TrainingJob."""
-
     replicas: int = 1
     datasets: tuple[DatasetUse, ...] = ()
     template: Json = field(default_factory=dict)
     one_per_node: bool = True
     admission: str = ""
     restarts: int = 0
-
-
-# Conditions
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from .resources import (
 OWN_ATTRIBUTES = frozenset(
     "dataset version url user region endpoint task rank world follow".split()
 )
-"""The operator sets these itself."""
+"""The operator sets them."""
 
 REPLICAS_MAX = 1000
 NAME_CHARS_MAX = 50
@@ -40,8 +40,6 @@ _BUCKETS = ("s3://", "gs://", "az://")
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Set by the administrator."""
-
     image: str = "diesel-fs"
     url: str = ""
     file_roots: tuple[str, ...] = ()
@@ -49,15 +47,12 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True)
 class RepositoryPlace:
-    """A dataset's repository, and how `dlcmd` gets there."""
-
     url: str
     variables: Mapping[str, str]
-    """The environment of `dlcmd`, without secrets."""
+    """Without secrets."""
     attributes: Mapping[str, str]
-    """Attributes of a volume."""
     secret: str
-    """A Secret's name; empty: none."""
+    """Empty: none."""
     file_folder: str = ""
 
     @property
@@ -78,15 +73,14 @@ class DatasetSpec:
     dataset: str
     repository: RepositoryPlace
     put: tuple[str, ...]
-    """`dlcmd` arguments that make the dataset; none: it exists."""
+    """None: the dataset exists."""
     version: int
-    """The version of an existing dataset; 0: the current one."""
+    """0: the current one."""
     keep: int
     """Versions that stay; -1: no purge."""
     reclaims: bool
     """Whether deleting the object deletes the data."""
     warms_up: bool
-    """Whether volumes of TrainingJobs load everything at once."""
     placement: GivenPlacement
     preparation: GivenPreparation
 
@@ -202,9 +196,8 @@ class TrainingSpec:
     replicas: int
     uses: tuple[DatasetUse, ...]
     template: Json
-    """It may have fields that this release does not know."""
+    """Some fields may be unknown to this release."""
     pod: PodSpec
-    """The fields of `template` that the operator reads."""
     one_per_node: bool
     checks_storage: bool
     restarts: int

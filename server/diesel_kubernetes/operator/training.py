@@ -48,12 +48,11 @@ _FINAL = (TrainingPhase.SUCCEEDED, TrainingPhase.FAILED, TrainingPhase.REJECTED)
 _STARTED = (TrainingPhase.STARTING, TrainingPhase.RUNNING)
 
 RETRY_S = 30.0
-"""The pause before another look at a job with a missing Dataset, in case the event is lost."""
+"""The event of a missing Dataset may be lost."""
 
 SHOWN_NODES_MAX = 50
 
 MADE = "ObjectsMade"
-"""The condition of a job for which something cannot be made."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,6 @@ class TrainingDecision:
 
     status: TrainingStatus
     wants_survey: bool = False
-    """Whether the nodes must be surveyed first."""
     key_secrets: tuple[PlannedVolume, ...] = ()
     create: tuple[Json, ...] = ()
     events: tuple[Json, ...] = ()
@@ -71,14 +69,14 @@ class TrainingDecision:
     delete_secrets: tuple[str, ...] = ()
     delete_services: tuple[str, ...] = ()
     again_s: float | None = None
-    """The pause before another look, if nothing happens."""
+    """If nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSituation:
     seen: TrainingObject
     datasets: Mapping[str, DatasetObject]
-    """Missing ones are left out."""
+    """Without missing ones."""
     pods: tuple[Pod, ...]
     now_s: float
     nodes: tuple[NodeState, ...] | None = None
@@ -104,13 +102,12 @@ def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision
 
 
 _Chosen = Sequence[tuple[DatasetObject, DatasetSpec]]
-"""The order is that of the specification."""
+"""In the order of the specification."""
 
 
 def _waiting(
     situation: TrainingSituation, spec: TrainingSpec, defaults: Defaults
 ) -> TrainingDecision:
-    """All Datasets must be ready."""
     chosen: list[tuple[DatasetObject, DatasetSpec]] = []
     for use in spec.uses:
         dataset = situation.datasets.get(use.name)
@@ -199,7 +196,6 @@ def _planned_volumes(
 
 
 def _running(situation: TrainingSituation, spec: TrainingSpec) -> TrainingDecision:
-    """All ranks have a pod, until they have ended."""
     seen, status = situation.seen, situation.seen.status
     restarts = status.restarts or 0
     current: dict[int, Pod] = {}
@@ -260,7 +256,6 @@ def _clean_up(situation: TrainingSituation) -> TrainingDecision:
 
 
 def _why_it_failed(pod: Pod) -> str:
-    """The end of a sentence; empty if it is not known."""
     for each in pod.status.container_statuses:
         ended = each.state.terminated
         if ended.exit_code:
@@ -285,7 +280,6 @@ def _with(
 
 
 def _with_event(situation: TrainingSituation, decision: TrainingDecision) -> TrainingDecision:
-    """Add an event if the phase or the reason of a condition changes."""
     before, after = situation.seen.status, decision.status
     changed = [
         each for each in after.conditions if before.condition(each.type).reason != each.reason
@@ -309,7 +303,6 @@ def hindered(situation: TrainingSituation, reason: str, message: str) -> Trainin
 
 
 def unhindered(situation: TrainingSituation, status: TrainingStatus) -> TrainingStatus:
-    """All objects of the job have been made."""
     if status.condition(MADE).status != "False":
         return status
     return _with(

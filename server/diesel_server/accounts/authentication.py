@@ -42,8 +42,7 @@ for a Redis that restarts, so a put under way can finish."""
 COPY_S = 3600.0
 
 RETRY_S = 10.0
-"""The pause between two attempts of `current` to read the table after a failure: each
-takes time."""
+"""Each attempt of `current` to read the table takes time."""
 
 ADVICE_S = 60.0
 
@@ -66,7 +65,7 @@ class _AccountsCopy:
     accounts: Accounts = field(default_factory=dict)
     since_s: float = float("-inf")  # when the last read, or check that nothing changed, began
     token: bytes = NO_TOKEN  # changes with the table
-    problem: DieselError | None = None  # why the last read failed
+    problem: DieselError | None = None
     lost: bool = False
 
 
@@ -80,17 +79,17 @@ class TableAuthenticator:
         self._clock = clock
         self._table: AccountTable | None = None
         self._decoy_key = keys.public_key(keys.new_seed())  # for unknown users; nobody has its key
-        self._reading_lock = threading.Lock()  # held while the table is read
+        self._reading_lock = threading.Lock()
         self._read_began_s = float("-inf")
         self._copy = _AccountsCopy(problem=MetadataError("the accounts have not been read yet"))
-        self._failures_lock = threading.Lock()  # guards the limiters
+        self._failures_lock = threading.Lock()
         self._user_failures = RateLimiter(USER_RATE, clock)
         self._network_failures = RateLimiter(NETWORK_RATE, clock)
         self._advice_lines = RateLimiter(Rate(1, ADVICE_S), clock)
 
     @property
     def table(self) -> AccountTable:
-        """Callers change it. Raises MetadataError if it cannot be opened."""
+        """Raises MetadataError if it cannot be opened."""
         self.refresh()
         if self._table is None:
             raise self._copy.problem or MetadataError("the accounts cannot be read")
@@ -154,8 +153,6 @@ class TableAuthenticator:
         if known.lost or age_s > ROLES_S:
             return known.accounts, Role.READ
         return known.accounts, Role.ADMIN
-
-    # The copy
 
     def refresh(self) -> None:
         """A failure is logged, not raised."""

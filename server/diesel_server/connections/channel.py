@@ -87,7 +87,6 @@ class ClientChannel:
         return count
 
     async def _receive(self, room: memoryview) -> int:
-        """Other tasks run in any case."""
         if self._transport.buffers_internally:
             await trio.lowlevel.checkpoint()
         else:
@@ -108,7 +107,7 @@ class ClientChannel:
         return views
 
     async def send_left(self, views: list[memoryview]) -> None:
-        """A cancelled call leaves the connection of no more use."""
+        """As `send`."""
         try:
             while views:
                 await self._transport.wait_writable()
@@ -117,7 +116,7 @@ class ClientChannel:
             raise ClientGone from error
 
     def _send_some(self, views: list[memoryview]) -> None:
-        """Send views in one turn, and remove the bytes that were sent."""
+        """Removes sent bytes from `views`."""
         if self._transport.buffers_internally:
             some = [view[:_TLS_PIECE_BYTES] for view in views[:1]]
         else:

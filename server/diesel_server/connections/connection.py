@@ -54,8 +54,7 @@ _LOGIN_THREADS = 16
 
 
 class Authenticator(Protocol):
-    """Checks logins and accounts (`authentication.py`). Both methods may block for a
-    limited time."""
+    """Both methods may block for a limited time."""
 
     def authenticate(
         self, user: str, signature: bytes, nonce: bytes, binding: bytes, address: str = ""
@@ -73,8 +72,6 @@ class Authenticator(Protocol):
 
 @dataclass(slots=True)
 class ConnectionContext:
-    """What all connections of a worker share."""
-
     store_id: UUID
     login: Authenticator
     dispatcher: Dispatcher
@@ -85,7 +82,7 @@ class ConnectionContext:
         default_factory=lambda: trio.CapacityLimiter(_LOGIN_THREADS)
     )
     takes_payload: Callable[[Account, str, int], bool] = lambda *_: True
-    """Whether an account may send this many bytes of payload with a request (its `do`)."""
+    """The number is the payload's bytes; the text is the request's `do`."""
     redactions: Mapping[str, str] = field(default_factory=dict)
     """Texts in errors that clients must not see (every way to write the address of a store), the
     longest first, with their replacements. Everything that a connection sends goes through
@@ -117,7 +114,7 @@ class _Rejection:
     """`retry_after_s` means that nothing of the request has been done, and the client may send it
     again, here or to another server."""
 
-    reason: str  # one of `metrics.REFUSALS`
+    reason: str
     error: DieselError
     retry_after_s: float | None = None
 
@@ -156,7 +153,7 @@ class ClientConnection:
         self._ids: set[int] = set()
         self._waiting: trio.CancelScope | None = None
         self._nursery: trio.Nursery | None = None
-        self._counted = (0, 0)  # bytes received and sent that the metrics have
+        self._counted = (0, 0)
 
     async def run(self) -> None:
         """Errors of the client end this connection, and nothing else."""
@@ -165,7 +162,7 @@ class ClientConnection:
                 if await self._log_in(held):
                     await self._serve_requests()
         except ClientGone as error:
-            if str(error):  # the TLS handshake failed, and the text says why
+            if str(error):  # of the TLS handshake
                 self.note_refusal("greeting", str(error))
         except (CorruptError, ForeignError) as error:
             self.note_refusal("frame", error.message)
@@ -178,7 +175,6 @@ class ClientConnection:
                 self._channel.close()
 
     async def refuse(self, reason: str, sentence: str) -> None:
-        """Answer the client's greeting with a refusal."""
         self.note_refusal(reason, sentence)
         try:
             with trio.move_on_after(limits.REFUSING_S):
@@ -196,8 +192,6 @@ class ClientConnection:
         """The server shuts down: finish requests under way, and begin no other."""
         if self._waiting is not None and not self._ids:
             self._waiting.cancel()
-
-    # Greeting and login
 
     async def _log_in(self, held: ExitStack) -> bool:
         """Returns whether the client has proved to be a user."""
@@ -300,10 +294,7 @@ class ClientConnection:
             await self._send_final_error(DieselError("internal error"))
         return None
 
-    # Requests
-
     async def _serve_requests(self) -> None:
-        """Ends when the client sends no more, or the server has shut down."""
         ended: Exception | None = None
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
@@ -482,8 +473,6 @@ class ClientConnection:
             if self._context.is_draining:
                 self.stop()
 
-    # Sending
-
     async def _answer_error(
         self, number: int, error: DieselError, retry_after_s: float | None = None
     ) -> None:
@@ -515,7 +504,7 @@ class ClientConnection:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        """Applies the deadline of a frame."""
+        """With a frame's deadline."""
         if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):
@@ -546,7 +535,6 @@ class ClientConnection:
     def note_refusal(
         self, reason: str, why: str, *, user: str = "", do: str = "", dataset: str = ""
     ) -> None:
-        """See `RefusalLog.add`."""
         self._context.refusals.add(
             reason, why, address=self._peer, user=user, do=do, dataset=dataset
         )

@@ -54,7 +54,6 @@ class Listener:
         self._check_drained()
 
     async def run(self) -> None:
-        """Ends after `stop`, when all connections have ended."""
         async with trio.open_nursery() as nursery:
             for each in self._sockets:
                 each.setblocking(False)

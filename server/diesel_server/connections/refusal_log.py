@@ -32,7 +32,7 @@ class RefusalLog:
     def __init__(self, cells: MetricCells) -> None:
         self._cells = cells
         self._lines = RateLimiter(LINE_RATE, trio.current_time, NETWORKS_MAX)
-        self._left_out: Counter[str] = Counter()  # lines, by network
+        self._left_out: Counter[str] = Counter()
 
     def add(
         self,
@@ -68,7 +68,6 @@ class RefusalLog:
 
 
 def dataset_in(message: Message) -> str:
-    """Its name or identity, for the log."""
     name, identity = message.get("dataset"), message.get("identity")
     if type(name) is str:
         return name

@@ -30,8 +30,6 @@ DieselError."""
 
 
 class RedisRuns:
-    """Covers all masters."""
-
     def __init__(self, url: str) -> None:
         self._address = parse_redis_url(url)
         self._link: RedisLink | None = None
@@ -50,7 +48,7 @@ async def watch_metadata(repository: LocalRepository, runs: Runs | None) -> None
     """Compare now, and whenever the run IDs change, until it is cancelled. `runs` is None if the
     metadata store is no server of its own."""
     one_thread = trio.CapacityLimiter(1)
-    compared: Sequence[str] | None = None  # the run IDs at the last comparison
+    compared: Sequence[str] | None = None  # at the last comparison
     succeeded = True
     has_begun = False
     pause_s = EVERY_S

@@ -37,13 +37,13 @@ log = logging.getLogger("diesel.server")
 PROGRAM = (sys.executable, "-P", "-m", "diesel_server.process.worker")
 
 START_S = 60.0
-"""Time for the start of a worker, which waits for a Redis that loads its data."""
+"""A worker waits for a Redis that loads its data."""
 
 _END_S = limits.DRAIN_S + 8.0
-_PAUSE_S = 0.1  # before a worker is started again; it doubles
+_PAUSE_S = 0.1  # it doubles
 _PAUSE_S_MAX = 10.0
 _BEATS_MISSED_MAX = 15  # seconds; a healthy worker's loop has never been busy for more than one
-_WELL_S = 60.0  # after this lifetime a worker did not die of its start: the pause is short again
+_WELL_S = 60.0  # after this lifetime the pause is short again
 _STATUS_BYTES_MAX = 64 << 10
 
 
@@ -113,8 +113,6 @@ class Supervisor:
         if options.metrics is not None:
             port = self._metrics[0].getsockname()[1]
             log.info("metrics at http://%s/metrics", HostPort(options.metrics.host, port))
-
-    # Workers
 
     async def _start_all(self, nursery: trio.Nursery) -> None:
         """Returns when all accept connections; raises the error of the first that cannot."""
@@ -243,8 +241,6 @@ class Supervisor:
         with trio.move_on_after(_END_S):
             for process in list(self._running.values()):
                 await process.wait()
-
-    # Signals
 
     async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:

@@ -41,11 +41,10 @@ from .worker_config import WorkerConfig
 log = logging.getLogger("diesel.server")
 
 _STORE = "the server's store"
-_ACCOUNTS_S = 3.0  # the deadline of the table of accounts
+_ACCOUNTS_S = 3.0
 
 MEMORY_TIER_BYTES = 256 << 20
-"""The chunk cache of a worker without a folder for one: dozens of chunks that are read again and
-again."""
+"""Dozens of chunks that are read again and again, if there is no cache folder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,6 @@ WireUp = Callable[[WorkerConfig, MetricCells], Wiring]
 
 
 def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """The wiring of a real server."""
     open_buckets_directly()
     url = parse_url(config.url)
     objects = _objects(url)
@@ -110,8 +108,7 @@ def wire_up(config: WorkerConfig, cells: MetricCells) -> Wiring:
 
 
 def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
-    """See `ConnectionContext.redactions`: addresses of the store, the metadata store and the
-    caches."""
+    """See `ConnectionContext.redactions`."""
     found = {url.full_url: _STORE, url.objects_url: _STORE}
     if url.scheme == "file":
         found |= dict.fromkeys((str(url.path), os.path.realpath(url.path)), _STORE)
@@ -125,7 +122,7 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
         sentences = {f"the metadata store {each}" for each in addresses}
         found |= dict.fromkeys(addresses | sentences, "the server's metadata store")
     caches = [cache] if cache else []
-    with suppress(DieselError):  # the user has no home
+    with suppress(DieselError):
         caches.append(str(cache_folder()))
     for each in caches:
         found |= dict.fromkeys((each, os.path.realpath(each)), "the server's cache")
@@ -133,7 +130,6 @@ def redactions(url: RepositoryUrl, cache: str) -> dict[str, str]:
 
 
 def _compressed_folder(cache: Path | None, store: UUID) -> Path | None:
-    """The folder is in that of the chunk cache, or else in the user's."""
     if cache is not None:
         return cache / store.hex / "snapshots"
     try:

@@ -36,7 +36,7 @@ from .worker_config import WorkerConfig, read_config
 log = logging.getLogger("diesel.server")
 
 _LAST_S = 5.0
-"""Time for threads after the drain: they cannot be cancelled."""
+"""Threads cannot be cancelled."""
 
 
 def run_worker(make: WireUp) -> NoReturn:
@@ -145,7 +145,6 @@ def _certificate(config: WorkerConfig) -> Certificate | None:
 
 
 def _shared(config: WorkerConfig) -> memoryview:
-    """This worker's memory for metrics."""
     size = cells_bytes()
     whole = mmap.mmap(config.cells, size * config.workers)
     os.close(config.cells)
@@ -153,7 +152,6 @@ def _shared(config: WorkerConfig) -> memoryview:
 
 
 def _report(config: WorkerConfig, line: str) -> None:
-    """The outcome of the start, once."""
     try:
         os.write(config.status, line.encode() + b"\n")
         os.close(config.status)

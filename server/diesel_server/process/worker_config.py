@@ -24,21 +24,21 @@ class WorkerConfig:
     """An empty path means none."""
 
     url: str = field(repr=False)
-    slot: int  # its number among the workers
+    slot: int
     is_first: bool  # the server starts: an error of the worker ends all of it
-    sockets: Sequence[int]  # file descriptors that listen
-    cells: int  # file descriptor of the shared memory of the metrics
+    sockets: Sequence[int]  # file descriptors
+    cells: int  # shared memory of the metrics
     workers: int
-    status: int  # file descriptor of the report to the supervisor
+    status: int  # for the report
     certificate: str
     key: str
     cache: str
     cache_bytes: int
-    environment: Mapping[str, str] = field(repr=False)  # variables that may hold secrets
+    environment: Mapping[str, str] = field(repr=False)  # may hold secrets
 
 
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The inherited variables, and those that the config carries."""
+    """The second has the secrets."""
     secret = {
         name: value for name, value in environment.items() if name.startswith(_SECRET_PREFIXES)
     }

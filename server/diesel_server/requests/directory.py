@@ -43,7 +43,6 @@ class DatasetRef:
     is_being_deleted: bool = False
 
     def info(self) -> DatasetInfo:
-        """The description while the head (version and counts) cannot be known."""
         return DatasetInfo(self.name, self.identity, self.created_ns, None)
 
 

@@ -27,13 +27,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """`payload` is memory of its own."""
-
     message: Message
     payload: memoryview
     account: Account
-    peer: str  # the client's address:port
-    secured: bool = False  # it came by TLS
+    peer: str  # address:port
+    secured: bool = False  # by TLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +69,6 @@ class HandlerThreads:
 
 
 class Dispatcher:
-    """Handlers by the name of the request (its field `do`)."""
-
     def __init__(self, handlers: Mapping[str, Handler]) -> None:
         self._handlers = handlers
 

@@ -33,10 +33,9 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from .pipelined_heads import PipelinedHeadReads
 
 ANSWER_S = 8.0
-"""Time for one read: a few round trips of a second each, as with a slow Redis."""
+"""A few round trips of a second each, as with a slow Redis."""
 
 OPEN_S = 1.0
-"""The pause of the circuit breaker."""
 
 _LISTED_S = 0.5
 """A listing of snapshots counts for this time: it takes a bucket some 10 ms. A newer snapshot there
@@ -73,7 +72,7 @@ class HeadCache:
         self._opening = threading.Lock()
         self._listed: dict[UUID, tuple[int, float]] = {}  # the newest snapshot; when it was listed
         self._breaker = CircuitBreaker(1, OPEN_S)
-        self._failure: DieselError | None = None  # what opened the breaker
+        self._failure: DieselError | None = None
 
     async def now(self, name: str) -> HeadState:
         """Read after the call began. Raises NoSuchDataset if the metadata store does not know the
@@ -92,7 +91,6 @@ class HeadCache:
         return await self._guarded(in_thread)
 
     async def _guarded(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The circuit breaker may refuse it; its time is bounded."""
         ticket = self._breaker.admit(self._clock())
         if not ticket:
             assert self._failure is not None
@@ -147,7 +145,6 @@ class HeadCache:
         return HeadState(head, behind)
 
     def close(self) -> None:
-        """Repeatable."""
         if self._pipelined is not None:
             self._pipelined.close()
 
@@ -163,5 +160,5 @@ class HeadCache:
 
 
 def _copy(error: DieselError) -> DieselError:
-    """Each raised error has a traceback of its own."""
+    """Each has a traceback of its own."""
     return error_by_class_name(type(error).__name__, error.message, error.advice)

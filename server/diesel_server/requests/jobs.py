@@ -30,12 +30,11 @@ _PROGRESS_S = 5.0
 """A client gets a reply at least this often, even if the job makes no progress."""
 
 Work = Callable[[ReportProgress], Message]
-"""Returns the fields of `result`."""
 
 
 @dataclass(slots=True)
 class _RunningJob:
-    """`done` of `total` is its progress, in a unit of its own."""
+    """`done` and `total` have a unit of the job's own."""
 
     fields: Message  # of the request that started it
     done: int = 0
@@ -46,8 +45,6 @@ class _RunningJob:
 
 
 class JobTable:
-    """Jobs by kind and name of the dataset."""
-
     def __init__(self) -> None:
         self._jobs: dict[tuple[str, str], _RunningJob] = {}
 

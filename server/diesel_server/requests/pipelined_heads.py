@@ -30,10 +30,9 @@ from diesel_fs.storage.metadata.store import DatasetHead
 from diesel_fs.urls import RepositoryUrl
 
 READ_S = 1.0
-"""Time for one read with connecting. The read in a thread has more."""
+"""The read in a thread has more time."""
 
 OPEN_S = 1.0
-"""The pause after a read that took too long or found no connection."""
 
 _CONNECTIONS_MAX = 8
 _NAMES_MAX = 4096
@@ -65,7 +64,6 @@ class PipelinedHeadReads:
         return read.head
 
     def close(self) -> None:
-        """Repeatable."""
         while self._idle:
             self._idle.pop().close()
 

@@ -58,17 +58,15 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""Requests of at most these run in the event loop, which takes half a millisecond, others in a
-thread."""
+"""Half a millisecond of the event loop; others run in a thread."""
 
 FEW_PATHS = 32
-"""Requests of at most these paths go to the metadata store, which takes a few round trips for each.
-Others wait for a new snapshot."""
+"""The metadata store takes a few round trips for each. Others wait for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20
 
-_MAPPED_MAX = 64  # datasets with a mapped snapshot
+_MAPPED_MAX = 64
 _QUIET_S = 1.0
 _QUIET_FACTOR = 4
 """The pause between two snapshots of a dataset: at least a second, and four times as long as the
@@ -110,8 +108,6 @@ class QueryHandlers:
         self._compute_threads = trio.CapacityLimiter(_COMPUTE_THREADS)
         self._find_threads = trio.CapacityLimiter(_FIND_THREADS)
 
-    # Datasets
-
     async def datasets(self, request: Request) -> Reply:
         account = request.account
         if not (account.admin or account.grants):
@@ -121,7 +117,7 @@ class QueryHandlers:
             if not is_away:
                 found = await self._heads.run(self._repository.meta.heads)
                 self._last_heads = {head.identity: head for head in found}
-        except MetadataError:  # the object store knows which datasets there are
+        except MetadataError:
             is_away = True
         infos = [info for info in await self._listing.run(None) if account.role(info.name)]
         if is_away:
@@ -200,8 +196,6 @@ class QueryHandlers:
             raise damaged[0] if damaged else MetadataError(f"several datasets are named {name!r}")
         raise no_such_dataset(name)
 
-    # Entries
-
     async def stat(self, request: Request, known: DatasetRef) -> Reply:
         paths = parse_paths(Fields(request.message, "stat"))
         state = await self._head_of(known)
@@ -219,7 +213,6 @@ class QueryHandlers:
         return Reply({"version": view.version, **columns_message(stats)})
 
     def _stats(self, identity: UUID, paths: Sequence[bytes]) -> Stats:
-        """Reads the metadata store."""
         meta = self._repository.meta
         for path in paths:
             check_path(path)
@@ -239,7 +232,6 @@ class QueryHandlers:
         return found
 
     async def listing(self, request: Request, known: DatasetRef) -> Reply:
-        """A page at a time."""
         fields = Fields(request.message, "list")
         folder, after = fields.octets("folder"), fields.octets("after")
         check_path(folder)
@@ -255,7 +247,6 @@ class QueryHandlers:
         )
 
     def _listed(self, known: DatasetRef, state: HeadState, folder: bytes, after: bytes) -> Reply:
-        """Reads the metadata store."""
         rows = self._repository.meta.children(known.identity, folder)
         if not len(rows) and folder:
             found = self._stats(known.identity, [folder])
@@ -282,8 +273,6 @@ class QueryHandlers:
             raise _behind(known.name)
         return state
 
-    # Snapshots
-
     def _current(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
         """The mapped snapshot of the head's version, or None: a new one is made in the background,
         not too often."""
@@ -303,7 +292,6 @@ class QueryHandlers:
         return view if view.version >= state.head.version else None
 
     def _make(self, known: DatasetRef) -> Snapshot:
-        """Runs in a thread."""
         began_s = time.monotonic()
         repository = self._repository
         head = repository.meta.head(known.name)
@@ -351,7 +339,6 @@ class QueryHandlers:
         return await trio.to_thread.run_sync(repository.view_of, info, limiter=threads)
 
     async def kept(self, request: Request, known: DatasetRef) -> Reply:
-        """All, or the newest of them."""
         snapshots, identity, threads = (
             self._repository.snapshots, known.identity, self._query_threads,
         )  # fmt: skip
@@ -369,8 +356,6 @@ class QueryHandlers:
     def _reclaimable(self, name: str) -> int:
         return self._repository.reclaimable_bytes(name)
 
-    # Bytes
-
     async def read(self, request: Request, known: DatasetRef) -> Reply:
         """`fresh` chunks come from the object store, past every cache."""
         fields = Fields(request.message, "read")
@@ -386,7 +371,6 @@ _COLUMNS = ("kind", "mode", "size", "mtime_ns")
 
 
 def _listed_in(view: Snapshot, folder: bytes, after: bytes) -> Reply:
-    """Reads a snapshot."""
     index = view.lookup(folder)
     if index < 0 or view.stat(index).kind != Kind.FOLDER:
         raise _no_folder(view.dataset, folder)

@@ -27,10 +27,8 @@ from .tasks import TaskHandlers
 from .updates import UpdateHandlers
 
 NamedWork = Callable[[Request, str], Awaitable[Reply]]
-"""A request that names its dataset."""
 
 IdentifiedWork = Callable[[Request, DatasetRef], Awaitable[Reply]]
-"""A request with its dataset's identity."""
 
 
 def takes_payload(account: Account, do: str, size: int) -> bool:
@@ -49,7 +47,6 @@ class RequestTable:
         heads: HeadCache | None = None,
         cells: MetricCells | None = None,
     ) -> None:
-        """The caller closes `heads`. Commits are counted in `cells`."""
         self._repository = repository
         self._heads = heads or HeadCache(repository)
         directory = Directory(repository)
@@ -84,8 +81,6 @@ class RequestTable:
             "leave": self._by_identity(Role.READ, tasks.leave, include_deleted=True),
         }
 
-    # Roles
-
     def _by_name(self, role: Role, work: NamedWork) -> Handler:
         async def handle(request: Request) -> Reply:
             return await work(request, self._named(request, role))
@@ -118,8 +113,6 @@ class RequestTable:
         known = await self._queries.find_dataset(identity, include_deleted=include_deleted)
         check_role(request.account, known.name, role, str(identity))
         return known
-
-    # Requests with several replies, or with more conditions than a role
 
     async def _begin(self, request: Request) -> Reply:
         name = self._named(request, Role.WRITE)

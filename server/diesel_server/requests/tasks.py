@@ -32,8 +32,8 @@ from .dispatcher import Reply, Request
 _THREADS = 16
 _REDIS_S = 1.0  # less than a client waits
 _PAUSE_S = 1.0
-"""The pause after the store of registrations did not answer: thousands of masters may request it,
-and each would wait."""
+"""Thousands of masters may request a store of registrations that does not answer, and each would
+wait."""
 
 
 class TaskHandlers:
@@ -43,10 +43,9 @@ class TaskHandlers:
         self._opening = threading.Lock()
         self._opened: MemberStore | None = None
         self._breaker = CircuitBreaker(1, _PAUSE_S)
-        self._failure = ""  # what opened the breaker
+        self._failure = ""
 
     async def join(self, request: Request, known: DatasetRef) -> Reply:
-        """A master registers, or renews its registration."""
         name, identity, record = parse_join(Fields(request.message, "join"))
         task = TaskName(known.identity, request.account.name, name)
         if not identity.has_key_file and not (request.secured or _is_of_this_machine(request.peer)):
@@ -105,7 +104,6 @@ class TaskHandlers:
 
 
 def _is_of_this_machine(peer: str) -> bool:
-    """Loopback."""
     try:
         address = ip_address(peer.rpartition(":")[0].strip("[]").partition("%")[0])
     except ValueError:

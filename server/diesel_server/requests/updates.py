@@ -67,11 +67,10 @@ from .queries import QueryHandlers
 
 log = logging.getLogger("diesel.server")
 
-_TOKEN = re.compile("[0-9a-f]{32}")  # the name of a lease, which a client draws
+_TOKEN = re.compile("[0-9a-f]{32}")  # clients draw names of leases
 
 LEASES_MAX = 4096
-"""The leases of one user on one dataset, in this worker: a mount on each node of the
-largest task."""
+"""A mount on each node of the largest task."""
 
 DECODED_BYTES_MAX = 64 << 20
 """The largest file that is decompressed beside others for a check. Larger ones go one at a time, as
@@ -92,7 +91,6 @@ class UpdateHandlers:
         heads: HeadCache,
         cells: MetricCells | None = None,
     ) -> None:
-        """`cells` count chunks and commits."""
         self._repository = repository
         self._directory = directory
         self._queries = queries
@@ -105,11 +103,7 @@ class UpdateHandlers:
         )
         self._beginning = ThreadSingleFlight(self._begin, self._threads)
         self._finishing = ThreadSingleFlight(self._finish, self._threads)
-        self._leases: dict[
-            tuple[str, UUID], dict[str, float]
-        ] = {}  # when each of a user's leases on a dataset ends, by its token
-
-    # Datasets
+        self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # by token
 
     async def begin(self, request: Request, name: str, *, may_create: bool) -> Reply:
         """A writer begins. A missing dataset is created on request, if the user may."""
@@ -148,8 +142,6 @@ class UpdateHandlers:
     def _delete(self, name: str) -> Deletion:
         self._heads.reopen()
         return self._repository.delete_dataset(name)
-
-    # Chunks
 
     async def put(self, request: Request, known: DatasetRef) -> Reply:
         header, chunk = await trio.to_thread.run_sync(
@@ -220,7 +212,6 @@ class UpdateHandlers:
                 return Reply({"version": version})
 
     def _recommit(self, known: DatasetRef, chunks: Sequence[ChunkId]) -> int:
-        """Those acknowledged chunks of a writer that the metadata store has lost."""
         try:
             return self._repository.recommit_missing(known.identity, chunks)
         except NoSuchDataset:
@@ -240,7 +231,6 @@ class UpdateHandlers:
         return Reply()
 
     async def record_archive(self, request: Request, known: DatasetRef) -> Reply:
-        """A writer has put it whole."""
         record = ArchiveRecord.unpack(Fields(request.message, "record_archive").octets("record"))
         account = request.account
         record = dataclasses.replace(record, writer="" if account.admin else account.name)
@@ -298,7 +288,6 @@ _large_file_lock = threading.Lock()
 
 
 def _too_old(stale: StaleChunk) -> ObjectExists:
-    """The client sends the chunk again under a new ID."""
     return ObjectExists(stale.message, advice="put it again under another ID")
 
 
@@ -309,5 +298,5 @@ def _dataset_lost(name: str) -> MetadataBehind:
 
 
 def _may_be_one_chunk(error: Exception) -> bool:
-    """Whether one of several chunks may be to blame."""
+    """Whether one chunk may be to blame."""
     return isinstance(error, FormatError | UsageError) or not isinstance(error, DieselError)
