@@ -32,7 +32,7 @@ from .verbs.mount import mount as mount_verb
 USAGE, BUG, INTERRUPTED, FAILED = 1, 4, 8, 32
 
 _EXIT_CODES = {0: 0, 1: BUG, 2: USAGE, 129: INTERRUPTED, 130: INTERRUPTED, 143: INTERRUPTED}
-"""By `dlcmd`'s; FAILED for all others."""
+"""mount(8)'s code for `dlcmd`'s; FAILED for all others."""
 
 _OF_MOUNT = re.compile(
     "(no)?(auto|user|users|owner|group|fail|suid|dev|exec|atime|diratime|relatime|strictatime"
@@ -45,13 +45,13 @@ _NOT_FOR_MOUNTS = {"foreground", "help", "json", "quiet", "url", "user", "verbos
 """Not mount options, or under another name."""
 
 STATE_FOLDER, CACHE_FOLDER = "/var/lib/diesel-mount", "/var/cache/diesel-mount"
-"""As in the systemd unit. At boot there is no home folder."""
+"""The systemd unit has the same. At boot there is no home folder."""
 
 ENVIRONMENT_BYTES_MAX = 1 << 16
 
 
 def mount_options() -> dict[str, click.Option]:
-    """By the names behind `-o`."""
+    """The options by their names behind `-o`."""
     names: dict[str, click.Option] = {}
     for each in mount_verb.params:
         if isinstance(each, click.Option):
@@ -71,8 +71,8 @@ def split_options(text: str) -> list[str]:
 
 
 def dlcmd_options(given: Sequence[str], *, sloppy: bool) -> list[str]:
-    """Raises UsageError for an option that neither `dlcmd mount` nor mount(8) knows; `sloppy` leaves
-    it out. Underscores may stand for dashes."""
+    """Raises UsageError for an option that neither `dlcmd mount` nor mount(8) knows; `sloppy`
+    leaves it out. Underscores may stand for dashes."""
     known, words = mount_options(), []
     for each in given:
         name, has_value, value = each.partition("=")

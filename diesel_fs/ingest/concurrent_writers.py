@@ -102,7 +102,7 @@ def _put_again(
 def _files_replaced_by_folders(
     repository: Repository, session: WriteSession
 ) -> dict[bytes, list[_Entry]]:
-    """Only if the file or the folder is of this session."""
+    """The file or the folder is of this session."""
     before, after = session.view, repository.view(session.name)
     new = set(after.chunk_ids).difference(before.chunk_ids)
     theirs = list(_headers(repository, session, new - session.committed_chunks))

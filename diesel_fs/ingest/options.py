@@ -127,7 +127,7 @@ class Filter:
         return is_taken
 
     def excludes(self, path: bytes, *, is_folder: bool) -> bool:
-        """Also by a folder above it."""
+        """A folder above an entry may exclude it, too."""
         if self.includes_all or not path:
             self.has_taken |= not is_folder
             return False

@@ -96,7 +96,7 @@ class Packer:
         return self._extent_bytes
 
     def __len__(self) -> int:
-        """In the unfinished chunk."""
+        """Entries in the unfinished chunk."""
         return len(self._builder)
 
     def add_file(self, folder: int, name: bytes, path: SplitPath) -> None:

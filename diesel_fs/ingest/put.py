@@ -24,7 +24,7 @@ from .paths import check_not_reserved
 
 @dataclass(frozen=True, slots=True)
 class PutWork:
-    """For a source."""
+    """What a source needs during one put."""
 
     repository: Repository
     target: bytes  # of the source

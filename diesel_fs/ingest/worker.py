@@ -71,6 +71,9 @@ class PackJob:
     compress: str
 
 
+# The packing process's end of the pipe
+
+
 class _PackProcess:
     def __init__(self, pipe: "Connection[bytes, bytes]", job: PackJob) -> None:
         self._pipe = pipe
@@ -227,6 +230,9 @@ def _run(pipe: "Connection[bytes, bytes]", job: PackJob) -> NoReturn:
     except Exception as error:
         process.send("error", "DieselError", f"packing failed: {error!r}", "")
     process.end()
+
+
+# The coordinator's end of the pipe
 
 
 class WorkerHandle:

@@ -25,7 +25,7 @@ from ..format.snapshot.reader import ROOT_INDEX, Snapshot
 from ..names import shown
 
 IMG_EXTENSIONS = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-"""As torchvision's, in any case."""
+"""torchvision takes these, in any case."""
 
 _LINKS_MAX = 40  # as Linux: a path through more links is a loop
 _BATCH = 4096  # rows made at once

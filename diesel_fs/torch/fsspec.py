@@ -152,6 +152,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
                 )
         return _make, (type(self), options)
 
+    # Paths
+
     @classmethod
     def _strip_protocol(cls, path: object) -> object:
         """The path that a URL names, without slashes at its ends or in a row."""
@@ -244,6 +246,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
         return entry
 
+    # Metadata
+
     def info(self, path: str, **kwargs: object) -> dict[str, object]:
         """Name, size in bytes, type, mode and mtime. Raises FileNotFoundError."""
         path = self._text(path)
@@ -334,6 +338,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         for key in [key for key in _open if key[0] == self._token]:
             if (dataset := _open.pop(key, None)) is not None:
                 dataset.close()
+
+    # Contents
 
     def cat_file(
         self, path: str, start: int | None = None, end: int | None = None, **kwargs: object
@@ -446,6 +452,8 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
         text: str = self._strip_protocol(path)  # type: ignore[assignment]  # it is no list
         return text
 
+    # Writing
+
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise OSError(
             errno.EROFS,
@@ -457,7 +465,7 @@ class DieselFileSystem(AbstractFileSystem):  # type: ignore[misc]  # fsspec ship
 
 
 class DieselTlsFileSystem(DieselFileSystem):
-    """For servers with TLS: `diesel+tls://HOST:PORT/DATASET/path`."""
+    """Servers with TLS have paths `diesel+tls://HOST:PORT/DATASET/path`."""
 
     protocol = "diesel+tls"
 

@@ -414,6 +414,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             for name, value in state.items()
         }
 
+    # Overrides of `ChunkShuffleSampler`
+
     def _begin(self, iteration: "_Iteration", own: EpochPlace | None) -> tuple[EpochPlace, Indices]:
         last = self._last
         was_trained = last is not None and last.is_over and self._table.has_reports
@@ -504,6 +506,8 @@ class ImportanceSampler(ChunkShuffleSampler):
             drawn = self._draw(place.epoch)
             drawn.replaced, drawn.timed = loaded.replaced, loaded.timed
         return place
+
+    # Draws
 
     def _draw(self, epoch: int) -> _Draw:
         """The ranks agree on the importance first."""

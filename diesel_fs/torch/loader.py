@@ -147,7 +147,7 @@ class AutoDataLoader(DataLoader[_Batch], Generic[_Batch]):  # type: ignore[misc]
 @dataclass(slots=True)
 class _Progress:
     received: int = 0
-    """Up to the loop's last batch."""
+    """Samples up to the loop's last batch."""
 
 
 class _AutoIterator(Iterator[_Batch]):

@@ -40,7 +40,7 @@ class EpochPlace:
 
     epoch: int
     partitions: tuple[Partition, ...] = ()
-    """For other worlds."""
+    """Earlier partitions of this epoch, to other worlds."""
     position: int | None = 0
     """The position in this rank's part. None: not known."""
 
@@ -233,7 +233,7 @@ class ChunkShuffleSampler(Sampler[int]):  # type: ignore[misc]  # mypy skips tor
         }
 
     def _count(self, epoch: int) -> int:
-        """On all ranks together."""
+        """Samples of all ranks together."""
         return len(self._files)
 
     def _shuffled(self, place: EpochPlace) -> tuple[Indices, Indices]:

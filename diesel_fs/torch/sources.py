@@ -28,7 +28,7 @@ _PART = 1 << 16  # paths that are looked up at a time
 
 @dataclass(frozen=True, slots=True)
 class SampleSource:
-    """By the index of the sample."""
+    """The files by the index of the sample."""
 
     dataset: str
     identity: str

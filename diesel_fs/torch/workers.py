@@ -37,12 +37,12 @@ class Measured:
     fetch_s: float
     """Reading, decoding, transforming and collating, by one worker."""
     request_s: float
-    """From a batch that the loop got to its next request."""
+    """The loop's own time: from a batch to its next request."""
     batch_samples: float
     sample_bytes: float = 0
-    """As stored; 0 if it is not known."""
+    """The mean stored size; 0 if it is not known."""
     worker_bytes: float = 0
-    """With its prepared batches."""
+    """A worker's memory, with its prepared batches."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ SECRETS = {
     "AZURE_STORAGE_ACCOUNT_KEY": "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_SAS_TOKEN": "AZURE_STORAGE_SAS_TOKEN",
 }
-"""With the variables by which a mount gets them."""
+"""Keys of a volume's Secret, and the variables by which a mount gets them."""
 
 LABEL_NODE = f"{DRIVER}/node"
 """The node's `label_value`, on mount pods, their Secrets and reports."""

@@ -18,7 +18,7 @@ from .names import LABEL_NODE, label_value
 Json = dict[str, object]
 
 REFRESH_S = 300.0
-"""Without a change."""
+"""The pause between two reports without a change."""
 
 AGE_S_MAX = 3 * REFRESH_S
 """An older report is not used, since the plugin has gone, nor one as far in the future."""

@@ -36,6 +36,7 @@ BYTES_PER_S_MIN = 256 << 10
 HEARTBEAT_S = 1.0
 
 DRAIN_S = 30.0
+"""Time for requests under way when the server stops."""
 
 BUDGET_WAIT_S = 10.0
 THREAD_WAIT_S = 10.0
@@ -47,6 +48,7 @@ CONNECTIONS_MAX = 8192
 """Each takes some 20 KB. A process that may open fewer files takes fewer connections."""
 
 GREETING_MAX = 1024
+"""Connections before their login, from everywhere."""
 
 GREETING_PER_NETWORK_MAX = 256
 """Connections of one network before their login. The processes of a node all start at once and log
@@ -58,17 +60,20 @@ REFUSING_MAX = 64
 """Connections that are refused with a sentence at once. Others are closed without one."""
 
 FILES_RESERVED = 256
+"""File descriptors for stores, caches and logs."""
 
 REQUESTS_PER_CONNECTION_MAX = 64
 """A connection with this number of requests under way is not read until one has ended."""
 
 REQUESTS_MAX = 2048
 REQUESTS_PER_USER_MAX = REQUESTS_MAX * 3 // 4
+"""One user leaves some requests to others."""
 
 BUDGET_BYTES = 2 * (REQUEST_LIMITS.payload_bytes + REQUEST_LIMITS.head_bytes)
 """Memory for payloads and answers under way: others have room beside one user's largest request."""
 
 SHARE_BYTES = BUDGET_BYTES // 2
+"""What one user may hold of the budget."""
 
 RATE_KEYS_MAX = 4096
 

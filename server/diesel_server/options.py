@@ -42,7 +42,7 @@ class ServerOptions:
 
 
 def default_workers() -> int:
-    """At most four."""
+    """One for each processor that this process may use, at most four."""
     return min(4, len(os.sched_getaffinity(0)))
 
 

@@ -24,7 +24,7 @@ from .watched import Described, Watched
 
 LIST_EVERY_S = 30.0
 _CPU_SHARE, _WALL_SHARE = 0.01, 0.1
-"""For listings."""
+"""The part of a processor, and of the time, that listings may take."""
 
 DETAILS_EVERY_S = 2.0
 DETAILS_S = 0.2

@@ -27,7 +27,7 @@ from .history import History
 from .watched import Described, Watched
 
 CHILD_EVERY_S = 5.0
-"""If a mount fails, or a sample starts a process."""
+"""The pause if a mount fails, or if a sample starts a process."""
 
 READERS_SHOWN = 64
 
@@ -53,7 +53,7 @@ _TOTALS = {
     "resident_bytes": "residency.resident_bytes",
     "budget_bytes": "residency.budget_bytes",
 }
-"""By the paths in a mount's statistics."""
+"""Counters on the page, and their paths in a mount's statistics."""
 
 
 class MountPlace(NamedTuple):

@@ -24,8 +24,10 @@ class Watched(ABC):
     `point` the history's, in the watcher's thread. Subclasses guard shared attributes by `lock`."""
 
     least_s = 0.0
+    """The least time between two refreshes."""
 
     late_s = 3.0
+    """The state is `late` without an answer for this time."""
 
     def __init__(self, source_id: str, history: History) -> None:
         self.id = source_id
@@ -34,6 +36,7 @@ class Watched(ABC):
         self.is_done = threading.Event()
         self.is_done.set()
         self.problem = ""
+        """Why there is no newer answer, or ""."""
         self.answered_s = 0.0
         """0: never."""
         self._requested_s = 0.0
@@ -49,7 +52,7 @@ class Watched(ABC):
 
     @abstractmethod
     def describe(self) -> Described:
-        """For the page."""
+        """The newest facts, for the page."""
 
     @abstractmethod
     def point(self) -> Mapping[str, float] | None:

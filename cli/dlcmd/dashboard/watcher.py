@@ -58,6 +58,8 @@ class Watcher:
         self._point_s = 0.0
         self._is_ended = False
 
+    # For the pages
+
     def state(self, after: int, wait_s: float) -> bytes:
         """Waits for a greater `tick` than `after`. Returns JSON."""
         with self._change:
@@ -79,6 +81,8 @@ class Watcher:
             known = {"all": self._all, **{each.id: each.history for each in sources}}
             found = known.get(source_id)
             return None if found is None else json.dumps(found.since(since_s)).encode()
+
+    # The ticks
 
     def run(self) -> None:
         while not self._is_ended:

@@ -161,7 +161,7 @@ def _settings(settings: Settings | None) -> dict[str, object]:
 
 
 def _cgroup_lines() -> Iterator[str]:
-    """Also of the groups above."""
+    """The groups above count, too."""
     listed = _file_text(Path("/proc/self/cgroup"))
     yield from listed.splitlines()
     for line in listed.splitlines():
@@ -178,7 +178,7 @@ def _cgroup_lines() -> Iterator[str]:
 
 
 def _our_mount_lines() -> Iterator[str]:
-    """Also possible parts of one."""
+    """A mount may have parts."""
     for line in _file_text(Path("/proc/self/mountinfo")).splitlines(keepends=True):
         if " - fuse.diesel " in line or " - erofs " in line:
             yield line

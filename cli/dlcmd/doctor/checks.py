@@ -29,6 +29,7 @@ FREE_BYTES_MIN, FREE_BYTES_LOW = 64 << 20, 1 << 30
 millions of files, of some 100 bytes each."""
 
 FREE_FILES_MIN = 100
+"""Snapshots, logs and sockets need files on the same disk."""
 
 OLD_CACHE_BYTES = 8 << 20
 """Less from earlier boots is not worth a warning."""
@@ -61,6 +62,9 @@ if TYPE_CHECKING:  # to import it takes 0.2 s, and most repositories need no Red
 _IN_A_CONTAINER = "start a container with --device /dev/fuse --cap-add SYS_ADMIN"
 
 
+# This machine
+
+
 @dataclass(frozen=True, slots=True)
 class FuseFacts:
     device_errno: str = ""
@@ -70,8 +74,9 @@ class FuseFacts:
     may_administrate: bool = True
     helper: str = ""
     helper_has_rights: bool = True
+    """It must run as root."""
     native_error: str = ""
-    """As far as known without a mount."""
+    """Why the native session cannot be used, as far as known without a mount."""
     linux: str = ""
 
 
@@ -125,7 +130,7 @@ class MemoryFacts:
     limit_bytes: int
     available_bytes: int
     mount_bytes: int
-    """Without `--memory`."""
+    """What a mount takes without `--memory`."""
 
 
 def memory_finding(facts: MemoryFacts) -> Finding:
@@ -238,6 +243,9 @@ def old_copies_finding(facts: OldCopies) -> Finding | None:
     return Finding("cache.old", "warning", found, cure, figures)
 
 
+# The repository
+
+
 def clock_finding(ahead_s: float, whose: str, error_s: float = 0.0) -> Finding:
     """`whose` names a store, metadata store or server. Ours is `ahead_s` ahead, measured to
     `error_s`."""
@@ -295,6 +303,9 @@ def redis_finding(facts: "ServerFacts", where: str) -> Finding:
         cure = "`redis-cli CONFIG SET appendonly yes`, and `appendonly yes` in redis.conf"
         return Finding("metadata", "warning", found, cure, figures)
     return Finding("metadata", "ok", text, figures=figures)
+
+
+# Mounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,6 +407,9 @@ def _text(values: Mapping[str, object], name: str) -> str:
 def _number(values: Mapping[str, object], name: str) -> int:
     found = values.get(name)
     return int(found) if isinstance(found, int | float) else 0
+
+
+# Folders that the user names
 
 
 @dataclass(frozen=True, slots=True)

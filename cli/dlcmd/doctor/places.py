@@ -153,6 +153,9 @@ def _cached(path: Path) -> list[CachedUse]:
     return []
 
 
+# A mount that is tried
+
+
 class Trial:
     """A mount by `trial.py` in a folder of its own; a context manager removes it."""
 

@@ -55,13 +55,14 @@ REQUESTS = 5
 """The median time is the latency."""
 
 HTTP_S = 4.0
-"""For any answer."""
+"""Time for any answer of a bucket's endpoint."""
 
 READ_BYTES, PART_BYTES, READ_THREADS, READ_S = 16 << 20, 1 << 20, 4, 2.0
-"""For the bandwidth: bytes of a chunk, size and number of parts, and the longest time."""
+"""Bandwidth is measured with these bytes of a chunk, in parts of this size, by threads, for at most
+this time."""
 
 DATASETS_TRIED = 20
-"""For the right to write."""
+"""The right to write is tried with these datasets of a server."""
 
 _SLOW_STORE = "run in the region of the store, or mount with --cache-dir or --task"
 _SLOW_REDIS = "run Redis near the jobs, on a machine that is not busy (`redis-cli --latency`)"
@@ -158,6 +159,9 @@ def _examine(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:
             _examine_server(question, repository, emit)
 
 
+# Stores that this process opens itself
+
+
 def _examine_stores(question: StoreQuestion, repository: StoredRepository, emit: Emit) -> None:
     url, objects = repository.url, repository.objects
     datasets = repository.datasets()
@@ -249,6 +253,9 @@ def _try_to_write(repository: StoredRepository, datasets: list[DatasetInfo]) -> 
             repository.objects.delete(name)
 
 
+# Servers
+
+
 def _examine_server(question: StoreQuestion, repository: Repository, emit: Emit) -> None:
     url = repository.url
     user = repository.credentials.user if repository.credentials else "?"
@@ -290,6 +297,9 @@ def _roles_finding(repository: Repository, datasets: list[DatasetInfo], user: st
         return Finding("store.rights", "fault", found, cure)
     many = count_text(min(len(datasets), DATASETS_TRIED), "dataset")
     return Finding("store.rights", "ok", f"{user!r} may read and write {many} (tried)")
+
+
+# Both kinds
 
 
 def _emit_no_dataset(datasets: list[DatasetInfo], emit: Emit) -> None:

@@ -23,7 +23,7 @@ TASK_TIERS = ("mapped", "local", "peer", "store")
 
 RETRY_S = 0.05
 GONE_WAIT_S = 2.0
-"""For a mount without an answer."""
+"""Time for a mount without an answer to be unmounted, or to die."""
 
 NUMBER_END = 1 << 63
 

@@ -23,7 +23,7 @@ from ..args.options import argument, file_path, global_flags, option, verb
 from ..show.run_report import report_page
 
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""As a shell's."""
+"""A shell has the same exit codes."""
 
 _FORWARDED = (
     signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2,

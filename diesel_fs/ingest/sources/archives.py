@@ -94,7 +94,7 @@ class Archive(Protocol):
 
     @property
     def file_name(self) -> str:
-        """Without folders."""
+        """The name without folders."""
         ...
 
     @property
@@ -180,7 +180,7 @@ class _ArchiveGroup:
     jobs: list[_Job] = field(default_factory=list)
     bytes: int = 0
     chunks: dict[ChunkId, int] = field(default_factory=dict)
-    """With the number of files (extents) in each."""
+    """Each chunk's number of files (extents)."""
 
 
 class ArchivesSource(Source):
@@ -273,6 +273,8 @@ class ArchivesSource(Source):
             if now != job.record and len(yields_to) <= _YIELDS_MAX:
                 self._work.repository.record_archive(session.identity, replace(now, is_alone=False))
 
+    # Finding the archives that need not be read
+
     def _skip_recorded(self) -> None:
         """Skip the archives whose entries the dataset still has, and find others in other
         datasets."""
@@ -341,6 +343,8 @@ class ArchivesSource(Source):
             for job, record in found:
                 if record is not None and live.has_all(record):
                     job.original = _Original(view, record)
+
+    # Reading, packing
 
     def _run(self, batches: Sequence[_ArchiveGroup]) -> None:
         """Raises DieselError."""
@@ -576,6 +580,8 @@ class ArchivesSource(Source):
         )
         self._work.repository.record_archive(self._session.identity, job.record)
 
+    # Members with one path in several archives
+
     def _settle_order(self) -> None:
         """The last of several members at one path counts. Raises DieselError."""
         read = [job for job in self._jobs if not job.is_skipped]
@@ -673,9 +679,9 @@ def _batches(jobs: Sequence[_Job], chunk_bytes: int) -> list[_ArchiveGroup]:
 
 class _Contested(NamedTuple):
     last: list[tuple[_Job, Set[int]]]
-    """In their order, with the hashes of contested paths."""
+    """The last archives with some path, in their order, with the hashes of these paths."""
     yields: dict[int, list[_Job]]
-    """By the `id` of each other job."""
+    """The last archives, by the `id` of each other job."""
 
 
 def _contested(jobs: Sequence[_Job]) -> _Contested:

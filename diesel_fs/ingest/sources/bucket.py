@@ -28,10 +28,10 @@ FETCHES = 32
 """An object store answers after tens of milliseconds."""
 
 PIECE_BYTES = 8 << 20
-"""For larger objects."""
+"""Larger objects are fetched in pieces."""
 
 AHEAD_BYTES_MAX = 64 << 20
-"""At most one piece more."""
+"""Fetched but not packed bytes; one piece more is possible."""
 
 REFUSED_IN_A_ROW_MAX = 100
 """The store refuses all objects if it refuses more in a row."""

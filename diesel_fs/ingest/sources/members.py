@@ -43,7 +43,7 @@ class MemberLog:
         """A link or a folder, below the archive's root."""
 
     def add_unchanged(self, index: int) -> None:
-        """At this index of the dataset's view."""
+        """The dataset has the last added member already, at this index of its view."""
 
 
 @dataclass(slots=True)

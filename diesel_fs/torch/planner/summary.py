@@ -12,12 +12,12 @@ _INTERVALS_MAX = 2000  # of one loop; if there are more, neighbours are joined
 class Interval:
     epoch: int
     end_s: float
-    """From the start of the command."""
+    """Seconds since the start of the command."""
     batches: int
     waited_s: float
-    """For batches."""
+    """Time in which the loop waited for batches."""
     computed_s: float
-    """With something else."""
+    """Time in which it did something else."""
 
     @property
     def total_s(self) -> float:

@@ -31,7 +31,7 @@ from .targets import MountTable
 log = logging.getLogger("diesel.csi")
 
 ANSWER_S = 5.0
-"""For a mount's statistics."""
+"""Time for a mount to deliver its statistics."""
 
 UNNAMED = "-"
 """The namespace if kubelet has named none, as in paths of cache folders."""

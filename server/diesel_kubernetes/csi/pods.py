@@ -52,7 +52,7 @@ class PodOptions:
     image: str
     cpu: str = "100m"
     memory: str = "256Mi"
-    """In Kubernetes's notation."""
+    """Kubernetes's notation."""
     priority_class: str = "system-node-critical"
 
 

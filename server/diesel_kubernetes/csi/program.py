@@ -32,7 +32,7 @@ from .volumes import Volume
 DLCMD = (sys.executable, "-m", "dlcmd")
 
 SHOWN_LINES, SHOWN_CHARS = 5, 1500
-"""In an error, if the program has reported none."""
+"""The part of a log in an error, if the program has reported none."""
 
 KILLED_OUTPUT_S = 5.0
 

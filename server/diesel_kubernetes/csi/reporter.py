@@ -35,7 +35,7 @@ INTERVAL_S = 30.0
 CLOSE_S = 5.0
 
 Measure = Callable[[], tuple[list[HeldDataset], bool]]
-"""Also whether these are all the node's shares."""
+"""The node's shares, and whether these are all."""
 
 
 class NodeReporter:

@@ -41,11 +41,13 @@ log = logging.getLogger("diesel.csi")
 
 PUBLISHES_MAX = 100
 OTHER_CALLS_MAX = 28
+"""Threads for other calls than publishing."""
 
 DEFAULT_TIMEOUT_S = 110.0
 """Kubelet's own deadline is 120 s."""
 
 END_GRACE_S = 5.0
+"""Time for calls under way at SIGTERM."""
 
 FIELD_BYTES_MAX, MAP_BYTES_MAX = 128, 4096
 """CSI's limits of a text and of a map ("Size Limits")."""

@@ -32,7 +32,7 @@ TARGET_MODE = 0o750
 NAME_BYTES_MAX, PATH_BYTES_MAX = 255, 4095
 
 CONTROL_DEADLINE_S = 5.0
-"""For a mount's answer."""
+"""Time for a mount's answer."""
 
 _NOT_COUNTED = 1 << 62
 
@@ -69,7 +69,7 @@ class MountTable:
         return cls(roots, {name: tuple(paths) for name, paths in binds.items()}, entries)
 
     def at(self, target: str) -> tuple[TargetState, str]:
-        """With the name of a mount of ours."""
+        """The state, and the name if it is a mount of ours."""
         top = topmost_at(target, self.entries)
         if top is None:
             return TargetState.FREE, ""
@@ -162,9 +162,8 @@ def show_control(run: Path, target: str) -> None:
     def bind_socket() -> None:
         try:
             [socket] = control_sockets(run / "diesel")
-            place = os.open(
-                link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC
-            )  # a request to the mount
+            # A request to the mount
+            place = os.open(link, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
                 if not given_up.is_set():
                     tree = syscalls.clone_mount(socket)

@@ -62,7 +62,7 @@ class VolumeLimits:
     """The administrator sets them."""
 
     url: str = ""
-    """For volumes that name none."""
+    """The repository of volumes that name none."""
     file_roots: tuple[str, ...] = ()
     """Folders below which a volume may name a repository by `file://`."""
     cache_root: str = ""
@@ -80,12 +80,12 @@ class Volume:
     follow: bool
     options: tuple[str, ...]
     environment: Mapping[str, str]
-    """Without secrets: the repository, the user."""
+    """The repository and the user, but no secrets."""
     namespace: str
     memory_bytes: int
     cache_dir: str = ""
     file_folder: str = ""
-    """If the repository is on the node's own disk."""
+    """The folder of a repository on the node's own disk."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     @property
@@ -174,7 +174,7 @@ def parse_volume(
 def _options(
     given: Mapping[str, str], attributes: Mapping[str, str], limits: VolumeLimits
 ) -> tuple[tuple[str, ...], int]:
-    """Without the cache's arguments; also returns the memory."""
+    """The arguments but those of the cache, and the mount's memory."""
     options = []
 
     def add(name: str, option: str, check: Callable[[str], str]) -> None:

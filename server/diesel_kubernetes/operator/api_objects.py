@@ -52,10 +52,13 @@ class Condition:
 
 @dataclass(frozen=True, slots=True)
 class AnyObject:
-    """Only the kind and the metadata."""
+    """Some callers need only the kind and the metadata."""
 
     kind: str = ""
     metadata: Metadata = field(default_factory=Metadata)
+
+
+# Jobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,9 @@ class JobStatus:
 class Job:
     metadata: Metadata = field(default_factory=Metadata)
     status: JobStatus = field(default_factory=JobStatus)
+
+
+# Pods
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,9 @@ class Pod:
         return found[0].state if found else ContainerState()
 
 
+# Nodes
+
+
 @dataclass(frozen=True, slots=True)
 class NodeSpec:
     unschedulable: bool = False
@@ -188,6 +197,9 @@ class ClusterNode:
     @property
     def is_ready(self) -> bool:
         return any(each.type == "Ready" and each.holds for each in self.status.conditions)
+
+
+# Secrets
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from .decoding import Json, decode
 from .resources import VERSION
 
 CHUNK = 500
+"""Objects of a list that are requested at once."""
 
 
 class Pods(GenericNamespacedResource):
@@ -135,7 +136,7 @@ class Cluster:
     async def delete(
         self, kind: type[GenericNamespacedResource], namespace: str, name: str
     ) -> None:
-        """Also the objects that it owns."""
+        """The objects that it owns are deleted, too."""
         try:
             # A Job is gone when its pods are: then another one may begin
             cascade = CascadeType.FOREGROUND if kind is Jobs else CascadeType.BACKGROUND

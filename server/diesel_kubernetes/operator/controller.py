@@ -171,6 +171,8 @@ class Reconciler:
                 return CONFLICT_S
             raise
 
+    # What nodes hold
+
     async def refresh_holdings(self) -> None:
         """Read the reports of all nodes, and wake their Datasets. If that fails, the earlier
         reports are used until they are too old."""
@@ -212,6 +214,8 @@ class Reconciler:
         else:
             nodes = frozenset(each.name for each in seen.status.nodes or ())
             self._known_datasets[key] = held, nodes
+
+    # Datasets
 
     async def _get_dataset(self, namespace: str, name: str) -> DatasetObject | None:
         raw = await self._cluster.get(Datasets, namespace, name)
@@ -324,6 +328,8 @@ class Reconciler:
             job = decode_training(raw)
             if any(each.name == seen.name for each in job.given.datasets):
                 self.wake(Key(TRAINING_JOBS, seen.namespace, job.name))
+
+    # TrainingJobs
 
     async def _training_job(self, key: Key) -> float | None:
         raw = await self._cluster.get(TrainingJobs, key.namespace, key.name)

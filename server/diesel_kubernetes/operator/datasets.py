@@ -57,11 +57,13 @@ from .specs import DatasetSpec, Defaults, parse_dataset
 
 BACKOFF_S, BACKOFF_MAX_S = 10.0, 300.0
 LOOK_S = 1.0
-"""An event about the end of something may be lost."""
+"""The pause before another look at something that is about to end: its event may be lost."""
 
 SETTLED = (DatasetPhase.READY, DatasetPhase.FAILED)
+"""Nothing is left to do until the spec changes."""
 
 NODES_MAX = 200
+"""Limits the nodes in a status."""
 
 _REASONS: tuple[tuple[type[DieselError], str], ...] = (
     (ObjectStoreRefused, "Denied"), (PermissionDenied, "Denied"), (UsageError, "InvalidUsage"),
@@ -203,7 +205,7 @@ def outcome_of(job: JobView) -> JobOutcome:
 
 
 def backoff_s(attempt: int) -> float:
-    """From the end of an attempt."""
+    """The pause from the end of an attempt to the next one."""
     return float(min(BACKOFF_S * 2 ** min(attempt - 1, 16), BACKOFF_MAX_S))
 
 
@@ -219,7 +221,7 @@ class DatasetDecision:
     delete_jobs: tuple[str, ...] = ()
     remove_finalizer: bool = False
     again_s: float | None = None
-    """If nothing happens."""
+    """The pause before another look, if nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +229,7 @@ class DatasetSituation:
     seen: DatasetObject
     jobs: tuple[JobView, ...]
     pods: tuple[Pod, ...]
-    """Also ended ones."""
+    """Its readers, also ended ones."""
     progress: Progress | None
     """None: the preparation did not answer."""
     now_s: float
@@ -253,6 +255,9 @@ def decide(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
         remove_finalizer=has and not spec.reclaims,
     )
     return _with_event(situation, decision)
+
+
+# Preparation
 
 
 def _preparing(
@@ -328,6 +333,9 @@ def _after_attempt(
     return DatasetDecision(replace(made, attempt=latest.attempt), again_s=due_s - situation.now_s)
 
 
+# Deletion
+
+
 def _deleting(situation: DatasetSituation, defaults: Defaults) -> DatasetDecision:
     """The cluster does all of it if our finalizer is missing."""
     seen = situation.seen
@@ -376,6 +384,9 @@ def _not_leaving(jobs: Sequence[JobView]) -> tuple[str, ...]:
     return tuple(each.name for each in jobs if not each.is_leaving)
 
 
+# The status
+
+
 def _in_phase(
     situation: DatasetSituation, phase: DatasetPhase, reason: str, message: str
 ) -> DatasetStatus:
@@ -406,6 +417,9 @@ def _with_event(situation: DatasetSituation, decision: DatasetDecision) -> Datas
     return replace(decision, events=(*decision.events, made))
 
 
+# The nodes that have blocks
+
+
 def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetStatus:
     """Add the nodes that have blocks (`OPERATOR.md`), with measured shares or, without a
     measurement, estimated ones."""
@@ -433,7 +447,7 @@ def _with_nodes(status: DatasetStatus, situation: DatasetSituation) -> DatasetSt
 
 
 def _expected_nodes(status: DatasetStatus, situation: DatasetSituation) -> dict[str, NodeShare]:
-    """By where pods run and have run."""
+    """They are judged by where pods run and have run."""
     groups: dict[str, set[str]] = {}
     shared: set[str] = set()
     kept: set[str] = set()
@@ -469,13 +483,13 @@ def _attributes(pod: Pod, dataset: str) -> Mapping[str, str]:
 
 
 def holding_of(status: DatasetStatus) -> Holding:
-    """In memory or on a disk."""
+    """The nodes' shares in memory or on a disk."""
     shares = {each.name: Fraction(each.share, 100) for each in status.nodes or ()}
     return Holding(status.bytes or 0, shares)
 
 
 def holding_on_disks(status: DatasetStatus) -> Holding:
-    """Only shares that stay on disks."""
+    """The shares that stay on disks."""
     shares = {
         each.name: Fraction(each.share_on_disk, 100) for each in status.nodes or () if each.keeps
     }

@@ -16,7 +16,7 @@ from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 Json = dict[str, object]
 
 _ACRONYMS = {"ip": "IP"}
-"""As in `podIP`."""
+"""An example is `podIP`."""
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]

@@ -21,6 +21,7 @@ STORAGE = "ephemeral-storage"
 class NodeState:
     name: str
     hostname: str
+    """The label `kubernetes.io/hostname`."""
     labels: Mapping[str, str]
     allocatable: Amounts
     requested: Amounts = field(default_factory=dict)
@@ -50,7 +51,7 @@ class NodeState:
 class Holding:
     content_bytes: int
     shares: Mapping[str, Fraction] = field(default_factory=dict)
-    """From 0 to 1, by the node's name."""
+    """Numbers from 0 to 1, by the node's name."""
 
     @property
     def blocks(self) -> int:

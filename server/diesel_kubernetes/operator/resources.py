@@ -82,7 +82,7 @@ class Progress:
 @dataclass(frozen=True, slots=True)
 class DatasetStatus(Status):
     attempt: int | None = None
-    """From 1."""
+    """The number of the last preparation, from 1."""
     entries: int | None = None
     files: int | None = None
     bytes: int | None = None
@@ -194,6 +194,9 @@ def decode_training(raw: Json) -> TrainingObject:
     )
 
 
+# The specification of a Dataset
+
+
 @dataclass(frozen=True, slots=True)
 class GivenBucket:
     url: str = ""
@@ -252,6 +255,9 @@ class GivenDataset:
     preparation: GivenPreparation = field(default_factory=GivenPreparation)
 
 
+# The specification of a TrainingJob
+
+
 @dataclass(frozen=True, slots=True)
 class DatasetUse:
     name: str = ""
@@ -267,6 +273,9 @@ class GivenTraining:
     one_per_node: bool = True
     admission: str = ""
     restarts: int = 0
+
+
+# Conditions
 
 
 @dataclass(frozen=True, slots=True)

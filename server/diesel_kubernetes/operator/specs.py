@@ -49,7 +49,7 @@ class Defaults:
 class RepositoryPlace:
     url: str
     variables: Mapping[str, str]
-    """Without secrets."""
+    """The environment of `dlcmd`, without secrets."""
     attributes: Mapping[str, str]
     secret: str
     """Empty: none."""

@@ -69,14 +69,14 @@ class TrainingDecision:
     delete_secrets: tuple[str, ...] = ()
     delete_services: tuple[str, ...] = ()
     again_s: float | None = None
-    """If nothing happens."""
+    """The pause before another look, if nothing happens."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingSituation:
     seen: TrainingObject
     datasets: Mapping[str, DatasetObject]
-    """Without missing ones."""
+    """Missing ones are left out."""
     pods: tuple[Pod, ...]
     now_s: float
     nodes: tuple[NodeState, ...] | None = None
@@ -102,7 +102,7 @@ def decide(situation: TrainingSituation, defaults: Defaults) -> TrainingDecision
 
 
 _Chosen = Sequence[tuple[DatasetObject, DatasetSpec]]
-"""In the order of the specification."""
+"""The specification's order."""
 
 
 def _waiting(

@@ -154,6 +154,8 @@ class TableAuthenticator:
             return known.accounts, Role.READ
         return known.accounts, Role.ADMIN
 
+    # The copy
+
     def refresh(self) -> None:
         """A failure is logged, not raised."""
         self._refresh(since_s=self._clock())

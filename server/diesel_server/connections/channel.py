@@ -107,7 +107,7 @@ class ClientChannel:
         return views
 
     async def send_left(self, views: list[memoryview]) -> None:
-        """As `send`."""
+        """A cancelled call leaves the connection of no more use."""
         try:
             while views:
                 await self._transport.wait_writable()

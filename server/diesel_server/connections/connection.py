@@ -193,6 +193,8 @@ class ClientConnection:
         if self._waiting is not None and not self._ids:
             self._waiting.cancel()
 
+    # Greeting and login
+
     async def _log_in(self, held: ExitStack) -> bool:
         """Returns whether the client has proved to be a user."""
         account: Account | None = None
@@ -293,6 +295,8 @@ class ClientConnection:
             log.exception("a login met a bug: from=%s", self._peer)
             await self._send_final_error(DieselError("internal error"))
         return None
+
+    # Requests
 
     async def _serve_requests(self) -> None:
         ended: Exception | None = None
@@ -473,6 +477,8 @@ class ClientConnection:
             if self._context.is_draining:
                 self.stop()
 
+    # Sending
+
     async def _answer_error(
         self, number: int, error: DieselError, retry_after_s: float | None = None
     ) -> None:
@@ -504,7 +510,7 @@ class ClientConnection:
             self._writing.release()
 
     async def _exactly(self, size: int) -> bytearray:
-        """With a frame's deadline."""
+        """A frame's deadline applies."""
         if self._open_channel.has_buffered(size):  # mostly so, and a deadline costs more
             return await self._open_channel.receive_exactly(size)
         with self._deadline(size):

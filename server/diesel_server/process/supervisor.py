@@ -114,6 +114,8 @@ class Supervisor:
             port = self._metrics[0].getsockname()[1]
             log.info("metrics at http://%s/metrics", HostPort(options.metrics.host, port))
 
+    # Workers
+
     async def _start_all(self, nursery: trio.Nursery) -> None:
         """Returns when all accept connections; raises the error of the first that cannot."""
         errors: list[DieselError] = []
@@ -241,6 +243,8 @@ class Supervisor:
         with trio.move_on_after(_END_S):
             for process in list(self._running.values()):
                 await process.wait()
+
+    # Signals
 
     async def _handle_signals(self, signals: AsyncIterator[int], nursery: trio.Nursery) -> None:
         async for number in signals:

@@ -33,6 +33,7 @@ READ_S = 1.0
 """The read in a thread has more time."""
 
 OPEN_S = 1.0
+"""The pause after a read that took too long or found no connection."""
 
 _CONNECTIONS_MAX = 8
 _NAMES_MAX = 4096

@@ -108,6 +108,8 @@ class QueryHandlers:
         self._compute_threads = trio.CapacityLimiter(_COMPUTE_THREADS)
         self._find_threads = trio.CapacityLimiter(_FIND_THREADS)
 
+    # Datasets
+
     async def datasets(self, request: Request) -> Reply:
         account = request.account
         if not (account.admin or account.grants):
@@ -196,6 +198,8 @@ class QueryHandlers:
             raise damaged[0] if damaged else MetadataError(f"several datasets are named {name!r}")
         raise no_such_dataset(name)
 
+    # Entries
+
     async def stat(self, request: Request, known: DatasetRef) -> Reply:
         paths = parse_paths(Fields(request.message, "stat"))
         state = await self._head_of(known)
@@ -272,6 +276,8 @@ class QueryHandlers:
         if state.behind:
             raise _behind(known.name)
         return state
+
+    # Snapshots
 
     def _current(self, known: DatasetRef, state: HeadState) -> Snapshot | None:
         """The mapped snapshot of the head's version, or None: a new one is made in the background,
@@ -355,6 +361,8 @@ class QueryHandlers:
 
     def _reclaimable(self, name: str) -> int:
         return self._repository.reclaimable_bytes(name)
+
+    # Bytes
 
     async def read(self, request: Request, known: DatasetRef) -> Reply:
         """`fresh` chunks come from the object store, past every cache."""

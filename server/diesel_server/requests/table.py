@@ -81,6 +81,8 @@ class RequestTable:
             "leave": self._by_identity(Role.READ, tasks.leave, include_deleted=True),
         }
 
+    # Roles
+
     def _by_name(self, role: Role, work: NamedWork) -> Handler:
         async def handle(request: Request) -> Reply:
             return await work(request, self._named(request, role))

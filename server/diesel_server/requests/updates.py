@@ -70,7 +70,7 @@ log = logging.getLogger("diesel.server")
 _TOKEN = re.compile("[0-9a-f]{32}")  # clients draw names of leases
 
 LEASES_MAX = 4096
-"""A mount on each node of the largest task."""
+"""Leases of one user on one dataset, in this worker: a mount on each node of the largest task."""
 
 DECODED_BYTES_MAX = 64 << 20
 """The largest file that is decompressed beside others for a check. Larger ones go one at a time, as
@@ -104,6 +104,8 @@ class UpdateHandlers:
         self._beginning = ThreadSingleFlight(self._begin, self._threads)
         self._finishing = ThreadSingleFlight(self._finish, self._threads)
         self._leases: dict[tuple[str, UUID], dict[str, float]] = {}  # by token
+
+    # Datasets
 
     async def begin(self, request: Request, name: str, *, may_create: bool) -> Reply:
         """A writer begins. A missing dataset is created on request, if the user may."""
@@ -142,6 +144,8 @@ class UpdateHandlers:
     def _delete(self, name: str) -> Deletion:
         self._heads.reopen()
         return self._repository.delete_dataset(name)
+
+    # Chunks
 
     async def put(self, request: Request, known: DatasetRef) -> Reply:
         header, chunk = await trio.to_thread.run_sync(

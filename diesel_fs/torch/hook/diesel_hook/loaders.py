@@ -292,7 +292,7 @@ class LoaderEpoch:
             self._send_drawn()
 
     def _send_drawn(self) -> None:
-        """Only if they were not predicted."""
+        """Predicted indices are not sent again."""
         if self._order is None and self._drawn_sent < self._drawn.count:
             new = self._drawn.between(self._drawn_sent)
             self._drawn_sent, self._drawn_s = self._drawn.count, time.monotonic()

@@ -40,7 +40,7 @@ _KNOWN = frozenset(
     }
 )
 DRAWS = frozenset(("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler"))
-"""Without their own, they draw from torch's global generator."""
+"""They draw from torch's global generator if they have none of their own."""
 
 _COUNT_EPOCHS = frozenset(
     ("DistributedSampler", "StatefulDistributedSampler", "RepeatAugSampler", "ChunkShuffleSampler")
