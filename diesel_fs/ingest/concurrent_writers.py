@@ -182,7 +182,9 @@ def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Sna
     folder, chunk, tails = list[int](), list[int](), dict[int, bytes]()
     for i, (path, extents) in enumerate(files.items()):
         folder.append(folders.setdefault(split(path)[0], len(folders)))
-        numbers = [chunks.setdefault(_chunk_of(entry), len(chunks)) for entry in extents]
+        preambles = [entry.header.preamble for entry in extents]
+        infos = [ChunkInfo(each.id, each.object_bytes) for each in preambles]
+        numbers = [chunks.setdefault(info, len(chunks)) for info in infos]
         chunk.append(numbers[0])
         if tail := b"".join(entry.header.tail(entry.position) for entry in extents):
             tails[i] = tail
@@ -200,8 +202,3 @@ def _snapshot_of(session: WriteSession, files: dict[bytes, list[_Entry]]) -> Sna
         digest=0,
     )  # fmt: skip
     return Snapshot(memoryview(b"".join(parts)), verify=True)
-
-
-def _chunk_of(entry: _Entry) -> ChunkInfo:
-    preamble = entry.header.preamble
-    return ChunkInfo(preamble.id, preamble.object_bytes)

@@ -7,7 +7,6 @@ source went.
 
 import io
 from dataclasses import dataclass
-from functools import partial
 
 from ..format.entries import Kind, join, split
 from ..format.manifest import MANIFEST_NAME, Manifest, find_samples
@@ -74,8 +73,4 @@ def _is_same(view: Snapshot, index: int, content: bytes) -> bool:
     found = view.stat(index)
     if (found.kind, found.size) != (Kind.FILE, len(content)):
         return False
-    return same_content(view.extents(index), partial(_part, content))
-
-
-def _part(content: bytes, size: int, start: int) -> bytes:
-    return content[start : start + size]
+    return same_content(view.extents(index), lambda size, start: content[start : start + size])

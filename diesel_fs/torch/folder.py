@@ -8,6 +8,7 @@ dataset; a dangling link is a sample that cannot be read.
 A dataset of a million files is an array of numbers here. Paths and targets are made on access.
 """
 
+import operator
 import os
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
@@ -96,17 +97,13 @@ class LazyRows(Sequence[_Row]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, LazyRows | list | tuple):
             return NotImplemented
-        return len(self) == len(other) and all(map(_same, self, other))
+        return len(self) == len(other) and all(map(operator.eq, self, other))
 
     __hash__ = None  # type: ignore[assignment]  # as of a list
 
     def __repr__(self) -> str:
         shown = ", ".join(map(repr, self[:3]))
         return f"[{shown}, ...] ({self._count} rows)" if self._count > 3 else f"[{shown}]"
-
-
-def _same(left: object, right: object) -> bool:
-    return left == right
 
 
 def find_samples(

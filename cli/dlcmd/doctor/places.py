@@ -172,10 +172,11 @@ class Trial:
         own = {f"XDG_{name}": str(self._folder / name) for name in _FOLDERS}
         (self._folder / "XDG_RUNTIME_DIR").mkdir(mode=0o700)
         own["XDG_RUNTIME_DIR"] = str(self._folder / "XDG_RUNTIME_DIR")
+        own["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         self._child = subprocess.Popen(
             [sys.executable, "-m", "dlcmd.doctor.trial", str(self._folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**minimal_environment(), **own, "PYTHONPATH": _python_path()},
+            env={**minimal_environment(), **own},
             start_new_session=True,
         )  # fmt: skip
         out, err = self._child.communicate()
@@ -195,10 +196,6 @@ class Trial:
 
 
 _FOLDERS = ("CACHE_HOME", "CONFIG_HOME", "DATA_HOME", "STATE_HOME")
-
-
-def _python_path() -> str:
-    return os.pathsep.join(filter(None, sys.path))
 
 
 def _trial_finding(out: bytes, err: bytes) -> Finding:

@@ -115,7 +115,7 @@ def interval(before: Stats, after: Stats, *, own_pid: int) -> dict[str, object]:
         "reader_s": left_s if is_seen else 0.0,
         "idle_s": 0.0 if is_seen else left_s,
         "waiting": round(sum(requests_s.values()) / passed_s, 3),
-        "requests_per_s": round(sum(map(_requests, readers)), 3),
+        "requests_per_s": round(sum(number_at(each, "requests_per_s") for each in readers), 3),
         "read_bytes_per_s": rate("reads.bytes"),
         "reads_per_s": {"memory": rate("reads.hits"), "fetched": rate("reads.misses")},
         "fetched_bytes_per_s": rate("cache.fetched_bytes"),
@@ -178,10 +178,6 @@ def _causes_s(before: Stats, after: Stats, path: str) -> dict[str, float]:
 def _difference(before: Stats, after: Stats, path: str) -> float:
     """0 for a counter that began again (as the prefetch worker's)."""
     return max(number_at(after, path) - number_at(before, path), 0.0)
-
-
-def _requests(reader: Mapping[str, object]) -> float:
-    return number_at(reader, "requests_per_s")
 
 
 def at(stats: Stats, path: str) -> object:

@@ -127,7 +127,7 @@ def _run(command: Sequence[str], environment: Mapping[str, str], planner: PlanSe
             child = subprocess.Popen(
                 command,
                 env=environment,
-                preexec_fn=lambda: _set_mask(mask),  # noqa: PLW1509
+                preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, mask),  # noqa: PLW1509
             )
         except (FileNotFoundError, NotADirectoryError) as error:
             return _not_started(command[0], error, NOT_FOUND)
@@ -176,10 +176,6 @@ def _unjoined_path(environment: Mapping[str, str]) -> str:
             if name == "PYTHONPATH" and hook not in value.split(os.pathsep):
                 return value
     return ""
-
-
-def _set_mask(mask: "set[signal.Signals] | set[int]") -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _not_started(name: str, error: OSError, code: int) -> int:

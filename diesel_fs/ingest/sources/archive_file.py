@@ -100,13 +100,11 @@ class LocalArchiveFile(ArchiveFile):
 
     def read_at(self, start: int, room: memoryview) -> int:
         count = os.preadv(self._file, [room], start)
-        if start + count == self.size and not self._is_unchanged():
-            raise OSError("it changed while it was being read")
+        if start + count == self.size:
+            now = os.fstat(self._file)
+            if (now.st_size, now.st_mtime_ns) != self.state:
+                raise OSError("it changed while it was being read")
         return count
-
-    def _is_unchanged(self) -> bool:
-        now = os.fstat(self._file)
-        return (now.st_size, now.st_mtime_ns) == self.state
 
     def close(self) -> None:
         if not self.closed:

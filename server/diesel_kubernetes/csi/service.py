@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NoReturn, Protocol, TypeVar
+from typing import NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -70,12 +70,8 @@ _CODES: tuple[tuple[type[DieselError], grpc.StatusCode], ...] = (
 
 _MODES = frozenset(csi.VolumeCapability.AccessMode.Mode.values())
 
-_Request = TypeVar("_Request", bound=Message, contravariant=True)
-_Response = TypeVar("_Response", bound=Message, covariant=True)
-
-
-class _Method(Protocol[_Request, _Response]):
-    def __call__(self, request: _Request, context: grpc.ServicerContext) -> _Response: ...
+_Request = TypeVar("_Request", bound=Message)
+_Response = TypeVar("_Response", bound=Message)
 
 
 def code_of(error: DieselError) -> grpc.StatusCode:

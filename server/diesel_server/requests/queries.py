@@ -101,7 +101,7 @@ class QueryHandlers:
         self._making = ThreadSingleFlight(self._make, trio.CapacityLimiter(2))
         self._last_heads: dict[UUID, DatasetHead] = {}
         self._listing = ThreadSingleFlight(self._list_datasets, trio.CapacityLimiter(1))
-        self._counting = ThreadSingleFlight(self._reclaimable, trio.CapacityLimiter(1))
+        self._counting = ThreadSingleFlight(repository.reclaimable_bytes, trio.CapacityLimiter(1))
         self._read_threads = trio.CapacityLimiter(_READ_THREADS)
         self._query_threads = trio.CapacityLimiter(_QUERY_THREADS)
         self._snapshot_threads = trio.CapacityLimiter(_SNAPSHOT_THREADS)
@@ -358,9 +358,6 @@ class QueryHandlers:
         """Requests that come during a count share the next one."""
         with hide_store_address(name):
             return Reply({"result": {"bytes": await self._counting.run(name)}})
-
-    def _reclaimable(self, name: str) -> int:
-        return self._repository.reclaimable_bytes(name)
 
     # Bytes
 
