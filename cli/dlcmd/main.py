@@ -206,14 +206,14 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def is_expected(error: Exception) -> bool:
-    """Its message suffices."""
+    """Whether the message suffices, without a traceback."""
     return (
         isinstance(error, DieselError) or as_diesel_error(error).exit_code != DieselError.exit_code
     )
 
 
 def causes(error: BaseException) -> Iterator[str]:
-    """The nearest first."""
+    """The causes of an error, the nearest first."""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     if cause is not None:
         yield f"after {type(cause).__name__}: {cause}"

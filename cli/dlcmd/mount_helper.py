@@ -225,7 +225,7 @@ def umount_program(
 
 
 def _last_of(given: Sequence[str], *names: str) -> str | None:
-    """They undo each other."""
+    """The last one counts, since they undo each other."""
     return next((each for each in reversed(given) if each in names), None)
 
 

@@ -107,7 +107,7 @@ class Comparer:
         return not self.conflict_reason(join(folder, b"."), -1, Kind.FILE)
 
     def conflict_reason(self, path: bytes, index: int, kind: Kind) -> str:
-        """Or ""."""
+        """Why an entry cannot replace the entry `index`, or an empty string."""
         folder = split(path)[0]
         reason = self._folder_conflicts.get(folder)
         if reason is None:
@@ -298,7 +298,7 @@ class FolderComparer(Comparer):
         return changed, unchanged
 
     def _conflict_at(self, target: bytes) -> str:
-        """Or ""."""
+        """Why nothing of a folder can be put there, or an empty string."""
         at = self.view.lookup(target)
         if at >= 0 and self.view.stat(at).kind == Kind.FOLDER:
             return ""

@@ -16,7 +16,7 @@ def source_path(target: bytes, path: bytes) -> bytes:
 
 
 def is_reserved(path: bytes) -> bool:
-    """Or lies in it."""
+    """Whether a path is the mount's own folder, or lies in it."""
     return path.startswith(RESERVED_NAME) and path.split(b"/", 1)[0] == RESERVED_NAME
 
 

@@ -327,7 +327,7 @@ class ImportanceSampler(ChunkShuffleSampler):
 
     @property
     def ignored(self) -> int:
-        """Infinite, NaN or negative reports."""
+        """Reports that were ignored: infinite, NaN or negative."""
         return self._table.ignored
 
     @property
@@ -583,7 +583,7 @@ class ImportanceSampler(ChunkShuffleSampler):
         return drawn.timed[mine]
 
     def _is_cached(self, *, default: bool) -> npt.NDArray[np.bool_]:
-        """`default` without an answer."""
+        """Whether each sample is in the mount's memory; `default` without an answer."""
         is_cached = np.full(len(self._files), default)
 
         def ask(control: Control) -> None:

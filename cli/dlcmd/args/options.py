@@ -213,7 +213,7 @@ def duration(text: str) -> int:
 
 
 ALL_VERSIONS = -1
-"""`DATASET@`."""
+"""An address `DATASET@` means all kept versions."""
 
 
 def check_dataset_argument(text: str) -> str:

@@ -21,7 +21,7 @@ COUNT_END = 1 << 63
 TIERS = ("memory", "disk", "store")
 
 COLUMNS = ("requests", "received", "sent", "uploaded", *TIERS, "refused")
-"""A second."""
+"""A server's history: all figures a second."""
 
 _SAMPLE = re.compile(
     r"^(diesel_(?!request_seconds)[a-z_]+)(?:\{([^}]*)\})? (?!0$)([-+0-9.eE]+)$",

@@ -38,7 +38,7 @@ class Watched(ABC):
         self.problem = ""
         """Why there is no newer answer, or ""."""
         self.answered_s = 0.0
-        """0: never."""
+        """The monotonic time of the last answer; 0: never."""
         self._requested_s = 0.0
         self._wanted = threading.Event()
         self._is_ended = False

@@ -178,7 +178,7 @@ def _cgroup_lines() -> Iterator[str]:
 
 
 def _our_mount_lines() -> Iterator[str]:
-    """A mount may have parts."""
+    """Lines of mounts of datasets, and of possible parts of one."""
     for line in _file_text(Path("/proc/self/mountinfo")).splitlines(keepends=True):
         if " - fuse.diesel " in line or " - erofs " in line:
             yield line

@@ -34,7 +34,7 @@ class Probe:
     """`warning` for a thing that the user did not name."""
 
     def findings(self, found: Sequence[Finding], *, is_late: bool) -> list[Finding]:
-        """None worse than `worst`."""
+        """No finding is worse than `worst`."""
         findings = [*found]
         if is_late:
             text = f"{self.what} has not answered within {self.limit_s:.0f} s"

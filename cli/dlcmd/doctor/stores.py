@@ -138,7 +138,7 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A redirect would lead to the vendor's pages."""
 
     def redirect_request(self, *_: object) -> None:
-        """None: an HTTPError."""
+        """None makes it an HTTPError."""
 
 
 def _examine(question: StoreQuestion, url: RepositoryUrl, emit: Emit) -> None:

@@ -747,7 +747,7 @@ def _copy_other(view: Snapshot, index: int, path: bytes, taker: MemberTaker) -> 
 
 
 def _files_of(view: Snapshot, record: ArchiveRecord) -> tuple[Indices, Indices]:
-    """Chunk by chunk, with the ends."""
+    """The files chunk by chunk, and the end of each chunk's files."""
     files = view.files()
     chunks = view.chunk_of(files)
     ids = set(record.chunks)

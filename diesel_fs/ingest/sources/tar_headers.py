@@ -44,7 +44,7 @@ class PlainFiles:
     starts: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     end: int = 0
-    """Not plain, or not complete."""
+    """The next header, which is not plain or not complete."""
 
 
 class _Extended(NamedTuple):

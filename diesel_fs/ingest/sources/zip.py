@@ -54,7 +54,7 @@ _ZIP64, _EXTENDED_TIME, _UTF8_NAME, _UNKNOWN = 0x0001, 0x5455, 0x7075, 0xFFFF
 
 @dataclass(slots=True)
 class _TableEntry:
-    """What `zipfile` is not trusted with."""
+    """The data of an entry with which `zipfile` is not trusted."""
 
     name: bytes
     fault: str = ""

@@ -37,9 +37,9 @@ enough, whatever earlier ones have shown."""
 class _Check(NamedTuple):
     planned: int
     opened: int
-    """How many of the planned files."""
+    """Planned files that were opened."""
     others: int
-    """How many other files of mounts."""
+    """Other opened files of mounts."""
 
 
 class ObservedTable:

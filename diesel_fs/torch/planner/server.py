@@ -57,7 +57,7 @@ class _Served(NamedTuple):
 
 
 class PlanServer:
-    """A context manager."""
+    """Announces the reads of training processes while it is open. A context manager."""
 
     def __init__(self, show: Callable[[str], None] | None = None) -> None:
         """The socket lies in a new folder that is private to this user. `show` gets messages for

@@ -69,7 +69,7 @@ def _halved(intervals: Sequence[Interval]) -> list[Interval]:
 @dataclass(slots=True)
 class Summary:
     processes: int = 0
-    """Those that loaded the hook."""
+    """Python processes that loaded the hook."""
     epochs: int = 0
     planned_epochs: int = 0
     files: int = 0

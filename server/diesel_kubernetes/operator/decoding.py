@@ -16,7 +16,7 @@ from typing import TypeVar, cast, get_args, get_origin, get_type_hints
 Json = dict[str, object]
 
 _ACRONYMS = {"ip": "IP"}
-"""An example is `podIP`."""
+"""The API writes them in capitals, as in `podIP`."""
 
 T = TypeVar("T")
 _Reader = Callable[[object], object]

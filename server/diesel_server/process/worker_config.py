@@ -38,7 +38,7 @@ class WorkerConfig:
 
 
 def split_environment(environment: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The second has the secrets."""
+    """The inherited variables, and those of the config, which may be secret."""
     secret = {
         name: value for name, value in environment.items() if name.startswith(_SECRET_PREFIXES)
     }

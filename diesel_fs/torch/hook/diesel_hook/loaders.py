@@ -219,7 +219,7 @@ class LoaderEpoch:
         self.is_counted = True
         """False if the user's loop lacks some received batches."""
         self.loaders_generator: object = None
-        """It draws when an epoch begins."""
+        """The loader draws from it when an epoch begins."""
         self.between: BetweenEpochs | None = None
 
         self._watch, self.link = watch, watch.link

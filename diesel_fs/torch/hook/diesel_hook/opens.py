@@ -40,7 +40,7 @@ class Opens:
             self._paths[self._checked(watch)] = path
 
     def opened(self) -> set[str]:
-        """Since `watch`; raises as it."""
+        """The files that were opened or read since `watch`. Raises as that."""
         found = set()
         self._check_ours()
         try:
