@@ -43,7 +43,7 @@ class Watched(ABC):
         self._wanted = threading.Event()
         self._is_ended = False
         # A daemon thread: a hanging system call does not keep the program from ending.
-        self._thread = threading.Thread(target=self._run, name=f"source {source_id}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"watched {source_id}", daemon=True)
         self._thread.start()
 
     @abstractmethod
@@ -56,7 +56,7 @@ class Watched(ABC):
 
     @abstractmethod
     def point(self) -> Mapping[str, float] | None:
-        """Since the last call; None if nothing is known."""
+        """The history's figures since the last call; None if nothing is known."""
 
     def refresh_soon(self) -> None:
         """Nothing happens if a refresh is under way or began less than `least_s` ago."""
@@ -99,7 +99,7 @@ class Watched(ABC):
                 problem = error.message
             except OSError as error:
                 problem = error.strerror or type(error).__name__
-            except Exception as error:  # the other sources go on
+            except Exception as error:  # the others go on
                 log.exception("a bug in refreshing %s", self.id)
                 problem = f"unexpected {type(error).__name__}"
             else:

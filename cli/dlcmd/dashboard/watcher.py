@@ -64,7 +64,7 @@ class Watcher:
         """Waits for a greater `tick` than `after`. Returns JSON."""
         with self._change:
             if time.monotonic() > self._looked_s + WATCHED_FOR_S:
-                after = self._tick
+                after = self._tick  # the state may be old
             self._looked_s = time.monotonic()
             self._change.notify_all()
             self._change.wait_for(lambda: self._tick > after, wait_s)
