@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from diesel_fs.errors import DieselError
-from diesel_fs.mounts.mountpoint import DatasetMount, dataset_mounts
-from diesel_fs.mounts.waits import CAUSE_NAMES
+from diesel_fs.mounts.mountpoints.mountpoint import DatasetMount, dataset_mounts
+from diesel_fs.mounts.statistics.waits import CAUSE_NAMES
 from diesel_fs.names import shown
 from diesel_fs.peers.members.options import SINGLE_NODE_PREFIX
 from diesel_fs.system.mountinfo import parse_mounts

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 
 import diesel_fs
-from diesel_fs.mounts.reader_groups import reader_group
+from diesel_fs.mounts.statistics.reader_groups import reader_group
 
 from .datasets import WatchedDatasets
 from .history import EVERY_S, History
