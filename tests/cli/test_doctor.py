@@ -359,7 +359,7 @@ def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
 def test_a_fault_of_a_mount_that_nobody_asked_about_is_a_warning(is_named: bool) -> None:
     """Also if it hangs: the mounts of others say nothing of a job here."""
     tree = MountEntry(9, 1, "0:9", "/mnt/theirs", "fuse.diesel", "pets@7", frozenset())
-    [probe] = mount_probes([DatasetMount(tree, tree)], is_named=is_asked)
+    [probe] = mount_probes([DatasetMount(tree, tree)], is_named=is_named)
     bad, good = Finding("mount", "fault", "it is dead", "end it"), Finding("mount", "ok", "alive")
     states = [each.state for each in probe.findings([bad, good], is_late=True)]
     worst = "fault" if is_named else "warning"
