@@ -59,7 +59,7 @@ _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")
 _JOB_NAME_MAX, _BENEFIT_MAX = 64, 1e3  # what a mount accepts
 
 _PENDING_MAX = 1 << 16
-"""A copy from the device waits for it."""
+"""Pending values are copied together from their device, since a copy waits for it."""
 
 _Batch = TypeVar("_Batch", covariant=True)
 Numbers: TypeAlias = "Tensor | npt.NDArray[np.int64] | Sequence[int]"
@@ -71,7 +71,7 @@ _DIFFERENCES = (
     "reads another dataset, version or selection of files than rank 0",
     "has other arguments than rank 0",
 )
-"""One for each number of a rank's claims."""
+"""Forbidden differences, one for each number of a rank's claims."""
 
 
 class Importance(ABC):

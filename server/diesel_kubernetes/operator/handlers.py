@@ -29,7 +29,7 @@ KOPF_IDLE_S = 1.0
 LIST_CHUNK = 500
 
 HOLDINGS_INTERVALS = 3
-"""A node writes at most every 30 s."""
+"""Intervals from one reading of the reports to the next: a node writes at most every 30 s."""
 
 
 def _settings() -> kopf.OperatorSettings:

@@ -58,10 +58,11 @@ log = logging.getLogger("diesel.server")
 
 IN_LOOP_PATHS = 1024
 IN_LOOP_PATHS_BYTES = 64 << 10
-"""Half a millisecond of the event loop; others run in a thread."""
+"""Look-ups of at most these take half a millisecond of the event loop; others run in a thread."""
 
 FEW_PATHS = 32
-"""The metadata store takes a few round trips for each. Others wait for a new snapshot."""
+"""Requests of at most these paths go to the metadata store, which takes a few round trips for each.
+Others wait for a new snapshot."""
 
 NAMES_PER_ANSWER = 65_536
 NAMES_BYTES_PER_ANSWER = 2 << 20

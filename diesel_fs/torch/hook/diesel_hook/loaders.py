@@ -258,7 +258,8 @@ class LoaderEpoch:
             self._note_unforeseen()
 
     def _note_unforeseen(self) -> None:
-        """It is too late if no workers take batches ahead."""
+        """An order that is announced while it is drawn comes too late if no workers take batches
+        ahead."""
         if not self._lag:
             unknown = (each for each in _nested(self._sampler()) if not is_known(each))
             name = type(next(unknown, self._sampler())).__name__
