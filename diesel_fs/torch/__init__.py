@@ -1,10 +1,10 @@
 """For PyTorch: datasets, samplers and loaders, and training scripts that announce their reads.
 
 Torch is imported only when one of the names below is used. `dlcmd run` puts `hook/` into the
-processes of a training command; it needs only Python's standard library. `planner/` is the
-launcher's side: it turns the hooks' messages into plans for the mounts. `join` does the same from
-inside a script. `fsspec.py` is the file system `diesel://`, by which pandas and others read
-datasets. README.md is the page for users.
+processes of a training command; it needs only Python's standard library. `planner/` turns the
+hooks' messages into plans for the mounts. `join` does the same from inside a script. `fsspec.py` is
+the file system `diesel://`, by which pandas and others read datasets. README.md is the page for
+users.
 """
 
 from importlib import import_module

@@ -4,5 +4,5 @@
 (`datasets.py`) in a thread for each, so one that hangs delays no other, and makes one JSON state
 for the page. `history.py` keeps the last hour of each. `web.py` speaks HTTP, `access.py` checks the
 token, and `site.py` answers each path. The page lies in `page/`: it has no build step and names no
-other host. Everything here only reads. The verb is `../verbs/dashboard.py`.
+other host. Everything here only reads.
 """

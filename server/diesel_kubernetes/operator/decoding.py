@@ -2,8 +2,7 @@
 
 The field `node_name` of a dataclass is the JSON field `nodeName`. All fields have defaults, which
 `decode` uses if a field is missing or has another type: an object that somebody wrote without the
-schemas must not stop the operator. `encode` leaves out None and empty strings. Parts that the
-operator must pass on unchanged, such as a user's pod template, stay `Json`.
+schemas must not stop the operator. `encode` leaves out None and empty strings.
 """
 
 from collections.abc import Callable, Mapping
