@@ -8,14 +8,13 @@ A cache has one of three layouts:
   room. In a full cache the policy decides whether the chunk replaces others, or ski rental if the
   policy has no view (`cache/admission.py`). Other misses are read from the store, past the cache.
 - **files**: single files in a node's memory. Every file that was read is offered to the policy.
-- **log**: the order log (LCache, section III-B). A node's SSD holds the start of the node's order in
-  the next epoch, limited to files that the node reads in this one, and is read in sequence.
+- **log**: the order log (LCache, section III-B). A node's SSD holds the start of its order in the
+  next epoch, limited to files that the node reads in this one, and is read in sequence.
 
 Simplifications: memory and SSD of a node are one cache, and a chunk never moves between them; only
-owners keep chunks; every fetch succeeds, and before the next read. Policies that know the future
-know all epochs. As in a node's cache, a chunk is judged by the reads of its files, including those
-of the current push (`peers/node/chunk_future.py`); a file is judged after its read.
-"""
+owners keep chunks; every fetch succeeds before the next read. Policies that know the future know
+all epochs. A chunk is judged by the reads of its files, including those of the current push, as in
+`peers/node/chunk_future.py`; a file is judged after its read.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from .reads import ALONE, IN_TASK, EpochReads, ForecastFiles, Mask, Numbers
 Layout = Literal["chunks", "files", "log"]
 
 ORDER_LOG = "order"
-"""The order log's name in the list of policies to compare."""
+"""The order log's name among the policies."""
 
 NAMES = (*POLICIES, ORDER_LOG)
 
@@ -78,7 +77,7 @@ class EpochSources:
 
 
 def check_policy(name: str) -> str:
-    """Return `name` if it is a policy or the order log; else raise UsageError."""
+    """Return the name, or raise UsageError."""
     if name not in NAMES:
         raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
     return name
@@ -143,13 +142,12 @@ class UnitCache:
         if costs is not None and not self._knows_future:
             self._admission = SkiRentalAdmission(sizes, costs.read_s, self._bytes_max)
         self._replaces_always = costs is None
-        self._position = 0  # of the known reads, how many have come
+        self._position = 0  # the number of reads that have come
         self._future: FutureUses | None = None
         self._chunk_future: ChunkFuture | None = None
-        # By chunk: the time at which it will have been read enough to fetch it, or an earlier one
+        # For each chunk, a time until which too little of it will have been read to fetch it
         self._enough_at: dict[int, int] = {}
         self.written_bytes = 0
-        """Bytes written to the disk."""
 
     def set_future(self, units: npt.NDArray[np.int32], unit_count: int) -> None:
         """Set the units of all reads to come, in their order, out of `unit_count` units."""
@@ -171,8 +169,7 @@ class UnitCache:
             self._policy.note_passed(self._future.seek(0, self._position))
 
     def access(self, unit: int, wanted: int) -> tuple[int, bool]:
-        """Read `wanted` bytes of a unit. Return its tier (MEMORY, DISK or STORE), and whether this
-        read fetched it whole."""
+        """Read `wanted` bytes of a unit. Return its tier, and whether it was fetched whole."""
         if unit in self._held:
             self._policy.record_access(unit)
             if self._admission is not None:
@@ -203,8 +200,8 @@ class UnitCache:
         return STORE, True
 
     def _is_read_too_seldom(self, unit: int, victim: int) -> bool:
-        """Whether an earlier decision shows that too little of a chunk will be read before the
-        first victim is needed again. It avoids most walks over the victims in a full shuffle."""
+        """Whether too little of a chunk will be read before the first victim is needed again, by an
+        earlier result. It avoids most walks over the victims in a full shuffle."""
         if self._future is None or self._chunk_future is None:
             return False
         enough_at = self._enough_at.get(unit)
@@ -306,8 +303,8 @@ def _replay_chunks(
 def _pushes_of_nodes(
     job: ForecastJob, reads: EpochReads, push: npt.NDArray[np.int32], node: Numbers
 ) -> npt.NDArray[np.int32]:
-    """The push that each of these nodes loads while another loads `push`: its last before that one,
-    or its first."""
+    """The push that each of these nodes loads while another loads `push`: its last before, or its
+    first."""
     found = push.copy()
     for each in range(job.nodes):
         mine = np.flatnonzero(reads.rank // job.ranks == each).astype(np.int32)
@@ -386,8 +383,7 @@ def _node_of_rows(job: ForecastJob, reads: EpochReads) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """One epoch's accesses: the tier of each, and whether its unit was fetched for it; and the
-    bytes written to disks."""
+    """By access: the tier, and whether the unit was fetched for it; and bytes written to disks."""
 
     source: Sources
     is_fetched: Mask
@@ -430,8 +426,7 @@ def _summed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Accesses:
-    """One epoch's accesses. By access: the push, the unit, the bytes wanted, the number of the
-    cache, and the number of files read."""
+    """By access of one epoch: the push, unit, bytes wanted, number of the cache, files read."""
 
     push: npt.NDArray[np.int32]
     unit: npt.NDArray[np.int32]

@@ -1,9 +1,9 @@
 """Turns the orders of a job's epochs into the requests of its mounts, in their sequence.
 
-A mount cuts each rank's order into *pushes* (`mounts/prefetch/units.py`): a whole chunk if its files
-are near each other in the order, else up to 256 files of many chunks. It loads first the push that
-is needed first. All parts of one chunk in one push are one *access* to the cache. So a chunk is
-accessed once an epoch in chunk-wise order, and nearly once for each of its files in full order.
+A mount cuts each rank's order into *pushes* (`mounts/prefetch/units.py`): a whole chunk if its
+files are near each other in the order, else up to 256 files of many chunks. It loads first the push
+that is needed first. All parts of one chunk in one push are one *access* to the cache. So a chunk
+is accessed once an epoch in chunk-wise order, and nearly once for each of its files in full order.
 
 A *row* is one file that one rank reads. The rows of an epoch are sorted by push, chunk and place in
 the chunk, as the mount reads them. Empty files have no rows.

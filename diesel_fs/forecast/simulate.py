@@ -8,8 +8,8 @@ Mounts read in a fixed order, so the source of each read does not depend on time
 - A node loads its pushes one after the other, as soon as its window has room. A push occupies the
   memory of its files until these have been read. A cache of files may lend the window memory that
   holds nothing of later use. DataLoader workers read up to two batches each ahead of the model.
-- A push takes as long as the slowest of its parts: the store, other nodes, the SSD, and pushing into
-  the kernel. (Lobster, ICPP 2022, section 4.3, equation 1, adds these terms, since its threads read
+- A push takes as long as the slowest of its parts: the store, other nodes, the SSD, and pushing
+  into the kernel. (Lobster, ICPP 2022, section 4.3, equation 1, adds these, since its threads read
   one file after the other; a mount reads in parallel.) The store gives a node its rate, or less if
   latency limits the parallel requests. A node with nothing under way also waits for one latency.
 - The files of a push arrive evenly, in the order of their places in the chunks. A file that is
