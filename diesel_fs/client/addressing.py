@@ -23,10 +23,10 @@ from ..format.snapshot.reader import Indices, Snapshot
 PathText = str | bytes | os.PathLike[str]
 
 EntryKey = PathText | SupportsIndex
-"""What names an entry: its path or its index."""
+"""A path or an index of an entry."""
 
 EntryKeys = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
-"""What names many entries: all their paths, or all their indices."""
+"""The paths of many entries, or their indices; never both in one call."""
 
 _PATHS = (str, bytes, os.PathLike)
 _NO_LISTS = (bytearray, memoryview, io.IOBase, Mapping)
@@ -34,12 +34,11 @@ _MIXED = "entries are named by paths only, or by whole numbers only"
 
 
 def is_path(key: EntryKey) -> bool:
-    """Whether an entry is named by its path."""
     return isinstance(key, _PATHS)
 
 
 def encoded(path: object) -> bytes:
-    """A path as bytes. Raises UsageError for another type, and for text that cannot be encoded."""
+    """A path as bytes. Raises UsageError for another type or text that cannot be encoded."""
     if not isinstance(path, _PATHS):
         raise wrong_type("a path", "str, bytes or os.PathLike", path)
     try:
@@ -84,7 +83,7 @@ def names_of(entries: EntryKeys) -> list[bytes] | Indices:
 
 
 def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
-    """The indices of what `names_of` returned. Raises NoSuchPath, and UsageError for a bad path."""
+    """The indices for the result of `names_of`. Raises NoSuchPath, or UsageError for bad paths."""
     if isinstance(names, np.ndarray):
         if len(names) and int(names.view(np.uint64).max()) >= len(view):  # negative ones are large
             for outermost in (names.min(), names.max()):
@@ -97,7 +96,6 @@ def indices_of(view: Snapshot, names: list[bytes] | Indices) -> Indices:
 
 
 def _check_index(view: Snapshot, index: int) -> int:
-    """Return an index that the version has. Raises NoSuchPath for another."""
     if not 0 <= index < len(view):
         raise NoSuchPath(f"index {index} is outside 0..{len(view) - 1}")
     return index

@@ -15,6 +15,7 @@ Simplifications: memory and SSD of a node are one cache, and a chunk never moves
 owners keep chunks; every fetch succeeds before the next read. Policies that know the future know
 all epochs. A chunk is judged by the reads of its files, including those of the current push, as in
 `peers/node/chunk_future.py`; a file is judged after its read.
+"""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
