@@ -4,6 +4,7 @@ A mount offers such lists as files (`mounts/dot_diesel.py`), and `dlcmd shuffle`
 list's name has the parameters of its order: `seed=1,epoch=2,group=100,rank=0,world=4`. Millions of
 paths are joined without a Python object for each. Pure; safe from any thread.
 """
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -98,7 +98,7 @@ def compare_group_sizes(
     drop_last: bool = False,
     below: int = ROOT_INDEX,
 ) -> QualityReport:
-    """Measure the orders of an epoch with GROUP_SIZES and `group_size`, packing order, full shuffle.
+    """Measure the orders of an epoch: of GROUP_SIZES and `group_size`, as packed, and full shuffle.
 
     The other parameters are those of `chunk_order`; the order of packing is measured whole.
     GROUP_SIZES from the number of chunks on are left out: they are full shuffles. Raises UsageError
