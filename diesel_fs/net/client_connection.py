@@ -296,7 +296,7 @@ class Connection:
         try:
             self.store_id = UUID(str(message.get("store")))
         except ValueError:
-            raise CorruptError(f"{self.address} did not say which store it serves") from None
+            raise CorruptError(f"{self.address} did not report its store") from None
 
     def _binding(self) -> bytes:
         """The part of the login's signature that binds it to this connection
@@ -318,11 +318,11 @@ class Connection:
             raise CorruptError(f"{self.address} sent a payload with an error")
         if room is None or "error" in message:
             if lengths.payload > PAYLOAD_BYTES_MAX:
-                raise CorruptError(f"{self.address} sent {lengths.payload} bytes unasked")
+                raise CorruptError(f"{self.address} sent {lengths.payload} unrequested bytes")
             room = np.empty(lengths.payload, np.uint8).data
         if room.nbytes != lengths.payload:
             raise CorruptError(
-                f"{self.address} sent {lengths.payload} bytes where {room.nbytes} were asked for"
+                f"{self.address} sent {lengths.payload} bytes instead of {room.nbytes}"
             )
         self._fill(room, deadline)
         return Answer(message, room)

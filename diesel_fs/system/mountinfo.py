@@ -1,6 +1,6 @@
-"""Reads from `/proc/*/mountinfo` which file systems are mounted where.
+"""Reads the mounted file systems from `/proc/*/mountinfo`.
 
-No function here touches a mount: one whose server hangs would never answer. Any thread.
+No function here touches a mount: one with a server that hangs would never answer. Any thread.
 """
 
 import os
@@ -35,10 +35,10 @@ def mounts(process: str = "self") -> Iterator[MountEntry]:
 
 
 def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
-    """The mount at exactly this path that hides the others there; None where there is none.
+    """The mount at exactly this path that hides the others there, or None.
 
-    Their order in mountinfo does not tell: since Linux 6.8 it is the order in which they were made,
-    and one that is moved beneath another was made later.
+    The order in mountinfo does not show it: since Linux 6.8 it is the order of making, and a mount
+    that is moved beneath another was made later.
     """
     there = [each for each in entries if each.path == path]
     hidden = {each.parent_id for each in there}
@@ -46,7 +46,7 @@ def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
 
 
 def parse_mounts(table: bytes) -> Iterator[MountEntry]:
-    """The lines of the text of a mountinfo file, in its order."""
+    """Parse the text of a mountinfo file."""
     for line in filter(None, table.split(b"\n")):  # a name may hold a carriage return, unescaped
         before, _, after = line.partition(b" - ")
         mount_id, parent_id, device, _, path, *_ = before.split(b" ")
@@ -76,8 +76,8 @@ class FileSystem:
 
 
 def file_system_of(path: Path, table: bytes | None = None) -> FileSystem:
-    """The file system that holds `path`, which need not exist. `table` is the text of a mountinfo
-    file (None: of this process)."""
+    """The file system that holds `path`, which may be missing. `table` is the text of a mountinfo
+    file (None: this process's)."""
     real = os.path.realpath(path)
     holder, longest = FileSystem("", frozenset()), -1
     for mount in mounts() if table is None else parse_mounts(table):
