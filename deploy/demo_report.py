@@ -1,4 +1,4 @@
-"""The page that `make demo` leaves: what it did, how fast, and whether the training waited."""
+"""The page that `make demo` leaves: commands, rates, and whether the training waited."""
 
 import base64
 import re
@@ -29,12 +29,12 @@ class Epoch:
     files_per_s: float
     loss: float
     accuracy: float
-    """The share of held-out files whose class the model names."""
+    """The share of held-out files that the model classifies correctly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """What a demo did."""
+    """The results of a demo."""
 
     commands: Sequence[str]
     files: int
@@ -42,13 +42,13 @@ class Demo:
     put_files_per_s: float
     epochs: Sequence[Epoch]
     waiting_page: str
-    """The page of `dlcmd run --report`; empty: there is none."""
+    """The page of `dlcmd run --report`; empty if there is none."""
     screenshot: bytes
-    """A PNG of the page of `dlcmd dashboard`; empty: there is no browser."""
+    """A PNG of the page of `dlcmd dashboard`; empty without a browser."""
 
 
 def demo_page(demo: Demo) -> str:
-    """The page as HTML, which needs no other file."""
+    """The page as self-contained HTML."""
     rates = [each.files_per_s for each in demo.epochs]
     accuracies = [each.accuracy for each in demo.epochs]
     rows = "".join(

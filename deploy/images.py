@@ -1,7 +1,7 @@
 """Draws the demo's images: 12 kinds of shape, as PNG and JPEG files in one folder for each class.
 
 Colour, size, position, rotation and background are random in every class, and noise is added, so
-that a network has to learn the shape; the mean colour says nothing. The same seed gives the same
+that a network has to learn the shape; the mean colour is useless. The same seed gives the same
 images.
 """
 

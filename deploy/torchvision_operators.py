@@ -2,8 +2,8 @@
 
 Such a torchvision cannot load its compiled operators. Its import then fails with "operator
 torchvision::nms does not exist", because it registers two of them by name. Import this module
-before torchvision: it declares the two operators, without a kernel, so calling them still fails.
-Where the operators load, it does nothing. Torchvision itself stays unmodified.
+before torchvision: if the operators do not load, it declares these two, without a kernel, so calls
+still fail. Torchvision itself stays unmodified.
 """
 
 from importlib.util import find_spec

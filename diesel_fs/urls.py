@@ -5,7 +5,7 @@
     s3://bucket/prefix?meta=...          an object store (gs://, az:// likewise)
     diesel://host:port                   a server (diesel+tls:// encrypted)
 
-Such a URL may hold a password. `str` and `repr` leave it out; `full_url`, which is passed to other
+Such a URL may hold a password. `str` and `repr` omit it; `full_url`, which is passed to other
 processes of DIESEL-FS, contains it.
 """
 
@@ -25,9 +25,8 @@ _SECRET = re.compile(
     r"(?<=://)(?:[^/?#@]*@(?:[^/?#@\s]*@)*"
     r"|(?::|[^\[/?#@\s:][^/?#@\s]{0,128}:(?!\d{1,5}[/?#,]))[^\s@\"']{0,2048}@(?:[^/?#@\s\"']*@)*)"
 )
-"""User and password: what stands between `://` and `@`. A password may hold an `@`, which is
-allowed here; or, by mistake, a `/`, `?` or `#`, which should be escaped: then a port, which could
-stand behind the first colon instead, is told by its digits."""
+"""User and password: the text between `://` and `@`. A password may hold an `@`, or by mistake an
+unescaped `/`, `?` or `#`; digits after the first colon then show whether they are a port."""
 
 
 def shown_url(text: str) -> str:
@@ -36,14 +35,14 @@ def shown_url(text: str) -> str:
 
 
 def passwords_in(text: str) -> Iterator[str]:
-    """The passwords in the URLs of a text, as they stand there and as they are meant."""
+    """The passwords in the URLs of a text, as written and unescaped."""
     for match in _SECRET.finditer(text):
         password = match.group()[:-1].partition(":")[2]
         yield from filter(None, dict.fromkeys((password, unquote(password))))
 
 
 class HostPort(NamedTuple):
-    """The name or address of a host, without brackets, and a port. As text an IPv6 address has
+    """The name or address of a host, without brackets, and a port. As text, an IPv6 address has
     brackets."""
 
     host: str
@@ -54,7 +53,7 @@ class HostPort(NamedTuple):
 
     @classmethod
     def parse(cls, text: str, default_port: int | None = None) -> Self:
-        """What HOST:PORT means, or HOST alone where there is a default port. Raises ValueError."""
+        """Parse HOST:PORT, or HOST alone with a default port. Raises ValueError."""
         parts = urlsplit(f"//{text}")
         port = default_port if parts.port is None else parts.port
         if not parts.hostname or port is None or parts.netloc != text or "@" in text:
@@ -101,7 +100,7 @@ class RepositoryUrl:
 
 
 def parse_url(text: str) -> RepositoryUrl:
-    """Parse the URL of a repository. Raises ConfigError for any other form."""
+    """Raises ConfigError."""
     shown = repr(shown_url(text))
     if "://" not in text:
         shown = repr(shown_url(f"://{text}")[3:])
@@ -119,7 +118,7 @@ def parse_url(text: str) -> RepositoryUrl:
     with_plus = parts.query.replace("+", "%2B")  # `parse_qsl` reads the + in redis+cluster as space
     query = dict(parse_qsl(with_plus, keep_blank_values=True))
     if unknown := sorted(set(query) - {"meta"}):
-        name = "" if "@" in parts.query else f" {unknown[0]!r}"  # half of a password, perhaps
+        name = "" if "@" in parts.query else f" {unknown[0]!r}"  # perhaps half of a password
         raise ConfigError(
             f"bad repository URL: unknown parameter{name}",
             advice="in the URL behind ?meta= write & as %26",

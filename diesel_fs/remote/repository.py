@@ -107,12 +107,12 @@ class RemoteRepository(Repository):
 
     @property
     def clock_offset_s(self) -> float:
-        """The seconds by which the server's clock was ahead of this host's at the last request for a
-        dataset; 0 before."""
+        """The seconds by which the server's clock was ahead of this host's at the last request for
+        a dataset; 0 before."""
         return self._clock_offset_s
 
     def _now_s(self) -> float:
-        """The time by the server's clock, for chunk IDs: the server refuses those that are too old."""
+        """The time by the server's clock, for chunk IDs: the server refuses old ones."""
         return time.time() + self._clock_offset_s
 
     def _ask(self, do: str, fields: Message, deadline_s: float | None = None) -> Answer:
