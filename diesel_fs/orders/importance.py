@@ -4,7 +4,7 @@
 drawn before it begins, from the values of earlier epochs, so samples that are not drawn are not
 read. The rule is that of Selective-Backprop (Jiang et al., "Accelerating Deep Learning by Focusing
 on the Biggest Losers", arXiv 1910.00762, section 3), iCache's source. A sample whose value is
-greater than that of a share c of all samples is drawn with the probability
+greater than that of a share c of all samples is drawn with this probability:
 
     p = floor + (1 - floor) * c ** beta
 

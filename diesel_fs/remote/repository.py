@@ -292,7 +292,7 @@ class RemoteRepository(Repository):
         answer = self._ask("delete_dataset", {"dataset": check_dataset_name(name)}, _FINISH_S)
         fields = Fields(answer.message, "an answer")
         done = Deletion(fields.integer("removed"), fields.integer("left", 0))
-        done.tell_left(name)
+        done.log_left(name)
         return done
 
 

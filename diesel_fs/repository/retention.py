@@ -1,10 +1,9 @@
-"""Decides which versions and chunks of a dataset must be kept, and which are no longer needed.
+"""Decides which versions and chunks of a dataset must be kept.
 
-The rules are those of FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace
-period keep versions; versions and leases (objects that name the version a process reads) keep
-chunks; a chunk of tombstones stays as long as one of them hides an older entry. This module only
-decides, except that it removes expired versions and the objects of a deleted dataset; `purge.py`
-does the rest. Blocking; one thread.
+The rules are in FORMAT.md, section 6 ("When a chunk may go"): a retention policy and a grace period
+keep versions; versions and leases keep chunks; a chunk of tombstones stays as long as one of them
+hides an older entry. This module only decides, except that it removes expired versions and the
+objects of a deleted dataset; `purge.py` does the rest. Blocking; one thread.
 """
 
 import json
@@ -87,7 +86,7 @@ def read_retention_policy(objects: ObjectStore, identity: UUID) -> RetentionPoli
 
 
 def write_retention_policy(objects: ObjectStore, identity: UUID, policy: RetentionPolicy) -> None:
-    """Set a dataset's policy. Durable on return."""
+    """Durable on return."""
     text = json.dumps(asdict(policy)).encode() + b"\n"
     objects.replace(lease_object(identity, POLICY), [text])
 
@@ -103,11 +102,11 @@ def retained_versions(
     grace_s: float,
     planned: Mapping[int, int] = NONE_PLANNED,
 ) -> set[int]:
-    """The published versions that are kept, whether somebody reads them or not. `published` has
-    the versions, ascending, and when each was published (us since 1970).
+    """The published versions to keep, apart from their readers. `published` has the versions,
+    ascending, and the time at which each was published (us since 1970).
 
-    `planned` are versions of a dry run, in the same form: the result is as if they had been
-    published by now, with the content of the newest published one.
+    `planned` are versions of a dry run, in the same form: they count as published, with the content
+    of the newest published one.
     """
     last = _last_distinct(versions, identity, [*published], policy.keep)
     if planned:
@@ -138,7 +137,7 @@ def _last_distinct(
 
 def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
     """The versions (ascending, with the time in us at which each was published) that were current
-    within the grace period, thinned as `_PERIODS` says, and the newest."""
+    within the grace period, thinned by `_PERIODS`, and the newest."""
     versions = [*published]
     horizon_us = (now_s - grace_s) * 1e6
     period_us = max(int(grace_s * 1e6) // _PERIODS, 1)
@@ -149,8 +148,8 @@ def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) 
 
 
 def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identity: UUID) -> None:
-    """Remove versions that need not be kept, but not the one before the newest. An error is only
-    logged: the next publication tries again."""
+    """Remove versions that need not be kept, but not the one before the newest. Errors are only
+    logged, since the next publication tries again."""
     try:
         published = versions.published(identity)
         if len(published) <= 2:
@@ -202,7 +201,7 @@ def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
 
 
 class DeletableChunks:
-    """Which of some candidates, chunks that are empty in the current state, nobody needs any more.
+    """Decides which of the `candidates`, chunks that are empty in the current state, can go.
 
     `planned_version` is a version that a dry run only plans; the candidates are empty in it, too.
     """
@@ -225,9 +224,9 @@ class DeletableChunks:
         """The candidates that may be deleted.
 
         `versions` are the published ones, ascending, with the time at which each was published (us
-        since 1970); `leased` are those that somebody reads. A reader without a lease may still use
-        the version that was current at `before_us`. Raises FormatError if a version cannot be read,
-        and ObjectMissing if it was removed since: then the chunks that it needs are unknown.
+        since 1970); `leased` are those with readers. A reader without a lease may still use the
+        version that was current at `before_us`. Raises FormatError if a version cannot be read, and
+        ObjectMissing if it was removed meanwhile: then the chunks that it needs are unknown.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:
@@ -239,12 +238,12 @@ class DeletableChunks:
         for version in versions:
             table, used = self._candidates_of(version)
             left -= used
-            if version in oldest_in_use:  # it shows that they were empty already
+            if version in oldest_in_use:  # it shows that they were already empty
                 left &= table
         return left
 
     def _candidates_of(self, version: int) -> tuple[frozenset[ChunkId], frozenset[ChunkId]]:
-        """Of the candidates: those in a version's table, and those that hold files of it."""
+        """The candidates in a version's table, and those that hold files of it."""
         if version not in self._known:
             view = self._versions.load_without_copy(self._identity, version)
             table = self._candidates.intersection(view.chunk_ids)
@@ -252,7 +251,7 @@ class DeletableChunks:
         return self._known[version]
 
 
-# Which tombstones nothing needs any more
+# Which tombstones can go
 
 TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
 """Age from which a tombstone can be dropped. A chunk that was sealed before the tombstone is
@@ -262,7 +261,7 @@ ReadHeader = Callable[[ChunkId], ChunkHeader]
 
 
 class ActiveTombstone(NamedTuple):
-    """A tombstone that counts: no newer entry of its path has replaced it."""
+    """A tombstone that no newer entry of its path has replaced."""
 
     stamp: Stamp
     chunk: ChunkId
@@ -282,8 +281,8 @@ def active_tombstones(
 def old_enough(
     tombstones: Mapping[bytes, ActiveTombstone], began_s: float
 ) -> dict[bytes, ActiveTombstone]:
-    """The tombstones that are older than TOMBSTONE_AGE_S. `began_s` was read before the chunks were
-    listed."""
+    """The tombstones older than TOMBSTONE_AGE_S at `began_s`, a time before the listing of
+    chunks."""
     limit_s = began_s - TOMBSTONE_AGE_S
     return {
         path: each
@@ -329,12 +328,12 @@ def droppable_tombstones(
 @dataclass(frozen=True, slots=True)
 class Deletion:
     """The result of deleting a dataset: the number of removed objects, and of those left because
-    somebody still reads or writes them."""
+    they are still read or written."""
 
     removed: int
     left: int
 
-    def tell_left(self, name: str) -> None:
+    def log_left(self, name: str) -> None:
         """Log how many objects of the dataset of this name are left, if any."""
         if self.left:
             log.warning(
@@ -348,7 +347,7 @@ def remove_dataset(
     objects: ObjectStore, versions: VersionStore, identity: UUID, *, but_name: bool = False
 ) -> Deletion:
     """Remove the objects of a dataset that is marked as deleted, except those that leases pin and
-    those that somebody is writing.
+    those that are being written.
 
     Repeatable: the object with the dataset's name goes last, since the others are found through it.
     With `but_name` it stays.
