@@ -1,7 +1,6 @@
 """The Python API: reads and writes datasets without a mount. Users import it as `diesel_fs`.
 
 Read `dataset.py` first (`connect` and the class `Dataset`), then `pending_puts.py` (its writes),
-`addressing.py` (paths and indices) and `reopening.py` (pickles). `extract.py` writes entries back
-to files and `differences.py` compares versions, for `dlcmd get` and `dlcmd diff`. The package
-stands above `repository`, `ingest` and `peers`, and does not import `mounts`.
+`addressing.py` (paths and indices) and `reopening.py` (pickles). `extract.py` and `differences.py`
+are for `dlcmd get` and `dlcmd diff`. The package does not import `mounts`.
 """

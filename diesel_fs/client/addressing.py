@@ -1,8 +1,8 @@
-"""Finds the entries that a Python program names by their paths or by their indices.
+"""Finds the entries that a Python program names by paths or indices.
 
-A path is `str`, `bytes` or an `os.PathLike`, relative to the dataset's root, which is `""`. Single
-slashes separate its components; it neither begins nor ends with one. An index is the number of an
-entry in the version that is shown, from 0 on. Pure functions, safe from any thread.
+A path is `str`, `bytes` or an `os.PathLike`, relative to the dataset's root (`""`), with single
+slashes between its components and none at its ends. An index is the number of an entry in the shown
+version, from 0 on. Pure; safe from any thread.
 """
 
 import io

@@ -3,12 +3,9 @@
 The calls are those of libDIESEL (the DIESEL paper, Table 3); docstrings name them as DL_get etc.
 
 A `Dataset` shows one version. `flush`, `delete`, `refresh`, or a path that only a newer version has
-moves it on. Calls name entries by path or index (`addressing.py`).
-
-Several threads may read; only one may write. A forked child may go on reading, and so may a process
-that loads a pickle of the dataset, which opens the same version anew (`reopening.py`). Puts that
-are not flushed stay with the process that made them.
-are not flushed stay with the process that made them.
+moves it on. Several threads may read; only one may write. A forked child may go on reading, and so
+may a process that loads a pickle of the dataset (`reopening.py`). Puts that are not flushed stay
+with the process that made them.
 """
 
 import inspect
@@ -109,18 +106,17 @@ def connect(
     version, which must be kept; such a dataset is read-only until `refresh` moves it on.
 
     `url`, `user` and `key` name the repository and your account on a server; if None, they come
-    from the environment, as for `dlcmd`. `create` makes a repository and dataset that are missing.
+    from the environment, as for `dlcmd`. `create` makes a missing repository and dataset.
 
-    `memory_bytes` limits the memory for chunks; if None, it is MEMORY_BYTES_DEFAULT, and grows to
-    the two groups of chunks that `shuffle` needs. `compress` is "auto", "lz4" or "none".
+    `memory_bytes` limits the memory for chunks; None means MEMORY_BYTES_DEFAULT, or more if the two
+    groups of chunks of `shuffle` need it. `compress` is "auto", "lz4" or "none".
 
     With `task=NAME`, contents are read through the cache that the nodes of this training task
     share. This node is number `rank` of `world`; by default as set by SLURM or torchrun, else the
     only one. `task_key` is the task's secret (or DIESEL_TASK_KEY). `task_memory_bytes`, `cache_dir`
-    and `cache_bytes` are the memory and disk of this node's part. `peers`, `listen`, `advertise`,
-    `policy`, `evict`, `peer_tls` and `peers_through_master` are options of `dlcmd mount`. None
-    means the default. The first process of a node settles these options for the node; a later one
-    with other options logs a warning.
+    and `cache_bytes` are the memory and disk of this node's part. The other options are those of
+    `dlcmd mount`; None means the default. The first process of a node settles the options for the
+    node; a later one with others logs a warning.
 
     A bucket (`url="s3://..."`) is read through a helper process, so that this process may fork.
 
@@ -165,7 +161,7 @@ def connect(
 
 @contextmanager
 def _creation_advised(*, create: bool) -> Iterator[None]:
-    """Add advice to errors about a missing repository or dataset, if `create` is not set."""
+    """Add advice to errors about a missing repository or dataset, unless `create` is set."""
     try:
         yield
     except (ObjectMissing, NoSuchDataset) as error:
@@ -181,16 +177,15 @@ def list_datasets(
     url: str | None = None, user: str | None = None, key: str | None = None
 ) -> list[str]:
     """Return the sorted names of a repository's datasets; on a server, of those that you may read.
-    The arguments are those of `connect`.
 
-    Raises ObjectStoreError, MetadataError, UsageError.
+    The arguments and errors are those of `connect`.
     """
     with open_configured(_load(url, user, key)) as repository:
         return [info.name for info in repository.datasets()]
 
 
 def _load(url: str | None, user: str | None, key: str | None) -> Settings:
-    """The settings with these arguments of a call. Raises UsageError for a key without a server."""
+    """Raises UsageError for a key without a server."""
     given = {"url": url, "user": user, "key": key}
     for word, value in given.items():
         if value is not None:
@@ -228,7 +223,7 @@ class Dataset:
         self._switch_version(view)
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the arguments of `_reopen`: the version and the order of reading, but no secret.
+        """The pickle has the version and the order of reading, but no secret.
 
         Raises UsageError if the other process will need a secret that is not in the environment.
         """
@@ -325,13 +320,14 @@ class Dataset:
         drop_last: bool = False,
         below: EntryKey = "",
     ) -> npt.NDArray[np.int64]:
-        """Return a rank's files in chunk-wise random order, as indices (DL_shuffle).
+        """Return a rank's files in chunk-wise random order, as indices of this version
+        (DL_shuffle).
 
-        `diesel_fs.orders.shuffle` defines the order and its parameters. `below` restricts it to the
-        files below a folder. `get` and `read_many` in this order load each chunk once and keep at
-        most two groups of `group_size` chunks in memory, or the whole dataset if it fits, until the
-        next `shuffle`. The indices are valid for this version only. Raises NoSuchPath, and
-        UsageError for bad numbers or if the chunks of one group do not fit `memory_bytes`.
+        `diesel_fs.orders.shuffle` defines the order and its parameters. `below` selects the files
+        below a folder. Until the next `shuffle`, `get` and `read_many` in this order load each
+        chunk once and keep at most two groups of `group_size` chunks in memory, or the whole
+        dataset if it fits. Raises NoSuchPath, and UsageError for bad numbers or if the chunks of
+        one group do not fit `memory_bytes`.
         """
         top = self._index(below)
         if self._view.stat(top).kind != Kind.FOLDER:
@@ -348,8 +344,8 @@ class Dataset:
     def follow(self, order: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> None:
         """Load chunks for `get` and `read_many` in this order of indices, as after `shuffle`.
 
-        Its groups end at the positions `ends`. Raises NoSuchPath, and UsageError if the chunks of
-        one group do not fit `memory_bytes`.
+        Its groups end at the positions `ends`. Raises NoSuchPath, and UsageError if the chunks of a
+        group do not fit `memory_bytes`.
         """
         self._check_open()
         view = self._view
@@ -423,10 +419,10 @@ class Dataset:
         self._pending.add(self._view, source, path, mode, mtime_ns)
 
     def flush(self) -> int:
-        """Make all puts durable (DL_flush), and move on to the version that has them; return it.
+        """Make all puts durable (DL_flush), move on to the version that has them, and return it.
 
-        Raises ConflictError after that if another writer has put a folder at the path of a file of
-        this one, or the other way round; the dataset then has the folder.
+        Then raises ConflictError if another writer has put a folder at the path of one of these
+        files, or a file at that of a folder; the dataset then has the folder.
         """
         self._check_open()
         if (report := self._pending.flush()) is None:
@@ -487,11 +483,12 @@ class Dataset:
     ) -> PurgeReport:
         """Free the space of replaced and deleted files (DL_purge).
 
-        Chunks with more than the share `max_unused` of unused bytes are rewritten; the old ones are
-        deleted when no reader can need them. `keep` versions are kept, and old chunks stay for
-        `grace_s` seconds; -1 leaves a setting as it is (see `PurgeOptions`).
+        Flushes, rewrites chunks with more than the share `max_unused` of unused bytes, deletes the
+        old ones when no reader can need them, and moves on to the current version. `keep` versions
+        are kept, and old chunks stay for `grace_s` seconds; -1 leaves a setting as it is (see
+        `PurgeOptions`).
 
-        It flushes first, and moves on to the current version. Raises BusyError, NoSpaceError.
+        Raises BusyError, NoSpaceError.
         """
         if isinstance(max_unused, bool) or not isinstance(max_unused, int | float | np.number):
             raise wrong_type("max_unused", "a share between 0 and 1", max_unused)
@@ -569,7 +566,6 @@ class Dataset:
         self._reader = EntryReader(view, self._objects_of(view), memory_bytes)
 
     def _objects_of(self, view: Snapshot) -> ObjectStore:
-        """The store to read a version from: the repository's, or the task's cache."""
         if not self.task_options:
             return self._repository.objects
         task = self._task
@@ -589,9 +585,8 @@ class Dataset:
         return self._find(key)[0]
 
     def _find(self, key: EntryKey) -> tuple[int, EntryReader]:
-        """The index of an entry, and the reader of its version, since another thread may move the
-        dataset on. Moves on to a newer version for a missing path. Raises NoSuchPath.
-        """
+        """The index of an entry, and the reader of its version (another thread may move the dataset
+        on). Moves on to a newer version for a missing path."""
         self._check_open()
         reader = self._reader
         try:
@@ -603,7 +598,6 @@ class Dataset:
             return index_of(reader.snapshot, key), reader
 
     def _find_many(self, many: EntryKeys) -> tuple[npt.NDArray[np.int64], EntryReader]:
-        """As `_find`, for many entries."""
         self._check_open()
         names = names_of(many)
         reader = self._reader
@@ -627,7 +621,6 @@ class Dataset:
 
 
 def _indices(word: str, value: object) -> npt.NDArray[np.int64]:
-    """Check and convert an argument of whole numbers. Raises UsageError."""
     try:
         found = np.asarray(value)
     except (ValueError, TypeError):  # lists of several lengths
@@ -638,7 +631,6 @@ def _indices(word: str, value: object) -> npt.NDArray[np.int64]:
 
 
 def _check_file(view: Snapshot, index: int) -> None:
-    """Raise IsAFolder for a folder, and UsageError for a link."""
     kind = view.stat(index).kind
     if kind == Kind.FILE:
         return
@@ -655,7 +647,6 @@ def _reopen(
     is_fixed: tuple[bool, bool],
     order: _Order | None,
 ) -> Dataset:
-    """Open a pickled dataset (`Dataset.__reduce__`)."""
     is_version_fixed, is_kept = is_fixed
     options = replace(options, task=reference.task_options_with_key)
     repository = reference.repository()

@@ -1,12 +1,12 @@
 """Compares two versions of datasets, or a version with a folder.
 
 An entry is **changed** if both sides have an entry of the same kind at its path with another mode,
-mtime, size, content or link target. An entry of another kind on the second side is removed and
-added. Contents of two versions are compared by the checksums of their extents, and files of a
-folder as `put` compares them: by size and mtime, and with `checksum` by content.
+mtime, size, content or link target; one of another kind is removed and added. Contents of two
+versions are compared by the checksums of their extents, and files of a folder as `put` compares
+them: by size and mtime, and with `checksum` by content.
 
-Nothing is written. Two versions are compared as columns: 1.28 million entries take about a second.
-A folder is walked with one of its folders in memory at a time.
+Nothing is written. Two versions with 1.28 million entries take about a second. A folder is walked
+with one of its folders in memory at a time.
 """
 
 import os
@@ -31,10 +31,8 @@ CompareProgress = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """The paths that only the second side has, that differ, and that only the first side has.
-
-    `failed` has the paths of a folder that could not be read, with the reasons.
-    """
+    """Paths by kind of difference. `failed` has the paths that could not be read, with the
+    reasons."""
 
     added: Collection[bytes]
     changed: Collection[bytes]

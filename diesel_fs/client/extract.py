@@ -1,9 +1,9 @@
 """Writes entries of a dataset back to a folder, to one file, or into a tar.
 
 Nothing outside the destination is touched: folders are opened component by component, and links are
-never followed. An existing file is replaced only with `force`, and only by a whole file. Folders
-are written first, then files in the order of their chunks (so each chunk is read once), links, and
-last the attributes of folders, deepest first.
+never followed. An existing file is replaced only with `force`, and only by a whole file. The order
+is folders, files by their place in the chunks (so each chunk is read once), links, and last the
+attributes of folders, deepest first.
 
 Not safe for concurrent use. As with `cp` and `tar`, nothing is synced: a file appears whole under
 its name or not at all, and survives a power cut once the kernel has written it.
@@ -90,12 +90,12 @@ def get(
     """Write the entry at `path`, with contents, mode, mtime and link targets as they were put.
 
     The contents of a folder go into the folder `dest`, which gets the folder's attributes if it is
-    new or empty. A file or link becomes `dest`, or goes into `dest` if that is a folder. An equal
-    entry at the destination is left alone. A different one is replaced, and an existing folder gets
-    other attributes, only with `force`.
+    new or empty. A file or link becomes `dest`, or goes into it if it is a folder. An equal
+    existing entry is left alone. A different one is replaced, and an existing folder gets other
+    attributes, only with `force`.
 
-    Returns a report that names the entries that could not be written. Raises NoSuchPath,
-    NoSpaceError, PermissionDenied, ObjectStoreError.
+    The report names the entries that could not be written. Raises NoSuchPath, NoSpaceError,
+    PermissionDenied, ObjectStoreError.
     """
     top = view.index_of(path)
     is_folder, is_new = view.stat(top).kind == Kind.FOLDER, False
@@ -153,8 +153,8 @@ def _destination_error(dest: Path, error: OSError) -> Exception:
 class _Folders:
     """Descriptors of the destination's folders, by the index of the dataset's folder.
 
-    Each is opened from the folder above it. So a path may be longer than the kernel's limit, and a
-    link that replaces a folder is an error and never followed.
+    Each is opened from the folder above it, so a path may be longer than the kernel's limit, and a
+    link that replaces a folder is an error.
     """
 
     def __init__(self, view: Snapshot, top: int, root: int) -> None:
@@ -187,10 +187,7 @@ class _Folders:
 
 
 def _safe_name(view: Snapshot, index: int) -> bytes:
-    """The name of an entry, checked again, since a snapshot may come from an untrusted place.
-
-    Raises _EntrySkipped for a name that could lead out of its folder.
-    """
+    """The name of an entry, checked again, since a snapshot may come from an untrusted place."""
     name = view.name(index)
     if fault := name_fault(name):
         raise _EntrySkipped(f"not written: its name has {fault}")
@@ -282,7 +279,6 @@ class _FolderWriter:
     # Files and links
 
     def _must_write(self, index: int) -> bool:
-        """Whether an entry is missing, or differs and `force` is given."""
         with _EntryErrors(self, index):
             above, name = self._destination_of(index)
             try:
@@ -465,7 +461,7 @@ def get_tar(
 ) -> GetReport:
     """Write the contents of a folder, or a file, as a tar (PAX), in the order of the folders.
 
-    Files whose bytes are lost are left out and named in the report. Raises NoSuchPath, OSError of
+    Files that cannot be read are left out and named in the report. Raises NoSuchPath, OSError of
     `out`, and FormatError if a file of several extents cannot be read to its end: the tar then ends
     after that file's header.
     """
@@ -506,7 +502,7 @@ def get_tar(
 
 
 def _tar_info(view: Snapshot, index: int, name: bytes) -> tarfile.TarInfo:
-    """The tar header of an entry. It has no owner, since a dataset keeps none."""
+    """The tar header of an entry, without an owner, since a dataset keeps none."""
     entry: Stat = view.stat(index)
     info = tarfile.TarInfo(name.decode("utf-8", "surrogateescape"))
     info.mode = entry.mode & MODE_MASK

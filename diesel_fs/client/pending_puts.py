@@ -1,8 +1,7 @@
 """Holds the puts of one process until they are flushed: the write half of a `Dataset`.
 
 A put is checked against the newest version that this process knows and against its own earlier
-puts, packed into chunks, and durable after `flush`. One thread at a time may call. A forked child
-inherits no puts of its parent.
+puts, and packed into chunks. One thread at a time may call. A forked child inherits no puts.
 """
 
 import io
@@ -105,7 +104,7 @@ class PendingPuts:
         self._files.clear()
 
     def close(self) -> None:
-        """Drop the puts that are not flushed. May be called repeatedly."""
+        """Drop the puts that are not flushed. Repeatable."""
         if self._writing is not None and self._process == os.getpid():
             self._writing[1].close()
         self._forget()
@@ -115,7 +114,6 @@ class PendingPuts:
         self.forget_paths()
 
     def _begun(self, view: Snapshot) -> tuple[WriteSession, Packer]:
-        """The session and packer of this process; made at the first call."""
         if self._process != os.getpid():
             self._forget()
         if self._writing is None:
@@ -126,7 +124,6 @@ class PendingPuts:
         return self._writing
 
     def _add_file(self, packer: Packer, source: Path, target: bytes, now: int) -> None:
-        """Put a local file. Raises FileSkipped, NoSuchFile, PermissionDenied."""
         try:
             real = Path(os.path.realpath(source, strict=True))
             folder = os.open(real.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -145,7 +142,7 @@ class PendingPuts:
             raise PermissionDenied(f"cannot read {cut(str(source))!r}: {error.strerror}") from error
 
     def _target(self, path: PathText) -> bytes:
-        """Check the path of a file to be put. Raises UsageError, and ConflictError for a folder."""
+        """Raises UsageError, and ConflictError for a folder."""
         target = check_path(encoded(path))
         if not target or is_reserved(target):
             raise UsageError(
@@ -158,15 +155,14 @@ class PendingPuts:
         return target
 
     def _kind_at(self, path: bytes) -> Kind | None:
-        """The kind of the entry at a path, in the newest version that this process knows, which may
-        be newer than the shown one."""
+        """The kind of the entry at a path in the newest known version, which may be newer than the
+        shown one."""
         assert self._writing is not None
         view = max(self._newest, self._writing[0].view, key=_version)
         index = view.lookup(path)
         return view.stat(index).kind if index >= 0 else None
 
     def _add_parents(self, packer: Packer, target: bytes, mtime_ns: int) -> None:
-        """Put the missing folders above a path. Raises ConflictError."""
         folder = split(target)[0]
         missing = []
         while folder and folder not in self._folders:

@@ -36,7 +36,6 @@ class ForecastStore:
     price_per_gb: float = 0.0
 
     def price(self, requests: int, size: int) -> float:
-        """The cost of `requests` requests for `size` bytes in total."""
         return requests / 1000 * self.price_per_1000 + size / 1e9 * self.price_per_gb
 
 

@@ -368,7 +368,6 @@ def _latency_s(job: ForecastJob, found: EpochSources) -> Seconds:
 
 
 def _by_place(reads: EpochReads, places: npt.NDArray[np.int32]) -> Mask | None:
-    """A flag for each rank and place in its order, or None if no place is set."""
     if not len(places):
         return None
     flags = np.zeros(reads.push_of.size, np.bool_)

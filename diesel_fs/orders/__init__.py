@@ -1,7 +1,6 @@
 """The sequences in which the files of a dataset are read, and their announcement.
 
 Start with `shuffle.py`, which draws orders from a seed, the same on every machine. `path_lists.py`
-writes an order as a list of paths. `plan.py` has the values by which readers announce orders, and
-their limits. All of it is pure: without I/O and clocks. `cache/` and `mounts/prefetch/` do the
-reading.
+writes an order as a list of paths; `plan.py` has the values by which readers announce orders. All
+of it is pure: without I/O and clocks. `cache/` and `mounts/prefetch/` do the reading.
 """

@@ -1,7 +1,8 @@
 """Orders that every process can compute from a few numbers, so that the order itself is not sent.
+Pure.
 
-A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`), which also gives full
-shuffles, with one group of all chunks. Pure.
+A `ComputedOrder` has the parameters of `chunk_shuffle` (`shuffle.py`), or with one group of all
+chunks those of a full shuffle.
 """
 
 from dataclasses import dataclass, replace

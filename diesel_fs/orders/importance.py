@@ -53,11 +53,11 @@ Mask = npt.NDArray[np.bool_]
 
 SHARE_DEFAULT = 0.5
 """The share of Selective-Backprop's rule with the exponent 1. (The authors' scripts have the
-exponent 3, a quarter of the samples, and train for more epochs.)"""
+exponent 3, a quarter of the samples, and more epochs.)"""
 
 HIGH_DIVISOR = 5
-"""One in this many samples (a fifth) is of high importance; iCache names no limit. With a third,
-1 % fewer samples were in memory when samples are substituted."""
+"""One in this many samples (a fifth) is of high importance; iCache names no limit. With a third, 1
+% fewer samples were in memory under substitution."""
 _CHANCE_STEPS = 1 << 20
 """Probabilities are multiples of 1 / this: processors differ in the last digits of powers."""
 _MARK = 1 << 32  # the length 1 as a whole number: sums are exact
@@ -145,9 +145,9 @@ def substituted(
 ) -> tuple[Indices, Indices]:
     """The replaced samples, as places in `drawn`, and their substitutes (see the module).
 
-    The masks and `chunks` have a value for each of the n samples: whether it is of low importance,
-    is cached, may replace others if it is not drawn, and its chunk. Cached samples come first; the
-    pairs are random.
+    The masks and `chunks` have a value for each sample: whether it is of low importance, is cached,
+    may replace others if it is not drawn, and its chunk. Cached samples come first; the pairs are
+    random.
     """
     missed = np.flatnonzero(is_low[drawn] & ~is_cached[drawn])
     missed = missed[_permutation(_REPLACED, len(missed), seed, epoch)]
@@ -190,7 +190,7 @@ def at_home(samples: Indices, is_high: Mask, home: Indices, per_node: int, nodes
     has room. The others stay in place, unless they make room.
 
     Each node has the next `per_node` of `samples`, the last one the remainder. `is_high` and `home`
-    have a value for each of the n samples.
+    have a value for each sample.
     """
     wrong = np.flatnonzero(is_high[samples])
     wrong = wrong[home[samples[wrong]] != np.minimum(wrong // per_node, nodes - 1)]
@@ -236,7 +236,7 @@ def _by_value(values: Values, seed: int, epoch: int) -> Indices:
 
 def _permutation(domain: int, count: int, seed: int, epoch: int) -> Indices:
     """The numbers below `count` in random order. Sorting unique keys gives one result with every
-    algorithm, and takes a tenth of an argsort."""
+    algorithm, in a tenth of an argsort."""
     bits = np.uint64(max(count - 1, 1).bit_length())
     keys = random_keys(domain, count, seed, epoch) >> bits << bits
     keys |= np.arange(count, dtype=np.uint64)

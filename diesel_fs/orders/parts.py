@@ -7,9 +7,8 @@ file; parts here are contiguous, so in a chunk-wise order one rank reads most ch
 
 Ranks that stop in the middle of an epoch have received the same number of files, since they train
 in step. With the same world, each goes on in its part. With another, the files that no rank has
-received are divided as a whole order: each is read once, and only the files that make parts equal
-are repeated or dropped. That includes files that the former world would have dropped. Pure; safe
-from any thread.
+received are divided as a whole order, including files that the former world would have dropped.
+Pure; safe from any thread.
 """
 
 from dataclasses import dataclass

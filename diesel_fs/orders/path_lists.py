@@ -78,7 +78,7 @@ class ListText:
 
 class PathLists:
     """Makes the lists of one snapshot. For millions of files every method takes long and belongs in
-    a thread; the first call also measures all paths."""
+    a thread."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._snapshot = snapshot
@@ -91,10 +91,8 @@ class PathLists:
         return self._list_bytes(files)
 
     def text(self, name: ListName, *, nul: bool) -> ListText:
-        """The paths in their order, each ended by a newline or NUL.
-
-        Raises UsageError for a path with a newline in a list of lines.
-        """
+        """The paths in their order, each ended by a newline or NUL. Raises UsageError for a path
+        with a newline in a list of lines."""
         files = name.order(self._snapshot)
         if not nul:
             self._refuse_newlines(files)

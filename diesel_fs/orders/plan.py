@@ -1,9 +1,8 @@
 """Plans: the files that each reader will read, in order, announced before it reads them.
 
 A *stream* is one reader; it has *epochs*, each with its entries (indices of files in the snapshot)
-in order. A *plan* is all streams that are announced to a mount, within the limits of `check_plan`.
-Plans come over the control socket or from lists of files (`mounts/plans/`); the mount's prefetch
-planner (`mounts/prefetch/planner.py`) holds the streams and works by them.
+in order. A *plan* is all streams that are announced to a mount. Plans come over the control socket
+or from lists of files (`mounts/plans/`); the mount's prefetch planner works by them.
 
 Epochs and streams are immutable values with private, read-only copies of their arrays.
 """
@@ -58,7 +57,7 @@ class Epoch:
 
     `entries` may leave files out and repeat them. `exact` is False for a prediction, which may be
     replaced when the epoch begins. `bounds` is None if the batches are not known. `computed` has
-    parameters that give exactly these entries, if there are any.
+    parameters that give exactly these entries, if any.
     """
 
     number: int
@@ -192,7 +191,6 @@ def check_plan(
 
 
 def _own_entries(entries: EntryOrder) -> Entries:
-    """A read-only copy of entry indices. Raises UsageError."""
     array = np.asarray(entries)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("an order is one row of entry indices")
@@ -208,7 +206,6 @@ def _own_entries(entries: EntryOrder) -> Entries:
 
 
 def _bounds(bounds: "Sequence[int] | Bounds", length: int) -> Bounds:
-    """A read-only copy of the bounds of an epoch of this length. Raises UsageError."""
     array = np.asarray(bounds)
     if array.ndim != 1 or (array.dtype.kind not in "iu" and len(array)):
         raise UsageError("batch bounds are one row of positions")

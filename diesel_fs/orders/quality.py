@@ -46,7 +46,7 @@ GROUP_SIZES = tuple(factor * 10**power for power in range(7) for factor in (1, 3
 
 DESIGN_EFFECT_MAX = 4.0
 """A group size up to this design effect is recommended: a batch is then worth a quarter of its
-files. A rule of thumb: many models bear steps as noisy as those of a batch of a quarter."""
+files. A rule of thumb: many models bear steps as noisy as with such batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class OrderQuality:
     """How well an order mixes, and its cost in memory.
 
     `memory_bytes`: the chunks of the two neighbouring groups that are the largest together.
-    `chunks_in_batch`: the mean number of chunks from which the files of a batch come.
-    `design_effect`: see the module; None if all batches have the same classes in any order.
+    `chunks_in_batch`: the mean number of chunks that a batch comes from. `design_effect`: see the
+    module; None if all batches have the same classes in any order.
     """
 
     memory_bytes: int
@@ -101,8 +101,8 @@ def compare_group_sizes(
     """Measure the orders of an epoch: of GROUP_SIZES and `group_size`, as packed, and full shuffle.
 
     The other parameters are those of `chunk_order`; the order of packing is measured whole.
-    GROUP_SIZES from the number of chunks on are left out: they are full shuffles. Raises UsageError
-    for numbers out of range, CorruptError for a damaged snapshot.
+    GROUP_SIZES from the number of chunks on are left out, as they are full shuffles. Raises
+    UsageError for numbers out of range, CorruptError.
     """
 
     def ordered(size: int) -> GroupedOrder:

@@ -88,7 +88,6 @@ class ChunkedFiles:
         return cls(entries, chunks, snapshot.columns.chunk_id)
 
     def subset(self, places: Indices) -> "ChunkedFiles":
-        """Some of the files, by their places in `entries`."""
         return ChunkedFiles(self.entries[places], self.chunks[places], self.chunk_ids)
 
     def shuffled(self, seed: int, epoch: int, group_size: int) -> tuple[Indices, Indices]:
