@@ -1,13 +1,12 @@
 """Circuit breakers: they stop requests to a service that fails, and decide when to try again.
 
 A breaker is *closed* while the service answers. Several failures in a row *open* it: for a pause,
-no request is sent. After the pause it is *half open*: one request at a time may try, and its
-outcome closes the breaker or opens it for a longer pause.
+no request is sent. Then it is *half open*: one request at a time may try, and its outcome closes
+the breaker or opens it for a longer pause.
 
 A `CircuitBreaker` guards a disk, a metadata store, or the master of a client's own node; a
-`PeerBreaker` guards another node's master. Both are pure: the time is an argument, in seconds of
-any one clock. They hold no lock; if several threads share one without a lock around it, a failure
-may go uncounted.
+`PeerBreaker` another node's master. Both are pure: the time is an argument, in seconds of any one
+clock. They hold no lock; threads that share one without a lock may leave a failure uncounted.
 
 `admit` gives each caller a ticket, to be returned with the outcome. Outcomes with a ticket from
 before the breaker last opened or closed are ignored, so requests that failed together count as one
@@ -82,7 +81,8 @@ class CircuitBreaker:
     def record_success(self, ticket: int | None = None) -> bool:
         """Note an answer in time. Returns whether this has closed the breaker.
 
-        Callers that use `is_open` instead of `admit` have no ticket; their outcomes always count.
+        Without a ticket (from callers that use `is_open` instead of `admit`), the outcome always
+        counts.
         """
         if ticket is not None and ticket != self.ticket:
             return False
@@ -110,12 +110,12 @@ class CircuitBreaker:
         return ticket == self.ticket and self.open(now_s)
 
     def cancel(self, ticket: int) -> None:
-        """Note that the request was given up; that says nothing about the service."""
+        """Note that the request was given up; the state stays."""
         if ticket == self.ticket:
             self._is_probing = False
 
     def open(self, now_s: float) -> bool:
-        """Open the breaker. Returns True."""
+        """Always returns True."""
         self._set_open_until(now_s + self._pause_s)
         self._pause_s = min(2 * self._pause_s, self._pause_max_s)
         return True
@@ -129,8 +129,8 @@ class CircuitBreaker:
 
 
 class PeerBreaker(CircuitBreaker):
-    """The breaker of another master of the task. It adds a quarantine for a peer that sends
-    damaged bytes, and a time-out that follows the peer's usual latency."""
+    """The breaker of another master of the task, with a quarantine for damaged bytes and a time-out
+    that follows the peer's usual latency."""
 
     def __init__(self) -> None:
         super().__init__(FAILURES_MAX, PAUSE_S, PAUSE_MAX_S)
@@ -149,8 +149,8 @@ class PeerBreaker(CircuitBreaker):
         return 0 if now_s < self._quarantined_until_s else super().admit(now_s)
 
     def record_damage(self, now_s: float) -> bool:
-        """Note a part with a wrong checksum. Returns whether the peer is now in quarantine: after
-        `DAMAGED_MAX` such parts it gets no request for `QUARANTINE_S`."""
+        """Note a part with a wrong checksum. Returns whether this starts a quarantine: after
+        `DAMAGED_MAX` such parts, `QUARANTINE_S` without requests."""
         self._damaged += 1
         if self._damaged < DAMAGED_MAX:
             return False

@@ -1,7 +1,7 @@
 """A memory budget: a thread that wants a buffer beyond the limit waits.
 
-A buffer counts until its last view has been garbage-collected; nobody returns it. So an answer also
-counts until a slow client has received it. Callable from any thread.
+A buffer counts until its last view has been garbage-collected, so an answer counts until a slow
+client has received it. Callable from any thread.
 """
 
 import threading
@@ -25,7 +25,6 @@ class MemoryBudget:
 
     @property
     def used_bytes(self) -> int:
-        """The size of all live buffers."""
         return self._used_bytes
 
     def allocate(self, size: int, deadline_s: float) -> memoryview:

@@ -104,7 +104,7 @@ class Channel:
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
         """Send parts of `size` bytes in total. Returns whether all have left. If not, a task must
-        call `drain`, and the parts must not change until it returns."""
+        call `drain`, and the parts must not change until then."""
         sent = 0
         if not self._unsent:
             try:
@@ -145,11 +145,11 @@ class Channel:
                 dropped += await self.receive(sink)
 
     def end_sending(self) -> None:
-        """Announce the end of the bytes. Raises OSError."""
+        """Raises OSError."""
         self._socket.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Close the connection at once. Repeatable."""
+        """Repeatable."""
         if self._socket.fileno() >= 0:
             trio.lowlevel.notify_closing(self._file)
             self._socket.close()
@@ -232,7 +232,6 @@ class TlsChannel(Channel):
             ) from error
 
     async def _flush(self) -> None:
-        """Wait until all encrypted bytes have left. Also raises OSError."""
         while True:
             try:
                 self._send_encrypted()
@@ -265,7 +264,6 @@ class TlsChannel(Channel):
                 raise ConnectionClosed(str(error)) from error
 
     def _feed(self) -> None:
-        """Receive once, into the engine. Raises BlockingIOError, OSError."""
         room = _received_room()
         count = self._socket.recv_into(room)
         self._engine.feed(room[:count])
@@ -296,7 +294,7 @@ class TlsChannel(Channel):
 
     def send_some(self, parts: Sequence[Bytes]) -> int:
         """As `Channel.send_some`. After BlockingIOError or a partial send, the next call must begin
-        with the same bytes, since some of them are encrypted already."""
+        with the same bytes, since some are encrypted already."""
         sent = skipped = self._send_encrypted()
         for part in parts:
             view = memoryview(part)[skipped:]
@@ -369,8 +367,8 @@ class FrameReader:
     """Reads the frames that arrive on a channel, for the one task that receives.
 
     The wait between frames has no limit; a frame that has begun must arrive at the minimum rate.
-    Small pieces go through a buffer; larger ones are received directly into the caller's memory.
-    All methods raise ConnectionClosed.
+    Small pieces go through a buffer, larger ones directly into the caller's memory. All methods
+    raise ConnectionClosed.
     """
 
     def __init__(self, channel: Channel, size: int) -> None:
@@ -384,7 +382,6 @@ class FrameReader:
         self._moved = 0  # bytes received since then
 
     def begin_frame(self) -> None:
-        """Begin a new frame with the next bytes."""
         self._begun_s = None
 
     async def fill_buffer(self, size: int) -> None:

@@ -1,12 +1,10 @@
 """The client of DIESEL-FS servers: sends requests over pooled connections, and again if a server
 fails (`WIRE.md`).
 
-The servers of one address (`diesel://a:9300,b:9300`) share one store, and any of them can answer
-any request. `ServerLink` chooses the server, keeps connections and repeats requests;
-`client_connection.py` is a single connection.
-
-Concurrency: a `ServerLink` serves many threads; each call has its own connection. A forked child
-first closes its parent's connections, and makes its own.
+The servers of one address (`diesel://a:9300,b:9300`) share one store, and any can answer any
+request. `ServerLink` chooses the server, keeps connections and repeats requests. It serves many
+threads; each call has its own connection. A forked child first closes its parent's connections, and
+makes its own.
 """
 
 import os
@@ -91,7 +89,7 @@ class RpcClient(Protocol):
         ...
 
     def close_idle(self) -> None:
-        """Close the idle connections; the next request makes a new one. Repeatable."""
+        """Repeatable; the next request makes a new connection."""
         ...
 
     def close(self) -> None:
@@ -114,9 +112,8 @@ class ServerLink(RpcClient):
     ) -> None:
         """Nothing is sent before the first request. `program` names this program to the server.
         `open_s` limits the search for a server until one has answered. `first` is the index of the
-        first server to try (None: a random one, which spreads clients over the servers). Raises
-        ConfigError for a malformed address.
-        """
+        first server to try (None: a random one, to spread clients). Raises ConfigError for a
+        malformed address."""
         self._url = url
         self._addresses: Sequence[HostPort] = parse_addresses(url)
         self._credentials = credentials
@@ -202,8 +199,7 @@ class ServerLink(RpcClient):
         may_repeat: bool,
         deadline: Deadline,
     ) -> tuple[Connection, Answer]:
-        """Send a request until a server answers it. Returns the connection and the first answer,
-        which is no error."""
+        """Send a request until a server answers it. The first answer is no error."""
         pause_s = _PAUSE_S
         while True:
             connection = self._acquire(deadline)
@@ -245,8 +241,7 @@ class ServerLink(RpcClient):
     # Connections
 
     def _acquire(self, deadline: Deadline) -> Connection:
-        """An idle or new connection, for this caller alone. Raises MetadataError,
-        PermissionDenied."""
+        """An idle or new connection, for this caller alone."""
         while True:
             with self._lock:
                 if self._closed:
@@ -270,14 +265,13 @@ class ServerLink(RpcClient):
             each.close()
 
     def _abandon(self, connection: Connection) -> None:
-        """Close a connection, and prefer another server next."""
         connection.close()
         if self._addresses[self._first] == connection.address:
             self._first = (self._first + 1) % len(self._addresses)
 
     def _connect(self, deadline: Deadline) -> Connection:
-        """A new connection to the first server that accepts. All servers are tried repeatedly; each
-        gets a share of the time, since a machine that is gone uses up all of it."""
+        """A new connection to the first server that accepts. Each try gets a share of the time,
+        since a machine that is gone uses up all of it."""
         deadline = deadline if self._store is not None else deadline.capped(self._open_s)
         pause_s = _PAUSE_S
         failed: list[ConnectionBroken] = []
@@ -302,7 +296,7 @@ class ServerLink(RpcClient):
             pause_s = min(2 * pause_s, _PAUSE_S_MAX)
 
     def _open_connection(self, address: HostPort, deadline: Deadline) -> Connection:
-        """A new connection to one server. Raises ConnectionBroken, PermissionDenied."""
+        """Raises ConnectionBroken, PermissionDenied."""
         if self._url.scheme == "diesel+tls" and self._tls is None:
             self._tls = verifying_context()
         try:
@@ -341,8 +335,8 @@ class ServerLink(RpcClient):
 
 
 def _pause(pause_s: float, deadline: Deadline) -> bool:
-    """Sleep for about `pause_s`, with a random factor, so that clients that failed together do not
-    return together. Returns False at once if there is no time."""
+    """Sleep for about `pause_s`, with a random factor that separates clients which failed together.
+    Returns False at once if there is no time."""
     pause_s *= 0.5 + secrets.randbelow(1000) / 1000
     if deadline.left_s <= pause_s:
         return False
@@ -357,8 +351,7 @@ def _unknown(error: DieselError) -> DieselError:
 
 
 def _connect_error(failed: Sequence[ConnectionBroken]) -> DieselError:
-    """The error if no server accepts us. Temporary failures come first, so that the error says
-    that trying again may help."""
+    """Temporary failures come first, so that the error says that trying again may help."""
     ordered = sorted(failed, key=lambda broken: broken.is_permanent)
     first = ordered[0].error
     if len(ordered) > 1:

@@ -1,9 +1,9 @@
 """One connection of a client to a server: connecting, TLS, login, then requests and answers, each
 with a deadline.
 
-`frames.py` encodes the bytes; `client.py` chooses the server and repeats requests. A connection is
-used by one thread at a time and carries one request at a time. Payloads are sent from the caller's
-memory and received into it, without a copy.
+`client.py` chooses the server and repeats requests. A connection is used by one thread at a time
+and carries one request at a time. Payloads are sent from the caller's memory and received into it,
+without a copy.
 """
 
 import select
@@ -43,8 +43,7 @@ PAYLOAD_BYTES_MAX = 64 << 20
 snapshots."""
 
 _BUFFER_BYTES = 16 << 10
-"""Smaller pieces are received into a buffer, so that a small answer takes one system call; larger
-ones go directly into the caller's memory."""
+"""Smaller pieces are received into a buffer, so that a small answer takes one system call."""
 
 _TLS_PIECE_BYTES = 256 << 10
 _EARLY_ANSWER_S = 1.0
@@ -154,8 +153,8 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Close the socket without sending anything, since in a forked child the connection is the
-        parent's. Repeatable."""
+        """Close the socket without a farewell, since in a forked child it is the parent's.
+        Repeatable."""
         with suppress(OSError):
             self._socket.close()
 
@@ -299,8 +298,7 @@ class Connection:
             raise CorruptError(f"{self.address} did not report its store") from None
 
     def _binding(self) -> bytes:
-        """The part of the login's signature that binds it to this connection
-        (`frames.login_challenge`)."""
+        """The part of the login's signature for this connection (`frames.login_challenge`)."""
         if not isinstance(self._socket, ssl.SSLSocket):
             return wire.NO_BINDING
         certificate = self._socket.getpeercert(binary_form=True)
@@ -357,7 +355,7 @@ class Connection:
         return count
 
     def _send(self, views: list[memoryview], deadline: Deadline) -> None:
-        """Send all views of bytes, and empty the list."""
+        """Send all views, and empty the list."""
         while views:
             if self._tls:
                 piece = views[0][:_TLS_PIECE_BYTES]
@@ -372,7 +370,7 @@ class Connection:
     def _retry_until_ready(
         self, work: Callable[[], T], ready: select.poll, deadline: Deadline
     ) -> T:
-        """Repeat a call on the socket until it does not have to wait. Raises ConnectionBroken."""
+        """Repeat a call on the socket until it does not have to wait."""
         try:
             while True:
                 try:
@@ -398,7 +396,6 @@ class Connection:
 
 
 def _connected(address: HostPort, deadline: Deadline) -> socket.socket:
-    """A socket connected to one of the addresses of a host. Raises ConnectionBroken."""
     reason = "its name has no address"
     for family, socket_address in _resolve_in_time(address, deadline):
         connected = None

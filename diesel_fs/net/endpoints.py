@@ -51,7 +51,7 @@ def is_local(place: HostPort) -> bool:
 def listen(place: HostPort) -> list[socket.socket]:
     """Sockets that listen at all addresses of a host, on one port.
 
-    Addresses that this machine does not have, such as IPv6, are left out, unless all are. Raises
+    Addresses that this machine lacks, such as IPv6, are left out, unless all are. Raises
     ConflictError if another program listens there, ConfigError.
     """
     port = place.port

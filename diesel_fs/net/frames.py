@@ -2,11 +2,9 @@
 
 A connection begins with a greeting of the client and a welcome (or refusal) of the server. A login
 follows, then frames: each is two lengths, a *head* (a message in msgpack) and a *payload* (raw
-bytes). The masters of a task begin their connections with the same kind of greeting (`PEERS.md`,
-section 3), hence `GreetingCodec`.
+bytes). The masters of a task greet each other alike, hence `GreetingCodec`.
 
-Any bytes decode to a value or raise one error, and no memory is allocated for a length before it
-is checked. Pure: no sockets, time or requests.
+Any bytes decode to a value or raise one error. Pure: no sockets, time or requests.
 """
 
 import struct
@@ -64,7 +62,6 @@ class GreetingCodec:
     acceptor: str
 
     def greeting(self) -> bytes:
-        """The first bytes that a connector sends."""
         return _GREETING.pack(self.magic, self.version, bytes(6))
 
     def parse_greeting(self, content: bytes | bytearray) -> int:
@@ -76,13 +73,12 @@ class GreetingCodec:
         raise _foreign(self.connector, content)
 
     def welcome(self, nonce: bytes) -> bytes:
-        """The answer that accepts a greeting. The connector signs the random `nonce`, so that no
-        recorded login can be sent again."""
+        """Accepts a greeting. The connector signs the random `nonce`, so that no recorded login can
+        be sent again."""
         assert len(nonce) == NONCE_BYTES
         return _WELCOME.pack(self.magic, self.version, _ACCEPTED, NONCE_BYTES) + nonce
 
     def refusal(self, sentence: str) -> bytes:
-        """The answer that refuses a greeting, with the reason."""
         tail = sentence.encode()[:REFUSAL_BYTES_MAX]
         return _WELCOME.pack(self.magic, self.version, _REFUSED, len(tail)) + tail
 
@@ -107,8 +103,7 @@ class GreetingCodec:
         return Welcome(outcome == _ACCEPTED, version, length)
 
     def refusal_error(self, version: int, tail: bytes | bytearray) -> MetadataError:
-        """The error for a refusal: a MetadataError, as for any unusable server, so that callers try
-        another server."""
+        """A MetadataError, as for any unusable server, so that callers try another one."""
         reason = f"it speaks version {version} of the wire"
         if version == self.version:
             reason = "it gave no reason"

@@ -1,8 +1,7 @@
 """Makes and uses the keys of users: Ed25519 (RFC 8032), by the library `cryptography`.
 
-A secret key is its seed of 32 bytes, and no error contains one. `credentials.py` reads and writes
-keys as text; `frames.login_challenge` has the bytes to sign. The library is imported at the first
-use, since that takes 50 ms and most programs sign nothing.
+A secret key is its seed of 32 bytes, and no error contains one. The library is imported at the
+first use, since that takes 50 ms and most programs sign nothing.
 """
 
 import os

@@ -1,9 +1,8 @@
 """Messages between DIESEL-FS programs: maps in msgpack, decoded strictly, and their fields.
 
 The sender is not trusted. Any bytes decode to a message or raise one CorruptError, in linear time:
-before any object is built, `_check_items` walks over the bytes and counts the items and their
-depth. `Fields` then checks each field by its exact type and refuses unknown ones. Errors are sent
-as messages, too (`error_message`, `parse_error`). Pure.
+`_check_items` counts the items and their depth before any object is built. `Fields` then checks
+each field by its exact type and refuses unknown ones. Errors are sent as messages, too. Pure.
 """
 
 import math
@@ -59,9 +58,8 @@ def _unique(pairs: Sequence[tuple[str, Value]]) -> Message:
 
 
 def _check_items(body: bytes | bytearray | memoryview, items_max: int) -> None:
-    """Check the type bytes of all items. Raises CorruptError for too many or too deep items, a type
-    that messages do not have, or missing or extra bytes.
-    """
+    """Check the type bytes of all items. Raises CorruptError for too many or too deep items,
+    unknown types, or missing or extra bytes."""
     at, left = 0, [1]  # the next byte; the number of items to come, on each level
     for _ in range(items_max):
         while left and not left[-1]:
@@ -195,7 +193,6 @@ class Fields:
         return self._values.pop(name)
 
     def bad(self, name: str, rule: str) -> NoReturn:
-        """Raise UsageError for a field that breaks a rule."""
         raise UsageError(f"{self._what}: bad {name!r}: {rule}")
 
 

@@ -1,8 +1,7 @@
 """The HTTP port of the metrics: `GET /metrics` for Prometheus, and `GET /healthz`.
 
 It speaks only the HTTP that these two need. Unlike the servers of HTTP libraries, it limits the
-number of connections and the time of each: each has its own task, and is answered once, within
-seconds.
+number of connections and the time of each. Each has its own task.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """Work that many requests share: single flights and group commits.
 
-`SingleFlight` runs a function once for all callers that want the same result. `GroupCommit`
-collects items during a run, and gives all of them to the next run. Everything happens in one trio
-event loop; `run`, `start` and `add` are atomic up to their first wait.
+Everything happens in one trio event loop; `run`, `start` and `add` are atomic up to their first
+wait.
 """
 
 from collections import deque
@@ -42,10 +41,8 @@ class _Outcome(Generic[V]):
 
 class SingleFlight(Generic[K, V]):
     """Runs an `async` function, once at a time for each key. A caller gets the outcome of a run
-    that begins after the call, and shares it with all that called before that run began.
-
-    A run continues when its callers are cancelled.
-    """
+    that begins after the call, and shares it with all that called before that run began. A run
+    continues when its callers are cancelled."""
 
     def __init__(self, run: Callable[[K], Awaitable[V]]) -> None:
         self._run = run
@@ -98,8 +95,8 @@ class GroupCommit(Generic[K, T, V]):
     """Runs a function on items, once at a time for each key. Items that are added during a run go
     together into the next run, up to `size_max` in size.
 
-    `run` gets a key and its items. If it fails for several items with an error for which
-    `retry_singly` is true, each item is tried by itself.
+    If `run` fails for several items with an error for which `retry_singly` is true, each item is
+    tried by itself.
     """
 
     def __init__(

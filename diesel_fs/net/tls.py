@@ -1,14 +1,14 @@
 """TLS: the contexts of servers, clients and masters, certificates, and encryption without sockets.
 
-A server loads its certificate from files (`load_certificate`), and its clients check it against
-the authorities that they trust. A master makes its own certificate when it starts, with a key that
-is never written to a disk; the SHA-256 is part of the master's registration
-(`peers/members/membership.py`). So no authority signs a master's certificate, and nobody checks
-the names and dates in it. Logins and handshakes sign the SHA-256 (`WIRE.md`, section 3).
+A server loads its certificate from files, and its clients check it against the authorities that
+they trust. A master makes its own certificate when it starts, with a key that is never written to a
+disk; the SHA-256 is part of its registration (`peers/members/membership.py`). So no authority signs
+it, and nobody checks its names and dates. Logins and handshakes sign the SHA-256 (`WIRE.md`,
+section 3).
 
-Python's `SSLSocket` makes two system calls for each record of 16 KiB. A `TlsEngine` encrypts and
-decrypts in memory, so that one call sends or receives many records: answers of a master's data
-plane are about 128 KiB. Functions are safe from any thread; an engine is not.
+Python's `SSLSocket` makes two system calls for each record of 16 KiB. A `TlsEngine` works in
+memory, so that one call sends or receives many records: answers of a master's data plane are about
+128 KiB. Functions are safe from any thread; an engine is not.
 """
 
 import datetime as dt
@@ -97,7 +97,6 @@ class TlsEngine:
             left = left[self._object.write(left) :]
 
     def take_encrypted(self) -> bytes:
-        """The bytes to send now."""
         return self._to_send.read()
 
     @property
@@ -160,11 +159,9 @@ class TlsSocket:
         self.plain.sendall(encrypted)
 
     def settimeout(self, seconds: float | None) -> None:
-        """As a socket's."""
         self.plain.settimeout(seconds)
 
     def close(self) -> None:
-        """Close the socket. Repeatable."""
         self.plain.close()
 
 

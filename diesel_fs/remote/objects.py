@@ -2,8 +2,7 @@
 
 When `put` returns, the server has checked the chunk, stored it durably and committed it. Callers
 check the bytes that they read. A server does not list or delete objects for its clients: those
-methods raise UsageError. Only leases, which `replace` and `delete` send as requests, are other
-objects.
+methods raise UsageError, except for leases, which `replace` and `delete` send as requests.
 
 Usable from several threads and in forked children.
 """
@@ -52,7 +51,7 @@ class RemoteObjects(ObjectStore):
 
     @property
     def store_id(self) -> UUID:  # type: ignore[override]  # known after the first connection
-        """The UUID of the object store behind the server. May connect."""
+        """May connect."""
         return self._link.store_id
 
     @property

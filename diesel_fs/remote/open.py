@@ -18,9 +18,8 @@ def open_repository(
 ) -> Repository:
     """The repository at an address. With `create`, a missing one is made.
 
-    `credentials` are for a server, which is not connected before the first request. Raises
-    ConfigError for an address that this process cannot open, ObjectStoreError if there is no
-    repository.
+    `credentials` are for a server, which is connected at the first request. Raises ConfigError for
+    an address that this process cannot open, ObjectStoreError if there is no repository.
     """
     parsed = parse_url(url) if isinstance(url, str) else url
     if parsed.scheme not in SERVER_SCHEMES:
@@ -36,8 +35,8 @@ def open_configured(settings: Settings, *, create: bool = False) -> Repository:
 
 
 def same_view(repository: Repository, dataset: str, identity: str, version: int) -> Snapshot:
-    """The snapshot of a version that another process of this user has open, most often from the
-    private copy that the other process has just made.
+    """The version that another process of this user has open, most often from the private copy that
+    the other process has just made.
 
     Raises NotFoundError if the version is no longer kept, and ConflictError if the name belongs to
     another dataset now.

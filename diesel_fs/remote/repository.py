@@ -1,9 +1,8 @@
-"""A repository behind a server: each operation of `Repository` becomes requests (`WIRE.md`,
-section 5).
+"""A repository behind a server: each operation of `Repository` becomes requests (`WIRE.md`, section
+5).
 
-The server carries out the operations and checks permissions. The client checks every answer, as a
-server may be wrong, and keeps private copies of snapshots in files, so that no version is fetched
-twice. It connects at the first request.
+The client checks every answer, as a server may be wrong, and keeps private copies of snapshots in
+files, so that no version is fetched twice. It connects at the first request.
 
 Usable from several threads and in forked children, as any `Repository`.
 """
@@ -127,7 +126,6 @@ class RemoteRepository(Repository):
         return self._info("dataset", {"dataset": check_dataset_name(name)})
 
     def _info(self, do: str, fields: Message) -> DatasetInfo:
-        """The dataset in the answer to the request `do` ("dataset" or "begin")."""
         try:
             answer = self._ask(do, fields).message
         except NoSuchDataset as error:
@@ -200,8 +198,8 @@ class RemoteRepository(Repository):
         return Rows([folder], zeros, names, records, zeros, [ChunkId(bytes(16))])
 
     def _ask_about(self, name: str, do: str, fields: Message) -> Answer:
-        """Send a request with the identity of a dataset. The identity is looked up again if the
-        dataset has been deleted and created again."""
+        """Send a request with the identity of a dataset, which is looked up again if the dataset
+        has been deleted and created again."""
         if name in self._identities:
             with suppress(NoSuchDataset):
                 return self._ask(do, {"identity": self._identities[name].bytes, **fields})

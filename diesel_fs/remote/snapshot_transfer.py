@@ -1,9 +1,8 @@
 """Sends snapshots from a server to its clients in pieces, each an LZ4 block (`WIRE.md`, section 5).
 
-The server compresses each version once and keeps the pieces in a file (`CompressedSnapshots`). The
-file lies in a folder that only the server's user can open, and is replaced by rename. It is not
-synced: every block has a checksum, and a damaged file is made again. The client joins the pieces
-(`SnapshotAssembler`) and then checks the whole snapshot.
+The server compresses each version once and keeps the pieces in a file, in a folder that only the
+server's user can open. The file is replaced by rename, but not synced: every block has a checksum,
+and a damaged file is made again. The client joins the pieces and then checks the whole snapshot.
 
 Callable from any thread; several processes may share the folder.
 """
@@ -122,7 +121,6 @@ class CompressedSnapshots:
 
 
 def _write(path: Path, version: int, pieces: Iterator[SnapshotPiece]) -> None:
-    """Write a file of pieces atomically. Raises OSError, DieselError."""
     rows = []
     with atomic_file(path, sync=False) as file:
         for raw_bytes, block in pieces:
@@ -145,7 +143,6 @@ def _opened(path: Path, version: int) -> Iterator[SnapshotPiece]:
 
 
 def _table(file: int, version: int) -> Sequence[tuple[int, int, int]]:
-    """The rows of the table in a file of pieces. Raises OSError, CorruptError."""
     size = os.fstat(file).st_size
     trailer = os.pread(file, _TRAILER.size, max(size - _TRAILER.size, 0))
     if len(trailer) < _TRAILER.size:

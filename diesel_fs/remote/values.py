@@ -1,5 +1,4 @@
-"""Encodes and decodes the contents of requests and answers: datasets, parts of chunks, paths, and
-columns of entries (`WIRE.md`, section 5).
+"""Encodes and decodes the contents of requests and answers (`WIRE.md`, section 5).
 
 Both ends use the same functions. Decoding checks every value and raises UsageError. Pure; safe from
 any thread.

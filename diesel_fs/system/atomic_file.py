@@ -1,13 +1,12 @@
 """Writes a file under a name that a user gave: whole or not at all.
 
 `atomic_file` writes a temporary file and renames it; the next writer in the folder removes the
-temporary files of killed writers. A name that leads to something other than a regular file (a
-device, a fifo, the pipe behind /dev/stdout) is written to directly: a file renamed over /dev/null
-would break the machine.
+temporary files of killed writers. Anything but a regular file (a device, a fifo, the pipe behind
+/dev/stdout) is written to directly: a file renamed over /dev/null would break the machine.
 
 Links are followed, except links that may have been **planted**: made by another user in a folder
-that others may write to, such as /tmp. Such a link would let the other user choose the file to
-overwrite. A file that may have been planted is not written to either.
+that others may write to, such as /tmp, to choose the file that is overwritten. A file that may have
+been planted is not written to either.
 
 Any thread; of several writers of one name the last rename wins.
 """
@@ -55,7 +54,6 @@ class _FileWithName(io.FileIO):
 
 @contextmanager
 def _errors_named(shown: str) -> Iterator[None]:
-    """Set the file name of an OSError in the `with`."""
     try:
         yield
     except OSError as error:
@@ -113,8 +111,7 @@ def atomic_file(path: Path, *, mode: int = 0o600, sync: bool = True) -> Iterator
 
 def check_links(path: Path) -> None:
     """Raise PermissionDenied if a link on the way to `path`, or `path` itself, may have been
-    planted, and OSError if links form a circle.
-    """
+    planted, and OSError if links form a circle."""
     folder, names_left, links = "/", _names_reversed(os.path.join(os.getcwd(), path)), 0
     while names_left:
         name = names_left.pop()
@@ -139,9 +136,8 @@ def check_links(path: Path) -> None:
 
 
 def check_file(path: Path, status: os.stat_result) -> None:
-    """Check a file that is written to directly: raise PermissionDenied if it may have been planted,
-    or is a hard link that others may have made to a file of this user.
-    """
+    """Raise PermissionDenied if a file that is written to directly may have been planted, or is a
+    hard link that others may have made to a file of this user."""
     folder = os.path.dirname(os.path.realpath(path))
     if folder.startswith("/proc/"):  # an open file of this process
         return
@@ -157,10 +153,10 @@ def temporary_name() -> str:
 
 
 def remove_leftovers(folder: Path | int) -> None:
-    """Remove the temporary files in a folder (or its descriptor) whose process has ended.
+    """Remove the temporary files of ended processes in a folder (or its descriptor).
 
-    A process of another machine, of an earlier boot, or of another PID namespace cannot be looked
-    up here: its files are removed when they are a day old.
+    A process of another machine, boot or PID namespace cannot be looked up here: its files are
+    removed when they are a day old.
     """
     descriptor, path = (folder, Path()) if isinstance(folder, int) else (None, folder)
     with suppress(OSError):
@@ -237,8 +233,8 @@ def _names_reversed(path: str) -> list[str]:
 
 def _may_be_planted(status: os.stat_result, folder: str, *, is_last: bool) -> bool:
     """Whether another user may have planted a file or link in `folder`. A link in the middle of a
-    path counts only if every user may write to `folder`: people who share folders also link them.
-    """
+    path counts only if every user may write to `folder`, since people who share folders also link
+    them."""
     if status.st_uid in (0, os.geteuid()):
         return False
     everybody_may_write = os.stat(folder).st_mode & stat.S_IWOTH != 0

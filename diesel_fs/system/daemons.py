@@ -1,8 +1,8 @@
 """Starts a background program of DIESEL-FS (a daemon), and waits until it reports that it is ready.
 
 A daemon is detached from its starter. It gets one request (JSON; a subclass of `DaemonRequest`) on
-stdin, and the starter's environment without secrets. It reports in JSON lines on stdout (`pid`,
-`step`, `warning`, then `ready` or `error`), and logs to a file. Any thread.
+stdin, and the environment without secrets. It reports in JSON lines on stdout (`pid`, `step`,
+`warning`, then `ready` or `error`), and logs to a file. Any thread.
 """
 
 import json
@@ -103,11 +103,11 @@ def start(
 ) -> Mapping[str, object]:
     """Start a daemon and return its report that it is ready.
 
-    `request` is JSON. `log` is the daemon's log; its warnings also go to `logger`, in this process.
-    `daemon_name` is for messages. The daemon inherits the descriptors `pass_fds` under the same
-    numbers. Raises the error that the daemon reports, DieselError if it ends without a report, and
-    DeadlineError if it is not ready within `deadline_s`, counted again from each step that it
-    reports. After an error or an interruption of this call the daemon has been ended, or killed.
+    `request` is JSON. The daemon's warnings also go to `logger`, in this process. `daemon_name` is
+    for messages. The daemon inherits the descriptors `pass_fds` under the same numbers. Raises the
+    error that the daemon reports, DieselError if it ends without a report, and DeadlineError if it
+    is not ready within `deadline_s`, counted again from each step that it reports. After an error
+    or an interruption of this call the daemon has been ended, or killed.
     """
     receiver, sender = os.pipe()
     with open(receiver, "rb", buffering=0) as file:
@@ -142,9 +142,8 @@ def environment() -> dict[str, str]:
 
 
 def minimal_environment() -> dict[str, str]:
-    """The environment of a program that opens no store, or is not part of DIESEL-FS: only the
-    needed variables, so that no secret is passed under any name.
-    """
+    """The environment of a program that opens no store, or is not part of DIESEL-FS: only needed
+    variables, so that no secret is passed under any name."""
     needed = {name: os.environ[name] for name in _NEEDED if name in os.environ}
     return {**needed, "LC_ALL": "C"}
 
@@ -208,8 +207,7 @@ class _Report:
 
     def wait_for_end(self, *signals: signal.Signals) -> None:
         """Wait for the daemon's end. Send the first of these signals, and the next one if it takes
-        too long; without signals, it ends by itself.
-        """
+        too long; without signals, it ends by itself."""
         with suppress(DeadlineError):
             if not self._pid:  # the daemon reports its number first
                 next(self._lines(END_DEADLINE_S), None)
@@ -241,9 +239,8 @@ class _Report:
 
 @contextmanager
 def log_file(path: Path) -> Iterator[BinaryIO]:
-    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied,
-    also for a file or link that may have been planted (see `atomic_file.py`).
-    """
+    """A log file, open for appending and readable by its owner alone. Raises PermissionDenied, also
+    for a file or link that may have been planted."""
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     try:
         check_links(path)
@@ -267,7 +264,6 @@ def add_log_tail(error: DieselError, log: BinaryIO, start: int) -> None:
     """Add the lines that were logged since `start` to an error that does not name the cause.
 
     At most the last `LOG_LINES_SHOWN` lines are added, without repeats of the error's own text.
-    Lines of another daemon, started by this one, are added as they are.
     """
     if type(error) not in _UNEXPLAINED:
         return

@@ -33,7 +33,7 @@ class _Kind:
 
 class LogRateLimit(logging.Filter):
     """A filter that drops lines of one kind (from one place in the code) that come too fast. The
-    next line of that kind counts them."""
+    next line of that kind has their number."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

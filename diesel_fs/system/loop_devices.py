@@ -23,9 +23,9 @@ _PAUSE_S = 0.001
 def open_loop_device(file: int) -> int:
     """A descriptor of a new loop device, which is read-only and shows an open file.
 
-    The kernel keeps the file open, and frees the device when no process or mount has it open any
-    more, so it never stays behind. Raises OSError (Linux 5.8 is needed); the errno is ENOSPC if no
-    device is free.
+    The kernel keeps the file open, and frees the device when no process or mount has it open, so it
+    never stays behind. Raises OSError (Linux 5.8 is needed); the errno is ENOSPC if no device is
+    free.
     """
     deadline_s = time.monotonic() + _DEADLINE_S
     control = os.open(_CONTROL, os.O_RDWR | os.O_CLOEXEC)

@@ -30,7 +30,6 @@ class MountEntry:
 
 
 def mounts(process: str = "self") -> Iterator[MountEntry]:
-    """All mounts that a process sees. Raises OSError."""
     return parse_mounts(Path(f"/proc/{process}/mountinfo").read_bytes())
 
 

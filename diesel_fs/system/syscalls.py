@@ -55,7 +55,6 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def _syscall(number: int, *arguments: object) -> int:
-    """Raises OSError."""
     converted = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
     return _checked(int(_libc.syscall(ctypes.c_long(number), *converted)))
 
@@ -84,7 +83,7 @@ def _control_folder(connection: str) -> int:
     connections. `connection` is the minor device number.
 
     If fusectl is not mounted, root mounts it at no path (fsmount(2)), so nothing has to be cleaned
-    up. Raises OSError.
+    up.
     """
     with suppress(OSError):
         return os.open(f"/sys/fs/fuse/connections/{connection}", os.O_PATH | os.O_DIRECTORY)
@@ -105,8 +104,7 @@ def _open_control(device: str, name: str) -> int:
 
 def open_abort(device: str) -> int:
     """A descriptor that aborts this connection when "1" is written to it, even if another mount has
-    got the same number meanwhile; -1 if this user may not have it.
-    """
+    got the same number meanwhile; -1 if this user may not have it."""
     try:
         return _open_control(device, "abort")
     except OSError:
@@ -244,7 +242,7 @@ def _mount_as_root(mountpoint: str, options: Sequence[str]) -> int:
 
 
 def mount_error(mountpoint: str, reason: str) -> PermissionDenied:
-    """The error for a mount that the kernel or fusermount3 has refused. It has advice if `reason`
+    """The error for a mount that the kernel or fusermount3 has refused, with advice if `reason`
     contains the text of a known errno."""
     advice = next((text for number, text in _ADVICE.items() if os.strerror(number) in reason), "")
     return PermissionDenied(f"cannot mount on {mountpoint}: {reason}", advice=advice)
@@ -286,9 +284,8 @@ def _mount_as_user(mountpoint: str, options: Sequence[str]) -> int:
 
 def clone_mount(mountpoint: str, *, recursive: bool = False) -> int:
     """A descriptor of a second mount of the same file system, at no path (open_tree(2), Linux 5.2,
-    root only); `recursive`: with the mounts inside it. Files that are opened through it do not make
-    the first mount busy. The file system lives until the descriptor is closed. Raises OSError.
-    """
+    root only); `recursive`: with the mounts inside it. Files opened through it do not make the
+    first mount busy. The file system lives until the descriptor is closed. Raises OSError."""
     flags = _OPEN_TREE_CLONE_CLOEXEC | (_AT_RECURSIVE if recursive else 0)
     return _syscall(_SYS_OPEN_TREE, _AT_FDCWD, os.fsencode(mountpoint), flags)
 
@@ -320,7 +317,6 @@ def new_mount(kind: str, options: Sequence[tuple[str, str]], attributes: int) ->
 
 
 def _mount_log(context: int) -> str:
-    """The kernel's reason for a failed mount."""
     with suppress(OSError):
         return os.read(context, 4096).decode(errors="replace").strip()
     return ""
@@ -376,9 +372,9 @@ def clone(descriptor: int) -> int:
 
 
 def clone_of_process(pid: int) -> int:
-    """A descriptor, as from `clone`, of the connection that a process has open, even if the process
-    waits in the kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if it has none open,
-    EPERM if this user may not debug it."""
+    """A descriptor, as from `clone`, of a process's connection, even if the process waits in the
+    kernel (pidfd_getfd(2), Linux 5.6). Raises OSError: ENOENT if it has none open, EPERM if this
+    user may not debug it."""
     process = os.pidfd_open(pid)
     try:
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -417,7 +413,7 @@ class _Cachestat(ctypes.Structure):
 
 
 def inotify_init() -> int:
-    """A non-blocking inotify descriptor. Raises OSError."""
+    """Non-blocking. Raises OSError."""
     return _checked(_libc.inotify_init1(_IN_CLOEXEC | _IN_NONBLOCK))
 
 
@@ -432,8 +428,8 @@ def inotify_remove(descriptor: int, watch: int) -> None:
 
 
 def cached_bytes(file: int, start: int, size: int) -> int:
-    """How many of `size` bytes of an open file, from `start` on, are in the page cache, in whole
-    pages. `start` is a multiple of the page size. Raises OSError.
+    """The number of bytes in the page cache, in whole pages, of the `size` bytes from `start` on, a
+    multiple of the page size. Raises OSError.
 
     It uses cachestat(2) if the kernel has it, else mincore(2) of a mapping. The first counts pages
     of failed reads, too; see `read_bytes`.
@@ -505,7 +501,6 @@ def die_with_parent(number: int) -> None:
 
 
 def wait_readable(descriptor: int, seconds: float) -> bool:
-    """Whether a descriptor is readable, now or within the time."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(seconds * 1000))

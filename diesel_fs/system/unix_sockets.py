@@ -9,13 +9,11 @@ from contextlib import contextmanager
 
 
 def connect_unix(client: socket.socket, path: str | os.PathLike[str]) -> None:
-    """Raises OSError."""
     with _short_path(path) as short:
         client.connect(short)
 
 
 def bind_unix(listener: socket.socket, path: str | os.PathLike[str]) -> None:
-    """Bind a socket to a free path. Raises OSError."""
     with _short_path(path) as short:
         listener.bind(short)
 
