@@ -1,8 +1,8 @@
 """`make demo`: packs a folder of images, mounts the dataset, and trains on the mount; no server.
 
-The training (`demo_training.py`) uses torchvision's `ImageFolder` and torch's `DataLoader` without
-any knowledge of DIESEL-FS; it runs under `dlcmd run`. The demo fails if the held-out accuracy stays
-under 0.8. It leaves one page (`REPORT`), and never a mount, a process or another file.
+The training (`demo_training.py`) knows nothing of DIESEL-FS; it runs under `dlcmd run`. The demo
+fails if the held-out accuracy stays under 0.8. It leaves one page (`REPORT`), and never a mount, a
+process or another file.
 """
 
 import json

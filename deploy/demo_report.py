@@ -86,7 +86,6 @@ def demo_page(demo: Demo) -> str:
 
 
 def _plot(title: str, values: Sequence[float], top: float) -> str:
-    """A line over epochs, from 0 to `top`."""
     step = (_WIDTH - 2 * _MARGIN) / max(len(values) - 1, 1)
     points = [
         (_MARGIN + number * step, _HEIGHT - 20 - (_HEIGHT - 40) * value / top)

@@ -1,8 +1,7 @@
 """The training of `make demo`: a small CNN on the images of a folder, as in any training script.
 
 `python -m deploy.demo_training FOLDER [FIGURES]` trains on FOLDER/train, and exits with 1 if the
-accuracy on FOLDER/val stays under 0.8. It writes the figures of each epoch to a JSON file. It knows
-nothing of DIESEL-FS.
+accuracy on FOLDER/val stays under 0.8. It writes the figures of each epoch to a JSON file.
 """
 
 import json
@@ -40,7 +39,6 @@ def network() -> nn.Module:
 
 
 def loader(folder: Path, *, shuffle: bool) -> DataLoader[tuple[torch.Tensor, int]]:
-    """The batches of a folder, loaded as in any training script."""
     images = ImageFolder(str(folder), transforms.ToTensor())
     return DataLoader(images, batch_size=BATCH_FILES, shuffle=shuffle, num_workers=WORKERS)
 

@@ -8,7 +8,6 @@ machine; every byte at rest), `orders` (which file is read next), `net` (the tra
 (objects and metadata), `cache`, `repository` (the meaning of all operations on datasets) and
 `remote` (the same behind a server), `peers` (the cache that the nodes of a training task share),
 `ingest` (from files to chunks), `client` (the Python API), `mounts` (FUSE), `forecast` and `torch`.
-All raise the errors of `errors`.
 """
 
 from importlib import import_module

@@ -2,8 +2,8 @@
 
 Each check returns the value, or raises UsageError, which names the argument and describes it; the
 error never repeats a value of a wrong type, which may be a secret or very long. Messages of the
-library name options as `dlcmd` does (`--listen`); `keyword_errors` replaces them by the names of
-keyword arguments. Pure, except that `local_path` calls `__fspath__` of objects.
+library name options as `dlcmd` does (`--listen`); `keyword_errors` replaces them by keyword
+arguments. Pure, except that `local_path` calls `__fspath__` of objects.
 """
 
 import difflib
@@ -136,7 +136,6 @@ def local_path(word: str, value: object) -> Path:
 
 
 def wrong_type(word: str, meant: str, value: object) -> UsageError:
-    """The error for a value of the wrong type."""
     return UsageError(f"{word} is {meant}, not of type {type(value).__name__}")
 
 

@@ -1,8 +1,8 @@
 """The credentials of a server's user: the name, and the key that proves it.
 
 A key is the seed of an Ed25519 key (RFC 8032): 32 bytes, written as `diesel-key-1:` and base64. No
-`repr` or `str` shows a key. `net/client.py` signs with it; a server has the public keys of its
-users (`storage/accounts/`). Pure.
+`repr` or `str` shows a key. A server has only the public keys of its users (`storage/accounts/`).
+Pure.
 """
 
 import binascii
@@ -30,7 +30,6 @@ class Credentials:
 
 
 def key_text(seed: bytes) -> str:
-    """The text of a key, as in a key file and in the environment."""
     return KEY_PREFIX + b64encode(seed).decode()
 
 

@@ -2,12 +2,12 @@
 
 `metric_lines` writes the text of any metric; those of a mount are in `mounts/mount_metrics.py`.
 
-The table lists the values of each label (such as the name of a request). So the memory has a fixed
-size: no client can add a label value, and none names a user or a dataset. Each process counts in
-*cells* (one number for each combination of label values) that only it writes; the text shows the
-sums over all processes. A restarted process continues the cells of the one before, since a counter
-of Prometheus must not go back. The text format (0.0.4) takes 40 lines here, and importing
-`prometheus-client` for it would slow the server's start.
+The table lists the values of each label, so the memory has a fixed size: no client can add a label
+value, and none names a user or a dataset. Each process counts in *cells* (one number for each
+combination of label values) that only it writes; the text shows the sums over all processes. A
+restarted process continues the cells of the one before, since a counter of Prometheus must not go
+back. The text format (0.0.4) takes 40 lines here, and importing `prometheus-client` for it would
+slow the server's start.
 
 Callable from any thread.
 """
@@ -41,8 +41,7 @@ REFUSALS = (
 )
 """Why the server refused a connection or request. First line: a bad or late first message, an
 unknown version of the protocol, a failed login, a missing role, a malformed or slow frame. Second
-line: a limit (connections, connections of one address or user, memory, requests under way,
-threads), or the server is about to end (`going`)."""
+line: a limit was reached, or the server is about to end (`going`)."""
 
 TIERS = ("memory", "disk", "store")
 

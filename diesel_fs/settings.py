@@ -146,7 +146,6 @@ def _key_in(path: Path) -> bytes:
 
 
 def _from_file(path: Path) -> dict[str, str]:
-    """The settings in a configuration file; none if it is missing. Raises ConfigError."""
     try:
         with path.open("rb") as file:
             values = tomllib.load(file)
@@ -168,7 +167,6 @@ def config_file() -> Path:
 
 
 def data_folder() -> Path:
-    """The folder of the default repository."""
     return _home("XDG_DATA_HOME", ".local/share") / "diesel"
 
 

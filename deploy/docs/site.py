@@ -1,9 +1,9 @@
 """Builds the documentation site (`make docs`): `python -m deploy.docs.site MKDOCS`.
 
 The pages are the Markdown files of the tree at their own places, so that links between them work.
-Two more pages are made: the help of each command, and the Python interface, which mkdocstrings
-fills from the docstrings. A link to a source file leads to a copy of it; a link to a folder becomes
-plain text. mkdocs fails at a dead link or anchor (`strict` in mkdocs.yaml).
+Two more pages are made: the help of each command, and the Python interface, from the docstrings. A
+link to a source file leads to a copy of it; a link to a folder becomes plain text. mkdocs fails at
+a dead link or anchor (`strict` in mkdocs.yaml).
 """
 
 import os
@@ -81,7 +81,6 @@ def _context(command: click.Command, name: str, parent: click.Context | None) ->
 
 
 def _contexts(context: click.Context) -> Iterator[click.Context]:
-    """A command and the commands below it."""
     yield context
     if isinstance(group := context.command, click.Group):
         for name in group.list_commands(context):

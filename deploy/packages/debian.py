@@ -1,8 +1,8 @@
 """Builds the Debian package: `python -m deploy.packages.debian` (or `make deb`).
 
 Debian's numpy, redis and pyfuse3 are too old for us, so the package has its own environment in
-`/opt/diesel-fs`, with the wheel and its dependencies. The interpreter is the system's
-`/usr/bin/python3`; the package depends on that version of Python.
+`/opt/diesel-fs`. The interpreter is the system's `/usr/bin/python3`; the package depends on that
+version of Python.
 """
 
 import gzip

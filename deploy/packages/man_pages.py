@@ -68,7 +68,7 @@ def _lines(text: str) -> str:
 
 def man_pages(program: click.Command, section: int, time_s: int) -> Iterator[tuple[str, str]]:
     """The name and the text of each man page of a program: its own, and one for each verb, such as
-    `dlcmd-put.1`. `time_s` is the time on the pages, in seconds since 1970."""
+    `dlcmd-put.1`. `time_s`, in seconds since 1970, is the time on the pages."""
     assert program.name is not None
     return _pages(program, _context(program, program.name, None), section, time_s)
 
@@ -78,7 +78,6 @@ def _context(command: click.Command, name: str, parent: click.Context | None) ->
 
 
 def _summary(command: click.Command) -> str:
-    """The first sentence of the help, without marks."""
     text = command.get_short_help_str(limit=500).partition(". ")[0]
     return text.removesuffix(".").replace("`", "")
 

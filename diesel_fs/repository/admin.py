@@ -1,6 +1,6 @@
 """Administers accounts: by direct access to the repository, or through a server.
 
-Each change is checked and made in one atomic step. So a user who has just lost a right cannot use
+Each change is checked and made in one atomic step, so a user who has just lost a right cannot use
 it, and after a change through a server at least one user can administer.
 `storage/accounts/account.py` defines the effect of each change. Callers make the keys and pass only
 the public ones. Safe from many threads.

@@ -1,7 +1,7 @@
 """The datasets of an object store: names, identities, and deletions.
 
-Two small objects of each dataset hold these (FORMAT.md, section 2). A dataset's head (its version
-and counts in the metadata store) is only added. Thread-safe; nothing is cached between calls.
+Two small objects of each dataset hold these (FORMAT.md, section 2). Thread-safe; nothing is cached
+between calls.
 """
 
 import json

@@ -103,7 +103,7 @@ class ExpectedChunks:
     @property
     def needed(self) -> frozenset[ChunkId]:
         """The chunks without which an entry would be missing. A snapshot also lists chunks with
-        nothing but tombstones; only the metadata store shows that a chunk is empty."""
+        only tombstones; only the metadata store shows that a chunk is empty."""
         listed = self.published.chunk_ids if self.published else ()
         return self.live.union(listed) - self.empty
 
@@ -239,7 +239,7 @@ def loss_lines(losses: Sequence[LostChunk]) -> list[str]:
 
 
 def first_of(texts: Sequence[str]) -> str:
-    """The first three of these texts, for a message."""
+    """The first three texts, for a message."""
     return ", ".join([*texts[:3], *["..."][: len(texts) > 3]])
 
 
@@ -327,9 +327,8 @@ class RebuildSource:
         yield from self._read(chunks)
 
     def forget_deleted(self) -> None:
-        """Make the metadata store forget chunks that a purge has deleted since they were read here,
-        so that the metadata do not name missing chunks. The purge itself does so for chunks that it
-        deletes later."""
+        """Make the metadata store forget chunks that a purge has deleted since they were read here.
+        The purge itself does so for chunks that it deletes later."""
         objects, identity = self._reader.objects, self._identity
         unlisted = self._folded.difference(self._reader.chunk_ids(identity))
         deleted = [each for each in unlisted if not chunk_exists(objects, identity, each)]
@@ -338,7 +337,6 @@ class RebuildSource:
 
     @property
     def _known_meta(self) -> MetadataStore | None:
-        """The metadata store, if it knows the dataset."""
         return None if self._head is None else self._meta
 
     def _load_expected(self) -> ExpectedChunks:
@@ -554,8 +552,7 @@ def prefetch_headers(
 ) -> Generator[tuple[ChunkId, Outcome]]:
     """Headers in the order of `chunks`, some of which are read ahead while the caller works.
 
-    Fewer are read ahead if headers are large, as guessed from the earlier ones; at first only a
-    few.
+    Fewer are read ahead if the earlier headers were large, and at first.
     """
     waiting, left = deque[tuple[ChunkId, Future[ChunkHeader]]](), iter(chunks)
     entries = ENTRIES_MAX  # a guess for the next header

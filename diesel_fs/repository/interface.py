@@ -1,8 +1,8 @@
 """The interface of every repository of datasets, on either side of a server.
 
 `LocalRepository` implements `Repository` over stores that this process opens, `RemoteRepository`
-over requests to a server; callers need not know the difference. Here are also the options and
-reports of the long jobs (recover, verify, purge), and their form in messages.
+over requests to a server. Here are also the options and reports of the long jobs (recover, verify,
+purge), and their form in messages.
 """
 
 import os
@@ -41,8 +41,8 @@ def no_progress(done: int, total: int) -> None:
 
 @dataclass(slots=True)
 class Findings:
-    """The results of `recover` or `verify` for the chunks of a dataset: damage (`problems`), chunks
-    that the store failed to deliver (`unreachable`), and remarks about sound data (`notes`)."""
+    """The results of `recover` or `verify`: damage (`problems`), chunks that the store failed to
+    deliver (`unreachable`), and remarks about sound data (`notes`)."""
 
     chunks: int = 0  # with headers that were read, or could not be
     entries: int = 0  # in these headers, with replaced ones and tombstones
@@ -146,7 +146,6 @@ class Repository(ABC):
     """A set of datasets, and the operations on them.
 
     May be used from several threads and in forked children; a WriteSession belongs to one writer.
-    As a context manager, it is closed at the end.
 
     `snapshots` are the published versions, `ids` makes the IDs of chunks, and `credentials`
     identify the user to a server (None without a server).
@@ -188,8 +187,8 @@ class Repository(ABC):
         """The dataset of this name. Raises NoSuchDataset only if it certainly does not exist."""
 
     def newest_known(self, info: DatasetInfo) -> int:
-        """The greatest version of a dataset in the metadata store or among published snapshots,
-        since the metadata store may have lost one; 0 for none."""
+        """The greatest version of a dataset in the metadata store (which may have lost one) or
+        among published snapshots; 0 for none."""
         known = info.head.version if info.head else 0
         return max(known, self.snapshots.newest(info.identity))
 
@@ -225,8 +224,7 @@ class Repository(ABC):
     def staleness_warning(self, view: Snapshot) -> str:
         """Why `view` may not be the current version, or the losses of the metadata store, with the
         view's age; empty if it is current and nothing is lost. A user without access to the
-        metadata store always gets snapshots, without a warning.
-        """
+        metadata store always gets snapshots, without a warning."""
 
     def loss_warning(self, info: DatasetInfo) -> str:
         """The metadata store's losses for a dataset, and the cure; empty if there are none. A
@@ -293,8 +291,8 @@ class Repository(ABC):
     def publish(self, name: str, *, full: bool = False) -> int:
         """Write the snapshot of the current version beside the chunks; returns the version.
 
-        All earlier commits are durable on return. `full` makes the snapshot from the metadata store
-        alone, not from the previous snapshot.
+        All earlier commits are durable on return. `full` makes the snapshot without the previous
+        one.
         """
 
     @abstractmethod

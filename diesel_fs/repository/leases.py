@@ -1,9 +1,9 @@
 """Leases: small objects that name a process and the version that it reads, or its purge.
 
 A lease is valid for some minutes; a thread of its holder renews it (FORMAT.md, section 6). A purge
-keeps the versions in readers' leases, and only one process can hold the lease of a purge. A reader
-that cannot write its lease still reads, protected only by the grace period. In a forked child, a
-`ReadLease` does nothing.
+keeps the versions in readers' leases, and holds a lease that only one process can hold. A reader
+that cannot write its lease is protected only by the grace period. In a forked child, a `ReadLease`
+does nothing.
 """
 
 import json
@@ -124,7 +124,6 @@ class Lease:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether this host has a process of this number."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -156,8 +155,6 @@ def _process_namespace() -> tuple[str, str, str]:
 
 
 def _start_renewing(renew: Callable[[], None], ended: threading.Event, renew_s: float) -> None:
-    """Call `renew` every `renew_s` seconds, in a thread, until the lease has ended."""
-
     def renew_until_ended() -> None:
         while not ended.wait(renew_s):
             renew()
@@ -234,8 +231,8 @@ class ReadLease:
 
 
 def _remove_ended(objects: ObjectStore, identity: UUID, own: str) -> None:
-    """One time in CLEANUP_ONE_IN, remove leases of killed readers. A purge would do this, but a
-    dataset may never be purged.
+    """One time in CLEANUP_ONE_IN, remove leases of killed readers, since a dataset may never be
+    purged.
 
     `own` is the name of a lease that has just been written. Its time by the store's clock is "now",
     since the clock of this host may be wrong.

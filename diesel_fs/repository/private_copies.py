@@ -1,9 +1,8 @@
 """Snapshots in files: this user's private mapped copies, and files that a user saved.
 
 Only files in the user's own private folder are mapped, since a process that maps a file is killed
-if another one truncates it. So a snapshot from the object store or from a user's file is read into
-memory, checked whole, and written to the private folder once per node, user and version.
-Thread-safe; files are replaced by rename only.
+if another one truncates it. Other snapshots are read into memory, checked whole, and written to the
+private folder once per node, user and version. Thread-safe; files are replaced by rename only.
 """
 
 import logging
@@ -107,8 +106,8 @@ def snapshot_descriptor(snapshot: Snapshot) -> int:
 def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
     """This user's private copy of a version, mapped, or None.
 
-    A process compares all checksums of a copy before it uses any of it. It removes a damaged copy,
-    and the caller loads the version again.
+    All checksums are compared first. A damaged copy is removed, and the caller loads the version
+    again.
     """
     try:
         path = _private_path(identity, version)

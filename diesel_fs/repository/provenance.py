@@ -1,9 +1,9 @@
 """Records the archives that the entries of a dataset came from, for each archive and target folder.
 
 With a record, a put skips an archive that it has put before (DLCache, section III-C.1). A lost
-record only means that the archive is fetched again, and its members are compared one by one. A
-record proves nothing by itself: `LiveFiles.has_all` checks that a version of the dataset still has
-its content. FORMAT.md, section 2, has the object's name.
+record only means that the archive is fetched again and its members are compared one by one.
+`LiveFiles.has_all` checks that a version of the dataset still has its content. FORMAT.md, section
+2, has the object's name.
 """
 
 import hashlib

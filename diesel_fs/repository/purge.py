@@ -3,7 +3,7 @@
 A replaced or deleted entry leaves a hole in its chunk. A purge copies the other entries of chunks
 with too many holes into new chunks, then deletes chunks without live entries that no version and no
 reader needs (`retention.py` decides that). One purge per dataset at a time; readers and writers
-continue. A purge may be killed at any step: nothing is lost, and the next purge continues.
+continue. It may be killed at any step: nothing is lost, and the next purge continues.
 """
 
 import logging
@@ -311,7 +311,7 @@ class _Purge:
         )
 
     def _dead_entries(self, record: ChunkRecord) -> int:
-        """The number of a chunk's entries that need not be copied."""
+        """The number of entries that need not be copied."""
         return record.holes + len(self._droppable.get(record.id, ()))
 
     def _choose(
@@ -338,7 +338,6 @@ class _Purge:
         return sorted(chosen)
 
     def _allowed_bytes(self, record: ChunkRecord) -> int:
-        """The number of bytes of a chunk that may be unused."""
         return record.object_bytes * self._options.max_unused_ppm // 1_000_000
 
     def _is_wasteful(self, record: ChunkRecord) -> bool:
@@ -355,14 +354,13 @@ class _Purge:
         return True
 
     def _dead_places(self, chunk: ChunkId) -> set[int]:
-        """The places of the entries of a chunk that need not be copied."""
+        """The places of the entries that need not be copied."""
         holes = self._meta.holes(self._identity, chunk).tolist()
         return {*holes, *self._droppable.get(chunk, ())}
 
     # Writing
 
     def _rewrite(self, session: WriteSession, chosen: Sequence[ChunkRecord]) -> None:
-        """Copy the live entries of these chunks into new chunks."""
         largest = max((record.object_bytes for record in chosen), default=0)
         chunk_bytes = min(max(CHUNK_BYTES_DEFAULT, largest), CHUNK_BYTES_MAX)
         builder = ChunkBuilder(self._identity, chunk_bytes, "none")

@@ -58,10 +58,8 @@ GRACE_S_MAX = 1 << 31
 
 @dataclass(frozen=True, slots=True)
 class RetentionPolicy:
-    """How many of the last versions of a dataset are kept (`keep`), and for how many seconds a
-    version stays after it was current. `grace_s` may lengthen the usual grace period, never shorten
-    it.
-    """
+    """The number of last versions to keep (`keep`), and the seconds for which a version stays after
+    it was current. `grace_s` may lengthen the usual grace period, never shorten it."""
 
     keep: int = 0
     grace_s: int = 0
@@ -103,7 +101,7 @@ def retained_versions(
     planned: Mapping[int, int] = NONE_PLANNED,
 ) -> set[int]:
     """The published versions to keep, apart from their readers. `published` has the versions,
-    ascending, and the time at which each was published (us since 1970).
+    ascending, and the time of each publication (us since 1970).
 
     `planned` are versions of a dry run, in the same form: they count as published, with the content
     of the newest published one.
@@ -136,8 +134,8 @@ def _last_distinct(
 
 
 def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) -> set[int]:
-    """The versions (ascending, with the time in us at which each was published) that were current
-    within the grace period, thinned by `_PERIODS`, and the newest."""
+    """The versions (as in `retained_versions`) that were current within the grace period, thinned
+    by `_PERIODS`, and the newest."""
     versions = [*published]
     horizon_us = (now_s - grace_s) * 1e6
     period_us = max(int(grace_s * 1e6) // _PERIODS, 1)
@@ -223,10 +221,10 @@ class DeletableChunks:
     ) -> frozenset[ChunkId]:
         """The candidates that may be deleted.
 
-        `versions` are the published ones, ascending, with the time at which each was published (us
-        since 1970); `leased` are those with readers. A reader without a lease may still use the
-        version that was current at `before_us`. Raises FormatError if a version cannot be read, and
-        ObjectMissing if it was removed meanwhile: then the chunks that it needs are unknown.
+        `versions` are the published ones, as in `retained_versions`; `leased` are those with
+        readers. A reader without a lease may still use the version that was current at `before_us`.
+        Raises FormatError if a version cannot be read, and ObjectMissing if it was removed
+        meanwhile: then the chunks that it needs are unknown.
         """
         oldest_in_use = {max((v for v, at_us in versions.items() if at_us <= before_us), default=0)}
         for version in leased:

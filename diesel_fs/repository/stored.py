@@ -1,9 +1,8 @@
 """A repository over an object store and a metadata store: all operations except the long jobs.
 
 This module keeps the order of writing (FORMAT.md, section 5): it decides which chunks may be
-committed, how the metadata store gets missing chunks, and which snapshot a reader gets. Readers
-never need the metadata store: if it cannot be used, they get the newest snapshot in the object
-store.
+committed, how the metadata store gets missing chunks, and which snapshot a reader gets. If the
+metadata store cannot be used, readers get the newest snapshot in the object store.
 
 A `StoredRepository` may be used from several threads and in forked children. `LocalRepository`
 (`local.py`) adds the long jobs.
@@ -103,8 +102,7 @@ class StoredRepository(Repository):
     def open_metadata(self, *, create: bool, replace_damaged: bool = False) -> None:
         """Open the metadata store. `replace_damaged` first renames an unusable embedded one.
 
-        If the store cannot be opened, this does not fail: reading continues without it, and `meta`
-        raises the reason.
+        If the store cannot be opened, reading continues without it, and `meta` raises the reason.
         """
         self._close_metadata()
         self._meta = None  # the known problem stays meanwhile: other threads may read it
@@ -339,8 +337,8 @@ class StoredRepository(Repository):
         return DatasetInfo(name, head.identity, created_ns, head)
 
     def repair_metadata(self, identity: UUID, run: str = "") -> None:
-        """Repair a dataset's metadata if the metadata store has been restarted since they were last
-        confirmed: it may have lost its last commits. `run` is the ID of the store's new run, if
+        """Repair a dataset's metadata if the metadata store, restarted since they were last
+        confirmed, may have lost its last commits. `run` is the ID of the store's new run, if
         known."""
         run = run or self.meta.needs_repair(identity)
         head = self._heads().get(identity) if run else None  # read from the new run
@@ -396,7 +394,6 @@ class StoredRepository(Repository):
         return committed
 
     def validate_chunk(self, identity: UUID, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """Check a durable chunk for `commit_all`. Raises as `validation.validate_chunk`."""
         return validate_chunk(self.objects, self.meta, self.clock, identity, preamble, header)
 
     def commit_all(self, identity: UUID, chunks: Iterable[ValidatedChunk]) -> int:

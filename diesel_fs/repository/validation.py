@@ -1,9 +1,9 @@
 """Checks whether a chunk may be committed.
 
 A chunk's ID has the time of its sealing, so a writer's wrong clock could put its entries behind or
-before all others. These are the checks of FORMAT.md, section 5: the chunk is not older than the put
-window, its ID is not from the future, and a client may choose its stamps (which order the versions
-of a path). A chunk that fails is deleted, so that no recovery takes it for an orphan. Safe from any
+before all others. By FORMAT.md, section 5, the chunk must not be older than the put window, its ID
+must not be from the future, and a client may choose its stamps (which order the versions of a
+path). A chunk that fails is deleted, so that no recovery takes it for an orphan. Safe from any
 thread.
 """
 
@@ -35,8 +35,8 @@ a writer that follows another one needs a second or two."""
 class StoreClock:
     """The time by the metadata store's clock.
 
-    The store is read once, and again if `refresh` is set; between, this host's monotonic clock
-    counts on, so changes of the wall clock have no effect. Thread-safe.
+    Between reads of that clock, this host's monotonic clock counts on, so changes of the wall clock
+    have no effect. Thread-safe.
     """
 
     def __init__(self, read_clock: Callable[[], float]) -> None:
@@ -93,8 +93,8 @@ def validate_chunk(
 ) -> ValidatedChunk:
     """Check a durable chunk, given its preamble and its stored header.
 
-    Raises CorruptError for an ID from the future or stamps that a client may not choose,
-    StaleChunk for an ID older than the put window (the chunk is deleted).
+    Raises CorruptError for an ID from the future or stamps that a client may not choose, StaleChunk
+    for an ID older than the put window (the chunk is deleted).
     """
     front = parse_preamble(preamble, identity=identity)
     parsed = parse_header(front, header)
@@ -111,7 +111,6 @@ def validate_chunk(
 
 
 def check_age(header: ChunkHeader) -> None:
-    """Raise StaleChunk if an ID is older than the put window."""
     chunk = header.preamble.id
     if time.time() - id_seconds(chunk) > PUT_WINDOW_S:
         paths = [header.path(place) for place in range(len(header))]
@@ -138,7 +137,7 @@ def check_claims(header: ChunkHeader, meta: MetadataStore, clock: StoreClock) ->
 
 
 def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
-    """A note on IDs that are ahead of the clock by more than is allowed; empty if there are none."""
+    """A note on IDs that are too far ahead of the clock; empty if there are none."""
     limit_s = clock.now_s() + CLOCK_ALLOWANCE_S
     ahead = [chunk for chunk in chunks if id_seconds(chunk) > limit_s]
     if not ahead:

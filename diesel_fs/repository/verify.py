@@ -103,9 +103,8 @@ class _Check:
     """Reads each chunk once, and commits those that the metadata store knows to `scratch`.
 
     If a purge deletes such chunks meanwhile, the metadata and the new chunks are read again. After
-    `run`, `live` are the live metadata (None if the metadata store does not have them) and
-    `live_mark` their mark, `listed` the chunks of the listing, and `unusable` has the reason for
-    each damaged chunk.
+    `run`, `live` are the live metadata (or None) and `live_mark` their mark, `listed` the chunks of
+    the listing, and `unusable` has the reason for each damaged chunk.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 A snapshot is all metadata of a dataset at one version, in one object. A version is the time of its
 commit in microseconds since 1970. Snapshots are derived: a damaged one counts as missing, and is
-made again from the metadata store. If possible, a reader gets a private copy in a file, mapped into
-memory (`private_copies.py`). Thread-safe.
+made again from the metadata store. If possible, a reader gets a private copy in a mapped file
+(`private_copies.py`). Thread-safe.
 """
 
 import logging

@@ -1,8 +1,7 @@
 """One writer's session on a dataset, and storing one chunk under a free ID.
 
-`WriteSession` holds the common part of local and remote repositories: the chunks that this writer
-has committed, tombstones, and whether others wrote too. Subclasses check and commit chunks. A
-session belongs to one thread at a time.
+`WriteSession` is the common part of local and remote repositories; subclasses check and commit
+chunks. A session belongs to one thread at a time.
 """
 
 from abc import ABC, abstractmethod
