@@ -17,7 +17,7 @@ from enum import Enum
 
 FAILURES_MAX = 3
 PAUSE_S, PAUSE_MAX_S = 1.0, 16.0
-"""The first pause for a peer, and the longest."""
+"""The first and the longest pause for a peer."""
 
 DAMAGED_MAX = 3
 QUARANTINE_S = 60.0
@@ -37,7 +37,7 @@ _SMALL_BYTES = 256 << 10  # the time of larger answers depends on the network mo
 
 
 class BreakerState(Enum):
-    """The state of a breaker; the values are shown in statistics."""
+    """The values are shown in statistics."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -105,8 +105,8 @@ class CircuitBreaker:
         return self.open(now_s)
 
     def record_refusal(self, ticket: int, now_s: float) -> bool:
-        """Open the breaker at once, since the service is unreachable or rejects us. Returns whether
-        it has."""
+        """Open the breaker at once: the service is unreachable or rejects us. Returns whether it
+        has."""
         return ticket == self.ticket and self.open(now_s)
 
     def cancel(self, ticket: int) -> None:

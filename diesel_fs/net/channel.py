@@ -33,7 +33,6 @@ _LINGER_S, _LINGER_BYTES = 1.0, 64 << 10  # limits of reading after the last sen
 
 _USER_TIMEOUT_MS = 10_000  # a machine that acknowledges nothing for this long is gone
 SocketOptions = Sequence[tuple[int, int, int]]
-"""Level, option and value."""
 
 OPTIONS: SocketOptions = (
     (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
@@ -137,7 +136,7 @@ class Channel:
 
     async def half_close(self) -> None:
         """Announce the end of the bytes, then read for a moment: after an immediate close, the
-        kernel could discard bytes that were sent."""
+        kernel could discard sent bytes."""
         dropped, sink = 0, memoryview(bytearray(4096))
         with suppress(ConnectionClosed, OSError), trio.move_on_after(_LINGER_S):
             self.end_sending()
@@ -269,7 +268,7 @@ class TlsChannel(Channel):
         self._engine.feed(room[:count])
 
     def send_now(self, parts: Sequence[Bytes], size: int) -> bool:
-        """As `Channel.send_now`; small parts are joined into one TLS record."""
+        """Joins small parts into one TLS record."""
         return super().send_now(join_small(parts), size)
 
     @property
@@ -417,7 +416,6 @@ class FrameReader:
             size -= dropped
 
     def _make_room(self, size: int) -> None:
-        """Move the unread bytes to the start of the buffer, or of a larger one of `size` bytes."""
         unread = bytes(self.buffer[self.start : self.end])
         if size > len(self.buffer):
             self.buffer = memoryview(bytearray(size))

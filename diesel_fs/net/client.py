@@ -345,7 +345,7 @@ def _pause(pause_s: float, deadline: Deadline) -> bool:
 
 
 def _unknown(error: DieselError) -> DieselError:
-    """The error for a request that must not be repeated, and may have been carried out."""
+    """The error for a request that may have been carried out, and must not be repeated."""
     kind = DeadlineError if isinstance(error, DeadlineError) else MetadataError
     return kind(f"{error.message}: whether the request was carried out is not known")
 

@@ -67,8 +67,6 @@ T = TypeVar("T")
 
 
 class Answer(NamedTuple):
-    """One answer: its message, and its payload in its own or the caller's memory."""
-
     message: Message
     payload: memoryview
 
@@ -81,7 +79,6 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """The seconds left, at least 0."""
         return max(0.0, self._end_s - time.monotonic())
 
     def capped(self, seconds: float) -> "Deadline":
@@ -106,7 +103,7 @@ class ConnectionBroken(Exception):
 
 
 def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
-    """The servers in a URL. Raises ConfigError."""
+    """Raises ConfigError."""
     try:
         return [HostPort.parse(each, PORT) for each in url.host.split(",")]
     except ValueError as error:
@@ -117,8 +114,6 @@ def parse_addresses(url: RepositoryUrl) -> list[HostPort]:
 
 
 class Connection:
-    """A connection with a successful login."""
-
     def __init__(
         self,
         address: HostPort,

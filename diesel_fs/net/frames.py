@@ -127,7 +127,7 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def version_mismatch(version: int) -> str:
-    """The sentence with which a server refuses a client of another version."""
+    """The refusal of a client of another version."""
     which = "an older" if version > VERSION else "a newer"
     return f"it speaks version {VERSION} of the wire, the client {version}: use {which} client"
 
@@ -179,7 +179,7 @@ def frame(message: Message, limits: FrameLimits, payload_bytes: int = 0) -> byte
 
 
 def parse_lengths(content: bytes | bytearray, limits: FrameLimits) -> Lengths:
-    """The lengths in the first 8 bytes of a frame. Raises CorruptError beyond the limits."""
+    """Raises CorruptError beyond the limits."""
     lengths = Lengths(*_LENGTHS.unpack(content))
     try:
         _check(lengths, limits)

@@ -39,7 +39,7 @@ def frame(message: Message, bytes_max: int) -> bytes:
 
 
 def unpack(body: bytes | bytearray | memoryview, items_max: int = ITEMS_MAX) -> Message:
-    """Decode a message. Raises CorruptError for any other bytes."""
+    """Raises CorruptError."""
     _check_items(body, items_max)
     try:
         message = msgpack.unpackb(body, object_pairs_hook=_unique, strict_map_key=True)
@@ -128,7 +128,7 @@ class Fields:
         return name in self._values
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text of at most `TEXT_MAX` characters."""
+        """At most `TEXT_MAX` characters."""
         value = self._take(name, default)
         if type(value) is not str or len(value) > TEXT_MAX:
             self.bad(name, "it is a short text")
@@ -164,7 +164,6 @@ class Fields:
         return value
 
     def maps(self, name: str, most: int) -> "list[Fields]":
-        """A list of at most `most` maps, each as `Fields`."""
         values = self._take(name, None)
         if type(values) is not list or len(values) > most:
             self.bad(name, f"it is at most {most} maps")

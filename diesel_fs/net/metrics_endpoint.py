@@ -30,7 +30,6 @@ class MetricsEndpoint:
     is_healthy: Callable[[], bool]
 
     async def serve(self, sockets: Sequence[socket.socket]) -> None:
-        """Answer on these listening sockets until cancelled."""
         limit = trio.CapacityLimiter(_CONNECTIONS_MAX)
         async with trio.open_nursery() as nursery:
 
@@ -63,7 +62,7 @@ class MetricsEndpoint:
                 nursery.start_soon(accept, trio.socket.from_stdlib_socket(each))
 
     async def answer(self, stream: trio.abc.Stream) -> None:
-        """Receive one request and answer it. A request without an end gets no answer."""
+        """Answer one request. A request without an end gets no answer."""
         head = b""
         while b"\r\n\r\n" not in head and b"\n\n" not in head:
             some = await stream.receive_some(_HEAD_BYTES_MAX)

@@ -17,8 +17,6 @@ T = TypeVar("T")
 
 
 class _Outcome(Generic[V]):
-    """The result or error of a run; callers wait for it."""
-
     def __init__(self) -> None:
         self._over = trio.Event()
         self._result: list[V] = []  # the one value, when there is one

@@ -34,7 +34,7 @@ _VALID = dt.timedelta(days=3650)  # nobody checks it, but the format demands dat
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """The context with which a server or master accepts TLS, and the SHA-256 of its certificate."""
+    """The context that accepts TLS, and the SHA-256 of its certificate."""
 
     context: ssl.SSLContext = field(repr=False)
     digest: bytes
@@ -203,7 +203,6 @@ def load_certificate(certificate: Path, key: Path) -> Certificate:
 
 
 def make_certificate() -> Certificate:
-    """Make a key and a certificate that it has signed."""
     # Imports for 50 ms, and only masters make certificates
     from cryptography import x509  # noqa: PLC0415
     from cryptography.hazmat.primitives import hashes, serialization  # noqa: PLC0415
@@ -254,7 +253,6 @@ def _pem(path: Path) -> bytes:
 
 
 def _first_der(pem: bytes, path: Path) -> bytes:
-    """The first certificate of a PEM file, the server's own, as DER."""
     start = pem.find(_BEGIN)
     end = pem.find(_END, start)
     try:

@@ -141,15 +141,13 @@ class DirectAdministration(Administration):
 
     @staticmethod
     def _check(actor: Account | None, dataset: str = "") -> None:
-        """Raise PermissionDenied, NoSuchDataset or MetadataError if `actor` may not administer the
-        dataset, or (empty) the repository."""
+        """Raise an error if `actor` may not administer the dataset, or (empty) the repository."""
         if actor is not None and dataset:
             actor.require(dataset, Role.ADMIN)
         elif actor is not None:
             actor.require_admin()
 
     def _current_actor(self, accounts: Accounts) -> Account | None:
-        """The actor's current account; None for direct access."""
         if self._actor is None:
             return None
         account = accounts.get(self._actor.name)

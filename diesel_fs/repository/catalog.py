@@ -68,7 +68,6 @@ class Catalogue:
         return described and DatasetInfo(*described, None)
 
     def is_deleted(self, identity: UUID) -> bool:
-        """Whether a dataset has been deleted, for ever."""
         try:
             self._objects.stat(deleted_object(identity))
         except ObjectMissing:

@@ -96,7 +96,6 @@ class ExpectedChunks:
     empty: frozenset[ChunkId] = _NO_CHUNKS
     """Chunks in the metadata store with only replaced or deleted entries."""
     published: Snapshot | None = None
-    """The newest readable published snapshot."""
     damaged: Mapping[int, str] = field(default_factory=dict)
     """Newer published versions with unreadable snapshots, and the reasons."""
 
@@ -129,7 +128,7 @@ def expected_chunks(
 def newest_readable(
     versions: VersionStore, identity: UUID
 ) -> tuple[Snapshot | None, dict[int, str]]:
-    """The newest readable published snapshot, and for each newer version the reason."""
+    """The newest readable published snapshot, and the reason for each newer version."""
     damaged = dict[int, str]()
     for version in reversed(versions.versions(identity)):
         try:
@@ -155,9 +154,9 @@ class AbsentChunks:
     """Needed chunks that a listing did not show."""
 
     lost: frozenset[ChunkId]
-    """The store does not have these."""
+    """Not in the store."""
     unlisted: frozenset[ChunkId]
-    """The store has these, so the listing was short."""
+    """In the store, so the listing was short."""
 
 
 def absent_chunks(
@@ -411,7 +410,6 @@ class RebuildSource:
             raise lost_chunks_error(self._name, losses)
 
     def _views(self) -> Iterator[Snapshot]:
-        """Snapshots that may list the files of a lost chunk."""
         if self._expected.published is not None:
             yield self._expected.published
         if self._head is not None:
@@ -500,8 +498,7 @@ def _sealed_s(objects: ObjectStore, identity: UUID, chunk: ChunkId) -> float:
 
 
 def unreadable_paths(reader: HeaderReader, meta: MetadataStore, identity: UUID) -> list[bytes]:
-    """`Repository.unreadable_paths`, by one listing of chunks. Raises ObjectStoreError,
-    MetadataError."""
+    """`Repository.unreadable_paths`, by one listing of chunks."""
     records = [each for each in meta.chunks(identity) if each.holes < each.entries]
     if not records:
         return []

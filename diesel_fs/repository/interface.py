@@ -32,7 +32,7 @@ from .versions import KeptVersion, PublishedVersions
 from .writing import WriteSession
 
 ReportProgress = Callable[[int, int], None]
-"""Called with the number of chunks that a job has done, and with the number of all its chunks."""
+"""Called with the numbers of a job's done chunks and of all its chunks."""
 
 
 def no_progress(done: int, total: int) -> None:
@@ -55,7 +55,6 @@ class Findings:
 
     @property
     def sound(self) -> bool:
-        """Whether all chunks could be checked, and nothing is damaged or lost."""
         return not (self.problems or self.unreachable)
 
     def to_message(self) -> Message:
@@ -82,8 +81,6 @@ AS_POLICY = -1
 
 @dataclass(frozen=True, slots=True)
 class PurgeOptions:
-    """What a purge may remove."""
-
     max_unused_ppm: int = MAX_UNUSED_PPM
     keep: int = AS_POLICY  # the number of last versions
     grace_s: int = AS_POLICY  # how long a version stays for readers after it was current
@@ -112,7 +109,7 @@ class PurgeOptions:
 
 @dataclass(slots=True)
 class PurgeReport:
-    """The results of a purge or of a dry run; sizes in bytes."""
+    """Sizes are in bytes."""
 
     rewritten: int = 0  # chunks whose entries were copied
     unused_bytes: int = 0  # in them
@@ -304,7 +301,7 @@ class Repository(ABC):
         """
 
     def check_no_overlap(self, source: Path) -> None:
-        """Raise UsageError if `source` lies in this repository, or the repository in `source`."""
+        """Raise UsageError if `source` lies in this repository, or the repository in it."""
         if self.url.scheme != "file":
             return
         real, store = Path(os.path.realpath(source)), self.url.path.resolve()
@@ -377,13 +374,11 @@ _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header, so one request is 
 
 
 def check_recover_options(since_s: float | None, *, forget_lost: bool) -> None:
-    """Raise UsageError for options of `recover` that contradict each other."""
     if forget_lost and since_s is not None:
         raise UsageError("what is lost is found by looking at all chunks: leave out `--since`")
 
 
 def staleness_text(view: Snapshot, why: DieselError) -> str:
-    """A warning that `view` may not be the current version, with the reason and the view's age."""
     age_s = max(0, time.time_ns() // 1_000_000_000 - view.version // 1_000_000)
     text = (
         f"{why.message.rstrip('.')}; this is version {view.version} of {view.dataset},"

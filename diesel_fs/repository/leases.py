@@ -60,7 +60,7 @@ EVERY_VERSION = -1
 """The version of an unreadable lease."""
 
 NO_VERSION = 0
-"""The version of a dataset before its first commit: there is nothing to protect."""
+"""The version of a dataset before its first commit, with nothing to protect."""
 
 CLEANUP_ONE_IN = 64
 """One renewal in 64 lists the leases, and removes those that ended long ago."""
@@ -88,7 +88,6 @@ class Lease:
 
     @classmethod
     def own(cls, token: str, version: int, seconds: float = LEASE_S) -> Self:
-        """A lease of this process, from now on."""
         host, boot, space = _process_namespace()
         return cls(token, version, time.time() + seconds, host, boot, space, os.getpid())
 
@@ -144,7 +143,7 @@ def is_abandoned(leftover: Leftover, now_s: float, age_s: float) -> bool:
 
 @cache
 def _process_namespace() -> tuple[str, str, str]:
-    """Host, boot and namespace: within one triple, numbers identify processes."""
+    """Host, boot and namespace, in which a number identifies a process."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         space = os.readlink("/proc/self/ns/pid")
@@ -193,7 +192,6 @@ class ReadLease:
         return lease
 
     def switch_version(self, version: int) -> None:
-        """Protect another version instead."""
         if self._owner_pid != os.getpid():
             return
         with self._lock:
@@ -293,7 +291,7 @@ def _read_lease(objects: ObjectStore, info: ObjectInfo, now_s: float) -> tuple[L
 
 
 def leased_versions(objects: ObjectStore, identity: UUID, now_s: float) -> frozenset[int]:
-    """The versions that are being read, with EVERY_VERSION if a lease cannot be read."""
+    """The versions that are being read; EVERY_VERSION if a lease cannot be read."""
     versions = (
         lease.version for _, lease, is_valid in leases(objects, identity, now_s) if is_valid
     )
@@ -390,7 +388,6 @@ class PurgeLease:
 
 
 def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
-    """Whether the lease of a purge of this dataset is valid."""
     try:
         return _read_lease(objects, objects.stat(lease_object(identity, PURGE)), time.time())[1]
     except ObjectMissing:

@@ -72,7 +72,7 @@ def open_snapshot_file(file: Path) -> Snapshot:
 
 
 def _map_private(path: Path) -> Snapshot:
-    """Map a snapshot file of this user's private folder, and compare its checksums. Raises OSError,
+    """Map a file of this user's private folder, and compare its checksums. Raises OSError,
     ValueError for an empty file, FormatError."""
     with path.open("rb") as file:
         mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
@@ -123,7 +123,7 @@ def open_private_copy(identity: UUID, version: int) -> Snapshot | None:
 
 
 def newest_private_copy(identity: UUID) -> int:
-    """The greatest version of which this user has a private copy; 0 for none."""
+    """The version, or 0 for none."""
     try:
         folder = _private_path(identity, 0).parent
     except (DieselError, OSError):

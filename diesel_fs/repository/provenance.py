@@ -48,7 +48,6 @@ class ArchiveRecord:
     tag: str
     """The ETag of these bytes at their place. Equal tags mean only "unchanged at this address"."""
     size: int
-    """The archive's bytes."""
     sha256: bytes
     """The SHA-256 of the whole archive; empty if not known."""
     seconds: float
@@ -173,7 +172,6 @@ class LiveFiles:
 
 
 def _find(ids: Sequence[ChunkId], chunk: ChunkId) -> int:
-    """The index of a chunk in an ascending table, or -1."""
     low, high = 0, len(ids)
     while low < high:
         middle = (low + high) // 2

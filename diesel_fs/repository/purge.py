@@ -80,7 +80,7 @@ def purge(
     options: PurgeOptions | None = None,
     progress: ReportProgress = no_progress,
 ) -> PurgeReport:
-    """`Repository.purge` over stores that this process has opened."""
+    """`Repository.purge`."""
     options = options or PurgeOptions()
     deleted = list(repository.catalogue.deleted_named(name))  # earlier datasets of this name
     removed = 0
@@ -122,8 +122,7 @@ def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
 
 
 def reclaimable_bytes(repository: StoredRepository, name: str, view: Snapshot | None) -> int:
-    """`Repository.reclaimable_bytes` over stores that this process has opened. Loads a snapshot
-    only if a chunk has holes."""
+    """`Repository.reclaimable_bytes`. Loads a snapshot only if a chunk has holes."""
     identity = repository.dataset(name).identity if view is None else view.identity
     records = [each for each in repository.meta.chunks(identity) if each.holes]
     if not records:
@@ -171,8 +170,7 @@ class _Purge:
         self._policy, self._grace_s = self._update_policy()
 
     def _update_policy(self) -> tuple[RetentionPolicy, float]:
-        """Update the dataset's retention policy by the options. Returns it, and the grace period of
-        this purge."""
+        """Apply the options to the dataset's retention policy. Returns it, and the grace period."""
         options = self._options
         policy = RetentionPolicy()
         if options.keep < 0:
@@ -220,7 +218,6 @@ class _Purge:
             self._repository.publish(self._info.name)
 
     def _check_lease(self) -> None:
-        """Raise BusyError if another purge may have begun."""
         if self._lease is not None:
             self._lease.check()
 
@@ -254,7 +251,6 @@ class _Purge:
     def _find_droppable(
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse], began_s: float
     ) -> None:
-        """Find tombstones that hide nothing any more, and whether anything may be deleted."""
         known = {record.id for record in records}
         listed = set(self._repository.chunk_ids(self._identity))
         unlisted = [record for record in records if record.id not in listed]
@@ -484,8 +480,8 @@ class _Purge:
     def _delete(
         self, chunks: Sequence[ChunkId], unreferenced: Callable[[], frozenset[ChunkId]]
     ) -> list[ChunkId]:
-        """Forget chunks in the metadata, then delete the objects of those that stay `unreferenced`;
-        returns the deleted chunks."""
+        """Forget chunks in the metadata, then delete the objects that stay `unreferenced`; returns
+        the deleted chunks."""
         if not chunks:
             return []
         self._check_lease()
@@ -511,7 +507,7 @@ class _Purge:
         return deleted
 
     def _forget(self, chunks: Collection[ChunkId]) -> frozenset[ChunkId]:
-        """Make the metadata store forget chunks, and drop the tombstones in them that hide nothing.
+        """Make the metadata store forget chunks, with the tombstones in them that hide nothing.
         Returns the forgotten chunks."""
         plain = [chunk for chunk in chunks if chunk not in self._droppable]
         with_tombstones = [chunk for chunk in chunks if chunk in self._droppable]
@@ -521,7 +517,6 @@ class _Purge:
     # Leftovers
 
     def _sweep(self) -> None:
-        """Remove leases that ended long ago, and half-written objects of dead writers."""
         now_s = time.time()
         for leftover in self._objects.housekeeping.leftovers(dataset_prefix(self._identity)):
             if is_abandoned(leftover, now_s, LEFTOVER_AGE_S):

@@ -27,7 +27,7 @@ def recover(
     *,
     forget_lost: bool = False,
 ) -> Findings:
-    """`Repository.recover` over stores that this process has opened."""
+    """`Repository.recover`."""
     check_recover_options(since_s, forget_lost=forget_lost)
     findings = Findings()
     if isinstance(repository.meta_problem, FormatError):
@@ -89,7 +89,6 @@ def _consequences(before: Snapshot, after: Snapshot) -> list[str]:
 
 
 def _make_metadata_anew(repository: StoredRepository, name: str, findings: Findings) -> None:
-    """Rename a damaged metadata store, and make a new one with all datasets but this one."""
     problem = repository.meta_problem
     assert problem is not None
     findings.notes.append(f"{problem.message}: it was renamed, and a new one made")

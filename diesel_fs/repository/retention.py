@@ -169,15 +169,14 @@ def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identi
 
 
 class ChunkUse(NamedTuple):
-    """The use of a chunk by the files of a version: entries, and bytes of bodies."""
+    """A version's entries of files, and bytes of bodies, in a chunk."""
 
     entries: int
     stored_bytes: int
 
 
 def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
-    """The number of extents in each chunk, by its number, of all files of a version, including
-    shadowed files."""
+    """The number of extents in each chunk, by its number, of all files, with shadowed ones."""
     columns, shadowed = view.columns, view.columns.shadowed
     numbers = [columns.extents["chunk"]]
     for flags, chunk in (columns.flags, columns.chunk), (shadowed["flags"], shadowed["chunk"]):
@@ -187,12 +186,10 @@ def extent_counts(view: Snapshot) -> npt.NDArray[np.int64]:
 
 
 def used_chunks(view: Snapshot) -> frozenset[ChunkId]:
-    """The chunks that hold files of a version."""
     return frozenset(view.chunk_ids[i] for i in np.flatnonzero(extent_counts(view)).tolist())
 
 
 def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
-    """The use of each chunk in a version's table by the version's files."""
     stored_bytes = map(int, view.used_bytes().tolist())  # exact up to 2^53
     rows = map(ChunkUse, extent_counts(view).tolist(), stored_bytes)
     return dict(zip(view.chunk_ids, rows, strict=True))
@@ -325,14 +322,12 @@ def droppable_tombstones(
 
 @dataclass(frozen=True, slots=True)
 class Deletion:
-    """The result of deleting a dataset: the number of removed objects, and of those left because
-    they are still read or written."""
+    """The numbers of removed objects, and of those left because they are still read or written."""
 
     removed: int
     left: int
 
     def log_left(self, name: str) -> None:
-        """Log how many objects of the dataset of this name are left, if any."""
         if self.left:
             log.warning(
                 "%s: %d objects are left, since somebody is still reading it; "

@@ -324,7 +324,7 @@ class StoredRepository(Repository):
         return unreadable_paths(self, self.meta, self.dataset(name).identity)
 
     def _create(self, name: str) -> DatasetInfo:
-        """Create a dataset. The metadata store lets one of several writers win."""
+        """The metadata store lets one of several writers win."""
         try:
             head = self.meta.create(name, uuid.uuid4())
         except ConflictError:
@@ -444,7 +444,6 @@ class StoredRepository(Repository):
         return Deletion(removed, left)
 
     def remove_deleted(self, name: str, identity: UUID) -> Deletion:
-        """Drop the metadata of a deleted dataset, and remove its objects that no lease pins."""
         removed_before = 0
         if not self.meta_is_lost:
             try:
@@ -462,8 +461,6 @@ class StoredRepository(Repository):
 
 
 class LocalWriteSession(WriteSession):
-    """One writer on one dataset, which commits to the metadata store."""
-
     def __init__(self, repository: StoredRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
         self._repository = repository

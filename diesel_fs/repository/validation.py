@@ -167,8 +167,7 @@ def _delete_stale(
     header: ChunkHeader,
     stale: StaleChunk,
 ) -> None:
-    """Delete a chunk that came after the put window and raise `stale`; do nothing if a recovery has
-    committed it."""
+    """Delete a late chunk and raise `stale`; do nothing if a recovery has committed it."""
     chunk = header.preamble.id
     # The lock keeps a recovery from committing the chunk between the check and the deletion
     with meta.lock_commits(identity, COMMIT_LOCK_S_MAX):

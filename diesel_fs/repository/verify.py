@@ -65,7 +65,7 @@ def verify(
     headers_only: bool = False,
     progress: ReportProgress = no_progress,
 ) -> Findings:
-    """`Repository.verify` over stores that this process has opened."""
+    """`Repository.verify`."""
     if not (repository.meta_is_lost or _metadata_forbidden(repository)):
         _ = repository.meta  # raises the reason if it cannot be used
     info = repository.dataset(name)
@@ -148,7 +148,7 @@ class _Check:
             self._findings.notes.append(text)
 
     def _read_live(self) -> set[ChunkId]:
-        """Read the live metadata; returns their chunks."""
+        """Returns the chunks in the live metadata."""
         self.live = live = _live(self._repository, self._info, self._findings)
         if live is None:
             return set()
@@ -203,7 +203,7 @@ class _Check:
         return header
 
     def _header(self, chunk: ChunkId, outcome: Outcome) -> ChunkHeader | None:
-        """A header, or None if it cannot be read, which is noted."""
+        """None if it cannot be read, which is noted."""
         try:
             return outcome()
         except ObjectMissing:
@@ -222,7 +222,6 @@ class _Check:
         self._folded.add(header.preamble.id)
 
     def _are_forgotten(self, chunks: Collection[ChunkId]) -> bool:
-        """Whether the metadata store has forgotten some of these chunks."""
         known = self._repository.meta.chunks(self._info.identity)
         return not {record.id for record in known}.issuperset(chunks)
 
@@ -268,7 +267,6 @@ def _live(
 
 
 def _metadata_forbidden(repository: StoredRepository) -> bool:
-    """Whether this user may read the chunks but not the metadata store beside them."""
     return not repository.url.meta and isinstance(repository.meta_problem, PermissionDenied)
 
 
@@ -332,7 +330,7 @@ def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]
 
 
 class _Published(NamedTuple):
-    """A published version that has been checked. Its content is not kept in memory."""
+    """A checked version. Its content is not kept in memory."""
 
     identity: UUID
     version: int
@@ -415,7 +413,6 @@ def _built(changes: MetadataChanges, previous: Snapshot | None) -> Snapshot:
 
 
 def _differences(actual: Snapshot, expected: Snapshot) -> Iterator[str]:
-    """The differences of two snapshots that should be equal: paths, or else columns."""
     diff = diff_snapshots(actual, expected)
     lines = [
         f"{shown(expected.path(i))} is " + ("another" if diff.same_path[i] >= 0 else "missing")

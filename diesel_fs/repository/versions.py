@@ -47,8 +47,6 @@ def empty_snapshot(identity: UUID, name: str) -> Snapshot:
 
 
 class PublishedVersions(Protocol):
-    """The published versions of a repository's datasets."""
-
     def newest(self, identity: UUID) -> int:
         """The greatest published version; 0 for none."""
 
@@ -181,7 +179,7 @@ class VersionStore(PublishedVersions):
         return open_private_copy(identity, version) or self.fetch_verified(identity, version)
 
     def fetch_verified(self, identity: UUID, version: int) -> Snapshot:
-        """Read a version's snapshot from the object store and check it whole. Raises FormatError,
+        """Read a snapshot from the object store and check it whole. Raises FormatError,
         ObjectMissing."""
         name = snapshot_object(identity, version)
         snapshot = Snapshot(memoryview(self._objects.get(name)), verify=True)

@@ -75,7 +75,6 @@ class WriteSession(ABC):
 
     @property
     def version(self) -> int:
-        """The version at which the session began."""
         return self._started_at.version
 
     @property
@@ -95,7 +94,6 @@ class WriteSession(ABC):
         return self._ids.next(self._head().newest, writer_of)
 
     def commit(self, preamble: bytes, header: bytes) -> ValidatedChunk:
-        """`validate_chunk`, then commit the chunk."""
         chunk = self.validate_chunk(preamble, header)
         self.commit_all([chunk])
         return chunk
