@@ -30,7 +30,7 @@ REPORT = ROOT / "build/demo/report.html"
 
 
 class DlcmdFailed(Exception):
-    """A command failed with this exit code; dlcmd has printed the reason."""
+    """dlcmd has printed the reason."""
 
     def __init__(self, arguments: list[str], exit_code: int) -> None:
         super().__init__(f"dlcmd {' '.join(arguments)}: exit code {exit_code}")
@@ -151,7 +151,6 @@ def _terminate(number: int, _frame: FrameType | None) -> None:
 
 
 def main() -> int:
-    """Run the demo, clean up, and return the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP):  # an exception, so that `with` cleans up
         signal.signal(number, _terminate)
     try:

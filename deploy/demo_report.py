@@ -24,8 +24,6 @@ img { max-width: 100%; border: 1px solid var(--soft) } code { background: var(--
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """One epoch of the demo's training."""
-
     files_per_s: float
     loss: float
     accuracy: float
@@ -34,8 +32,6 @@ class Epoch:
 
 @dataclass(frozen=True, slots=True)
 class Demo:
-    """The results of a demo."""
-
     commands: Sequence[str]
     files: int
     size_bytes: int

@@ -29,7 +29,7 @@ TORCH_THREADS = 1  # with two, on two busy cores, an epoch takes up to four time
 
 
 def network() -> nn.Module:
-    """A small network: three convolutions and a linear layer, 25,000 weights."""
+    """25,000 weights."""
     layers: list[nn.Module] = []
     for into, out in ((3, 16), (16, 32), (32, 64)):
         convolution = nn.Conv2d(into, out, kernel_size=3, padding=1, bias=False)
@@ -48,7 +48,7 @@ def train_epoch(
     optimizer: torch.optim.Optimizer,
     batches: DataLoader[tuple[torch.Tensor, int]],
 ) -> float:
-    """One pass over the training files; returns the mean loss."""
+    """Returns the mean loss."""
     model.train()
     losses = []
     for images, labels in batches:

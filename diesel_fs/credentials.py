@@ -18,7 +18,7 @@ KEY_PREFIX = "diesel-key-1:"
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """A user's name and the seed of the user's key (32 bytes)."""
+    """`seed` has the 32 bytes of the user's key."""
 
     user: str
     seed: bytes = field(repr=False)

@@ -51,8 +51,6 @@ BUCKETS_S = (0.0005, 0.002, 0.01, 0.05, 0.25, 1.0, 5.0, 30.0)
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric: its labels, each with all its values."""
-
     name: str
     kind: str  # "counter", "gauge" or "histogram"
     help: str
@@ -154,7 +152,7 @@ class MetricCells:
         return self._cells[self._index(name, labels)]
 
     def clear_gauges(self) -> None:
-        """Set all gauges to 0 for an ended process."""
+        """For an ended process."""
         for metric in self.table:
             if metric.kind == "gauge":
                 for values in metric.cell_labels:
@@ -202,13 +200,12 @@ def exposition(processes: Sequence[MetricCells]) -> str:
 
 
 Sample = tuple[Mapping[str, str], float]
-"""Labels and value of a sample."""
 
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
 def metric_lines(name: str, kind: str, help_text: str, samples: Iterable[Sample]) -> Iterator[str]:
-    """A metric in Prometheus's text format. The values of labels may be any text."""
+    """Values of labels may be any text."""
     yield f"# HELP {name} {help_text}"
     yield f"# TYPE {name} {kind}"
     for labels, value in samples:

@@ -53,7 +53,6 @@ def parse_versioned_name(text: str) -> tuple[str, int]:
 
 
 def cut(text: str) -> str:
-    """A text for messages, cut if it is long."""
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 

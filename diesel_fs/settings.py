@@ -116,7 +116,6 @@ def private_bytes(path: Path, what: str, bytes_max: int) -> bytes:
 
 
 def _can_change_mode(descriptor: int, owner: int) -> bool:
-    """Whether this user can change the mode of an open file that belongs to the user `owner`."""
     is_ours = os.geteuid() in (0, owner)
     return is_ours and not os.fstatvfs(descriptor).f_flag & os.ST_RDONLY
 
@@ -225,7 +224,7 @@ def private_folder(path: Path) -> Path:
 
 
 def _home(variable: str, default: str) -> Path:
-    """The folder in an XDG variable, or its default. Raises ConfigError."""
+    """Raises ConfigError."""
     value = os.environ.get(variable, "")
     if value.startswith("/"):  # the XDG specification demands that relative paths are ignored
         return Path(value)

@@ -30,7 +30,7 @@ unescaped `/`, `?` or `#`; digits after the first colon then show whether they a
 
 
 def shown_url(text: str) -> str:
-    """A URL of any kind, with `***` for its user and password."""
+    """With `***` for its user and password."""
     return _SECRET.sub("***@", text)
 
 
@@ -42,8 +42,7 @@ def passwords_in(text: str) -> Iterator[str]:
 
 
 class HostPort(NamedTuple):
-    """The name or address of a host, without brackets, and a port. As text, an IPv6 address has
-    brackets."""
+    """Without brackets, which an IPv6 address has as text."""
 
     host: str
     port: int
@@ -77,14 +76,14 @@ class RepositoryUrl:
 
     @property
     def objects_url(self) -> str:
-        """The URL of the object store, without the metadata store."""
+        """Without the metadata store."""
         if self.scheme == "file":
             return self.path.as_uri()
         return f"{self.scheme}://{self.host}" + (f"/{quote(self.prefix)}" if self.prefix else "")
 
     @property
     def full_url(self) -> str:
-        """The whole URL, with its password."""
+        """With its password."""
         return (
             f"{self.objects_url}?meta={quote(self.meta, safe=':/@,')}"
             if self.meta

@@ -57,7 +57,6 @@ def _copy(file: Path, place: Path) -> None:
 
 
 def _link(pages: Path, page: Path, link: "re.Match[str]") -> str:
-    """A link of a page, rewritten for the site."""
     text, target = link.groups()
     there = (TREE / page.parent / target).resolve()
     if there.is_dir():
@@ -98,7 +97,7 @@ def _interface() -> Iterator[str]:
 
 
 def main(mkdocs: str) -> int:
-    """Gather the pages, and let the program `mkdocs` build the site. Returns its exit code."""
+    """Returns the exit code of `mkdocs`."""
     gather(PAGES)
     command = [
         mkdocs,

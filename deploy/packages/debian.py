@@ -140,7 +140,6 @@ def _make_environment(stage: Path, wheel: Path) -> None:
 
 
 def _add_files(stage: Path) -> None:
-    """Add links, units, documents, and the folders of the administrator's files."""
     for place, program in LINKS.items():
         (stage / place).parent.mkdir(parents=True, exist_ok=True)
         (stage / place).symlink_to(HOME / "bin" / program)

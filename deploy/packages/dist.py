@@ -33,7 +33,6 @@ def set_time() -> int:
 
 
 def build() -> tuple[Path, Path]:
-    """Build and return the sdist and the wheel."""
     time_s = set_time()
     DIST.mkdir(exist_ok=True)
     shutil.rmtree(TREE / "share", ignore_errors=True)

@@ -11,8 +11,6 @@ import diesel_fs
 
 
 class _Roff(click.HelpFormatter):
-    """The formatter of `--help`, with roff as its output."""
-
     def __init__(self, name: str, section: int, summary: str, time_s: int) -> None:
         super().__init__()
         day = f"{datetime.fromtimestamp(time_s, UTC):%Y-%m-%d}"

@@ -23,10 +23,9 @@ from ..format.snapshot.reader import Indices, Snapshot
 PathText = str | bytes | os.PathLike[str]
 
 EntryKey = PathText | SupportsIndex
-"""A path or an index of an entry."""
 
 EntryKeys = Iterable[PathText] | Iterable[SupportsIndex] | npt.NDArray[np.int64]
-"""The paths of many entries, or their indices; never both in one call."""
+"""All paths, or all indices."""
 
 _PATHS = (str, bytes, os.PathLike)
 _NO_LISTS = (bytearray, memoryview, io.IOBase, Mapping)
@@ -58,7 +57,7 @@ def index_of(view: Snapshot, key: EntryKey) -> int:
 
 
 def names_of(entries: EntryKeys) -> list[bytes] | Indices:
-    """The encoded paths of entries, or their indices, as they were given. Raises UsageError."""
+    """The encoded paths of entries, or their indices, as given. Raises UsageError."""
     if isinstance(entries, np.ndarray) and entries.dtype == np.int64 and entries.ndim == 1:
         return entries
     if isinstance(entries, _PATHS):

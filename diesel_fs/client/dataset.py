@@ -76,8 +76,6 @@ class _OpenOptions:
 
 
 class _Order(NamedTuple):
-    """The arguments of the last `shuffle`."""
-
     seed: int
     epoch: int
     group_size: int
@@ -199,7 +197,7 @@ def _load(url: str | None, user: str | None, key: str | None) -> Settings:
 
 
 class Dataset:
-    """A dataset that is open for reading and writing. Call `connect` to get one."""
+    """A dataset that is open for reading and writing; see `connect`."""
 
     def __init__(
         self,

@@ -68,14 +68,13 @@ class GetReport:
 
 
 GetProgress = Callable[[GetReport], None]
-"""Called whenever the report has changed."""
 
 
 def _no_progress(_: GetReport) -> None: ...
 
 
 class _EntrySkipped(Exception):
-    """An entry cannot be written, for the reason in the message."""
+    """The message is the reason."""
 
 
 def get(
@@ -196,8 +195,6 @@ def _safe_name(view: Snapshot, index: int) -> bytes:
 
 @dataclass(eq=False)
 class _FolderWriter:
-    """Writes the entries of one `get` into a folder."""
-
     view: Snapshot
     reader: EntryReader
     folders: _Folders
@@ -226,7 +223,7 @@ class _FolderWriter:
         self.progress(self.report)
 
     def write_entries(self, indices: Indices) -> None:
-        """Write files, in the order of their chunks, and then links."""
+        """Write files, in the order of their chunks, then links."""
         self.report.total = max(self.report.total, len(indices))
         kinds = layout.kinds(self.view.columns.flags[indices])
         files = [i for i in indices[kinds == Kind.FILE].tolist() if self._must_write(i)]
@@ -264,8 +261,7 @@ class _FolderWriter:
 
     def _finish_folder(self, index: int) -> None:
         """Set a folder's attributes, after its entries. An implicit folder, which exists only since
-        something lies below it, gets only its mode.
-        """
+        something lies below it, gets only its mode."""
         wanted = self.view.stat(index)
         implicit = bool(self.view.columns.flags[index] & layout.IMPLICIT)
         folder = self.folders[index]

@@ -29,7 +29,7 @@ from ..system.atomic_file import close_folder
 from .addressing import PathText, encoded
 
 Source = str | os.PathLike[str] | bytes | bytearray | memoryview | BinaryIO
-"""The source of a file's content: the path of a file, bytes, or a binary file object."""
+"""The path of a file, bytes, or a binary file object."""
 
 _READ_BYTES = 1 << 20
 _MODE_MAX = 0o177777  # with the bits of the file's type, as `st_mode` has them
@@ -37,8 +37,6 @@ _SPOOL_BYTES = 64 << 20  # a longer stream is spooled to disk until its length i
 
 
 class PendingPuts:
-    """The puts and deletions of this process that have not been flushed."""
-
     def __init__(self, repository: Repository, view: Snapshot, compress: str) -> None:
         self._repository = repository
         self._name = view.dataset
@@ -99,7 +97,7 @@ class PendingPuts:
         return report
 
     def forget_paths(self) -> None:
-        """Forget which paths were put, as the next shown version has them."""
+        """The next shown version has the paths that were put."""
         self._folders.clear()
         self._files.clear()
 
@@ -179,7 +177,7 @@ class PendingPuts:
 
 
 def _copy(source: object, spool: "tempfile.SpooledTemporaryFile[bytes]") -> None:
-    """Copy a file object to its end. Raises UsageError for other objects, and for text."""
+    """Raises UsageError for other objects than files, and for text."""
     read = getattr(source, "read", None)
     if not callable(read):
         raise wrong_type("source", "the path of a file, bytes, or a binary file object", source)

@@ -53,7 +53,7 @@ MEMORY, DISK, PEER, STORE = range(4)
 TIERS = ("memory", "disk", "peer", "store")
 
 OnProgress = Callable[[float], None]
-"""Called with the fraction done, 0 to 1."""
+"""Called with the fraction done."""
 
 _PROGRESS_ACCESSES = 1 << 16
 
@@ -78,7 +78,6 @@ class EpochSources:
 
 
 def check_policy(name: str) -> str:
-    """Return the name, or raise UsageError."""
     if name not in NAMES:
         raise UsageError(f"no policy is named {name!r}", advice=f"it is one of {', '.join(NAMES)}")
     return name

@@ -13,7 +13,7 @@ from ..orders.shuffle import GROUP_SIZE_DEFAULT, SEED_MAX, check_number
 Shuffle = Literal["full", "chunk"]
 
 CONNECTIONS = 64
-"""Parallel requests to the store: `FETCH_THREADS` of `cache/stored_parts.py`."""
+"""Parallel requests: `FETCH_THREADS` of `cache/stored_parts.py`."""
 
 EPOCHS_MAX, BATCH_MAX, WORKERS_MAX = 1000, 1 << 20, 1 << 10
 RANKS_MAX = 1 << 12

@@ -16,7 +16,7 @@ UNITS = {"chunks": "whole chunks", "files": "files", "log": "files, in the next 
 
 @dataclass(frozen=True, slots=True)
 class ForecastOptions:
-    """The options with which the user would mount; sizes as the user types them."""
+    """The user's options, with sizes as typed."""
 
     dataset: str
     memory: str
@@ -44,7 +44,7 @@ def needs_no_cache(forecast: Forecast, options: ForecastOptions) -> bool:
 
 
 def commands(forecast: Forecast, options: ForecastOptions) -> list[str]:
-    """The shell commands: the mount on each node, then the training."""
+    """Shell commands: the mount on each node, then the training."""
     job = forecast.job
     is_plain = needs_no_cache(forecast, options)
     mount = ["dlcmd", "mount", options.dataset, f"/mnt/{options.dataset}"]

@@ -72,7 +72,7 @@ class EpochForecast:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """All epochs of a job with one policy, in a cache of this layout."""
+    """All epochs of a job with one policy."""
 
     policy: str
     layout: Layout
@@ -86,12 +86,10 @@ class Forecast:
 
     @property
     def seconds(self) -> float:
-        """The time of all epochs."""
         return sum(each.seconds for each in self.epochs)
 
     @property
     def price(self) -> float:
-        """The store's price for all epochs."""
         store = self.job.store
         return sum(store.price(each.store_requests, each.store_bytes) for each in self.epochs)
 
@@ -191,8 +189,6 @@ class _Lane:
 
 
 class _Clock:
-    """Simulated time since the start of the job (see the module)."""
-
     def __init__(
         self,
         job: ForecastJob,
@@ -286,7 +282,7 @@ class _Clock:
         return window + job.node.memory_bytes - np.cumsum(of_use)
 
     def pass_epoch(self, number: int) -> _Passed:
-        """Run all iterations of one epoch. Epochs come in their order."""
+        """Run one epoch. Epochs come in their order."""
         job, reads = self._job, self._reads[number]
         push_of = reads.push_of
         base = int(self._base[number])

@@ -25,7 +25,7 @@ import numpy.typing as npt
 from ..errors import UsageError
 
 Units: TypeAlias = "npt.NDArray[np.int64] | npt.NDArray[np.int32] | npt.NDArray[np.uint32]"
-"""Numbers of units, each 0 or more."""
+"""Numbers of units."""
 
 Times = npt.NDArray[np.int64]
 
@@ -44,7 +44,7 @@ class UnitOrder:
 
 
 class FutureUses:
-    """The future uses of the units 0 to `unit_count - 1` by several ranks (see the module)."""
+    """The future uses of the units 0 to `unit_count - 1` by several ranks."""
 
     def __init__(self, orders: Sequence[UnitOrder], unit_count: int) -> None:
         """`orders[r]` is the order of rank r. Raises UsageError for a bad unit number, and if unit,
@@ -83,7 +83,6 @@ class FutureUses:
         self._next = self._begin[:-1].copy()
 
     def __len__(self) -> int:
-        """The number of units."""
         return len(self._left)
 
     @property
@@ -96,7 +95,6 @@ class FutureUses:
         return sum(self._lengths) - sum(self._position)
 
     def position(self, rank: int) -> int:
-        """The number of uses that a rank has read."""
         return self._position[rank]
 
     @property
@@ -151,7 +149,6 @@ class FutureUses:
         return self._left[units]
 
     def uses_before(self, unit: int, time: int) -> int:
-        """The number of uses left of a unit before a time."""
         low, high = int(self._next[unit]), int(self._begin[unit + 1])
         if time < self._end:
             bound = unit << self._low_bits | max(time, 0) << self._rank_bits

@@ -85,7 +85,7 @@ class DrawRule:
             )
 
     def length(self, samples: int) -> int:
-        """The number of samples in an epoch, at least one if there are any."""
+        """At least one, if there are any samples."""
         return min(max(round(self.share * samples), 1), samples)
 
     def probabilities(self, values: Values, seed: int, epoch: int) -> npt.NDArray[np.float32]:
@@ -252,6 +252,5 @@ def _stretched(ends: Indices, total: int) -> Indices:
 
 
 def _distinct(taken: Indices) -> Indices:
-    """Make each place at least one greater than the one before."""
     steps = np.arange(len(taken))
     return np.maximum.accumulate(taken - steps) + steps

@@ -20,8 +20,6 @@ from ..format.snapshot.reader import Indices
 
 @dataclass(frozen=True, slots=True)
 class Partition:
-    """The division of an order until the ranks stopped."""
-
     world: int
     drop_last: bool
     position: int

@@ -70,8 +70,6 @@ _KEYS = ("seed", "epoch", "group", "rank", "world")
 
 @dataclass(frozen=True, slots=True)
 class ListText:
-    """A list's bytes, and the entries of its last files."""
-
     content: npt.NDArray[np.uint8]
     tail: Sequence[int]
 
@@ -107,7 +105,6 @@ class PathLists:
         return int(path_bytes(self._snapshot)[files].sum()) + len(files)
 
     def _refuse_newlines(self, files: Indices) -> None:
-        """Raise UsageError if the path of one of these files has a newline."""
         columns = self._snapshot.columns
         at = np.flatnonzero(columns.names == _NEWLINE)
         if not len(at):
@@ -127,7 +124,6 @@ class PathLists:
 
 
 def path_bytes(snapshot: Snapshot) -> npt.NDArray[np.int64]:
-    """The length of each entry's path in bytes."""
     columns = snapshot.columns
     bounds = columns.name_start.astype(np.int64)
     length = bounds[1:] - bounds[:-1]

@@ -25,7 +25,6 @@ Entries: TypeAlias = npt.NDArray[np.uint32]
 NO_ENTRIES: Entries = np.empty(0, np.uint32)
 
 EntryOrder: TypeAlias = "Sequence[int] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]"
-"""Entry indices as callers pass them."""
 
 Bounds: TypeAlias = npt.NDArray[np.int64]
 """The position after the last entry of each batch of an epoch, ascending."""
@@ -84,7 +83,6 @@ class Epoch:
         return int(np.diff(self.bounds, prepend=0).max())
 
     def appended(self, more: "Epoch") -> "Epoch":
-        """This epoch followed by another's entries."""
         bounds = None
         if self.bounds is not None and more.bounds is not None:
             bounds = np.concatenate([self.bounds, more.bounds + len(self)])
@@ -133,7 +131,7 @@ class Stream:
             raise UsageError(f"bad lag {self.lag_entries} of stream {self.name}")
 
     def epoch(self, number: int) -> Epoch:
-        """The epoch of a number. Raises UsageError if the stream has none."""
+        """Raises UsageError if the stream has none."""
         for epoch in self.epochs:
             if epoch.number == number:
                 return epoch

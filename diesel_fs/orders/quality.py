@@ -65,8 +65,7 @@ class OrderQuality:
 
 @dataclass(frozen=True, slots=True)
 class QualityReport:
-    """The quality of orders of several group sizes (ascending), of the order in which the files are
-    packed, and of full shuffle."""
+    """The quality by group size (ascending), as packed, and in full shuffle."""
 
     files: int
     chunks: int
@@ -146,10 +145,7 @@ def compare_group_sizes(
 
 
 def class_of_files(snapshot: Snapshot, files: Indices, below: int = ROOT_INDEX) -> Indices:
-    """The class of each file below a folder: the index of a folder (see the module).
-
-    Raises CorruptError for a damaged snapshot.
-    """
+    """The class of each file below a folder: the index of a folder. Raises CorruptError."""
     parent = snapshot.columns.parent
     folders, folder_of_file = np.unique(parent[files], return_inverse=True)
     top = folders.astype(np.int64)
@@ -206,7 +202,6 @@ def _two_groups_bytes_max(chunks: Indices, ends: Indices, chunk_sizes: Indices) 
 
 
 def _different_mean(values: Indices, batch_files: int) -> float:
-    """The mean number of different values in the full batches."""
     whole = values[: len(values) // batch_files * batch_files].reshape(-1, batch_files)
     if not len(whole):
         return 0.0

@@ -79,7 +79,7 @@ class ChunkedFiles:
 
     @classmethod
     def of(cls, snapshot: Snapshot, entries: Indices) -> "ChunkedFiles":
-        """The files with these indices. Raises CorruptError."""
+        """Raises CorruptError."""
         chunks = np.maximum(snapshot.chunk_of(entries), 0)  # entries that are no files: the first
         if len(chunks) and int(chunks.max()) >= snapshot.chunk_count:
             raise CorruptError(
@@ -122,7 +122,7 @@ def chunk_shuffle(
     group_size: int = GROUP_SIZE_DEFAULT,
     **part: Unpack[OrderSelection],
 ) -> Indices:
-    """The indices of `chunk_order`, without the groups. Raises UsageError."""
+    """The indices of `chunk_order`. Raises UsageError."""
     return chunk_order(snapshot, seed, epoch, group_size=group_size, **part).indices
 
 
@@ -210,7 +210,7 @@ def random_keys(domain: int, count: int, seed: int, epoch: int) -> npt.NDArray[n
 
 
 def _state(domain: int, seed: int, epoch: int) -> _U8:
-    """`state` of the module's docstring, as an array of length 1."""
+    """`state` of the module's docstring."""
     state = np.array([domain], np.uint64)
     for word in (seed, epoch):
         state = _draw(state, np.array([word], np.uint64))

@@ -42,8 +42,6 @@ _SECOND_NS = 1_000_000_000
 
 
 class RemoteObjects(ObjectStore):
-    """The chunks behind a server, to read and to put."""
-
     fork_safe = True
 
     def __init__(self, link: RpcClient) -> None:
@@ -140,8 +138,6 @@ class RemoteObjects(ObjectStore):
 
 
 class _ServerReads(FastReads):
-    """Reads many parts in one request."""
-
     _store: RemoteObjects
 
     batches_reads = True
@@ -184,7 +180,6 @@ def _check_lease(name: str) -> None:
 
 
 def _parse_name(name: str) -> tuple[UUID, ChunkId]:
-    """The identity of the dataset, and the chunk's ID, in the name of an object."""
     identity, chunk = identity_of_object(name), chunk_of_object(name)
     if identity is None or chunk is None:
         raise UsageError(f"{name!r} is not the name of a chunk")

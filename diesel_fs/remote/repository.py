@@ -75,8 +75,6 @@ _IDS_AT_ONCE = 65_536  # chunk IDs in one request
 
 
 class RemoteRepository(Repository):
-    """Datasets behind a server."""
-
     snapshots: "RemoteSnapshots"
 
     def __init__(
@@ -94,7 +92,7 @@ class RemoteRepository(Repository):
 
     @classmethod
     def at(cls, url: RepositoryUrl, credentials: Credentials) -> Self:
-        """The repository behind the servers of a URL. Raises ConfigError."""
+        """Raises ConfigError."""
         return cls(ServerLink(url, credentials), url, credentials)
 
     def close(self) -> None:
@@ -268,7 +266,7 @@ class RemoteRepository(Repository):
         return Fields(result, "what is reclaimable").integer("bytes")
 
     def _run_job(self, job: str, name: str, options: Message, progress: ReportProgress) -> Message:
-        """Have the server do a job on a dataset, and report its progress. Returns the result."""
+        """Have the server do a job, and report its progress. Returns the result."""
         message: Message = {"do": job, "dataset": check_dataset_name(name), **options}
         result: Value = None
         for answer in self._link.stream(message, deadline_s=_JOB_ANSWER_S):
@@ -282,7 +280,7 @@ class RemoteRepository(Repository):
         return result
 
     def ask_task(self, do: str, identity: UUID, fields: Message, deadline_s: float) -> Message:
-        """The answer to a request about a task (`peers/members/membership.py`)."""
+        """For requests of `peers/members/membership.py`."""
         return self._ask(do, {"identity": identity.bytes, **fields}, deadline_s).message
 
     def delete_dataset(self, name: str) -> Deletion:
@@ -295,7 +293,7 @@ class RemoteRepository(Repository):
 
 
 class RemoteWriteSession(WriteSession):
-    """A writer on a dataset behind a server, which checks and commits each chunk when it is put."""
+    """The server checks and commits each chunk when it is put."""
 
     def __init__(self, repository: RemoteRepository, info: DatasetInfo) -> None:
         super().__init__(info, repository.objects, repository.ids, repository.view_of)
@@ -345,8 +343,6 @@ class RemoteWriteSession(WriteSession):
 
 
 class RemoteSnapshots(PublishedVersions):
-    """Snapshots of the datasets behind a server, and this user's private copies of them."""
-
     def __init__(self, link: RpcClient) -> None:
         self._link = link
 

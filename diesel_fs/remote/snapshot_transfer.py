@@ -48,7 +48,7 @@ _ROW = struct.Struct("<IIQ")  # raw bytes, stored bytes, checksum of the block
 
 
 class SnapshotPiece(NamedTuple):
-    """A piece of a snapshot: `block` decompresses to `raw_bytes` bytes."""
+    """`block` decompresses to `raw_bytes` bytes."""
 
     raw_bytes: int
     block: bytes | memoryview
@@ -61,8 +61,6 @@ def compressed(view: Snapshot) -> Iterator[SnapshotPiece]:
 
 
 class CompressedSnapshots:
-    """The compressed pieces of snapshots, kept in files (see the module)."""
-
     def __init__(self, folder: Path | None) -> None:
         """`folder` is made if missing. Pieces are not kept with None, or in an unusable folder."""
         self._folder = folder
@@ -176,7 +174,7 @@ def _read(path: Path, file: int, rows: Sequence[tuple[int, int, int]]) -> Iterat
 
 
 class SnapshotAssembler:
-    """Joins the pieces that a server sends. Not thread-safe."""
+    """Not thread-safe."""
 
     def __init__(self, bytes_max: int = SNAPSHOT_BYTES_MAX) -> None:
         self._bytes_max = bytes_max

@@ -101,7 +101,6 @@ def parse_list(answer: Message, name: str) -> list[Value]:
 
 
 def parts_message(parts: Sequence[tuple[ChunkId, int, int]]) -> bytes:
-    """Encode parts of chunks (chunk, start, size)."""
     ranges = np.zeros(len(parts), CHUNK_RANGE)
     for i, (chunk, start, size) in enumerate(parts):
         ranges[i] = (np.void(chunk), start, size)
@@ -145,7 +144,6 @@ def columns_message(stats: Stats) -> Message:
 
 
 def parse_columns(fields: Fields, count: int) -> Stats:
-    """Decode `count` entries from their columns."""
     kinds, *others = (
         np.frombuffer(fields.octets(name, count * np.dtype(dtype).itemsize), dtype).copy()
         for name, dtype in _COLUMNS

@@ -62,7 +62,7 @@ def _errors_named(shown: str) -> Iterator[None]:
 
 
 def named_file(descriptor: int, shown: str) -> BinaryIO:
-    """A file that writes to a descriptor and closes it; its errors have the name `shown`."""
+    """Its errors have the name `shown`; closing it closes the descriptor."""
     return cast("BinaryIO", io.BufferedWriter(_FileWithName(descriptor, shown)))
 
 
@@ -198,7 +198,7 @@ def _start(pid: int) -> str:
 
 
 def close_folder(descriptor: int) -> None:
-    """Close the descriptor of a folder and ignore errors: nothing was written through it."""
+    """Ignores errors, as nothing was written through the descriptor."""
     with suppress(OSError):
         os.close(descriptor)
 

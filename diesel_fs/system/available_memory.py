@@ -27,7 +27,7 @@ def available_memory_bytes() -> int:
 
 
 def memory_limit_bytes() -> int:
-    """The memory that all programs may use: the machine's, or the control group's limit."""
+    """The machine's memory, or the control group's limit if that is less."""
     return min(_machine_bytes(), _own_cgroup_limit_bytes())
 
 

@@ -55,10 +55,10 @@ DETACH = ("-I", "-S", "-c", _DETACH)
 
 @dataclass(frozen=True, slots=True)
 class DaemonRequest:
-    """The request to a daemon: a dataclass of JSON values, tuples, and other requests."""
+    """A dataclass of JSON values, tuples, and other requests."""
 
     BYTES_MAX: ClassVar[int]
-    """The largest length of the request as JSON."""
+    """As JSON."""
 
     def to_json(self) -> bytes:
         """Raises UsageError if the request is too long."""
@@ -78,7 +78,7 @@ class DaemonRequest:
 
     @classmethod
     def from_values(cls, values: object) -> Self:
-        """The request with these JSON values. Raises UsageError for others."""
+        """Raises UsageError for others than JSON values of the fields."""
         if not isinstance(values, dict) or set(values) != {each.name for each in fields(cls)}:
             raise UsageError(f"not a {cls.__name__}: other fields than this version's")
         return cls(**{each.name: _field(each.type, values[each.name]) for each in fields(cls)})

@@ -22,13 +22,12 @@ _SUBJECTS_MAX = 1024
 
 @dataclass(slots=True)
 class _Kind:
-    """Lines from one place in the code: the number that may still come, and that were left out."""
+    """Lines from one place in the code."""
 
     last_line_s: float
     allowance: float = LINES_AT_ONCE
     left_out: int = 0
     subjects: dict[str, float] = field(default_factory=dict)
-    """The time of each subject's last line."""
 
 
 class LogRateLimit(logging.Filter):

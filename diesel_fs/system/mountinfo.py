@@ -18,8 +18,6 @@ _NETWORK = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class MountEntry:
-    """One line of mountinfo."""
-
     mount_id: int
     parent_id: int  # of the mount that holds its mount point
     device: str  # its number, such as "0:43"
@@ -45,7 +43,6 @@ def topmost_at(path: str, entries: Iterable[MountEntry]) -> MountEntry | None:
 
 
 def parse_mounts(table: bytes) -> Iterator[MountEntry]:
-    """Parse the text of a mountinfo file."""
     for line in filter(None, table.split(b"\n")):  # a name may hold a carriage return, unescaped
         before, _, after = line.partition(b" - ")
         mount_id, parent_id, device, _, path, *_ = before.split(b" ")
@@ -63,8 +60,6 @@ def parse_mounts(table: bytes) -> Iterator[MountEntry]:
 
 @dataclass(frozen=True, slots=True)
 class FileSystem:
-    """The kind of the file system that holds a path, and its mount options."""
-
     kind: str
     options: frozenset[str]
 

@@ -60,7 +60,7 @@ def _syscall(number: int, *arguments: object) -> int:
 
 
 def _checked(result: int, path: str | None = None) -> int:
-    """Return `result`, or raise OSError if the system call (on `path`) failed."""
+    """Raise OSError if a system call (on `path`) failed."""
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
     return result
@@ -333,7 +333,7 @@ def attach_mount(mount: int, path: str, *, folder: int = _AT_FDCWD, beneath: boo
 
 
 def can_mount_beneath() -> bool:
-    """Whether the kernel can attach a mount beneath another one (Linux 6.5)."""
+    """Whether the kernel can do so (Linux 6.5)."""
     try:
         attach_mount(-1, "/", beneath=True)
     except OSError as error:
@@ -423,7 +423,6 @@ def inotify_add(descriptor: int, path: bytes, events: int) -> int:
 
 
 def inotify_remove(descriptor: int, watch: int) -> None:
-    """Raises OSError."""
     _checked(_libc.inotify_rm_watch(descriptor, watch))
 
 

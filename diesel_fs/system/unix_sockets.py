@@ -29,7 +29,7 @@ def received_descriptors(control: Iterable[tuple[int, int, bytes]]) -> list[int]
 
 @contextmanager
 def _short_path(path: str | os.PathLike[str]) -> Iterator[str]:
-    """A short path that leads to the same place, through a descriptor of its folder."""
+    """A short path to the same place, through a descriptor of its folder."""
     parent, name = os.path.split(path)
     folder = os.open(parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -9,7 +9,7 @@ BUFFERS_MAX = 1024
 
 
 def byte_views(parts: Sequence["bytes | bytearray | memoryview"]) -> list[memoryview]:
-    """Views of the bytes of the parts that are not empty."""
+    """Empty parts are left out."""
     return [memoryview(part).cast("B") for part in parts if len(part)]
 
 
