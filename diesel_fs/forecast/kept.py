@@ -64,8 +64,8 @@ class EpochSources:
 
     By row: `source`, and `is_resident` (a cache of files has the file, so the mount need not load
     it). By push: `requests` to the store, and the bytes from the store, over the network and from
-    the node's own SSD. A chunk is fetched by its owner, so a fetch counts at the push that the
-    owner loads at that time. `written_bytes` went to the SSDs of all nodes.
+    the node's own SSD. A fetch counts at the push that the chunk's owner loads at that time.
+    `written_bytes` went to the SSDs of all nodes.
     """
 
     source: Sources
@@ -115,8 +115,8 @@ class UnitCache:
 
     `memory_bytes` is filled before `disk_bytes`. With `costs`, a unit replaces others only if the
     policy or ski rental (`cache/admission.py`) finds it worth it; without, each unit that is read
-    does, unless the policy refuses. A policy that knows the future also needs `chunks` beside
-    `costs`: the live bytes of each chunk, and the bytes of one read of it.
+    does, unless the policy refuses. A policy that knows the future also needs `chunks`: the live
+    bytes of each chunk, and the bytes of one read of it.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class UnitCache:
 
     def _is_read_too_seldom(self, unit: int, victim: int) -> bool:
         """Whether too little of a chunk will be read before the first victim is needed again, by an
-        earlier result. It avoids most walks over the victims in a full shuffle."""
+        earlier result. Avoids most walks over the victims in a full shuffle."""
         if self._future is None or self._chunk_future is None:
             return False
         enough_at = self._enough_at.get(unit)

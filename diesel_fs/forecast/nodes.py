@@ -1,7 +1,6 @@
 """Describes a training job to the forecast: its nodes, the store, and how it reads.
 
-Rates are in bytes per second, times in seconds, and both are those of one node unless a field says
-otherwise. Values only; safe from any thread.
+Rates are in bytes per second and times in seconds, for one node unless a field says otherwise.
 """
 
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ class ForecastStore:
     """The object store, as one node sees it.
 
     The first byte of a request comes after `request_s`, the others at no more than
-    `connection_bytes_per_s`. All requests of a node share `bytes_per_s`. Prices are in any
-    currency: for 1,000 requests, and for 1e9 bytes that leave the store.
+    `connection_bytes_per_s`. All requests of a node share `bytes_per_s`. Prices, in any currency,
+    are for 1,000 requests, and for 1e9 bytes that leave the store.
     """
 
     request_s: float = 0.02
@@ -44,7 +43,7 @@ class ForecastNode:
     """One machine of the job; all are alike.
 
     `window_bytes`: memory into which the mount loads files ahead of the reader. `memory_bytes`: the
-    cache's own memory. `disk_bytes`: the cache's folder on an SSD.
+    cache's own memory. `disk_bytes`: its folder on an SSD.
     """
 
     window_bytes: int
@@ -55,18 +54,17 @@ class ForecastNode:
     network_bytes_per_s: float = 1.25e9
     network_request_s: float = 0.0002
     push_bytes_per_s: float = 1e9
-    """The rate at which one process checks contents and pushes them into the kernel: 963 MB/s
-    measured with files of 110 KiB (tests/bench/RESULTS.md)."""
+    """The rate of checking and pushing contents into the kernel: 963 MB/s measured in one process
+    with files of 110 KiB (tests/bench/RESULTS.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForecastJob:
     """A data-parallel training job. Its constructor raises UsageError.
 
-    In each iteration, each of `nodes` x `ranks` processes reads `batch` files, and the slowest
-    process sets the pace. `images_per_s` is the rate of the model and of decoding on one rank if
-    no read has to be waited for. Each rank's DataLoader has `workers` processes with two batches
-    under way each.
+    In each iteration, each of `nodes` x `ranks` processes reads `batch` files; the slowest sets the
+    pace. `images_per_s` is the rate of the model and of decoding on one rank without waits. Each
+    rank's DataLoader has `workers` processes with two batches under way each.
     """
 
     node: ForecastNode

@@ -37,9 +37,9 @@ _LIMITS = ReadLimits()
 class ForecastFiles:
     """The files of a dataset, and the chunks that hold them. Can be pickled.
 
-    `chunk`, `offset`, `stored` and `pages` have a value for each file, in the order of `shuffled`:
-    its first chunk, the offset and number of its bytes there, and the pages that its content takes
-    in memory. A file of several extents counts as if all of it lay in its first chunk.
+    By file, in the order of `shuffled`: its first chunk (`chunk`), the offset and number of its
+    bytes there (`offset`, `stored`), and its `pages` in memory. A file of several extents counts as
+    if all of it lay in its first chunk.
     """
 
     chunked: ChunkedFiles
@@ -87,8 +87,8 @@ def epoch_order(
 ) -> Indices:
     """The order of each rank in an epoch: positions in `files`, by rank and place.
 
-    `given` is the user's own order of all ranks together. Without one, the job's seed draws it
-    (`orders/shuffle.py`). It is divided among the ranks as `dlcmd shuffle` divides it.
+    It is `given` by the user for all ranks together, or drawn by the job's seed
+    (`orders/shuffle.py`), and divided among the ranks as by `dlcmd shuffle`.
     """
     sequence = given
     if sequence is None:
@@ -107,9 +107,9 @@ class EpochReads:
     """The pushes, accesses and rows of one epoch, each numbered in the order of requests.
 
     By rank and place in its order: `push_of` is the push that brings the file, and `arrived_of` the
-    fraction of that push that has arrived when the file has. By push: `rank`, and `first` (the
-    place in the rank's order at which the push is needed). By access: `push`, `chunk`, `wanted` (in
-    bytes). By row: `file`, `access`, `place` (the index into the flattened `push_of`).
+    fraction of it that has arrived when the file has. By push: `rank`, and `first` (the place in
+    the rank's order at which it is needed). By access: `push`, `chunk`, `wanted` (in bytes). By
+    row: `file`, `access`, `place` (the index into the flattened `push_of`).
     """
 
     push_of: Small
@@ -165,8 +165,8 @@ ALONE = MergeLimits(_LIMITS.gap_bytes, _LIMITS.slow_span_bytes)
 def cut_epoch(
     job: ForecastJob, files: ForecastFiles, order: Indices, *, push_files: int = 0
 ) -> EpochReads:
-    """The reads of the mounts in an epoch. The mount's rule decides the pushes, unless `push_files`
-    sets their number of files in the rank's order, as in other systems."""
+    """The reads of the mounts in an epoch. Pushes follow the mount's rule, or have `push_files`
+    files in the rank's order, as in other systems."""
     world, length = order.shape
     if push_files:
         per_rank = -(-length // push_files)

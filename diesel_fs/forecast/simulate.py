@@ -117,8 +117,8 @@ def forecast(
     layout: Layout | None = None,
     progress: OnProgress = lambda _: None,
 ) -> Forecast:
-    """Simulate a job. `given` replaces the drawn orders, as in `epoch_order`; `reads` saves cutting
-    the orders again; `layout` overrides `layout_of`. Raises UsageError."""
+    """Simulate a job. `given` is as in `epoch_order`; `reads` saves cutting the orders again;
+    `layout` overrides `layout_of`. Raises UsageError."""
     reads = read_epochs(job, files, given) if reads is None else reads
     layout = layout or layout_of(policy)
     following = None  # policies that look ahead need it, or the last epoch would differ
@@ -178,7 +178,7 @@ class _Lane:
     def __init__(
         self, pushes: Numbers, pages_bytes: Seconds, needed: Numbers, room: Seconds
     ) -> None:
-        """`pushes` are their numbers among those of all nodes, in order, with the memory of each in
+        """`pushes` are numbers among those of all nodes, in order, with their memory in
         `pages_bytes`. By iteration of all epochs: how many pushes are `needed` by then, and the
         `room` for all pushes begun by then."""
         self.pushes = pushes
@@ -259,8 +259,7 @@ class _Clock:
         return lanes
 
     def _window(self, files: ForecastFiles, node: int) -> Seconds:
-        """The memory of a node's window, by iteration. A kept file is useful from one read to the
-        next hit."""
+        """The memory of a node's window, by iteration. A kept file is useful until its next hit."""
         job, numbers, rows, hits, first = self._job, [], [], [], 0
         for each, resident in zip(self._reads, self._resident, strict=True):
             length = each.push_of.shape[1]

@@ -1,9 +1,9 @@
 """Finds the smallest cache with which a job does not stall, in at most six simulations.
 
-If a cache's policy had the inclusion property (a larger cache holds all that a smaller one holds;
-Mattson et al., 1970), one pass could size it, by the distances between uses. The caches here do not
-have it: they fetch whole chunks, and ski rental or the count of uses decides on replacements. So
-the size is bisected. More room is assumed to be no worse. Pure.
+The size is bisected, on the assumption that more room is no worse. One pass over the distances
+between uses (Mattson et al., 1970) would need the inclusion property: a larger cache holds all that
+a smaller one holds. The caches here lack it: they fetch whole chunks, and ski rental or the count
+of uses decides on replacements. Pure.
 """
 
 from collections.abc import Callable
@@ -27,11 +27,10 @@ def stalls(forecast: Forecast) -> bool:
 def smallest_disk(
     job: ForecastJob, data_bytes: int, run: Callable[[ForecastJob], Forecast]
 ) -> int | None:
-    """The bytes of SSD that each node needs so that the job does not stall, or None if even the
-    whole dataset on the SSDs is not enough, as something else is too slow.
+    """The bytes of SSD that each node needs so that the job does not stall; None if even the whole
+    dataset on the SSDs is not enough, as something else is too slow.
 
-    `run` simulates a job. The result is a multiple of a 31st of a node's share of `data_bytes`, or
-    0 if memory suffices.
+    `run` simulates a job. The result is a multiple of a 31st of a node's share of `data_bytes`.
     """
     part = -(-data_bytes // job.nodes)
     # Chunks are larger than their files, and shares of nodes differ by up to 8 %

@@ -17,12 +17,11 @@ below N). A batch is worth b / D fully shuffled files: Kish's effective sample s
 stands for the file's gradient; with gradients instead, D of a batch that is one chunk is the factor
 h_D by which CorgiPile bounds the convergence of SGD in chunk-wise order (Xu et al., SIGMOD 2022,
 section 4). The measure does not see differences between files of one class, files that come
-together again in the next epoch, and for how many batches in a row a class is too frequent. The
-last matters if classes lie together in the chunks: with larger groups the imbalance is smaller, but
-lasts longer (see the study in tests/bench/RESULTS.md).
+together again in the next epoch, and for how many batches in a row a class is too frequent (see the
+study in tests/bench/RESULTS.md: with larger groups the imbalance is smaller, but lasts longer).
 
-The **class** of a file is the folder in which it lies directly below the measured folder, as with
-torchvision's `ImageFolder`. Files directly in the measured folder are a class of their own.
+The **class** of a file is its topmost folder below the measured folder, as with torchvision's
+`ImageFolder`. Files directly in the measured folder are a class of their own.
 
 Works on columns: about a second for each order of a million files. Pure; safe from any thread.
 """

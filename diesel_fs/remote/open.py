@@ -30,7 +30,7 @@ def open_repository(
 
 
 def open_configured(settings: Settings, *, create: bool = False) -> Repository:
-    """The repository and user of the settings. Raises as `open_repository`."""
+    """Raises as `open_repository`."""
     return open_repository(settings.repository_url, settings.credentials, create=create)
 
 

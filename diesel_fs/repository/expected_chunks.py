@@ -168,8 +168,8 @@ def absent_chunks(
 ) -> AbsentChunks:
     """The needed chunks that were not listed; `meta` as in `expected_chunks`.
 
-    A purge makes the metadata forget a chunk before it deletes it, so a chunk is lost only if it is
-    still expected after it was found absent.
+    A purge makes the metadata forget a chunk before it deletes it, so only a chunk that is still
+    expected after it was found absent is lost.
     """
     absent = expected.needed.difference(listed)
     unlisted = {chunk for chunk in absent if chunk_exists(reader.objects, identity, chunk)}
@@ -199,8 +199,8 @@ class LostChunks(CorruptError):
 
 
 def losses_in(chunks: Mapping[ChunkId, str], views: Iterable[Snapshot]) -> list[LostChunk]:
-    """The losses of chunks (each with its reason). The files of a chunk come from the first of
-    `views` that knows the chunk."""
+    """The losses of chunks (with reasons). The files of a chunk come from the first of `views` that
+    knows the chunk."""
     files = {chunk: list[bytes]() for chunk in chunks}
     left = set(chunks)
     for view in views if left else ():
@@ -244,7 +244,7 @@ def first_of(texts: Sequence[str]) -> str:
 
 def lost_chunks_error(name: str, losses: Sequence[LostChunk], text: str = "") -> LostChunks:
     """The error for a state that is not replaced, since the new one would lack these chunks. `text`
-    replaces the list of chunks if they are unknown."""
+    replaces their list if they are unknown."""
     files = [shown(path) for loss in losses for path in loss.files]
     if not text:
         chunks = first_of([chunk_id_text(loss.chunk) for loss in losses])
@@ -387,7 +387,7 @@ class RebuildSource:
 
     def _accept_or_refuse_losses(self) -> None:
         """Report the chunks that could not be read. Raises LostChunks if one of them is needed,
-        unless `forget_lost`; a chunk of a newer format is not lost, and is never forgotten."""
+        unless `forget_lost`; a chunk of a newer format is never forgotten."""
         why = {chunk: lost_text(chunk) for chunk in self._missing}
         for chunk, error in self._unusable.items():
             why[chunk] = f"chunk {chunk_id_text(chunk)}: {error.message}"

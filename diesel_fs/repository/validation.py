@@ -28,8 +28,8 @@ CLOCK_ALLOWANCE_S = 300
 """How far an ID may be ahead of the metadata store's clock: all later IDs have to follow it."""
 
 FOLLOW_ALLOWANCE_S = 60
-"""How far an ID may be ahead of the newest committed ID if that one is ahead of the clock itself:
-a writer that follows another one needs a second or two."""
+"""How far an ID may be ahead of the newest committed ID if that one is ahead of the clock: a writer
+that follows another one needs a second or two."""
 
 
 class StoreClock:
@@ -67,7 +67,7 @@ class StoreClock:
 
 
 class StaleChunk(BusyError):
-    """A chunk was older than the put window at its commit; it has been deleted again."""
+    """A chunk, older than the put window at its commit, has been deleted."""
 
     def __init__(self, message: str, paths: Sequence[bytes]) -> None:
         super().__init__(message, advice="put these files again")
@@ -118,9 +118,8 @@ def check_age(header: ChunkHeader) -> None:
 
 
 def check_claims(header: ChunkHeader, meta: MetadataStore, clock: StoreClock) -> None:
-    """Raise CorruptError for an ID from the future, or stamps that a client may not choose. An ID
-    may follow a committed ID that is itself from the future.
-    """
+    """Raise CorruptError for an ID from the future (unless it follows a committed one), or stamps
+    that a client may not choose."""
     chunk, limit_s = header.preamble.id, clock.now_s() + CLOCK_ALLOWANCE_S
     if id_seconds(chunk) > limit_s:  # only then the stores are read
         identity = header.preamble.identity
@@ -151,8 +150,7 @@ def future_ids_note(chunks: Collection[ChunkId], clock: StoreClock) -> str:
 
 
 def as_validated(header: ChunkHeader) -> ValidatedChunk:
-    """Describe a chunk that has passed the checks. A file of several extents counts in the chunk of
-    its last one."""
+    """A file of several extents counts in the chunk of its last one."""
     files = header.records["kind"] == Kind.FILE
     for place, part in header.extents.items():
         files[place] = part.number == part.total - 1

@@ -119,8 +119,8 @@ class VersionStore(PublishedVersions):
     def load_current(
         self, meta: MetadataStore, head: DatasetHead, *, full: bool = False
     ) -> Snapshot:
-        """The snapshot of the metadata store's current version, made if it is not published. `full`
-        makes it from the metadata store alone."""
+        """The snapshot of the metadata store's current version, made if it is not published; with
+        `full` from the metadata store alone."""
         if head.version == 0:
             return empty_snapshot(head.identity, head.name)
         if not full:

@@ -122,8 +122,8 @@ def tune(device: str, read_ahead_kib: int = READ_AHEAD_KIB) -> None:
 
 
 def device_of(file: int) -> str:
-    """The device number of the file system of an open file or mount. Unlike stat(2), it sends no
-    request to a daemon. Raises OSError."""
+    """The device number of the file system of an open file or mount, without a request to a daemon
+    (unlike stat(2)). Raises OSError."""
     answer = (ctypes.c_uint32 * 64)()  # struct statx has 256 bytes
     flags = _AT_EMPTY_PATH | _AT_STATX_DONT_SYNC
     _checked(_libc.statx(file, b"", flags, 0, ctypes.byref(answer)))
@@ -158,10 +158,10 @@ _FUSE_DEV_IOC_CLONE = 0x8004E500
 
 
 def mount_fuse(mountpoint: str, options: Sequence[str]) -> int:
-    """Mount a FUSE file system with these options, by mount(2) as root, else by fusermount3.
+    """Mount a FUSE file system, by mount(2) as root, else by fusermount3.
 
-    Returns the descriptor of its connection. Raises PermissionDenied with the reason and advice,
-    and DeadlineError if fusermount3 hangs.
+    Returns the descriptor of its connection. Raises PermissionDenied with advice, and DeadlineError
+    if fusermount3 hangs.
     """
     mount = _mount_as_user if os.geteuid() else _mount_as_root
     return mount(mountpoint, options)
@@ -194,7 +194,7 @@ def _open_fuse() -> int:
 
 
 def new_fuse(options: Sequence[str]) -> tuple[int, int]:
-    """Make a FUSE mount with these options that is attached at no path; for root.
+    """Make a FUSE mount that is attached at no path; for root.
 
     Returns the descriptors of its connection and of the mount. Raises OSError, PermissionDenied.
     """
