@@ -1,6 +1,7 @@
 """The metrics of a server: a fixed table, counters in shared memory, and text for Prometheus.
 
-`metric_lines` writes the text of any metric; those of a mount are in `mounts/mount_metrics.py`.
+`metric_lines` writes the text of any metric; those of a mount are in
+`mounts/statistics/mount_metrics.py`.
 
 The table lists the values of each label, so the memory has a fixed size: no client can add a label
 value, and none names a user or a dataset. Each process counts in *cells* (one number for each
