@@ -110,7 +110,7 @@ class CircuitBreaker:
         return ticket == self.ticket and self.open(now_s)
 
     def cancel(self, ticket: int) -> None:
-        """Note that the request was given up; the state stays."""
+        """Note that the request was given up without an outcome."""
         if ticket == self.ticket:
             self._is_probing = False
 

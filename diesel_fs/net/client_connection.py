@@ -148,7 +148,7 @@ class Connection:
             raise
 
     def close(self) -> None:
-        """Close the socket without a farewell, since in a forked child it is the parent's.
+        """Close the socket without sending anything, since in a forked child it is the parent's.
         Repeatable."""
         with suppress(OSError):
             self._socket.close()
