@@ -40,14 +40,14 @@ DETAIL = "  | "
 
 
 class DieselError(Exception):
-    """An error: the message names the failure and its object, `advice` a remedy for the user."""
+    """An error: the message names the failure and its object, `advice` a remedy."""
 
     exit_code = 1
     errno = errno.EIO
     retry = False
 
     details = ""
-    """More lines that explain the error, such as the end of a log. They follow the message."""
+    """More lines after the message, such as the end of a log."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message)
@@ -104,8 +104,8 @@ class NoSuchDataset(NotFoundError):
 
 
 class NoSuchPath(NotFoundError, FileNotFoundError):  # type: ignore[misc]  # errno is the class's
-    """The dataset holds no entry with this path. Also a FileNotFoundError, so that code for files
-    works unchanged."""
+    """The dataset holds no entry with this path. Also a FileNotFoundError, so code for files works
+    unchanged."""
 
     def __init__(self, message: str, *, advice: str = "") -> None:
         super().__init__(message, advice=advice)
@@ -232,8 +232,8 @@ class DeadlineError(DieselError):
 def error_by_class_name(name: str, message: str, advice: str) -> DieselError:
     """The error that another process reported by the name of its class.
 
-    If the class's constructor does not take just a message and an advice, the nearest ancestor that
-    does is used; for an unknown name, DieselError.
+    If its constructor needs other arguments, the nearest ancestor that does not is used; for an
+    unknown name, DieselError.
     """
     known = [DieselError]
     for kind in known:  # the list grows while it is read

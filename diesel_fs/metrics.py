@@ -133,8 +133,8 @@ class MetricCells:
         }
 
     def add(self, name: str, *labels: str, amount: float = 1.0) -> None:
-        """Add to a counter. An unlisted label value counts as `OTHER`, or raises KeyError if the
-        label does not list `OTHER`."""
+        """An unlisted label value counts as `OTHER`, or raises KeyError if the label does not list
+        that."""
         index = self._index(name, labels)
         with self._lock:
             self._cells[index] += amount
@@ -181,7 +181,7 @@ def private_cells(table: Sequence[Metric] = TABLE) -> MetricCells:
 
 
 def exposition(processes: Sequence[MetricCells]) -> str:
-    """The sums over all processes, which have one table, in Prometheus's text format."""
+    """The sums over all processes in Prometheus's text format."""
     lines: list[str] = []
     for metric in processes[0].table:
         lines.append(f"# HELP {metric.name} {metric.help}")

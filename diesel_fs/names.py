@@ -33,9 +33,7 @@ def check_dataset_name(name: str) -> str:
 
 
 def parse_versioned_name(text: str) -> tuple[str, int]:
-    """The dataset and the version in `DATASET@VERSION`; the version is 0, the current one, if none
-    is named. Raises UsageError.
-    """
+    """The dataset and the version in `DATASET@VERSION`; 0 is the current one. Raises UsageError."""
     if not isinstance(text, str):  # from a Python program
         raise UsageError(
             f"a dataset is named by text, not by a value of type {type(text).__name__}"

@@ -171,7 +171,7 @@ def data_folder() -> Path:
 
 def user_folders() -> dict[str, Path]:
     """The folders of this user's files by content: `config`, `data`, `state`, `cache`. They may be
-    missing. Raises ConfigError if there is no home folder."""
+    missing. Raises ConfigError without a home folder."""
     return {
         "config": config_file().parent,
         "data": data_folder(),

@@ -111,8 +111,7 @@ def expected_chunks(
     versions: VersionStore, meta: MetadataStore | None, identity: UUID
 ) -> ExpectedChunks:
     """The chunks in the live metadata and the newest readable snapshot. `meta` is None if the
-    metadata store does not know the dataset. Raises ObjectStoreError, MetadataError.
-    """
+    metadata store does not know the dataset. Raises ObjectStoreError, MetadataError."""
     # The snapshot first: chunks of later published versions are live, too
     published, damaged = newest_readable(versions, identity)
     live, empty = set[ChunkId](), set[ChunkId]()
@@ -300,8 +299,8 @@ class RebuildSource:
         """The entries of the chunks after an ID, and of earlier ones that are in the newest
         snapshot but not in the metadata store.
 
-        The chunks are listed when the first batch is taken. The rebuild has recorded the committed
-        chunks before; later commits go through `late`.
+        The chunks are listed at the first batch, after the rebuild has recorded the committed
+        chunks; later commits go through `late`.
         """
         self._expected = self._load_expected()
         self._check_snapshots()
@@ -437,7 +436,7 @@ class UnknownChunks:
     """The chunks of a listing and of the newest snapshot that a dataset's live metadata lack."""
 
     unknown: Sequence[ChunkId] = ()
-    """Durable chunks that the metadata store lacks and that no put under way can own."""
+    """Durable chunks that no put under way can own."""
     acknowledged: frozenset[ChunkId] = _NO_CHUNKS
     """Chunks in the newest snapshot. If they are in `unknown`, they must be readable."""
 

@@ -170,8 +170,7 @@ class Repository(ABC):
     @property
     @abstractmethod
     def meta_problem(self) -> DieselError | None:
-        """Why this process cannot use the metadata store; None if it can, or if a server uses
-        it."""
+        """Why this process cannot use the metadata store; None if it can, or if a server does."""
 
     # Finding datasets
 
@@ -219,13 +218,12 @@ class Repository(ABC):
 
     @abstractmethod
     def staleness_warning(self, view: Snapshot) -> str:
-        """Why `view` may not be the current version, or the losses of the metadata store, with the
-        view's age; empty if it is current and nothing is lost. A user without access to the
-        metadata store always gets snapshots, without a warning."""
+        """Why `view` may not be current, or the losses of the metadata store, with the view's age;
+        else empty. A user without access to the metadata store gets snapshots without a warning."""
 
     def loss_warning(self, info: DatasetInfo) -> str:
-        """The metadata store's losses for a dataset, and the cure; empty if there are none. A
-        server repairs its own losses."""
+        """The metadata store's losses for a dataset, and the cure, or "". A server repairs its own
+        losses."""
         return ""
 
     @abstractmethod
@@ -264,15 +262,14 @@ class Repository(ABC):
 
         First, chunks that the metadata store lacks are committed, unless they belong to a put under
         way. Raises NoSuchDataset, MetadataError, PermissionDenied; ObjectStoreRefused if this
-        host's clock is ahead, before anything is written; LostChunks if the result would lack
-        something that the newest snapshot has.
+        host's clock is ahead, before any write; LostChunks if the result would lack something that
+        the newest snapshot has.
         """
 
     @abstractmethod
     def unreadable_paths(self, name: str) -> Sequence[bytes]:
         """The paths in missing or short chunks, as far as known without reading chunks. Putting
-        these files again heals the dataset. Raises NoSuchDataset, MetadataError.
-        """
+        these files again heals the dataset. Raises NoSuchDataset, MetadataError."""
 
     @abstractmethod
     def archive_records(self, identity: UUID) -> Sequence[ArchiveRecord]:
@@ -282,7 +279,7 @@ class Repository(ABC):
     @abstractmethod
     def record_archive(self, identity: UUID, record: ArchiveRecord) -> None:
         """Remember that an archive was put, in place of an older record of the same source and
-        target. Durable on return. Raises ObjectStoreError; NoSuchDataset from a server."""
+        target. Durable on return. Raises as `archive_records`."""
 
     @abstractmethod
     def publish(self, name: str, *, full: bool = False) -> int:
@@ -329,8 +326,8 @@ class Repository(ABC):
         damaged, the problems name it with its files, and the state is not changed. `forget_lost`
         accepts the loss, and the notes list it. An unreadable orphan (a chunk that only the listing
         names) is a problem and is left out. Readers see the old state until the new one is
-        complete, and writers continue meanwhile. A damaged metadata store is renamed, and a new one
-        made for all datasets.
+        complete; writers continue. A damaged metadata store is renamed, and a new one made for all
+        datasets.
 
         Raises NoSuchDataset, MetadataError, UsageError; ObjectStoreError, before a change, if a
         chunk is unreachable or this host's clock is ahead.
@@ -344,8 +341,7 @@ class Repository(ABC):
 
         Changes nothing, and may run beside a put and a purge. Raises NoSuchDataset; BusyError if a
         purge deletes chunks too fast; the reason if the metadata store cannot be used. The loss of
-        an embedded one counts as damage. If a reader of a read-only folder cannot open it, it is
-        not checked.
+        an embedded one counts as damage; one that a reader may not open is not checked.
         """
 
     @abstractmethod
@@ -356,7 +352,7 @@ class Repository(ABC):
         progress: ReportProgress = no_progress,
     ) -> PurgeReport:
         """Free the space of replaced and deleted entries (FORMAT.md, section 6). After an error,
-        the completed steps stay, and nothing is lost.
+        the completed steps stay.
 
         Raises NoSuchDataset; BusyError if another purge is under way; CorruptError, before any
         change, if chunks in the metadata are not found; NoSpaceError if new chunks find no room
@@ -366,8 +362,7 @@ class Repository(ABC):
     @abstractmethod
     def reclaimable_bytes(self, name: str, view: Snapshot | None = None) -> int:
         """About how many bytes of chunks, without headers, belong to no file of the current
-        version. `view` saves loading that version. Raises NoSuchDataset, MetadataError.
-        """
+        version. `view` saves loading it. Raises NoSuchDataset, MetadataError."""
 
 
 _HEADER_GUESS_BYTES = 256 << 10  # holds nearly every header, so one request is enough

@@ -47,7 +47,7 @@ LEASE_ALLOWANCE_S = 300.0
 """The largest difference between the clocks of two hosts."""
 
 CLOCK_AHEAD_S_MAX = LEASE_ALLOWANCE_S
-"""The most that the clock of a purge's host may be ahead of the object store's."""
+"""The most that a purge's host may be ahead of the object store's clock."""
 
 UNREADABLE_S = 86_400.0
 """Time for which an unreadable lease protects every version."""
@@ -76,7 +76,7 @@ _BYTES_MAX = 4096  # the bytes of a lease that are read; real ones are far short
 @dataclass(frozen=True, slots=True)
 class Lease:
     """The content of a lease. `host` to `pid` identify the holder: `boot` is the run of the
-    machine, `space` its namespace of process numbers."""
+    machine, `space` its PID namespace."""
 
     token: str  # random: distinguishes two leases of one process
     version: int
@@ -168,7 +168,7 @@ class ReadLease:
     """Tells purges that this process reads a version of a dataset."""
 
     def __init__(self, objects: ObjectStore, identity: UUID, version: int) -> None:
-        """Call `take` instead; this does not write the lease."""
+        """Call `take` instead."""
         self._objects = objects
         self._identity = identity
         self._token = secrets.token_hex(16)
@@ -183,7 +183,7 @@ class ReadLease:
     def take(
         cls, objects: ObjectStore, identity: UUID, version: int, *, renew_s: float = RENEW_S
     ) -> Self:
-        """Take a lease. If it cannot be written, this is logged, and the lease does nothing."""
+        """If the lease cannot be written, this is logged, and it does nothing."""
         lease = cls(objects, identity, version)
         if lease._write():
             _start_renewing(lease._renew, lease._ended, renew_s)
@@ -210,7 +210,7 @@ class ReadLease:
                     self._objects.delete(self._name)
 
     def _write(self) -> bool:
-        """Write the lease; returns False if another try cannot help."""
+        """Returns False if another try cannot help."""
         try:
             self._objects.replace(self._name, [Lease.own(self._token, self._version).to_json()])
         except DieselError as error:
@@ -251,8 +251,7 @@ def write_lease_for(
 ) -> None:
     """Write a lease for a client of this server, which must renew it in time; 0 seconds end it.
 
-    The lease names no process, since this process and the client end independently. Raises
-    DieselError.
+    It names no process, since this process and the client end independently.
     """
     name = lease_object(identity, token)
     if seconds <= 0:
@@ -265,8 +264,7 @@ def write_lease_for(
 
 def leases(objects: ObjectStore, identity: UUID, now_s: float) -> Iterator[tuple[str, Lease, bool]]:
     """The readers' leases of a dataset: the object's name, the lease, and whether it is valid. An
-    unreadable lease counts as one on EVERY_VERSION that is valid for a day.
-    """
+    unreadable one counts as a lease on EVERY_VERSION for a day."""
     prefix = lease_prefix(identity)
     for info in objects.list(prefix):
         name = info.name.removeprefix(prefix)
@@ -308,7 +306,7 @@ class PurgeLease:
     """
 
     def __init__(self, objects: ObjectStore, identity: UUID) -> None:
-        """Call `take` instead; this does not write the lease."""
+        """Call `take` instead."""
         self._objects = objects
         self._token = secrets.token_hex(16)
         self._name = lease_object(identity, PURGE)
@@ -348,8 +346,8 @@ class PurgeLease:
             raise _lost_error()
 
     def _check_clock(self) -> None:
-        """Raise ObjectStoreRefused, and end the lease, if this host's clock is ahead: by that
-        clock, valid leases would seem over, and young versions and tombstones old."""
+        """End the lease and raise ObjectStoreRefused if this host's clock is ahead: by that clock,
+        valid leases would seem over, and young versions and tombstones old."""
         ahead_s = time.time() - self._objects.stat(self._name).modified_ns / 1e9
         if ahead_s > CLOCK_AHEAD_S_MAX:
             self._end()
@@ -395,7 +393,7 @@ def purge_is_under_way(objects: ObjectStore, identity: UUID) -> bool:
 
 
 def _end_if_over(objects: ObjectStore, name: str) -> None:
-    """Remove the lease of an ended purge. Raises BusyError if the lease is valid."""
+    """Raises BusyError if the lease is valid."""
     try:
         lease, is_valid = _read_lease(objects, objects.stat(name), time.time())
     except ObjectMissing:

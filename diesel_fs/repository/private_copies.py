@@ -81,7 +81,7 @@ def _map_private(path: Path) -> Snapshot:
 
 @cache
 def boot_id() -> str:
-    """The ID of this run of the machine: unsynced data is lost when the next one begins."""
+    """The ID of this run of the machine: unsynced data is lost when it ends."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
@@ -136,8 +136,8 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
     """Write a checked snapshot (its parts) to the private folder and map it; None if that is
     impossible.
 
-    It is not synced, which would take as long as making it, and so is used only until the next boot
-    of the machine.
+    It is not synced, which would take as long as making it, and so is used only until the next
+    boot.
     """
     try:
         path = _private_path(identity, version)
@@ -153,8 +153,8 @@ def write_private_copy(identity: UUID, version: int, parts: Sequence[Bytes]) -> 
 
 
 def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
-    """The private copies in another process's cache folder of this user (`cache` is its
-    XDG_CACHE_HOME), by identity and version; those of former boots, too. Raises OSError."""
+    """The private copies of this user, of all boots, that another process uses (`cache` is its
+    XDG_CACHE_HOME), by identity and version. Raises OSError."""
     found = {}
     with suppress(FileNotFoundError):
         for path in (cache / "diesel" / "snapshots").iterdir():
@@ -164,7 +164,7 @@ def list_copies(cache: Path) -> dict[tuple[UUID, int], Path]:
 
 
 def open_listed_copy(path: Path) -> Snapshot:
-    """Open a result of `list_copies`. Compares its checksums, since a crash may have damaged it.
+    """Open a result of `list_copies`, and compare its checksums, since a crash may have damaged it.
     Raises FormatError, OSError."""
     try:
         return _map_private(path)

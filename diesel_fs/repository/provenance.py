@@ -65,7 +65,7 @@ class ArchiveRecord:
     A record cannot be checked without the archive, so other users trust only the empty value."""
     yields_to: tuple[bytes, ...] = ()
     """The `source_id` of each archive that came later in the same put and had a file or link at one
-    of its paths. The dataset has the archive's own content only together with theirs."""
+    of its paths. The dataset has the archive's content only together with theirs."""
 
     @property
     def name(self) -> str:
@@ -136,8 +136,8 @@ def source_id(address: str) -> bytes:
 
 
 class LiveFiles:
-    """The number of a version's files in each of its chunks, without the `unreadable` ones: indices
-    of files in lost chunks."""
+    """The number of a version's files in each of its chunks, without those in lost chunks (the
+    indices `unreadable`)."""
 
     def __init__(self, view: Snapshot, unreadable: Collection[int] = ()) -> None:
         self._view = view

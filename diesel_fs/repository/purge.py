@@ -101,9 +101,9 @@ def purge(
 
 
 def _check_all_listed(repository: StoredRepository, info: DatasetInfo) -> None:
-    """Raise CorruptError if a chunk in the metadata is lost, or is not listed.
+    """Raise CorruptError if a chunk in the metadata is lost or not listed.
 
-    Then the store may hide other chunks, too, and an entry that looks replaced may be the only
+    The store may then hide other chunks, too, and an entry that looks replaced may be the only
     copy.
     """
     identity, meta = info.identity, repository.meta
@@ -293,8 +293,8 @@ class _Purge:
         return True
 
     def _forgotten_are_deleted(self, known: Collection[ChunkId]) -> bool:
-        """Whether every chunk in kept versions but not in the metadata is gone from the object
-        store, too."""
+        """Whether every chunk in kept versions but not in the metadata is gone from the store,
+        too."""
         forgotten: set[ChunkId] = set()
         for version in self._versions.versions(self._identity):
             try:
@@ -314,7 +314,7 @@ class _Purge:
         self, records: Sequence[ChunkRecord], used: dict[ChunkId, ChunkUse]
     ) -> list[ChunkRecord]:
         """The chunks to rewrite, in order of their IDs: wasteful ones, and small ones if merging
-        them gives fewer chunks."""
+        gives fewer chunks."""
         chosen, small = list[ChunkRecord](), list[ChunkRecord]()
         for record in records:
             dead = self._dead_entries(record)
@@ -374,7 +374,7 @@ class _Purge:
     def _copy(self, session: WriteSession, builder: ChunkBuilder, chunk: ChunkId) -> None:
         """Copy the live entries of a chunk with their stamps and stored bytes.
 
-        Raises CorruptError, before copying any, if one of them is damaged.
+        Raises CorruptError, before copying any, if one is damaged.
         """
         dead = self._dead_places(chunk)
         header, bodies = read_chunk(self._objects, self._identity, chunk)
@@ -396,8 +396,7 @@ class _Purge:
 
     def _store(self, session: WriteSession, builder: ChunkBuilder) -> None:
         """Store a chunk, then commit it as written by a purge: its entries replace only entries
-        with equal stamps. If the lease is lost in between, the chunk is not committed, and nothing
-        is lost."""
+        with equal stamps. If the lease is lost in between, nothing is lost."""
         chunk, _, header = seal_and_store(builder, self._objects, self._identity, session.new_id)
         self._check_lease()
         batch = replace(batch_of(header, stored=True), by_purge=True)
@@ -449,16 +448,15 @@ class _Purge:
         report.waiting_bytes = empty_bytes - report.deleted_bytes
 
     def _may_go(self, chunk: ChunkId) -> bool:
-        """Whether an empty chunk is lost or can be read, so that the contents to be deleted are
+        """Whether an empty chunk is lost or readable, so that the contents to be deleted are
         known."""
         if not chunk_exists(self._objects, self._identity, chunk):
             return True
         return self._purgeable_header(chunk) is not None
 
     def _expire(self, leased: Collection[int], planned: Mapping[int, int]) -> dict[int, int]:
-        """Remove versions that need not be kept. Returns the others, ascending, with the time at
-        which each was published (us since 1970); `planned` are a dry run's versions, in the same
-        form."""
+        """Remove versions that need not be kept. Returns the others, ascending, with the time of
+        each publication (us since 1970); `planned` are a dry run's versions, in the same form."""
         published = self._versions.published(self._identity)
         retained = retained_versions(
             self._versions, self._identity, published, self._policy, self._grace_s, planned

@@ -53,7 +53,7 @@ one in each of `_PERIODS` equal parts of the period: a dataset may get a version
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
-"""The greatest value in a policy. More seconds would not fit into the times of clocks and files."""
+"""The greatest value in a policy: more seconds do not fit into the times of clocks and files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def retained_versions(
 def _last_distinct(
     versions: VersionStore, identity: UUID, published: Sequence[int], count: int
 ) -> set[int]:
-    """The last `count` versions (they ascend). If neighbours have equal content, only the newest
+    """The last `count` versions (they ascend). Of neighbours with equal content only the newest
     counts."""
     last, later_mark = set[int](), b""
     for version in reversed(published):
@@ -147,7 +147,7 @@ def _current_within(published: Mapping[int, int], now_s: float, grace_s: float) 
 
 def remove_expired_versions(objects: ObjectStore, versions: VersionStore, identity: UUID) -> None:
     """Remove versions that need not be kept, but not the one before the newest. Errors are only
-    logged, since the next publication tries again."""
+    logged: the next publication tries again."""
     try:
         published = versions.published(identity)
         if len(published) <= 2:
@@ -198,7 +198,7 @@ def chunk_usage(view: Snapshot) -> dict[ChunkId, ChunkUse]:
 class DeletableChunks:
     """Decides which of the `candidates`, chunks that are empty in the current state, can go.
 
-    `planned_version` is a version that a dry run only plans; the candidates are empty in it, too.
+    They are also empty in `planned_version`, a version of a dry run.
     """
 
     def __init__(
@@ -249,8 +249,8 @@ class DeletableChunks:
 # Which tombstones can go
 
 TOMBSTONE_AGE_S = PUT_WINDOW_S + CLOCK_ALLOWANCE_S + LEASE_S
-"""Age from which a tombstone can be dropped. A chunk that was sealed before the tombstone is
-refused if its commit comes this late, so nothing older than the tombstone can still arrive."""
+"""Age from which a tombstone can be dropped. A chunk sealed before the tombstone is refused if its
+commit comes this late, so nothing older can still arrive."""
 
 ReadHeader = Callable[[ChunkId], ChunkHeader]
 
@@ -294,8 +294,7 @@ def droppable_tombstones(
     """By chunk, the places of the tombstones (`old_enough`) that hide nothing any more.
 
     `suspects` are all chunks that may hold an older entry of the same path: those with holes, and
-    those that the metadata store does not know. If one of them cannot be read, no tombstone is
-    dropped.
+    those that the metadata store lacks. If one cannot be read, no tombstone is dropped.
     """
     left = dict(tombstones)
     for chunk in suspects if left else ():
@@ -339,8 +338,8 @@ class Deletion:
 def remove_dataset(
     objects: ObjectStore, versions: VersionStore, identity: UUID, *, but_name: bool = False
 ) -> Deletion:
-    """Remove the objects of a dataset that is marked as deleted, except those that leases pin and
-    those that are being written.
+    """Remove the objects of a deleted dataset, except those that leases pin and those that are
+    being written.
 
     Repeatable: the object with the dataset's name goes last, since the others are found through it.
     With `but_name` it stays.

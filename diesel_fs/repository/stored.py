@@ -311,9 +311,8 @@ class StoredRepository(Repository):
         return LocalWriteSession(self, self.dataset(name))
 
     def rebuild(self, chunks: RebuildSource, info: DatasetInfo) -> None:
-        """Replace a dataset's metadata by the fold over its chunks. The new version is greater than
-        any published one. Raises as `MetadataStore.rebuild`, and LostChunks.
-        """
+        """Replace a dataset's metadata by the fold over its chunks, as a version greater than any
+        published one. Raises as `MetadataStore.rebuild`, and LostChunks."""
         newest = self.snapshots.newest(info.identity)
         self.meta.rebuild(
             info.name, info.identity, chunks.since(LOWEST), chunks.late, newer_than=newest
@@ -349,8 +348,8 @@ class StoredRepository(Repository):
     def _batches_of(self, head: DatasetHead, chunks: UnknownChunks) -> Iterator[CommitBatch]:
         """The entries of the chunks that the metadata store lacks.
 
-        An orphan that cannot be read is logged and left out, since it must not stop every put.
-        Raises LostChunks for a chunk that was acknowledged.
+        An unreadable orphan is logged and left out, since it must not stop every put. Raises
+        LostChunks for a chunk that was acknowledged.
         """
         for chunk in chunks.unknown:
             batch, why = self._batch(head.identity, chunk)
@@ -382,8 +381,7 @@ class StoredRepository(Repository):
 
     def recommit_missing(self, identity: UUID, chunks: Sequence[ChunkId]) -> int:
         """Commit again those of a writer's chunks that the metadata store has lost; returns their
-        number. Raises NoSuchDataset.
-        """
+        number."""
         committed = 0
         for chunk in self.meta.missing(identity, chunks) if chunks else ():
             batch, _ = self._batch(identity, chunk)
@@ -414,7 +412,7 @@ class StoredRepository(Repository):
 
     def publish(self, name: str, *, full: bool = False) -> int:
         """As `Repository.publish`. Raises CorruptError, and publishes nothing, if the metadata
-        store's data about chunks that this process has committed differ from their headers."""
+        store's data about chunks of this process differ from their headers."""
         info = self.dataset(name)
         if info.head is None:
             raise self.behind_error(name)

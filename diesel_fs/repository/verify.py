@@ -229,8 +229,8 @@ class _Check:
 def _report_lost_chunks(
     repository: StoredRepository, info: DatasetInfo, check: _Check, findings: Findings
 ) -> Collection[ChunkId]:
-    """Report the chunks in the metadata or the newest snapshot that the store lacks or has damaged;
-    returns them."""
+    """Report and return the chunks in the metadata or the newest snapshot that the store lacks or
+    has damaged."""
     identity = info.identity
     meta = None if check.live is None else repository.meta
     expected = expected_chunks(repository.snapshots, meta, identity)
@@ -278,7 +278,7 @@ def _compare(
     findings: Findings,
 ) -> None:
     """Report the paths that differ between the metadata store and the fold over its chunks, except
-    those in lost chunks, which are already reported."""
+    those in lost chunks, already reported."""
     if live_mark == _mark_of(read_folded):
         return  # the usual case, which needs no object for each entry
     actual, expected = _by_path(live), _by_path(read_folded())
@@ -364,8 +364,8 @@ def _check_published(
     live_mark: bytes,
     findings: Findings,
 ) -> None:
-    """Compare the newest published snapshot with the live metadata, column by column. It was the
-    newest before `live` was read, so the live metadata should not be older."""
+    """Compare the newest published snapshot with the live metadata, column by column. It was read
+    before `live`, which should not be behind it."""
     meta, identity, version = repository.meta, published.identity, published.version
     if version > live.head.version:
         findings.problems.append(
@@ -440,7 +440,7 @@ def _check_kept(
     findings: Findings,
 ) -> None:  # fmt: skip
     """Check the published versions before `newest`. A damaged one is a problem. A lost chunk that
-    only they need is a note: no put and no recovery can restore it."""
+    only they need is a note: nothing can restore it."""
     versions = repository.snapshots
     for version in versions.versions(identity):
         if version >= newest:

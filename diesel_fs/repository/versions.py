@@ -148,7 +148,7 @@ class VersionStore(PublishedVersions):
         """Write the snapshot of the current version to the object store; returns the version.
 
         `entry_digests` are of the entries of committed chunks. Raises CorruptError, and publishes
-        nothing, if the metadata store has other entries of such a chunk, or if the version has been
+        nothing, if the metadata store has other entries of such a chunk, or if the version is
         published with another content.
         """
         version, parts = self._export(meta, head, full=full, entry_digests=entry_digests)

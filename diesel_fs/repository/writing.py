@@ -27,8 +27,8 @@ _STORE_TRIES = 8  # two writers draw the same ID about once in 2^32 chunks
 class WriteSession(ABC):
     """One writer on one dataset: it makes IDs, commits chunks, deletes paths.
 
-    `finish` acknowledges commits: from then on they survive any crash. After a deletion of the
-    dataset every method raises ConflictError.
+    Commits survive any crash once `finish` has acknowledged them. After a deletion of the dataset
+    every method raises ConflictError.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WriteSession(ABC):
     @abstractmethod
     def finish(self) -> int:
         """Acknowledge: all commits are durable and their snapshot is published, even if the
-        metadata store has lost some of them meanwhile. Returns the version."""
+        metadata store has lost some meanwhile. Returns the version."""
 
     @abstractmethod
     def _head(self) -> DatasetHead:
