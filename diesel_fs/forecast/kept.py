@@ -383,7 +383,8 @@ def _node_of_rows(job: ForecastJob, reads: EpochReads) -> npt.NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Found:
-    """By access: the tier, and whether the unit was fetched for it; and bytes written to disks."""
+    """For each access: the tier, and whether the unit was fetched for it; and bytes written to
+    disks."""
 
     source: Sources
     is_fetched: Mask
@@ -426,7 +427,8 @@ def _summed(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Accesses:
-    """By access of one epoch: the push, unit, bytes wanted, number of the cache, files read."""
+    """For each access of one epoch: the push, unit, bytes wanted, number of the cache, files
+    read."""
 
     push: npt.NDArray[np.int32]
     unit: npt.NDArray[np.int32]

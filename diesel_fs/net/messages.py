@@ -95,8 +95,8 @@ _HOLDING = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}  # arrays an
 
 
 def _item(head: int, body: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
-    """By an item's first byte: the number of items that it contains, and of its own bytes after the
-    first."""
+    """From an item's first byte: the number of items that it contains, and of its own bytes after
+    the first."""
     if head < 0x80 or head >= 0xE0:
         return 0, 0
     if head < 0xA0:

@@ -30,7 +30,7 @@ Bounds: TypeAlias = npt.NDArray[np.int64]
 """The position after the last entry of each batch of an epoch, ascending."""
 
 FileMask: TypeAlias = npt.NDArray[np.bool_]
-"""By entry index: whether the entry is a file."""
+"""For each entry: whether it is a file."""
 
 STREAM_NAME = re.compile(r"[A-Za-z0-9._:-]{1,64}")
 

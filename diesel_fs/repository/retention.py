@@ -48,8 +48,8 @@ GRACE_S = 86_400
 
 _RECENT = 8
 _PERIODS = 8
-"""Of the versions within a grace period, the newest `_RECENT` are kept, and of the others the last
-one in each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
+"""The newest `_RECENT` versions within a grace period are kept, and of the others the last one in
+each of `_PERIODS` equal parts of the period: a dataset may get a version every second."""
 
 KEEP_MAX = 1 << 20
 GRACE_S_MAX = 1 << 31
@@ -291,7 +291,7 @@ def droppable_tombstones(
     suspects: Iterable[ChunkId],
     read_header: ReadHeader,
 ) -> dict[ChunkId, set[int]]:
-    """By chunk, the places of the tombstones (`old_enough`) that hide nothing any more.
+    """The places, for each chunk, of the tombstones (`old_enough`) that hide nothing any more.
 
     `suspects` are all chunks that may hold an older entry of the same path: those with holes, and
     those that the metadata store lacks. If one cannot be read, no tombstone is dropped.

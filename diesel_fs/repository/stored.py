@@ -84,7 +84,7 @@ class StoredRepository(Repository):
         self._maybe_behind: set[UUID] = set()
         self.catalogue = Catalogue(objects)
         self.clock = StoreClock(lambda: self.meta.now_s())  # noqa: PLW0108 (`meta` may change)
-        # By dataset, for the chunks that this process has committed and not yet published
+        # For each dataset, by the chunks that this process has committed and not yet published
         self._digests: dict[UUID, dict[ChunkId, EntryDigest]] = {}
 
     @classmethod

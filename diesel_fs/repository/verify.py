@@ -317,7 +317,7 @@ def _mark_of(read: Callable[[], MetadataChanges]) -> bytes:
 
 
 def _by_path(changes: MetadataChanges) -> dict[bytes, tuple[bytes, bytes, bytes]]:
-    """By path: an entry's record, its chunk, and the data outside the record."""
+    """An entry's record, its chunk, and the data outside the record, by path."""
     rows = changes.rows
     return {
         rows.path(i): (
