@@ -77,7 +77,7 @@ class FutureUses:
         self._uses.sort()
         self._left = left
         self._is_left = np.ones(len(self._uses), np.bool_)
-        # For each unit: its first use that is left (or the end of its uses), and the start of its uses
+        # For each unit: its first use left (or the end of its uses), and the start of its uses
         self._begin = np.zeros(unit_count + 1, np.int64 if filled >= 1 << 31 else np.int32)
         np.cumsum(left, out=self._begin[1:])
         self._next = self._begin[:-1].copy()
