@@ -1,8 +1,8 @@
 """The table of accounts in Redis, in the hash `USERS_KEY` beside the metadata.
 
-A change reads all accounts, and a script then writes the difference if the token of the state is
-still the same; otherwise the change starts again. So changes are atomic, follow one after another,
-and may be sent twice. Safe to use from threads, processes and forked children.
+A change reads all accounts; a script then writes the difference if the state's token is still the
+same, otherwise the change starts again. So changes are atomic and may be sent twice. Any thread,
+process or forked child.
 """
 
 import functools
@@ -25,18 +25,14 @@ _TRIES_MAX = 50
 
 
 class RedisAccounts(AccountTable):
-    """A table in Redis. `storage/metadata/redis/store.py` describes which writes survive a crash of
-    Redis.
-    """
+    """`storage/metadata/redis/store.py` describes which writes survive a crash of Redis."""
 
     def __init__(self, link: RedisLink) -> None:
         self._link = link
 
     @classmethod
     def open(cls, url: str, *, store: UUID, deadline_s: float = DEADLINE_S) -> Self:
-        """Open the table at a URL. `store` is the object store of its repository. Raises as
-        `open_link` does.
-        """
+        """`store` is the repository's object store. Raises as `open_link`."""
         return cls(open_link(url, deadline_s=deadline_s, store=store))
 
     def __repr__(self) -> str:

@@ -1,11 +1,7 @@
 """Writes large objects of a folder store past the kernel's page cache (O_DIRECT).
 
-The copy into the page cache costs more than anything else that a put does per byte, and it evicts
-pages that other processes read. Direct writes are used for large files on file systems that are
-known to support them. Bytes that cannot be written directly are returned to the caller
-(`folder.py`), which writes them the usual way and syncs the file.
-
-Concurrency: any thread; each thread that writes has its own buffer.
+The copy into the page cache costs more per byte than the rest of a put, and evicts pages that other
+processes read. Any thread; each thread that writes has its own buffer.
 """
 
 import fcntl
@@ -37,12 +33,9 @@ def takes_direct(folder: str) -> bool:
 
 
 def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
-    """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows.
-
-    Returns the bytes that were not written; the caller appends them with a normal write. Small
-    files are returned whole. The bytes go through one aligned buffer, which is filled and written
-    again and again.
-    """
+    """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows, through
+    one aligned buffer. Returns the bytes that were not written, and small files whole; the caller
+    appends them with a normal write."""
     views = byte_views(parts)
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
@@ -54,9 +47,8 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
         try:
             start = os.write(fd, buffer[:whole]) if whole else 0
         except OSError:
-            # Nothing was written: the disk has larger blocks, or the file system allows no direct
-            # writes. If the disk has failed, the caller's own write of these bytes raises the
-            # error.
+            # Nothing was written: larger blocks, or no direct writes. If the disk has failed, the
+            # caller's own write raises the error.
             start = 0
         if start < len(buffer):
             break
@@ -65,7 +57,6 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
 
 
 def _fill(buffer: memoryview, views: list[memoryview]) -> int:
-    """Move the first bytes of `views` into the buffer, and return their number."""
     filled = 0
     for view in views:
         piece = view[: len(buffer) - filled]
@@ -98,8 +89,7 @@ _buffers = _Buffers()
 
 
 def _aligned_buffer() -> memoryview:
-    """This thread's page-aligned buffer. It is a private mapping, so a forked child does not share
-    it."""
+    """A private mapping, which a forked child does not share."""
     if _buffers.aligned is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _buffers.aligned = memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags))

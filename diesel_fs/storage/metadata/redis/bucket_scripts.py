@@ -1,10 +1,9 @@
 """Lua scripts that run inside Redis on one bucket: they fold pieces into its entries.
 
-`APPLY` folds one piece of a commit in (FORMAT.md, section 5, has the rules). `UNAPPLY` removes the
-remaining tombstones and holes of an empty chunk. `keys.py` describes the keys, `pieces.py` packs
-pieces. Each script is atomic, and touches the keys of one slot, all of which it gets as `KEYS`.
-
-Scripts must not compare strings with `<`: Lua would use the locale of the server.
+`APPLY` folds one piece of a commit in (FORMAT.md, section 5). `UNAPPLY` removes the remaining
+tombstones and holes of an empty chunk. `keys.py` describes the keys, `pieces.py` packs pieces. Each
+script is atomic, and gets all its keys, which are in one slot, as `KEYS`. Scripts must not compare
+strings with `<`: Lua would use the locale of the server.
 """
 
 from hashlib import sha1
@@ -12,14 +11,14 @@ from typing import NamedTuple
 
 
 class LoadedScript(NamedTuple):
-    """A script, and the SHA-1 by which Redis knows it."""
+    """`sha` is the SHA-1 by which Redis knows the script."""
 
     source: bytes
     sha: bytes
 
 
 SCRIPTS: list[LoadedScript] = []
-"""All scripts of this process. If a Redis lacks one of them, it is sent all of them."""
+"""A Redis that lacks one of them is sent all of them."""
 
 
 def script(source: str) -> LoadedScript:

@@ -1,6 +1,6 @@
 """Translates Redis's errors to errors of DIESEL-FS, and decides which are worth another try. Pure.
 
-No password ever becomes part of a message: texts from Redis, which may repeat one, are redacted.
+Texts from Redis may repeat a password, so they are redacted.
 """
 
 import re
@@ -18,16 +18,15 @@ from ....errors import (
 from .address import RedisAddress
 
 CLIENT_ERRORS = (errors.RedisError, errors.RedisClusterException, OSError)
-"""The exceptions that redis-py raises."""
+"""Raised by redis-py."""
 
 SILENT, LOADING, UNWRITABLE = "silent", "loading", "unwritable"
-"""Reasons why Redis does not serve now: it seems to expect TLS; it is loading its data; it accepts
-reads only.
-"""
+"""Why Redis does not serve now: it seems to expect TLS; it is loading its data; it accepts reads
+only."""
 
 
 class RetryLater(Exception):
-    """An error that may pass. When no time is left, `last_error` is raised instead."""
+    """An error that may pass. At the deadline, `last_error` is raised instead."""
 
     def __init__(self, last_error: DieselError, reason: str = "") -> None:
         super().__init__(str(last_error))
@@ -62,7 +61,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """Translate an error of redis-py; the result is RetryLater if the error may pass."""
+    """The result is RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)
@@ -117,9 +116,8 @@ _CODES = {
 
 
 def _code(text: str) -> str:
-    """Redis's code word for an error. It is the first word of the text; Redis 5 and 6 put it in the
-    middle if the error happened in a script.
-    """
+    """Redis's code word. It is the first word of the text; Redis 5 and 6 put it in the middle if
+    the error happened in a script."""
     first = text.split(" ", 1)[0]
     if first in _CODES:
         return first

@@ -1,9 +1,8 @@
 """Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`. Pure.
 
-The formats of pieces are described above these scripts (`bucket_scripts.py`). `cut_batch` makes the
-pieces of a chunk that is added; each ends with the list of its paths, which Redis keeps, and by
-which `RedisMetadata.changes` finds the entries of a chunk. `cut_removal` makes the pieces of an
-empty chunk that is removed.
+`bucket_scripts.py` describes their formats. `cut_batch` makes the pieces of a chunk that is added;
+each ends with the list of its paths, which Redis keeps, and by which `RedisMetadata.changes` finds
+a chunk's entries. `cut_removal` makes the pieces of an empty chunk that is removed.
 """
 
 import struct
@@ -71,9 +70,8 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPieces:
-    """A chunk that is added or removed, in pieces. `record` is its value in the hash `c`, and empty
-    if the chunk is removed.
-    """
+    """A chunk in pieces. `record` is its value in the hash `c`, and empty if the chunk is
+    removed."""
 
     chunk: ChunkId
     record: bytes
@@ -86,7 +84,7 @@ Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
-    """The folders of a packed piece. Raises CorruptError."""
+    """Of a packed piece. Raises CorruptError."""
     count = int.from_bytes(packed[: _FOLDER_COUNT.size], "little")
     starts = range(_FOLDER_COUNT.size, _FOLDER_COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
     if len(packed) < starts.stop:
@@ -95,7 +93,7 @@ def folders_of(packed: bytes) -> list[FolderId]:
 
 
 def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
-    """Folders and the names in them, from a piece's list of paths. Raises CorruptError."""
+    """Folders and names, from a piece's list of paths. Raises CorruptError."""
     if int.from_bytes(packed[:4], "little") > _EXPANSION_MAX * len(packed):  # would take memory
         raise corrupt_store_error("a malformed list of paths")
     try:
@@ -128,14 +126,13 @@ class _Packer:
         self.steps += arguments
 
     def add_rows(self, folder: FolderId, names: Sequence[bytes], size: int) -> None:
-        """Count rows that steps have added, and add their names to the list of paths."""
+        """Rows that steps have added: count them, and list their paths."""
         joined = b"\0".join(names)
         self.paths += (folder, _U32.pack(len(joined)), joined)
         self.rows += len(names)
         self.size += size
 
     def is_full(self) -> bool:
-        """Whether further rows must go to another piece."""
         return (
             self.rows >= _PIECE_ROWS
             or self.size >= _PIECE_BYTES
@@ -193,7 +190,7 @@ class _Cutter:
         return packers[-1]
 
     def _folder(self, path: bytes) -> FolderId:
-        """The ID of the folder at a path; adds the steps that index it and those above it."""
+        """Adds the steps that index the folder and those above it."""
         folder = self._child(NO_FOLDER, b"")
         for name in steps(path):
             folder = self._child(folder, name)
@@ -222,7 +219,7 @@ class _Cutter:
     def _add_plain(
         self, folder: FolderId, names: Sequence[bytes], positions: npt.NDArray[np.intp]
     ) -> None:
-        """Add rows of one extent that have their own stamp and no tail, in steps `N`."""
+        """Rows of one extent that have their own stamp and no tail, in steps `N`."""
         entries = self._entries
         for start in range(0, len(names), _BLOCK_ROWS):
             at, block = positions[start : start + _BLOCK_ROWS], names[start : start + _BLOCK_ROWS]
@@ -238,7 +235,7 @@ class _Cutter:
             packer.add_rows(folder, block, len(block) * 128)
 
     def _add_general(self, folder: FolderId, i: int) -> None:
-        """Add row `i`, whatever it is, in a step `G`."""
+        """Any row, in a step `G`."""
         batch, rows = self._batch, self._batch.rows
         entry = self._entries[i * PLAIN_BYTES : (i + 1) * PLAIN_BYTES]
         tail = rows.tails.get(i, b"")
@@ -250,9 +247,8 @@ class _Cutter:
         packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """Record the places that no row names as holes, in some bucket that has rows of the
-        chunk.
-        """
+        """The places that no row names are holes; record them in some bucket that has rows of the
+        chunk."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():
@@ -260,9 +256,7 @@ class _Cutter:
 
 
 def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
-    """Cut a checked batch into pieces. Raises UsageError if a number is too great for the
-    scripts.
-    """
+    """Cut a checked batch. Raises UsageError if a number is too great for the scripts."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
         raise UsageError(f"a file has more than {EXTENTS_MAX} extents")
@@ -274,9 +268,8 @@ def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
 def cut_removal(
     chunk: ChunkId, facts: ChunkFacts, tombstones: Mapping[PieceName, Tombstones]
 ) -> ChunkPieces:
-    """The pieces that remove an empty chunk. `tombstones` lists, for each of the chunk's pieces,
-    the tombstones to remove with it; the first piece in each bucket also removes the chunk's holes.
-    """
+    """`tombstones` lists, for each of an empty chunk's pieces, those to remove with it; the first
+    piece in each bucket also removes the chunk's holes."""
     pieces = []
     for name, rows in tombstones.items():
         hole_count = len([*hole_fields(chunk, facts.entries)]) if name.number == 0 else 0

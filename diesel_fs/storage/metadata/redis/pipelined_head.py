@@ -2,15 +2,15 @@
 
 `RedisMetadata.head` takes several round trips in a thread: it needs the identity, generation and
 buckets of a dataset before it can request its counts. Here the same commands are sent at once, with
-the identity, generation and buckets from the last replies. If the new replies confirm these, they
-prove the head. Otherwise `head` is None, the next request uses the values that were learnt, and the
-caller falls back to `RedisMetadata.head`, which also applies pending commits, waits for a Redis
-that cannot be reached, and raises errors.
+these values from the last replies. If the new replies confirm them, they prove the head. Otherwise
+`head` is None, the next request uses the values that were learnt, and the caller falls back to
+`RedisMetadata.head`, which also applies pending commits, waits for a Redis that cannot be reached,
+and raises errors.
 
-All replies must come over one connection from one Redis, which runs the commands in order; the
-nodes of a cluster would not. redis-py cannot be used: its client for threads takes a thread for
-each read, and its asyncio client does not run in trio's loop. This module does no input or output
-itself (`server/diesel_server/requests/pipelined_heads.py` does). Not safe for concurrent use.
+All replies must come over one connection from one Redis, which runs the commands in order. redis-py
+is not used: its client for threads takes a thread for each read, and its asyncio client does not
+run in trio's loop. `server/diesel_server/requests/pipelined_heads.py` does the input and output.
+Not safe for concurrent use.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class MalformedReply(Exception):
 
 
 class Replies:
-    """Parses the replies to commands that were sent together, from bytes as they arrive."""
+    """Parses the replies to commands that were sent together, as their bytes arrive."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -39,7 +39,7 @@ class Replies:
         self.found: list[object] = []
 
     def feed(self, received: bytes) -> bool:
-        """Parse more bytes. Returns whether all replies are complete. Raises MalformedReply."""
+        """Returns whether all replies are complete. Raises MalformedReply."""
         try:
             self._reader.feed(received)
             while len(self.found) < self._count:
@@ -70,14 +70,13 @@ class PipelinedHeadRead:
         self.head: DatasetHead | None = None
 
     def begin(self) -> bytes:
-        """Begin a read. Returns the bytes to send over a connection that has no other requests."""
+        """The bytes to send over a connection that has no other requests."""
         self._replies, self._received, self.head = None, b"", None
         return self._request
 
     def feed(self, received: bytes) -> bool:
-        """Take received bytes. Returns whether the replies are complete; then `head` is the head
-        that they prove, or None. Raises MalformedReply.
-        """
+        """Returns whether the replies are complete; then `head` is the head that they prove, or
+        None. Raises MalformedReply."""
         if self._replies is None:
             if self._proof and received == self._proof:  # the same replies prove the same head
                 self.head = self._proved
@@ -94,7 +93,7 @@ class PipelinedHeadRead:
         return True
 
     def _check_replies(self, replies: Sequence[object]) -> DatasetHead | None:
-        """The head that replies prove. Otherwise remember what to request next time."""
+        """The proven head. Otherwise remembers what to request next time."""
         named, *rest = replies
         identity = UUID(bytes=named) if isinstance(named, bytes) and len(named) == 16 else None
         if identity is None or identity != self._identity:

@@ -1,7 +1,6 @@
-"""Checks the type of Redis's replies, so that damaged or foreign data never crashes a client.
+"""Checks the type of Redis's replies, so that damaged or foreign data never crashes a client. Pure.
 
-Each function returns the reply as the type that it names, and raises CorruptError for a reply of
-another type. Pure.
+Each function returns the reply as the type that it names, or raises CorruptError.
 """
 
 from ..store import corrupt_store_error

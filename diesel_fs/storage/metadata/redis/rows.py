@@ -1,12 +1,11 @@
 """Reads entries of one generation of a dataset in Redis, and turns them into columns.
 
-`keys.py` defines the terms (generation, bucket, piece), the letters of the keys (`e`, `f`, `n`) and
-the bytes of an entry. Every reply has a bounded size, so large hashes are scanned in pages. The
-cursor of a scan is valid only for the server that gave it: a Redis that was restarted, or that has
-taken over the slot, continues at another position without an error. So a scan of several pages is
-checked: if it does not yield as many different names as the hash has, PartialScan is raised. The
-caller checks, before and after, that the generation is still the dataset's and its version has not
-changed. Nothing is cached, so nothing can be stale.
+`keys.py` defines the terms, the letters of the keys and the bytes of an entry. Every reply has a
+bounded size, so large hashes are scanned in pages. A scan's cursor is valid only for the server
+that gave it: a Redis that was restarted, or has taken over the slot, continues elsewhere without an
+error. So a scan of several pages raises PartialScan if it does not yield as many different names as
+the hash has. The caller checks, before and after, that the generation is still the dataset's and
+its version has not changed. Nothing is cached.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,7 +34,7 @@ from .pieces import unpack_paths
 from .replies import listed, number, octets, packed_dict, pair
 
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
-"""The path of a folder, names in it, and their packed entries."""
+"""A folder's path, names in it, and their packed entries."""
 
 # The replies to one pipeline take some megabytes at most, however large a folder is
 _FOLDERS_AT_ONCE = 64
@@ -45,13 +44,12 @@ _COMMANDS_AT_ONCE = 1000
 _PIECES_AT_ONCE = 500
 
 _START = b"0"
-"""The cursor with which a scan begins, and that Redis returns at its end."""
+"""Begins a scan; Redis returns it at the end."""
 
 
 class _ScanWords(NamedTuple):
     """The commands that scan and count a value of one type, and the function that unpacks a
-    page.
-    """
+    page."""
 
     scan: str
     size: str
@@ -75,7 +73,7 @@ def kind_of(entry: bytes) -> int:
 
 
 def chunks_of(entry: bytes) -> list[bytes]:
-    """The chunks that hold a packed entry, one for each extent."""
+    """One for each extent."""
     extents = int.from_bytes(entry[EXTENTS_AT : EXTENTS_AT + 4], "little")
     if len(entry) <= EXTENDED_BYTES or extents <= 1:
         return [entry[RECORD.itemsize : PLAIN_BYTES]]
@@ -84,9 +82,8 @@ def chunks_of(entry: bytes) -> list[bytes]:
 
 
 class GenerationReader:
-    """Reads one generation. `at_each_page` is called before each pipeline of a long read, so that
-    the caller can extend its deadline and its lock.
-    """
+    """`at_each_page` is called before each pipeline of a long read, to extend a deadline and a
+    lock."""
 
     def __init__(
         self,
@@ -101,7 +98,7 @@ class GenerationReader:
     def entries(
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
-        """Yields folder, name and packed entry for the names that exist, in no order."""
+        """Folder, name and packed entry for the names that exist, in no order."""
         portions = (
             (folder, names)
             for folder, all_names in wanted.items()
@@ -123,9 +120,8 @@ class GenerationReader:
     def names_of_pieces(
         self, pieces: Iterable[PieceName]
     ) -> Iterator[tuple[PieceName, dict[FolderId, list[bytes]]]]:
-        """For each piece that has been applied, the names in it by folder, each once. Raises
-        GenerationGone.
-        """
+        """The names in each piece that has been applied, by folder, each once. Raises
+        GenerationGone."""
         for portion in in_portions(pieces, _PIECES_AT_ONCE):
             self._at_each_page()
             replies = self._link.run(
@@ -143,7 +139,7 @@ class GenerationReader:
                 yield piece, {folder: [*names] for folder, names in found.items()}
 
     def folders(self) -> dict[FolderId, tuple[FolderId, bytes]]:
-        """The parent and the name of every folder."""
+        """The parent and the name of each."""
         keys = [self._generation.key(bucket, b"f") for bucket in range(self._generation.buckets)]
         found: dict[FolderId, tuple[FolderId, bytes]] = {}
         for _, page in self._scan(keys):
@@ -182,9 +178,8 @@ class GenerationReader:
                     yield (keys[key], *_without_tombstones([*entries], [*entries.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """Names and packed entries in a folder, with tombstones and implied folders (those that
-        exist only because something lies in them).
-        """
+        """Names and packed entries, with tombstones and implied folders (those that exist only
+        because something lies in them)."""
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
             entries |= page
@@ -199,7 +194,7 @@ class GenerationReader:
         return entries | dict.fromkeys(compress(perhaps_implied, alive), implied)
 
     def _are_alive(self, folders: Sequence[FolderId]) -> list[bool]:
-        """For each folder, whether anything but tombstones lies in it, at any depth."""
+        """Whether anything but tombstones lies in each folder, at any depth."""
         alive = [False] * len(folders)
         level = list(enumerate(folders))  # position in `folders`, and a folder at or below it
         while level:
@@ -208,7 +203,7 @@ class GenerationReader:
                 commands = []
                 for _, folder in portion:
                     commands.append(command("HLEN", self._generation.entries(folder)))
-                    # The number of these that are tombstones
+                    # Of these, tombstones
                     commands.append(command("HGET", self._generation.key(folder, b"d"), folder))
                 replies = [*map(number, self._link.run(commands))]
                 for (i, folder), entries, tombstones in zip(
@@ -236,7 +231,7 @@ class GenerationReader:
         return [[*names_of[self._generation.below(folder)]] for folder in folders]
 
     def hash_pages(self, key: bytes) -> Iterator[dict[bytes, bytes]]:
-        """The fields and values of a hash, in pages. Raises PartialScan."""
+        """Raises PartialScan."""
         return (page for _, page in self._scan([key]))
 
     def _scan(
@@ -245,9 +240,8 @@ class GenerationReader:
         words: _ScanWords = _HASHES,
         keys_at_once: int = _FOLDERS_AT_ONCE,
     ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """Yields the fields and values of hashes, or the members of sets, in pages: key and page. A
-        name may come twice, while Redis resizes the hash. Raises PartialScan.
-        """
+        """Pages of hashes or sets, each with its key. A name may come twice, while Redis resizes
+        the hash. Raises PartialScan."""
         cursors = [(key, _START) for key in keys]
         names = dict[bytes, set[bytes]]()  # names seen so far, by key, if there are several pages
         while cursors:
@@ -276,7 +270,7 @@ class GenerationReader:
 def folder_paths(
     parents: Mapping[FolderId, tuple[FolderId, bytes]], wanted: Iterable[FolderId]
 ) -> dict[FolderId, bytes]:
-    """The paths of folders. `parents` has the parent and the name of each and of all above them."""
+    """`parents` has the parent and the name of each folder and of all above."""
     paths = {ROOT_FOLDER: ROOT}
     found = {}
     for folder in wanted:
@@ -295,9 +289,8 @@ def folder_paths(
 
 
 def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = None) -> Rows:
-    """Turn packed entries into columns. `chunks` becomes the table of chunks; without it the table
-    has only those that hold the entries.
-    """
+    """`chunks` becomes the table of chunks; without it the table has those that hold the
+    entries."""
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
     plain: list[bytes] = []  # the first `PLAIN_BYTES` of each entry, many joined

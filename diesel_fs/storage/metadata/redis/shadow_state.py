@@ -1,13 +1,10 @@
 """Rebuilds a dataset in Redis as a new generation, beside the one that readers see.
 
-`keys.py` defines the terms: a generation is one build of a dataset's state, its buckets are groups
-of keys, and a chunk's entries go to the buckets in pieces. The hash `dead` lists each generation
-that is being built, or has been replaced or dropped. A rebuild writes a heartbeat there every 20 s.
-A generation without a heartbeat for 10 minutes counts as abandoned, and its keys are removed in
-small steps, as are those of generations that were replaced or dropped. It stays listed for 10 more
-minutes, since a writer that has not noticed may still write some keys.
-
-A rebuild does not rely on the state that it replaces: that may be damaged.
+`keys.py` defines the terms. The hash `dead` lists each generation that is being built, or has been
+replaced or dropped. A rebuild writes a heartbeat there every 20 s; without one for 10 minutes its
+generation counts as abandoned. Keys of abandoned, replaced and dropped generations are removed in
+small steps. A generation stays listed for 10 more minutes, since a writer that has not noticed may
+still write some keys. A rebuild does not rely on the state that it replaces: that may be damaged.
 """
 
 import time
@@ -54,13 +51,11 @@ _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
 _NO_REVISION = (b"", b"0")
-"""The generation and version that REPLACE_LIVE expects if no state is live."""
+"""What REPLACE_LIVE expects if no state is live: generation and version."""
 
 
 class RedisShadowState(ShadowState):
-    """The shadow state of one rebuild of a dataset, in a generation of `buckets` buckets. For one
-    thread.
-    """
+    """For one thread. `buckets` is the new generation's."""
 
     def __init__(
         self,
@@ -110,9 +105,8 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """Generation and version of the live state; empty if there is no such dataset. Raises
-        ConflictError as `begin` does.
-        """
+        """Generation and version of the live state, if there is one. Raises ConflictError as
+        `begin`."""
         name, identity = self._name, self._identity
         owner = self._link.execute("HGET", NAMES_KEY, name)
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
@@ -132,7 +126,7 @@ class RedisShadowState(ShadowState):
         return octets(generation or b""), b"0" if version is None else octets(version)
 
     def _heartbeat(self) -> None:
-        """Write a heartbeat if it is due. Raises BusyError if Redis has been restarted."""
+        """If it is due. Raises BusyError if Redis has been restarted."""
         if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
         words = self._generation.name, self._generation.buckets
@@ -190,9 +184,7 @@ class RedisShadowState(ShadowState):
         return version
 
     def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
-        """Run REPLACE_LIVE with the version `wanted`. Returns the version, or None if the live
-        state is not `expected`.
-        """
+        """Returns the version, or None if the live state is not `expected`."""
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, counts in self._counts.items():
@@ -220,7 +212,7 @@ class RedisShadowState(ShadowState):
         return as_count(version)
 
     def _rejected(self, word: str) -> int | None:
-        """The result of `_replace_live` after the script has refused with `word`."""
+        """The result of `_replace_live` after the script has refused."""
         with suppress(NoSuchDataset, CorruptError):
             head = self._transactions.read_head(self._identity)
             if head.generation.name == self._generation.name:
@@ -245,7 +237,7 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Remove generations that belong to no dataset and no rebuild, for some seconds."""
+    """Those that belong to no dataset and no rebuild, for some seconds."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
@@ -260,9 +252,7 @@ def remove_abandoned(transactions: RedisTransactions) -> None:
 
 
 def remove_generation(transactions: RedisTransactions, generation: Generation, age_s: int) -> None:
-    """Remove a generation that belongs to no dataset, unless its last heartbeat is younger than
-    `age_s` seconds.
-    """
+    """Of no dataset, unless its last heartbeat is younger than `age_s` seconds."""
     link = transactions.link
     try:
         (claimed_s,) = transactions.run_head_script(

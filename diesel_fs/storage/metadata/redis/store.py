@@ -1,24 +1,18 @@
 """The metadata store for many hosts: one Redis, a Redis under sentinels, or a Redis Cluster.
 
-Commits are in `transactions.py`, the fold is in scripts that run inside Redis
-(`bucket_scripts.py`), entries are read by `rows.py`; `keys.py` defines the terms (generation, head,
-bucket, piece, changes).
-
-This module lets every read see one state of its dataset. A read first gets the head and applies
-pending commits. After it has read the entries, it checks that generation and version are still
-those of the head, and otherwise starts again; after some tries it locks commits meanwhile. A read
-of all entries also compares their number with the head's counts. So a read that missed something
-never answers "no such file".
-
-A read fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
+This module lets every read see one state of its dataset. A read gets the head, applies pending
+commits, reads entries, and then checks that generation and version are still those of the head;
+otherwise it starts again, and after some tries it locks commits meanwhile. A read of all entries
+also compares their number with the head's counts. So a read that missed something never answers "no
+such file". It fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
 
 With `appendonly yes` on Redis 7.2 or later, everything that was committed before `sync` returned
 survives a power cut. Older versions cannot report when their log is on disk (with `appendfsync
 everysec` within some two seconds, with `always` at once), and without a log Redis loses all writes
-since its last snapshot. Nothing is lost for good: the chunks are in the object store, and those
-that the metadata store no longer knows are folded in again.
+since its last snapshot. Nothing is lost for good: chunks that the metadata store no longer knows
+are folded in again.
 
-Methods may be called from threads, processes and forked children.
+Any thread, process and forked child. `keys.py` defines the terms.
 """
 
 import secrets
@@ -95,24 +89,21 @@ from .transactions import (
 )
 
 _CLUSTER_BUCKETS = 64
-"""Buckets of a dataset in a cluster: enough to use all nodes, few enough to ask all at once."""
+"""Of a dataset in a cluster: enough to use all nodes, few enough to ask all at once."""
 
 _TRIES_WITHOUT_LOCK = 3
 _QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
 _TRIES_MAX = 20
 _PARTIAL_SCANS_MAX = 4
 """After this many scans of an unchanged state that each missed something, Redis has lost data: it
-does not restart, or move a slot, in the middle of each of several scans in a row.
-"""
+does not restart, or move a slot, in each of several scans in a row."""
 
 _REPAIR_ENTRIES = 1 << 20
-"""Lost chunks with up to this many entries in total are folded in by one commit. Until all are,
-readers see only some of them.
-"""
+"""Entries of lost chunks that one commit folds in. Until all are, readers see only some of them."""
 
 _RELEASE_S = 1.0  # limit of the tries to release a lock: it expires by itself
 _FORGET_AT_ONCE = 64
-"""Chunks that one transaction removes. For 64, the script of the head keeps Redis busy for 1 ms."""
+"""Chunks that one transaction removes: the script of the head keeps Redis busy for 1 ms."""
 
 _PATHS_AT_ONCE = 10_000  # or chunks: in one round of requests
 
@@ -138,9 +129,8 @@ class RedisMetadata(RebuildingStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """Open the store at a URL; an empty Redis is an empty store. `buckets` is the number of
-        buckets of new datasets. The other parameters and the errors are those of `open_link`.
-        """
+        """An empty Redis is an empty store. `buckets` is for new datasets; the other parameters and
+        the errors are those of `open_link`."""
         link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
         return cls(link, clock_ns, buckets=buckets)
 
@@ -151,7 +141,7 @@ class RedisMetadata(RebuildingStore):
         self._link.close()
 
     def server_facts(self) -> list[ServerFacts]:
-        """The settings of each server. Raises MetadataError."""
+        """Raises MetadataError."""
         return self._with_read_deadline(self._link.server_facts)
 
     def now_s(self) -> float:
@@ -217,7 +207,7 @@ class RedisMetadata(RebuildingStore):
         }
 
     def _apply_pending(self, identity: UUID) -> RedisHead:
-        """Apply all commits that are pending, check the buckets' counts, and return the head."""
+        """Apply all pending commits, check the buckets' counts, and return the head."""
         with RenewingCommitLock(self, identity) as lock:
             for _ in range(_TRIES_MAX):
                 try:
@@ -340,10 +330,9 @@ class RedisMetadata(RebuildingStore):
         facts: ChunkFacts,
         tombstones: bool,
     ) -> ChunkPieces | None:
-        """The pieces that remove a chunk; None if some place is neither a hole nor, with
-        `tombstones`, a tombstone. They stay right whatever is committed meanwhile: a hole stays a
-        hole, and a tombstone is removed only if it is still the entry of its path.
-        """
+        """The pieces that remove a chunk; None if it is not empty. They stay right whatever is
+        committed meanwhile: a hole stays a hole, and a tombstone is removed only if it is still the
+        entry of its path."""
         places = set(self._holes(head, chunk, facts).tolist())
         dropped = {name: Tombstones() for name in piece_names(chunk, facts.piece_counts)}
         if tombstones and len(places) < facts.entries:
@@ -500,8 +489,9 @@ class RedisMetadata(RebuildingStore):
         *,
         until_empty: bool = False,
     ) -> T:
-        """Call `read` until everything that it read belongs to one state, and return its result.
-        `read` gets the head, with the right counts if `until_empty`, and a reader of the head's
+        """The result of `read`, once everything that it read belongs to one state.
+
+        `read` gets the head, with the right counts if `until_empty`, and a reader of its
         generation. If commits keep changing the version, they are locked.
         """
         return self._with_read_deadline(
@@ -552,7 +542,7 @@ def _unpack_chunk(head: RedisHead, packed: object) -> ChunkFacts:
 
 
 def _check_counts(head: DatasetHead, rows: Rows) -> None:
-    """Raises PartialScan if the number and size of the files in `rows` are not the head's."""
+    """Raise PartialScan if the files in `rows` do not match the head's counts."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
     if counts != (head.files, head.bytes):

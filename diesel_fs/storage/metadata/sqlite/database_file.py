@@ -1,7 +1,6 @@
 """The SQLite file of a metadata store, shared by many threads, processes and forked children.
 
-This module opens connections, runs transactions, translates SQLite's errors, and chooses the
-journal. On a local disk that is a WAL (write-ahead log): readers do not wait for a writer. A WAL
+On a local disk the journal is a WAL (write-ahead log): readers do not wait for a writer. A WAL
 needs memory that all processes share, so over a network file system the file has a rollback
 journal, and a lease lets only one host write at a time (`host_lease.py`). Once a lease file exists,
 all hosts use the rollback journal, including the host that has the disk.
@@ -9,8 +8,8 @@ all hosts use the rollback journal, including the host that has the disk.
 Concurrency: one thread at a time uses a connection, for one transaction. SQLite does not support a
 fork with open connections: the child would take its parent's locks for its own, even if it opened
 the file anew. So a fork waits for all transactions of this process and closes all connections;
-parent and child open new ones when they need them. No other code may open the file in this process:
-when it closed it, the locks of all connections here would be dropped (POSIX locks work like that).
+parent and child open new ones. No other code may open the file in this process: closing it would
+drop the locks of all connections here (POSIX locks work like that).
 """
 
 import os
@@ -48,20 +47,17 @@ _WAL_BYTES_KEPT = 64 << 20
 _IDLE_MAX = 4  # connections that are kept open for the next transactions
 _POLL_S = 0.02
 _PROBE_S = 2.0
-"""The longest wait for a lock when a file is opened over a network: a reader can use a snapshot
-instead.
-"""
+"""The longest wait for a lock when a file is opened over a network: a reader can use a snapshot."""
 
 _RECOVER = "run `dlcmd recover`: it makes the metadata again from the chunks"
 
 
 class SqliteFile:
-    """One database file with the tables of `schema.py`.
+    """One database file with the tables of `schema.py`. Thread-safe.
 
     A file that is not writable is refused with PermissionDenied, since a WAL needs a writable file
     beside it even for reading; a reader can use a snapshot instead. Each transaction checks whether
-    the file has been replaced or removed. A fork waits at most `fork_wait_s` for transactions. All
-    methods are thread-safe.
+    the file has been replaced or removed. A fork waits at most `fork_wait_s` for transactions.
     """
 
     def __init__(
@@ -104,21 +100,20 @@ class SqliteFile:
 
     @property
     def durable_commits(self) -> bool:
-        """Whether every commit survives a power cut: true with the rollback journal."""
+        """The rollback journal: every commit survives a power cut."""
         return self._rollback
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that reads one state."""
+        """Reads one state."""
         with self._errors(), self._borrowed() as connection:
             connection.execute("BEGIN")
             yield connection
 
     @contextmanager
     def writing(self, *, sync: bool = False) -> Iterator[sqlite3.Connection]:
-        """A transaction that writes, and is committed at the end of the context. With `sync`, it
-        and all earlier ones survive a power cut.
-        """
+        """A transaction that is committed at the end of the context. With `sync`, it and all
+        earlier ones survive a power cut."""
         if self._readonly:
             raise PermissionDenied(f"{self.path} was opened for reading only")
         with self._errors(), self._borrowed() as connection:
@@ -140,9 +135,7 @@ class SqliteFile:
         self._lease.release()
 
     def _lease_exists(self) -> bool:
-        """Whether a host has ever written over a network. All hosts then use the rollback
-        journal.
-        """
+        """Whether a host has ever written over a network."""
         return self.path.with_name(LEASE_NAME).exists()
 
     def _keep_lease(self) -> None:
@@ -274,9 +267,7 @@ class SqliteFile:
             raise BusyError(f"another host has begun to write to {self.path}")
 
     def _is_made(self, connection: sqlite3.Connection) -> bool:
-        """Whether the tables exist. Raises an error for another program's file, or another
-        schema.
-        """
+        """Raises an error for another program's file, or another schema."""
         (application_id,) = connection.execute("PRAGMA application_id").fetchone()
         (version,) = connection.execute("PRAGMA user_version").fetchone()
         if application_id != APPLICATION_ID:
@@ -392,7 +383,7 @@ class SqliteFile:
         return MetadataError(f"{what} ({name})" if name else what)
 
     def _may_be_written(self) -> bool:
-        """Whether the file's mode allows writing. This must not open the file (see the module)."""
+        """By its mode. This must not open the file (see the module)."""
         return os.access(self.path, os.W_OK) and os.access(self.path.parent, os.W_OK)
 
     # Forks
@@ -405,7 +396,7 @@ class SqliteFile:
         self._close_idle()
 
     def after_fork(self, *, child: bool) -> None:
-        """Allow transactions again; in a child only if no connection was in use."""
+        """In a child only if no connection was in use."""
         if child and self._in_use:
             self._unusable = "this process was forked in the middle of a transaction"
         self._forking = False
@@ -418,7 +409,7 @@ def _primary(error: sqlite3.Error) -> int:
 
 
 def _lock_holders(files: list[Path]) -> list[int]:
-    """The other processes of this host that hold a write lock on one of `files` (proc_locks(5))."""
+    """Other processes of this host that hold a write lock on one of `files` (proc_locks(5))."""
     try:
         inodes = {str(os.stat(file).st_ino) for file in files if file.exists()}
         lines = Path("/proc/locks").read_text(encoding="ascii").splitlines()

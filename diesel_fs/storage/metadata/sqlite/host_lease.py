@@ -1,13 +1,10 @@
 """Decides which host may write to a SQLite file on a network file system.
 
-SQLite relies on the file system's locks, and the locks of network file systems work or fail
-depending on the server and the mount options. So a lease, kept in a small file beside the database,
-lets only one host write at a time. The lease belongs to a host, identified by its boot ID. Each
-process of the host that writes is a holder with an expiry of its own; another host may take the
-lease when the last holder has released it or has expired.
-
-`locks_fault` tells whether file locks work in a folder. Many threads may use a `HostLease`;
-a forked child becomes a holder of its own.
+SQLite relies on file locks, and those of network file systems work or fail depending on the server
+and the mount options. So a lease, in a small file beside the database, lets only one host write at
+a time. It belongs to a host, identified by its boot ID. Each process of the host that writes is a
+holder with an expiry of its own; another host may take the lease when the last holder has released
+it or has expired. Many threads may use a `HostLease`; a forked child becomes a holder of its own.
 """
 
 import errno
@@ -30,9 +27,7 @@ from ....system.mountinfo import file_system_of
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
-"""The clocks of hosts may differ by this much. The lease of a dead host is valid for this much
-longer.
-"""
+"""Clocks of hosts may differ by this much: a dead host's lease is valid for this much longer."""
 
 _LOCK_DEADLINE_S = 10.0
 _POLL_S = 0.02
@@ -48,7 +43,7 @@ _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process
 
 
 def locks_fault(folder: Path) -> str:
-    """Why file locks in a folder do not work between processes; the empty string if they do."""
+    """Why file locks in a folder do not work between processes; "" if they do."""
     refused = file_system_of(folder).options & _LOCAL_LOCKS
     if refused:
         return f"it is mounted with {sorted(refused)[0]!r}"
@@ -75,7 +70,7 @@ def _conflict_fault(first: int, second: int) -> str:
 
 
 def host_boot_id() -> str:
-    """The boot ID of this host's kernel. Containers on the host share it, as they share locks."""
+    """Containers on the host share it, as they share locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -84,9 +79,8 @@ def host_boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """The content of the lease file: the host's ID, its name and process for messages, and when
-    (seconds since 1970) each holder expires.
-    """
+    """The lease file: the host's ID, its name and process for messages, and when (seconds since
+    1970) each holder expires."""
 
     host: str
     where: str
@@ -109,7 +103,7 @@ class HostLease:
         self._fresh_until = 0.0  # monotonic time at which `keep` has to write again
 
     def keep(self) -> None:
-        """Take the lease, or renew it once half of its time has passed. Cheap before that.
+        """Take the lease, or renew it once half of its time has passed; cheap before that.
 
         Raises BusyError if another host has the lease, PermissionDenied, MetadataError.
         """
@@ -136,7 +130,7 @@ class HostLease:
         self._fresh_until = began + LEASE_S / 2
 
     def release(self) -> None:
-        """Stop being a holder. Never raises: if the holder cannot be removed, it expires."""
+        """Never raises: a holder that cannot be removed expires."""
         if self._process != os.getpid():
             return
         self._fresh_until = 0.0

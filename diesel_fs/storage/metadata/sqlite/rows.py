@@ -1,8 +1,6 @@
 """Reads entries from the tables of the SQLite metadata store.
 
-This module turns paths of folders into numbers and back, turns rows of the tables into the columns
-of `Rows`, and finds chunks without entries. All objects here belong to one transaction and one
-thread; nothing is kept beyond it, so nothing can be stale.
+All objects here belong to one transaction and one thread; nothing is kept beyond it.
 """
 
 # Statements are put together from constants only; values always travel as parameters.
@@ -24,7 +22,7 @@ from .runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
-"""Stands for the chunk of an implied folder; no chunk has this number."""
+"""For the chunk of an implied folder; no chunk has this number."""
 
 _IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
@@ -42,7 +40,7 @@ def implied(name: bytes) -> Row:
 
 
 class FolderNumbers:
-    """Translates paths of folders of a dataset to the numbers in the table `folder`, and back."""
+    """Translates a dataset's paths of folders to numbers in the table `folder`, and back."""
 
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
@@ -51,12 +49,10 @@ class FolderNumbers:
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Numbers of new folders that `make` has made; code that inserts an entry removes them
-        here.
-        """
+        """Those that `make` has made; code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
-        """The number of the folder at a path; None if it never had an entry in it or below it."""
+        """None if the folder never had an entry in it or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -66,7 +62,7 @@ class FolderNumbers:
         return number
 
     def make(self, path: bytes) -> int:
-        """The number of the folder at a path, which is given one if it has none."""
+        """Gives the folder a number if it has none."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -96,7 +92,7 @@ class FolderNumbers:
         return self._paths[number]
 
     def all(self) -> list[tuple[bytes, int]]:
-        """Paths and numbers of all folders, ordered by path."""
+        """Paths and numbers of folders, ordered by path."""
         paths: dict[int, bytes] = {}
         rows = self._db.execute(
             "SELECT number, parent, name FROM folder WHERE dataset = ? ORDER BY number",
@@ -110,14 +106,14 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """Names and numbers of the folders directly in a folder."""
+        """Names and numbers, one level."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
         ).fetchall()
 
     def has_entries(self, number: int) -> bool:
-        """Whether anything but tombstones lies in a folder, at any depth."""
+        """Whether anything but tombstones lies in it, at any depth."""
         found = self._db.execute(
             "WITH RECURSIVE below (number) AS (VALUES (?) UNION ALL"
             " SELECT folder.number FROM below JOIN folder"
@@ -144,7 +140,7 @@ class FolderNumbers:
 
 
 class ChunkRows(NamedTuple):
-    """Numbers of chunks, ascending, and what belongs to each."""
+    """`numbers` are ascending."""
 
     numbers: npt.NDArray[np.int64]
     infos: Sequence[ChunkInfo]
@@ -160,7 +156,7 @@ def all_chunks(db: sqlite3.Connection, dataset: int) -> ChunkRows:
 
 
 def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
-    """The chunks with these numbers, one of which may be `IMPLIED_CHUNK`."""
+    """One may be `IMPLIED_CHUNK`."""
     select = "SELECT id, object_bytes FROM chunk WHERE number = ?"
     wanted, infos = sorted(set(numbers)), []
     for number in wanted:
@@ -174,9 +170,7 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """The numbers of those of `chunks` that are empty: all their places are holes or, with
-    `tombstones`, tombstones.
-    """
+    """Those of `chunks` whose places are all holes or, with `tombstones`, tombstones."""
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
     found: dict[ChunkId, int] = {}
@@ -197,14 +191,14 @@ def empty_chunks(
 
 
 def forget_chunk(db: sqlite3.Connection, number: int) -> None:
-    """Remove an empty chunk with its tombstones and holes."""
+    """With its tombstones and holes."""
     db.execute("DELETE FROM entry WHERE chunk = ?", (number,))
     db.execute("DELETE FROM hole WHERE chunk = ?", (number,))
     db.execute("DELETE FROM chunk WHERE number = ?", (number,))
 
 
 class RowCollector:
-    """Collects rows of the tables, and turns them into the columns of `Rows`."""
+    """Turns rows of the tables into the columns of `Rows`."""
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
@@ -218,7 +212,6 @@ class RowCollector:
 
     @property
     def chunks(self) -> set[int]:
-        """The numbers of the chunks that hold the rows."""
         return set(self._chunk)
 
     def add(self, folder: bytes, rows: Sequence[Row]) -> None:
@@ -245,7 +238,7 @@ class RowCollector:
         self._records += records
 
     def rows(self, table: ChunkRows) -> Rows:
-        """The columns. Call this once; `table` must have all of `chunks`."""
+        """Call this once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
         if len(numbers) and (

@@ -1,13 +1,13 @@
 """Rebuilds a dataset in the SQLite metadata store, beside the state that readers see.
 
-A shadow state has its rows in the same tables as the datasets, under a number that no dataset has,
-so readers do not see them. The table `aside` lists these numbers. When a rebuild is complete, its
-number becomes the dataset's, and the old number goes to `aside`: its rows are to be removed.
+A shadow state has its rows in the same tables as the datasets, under a number that no dataset has.
+The table `aside` lists these numbers. When a rebuild is complete, its number becomes the dataset's,
+and the old number goes to `aside`: its rows are to be removed.
 
-A rebuild writes a heartbeat to `aside` every 20 s. A rebuild without a heartbeat for 10 minutes
-counts as dead, and the next rebuild or deletion removes its rows; a rebuild that was removed by
-mistake notices that at its next heartbeat, and fails. Rows are removed in small transactions, so
-that other writers need not wait. One thread runs each rebuild.
+A rebuild writes a heartbeat to `aside` every 20 s. Without one for 10 minutes it counts as dead,
+and the next rebuild or deletion removes its rows; if it lives after all, it fails at its next
+heartbeat. Rows are removed in small transactions, so that other writers need not wait. One thread
+runs each rebuild.
 """
 
 import sqlite3
@@ -78,7 +78,7 @@ class SqliteShadowState(ShadowState):
         self._waiting, self._rows = [], 0
 
     def _heartbeat(self, db: sqlite3.Connection) -> None:
-        """Write a heartbeat. Raises BusyError if this rebuild has been removed."""
+        """Raises BusyError if this rebuild has been removed."""
         beat = (self._clock_ns() / 1e9, self._number)
         update = "UPDATE aside SET beat = ? WHERE dataset = ? AND beat > 0"
         if not db.execute(update, beat).rowcount:
@@ -128,7 +128,7 @@ def _revision(found: DatasetRow | None) -> tuple[bytes, ...]:
 
 
 def abandon_rows(db: sqlite3.Connection, number: int) -> None:
-    """Remove a dataset, but leave its rows in the other tables to `remove_abandoned`."""
+    """Leaves its rows in the other tables to `remove_abandoned`."""
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     _write_heartbeat(db, number, _ABANDONED_BEAT)
 
@@ -139,7 +139,7 @@ def _write_heartbeat(db: sqlite3.Connection, number: int, beat: float) -> None:
 
 
 def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
-    """Remove the rows of dropped datasets and dead rebuilds, for at most `seconds`."""
+    """Of dropped datasets and dead rebuilds, for at most `seconds`."""
     end_s = time.monotonic() + seconds
     now_s = clock_ns() / 1e9
     with file.writing() as db:
@@ -160,7 +160,7 @@ def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float
 
 
 def _remove_some(db: sqlite3.Connection, number: int) -> bool:
-    """Remove some rows of a dataset's number. Returns whether there were any."""
+    """Returns whether there were any."""
     select = "SELECT number FROM folder WHERE dataset = ? LIMIT ?"
     folders = db.execute(select, (number, _FOLDERS_AT_ONCE)).fetchall()
     left = _ROWS_AT_ONCE

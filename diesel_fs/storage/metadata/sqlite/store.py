@@ -1,9 +1,8 @@
 """The metadata store of a repository in a folder: one SQLite file beside the chunks.
 
-Each method is one transaction, so readers see one state and a commit is all or nothing. Methods may
-be called from threads, processes and forked children. Only one writer at a time can write to a
-repository, whatever the dataset; readers do not wait for writers, except over a network file system
-(`database_file.py`).
+Each method is one transaction, so readers see one state and a commit is all or nothing. One writer
+at a time writes to a repository, whatever the dataset; readers do not wait for writers, except over
+a network file system (`database_file.py`). Any thread, process and forked child.
 """
 
 # Statements are put together from constants only; values always travel as parameters.
@@ -81,8 +80,8 @@ class SqliteMetadata(RebuildingStore):
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> Self:
-        """Open the store at `path`; `create` makes it if there is none. A `readonly` store refuses
-        changes and takes no lease.
+        """`create` makes the store if there is none. A `readonly` store refuses changes and takes
+        no lease.
 
         Raises MetadataBehind if there is no store, PermissionDenied if the file or its folder is
         not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
@@ -140,7 +139,7 @@ class SqliteMetadata(RebuildingStore):
         return self._when_unlocked(identity, lambda: self._try_commit(identity, by_chunk))
 
     def _when_unlocked(self, identity: UUID, attempt: Callable[[], T | None]) -> T:
-        """The result of `attempt`, which returns None while commits are locked."""
+        """`attempt` returns None while commits are locked."""
         deadline = time.monotonic() + self._file.deadline_s
         while (found := attempt()) is None:
             if time.monotonic() > deadline:

@@ -2,19 +2,13 @@
 
 `CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`): it never
 overwrites an object, resumes a read if the body breaks off, and lists in order whatever order the
-bucket answers in. `open_cloud` adds retries (`retry.py`).
-
-An object is written by one request, or in parts if it is large, and is there whole or not at all.
-So a bucket has no leftovers that can be listed; a rule of the bucket for incomplete uploads removes
-the parts of processes that were killed.
-
-Importing this module imports `obstore`, so only programs of DIESEL-FS import it (`requests.py` says
-why, and which requests are possible after a fork).
+bucket answers in. `open_cloud` adds retries (`retry.py`). A bucket has no leftovers that can be
+listed: an object is there whole or not at all. Importing this module imports `obstore`, so only
+programs of DIESEL-FS do.
 
 Concurrency: any thread. Threads share two facts that they have found out about the store: whether
-it supports "put only if absent", and whether it lists out of order. Each is one field, set by a
-single assignment. If two threads find out the same fact at once, the race costs only a repeated
-request.
+it supports "put only if absent", and whether it lists out of order. Each is set by a single
+assignment, and a race costs only a repeated request.
 """
 
 import re
@@ -62,8 +56,7 @@ def open_cloud(
     policy: RetryPolicy | None = None,
     clock: RetryClock | None = None,
 ) -> RetryingStore:
-    """The store at `s3://bucket/prefix` (also gs://, az://), with retries. `create` makes it if the
-    prefix is empty. Raises as `CloudStore.open` and `CloudStore.create`."""
+    """`create` makes the store if the prefix is empty. Raises as `CloudStore.open` and `create`."""
     limits, policy, clock = (
         limits or AttemptLimits(),
         policy or RetryPolicy(),
@@ -78,7 +71,7 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """A store that keeps each object as an object of a bucket, under a key below one prefix."""
+    """Each object is an object of the bucket, under a key below one prefix."""
 
     fork_safe = False  # `requests.py` says why
 
@@ -89,7 +82,7 @@ class CloudStore(ObjectStore):
         *,
         supports_conditional_put: bool | None = None,
     ) -> None:
-        """For `open` and `create`, which know that a store is there.
+        """Callers use `open` or `create`.
 
         `supports_conditional_put`: whether the bucket supports "put only if absent"; None: the
         first put finds out.
@@ -102,7 +95,7 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
-        """The store at the location of `requests`. Raises ObjectMissing if there is none."""
+        """Raises ObjectMissing if there is no store."""
         try:
             return cls(requests, _read_marker(requests))
         except ObjectMissing:
@@ -113,10 +106,8 @@ class CloudStore(ObjectStore):
 
     @classmethod
     def create(cls, requests: CloudRequests) -> "CloudStore":
-        """Make a store if the prefix in the bucket is empty; open the store if there is one.
-
-        Raises ConflictError if anything else lies below the prefix.
-        """
+        """Make a store if the prefix is empty, or open the one that is there. Raises ConflictError
+        if anything else lies below the prefix."""
         with suppress(ObjectMissing):
             return cls.open(requests)
         location = requests.location
@@ -146,13 +137,10 @@ class CloudStore(ObjectStore):
     # Writing
 
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
-        """As `ObjectStore.put`, except for the following.
-
-        If the bucket does not support conditional requests, or the object is put in parts, the
-        store first asks whether the object exists. Two callers that put one name at the same moment
-        can then both succeed. In practice that is harmless: names of chunks are drawn at random,
-        and two snapshots of one version are equal.
-        """
+        """If the bucket does not support conditional requests, or the object is put in parts, the
+        store first asks whether the object exists, and two callers at the same moment can both
+        succeed. In practice that is harmless: names of chunks are drawn at random, and two
+        snapshots of one version are equal."""
         contract.check_name(name)
         key = self._location.key(name)
         if self.supports_conditional_put is None:
@@ -179,7 +167,6 @@ class CloudStore(ObjectStore):
         return False
 
     def _is_there(self, key: str) -> bool:
-        """Whether the bucket has an object with this key."""
         try:
             self._requests.head(key)
         except ObjectMissing:
@@ -227,7 +214,7 @@ class CloudStore(ObjectStore):
         self._read(name, start, memoryview(buffer).cast("B"), None)
 
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
-        """Fill `view` from the version with this ETag (None: any). Returns the version's ETag."""
+        """Fill `view` from the version with this ETag (None: any), and return its ETag."""
         key, end, until = self._location.key(name), start + len(view), self._until(len(view))
         if not view:
             self._check_end(key, name, end)
@@ -246,7 +233,6 @@ class CloudStore(ObjectStore):
         return etag
 
     def _until(self, size: int) -> float:
-        """The monotonic time by which an attempt to read `size` bytes must end."""
         return time.monotonic() + self._requests.limits.attempt_s(size, put=False)
 
     def _resume(
@@ -259,8 +245,8 @@ class CloudStore(ObjectStore):
         cause: BrokenBody,
         until: float,
     ) -> None:
-        """Resume a read after its body broke off (`cause`), from the same version of the object, as
-        long as each request brings some bytes."""
+        """Resume a read of the same version after its body broke off, as long as each request
+        brings some bytes."""
         done, resumes_left = cause.received, _RESUMES_MAX + (len(view) >> 20)
         while done < len(view):
             late = time.monotonic() > until
@@ -278,7 +264,7 @@ class CloudStore(ObjectStore):
             done += cause.received
 
     def _check_end(self, key: str, name: str, end: int) -> int:
-        """The size of an object. Raises TruncatedError if it ends before `end`."""
+        """The object's size. Raises TruncatedError if it ends before `end`."""
         try:
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
@@ -306,12 +292,9 @@ class CloudStore(ObjectStore):
     # Listing
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """As `ObjectStore.list`: each object once and in order, or an error.
-
-        Neither the order nor the end of the bucket's own listing is trusted: a listing has ended
-        when a new one, which begins behind the last name, brings nothing more. A listing of the
-        whole store must contain the marker.
-        """
+        """Neither the order nor the end of the bucket's own listing is trusted: it has ended when a
+        new one, which begins behind the last name, brings nothing more. A listing of the whole
+        store must contain the marker."""
         contract.check_prefix(prefix)
         marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
         for found in self._ordered(prefix, after):
@@ -324,8 +307,7 @@ class CloudStore(ObjectStore):
             raise AttemptFailed(f"{self._location}: the listing is incomplete (no {STORE_MARKER})")
 
     def _ordered(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """The objects in order. They are yielded lazily until a page is out of order; then all
-        objects are read and sorted."""
+        """Lazy until a page is out of order; then all objects are read and sorted."""
         if self._unordered:
             yield from self._sorted(prefix, after)
             return
@@ -350,8 +332,8 @@ class CloudStore(ObjectStore):
     def _rest(
         self, prefix: str, after: str, last: str, yielded: "_Digest"
     ) -> Iterator[CloudObject]:
-        """The objects behind `last`, sorted. Raises PermanentStoreError if the caller has not yet
-        yielded an object before `last`."""
+        """The objects behind `last`, sorted. Raises PermanentStoreError if an object before `last`
+        was not yielded."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -359,7 +341,7 @@ class CloudStore(ObjectStore):
                 again.add(name)
             else:
                 rest.append(found)
-        if again != yielded:  # an object before `last` was skipped
+        if again != yielded:
             raise PermanentStoreError(
                 f"{self._location}: the listing is not in order",
                 advice="list again: it will be sorted",
@@ -367,7 +349,7 @@ class CloudStore(ObjectStore):
         yield from rest
 
     def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """All objects, sorted. Lists the bucket again until a listing shows nothing new."""
+        """Lists the bucket again until a listing shows nothing new."""
         known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
@@ -380,7 +362,7 @@ class CloudStore(ObjectStore):
         raise AttemptFailed(f"{self._location}: no two listings agree")
 
     def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
-        """The store's objects as the bucket lists them behind `last`, in its order."""
+        """The store's objects behind `last`, in the bucket's order."""
         for page in self._pages(prefix, last):
             for found in page:
                 name = self._name(found.key)
@@ -393,8 +375,7 @@ class CloudStore(ObjectStore):
                     )
 
     def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
-        """Pages of the listing of the folder that `prefix` lies in, from the first name that can
-        begin with it."""
+        """Pages of the folder that `prefix` lies in, from the first name that can begin with it."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
@@ -403,8 +384,7 @@ class CloudStore(ObjectStore):
         return self._requests.pages(key, offset)
 
     def _name(self, key: str) -> str:
-        """The name of the object with a key. A key outside the store gets a name that no object
-        has."""
+        """A key outside the store gets a name that no object has."""
         if not self._location.prefix:
             return key
         start = f"{self._location.prefix}/"
@@ -417,8 +397,7 @@ class _CloudReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """As `FastReads.read_ranges`. All ranges are of one version of the object: later requests
-        demand the ETag of the first."""
+        """All ranges are of one version: later requests demand the ETag of the first."""
         etag: str | None = None
         for start, size in ranges:
             contract.check_range(name, start, size)
@@ -444,8 +423,7 @@ class _CloudHousekeeping(Housekeeping):
 
 
 class _Digest:
-    """A set of names that can only be compared: two numbers, however many names it has and in
-    whatever order they came."""
+    """A set of names, in any order, that can only be compared; its size is constant."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -462,7 +440,7 @@ class _Digest:
 
 
 def _read_marker(requests: CloudRequests) -> uuid.UUID:
-    """The UUID of the store at a location. Raises ObjectMissing."""
+    """Raises ObjectMissing."""
     with requests.open(requests.location.key(STORE_MARKER), 0, None, None) as body:
         content = bytearray(min(body.bytes_total, contract.MARKER_BYTES_MAX))
         if len(content) == body.bytes_total:
@@ -472,7 +450,7 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
-    """Read a body. If it breaks off, returns the error, which says how many bytes arrived."""
+    """Returns the error if the body breaks off; it knows how many bytes arrived."""
     try:
         body.fill(view, until)
     except BrokenBody as error:
@@ -492,7 +470,7 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """A name before all names that begin with `prefix`, and behind most of the smaller names."""
+    """A name before all that begin with `prefix`, and behind most of the smaller ones."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"
@@ -500,7 +478,7 @@ def _just_before(prefix: str) -> str:
 
 def _topmost_foreign(name: str) -> str:
     """The shortest beginning of a foreign name that is no folder of the store. Empty for a key
-    outside the store, and for a key that only stands for a folder."""
+    outside the store, and for one that only stands for a folder."""
     parts = name.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
