@@ -1,15 +1,12 @@
-"""Finds the master of a task on this node, and starts it if there is none.
+"""Finds the master of a task on this node, and starts it if there is none. Any thread and process.
 
-A task has a folder in the user's runtime folder, with one folder for each node of it on this
-machine. A node's folder has three files: `socket`, at which the master listens; `lock`, which a
-process holds while it starts a master; and `options`, the request that the master was started with,
-without secrets and without addresses that may hold passwords. A master that ends by itself removes
-`options`. So `options` beside a dead socket means that the master was killed, and says which node
-it was: a process that joins without a rank must not become another node. Remains of an old job are
-removed by the next one, and the folders by the last master.
-
-`master/daemon.py` is the master's program, `reader/master_link.py` talks to it. Calls may come from
-any thread and any process.
+A task has a folder in the user's runtime folder, with a folder for each of its nodes on this
+machine. That has three files: `socket`; `lock`, which a process holds while it starts a master; and
+`options`, the request that the master was started with, without secrets and without addresses that
+may hold passwords. A master that ends by itself removes `options`. So `options` beside a dead
+socket means that the master was killed, and says which node it was: a process that joins without a
+rank must not become another node. The next job removes remains of an old one, and the last master
+removes the folders.
 """
 
 import fcntl
@@ -51,24 +48,21 @@ log = logging.getLogger("diesel.task")
 MASTER = (sys.executable, "-m", "diesel_fs.peers")
 
 START_DEADLINE_S = 60.0
-"""How long a master may take to start: it may have to fetch a snapshot first."""
+"""A master may have to fetch a snapshot first."""
 
 FIRST_PROCESS_WAIT_S = 2.0
-"""How long the other processes of a node wait for the first one to start the master: a user looks
+"""The other processes of a node wait this long for the first one to start the master: a user looks
 for errors there."""
 
 ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
-"""How often a master marks on its node that it is alive, and for how long after the last mark a
-process that joins without a rank restarts a killed master. Processes that were its clients restart
-it at any time."""
+"""How often a master marks that it is alive, and for how long after the last mark a process that
+joins without a rank restarts a killed master. Its former clients restart it at any time."""
 
 DESCRIPTORS_MIN = 512
-"""Open files of a master for its clients and chunks, besides those for connections to other
-nodes."""
+"""Open files of a master for clients and chunks, besides its connections to other nodes."""
 
 FOLDERS_WAIT_S = 5.0
-"""How long a process waits for another one that makes or removes folders of tasks, which takes
-microseconds unless that process was stopped."""
+"""For a process that makes or removes folders, which takes microseconds unless it was stopped."""
 
 _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 """Errors after which starting again would fail again."""
@@ -92,12 +86,12 @@ def join(
     first_process_wait_s: float = FIRST_PROCESS_WAIT_S,
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Path:
-    """The socket of this node's master, which is started by `program` if none is alive. A
-    running master that has readers keeps its options; if the request asks for others, a warning
-    names them. One that nobody reads any more (of a mount that has just ended, say) makes way.
+    """The socket of this node's master, which `program` starts if none is alive.
 
-    Raises the error that kept the master from starting, with the end of its log; UsageError for a
-    rank or an address that makes no sense.
+    A master that has readers keeps its options; if the request asks for others, a warning names
+    them. One without readers (of a mount that has just ended) makes way. Raises the error that kept
+    the master from starting, with the end of its log; UsageError for a rank or an address that
+    makes no sense.
     """
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
     if _has_other_options(request, socket_path) and _ends_unless_it_is_read(request, socket_path):
@@ -116,11 +110,8 @@ def _find_or_start(
     first_process_wait_s: float,
     start_deadline_s: float,
 ) -> Path:
-    """The socket of this node's master, found or started.
-
-    Without a rank, a task of one node has the only master that is alive on this machine, else the
-    only one that was killed, which is restarted as the node that it was.
-    """
+    """Without a rank, a task of one node has the only live master on this machine, else the only
+    killed one, which is restarted as the node that it was."""
     environment = os.environ
     rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)
@@ -164,10 +155,8 @@ def _has_other_options(request: TaskRequest, socket_path: Path) -> bool:
 
 
 def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
-    """Have the master at a socket end if it has no readers; whether it has ended.
-
-    It ends when a client comes for another version of the dataset; no version is 0.
-    """
+    """Have a master without readers end; whether it has ended. It ends when a client comes for
+    another version of the dataset; no version is 0."""
     with socket.socket(socket.AF_UNIX) as client, suppress(OSError, DieselError):
         client.settimeout(_ANSWER_S)
         connect_unix(client, socket_path)
@@ -181,8 +170,7 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
 
 
 def _readers(client: socket.socket) -> int:
-    """Ask a master on this connection for its number of readers; -1 if it does not answer that.
-    Raises OSError, CorruptError."""
+    """A master's number of readers; -1 if it does not answer that. Raises OSError, CorruptError."""
     client.sendall(local_wire.request(local_wire.STATS))
     with client.makefile("rb", buffering=0) as answers:
         head = answers.read(wire.HEAD_BYTES) or b""
@@ -200,9 +188,9 @@ def _readers(client: socket.socket) -> int:
 def restart_killed(
     request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
 ) -> bool:
-    """Start the master at a socket again if it was killed; returns whether it was. Raises as
-    `join`. After an error that may pass it may be called again; after a permanent one it does
-    nothing any more."""
+    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`. It
+    may be called again after an error that may pass; after a permanent one it does nothing any
+    more."""
     if is_alive(socket_path):
         return False
     try:
@@ -214,14 +202,14 @@ def restart_killed(
 
 
 def mark_ended(socket_path: Path) -> None:
-    """The master at a socket ends by itself, so no process must start it again."""
+    """The master ends by itself, so no process must start it again."""
     with suppress(OSError):
         socket_path.with_name(_OPTIONS).unlink()
 
 
 def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S) -> None:
-    """Remove a node's folder, and its task's with the last one. They stay while a master is
-    running or starting, and after it was killed."""
+    """Remove a node's folder, and its task's with the last one, unless a master is running,
+    starting, or was killed."""
     with (
         suppress(OSError, DieselError),
         _locked(socket_path, 0.0, folders_wait_s),
@@ -234,14 +222,13 @@ def remove_folders(socket_path: Path, *, folders_wait_s: float = FOLDERS_WAIT_S)
 
 
 def mark_alive(socket_path: Path) -> None:
-    """Mark that the master at a socket is alive."""
     with suppress(OSError):
         os.utime(socket_path.with_name(_OPTIONS))
 
 
 def _remove_if_stale(socket_path: Path) -> bool:
-    """Whether the killed master at a socket belonged to a job that ended long ago. Its files are
-    then removed, as a new job must not take over its rank."""
+    """Whether the killed master belonged to a job that ended long ago. Its files are then removed,
+    as a new job must not take over its rank."""
     try:
         if socket_path.with_name(_OPTIONS).stat().st_mtime > time.time() - KILLED_REMEMBERED_S:
             return False
@@ -257,7 +244,7 @@ def _remove_if_stale(socket_path: Path) -> bool:
 
 
 def has_successor(socket_path: Path) -> bool:
-    """Whether another master is running or starting at a socket that was closed."""
+    """Whether another master runs or starts at a socket that was closed."""
     if socket_path.exists():
         return True
     try:
@@ -274,7 +261,6 @@ def has_successor(socket_path: Path) -> bool:
 
 
 def is_alive(socket_path: Path) -> bool:
-    """Whether a master accepts connections at a socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         probe.settimeout(_CONNECT_S)
         try:
@@ -287,17 +273,15 @@ def is_alive(socket_path: Path) -> bool:
 
 
 def default_log(request: TaskRequest) -> Path:
-    """The log file of a node's master."""
     return state_folder() / f"task-{request.dataset}-{request.task}-{request.rank}.log"
 
 
 def wait_until_gone(socket_path: Path, timeout_s: float) -> bool:
-    """Whether the master at a socket ends within `timeout_s`."""
     return _poll(lambda: None if is_alive(socket_path) else True, timeout_s) is not None
 
 
 def _is_first(environment: Mapping[str, str]) -> bool:
-    """Whether this is the first process of its node, by the variables of SLURM and torchrun."""
+    """By the variables of SLURM and torchrun."""
     values = (environment[each] for each in _LOCAL_RANK_VARIABLES if environment.get(each))
     return next(values, "0").strip() == "0"
 
@@ -305,8 +289,8 @@ def _is_first(environment: Mapping[str, str]) -> bool:
 def _locked(
     socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
 ) -> AbstractContextManager[None]:
-    """Hold the lock of a socket: no other process starts a master there, or removes its folder.
-    The folder is made if it is missing. Raises BusyError."""
+    """No other process starts a master at the socket, or removes its folder, which is made if it is
+    missing. Raises BusyError."""
 
     def attempt() -> int | None:
         with _folders_locked(folders_wait_s):
@@ -329,8 +313,7 @@ def _folders_locked(timeout_s: float = FOLDERS_WAIT_S) -> AbstractContextManager
 def _held(
     attempt: Callable[[], int | None], timeout_s: float, every_s: float, otherwise: str
 ) -> Iterator[None]:
-    """Hold the lock that `attempt` returns. Raises BusyError with this message if it returns
-    none in time."""
+    """Hold the lock that `attempt` returns. Raises BusyError with the message `otherwise`."""
     lock = _poll(attempt, timeout_s, every_s)
     if lock is None:
         raise BusyError(otherwise)
@@ -375,8 +358,8 @@ def _start_locked(
 
 
 def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
-    """Start a master that was killed as the same node; False if it ended by itself. Options that
-    the request does not give stay as they were. Raises DieselError."""
+    """False if the master ended by itself. Options that the request does not give stay as they
+    were. Raises DieselError."""
     try:
         before = TaskRequest.from_json(socket_path.with_name(_OPTIONS).read_bytes())
     except (OSError, UsageError):
@@ -393,8 +376,7 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """Save the request that a master was started with, without secrets and addresses that may hold
-    a password."""
+    """Without secrets, and without addresses that may hold a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:
@@ -413,7 +395,7 @@ def _start(
     assert rank is not None
     assert world is not None
     if world == 1 and not request.peers and not _is_registered(request):
-        # No other node has to find a node that is alone: it gets a list of nodes of its own
+        # A node that is alone needs no registry: it gets a list of nodes of its own
         request = replace(
             request, peers=(_UNREACHABLE_PEER,), task_key=secrets.token_hex(32), listen=_ALONE
         )
@@ -441,8 +423,8 @@ def _start(
 
 
 def _check_descriptors(world: int) -> None:
-    """Raises UsageError if a task of `world` nodes needs more connections than the hard limit of
-    open files allows. A master raises its soft limit itself."""
+    """Raise UsageError if the hard limit of open files is too low for `world` nodes. A master
+    raises its soft limit itself."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = DESCRIPTORS_MIN + 2 * world  # one connection to each other node, and one from it
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -458,8 +440,7 @@ def _is_registered(request: TaskRequest) -> bool:
 
 
 def socket_path(request: TaskRequest) -> Path:
-    """The socket of the master for a request with a rank. Its folder exists while one is running or
-    starting."""
+    """For a request with a rank. The socket's folder exists while a master runs or starts."""
     assert request.rank is not None
     return _folder(request) / str(request.rank) / "socket"
 

@@ -1,12 +1,10 @@
-"""The accepting end of connections over TCP, from other masters and from clients of other nodes: it
-lets them in, and answers the requests that the data plane cannot (`PEERS.md`, section 3).
+"""The accepting end of TCP connections from other masters and from clients of other nodes
+(`PEERS.md`, section 3).
 
-A connection is accepted and authenticated here, within limits; then it is handed to the data plane
-(`data_plane.py`), which answers from memory. A request that has to wait for a disk, a store or
-another node comes back and gets a task of its own, so answers leave in any order, each in one
-piece. The bytes come from an `AnswerSource`, which is the `Master` of this node.
-
-Concurrency: trio's, beside the thread of the data plane.
+A connection is authenticated here, within limits, and handed to the data plane (`data_plane.py`),
+which answers from memory. A request that has to wait for a disk, a store or another node comes back
+and gets a task of its own, so answers leave in any order. The bytes come from an `AnswerSource`,
+the `Master` of this node. Concurrency: trio's, beside the thread of the data plane.
 """
 
 import errno
@@ -32,12 +30,12 @@ from .data_plane import DataPlane, ServedConnection
 log = logging.getLogger("diesel.task")
 
 PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 512, 128
-"""Connections during their handshake, in all and from one address. Beyond that the oldest is
-closed: a real master's handshake takes milliseconds."""
+"""During their handshake, in all and from one address. Beyond that the oldest is closed: a real
+master's handshake takes milliseconds."""
 
 CONNECTIONS_MAX = 16_384
-"""Connections after their handshake, of masters and of clients of all nodes; further ones are
-refused, and their clients ask through the master of their own node."""
+"""After their handshake; further ones are refused, and their clients ask through the master of
+their own node."""
 
 _LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # lines about rejections in each period
 _ACCEPT_PAUSE_S = 0.1  # after one of these errors; the next connection waits in the kernel
@@ -46,8 +44,6 @@ _TOO_MANY = "too many connections"
 
 
 class AnswerSource(Protocol):
-    """The source of the bytes of answers."""
-
     @property
     def table(self) -> ChunkTable:
         """The chunks of the current version that are in memory."""
@@ -55,23 +51,20 @@ class AnswerSource(Protocol):
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """A status for each part, and the bytes of the parts with status `GIVEN`, which never
-        change. With `through`, it asks other nodes for their parts; `rank` is the node that
-        asks."""
+        """A status for each part, and the bytes, which never change, of those with status `GIVEN`.
+        `through`: ask other nodes for their parts. `rank` is the node that asks."""
 
     def take_plan(self, rank: int, body: bytes) -> int:
-        """Take over a message about plans from the master of this rank; its status."""
+        """Take over a message about plans from a master; its status."""
 
 
 class _PendingHandshake(NamedTuple):
-    """A connection during its handshake."""
-
     host: str
     scope: trio.CancelScope
 
 
 class Acceptor:
-    """All connections from other masters and from clients to this one."""
+    """All connections to this master from other masters and from clients."""
 
     def __init__(
         self,
@@ -83,8 +76,7 @@ class Acceptor:
         pending_handshakes_per_address: int = PENDING_HANDSHAKES_PER_ADDRESS,
         make_channel: Callable[[socket.socket, LocalIdentity], Channel] | None = None,
     ) -> None:
-        """`make_channel` makes the channel of an accepted connection: with TLS if this master
-        has a certificate."""
+        """By default, `make_channel` uses TLS if this master has a certificate."""
         self._me = me
         self._source = answers
         self._connections_max = connections_max
@@ -120,8 +112,8 @@ class Acceptor:
             plane.close()
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """Serve READs of a client of this node on a socket, which belongs to the data plane from
-        now on. It is closed if the data plane does not run."""
+        """Serve a client of this node on a socket, which belongs to the data plane from now on. It
+        is closed if the data plane does not run."""
         if self._plane is None:
             accepted.close()
             return
@@ -133,14 +125,14 @@ class Acceptor:
         )
 
     def set_identity(self, me: LocalIdentity) -> None:
-        """This master has another version of the dataset, or another secret. All connections end;
-        their masters and clients connect again."""
+        """This master has another version or secret: all connections end, and the other ends
+        connect again."""
         self._me = me
         if self._plane is not None:
             self._plane.drop_all()
 
     def stats(self) -> dict[str, int]:
-        """Counters, and the connections that are open now."""
+        """Counters, and the number of open connections."""
         return {
             **self._counts,
             **(self._plane.stats() if self._plane is not None else {}),
@@ -163,8 +155,7 @@ class Acceptor:
             nursery.start_soon(self._let_in, plain, HostPort(str(peer[0]), int(peer[1])))
 
     async def _let_in(self, accepted: socket.socket, remote: HostPort) -> None:
-        """Authenticate one connection, and hand it to the data plane. An error on it affects no
-        other connection."""
+        """An error on this connection affects no other."""
         me = self._me
         channel = None
         try:
@@ -201,7 +192,7 @@ class Acceptor:
     async def _handshake(
         self, channel: Channel, me: LocalIdentity, host: str, scope: trio.CancelScope
     ) -> Hello:
-        """The hello of the connector, authenticated within `HELLO_S`. Raises HandshakeRejected."""
+        """Authenticate within `HELLO_S`. Raises HandshakeRejected."""
         pending = _PendingHandshake(host, scope)
         of_same_host = [each for each in self._pending if each.host == host]
         if len(of_same_host) >= self._pending_per_address:
@@ -256,7 +247,7 @@ class Acceptor:
             self._token.run_sync_soon(self._take_plan, connection, number, body)
 
     def _take_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
-        """Answer a message about plans: `NOT_MINE` where the connection is of another version."""
+        """The answer is `NOT_MINE` if the connection is of another version."""
         plane = self._plane
         if plane is None or not connection.is_open:
             return
@@ -289,8 +280,8 @@ class Acceptor:
     async def _find_answer(
         self, connection: ServedConnection, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """The answer of the source; status `FAILED` for all parts if it has an error, and
-        `NOT_MINE` where the connection is of another version by now."""
+        """`FAILED` for all parts after an error of the source, `NOT_MINE` if the connection is of
+        another version by now."""
         refused = NOT_MINE
         if connection.table is self._source.table:
             refused, rank = FAILED, connection.rank

@@ -3,26 +3,25 @@ nodes over TCP and for clients of its own node over Unix sockets (`PEERS.md`, se
 
 It knows authenticated connections and, of each version of the dataset, a table from chunks to
 memory and open files (`node/chunk_table.py`). The control plane hands connections over after their
-handshake (`acceptor.py`, `local.py`), and answers all requests that the data plane cannot.
+handshake (`acceptor.py`, `local.py`), and answers all other requests.
 
 Concurrency. One thread serves all connections, in a bare `epoll` loop. A turn of trio's loop costs
-more than such a request otherwise takes; here a request costs one `recv` and one `sendmsg`,
-straight from the memory that holds its parts. The thread never waits for anything but `epoll`:
-sockets do not block, the table is in memory, and lent files are read only from the page cache.
+more than a request, which is one `recv` and one `sendmsg`, straight from the memory that holds its
+parts. The thread never waits for anything but `epoll`: sockets do not block, and lent files are
+read only from the page cache.
 
 All state of connections belongs to this thread. Public methods may be called in any thread: they
 append a command and wake the loop through an eventfd. Commands run between two rounds of events, in
 the order of their calls, so an answer cannot overtake the `adopt` of its connection. After `close`
-the caller runs them itself, when no connection is open any more. The table is shared with trio's
-thread without a lock, since each access is one operation of a dictionary or a queue; a view that
-was found stays valid after its chunk has been dropped.
+the caller runs them itself. The table is shared with trio's thread without a lock, since each
+access is one operation of a dictionary or a queue; a view that was found stays valid after its
+chunk has been dropped.
 
-What may interleave: while the control plane answers a forwarded request (`in_flight`), further
-requests on the same connection are answered, and answers come in any order. A connection with an
-other end that does not take its answers, or with too much in flight, is read no further
-(`is_blocked`), and is closed when it is slower than `net/channel.py` allows; its answers are
-dropped. A connection that sends many requests at once is served `_TURN_REQUESTS` of them a turn, so
-that others are not kept waiting.
+While the control plane answers a forwarded request (`in_flight`), further requests on the same
+connection are answered, and answers come in any order. A connection whose other end does not take
+its answers, or with too much in flight, is read no further (`is_blocked`), and is closed when it is
+slower than `net/channel.py` allows. A connection that sends many requests at once is served
+`_TURN_REQUESTS` of them a turn, so that others are not kept waiting.
 """
 
 import logging
@@ -59,7 +58,7 @@ from ..wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-"""A connection from another node without requests for this time is closed."""
+"""A connection from another node is closed after this time without requests."""
 
 _BUFFER_BYTES = 64 << 10
 """More than the longest request."""
@@ -84,7 +83,7 @@ class ServedConnection:
     def __init__(
         self, channel: Channel, table: ChunkTable, rank: int, *, is_client: bool, is_local: bool
     ) -> None:
-        """`table` is that of the version that the other end reads, `rank` the rank of its node."""
+        """`table` is that of the version that the other end reads, `rank` its node's."""
         self.channel = channel
         self.table = table
         self.rank = rank
@@ -105,7 +104,7 @@ class ServedConnection:
 
     @property
     def is_blocked(self) -> bool:
-        """Whether no further request is handled now."""
+        """No further request is handled now."""
         return bool(
             self.unsent
             or self.in_flight >= wire.REQUESTS_MAX
@@ -114,12 +113,12 @@ class ServedConnection:
 
 
 Forward = Callable[[ServedConnection, int, int, Parts, int], None]
-"""Called in the data plane's thread with a READ that cannot be answered at once: connection, ID,
-flags, parts, and their bytes. `DataPlane.answer` answers it."""
+"""Called in the data plane's thread with a READ that has to wait: connection, ID, flags, parts, and
+their bytes. `DataPlane.answer` answers it."""
 
 
 ForwardPlan = Callable[[ServedConnection, int, bytes], None]
-"""The same with a message about plans from another master: connection, ID, message."""
+"""The same with a message about plans: connection, ID, message."""
 
 
 class DataPlane:
@@ -147,35 +146,34 @@ class DataPlane:
         self._thread.start()
 
     def adopt(self, connection: ServedConnection) -> None:
-        """Serve a connection, which belongs to the data plane from now on. Of several connections
-        from one master the newest stays."""
+        """Serve a connection, which belongs to the data plane from now on. Of several from one
+        master the newest stays."""
         self._command(partial(self._adopt, connection))
 
     def send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
-        """Send parts, of `size` bytes in all, in one piece. They must not change any more."""
+        """In one piece, of `size` bytes. The parts must not change any more."""
         self._command(partial(self._send_if_open, connection, parts, size))
 
     def answer(
-        self, connection: ServedConnection, asked: int, parts: Sequence[Bytes], size: int
+        self, connection: ServedConnection, request_bytes: int, parts: Sequence[Bytes], size: int
     ) -> None:
-        """As `send`: the answer to a request that was forwarded, for `asked` bytes."""
-        self._command(partial(self._answer, connection, asked, parts, size))
+        """As `send`: the answer to a forwarded request for `request_bytes` bytes."""
+        self._command(partial(self._answer, connection, request_bytes, parts, size))
 
     def drop(self, connection: ServedConnection) -> None:
-        """Close a connection, and drop the bytes that are unsent on it."""
+        """Unsent bytes are dropped."""
         self._command(partial(self._close, connection))
 
     def drop_all(self) -> None:
-        """Close all connections that have been adopted by now."""
+        """All that have been adopted by now."""
         self._command(self._close_all)
 
     @property
     def open_connections(self) -> int:
-        """How many connections are open."""
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
-        """Counters, and the connections that are open now."""
+        """Counters, and the number of open connections."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -188,13 +186,13 @@ class DataPlane:
         }
 
     def close(self) -> None:
-        """Close all connections, and end the thread. Repeatable."""
+        """Repeatable."""
         self._command(self._end_thread)
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """Have the thread call `command`, after those of earlier calls. Once it ends, when no
-        connection is open any more, the caller does."""
+        """The thread calls `command`, after those of earlier calls. Once it has ended, the caller
+        does."""
         with self._ending:
             if not self._is_closed:
                 self._commands.append(command)
@@ -237,7 +235,7 @@ class DataPlane:
         os.close(self._wake)
 
     def _guard(self, connection: ServedConnection, work: Callable[[], None]) -> None:
-        """Do work for a connection; an error on it ends this connection, and no other."""
+        """An error on a connection ends it, and no other."""
         try:
             work()
         except Exception as error:
@@ -327,8 +325,8 @@ class DataPlane:
         self._watch(connection)
 
     def _receive(self, connection: ServedConnection) -> None:
-        """Receive once (all that there is of a channel with a buffer of its own), and answer.
-        Raises ConnectionClosed, OSError, CorruptError."""
+        """Receive once (all that a channel with a buffer of its own has), and answer. Raises
+        ConnectionClosed, OSError, CorruptError."""
         buffer, is_buffered = self._buffer, connection.buffers_internally
         while True:
             try:
@@ -356,11 +354,9 @@ class DataPlane:
                 return
 
     def _answer_at_once(self, connection: ServedConnection, length: int) -> bool:
-        """Answer the only request in the buffer, of `length` bytes, if all that it asks for is
-        in memory, as it is with most requests; whether it was. Raises OSError.
-
-        A master does this all the time, so it has few operations.
-        """
+        """Answer the only request in the buffer, of `length` bytes, if all that it asks for is in
+        memory, as is usual; whether it was. Raises OSError. A master does this all the time, so it
+        has few operations."""
         buffer, table = self._buffer, connection.table
         number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
         if (
@@ -400,8 +396,8 @@ class DataPlane:
         return True
 
     def _serve(self, connection: ServedConnection, content: memoryview, end: int) -> None:
-        """Answer the requests in the first `end` bytes; an incomplete one at their end is held.
-        Raises ConnectionClosed, OSError, CorruptError."""
+        """Answer the requests in the first `end` bytes, and hold an incomplete one. Raises
+        ConnectionClosed, OSError, CorruptError."""
         connection.used_s = self._now_s
         at = turn = 0
         while end - at >= HEAD_BYTES and not connection.is_blocked:
@@ -422,7 +418,7 @@ class DataPlane:
     def _answer_any(
         self, connection: ServedConnection, content: memoryview, at: int, end: int
     ) -> int:
-        """Answer or forward the request at `at`; returns its length, or 0 where not all of it is
+        """The length of the request at `at`, which is answered or forwarded; 0 if not all of it is
         here. Raises OSError, CorruptError."""
         table = connection.table
         request = wire.parse_request(content, at)
@@ -468,10 +464,10 @@ class DataPlane:
             self._guard(connection, partial(self._send_and_watch, connection, parts, size))
 
     def _answer(
-        self, connection: ServedConnection, asked: int, parts: Sequence[Bytes], size: int
+        self, connection: ServedConnection, request_bytes: int, parts: Sequence[Bytes], size: int
     ) -> None:
         connection.in_flight -= 1
-        connection.in_flight_bytes -= asked
+        connection.in_flight_bytes -= request_bytes
         if connection.is_open:
             self._guard(connection, partial(self._send_and_go_on, connection, parts, size))
 

@@ -1,13 +1,9 @@
-"""The master's end of the local protocol (`PEERS.md`, section 4): it serves its clients, the
-readers on its own node.
+"""The master's end of the local protocol (`PEERS.md`, section 4), for the readers on its own node.
 
 It checks which processes may connect, gives them the table of owners, unpins all that a process has
-pinned when that process ends, and decides when an unused master ends. Reads go over connections of
-their own, which are handed to the data plane. `wire.py` has the bytes of messages, `master.py` the
-answers. A client that breaks off at any point leaves nothing behind.
-
-All code runs in the master's trio loop. A connection carries one request at a time, and has one
-task.
+pinned when it ends, and decides when an unused master ends. READs go over connections that are
+handed to the data plane. A client that breaks off at any point leaves nothing behind. All code runs
+in the master's trio loop; a connection carries one request at a time, and has one task.
 """
 
 import array
@@ -33,7 +29,7 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""Connections of all clients of a node: some hundred workers with a few threads each."""
+"""Of all clients of a node: some hundred workers with a few threads each."""
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
@@ -51,8 +47,6 @@ _CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 
 
 class LocalServer:
-    """The clients of one master."""
-
     def __init__(self, master: Master) -> None:
         self._master = master
         self._connections: Counter[int] = Counter()  # by process
@@ -63,7 +57,7 @@ class LocalServer:
         self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Accept and serve clients on a listening socket, until cancelled."""
+        """Until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.lowlevel.wait_readable(listener)
@@ -86,9 +80,8 @@ class LocalServer:
                 nursery.start_soon(self._serve, accepted, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Returns when no client has read this version for `idle_timeout_s`; at once if none
-        does and one comes for another version of the dataset, which then starts a master of its
-        own."""
+        """Return when no client has read this version for `idle_timeout_s`; at once if none does
+        and one comes for another version, which then starts a master of its own."""
         while True:
             self._clients_changed = trio.Event()
             timeout_s = math.inf if self._readers else idle_timeout_s
@@ -105,7 +98,7 @@ class LocalServer:
                 return
 
     async def _serve(self, accepted: socket.socket, pid: int) -> None:
-        """Serve one connection until it ends; with its last connection, a process's pins end."""
+        """With its last connection, a process's pins end."""
         self._connections[pid] += 1
         client = _Client(self, self._master, accepted, pid)
         try:
@@ -128,28 +121,23 @@ class LocalServer:
 
     @property
     def readers(self) -> int:
-        """How many connections read this master's version."""
+        """Connections that read this master's version."""
         return self._readers
 
     def reader_joined(self) -> None:
-        """A client of this master's version has connected."""
         self._readers += 1
         self._clients_changed.set()
 
     def switched(self) -> None:
-        """A client has switched to another version."""
         self._switched_s = trio.current_time()
 
     def other_version_requested(self) -> None:
-        """A client has connected that wants another version of the dataset."""
         if not self._readers and trio.current_time() > self._switched_s + SWITCH_S:
             self._other_version_wanted = True
             self._clients_changed.set()
 
 
 class _Client:
-    """One connection of a client."""
-
     def __init__(
         self, server: LocalServer, master: Master, accepted: socket.socket, pid: int
     ) -> None:
@@ -163,7 +151,6 @@ class _Client:
 
     @property
     def is_accepted(self) -> bool:
-        """Whether the client's hello was accepted."""
         return self._version >= 0
 
     @property
@@ -171,17 +158,16 @@ class _Client:
         return self._version == self._master.snapshot.version
 
     def close(self) -> None:
-        """Release everything that this connection holds."""
         self._drop_files()
         self._socket.close()
 
     def detach(self) -> socket.socket:
-        """The socket, which is the caller's from now on."""
+        """The socket is the caller's from now on."""
         return socket.socket(fileno=self._socket.detach())
 
     async def serve(self) -> bool:
-        """Answer requests until the client closes; True if the connection is for READs from now
-        on. Raises CorruptError, UsageError, OSError."""
+        """Answer until the client closes; True if the connection is for READs from now on. Raises
+        CorruptError, UsageError, OSError."""
         while True:
             for _ in range(_TURN_REQUESTS):
                 if not await self._receive(wire.HEAD_BYTES):
@@ -261,8 +247,7 @@ class _Client:
         await self._send(local_wire.answer(local_wire.HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
-        """Answer SWITCH_VERSION: check the snapshot, and switch the master to it if it is
-        newer."""
+        """Check the snapshot, and switch the master to it if it is newer."""
         version = local_wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("SWITCH_VERSION without a snapshot")
@@ -322,9 +307,8 @@ class _Client:
 
 
 class LocalSocket:
-    """The socket at which clients reach the master. Until `listen` is called, the kernel refuses
-    them at once: a master that starts, which may have to wait for Redis, must not make readers
-    wait."""
+    """The socket at which clients reach the master. Until `listen`, the kernel refuses them at
+    once: a master that starts, which may wait for Redis, must not make readers wait."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -340,12 +324,11 @@ class LocalSocket:
             raise
 
     def listen(self) -> None:
-        """Clients may connect from now on."""
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Close the socket, and remove it from its path. A socket that another master has put there
-        stays, even if it got the inode number of this one after its close. Repeatable."""
+        """Also remove the socket from its path, but not one that another master has put there.
+        Repeatable, even if that one got the same inode number."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

@@ -1,13 +1,11 @@
 """The master's control plane: one node's part in a task.
 
-It follows the members of the task as they come and go, knows which node owns each chunk, and tells
-that to its clients (`members/owner_table.py`), which ask the owners themselves. Its `NodeCache`
-keeps the chunks that this node owns. It answers the reads that the data plane cannot answer at once
-(`AnswerSource`), asks other masters (`peer.py`) and the store for chunks, and exchanges the plans
-of readers with other masters. Reads of chunks in memory never come here (`data_plane.py`).
-
-The master reports at once which parts it cannot give, and the reader reads them from the store:
-nothing that happens to members is an error of a reader.
+It follows the members of the task, knows which node owns each chunk, and shows that to its clients
+(`members/owner_table.py`), which ask the owners themselves. Its `NodeCache` keeps the chunks that
+this node owns. It answers the reads that the data plane cannot answer at once (`AnswerSource`),
+asks other masters (`peer.py`) and the store for chunks, and exchanges the plans of readers with
+other masters. It reports at once which parts it cannot give, and the reader reads them from the
+store: nothing that happens to members is an error of a reader.
 
 Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
 owners, checking chunks) run in threads. `run` holds these tasks: the node's cache, the plan, the
@@ -15,15 +13,14 @@ acceptor, the renewal of the registration, `_fill` with `oneshot`, and for each 
 connection with its publisher of plans and, without a registry, its pings. Requests come as tasks of
 the acceptor, and clients as tasks of `local.py`.
 
-Three things change under the feet of a task that waits. Members: `_peers` is replaced entry by
-entry by the task that renews, and cancelling an entry's scope ends all requests to that
-master; so a request looks its peer up and does not keep it. Owners: `_owners_lock` lets one
-assignment be computed at a time, and `_assign_owners` gives the result up if the version has
-changed meanwhile. The version: `switch_version` computes the new owners first, and then changes
-snapshot, owner table, cache, plan and identity between two waits, so no task sees a mixture; a task
-that keeps `owners` across a wait compares it with `_owners` afterwards. A new version, or a new
-secret of the task, ends all connections: requests on them are never answered by chunk numbers of
-another version.
+Three things change under the feet of a task that waits. Members: the task that renews replaces
+entries of `_peers`, and cancelling an entry's scope ends all requests to that master; so a request
+looks its peer up and does not keep it. Owners: `_owners_lock` lets one assignment be computed at a
+time, and `_assign_owners` gives the result up if the version has changed meanwhile. The version:
+`switch_version` computes the new owners first, and then changes snapshot, owner table, cache, plan
+and identity between two waits, so no task sees a mixture; a task that keeps `owners` across a wait
+compares it with `_owners` afterwards. A new version or secret ends all connections: no request is
+answered by chunk numbers of another version.
 """
 
 import logging
@@ -62,16 +59,15 @@ from .peer import Peer
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""Seconds between renewals of the registration: a third of its lifetime."""
+"""Between renewals of the registration: a third of its lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
 """For this time after its start, until all nodes are there, a master renews at this shorter
-interval to learn of new members: a chunk that it fetches and another node owns a moment later
-crosses the network twice."""
+interval: a chunk that it fetches and another node owns a moment later crosses the network twice."""
 
 LOAD_S = 3.0
-"""How long a caller waits for a chunk that is being fetched: a client gives up its master after 5
-s. For several parts it is longer by as much as the asker waits longer (`wire.working_s`)."""
+"""For a chunk that is being fetched: a client gives up its master after 5 s. For several parts it
+is longer by as much as the reader waits longer (`wire.working_s`)."""
 
 _LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up to an eighth
 
@@ -82,7 +78,7 @@ _COUNTS = (
 
 
 class _PeerEntry(NamedTuple):
-    """Another node; cancelling `scope` ends the connection to it."""
+    """Cancelling `scope` ends the connection to the node."""
 
     member: Member
     peer: Peer
@@ -91,10 +87,8 @@ class _PeerEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MasterOptions:
-    """How a master takes part in its task."""
-
     world: int
-    """The number of nodes of the task."""
+    """Nodes of the task."""
     oneshot: bool = False
     """Fetch all chunks of this node from the start."""
     renew_s: float = RENEW_S
@@ -115,7 +109,7 @@ class Master:
         make_cache: Callable[[Fetch], NodeCache],
         options: MasterOptions,
     ) -> None:
-        """`member` is this node's registration; `make_cache` makes its cache, given how to fetch a
+        """`member` is this node's registration; `make_cache` gets the function that fetches a
         chunk."""
         self.rank = member.rank
         self._me = me
@@ -131,8 +125,8 @@ class Master:
         self._view: TaskView | None = None  # as they could learn it last
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks from --peers that do not answer
-        # Members from before an outage of the registry that have not renewed since, and how long
-        # they count all the same
+        # Members from before an outage of the registry that have not renewed since, and until when
+        # they count
         self._not_renewed: dict[int, Member] = {}
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
@@ -144,7 +138,7 @@ class Master:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The version of the dataset to which chunk numbers belong."""
+        """Chunk numbers belong to this version."""
         return self._owners.snapshot
 
     @property
@@ -172,9 +166,8 @@ class Master:
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Be a member of the task until cancelled, until a newer master takes this rank, or until
-        this master may not be a member any more. `first` has the members at the start; other
-        masters connect to `listeners`."""
+        """Be a member until cancelled, until a newer master takes this rank, or until this master
+        may not be a member any more. `first` has the members at the start."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
             self._nursery.start_soon(self.plan.run)
@@ -188,8 +181,7 @@ class Master:
             self._nursery.cancel_scope.cancel()
 
     async def _renew_always(self) -> None:
-        """Renew the registration and follow its answers, until this master may not be a member any
-        more."""
+        """Renew and follow the answers, until this master may not be a member any more."""
         options = self._options
         gather_until_s = trio.current_time() + GATHER_S
         registry_answers = True
@@ -217,8 +209,7 @@ class Master:
             await self._apply_membership(membership)
 
     async def _apply_membership(self, membership: Membership) -> None:
-        """Follow a membership: connect to new members, drop those that left, and compute the
-        owners."""
+        """Connect to new members, drop those that left, and compute the owners."""
         self._membership = membership
         if membership.secret != self._me.secret:
             self._set_secret(membership.secret)
@@ -249,9 +240,9 @@ class Master:
             self.owner_table.bump_generation()
 
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
-        """Members that may still have to register again. All may have been forgotten while the
-        registry could not be reached, and each renews in its own time. If they did not count until
-        then, connections would end and other nodes would fetch the chunks that they hold."""
+        """Members that may still have to register again after an outage of the registry. If they
+        did not count until then, connections would end and other nodes would fetch the chunks that
+        they hold."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in membership.members:
@@ -260,8 +251,8 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """Take over the task's new secret: when the registry has lost the old one, the master that
-        registers first makes another."""
+        """When the registry has lost the task's secret, the master that registers first makes
+        another."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
@@ -276,8 +267,8 @@ class Master:
                 self.cache.set_owned(owners.live_owned(self.rank))
 
     async def _assign_owners(self, owners: ChunkOwners, others: Iterable[int]) -> bool:
-        """Share the chunks of a version among this node and others. Returns whether the owners
-        changed and the version is still the current one."""
+        """Share a version's chunks among this node and others. Returns whether the owners changed
+        and the version is still the current one."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
         if owners.ranks == ranks:
@@ -327,8 +318,8 @@ class Master:
             await trio.sleep(self._options.renew_s)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
-        """Switch to another version of the dataset; chunks that are in both stay. The new version
-        has owners from the start: the members that are known to hold it."""
+        """Chunks that are in both versions stay. The new one has owners from the start: the members
+        that are known to hold it."""
         owners = ChunkOwners(snapshot)
         holders = self._membership.of_version(snapshot.version)
         await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
@@ -356,13 +347,12 @@ class Master:
     # Calls of this node's readers
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """Serve READs of a client of this node on a socket, which is the data plane's from now
-        on."""
+        """Serve a client of this node on a socket, which is the data plane's from now on."""
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for a client process; returns a descriptor of the whole chunk, or None if
-        it is not in memory. With `load`, it is fetched first."""
+        """Pin a chunk for a client process. A descriptor of the whole chunk; None if it is not in
+        memory. `load`: fetch it first."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
@@ -373,7 +363,7 @@ class Master:
         return self.cache.pin(pinner, chunk)
 
     async def report_damage(self, damaged: DamagedPart) -> None:
-        """A client reports a part that does not match its checksum."""
+        """A client got a part that does not match its checksum."""
         self._counts["damage_reports"] += 1
         what = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
         if damaged.rank == self.rank:
@@ -387,11 +377,9 @@ class Master:
 
     @property
     def table(self) -> ChunkTable:
-        """See `AnswerSource`."""
         return self.cache.table
 
     def take_plan(self, rank: int, body: bytes) -> int:
-        """See `AnswerSource`."""
         if rank == self.rank or rank not in self._peers:  # its streams would never end
             self._renew_now.set()
             return UNKNOWN
@@ -400,7 +388,6 @@ class Master:
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """See `AnswerSource`."""
         if rank != self.rank and rank not in self._peers:  # a node that this master does not know
             self._renew_now.set()
         owner = self._owners.owner[parts[:, 0]]
@@ -449,9 +436,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Contents of parts, by their row in `parts`: those of chunks that are here, and with
-        `load` those in `mine` (a flag for each row), if the chunk can be loaded in time (`LOAD_S`).
-        Chunks that could not be fetched are added to `failed`."""
+        """Contents of parts, by their row: of chunks that are here, and with `load` of those in
+        `mine` (a flag for each row) that can be loaded in time (`LOAD_S`). Chunks that could not be
+        fetched are added to `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -482,7 +469,7 @@ class Master:
         return found
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
-        """Fill `room` with a chunk: from a node that may hold it, else from the store."""
+        """Fill `room` from a node that may hold the chunk, else from the store."""
         owners = self._owners
         snapshot = owners.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)
@@ -523,10 +510,9 @@ class Master:
             await self.cache.fetches.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
-        """At the end, after `run`: write this node's chunks from memory to its disk, for the next
-        master of this node. That master will find all nodes present, so the chunks it will own come
-        first: while nodes leave one by one, those that remain own more and more. May be cancelled
-        anywhere."""
+        """At the end, after `run`: write this node's chunks from memory to its disk, for its next
+        master. That will find all nodes present, so the chunks it will own come first: while nodes
+        leave one by one, those that remain own more and more. May be cancelled anywhere."""
         owners = self._owners
         owner = await trio.to_thread.run_sync(
             owners.compute, range(self._world), self._world, abandon_on_cancel=True
@@ -536,7 +522,7 @@ class Master:
         await self.cache.flush_to_disk(owners.live_owned(self.rank, owner))
 
     def stats(self) -> dict[str, object]:
-        """The state of this node and its counters, for `Dataset.task_stats` and `dlcmd stats`."""
+        """For `Dataset.task_stats` and `dlcmd stats`."""
         return {
             "rank": self.rank,
             "world": self._world,

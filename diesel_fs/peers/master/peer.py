@@ -2,11 +2,11 @@
 
 A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
 into the caller's memory, and enforces deadlines. Its circuit breaker (`../../net/breaker.py`)
-decides whether it asks the peer now; `master.py` decides which peer to ask for which chunk.
+decides whether it asks the peer now; `master.py` decides which peer to ask.
 
 Concurrency: trio's. Any number of tasks read. Each sends its request itself, and one task receives
-the answers of all, straight into the memory of the tasks that wait. A reader that is cancelled
-withdraws its memory between two system calls; bytes that arrive for it later are dropped.
+the answers of all, straight into the memory of the tasks that wait. A cancelled reader withdraws
+its memory between two system calls; bytes that arrive for it later are dropped.
 """
 
 import logging
@@ -33,13 +33,13 @@ _BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones th
 
 _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
 """Requests of more than the first have at most the second in flight, or one request: small answers
-wait behind theirs on the connection."""
+wait behind theirs."""
 
 _IDS = 1 << 32  # IDs of requests, which have four bytes
 
 
 class _PendingRequest:
-    """A request that waits for its answer. The bytes go to `room`; it is late after `due_s`."""
+    """The answer's bytes go to `room`; it is late after `due_s`."""
 
     __slots__ = (
         "body", "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room",
@@ -65,8 +65,6 @@ class _PendingRequest:
 
 
 class Peer:
-    """One other master of the task."""
-
     def __init__(self, me: LocalIdentity, member: Member) -> None:
         self._me = me
         self.member = member
@@ -89,17 +87,17 @@ class Peer:
     # Calls of the master
 
     async def read(self, parts: Parts, room: memoryview, *, load: bool) -> Statuses:
-        """Read parts of chunks. The parts with status `GIVEN` lie in `room`, each at the sum of the
-        sizes before it. Nothing writes to `room` after the return. Any failure of the peer is a
-        status, not an error."""
+        """Read parts. Those with status `GIVEN` lie in `room`, each at the sum of the sizes before
+        it. Nothing writes to `room` after the return. Any failure of the peer is a status, not an
+        error."""
         flags = LOAD if load else 0
         count = len(parts)
         size = int(parts[0, 2]) if count == 1 else int(parts[:, 2].sum(dtype=np.uint64))
         if count == 1 or (count <= wire.PARTS_MAX and size <= wire.PARTS_BYTES_MAX):
-            return await self._ask(wire.READ, flags, parts, room, size)
+            return await self._request(wire.READ, flags, parts, room, size)
         statuses = np.full(count, BUSY, np.uint8)
         for first, last, start, end in _split(parts):
-            answered = await self._ask(
+            answered = await self._request(
                 wire.READ, flags, parts[first:last], room[start:end], end - start
             )
             statuses[first:last] = answered
@@ -108,26 +106,25 @@ class Peer:
         return statuses
 
     async def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`). The status of the answer; None if the
-        peer is not asked now or does not answer in time, which does not count as its failure: it
-        may have other work, and reads do not wait for this."""
+        """Send a message about plans (`plan/messages.py`); the status of the answer. None if the
+        peer is not asked now or is late, which does not count as its failure: it may have other
+        work, and reads do not wait for this."""
         pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)
         pending.body, pending.count, pending.is_working = body, 1, True
-        await self._ask_pending(pending, 0)
+        await self._request_pending(pending, 0)
         return None if pending.statuses is None else int(pending.statuses[0])
 
     async def ping(self) -> bool:
-        """Whether the peer answers."""
-        return not len(await self._ask(wire.PING, 0, None, memoryview(b""), 0))
+        return not len(await self._request(wire.PING, 0, None, memoryview(b""), 0))
 
     def record_damage(self) -> None:
-        """A part from this peer did not match its checksum."""
+        """A part did not match its checksum."""
         self._counts["damaged"] += 1
         if self._breaker.record_damage(trio.current_time()):
             log.error("%s sent damaged data three times: it is not asked for 60 s", self)
 
     def stats(self) -> dict[str, object]:
-        """Counters, and the state of connection and circuit breaker."""
+        """Counters, and the state of connection and breaker."""
         now_s = trio.current_time()
         return {
             **self._counts,
@@ -217,8 +214,8 @@ class Peer:
             await channel.drain()
 
     async def _expire_late(self, channel: Channel) -> None:
-        """Wake the callers of late requests. A cancel scope for each request would cost more
-        than all the rest of the request."""
+        """Wake the callers of late requests. A cancel scope for each would cost more than all the
+        rest of a request."""
         while True:
             due_s = (
                 pending.due_s for pending in self._pending.values() if pending.waiter is not None
@@ -233,14 +230,14 @@ class Peer:
 
     # One request
 
-    async def _ask(
+    async def _request(
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
-        """Send a request and wait; returns the status of each part. A request without parts has no
-        status, or one that is not `GIVEN` if it failed."""
-        return await self._ask_pending(_PendingRequest(kind, parts, room[:size], size), flags)
+        """Send a request and wait; the status of each part. A request without parts has none, or
+        one that is not `GIVEN` if it failed."""
+        return await self._request_pending(_PendingRequest(kind, parts, room[:size], size), flags)
 
-    async def _ask_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
+    async def _request_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
         parts, now_s = pending.parts, trio.current_time()
         ticket = 0 if self._is_over else self._breaker.admit(now_s)
         if not ticket:
@@ -270,7 +267,7 @@ class Peer:
         return _statuses(FAILED, parts)
 
     async def _send_and_wait(self, pending: _PendingRequest, flags: int, ticket: int) -> None:
-        """Returns when the request is answered, late, or cannot be answered any more."""
+        """Return when the request is answered, late, or cannot be answered any more."""
         pending.due_s = pending.sent_s + self._breaker.timeout_s(
             pending.size + self._in_flight_bytes
         )
@@ -326,7 +323,7 @@ class Peer:
         return not self._bulk_bytes or self._bulk_bytes + size <= _BULK_IN_FLIGHT_BYTES
 
     def _finish(self, request_id: int, pending: _PendingRequest) -> None:
-        """A request has been answered. Its caller may have been cancelled."""
+        """The caller of an answered request may have been cancelled."""
         del self._pending[request_id]
         self._in_flight_bytes -= pending.size
         if pending.size > _BULK_BYTES:
@@ -409,8 +406,8 @@ def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
 
 
 def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
-    """Split parts into requests within the limits: of each the first row, the row behind the last,
-    and where their bytes start and end in the room."""
+    """Split parts into requests within the limits: first row, row behind the last, and where their
+    bytes start and end in the room."""
     first = start = at = 0
     for i, size in enumerate(parts[:, 2].tolist()):
         if i > first and (i - first >= wire.PARTS_MAX or at + size - start > wire.PARTS_BYTES_MAX):

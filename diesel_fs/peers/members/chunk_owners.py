@@ -1,8 +1,7 @@
-"""The owner of each chunk of a version, under the members of now and of before.
+"""The owner of each chunk of a version, under the members of now and of before. Pure.
 
-A chunk with a new owner may still be with its previous owners, so those are remembered and
-asked before the store. `ownership.py` computes the owners. Used by the trio loop of a master, which
-runs `compute` and `compute_live_fraction` in threads, as they take long. Pure.
+A chunk with a new owner may still be with its previous owners, which are asked before the store. A
+master's trio loop uses this, and runs `compute` and `compute_live_fraction` in threads.
 """
 
 from collections.abc import Sequence
@@ -19,8 +18,6 @@ Ranks = npt.NDArray[np.int64]
 
 
 class ChunkOwners:
-    """Which node owns each chunk of a version, now and under earlier memberships."""
-
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
         self.ranks: list[int] = []  # of the members among which the chunks are shared
@@ -33,8 +30,8 @@ class ChunkOwners:
         self._world = 0
 
     def compute(self, ranks: Sequence[int], world: int) -> Ranks:
-        """The owners where these ranks of a task of `world` nodes are members. Takes 0.3 s for
-        1,000 nodes."""
+        """The owners if these ranks of a task of `world` nodes are members. Takes 0.3 s for 1,000
+        nodes."""
         if self._ownership is None or self._world < world:
             ids, sizes = self.snapshot.chunk_ids, self.snapshot.chunk_sizes
             self._ownership, self._world = Ownership(ids, sizes, world), world
@@ -43,33 +40,32 @@ class ChunkOwners:
         return self._ownership.owners(living)
 
     def compute_live_fraction(self) -> None:
-        """Compute `live_fraction`: nobody reads bytes of files that were overwritten or removed.
-        Takes 0.2 s for 10 million files."""
+        """Bytes of files that were overwritten or removed are not live. Takes 0.2 s for 10 million
+        files."""
         if not self._has_live_fraction:
             sizes = np.maximum(self.snapshot.chunk_sizes, 1)
             self.live_fraction = self.snapshot.used_bytes() / sizes
             self._has_live_fraction = True
 
     def live_owned(self, rank: int, owner: Ranks | None = None) -> npt.NDArray[np.bool_]:
-        """The chunks of a node, without those that are known to hold no live bytes; `owner` gives
-        other owners than the current ones."""
+        """A node's chunks, without those that are known to hold no live bytes. `owner` replaces the
+        current owners."""
         mine: npt.NDArray[np.bool_] = (self.owner if owner is None else owner) == rank
         return mine & (self.live_fraction > 0)
 
     def shares(self) -> dict[str, int]:
-        """How many chunks each member owns, by its rank."""
+        """Number of chunks of each member, by rank."""
         counts = np.bincount(self.owner[self.owner >= 0], minlength=max(self.ranks, default=-1) + 1)
         return {str(rank): int(counts[rank]) for rank in self.ranks}
 
     def set_owners(self, ranks: list[int], owner: Ranks, previous: Ranks | None = None) -> None:
-        """Set the members and the owners. `previous` has the owners as they may have been before
-        this node came."""
+        """`previous` has the owners as they may have been before this node came."""
         self.ranks = ranks
         known = [self.owner, *self._previous]
         self._previous = (known if previous is None else [previous, *known])[:_PREVIOUS_OWNERS_MAX]
         self.owner = owner
 
     def possible_holders(self, chunk: int) -> list[int]:
-        """The ranks that may hold a chunk, the most likely first."""
+        """The most likely ranks first."""
         ranks = dict.fromkeys(int(owner[chunk]) for owner in (self.owner, *self._previous))
         return [rank for rank in ranks if rank >= 0]

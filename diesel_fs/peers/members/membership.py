@@ -1,10 +1,10 @@
 """The members of a task: its name, its masters, which node this is, and registrations as bytes and
-messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5).
+messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5). Pure.
 
 A task is a training job, a node one of its machines, and a master the process on a node that the
 others reach. A master registers in a member store (Redis, or a server in front of it) and learns
-there which masters are in its task. This module has the values and checks them when they arrive;
-all checks raise UsageError. It is pure, and its values may be used in any thread.
+there which masters are in its task. Values are checked when they arrive: all checks raise
+UsageError.
 """
 
 import hashlib
@@ -21,10 +21,10 @@ from ...net.messages import Fields, Message
 from ...urls import HostPort
 
 TTL_S = 6.0
-"""How long a registration lasts without being renewed: two renewals may be lost."""
+"""Of a registration that is not renewed: two renewals may be lost."""
 
 RANK_MAX = 0xFFFD
-"""The highest rank: ranks travel in two bytes."""
+"""Ranks travel in two bytes."""
 
 MEMBERS_MAX = 4096
 """Masters of one task: each keeps connections to all others."""
@@ -34,8 +34,7 @@ ADDRESS_CHARS_MAX, USER_CHARS_MAX = 260, 255
 VERSION_MAX = (1 << 63) - 1
 
 KEY_BYTES_MIN = 16
-"""The shortest content of `--task-key-file`: a process that has seen one proof can try all short
-keys."""
+"""Of `--task-key-file`: a process that has seen one proof can try all short keys."""
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
 """The instance of a master that is known by `--peers` alone."""
@@ -48,7 +47,7 @@ _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brack
 
 @dataclass(frozen=True, slots=True)
 class TaskName:
-    """The full name of a task: its dataset, its user, and the name that the user gave it."""
+    """A task's dataset, its user, and the name that the user gave it."""
 
     identity: UUID
     user: str  # the account at a server; `uid:N` without one
@@ -66,14 +65,14 @@ class TaskName:
 
     @property
     def digest(self) -> bytes:
-        """32 bytes that identify the task."""
+        """Identifies the task: 32 bytes."""
         parts = (b"diesel-fs task 1", self.identity.bytes + self.user.encode(), self.name.encode())
         return hashlib.sha256(b"\0".join(parts)).digest()
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A master as it is registered."""
+    """A registered master."""
 
     rank: int  # the number of its node
     instance: bytes  # random; each process has its own
@@ -98,7 +97,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The masters of a task at one moment: of each rank the newest instance."""
+    """At one moment: of each rank the newest instance."""
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)  # the task's, by which masters prove that they belong to it
@@ -107,18 +106,17 @@ class Membership:
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
-        """A membership of these masters. Where two have the same rank, the last one stays."""
+        """Of two masters with one rank, the last one stays."""
         by_rank = {member.rank: member for member in members}
         return cls(tuple(by_rank[rank] for rank in sorted(by_rank)), secret)
 
     def of_version(self, version: int) -> tuple[Member, ...]:
-        """The masters that hold this version of the dataset. The others are not nodes of this
-        version."""
+        """Masters of other versions are not nodes of this one."""
         return tuple(member for member in self.members if member.version == version)
 
 
 def split_address(address: str) -> HostPort:
-    """The address of a master, which may come from anywhere. Raises UsageError."""
+    """The address may come from anywhere. Raises UsageError."""
     try:
         parsed = HostPort.parse(address) if _ADDRESS.fullmatch(address) else None
     except ValueError:
@@ -136,10 +134,8 @@ def split_address(address: str) -> HostPort:
 
 
 def secret_from_key(key: bytes) -> bytes:
-    """The task's secret: SHA-256 of the content of a key file, without the space around it.
-
-    Raises UsageError; its text does not show the key.
-    """
+    """SHA-256 of the content of a key file, without the space around it. Raises UsageError, whose
+    text does not show the key."""
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
         raise UsageError(
@@ -200,7 +196,7 @@ def _parse_number(text: str, name: str) -> int:
 # registrations ------------------------------------------------------------------------------------
 
 TIME_MAX = 1 << 52
-"""Microseconds since 1970 that are exact inside Redis, up to the year 2112."""
+"""Microseconds since 1970, exact inside Redis: up to the year 2112."""
 
 _STORED = struct.Struct("<QB32s")  # version, flags, certificate; then the address
 _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
@@ -208,8 +204,7 @@ _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """The registration that a master remembers and sends again at each renewal, so that Redis
-    may lose it."""
+    """Sent again at each renewal, so that Redis may lose it."""
 
     since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
     state: int = 0  # the number of the membership that it last received
@@ -218,8 +213,7 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """The answer to a registration. `members` is None if the caller knows the current
-    members."""
+    """`members` is None if the caller knows the current members."""
 
     since: int
     state: int
@@ -230,36 +224,31 @@ class JoinReply:
 
 
 class MemberStore(Protocol):
-    """Where masters register. Calls block; they may come from any thread."""
+    """Where masters register. Calls block; any thread."""
 
     def join(self, task: TaskName, member: Member, record: MemberRecord) -> JoinReply:
-        """Register, or renew a registration. A master without a key file receives the task's
-        secret. Idempotent.
-
-        Raises ConflictError if a newer instance has this rank.
-        """
+        """Register, or renew. A master without a key file receives the task's secret. Idempotent.
+        Raises ConflictError if a newer instance has this rank."""
         ...
 
     def leave(self, task: TaskName, member: Member) -> None:
-        """End a registration. Idempotent."""
+        """Idempotent."""
         ...
 
-    def close(self) -> None:
-        """Close the connections."""
-        ...
+    def close(self) -> None: ...
 
 
 # as a store keeps them
 
 
 def pack_member(member: Member) -> bytes:
-    """A member without its rank and instance, as bytes."""
+    """Without its rank and instance."""
     flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
     return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
 
 def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
-    """The member that `pack_member` packed. Raises UsageError."""
+    """Raises UsageError."""
     if len(packed) < _STORED.size:
         raise UsageError("a registration that is too short")
     version, flags, certificate = _STORED.unpack_from(packed)
@@ -272,7 +261,7 @@ def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
 
 
 def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
-    """A request to register, without `do` and the dataset."""
+    """Without `do` and the dataset."""
     return {
         "task": task.name,
         **member_message(member),
@@ -283,8 +272,7 @@ def join_message(task: TaskName, member: Member, record: MemberRecord) -> Messag
 
 
 def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
-    """The name of the task, the master that registers, and its record. Raises
-    UsageError."""
+    """The task's name, the master and its record. Raises UsageError."""
     name = fields.text("task")
     member = parse_member(fields)
     since = fields.integer("since", 0, high=TIME_MAX)
@@ -294,17 +282,16 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 
 def leave_message(task: TaskName, member: Member) -> Message:
-    """A request to end a registration, without `do` and the dataset."""
+    """Without `do` and the dataset."""
     return {"task": task.name, **member_message(member)}
 
 
 def parse_leave(fields: Fields) -> tuple[str, Member]:
-    """The name of the task, and the master that leaves it."""
+    """The task's name, and the master."""
     return fields.text("task"), parse_member(fields)
 
 
 def join_reply_message(reply: JoinReply) -> Message:
-    """The answer to a registration, as a message."""
     message: Message = {"since": reply.since, "state": reply.state, "secret": reply.secret}
     if reply.members is not None:
         message["members"] = [member_message(each) for each in reply.members]
@@ -316,7 +303,7 @@ def join_reply_message(reply: JoinReply) -> Message:
 
 
 def parse_join_reply(message: Message) -> JoinReply:
-    """The answer to a registration that a message holds. Raises UsageError."""
+    """Raises UsageError."""
     fields = Fields(message, "an answer")
     since, state = (fields.integer(each, low=1, high=TIME_MAX) for each in ("since", "state"))
     secret = fields.octets("secret", 0, SECRET_BYTES)
@@ -332,7 +319,6 @@ def parse_join_reply(message: Message) -> JoinReply:
 
 
 def member_message(member: Member) -> Message:
-    """A member as a message."""
     return {
         "rank": member.rank,
         "instance": member.instance,
@@ -344,7 +330,7 @@ def member_message(member: Member) -> Message:
 
 
 def parse_member(fields: Fields) -> Member:
-    """The member that a message holds. Raises UsageError."""
+    """Raises UsageError."""
     return Member(
         fields.integer("rank"),
         fields.octets("instance", 0, INSTANCE_BYTES),

@@ -1,21 +1,19 @@
-"""Brings chunks to a node: fetches them from another node or the store, loads them from the disk,
-and fetches ahead what readers need next.
+"""Brings chunks to a node: from another node or the store, from its disk, and ahead of readers.
 
 A chunk is kept only after it has been checked whole, in memory that is sealed by then. However many
 callers wait for a chunk, it is fetched once.
 
 Concurrency. Everything runs in the master's one trio loop; threads allocate, check and seal memory,
-and do nothing else. Each chunk that is on its way is one `Flight` and one task of `run`'s nursery,
-so a caller that is cancelled does not end the fetch for others. `FETCHES` flights that callers wait
-for run at once; those that nobody waits for (`prefetch_owned`, `prefetch_planned`) are
-`FILL_FETCHES` more, and start only while no caller waits.
+and do nothing else. Each chunk on its way is one `Flight` and one task of `run`'s nursery, so a
+caller that is cancelled does not end the fetch for others. `FETCHES` flights that callers wait for
+run at once; `FILL_FETCHES` more (`prefetch_owned`, `prefetch_planned`) start only while no caller
+waits.
 
 Between a caller's look at the ledger and `start` there is no wait: so a chunk has at most one
-flight, and the room that `Replacement.take` reserves is the room that was found free. From then on
-the chunk's room is reserved until `_land`, which in one step releases it, puts the chunk into the
-ledger, and wakes the callers. A flight may last through a new version: `switch_version` gives it
-the new number of its chunk, or -1 if the version does not have it; then its callers still get the
-bytes, and the node does not keep them.
+flight, and the room that `Replacement.take` reserves is the room that was found free. `_land` in
+one step releases it, puts the chunk into the ledger, and wakes the callers. A flight may last
+through a new version: `switch_version` gives it the new number of its chunk, or -1 if there is
+none; then its callers still get the bytes, and the node does not keep them.
 """
 
 import contextlib
@@ -41,19 +39,17 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 FETCHES = 8
-"""Fetches at once that callers wait for; further ones queue. Eight hide the latency of a distant
-store and share its link without making any caller wait too long."""
+"""That callers wait for; further ones queue. Eight hide the latency of a distant store and share
+its link without making any caller wait too long."""
 
 FILL_FETCHES = 2
-"""Fetches at once that no caller waits for. They start only while no caller waits for a fetch."""
+"""That no caller waits for. They start only while no caller waits for a fetch."""
 
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
-"""Seconds before a chunk that could not be fetched ahead is tried again; they double up to the
-maximum."""
+"""Before a chunk that could not be fetched ahead is tried again; doubles up to the maximum."""
 
 Fetch = Callable[[int, memoryview], Awaitable[None]]
-"""Fills `room` with the whole chunk of a number, and keeps no part of `room` afterwards. Raises
-DieselError."""
+"""Fills `room` with a whole chunk, and keeps no part of it afterwards. Raises DieselError."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -61,24 +57,23 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A chunk that is being fetched (from another node or the store) or loaded (from this node's
-    disk)."""
+    """A chunk that is being fetched, or loaded from this node's disk."""
 
     chunk: int
-    """Its number in the current version, or -1 if that does not have it."""
+    """In the current version, or -1."""
     key: ChunkKey
     size: int
     to_memory: bool
     from_disk: bool
     is_ahead: bool
-    """Nobody waited for the chunk when the fetch began."""
+    """No caller waited for the chunk when the fetch began."""
     done: trio.Event = field(default_factory=trio.Event)
     view: memoryview | None = None
     error: DieselError | None = None
 
     @property
     def is_awaited(self) -> bool:
-        """Whether the fetch was started for a caller."""
+        """Started for a caller."""
         return not self.from_disk and not self.is_ahead
 
 
@@ -95,7 +90,7 @@ class Fetches:
         *,
         measures: bool,
     ) -> None:
-        """With `measures`, the times of fetches are added to `costs`."""
+        """`measures`: add the times of fetches to `costs`."""
         self._ledger, self._replacement, self._disk = ledger, replacement, disk
         self._fetch, self._costs, self._measures = fetch, costs, measures
         self._counts = ledger.counts
@@ -112,7 +107,7 @@ class Fetches:
         self._warned: set[type] = set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Run fetches until cancelled. Callers that wait then get nothing."""
+        """Until cancelled. Callers that wait then get nothing."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -122,8 +117,8 @@ class Fetches:
                 self._nursery = None
 
     def begin(self, chunk: int, wanted_bytes: int, *, load: bool, is_new: bool) -> Flight | None:
-        """Start to fetch a chunk that a caller wants, or to load it from the disk, if it is worth
-        it. `is_new`: this miss has not been counted yet."""
+        """Fetch a chunk that a caller wants, or load it from the disk, if it is worth it. `is_new`:
+        this miss has not been counted yet."""
         from_disk = self._ledger.is_readable(chunk)
         if self._nursery is None or not (from_disk or load):
             return None
@@ -131,7 +126,7 @@ class Fetches:
         return None if placement is None else self._start(chunk, placement, from_disk=from_disk)
 
     def switch_version(self, before: list[int]) -> None:
-        """Chunks have other numbers; `before` has the number that each had, or -1."""
+        """`before` has the number that each chunk had, or -1."""
         after = {was: number for number, was in enumerate(before) if was >= 0}
         for flight in self.in_flight.values():
             flight.chunk = after.get(flight.chunk, -1)
@@ -167,8 +162,7 @@ class Fetches:
         return flight
 
     async def _fly(self, flight: Flight) -> None:
-        """Fetch or load a chunk. Errors are kept for the callers that wait; none leaves this
-        task."""
+        """Errors are kept for the callers that wait; none leaves this task."""
         memory: SealedMemory | None = None
         try:
             if flight.from_disk:
@@ -211,7 +205,7 @@ class Fetches:
         flight.done.set()
 
     async def _fetch_checked(self, flight: Flight) -> SealedMemory | None:
-        """The chunk, checked: in memory that can be pinned, or in the flight's view alone."""
+        """In memory that can be pinned, or in the flight's view alone."""
         if flight.chunk < 0:
             return None
         if not flight.to_memory:
@@ -251,8 +245,8 @@ class Fetches:
     # Fetching ahead
 
     async def prefetch_owned(self, order: npt.NDArray[np.int64]) -> None:
-        """Fetch this node's chunks that are not here, in this order, while room is free; again
-        whenever its share or the room grows. Ends with `switch_version`, or when cancelled."""
+        """Fetch this node's absent chunks, in this order, while room is free; again whenever its
+        share or the room grows. Ends with `switch_version`, or when cancelled."""
         version, retry_s, ledger = self._version, FILL_RETRY_S, self._ledger
         while version == self._version:
             changed, failures = self._room_changed, self._counts["fill_failures"]
@@ -285,8 +279,8 @@ class Fetches:
     async def _fill_from(
         self, left: Iterator[int], version: int, future: ChunkFuture | None = None
     ) -> None:
-        """Fetch these chunks one after the other, until one does not fit. With `future`, each also
-        in place of chunks that are needed later, while `future` is the current one."""
+        """One after the other, until one does not fit. With `future`, also in place of chunks that
+        are needed later, while it is the current one."""
         ledger, replacement = self._ledger, self._replacement
         for chunk in left:
             while self._awaited:
@@ -315,13 +309,12 @@ class Fetches:
     async def in_thread(
         self, work: Callable[Given, Made], *args: Given.args, **named: Given.kwargs
     ) -> Made:
-        """Run `work` in a thread of the fetches' own limit."""
+        """In a thread of the fetches' own limit."""
         return await trio.to_thread.run_sync(lambda: work(*args, **named), limiter=self._threads)
 
 
 def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
-    """The chunk in `draft`, sealed first and then checked, so that it cannot change after the
-    check."""
+    """Seal first, then check, so that the chunk cannot change after the check."""
     sealed = draft.seal()
     try:
         verify_chunk(key, sealed.view)

@@ -1,11 +1,9 @@
 """Memory that processes share: a chunk in a memfd, which is written once and then sealed.
 
-A sealed memfd can be given to any process of the same user: no process can change it any more,
-through a descriptor or a mapping, and it cannot shrink while a process has it mapped. Map it
-privately: before Linux 6.7 the seal against writing also forbids shared mappings that only read.
-A private mapping costs no more: pages that nobody writes to are not copied.
-
-An object belongs to one thread at a time.
+No process can change a sealed memfd any more, through a descriptor or a mapping, and it cannot
+shrink. Map it privately: before Linux 6.7 the seal against writing also forbids shared mappings
+that only read, and pages that are not written are not copied. An object belongs to one thread at a
+time.
 """
 
 import contextlib
@@ -19,8 +17,7 @@ from pathlib import Path
 MAPS_MAX_FILE = Path("/proc/sys/vm/max_map_count")
 
 RESERVED_DESCRIPTORS, RESERVED_MAPS = 24 << 10, 4 << 10
-"""Descriptors and mappings that are left for connections, libraries and threads; at most half of
-the process's limit."""
+"""Left for connections, libraries and threads; at most half of the process's limit."""
 
 # For each chunk; Python before 3.13 keeps a descriptor for a mapping, too
 _DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2
@@ -29,7 +26,7 @@ _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_S
 
 
 class WritableMemory:
-    """Memory that is filled through `room`, a view of it, and then sealed or discarded."""
+    """Filled through `room`, a view of it, and then sealed or discarded."""
 
     def __init__(self, size: int) -> None:
         """Allocates all pages at once: a lack of memory is an OSError here, and not a signal
@@ -56,7 +53,7 @@ class WritableMemory:
         return sealed
 
     def discard(self) -> None:
-        """Give the memory up; it is freed when no part of `room` is in use any more."""
+        """The memory is freed when no part of `room` is in use any more."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -70,7 +67,7 @@ class WritableMemory:
 
 
 class SealedMemory:
-    """Memory that never changes: `view` for this process, `descriptor` for others."""
+    """`view` is for this process, `descriptor` for others."""
 
     def __init__(self, file: int, size: int) -> None:
         access = mmap.PROT_READ
@@ -79,8 +76,7 @@ class SealedMemory:
         self.bytes = size
 
     def close(self) -> None:
-        """Close the descriptor. Views and other processes' mappings stay valid; the memory is freed
-        with the last of them."""
+        """Close the descriptor. Views and other processes' mappings stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -99,7 +95,7 @@ def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one; returns it."""
+    """To the hard one; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -107,7 +103,7 @@ def raise_descriptor_limit() -> int:
 
 
 def sealed_memories_max() -> int:
-    """How many chunks a process can have in memory, by its limits of descriptors and mappings."""
+    """Chunks that a process can have in memory, by its limits of descriptors and mappings."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize
     try:

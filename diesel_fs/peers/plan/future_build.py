@@ -1,8 +1,7 @@
-"""Makes the future of a task's readers: which chunks they will read, in which order.
+"""Makes the future of a task's readers: which chunks they will read, in which order. Pure.
 
-`task_plan.py` knows the streams; a `FutureBuild` turns their orders of entries into reads of
-chunks. That takes 1.5 s for two epochs of 14 million files, so it runs in a thread, on values that
-nobody else changes meanwhile. Pure.
+That takes 1.5 s for two epochs of 14 million files, so it runs in a thread, on values that nothing
+else changes meanwhile.
 """
 
 from dataclasses import dataclass
@@ -22,13 +21,13 @@ from .messages import PlannedEpoch
 Units = npt.NDArray[np.uint32]
 Positions64 = npt.NDArray[np.int64]
 Key = tuple[int, str]
-"""The rank of a node, and the key of one of its streams."""
+"""A node's rank, and the key of one of its streams."""
 
 
 @dataclass(slots=True)
 class PlannedPart:
-    """A stream as the future has it: from which position on, and the ends of the uses of each
-    position, if a file may lie in several chunks."""
+    """A stream as the future has it, from position `start` on. `ends` has the ends of the uses of
+    each position, if a file may lie in several chunks."""
 
     key: Key
     epochs: tuple[PlannedEpoch, ...]
@@ -38,7 +37,7 @@ class PlannedPart:
 
 
 class ChunksOfEntries:
-    """Which chunks a read of each entry needs, and the costs of a read of each chunk."""
+    """Which chunks a read of each entry needs, and the bytes of a read of each chunk."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Takes 0.3 s for 10 million entries."""
@@ -61,7 +60,7 @@ class ChunksOfEntries:
 
     def units(self, entries: Entries) -> tuple[Units, Positions64 | None]:
         """The chunks of these entries, in their order; and the ends of those of each entry, or None
-        where each has one."""
+        if each has one."""
         if not len(self._many) or not self._is_many[entries].any():
             return self._first[entries], None
         counts = self._count[entries]
@@ -76,8 +75,6 @@ class ChunksOfEntries:
 
 
 class FutureBuild:
-    """The making of one future, in a thread."""
-
     def __init__(
         self,
         snapshot: Snapshot,
@@ -93,7 +90,7 @@ class FutureBuild:
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 
     def future(self) -> ChunkFuture:
-        """The future of the parts; sets their `ends`. Raises MemoryError."""
+        """Sets the `ends` of the parts. Raises MemoryError."""
         chunks = self.chunks = self.chunks or ChunksOfEntries(self._snapshot)
         orders = []
         for part in self._parts:

@@ -1,10 +1,9 @@
-"""Keeps one receiver up to date with the plan that a process knows: which files its readers will
-read, how far they are, which chunks its node has, and what chunks are worth.
+"""Keeps one receiver up to date with the plan that a process knows. Pure.
 
 A mount's prefetch worker publishes to its node's master, and each master to all others, what its
 own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers what the receiver
 has taken over, and yields the messages for the rest: each order once, each stream when it changes,
-then positions. The caller sends them, from a thread (`sender.py`) or from trio (`master/`). Pure.
+then positions. The caller sends them, from a thread (`sender.py`) or from trio (`master/`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -39,11 +38,11 @@ _Step = Generator[bytes, int | None, int | None]
 """As `News`; returns the status of its last message, or None if no answer came."""
 
 _RETRY_NEWS = 60
-"""A stream that the receiver rejected is sent again after this number of rounds."""
+"""After this number of rounds a rejected stream is sent again."""
 
 _REPEAT_NEWS = 30
-"""Every this many rounds, `news` repeats positions and held chunks that have not changed: the
-receiver may have forgotten this process. Between masters that is every 30 s."""
+"""Every this many rounds, `news` repeats unchanged positions and held chunks: the receiver may have
+forgotten this process. Between masters that is every 30 s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,18 +51,16 @@ class Announcement:
 
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """The entries of an epoch that is not computed; None if they are not known any more."""
+    """Of an epoch that is not computed; None if they are not known any more."""
     values: Values | None = None
-    """What chunks are worth; None if nobody has said."""
+    """Of chunks; None if they are not known."""
     held: Mask | None = None
     """The chunks that the node has; None if the receiver does not need them."""
 
 
 class PlanPublisher:
-    """The state of one receiver."""
-
     def __init__(self, entry_count: int) -> None:
-        """`entry_count`: of the dataset's version that the streams are for."""
+        """`entry_count`: of the version that the streams are for."""
         self._entry_count = entry_count
         self._orders: set[bytes] = set()  # that the receiver has, by their digests
         self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
@@ -73,11 +70,11 @@ class PlanPublisher:
         self._values: Values | None = None
         self._rounds = self._held_round = 0
         self.last_status: int | None = TAKEN
-        """The status of the last message; None if no answer came."""
+        """Of the last message; None if no answer came."""
 
     @property
     def has_published(self) -> bool:
-        """Whether the receiver knows a stream."""
+        """The receiver knows a stream."""
         return bool(self._streams)
 
     def forget(self) -> None:
@@ -89,7 +86,7 @@ class PlanPublisher:
         self._held = self._values = None
 
     def news(self, announced: Announcement) -> News:
-        """The messages after which the receiver knows this plan and no other. It ends early if no
+        """The messages after which the receiver knows this plan and no other. Ends early if no
         answer comes, or if the receiver has forgotten this process; call it again later."""
         self._rounds += 1
         status = yield from self._send_streams(announced)
@@ -112,7 +109,7 @@ class PlanPublisher:
         return self.last_status
 
     def _send_all(self, messages: Iterable[PlanMessage]) -> _Step:
-        """Send these, up to the first that is not taken; returns the status of the last."""
+        """Up to the first that is not taken; returns the status of the last."""
         status: int | None = TAKEN
         for each in messages:
             status = yield from self._send(each)
@@ -121,8 +118,8 @@ class PlanPublisher:
         return status
 
     def _send_streams(self, announced: Announcement) -> _Step:
-        """Send new streams and positions. The status of the last message; None as soon
-        as no answer comes."""
+        """New streams and positions. The status of the last message; None as soon as no answer
+        comes."""
         streams = announced.streams
         status: int | None = TAKEN
         self.last_status = status

@@ -1,15 +1,14 @@
 """A reader's connections to the masters that own the chunks it reads (`PEERS.md`, section 3): one
-connection for each node, made when it is first needed.
+for each node, made when it is first needed.
 
 An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
 flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
 never raises an error: when a request fails, the caller gets None and reads from the store.
-`task_chunks.py` decides which node to ask for which parts.
 
 Concurrency: many threads. The sockets block, as a wake-up by an event loop would cost more than a
 request. Of the threads that wait for answers on one connection, one (the *leader*) receives them
-for all. Each answer is received straight into the memory of the request that came first, which is
-nearly always its own. A forked child opens connections of its own.
+for all, each straight into the memory of the request that came first, which is nearly always its
+own. A forked child opens connections of its own.
 """
 
 import logging
@@ -32,11 +31,11 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 CONNECT_WAIT_S = 2.5
-"""How long a reader waits for a connection that is being made; making it goes on."""
+"""For a connection that is being made; making it goes on."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""Requests that are not answered yet: these fit the sockets' buffers, so sending never waits for
-a master that waits for this reader to receive."""
+"""Unanswered requests: these fit the sockets' buffers, so sending never waits for a master that
+waits for this reader to receive."""
 
 _TICK_S = 0.05  # how often a waiting thread looks at its deadline
 _SEND_LIMIT_S = 1.0
@@ -89,10 +88,8 @@ if all were given."""
 
 
 class _OwnerConnection(RequestSocket):
-    """One connection, and the requests on it that are not answered yet.
-
-    `pending` and `has_leader` are used under the link's lock, the other fields by the leader.
-    """
+    """One connection, and its unanswered requests. `pending` and `has_leader` are used under the
+    link's lock, the other fields by the leader."""
 
     def __init__(self, connected: socket.socket | TlsSocket) -> None:
         super().__init__(connected, receive_limit_s=_TICK_S, send_limit_s=_SEND_LIMIT_S)
@@ -104,7 +101,7 @@ class _OwnerConnection(RequestSocket):
         self.carried = b""  # bytes behind it
 
     def take_carried(self, room: memoryview) -> int:
-        """Move bytes that were received behind another answer into `room`; returns how many."""
+        """Move bytes that were received behind another answer into `room`; returns their number."""
         carried = self.carried
         if not carried:
             return 0
@@ -114,13 +111,13 @@ class _OwnerConnection(RequestSocket):
         return count
 
     def close(self) -> None:
-        """As `RequestSocket.close`; those that wait for answers see `is_lost`."""
+        """Threads that wait for answers see `is_lost`."""
         self.is_lost = True
         super().close()
 
 
 class OwnerLink:
-    """One master, asked for parts of chunks of one version."""
+    """One master, for parts of chunks of one version."""
 
     def __init__(
         self,
@@ -134,7 +131,7 @@ class OwnerLink:
         are those of each READ."""
         self.rank = rank
         self.is_refused = False
-        """Whether the master answered the last attempt to connect, and did not let us in."""
+        """The master answered the last attempt to connect, and did not let us in."""
 
         self.counts = dict.fromkeys(
             ("connections", "requests", "bytes", "timed_out", "failed", "skipped", "damaged"), 0
@@ -149,7 +146,6 @@ class OwnerLink:
         start_anew_in_forks(self)
 
     def start_anew(self) -> None:
-        """See `Inherited`."""
         connection = self._connection
         self._make_locks()
         if connection is not None:
@@ -166,9 +162,8 @@ class OwnerLink:
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # used under `_sending`
 
     def begin(self, parts: _SomeParts, size: int) -> PendingRead | None:
-        """Send a READ of parts, or of one part (chunk, start, bytes). They have `size` bytes in
-        all, within the limits of one request, and at least one each. None if the master is not
-        to be asked now."""
+        """Send a READ of parts, or of one part (chunk, start, bytes), of `size` bytes in all, none
+        empty, within the limits of one request. None if the master is not to be asked now."""
         ticket = self._breaker.ticket
         connection = self._connection
         if connection is None or connection.is_lost or not self._breaker.is_clean:
@@ -204,11 +199,11 @@ class OwnerLink:
         return pending
 
     def read_one(self, chunk: int, start: int, size: int) -> Bytes | None:
-        """One part of at least one byte; None if the master does not give it.
+        """One part that is not empty; None if the master does not give it.
 
-        A small part on a connection that nobody uses goes this short way: the request and its
-        answer are one exchange, for which nothing is set up. If it turns out otherwise, the
-        request goes on as any other.
+        A small part on an unused connection goes this short way: the request and its answer are one
+        exchange, for which nothing is set up. If it turns out otherwise, the request goes on as any
+        other.
         """
         connection = self._connection
         if (
@@ -297,7 +292,7 @@ class OwnerLink:
         return None
 
     def record_damage(self) -> None:
-        """A part from this master did not match its checksum."""
+        """A part did not match its checksum."""
         self.counts["damaged"] += 1
         with self._lock:
             is_over = self._breaker.record_damage(time.monotonic())
@@ -305,14 +300,14 @@ class OwnerLink:
             log.error("node %d sent damaged data three times: it is not asked for 60 s", self.rank)
 
     def close(self) -> None:
-        """Close the connection. Repeatable."""
+        """Repeatable."""
         self._is_closed = True
         connection = self._connection
         if connection is not None:
             self._lose(connection, "")
 
     def stats(self) -> dict[str, object]:
-        """Counters, and the state of connection and circuit breaker."""
+        """Counters, and the state of connection and breaker."""
         connection = self._connection
         return {
             **self.counts,
@@ -324,7 +319,7 @@ class OwnerLink:
     # Connecting
 
     def _connected(self, ticket: int) -> _OwnerConnection | None:
-        """The connection; it is made by a thread, for which all readers wait for a while."""
+        """A thread makes the connection; all readers wait for it for a while."""
         with self._lock:
             if self._connection is not None and not self._connection.is_lost:
                 return self._connection
@@ -401,9 +396,9 @@ class OwnerLink:
         return payload.toreadonly(), statuses
 
     def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
-        """Receive the answer to the only request on a connection, if it is as most answers are: it
-        comes in time and gives all parts. Otherwise False, and `_wait` goes on from the bytes that
-        have come. Few operations, as with `read_one`."""
+        """Receive the answer to the only request on a connection, if it comes in time and gives all
+        parts, as is usual. Otherwise False, and `_wait` goes on from the bytes that have come. Few
+        operations, as with `read_one`."""
         connection, room = pending.connection, pending.room
         with self._lock:
             if (
@@ -446,8 +441,8 @@ class OwnerLink:
         return pending.is_done
 
     def _wait(self, pending: PendingRead, begun_s: float) -> bool:
-        """Wait until a request is answered; False if it is late, or the connection is lost. The
-        wait began at `begun_s`."""
+        """Wait, since `begun_s`, until a request is answered; False if it is late, or the
+        connection is lost."""
         connection = pending.connection
         is_over = False
         while not pending.is_done and not connection.is_lost and not is_over:
@@ -493,8 +488,8 @@ class OwnerLink:
         return time.monotonic() - begun_s > limit_s
 
     def _lead(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
-        """Be the leader until a request is answered; then one of the threads that wait takes over.
-        False if the request is late. Any error ends the connection."""
+        """Be the leader until a request is answered; then a waiting thread takes over. False if the
+        request is late. Any error ends the connection."""
         try:
             return self._receive_until(connection, pending, begun_s)
         except (OSError, _ConnectionLost) as error:
@@ -514,7 +509,7 @@ class OwnerLink:
         return True
 
     def _end_lead(self, connection: _OwnerConnection) -> None:
-        """This thread is no longer the leader; one that waits takes over. Under the lock."""
+        """A waiting thread takes over as leader. Under the lock."""
         connection.has_leader = False
         for each in connection.pending.values():
             if each.waiter is not None:
@@ -524,7 +519,7 @@ class OwnerLink:
     def _receive_until(
         self, connection: _OwnerConnection, pending: PendingRead, begun_s: float
     ) -> bool:
-        """Receive answers until that of `pending` is there; False if it is late. Raises OSError,
+        """Receive until `pending` is answered; False if it is late. Raises OSError,
         _ConnectionLost, CorruptError."""
         receive = connection.receive
         while not pending.is_done:
@@ -557,8 +552,8 @@ class OwnerLink:
         return True
 
     def _next_room(self, connection: _OwnerConnection) -> tuple[memoryview, int]:
-        """The room for the answer that comes next, which may have begun, and how many bytes of it
-        are there."""
+        """The room for the next answer, which may have begun, and how many of its bytes are
+        there."""
         if connection.room is None:
             with self._lock:
                 first = next(iter(connection.pending.values()), None)
@@ -568,8 +563,8 @@ class OwnerLink:
         return connection.room, connection.got
 
     def _answered(self, connection: _OwnerConnection, room: memoryview) -> tuple[PendingRead, int]:
-        """The request that the answer in `room` belongs to, and the length of the whole answer.
-        Raises CorruptError."""
+        """The request of the answer in `room`, and the length of the whole answer. Raises
+        CorruptError."""
         head = wire.parse_answer(room)
         answered = connection.pending.get(head.id)
         if answered is None:
@@ -578,7 +573,7 @@ class OwnerLink:
         return answered, HEAD_BYTES + head.counted + head.payload_bytes
 
     def _complete(self, connection: _OwnerConnection, answered: PendingRead, total: int) -> None:
-        """An answer of `total` bytes is whole; keep the bytes behind it."""
+        """Keep the bytes behind a whole answer of `total` bytes."""
         room, got = answered.room, connection.got
         if got > total:
             connection.carried = bytes(room[total:got]) + connection.carried
@@ -604,7 +599,7 @@ class OwnerLink:
 
 
 def _move(connection: _OwnerConnection, room: memoryview, size: int) -> None:
-    """The first `size` received bytes belong to another answer: `room` is its room."""
+    """The first `size` received bytes belong to the answer whose room is `room`."""
     before, got = connection.room, connection.got
     assert before is not None
     room[:size] = before[:size]

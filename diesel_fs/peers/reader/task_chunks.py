@@ -4,11 +4,8 @@ are.
 A part comes from a chunk that this process has mapped, else from the chunk's owner (the master of
 this or another node), else from the object store. Chunks of this node that are read often are
 pinned (the master keeps them until they are unpinned) and mapped: from then on a read of them is a
-look-up and a slice. The master has checked them whole, so nobody checks them again; bytes that come
-over a connection are unchecked.
-
-`master_link.py` has the connections to this node's master, `owner_link.py` those to the owners,
-`mapped_chunks.py` the mappings. Thread-safe; a forked child may go on with its parent's object.
+look-up and a slice. The master has checked them whole; bytes that come over a connection are
+unchecked. Thread-safe; a forked child may go on with its parent's object.
 """
 
 import logging
@@ -46,30 +43,29 @@ from .request_socket import start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 PIN_COST_S = 60e-6
-"""The cost of pinning a chunk: an exchange with the master, and the mapping."""
+"""An exchange with the master, and the mapping."""
 
 READ_COST_S = 40e-6
 PART_S = 2e-6
 BYTES_PER_S = 8e9
 """The cost of a read over the connection to this node's master beyond a read of a mapped chunk: a
 share of the request, the work for each part, and the copies. A chunk is mapped when its reads have
-cost as much as mapping it (ski rental): then both together cost at most twice the minimum, whatever
-is read."""
+cost as much as mapping it (ski rental): then both together cost at most twice the minimum."""
 
 PINS_PER_READ_MAX = 32
-"""Chunks that one read pins at most, so that it does not wait for more."""
+"""One read does not wait for more."""
 
 EAGER_BYTES = 1 << 20
 """A chunk of which one request wants this many bytes is pinned first: their copies cost more than
-to hear that the chunk is not here."""
+to learn that the chunk is not here."""
 
 READS_REMEMBERED = 64
-"""For the last requests the nodes that answered are remembered, to report the one that sent damaged
+"""The nodes that answered these requests are remembered, to report the one that sent damaged
 bytes."""
 
 HEARTBEAT_S = 1.0
-"""How often a reader that has mapped chunks tells its master which ones it has unmapped, and hears
-which ones the master revokes, if no read does."""
+"""How often a reader that has mapped chunks tells its master which ones it has unmapped, and learns
+which ones are revoked, if no read does."""
 
 COUNTS = (
     "mapped_reads",
@@ -80,15 +76,15 @@ COUNTS = (
     "pins",
     "damaged",
 )
-"""Parts by their source (mapped memory, this node's master, another node, the object
-store), late answers, chunks that were pinned, and parts that did not match their checksums."""
+"""Parts by their source (mapped memory, this node's master, another node, the object store), late
+answers, pinned chunks, and parts that did not match their checksums."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
 """Parts and the ranks of the nodes that got the requests; or one part, and the rank."""
 
 
 class TaskChunks:
-    """The chunks of one version, as one process of the task reads them (`ChunkReader`)."""
+    """As one process of the task reads them (`ChunkReader`)."""
 
     def __init__(
         self,
@@ -100,8 +96,8 @@ class TaskChunks:
         through_master: bool = False,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
-        """`stored` reads past the cache. With `through_master`, requests to other nodes go through
-        this node's master."""
+        """`stored` reads past the cache. `through_master`: requests to other nodes go through this
+        node's master."""
         self._master = master
         self._mapped = mapped
         self._identity, self._version = snapshot.identity, snapshot.version
@@ -126,23 +122,18 @@ class TaskChunks:
         start_anew_in_forks(self)
 
     def start_anew(self) -> None:
-        """See `Inherited`."""
         self._lock = threading.Lock()
 
     @property
     def rank(self) -> int:
-        """The rank of this node; -1 before its master's first answer."""
+        """-1 before the first answer of this node's master."""
         return self._master.rank
 
     # Reading
 
     def begin(self, parts: wire.Parts) -> Iterator[ReadGroup]:
-        """See `ChunkReader`. Several parts have at most `wire.PARTS_MAX` parts and
-        `wire.PARTS_BYTES_MAX` bytes.
-
-        The parts are sorted by their source, and from then on handled in groups: very
-        little is done for each part.
-        """
+        """At most `wire.PARTS_MAX` parts and `wire.PARTS_BYTES_MAX` bytes. Parts are sorted by
+        their source and handled in groups: very little is done for each part."""
         self._refresh()
         sources = self._mapped.sources.take(parts[:, 0])
         order = sources.argsort(kind="stable")
@@ -181,9 +172,9 @@ class TaskChunks:
         asked: list[tuple[OwnerLink, PendingRead, int, int]],
         not_here: list[int],
     ) -> Iterator[ReadGroup]:
-        """The contents of parts that are sorted by their source; the caller's position of
-        each is in `order`. The first ones are `mapped`; those that a node was `asked` for lie from
-        its first number to its last; those `not_here` come from the store."""
+        """The contents of parts that are sorted by their source; `order` has the caller's position
+        of each. The first ones are `mapped`; those that were `requested` of a node lie from its
+        first number to its last; those `not_here` come from the store."""
         counts, own = self.counts, self._master.rank
         places: list[int] = order.tolist()
         if mapped:
@@ -224,12 +215,12 @@ class TaskChunks:
                 yield ReadGroup(here, found.contents, False)
 
     def places(self, chunks: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-        """See `ChunkReader`; the numbers of `mapped_chunks.py` mean the same."""
+        """The numbers of `mapped_chunks.py` mean the same."""
         return self._mapped.sources.take(chunks)
 
     def read_part(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool]:
-        """See `ChunkReader`. Few operations, as there are very many such reads: after each wait for
-        a node they are several times slower than else."""
+        """Few operations, as there are very many such reads: after each wait for a node they are
+        several times slower than else."""
         rank = self._mapped.source_of[chunk]
         link = self._links.get(rank)
         table = self._table
@@ -271,7 +262,7 @@ class TaskChunks:
         return content, False
 
     def _try_own(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """As `try_part`, of a chunk of this node that is not mapped."""
+        """Of this node, and not mapped."""
         if self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES:
             view = self.pin(chunk, fetch=False)
             self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
@@ -287,8 +278,7 @@ class TaskChunks:
         return content, False
 
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        """Pin and map a chunk; None if the master does not have it. With `fetch`, the master may
-        fetch it."""
+        """None if the master does not have the chunk. `fetch`: the master may fetch it."""
         descriptor = self._master.pin(chunk, fetch=fetch)
         if descriptor is None:
             return None
@@ -311,7 +301,7 @@ class TaskChunks:
         return view
 
     def report_damage(self, chunk: int, start: int, size: int) -> None:
-        """A part did not match its checksum: tell the master which node gave it, if that is
+        """Tell the master which node gave a part that did not match its checksum, if that is
         known."""
         rank = self._master.rank if self._mapped.drop_damaged(chunk) else -1
         for remembered in reversed(list(self._recent)):
@@ -347,8 +337,7 @@ class TaskChunks:
         }
 
     def close(self) -> None:
-        """Close the connections. Views that were given out stay valid; their chunks are unpinned
-        with the last view. Repeatable."""
+        """Views stay valid; their chunks are unpinned with the last view. Repeatable."""
         self._mapped.release_all()
         if self._mapped.has_unmapped and self._master.is_connected:
             self._master.return_unmapped()
@@ -366,8 +355,7 @@ class TaskChunks:
     # The owners
 
     def _refresh(self) -> None:
-        """Learn the owners and members anew if they have changed. Links to members that are as
-        before stay."""
+        """If owners or members have changed. Links to members that are as before stay."""
         table = self._master.owners
         if table is None:
             if not self._master.connect():
@@ -438,8 +426,8 @@ class TaskChunks:
             return self._links[rank]
 
     def _pin_worthwhile(self, parts: wire.Parts) -> bool:
-        """Pin and map those chunks of this node for which that is worth it; whether the master had
-        any of them."""
+        """Pin and map those chunks of this node for which that is worth it; returns whether the
+        master had any of them."""
         chunks, sizes = parts[:, 0], parts[:, 2]
         is_due = self._read_cost_s.take(chunks) >= PIN_COST_S
         if int(sizes.sum(dtype=np.int64)) >= EAGER_BYTES:

@@ -39,7 +39,7 @@ class RedisAccounts(AccountTable):
         return f"RedisAccounts({self._link.address})"
 
     def read(self) -> AccountState:
-        (reply,) = self._ask("HGETALL", USERS_KEY)
+        (reply,) = self._run("HGETALL", USERS_KEY)
         fields = packed_dict(reply)
         token = fields.pop(USERS_TOKEN, NO_TOKEN)
         accounts = {}
@@ -53,7 +53,7 @@ class RedisAccounts(AccountTable):
         return AccountState(token, accounts)
 
     def token(self) -> bytes:
-        (reply,) = self._ask("HGET", USERS_KEY, USERS_TOKEN)
+        (reply,) = self._run("HGET", USERS_KEY, USERS_TOKEN)
         return reply if isinstance(reply, bytes) else NO_TOKEN
 
     def change(self, edit: Callable[[Accounts], Accounts]) -> Accounts:
@@ -77,5 +77,5 @@ class RedisAccounts(AccountTable):
     def close(self) -> None:
         self._link.close()
 
-    def _ask(self, *words: Word) -> list[object]:
+    def _run(self, *words: Word) -> list[object]:
         return self._link.with_retries(lambda: self._link.run([RedisCommand(USERS_KEY, words)]))

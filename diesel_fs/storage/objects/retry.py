@@ -28,7 +28,7 @@ from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore, R
 
 Item = TypeVar("Item")
 
-ASKED_S_MAX = 3600.0
+DEMANDED_S_MAX = 3600.0
 """The longest that a call pauses on its store's demand, beside its own deadline."""
 
 log = logging.getLogger("diesel.store")
@@ -154,7 +154,7 @@ class RetryLoop:
         self._begun = clock.now()
         self._attempt = 0
         self._pauses = pauses
-        self._asked_s = 0.0
+        self._demanded_s = 0.0
 
     def call(self, act: Callable[[], Item]) -> Item:
         """Call `act` until it succeeds. Raises as `wait_or_raise`."""
@@ -173,12 +173,12 @@ class RetryLoop:
         self._attempt += 1
         failed = error if isinstance(error, AttemptFailed) else AttemptFailed(error.message)
         self.may_have_succeeded = self.may_have_succeeded or failed.may_have_succeeded
-        asked_s = failed.pause_s_min
-        is_long = asked_s > self._policy.pause_s_max
-        if is_long and self._pauses and self._asked_s + asked_s <= ASKED_S_MAX:
-            self._asked_s += asked_s
-            self._pauses.wait(asked_s, error.message)
-            self._begun += asked_s
+        demanded_s = failed.pause_s_min
+        is_long = demanded_s > self._policy.pause_s_max
+        if is_long and self._pauses and self._demanded_s + demanded_s <= DEMANDED_S_MAX:
+            self._demanded_s += demanded_s
+            self._pauses.wait(demanded_s, error.message)
+            self._begun += demanded_s
             return
         spent = self._clock.now() - self._begun
         pause = self._policy.pause_before(
@@ -191,8 +191,10 @@ class RetryLoop:
         if pause is None:
             tries = f"{self._attempt} attempt" + "s" * (self._attempt > 1)
             raise ObjectStoreError(
-                f"{error.message} ({tries} in {spent + self._asked_s:.1f} s)",
-                advice=f"it asks for a pause of {asked_s:.0f} s: try again then" if is_long else "",
+                f"{error.message} ({tries} in {spent + self._demanded_s:.1f} s)",
+                advice=f"it asks for a pause of {demanded_s:.0f} s: try again then"
+                if is_long
+                else "",
             ) from error
         self._clock.sleep(pause)
 

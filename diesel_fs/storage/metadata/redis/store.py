@@ -254,11 +254,11 @@ class RedisMetadata(RebuildingStore):
         )
 
     def needs_repair(self, identity: UUID) -> str:
-        def ask() -> str:
+        def read() -> str:
             self._link.check_policy()
             return self._transactions.needs_repair(identity)
 
-        return self._link.with_retries(ask)
+        return self._link.with_retries(read)
 
     def repair(self, identity: UUID, run_id: str, batches: Iterable[CommitBatch]) -> None:
         waiting, entries = list[CommitBatch](), 0
@@ -551,13 +551,13 @@ def _check_counts(head: DatasetHead, rows: Rows) -> None:
 
 def _find(reader: GenerationReader, paths: list[bytes]) -> list[bytes | None]:
     folders: dict[bytes, FolderId] = {}
-    asked: dict[FolderId, list[bytes]] = {}
+    wanted: dict[FolderId, list[bytes]] = {}
     keys = []
     for path in paths:
         folder, name = split(path)
         if folder not in folders:
             folders[folder] = folder_id(folder)
-        asked.setdefault(folders[folder], []).append(name)
+        wanted.setdefault(folders[folder], []).append(name)
         keys.append((folders[folder], name))
-    found = {(folder, name): entry for folder, name, entry in reader.entries(asked)}
+    found = {(folder, name): entry for folder, name, entry in reader.entries(wanted)}
     return [found.get(key) for key in keys]

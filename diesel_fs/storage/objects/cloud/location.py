@@ -178,11 +178,11 @@ def _profile(environ: Mapping[str, str], *, credentials: bool) -> _Profile:
     try:
         for role in ("container-role", "iam-role"):
             session.get_component("credential_provider").remove(role)
-        said = session.get_scoped_config()
         settings = session.get_scoped_config()
         services = session.full_config.get("services", {}).get(settings.get("services", ""), {})
         endpoint = services.get("s3", {}).get("endpoint_url") or settings.get("endpoint_url", "")
         region = settings.get("region", "")
+        found = session.get_credentials() if credentials else None
         if found is None:
             return _Profile(endpoint, region)
         frozen = found.get_frozen_credentials()
