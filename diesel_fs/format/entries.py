@@ -1,9 +1,8 @@
 """The entries of a dataset: their kinds, the rules for paths, and columns of many entries.
 
-An **entry** is a file, a symbolic link, a folder, or a tombstone (which says that a path is
-deleted). Metadata stores keep an entry as a `RECORD` and a tail; an `EXTENT` is one part of a file
-larger than a chunk. `chunk.py` and `snapshot/` have byte layouts of their own. Pure values; safe
-from any thread.
+An **entry** is a file, a symbolic link, a folder, or a tombstone (the path is deleted). Metadata
+stores keep an entry as a `RECORD` and a tail; an `EXTENT` is one part of a file larger than a
+chunk. `chunk.py` and `snapshot/` have byte layouts of their own.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,7 @@ from ..errors import UsageError
 from ..names import cut, shown
 
 Bytes = bytes | bytearray | memoryview
-"""Types of buffers that are written or sent."""
+"""Buffers that are written or sent."""
 
 
 def whole_object(content: memoryview) -> bytes | memoryview:
@@ -32,14 +31,14 @@ ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
 
 Stamp = NewType("Stamp", bytes)
-"""20 bytes, ordered as bytes: the ID of its first chunk (16), its place there (4). If two entries
-have one path, the entry with the greater stamp is the later one."""
+"""20 bytes, ordered as bytes: the ID of an entry's first chunk (16), its place there (4). Of two
+entries of one path, the one with the greater stamp is the later one."""
 
 NAME_BYTES_MAX = 255
 """NAME_MAX of Linux: a longer component could be stored but never opened."""
 
 PATH_BYTES_MAX = 262_144
-"""Enough for 1,000 nested folders with names of 250 bytes; no known system reaches longer paths."""
+"""Enough for 1,000 nested folders with names of 250 bytes."""
 
 _BLOCK_BYTES = 1 << 22  # of joined names that are scanned for NULs at once
 
@@ -51,7 +50,7 @@ ROOT = b""
 
 
 class Kind(IntEnum):
-    """What an entry is. The numbers are part of the formats."""
+    """The numbers are part of the formats."""
 
     FILE = 0
     LINK = 1
@@ -60,7 +59,7 @@ class Kind(IntEnum):
 
 
 class Codec(IntEnum):
-    """How the bytes of an entry are stored. The numbers are part of the formats."""
+    """The numbers are part of the formats."""
 
     RAW = 0
     LZ4 = 1
@@ -70,7 +69,6 @@ CHUNK_RANGE = np.dtype([("chunk", "V16"), ("start", "<u4"), ("size", "<u4")])
 """A range of a chunk object: `size` bytes from `start` on."""
 
 ChunkRanges = npt.NDArray[np.void]
-"""An array of `CHUNK_RANGE`."""
 
 RECORD = np.dtype(
     [
@@ -107,7 +105,7 @@ EXTENT = np.dtype(
 
 
 class Stat(NamedTuple):
-    """The attributes of an entry. `mode` holds permission bits only; `size` is in bytes."""
+    """`mode` holds permission bits only; `size` is in bytes."""
 
     kind: Kind
     mode: int
@@ -116,7 +114,7 @@ class Stat(NamedTuple):
 
 
 class ChunkInfo(NamedTuple):
-    """A chunk of a dataset: its ID and the length of its object in bytes."""
+    """A chunk's ID and the length of its object in bytes."""
 
     id: ChunkId
     object_bytes: int
@@ -128,15 +126,15 @@ AnySlice: TypeAlias = "slice[int | None, int | None, int | None]"
 class Names(Sequence[bytes]):
     """Names in one block of bytes, joined by NULs, as chunks hold them.
 
-    A name becomes a Python object only when it is read, since four million objects would take 250
-    MB. Iterating is as fast as over a list; indexing is slower.
+    A name becomes a Python object only when it is read: four million objects would take 250 MB.
+    Iterating is as fast as over a list; indexing is slower.
     """
 
     __slots__ = ("_count", "_is_split_by_nuls", "_starts", "joined")
 
     def __init__(self, joined: bytes, count: int) -> None:
-        """`joined` holds `count` names with a NUL between each two, and no NUL in a name. (Empty
-        bytes can be no name or one empty name.)"""
+        """`joined` has a NUL between each two of `count` names, and none in a name. (Empty bytes
+        can be no name or one empty name.)"""
         self.joined = joined
         self._count = count
         self._is_split_by_nuls = True
@@ -144,7 +142,7 @@ class Names(Sequence[bytes]):
 
     @classmethod
     def of(cls, names: Iterable[bytes]) -> "Names":
-        """Join these names, which may contain NULs."""
+        """The names may contain NULs."""
         if isinstance(names, Names):
             return names
         listed = [*names]
@@ -157,8 +155,7 @@ class Names(Sequence[bytes]):
 
     @property
     def starts(self) -> npt.NDArray[np.int64]:
-        """The offset of each name in `joined`, and the offset at which one more name would
-        start."""
+        """The offset of each name in `joined`, and of one more."""
         if self._starts is None:
             self._starts = self._find_starts()
         return self._starts
@@ -175,8 +172,8 @@ class Names(Sequence[bytes]):
         return starts
 
     def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
-        """The names without NULs between them: the offset of each (and of the last one's end), and
-        their bytes."""
+        """Without NULs between the names: the offset of each (and of the last one's end), and the
+        bytes."""
         starts = self._find_starts() if self._is_split_by_nuls else self.starts.copy()
         starts -= np.arange(self._count + 1)
         if self._is_split_by_nuls:
@@ -190,7 +187,7 @@ class Names(Sequence[bytes]):
         return np.flatnonzero(np.diff(self.starts) == 1)
 
     def are_allowed(self) -> bool:
-        """Whether every name may be a component of a path (`name_fault`)."""
+        """Every name may be a component of a path (`name_fault`)."""
         enclosed = b"\0%b\0" % self.joined
         return (
             b"/" not in enclosed
@@ -241,7 +238,7 @@ class Rows:
     """n entries as columns, in any order, each path once. **Row** i describes entry i.
 
     `folder[i]` is an index in `folders` (paths, each once), `chunk[i]` one in `chunks`. `tails`
-    maps i to its tail: the target of a link, or the `EXTENT`s of a file that has several.
+    maps i to its tail: a link's target, or the `EXTENT`s of a file that has several.
     """
 
     folders: Sequence[bytes]
@@ -264,13 +261,13 @@ def join(folder: bytes, name: bytes) -> bytes:
 
 
 def split(path: bytes) -> tuple[bytes, bytes]:
-    """The folder and the name of a path; for the root `(b"", b"")`."""
+    """For the root `(b"", b"")`."""
     folder, _, name = path.rpartition(b"/")
     return folder, name
 
 
 def name_fault(name: bytes) -> str:
-    """The reason why `name` cannot be a component of a path; empty if it can."""
+    """Why `name` cannot be a component of a path; empty if it can."""
     if not name:
         return "an empty component"
     if name in (b".", b".."):
@@ -283,7 +280,7 @@ def name_fault(name: bytes) -> str:
 
 
 def path_fault(path: bytes) -> str:
-    """The reason why `path` cannot be a path in a dataset; empty if it can, as the root can."""
+    """Why `path` cannot be a path in a dataset; empty if it can, as the root can."""
     if path == ROOT:
         return ""
     if len(path) > PATH_BYTES_MAX:

@@ -1,7 +1,4 @@
-"""Makes and parses the names of all objects in an object store (FORMAT.md, section 2).
-
-Pure functions of dataset identities, chunk IDs and versions.
-"""
+"""Makes and parses the names of all objects in an object store (FORMAT.md, section 2)."""
 
 import re
 from uuid import UUID
@@ -40,33 +37,31 @@ MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
 
 
 def dataset_object(identity: UUID) -> str:
-    """The name of the object that holds a dataset's name and identity."""
+    """It holds a dataset's name and identity."""
     return f"{dataset_prefix(identity)}DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
-    """The name of the object that marks this dataset as deleted."""
+    """It marks this dataset as deleted."""
     return f"{DELETED}{identity.hex}"
 
 
 def dataset_prefix(identity: UUID) -> str:
-    """The prefix of the names of all objects of a dataset."""
     return f"{DATASETS}{identity.hex}/"
 
 
 def chunk_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's chunks."""
     return f"{dataset_prefix(identity)}chunks/"
 
 
 def chunk_object(identity: UUID, chunk: ChunkId) -> str:
-    """The name of a chunk's object. Names sort as IDs do."""
+    """Names sort as IDs do."""
     text = chunk_id_text(chunk)
     return f"{chunk_prefix(identity)}{text[:_PREFIX_CHARS]}/{text}"
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
-    """The chunk ID in this object name; None if it is not the name of a chunk."""
+    """None if the name is not a chunk's."""
     parts = name.rsplit("/", 2)
     try:
         chunk = parse_chunk_id(parts[-1])
@@ -76,17 +71,16 @@ def chunk_of_object(name: str) -> ChunkId | None:
 
 
 def snapshot_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's snapshots."""
     return f"{dataset_prefix(identity)}snapshots/"
 
 
 def snapshot_object(identity: UUID, version: int) -> str:
-    """The name of a snapshot's object. Names sort as versions do."""
+    """Names sort as versions do."""
     return f"{snapshot_prefix(identity)}{version:016x}"
 
 
 def version_of_object(name: str) -> int | None:
-    """The version in this object name; None if it is not the name of a snapshot."""
+    """None if the name is not a snapshot's."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None
@@ -95,28 +89,24 @@ def version_of_object(name: str) -> int | None:
 
 
 def archive_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's records of archives."""
     return f"{dataset_prefix(identity)}archives/"
 
 
 def archive_object(identity: UUID, name: str) -> str:
-    """The name of the object that records an archive."""
+    """It records an archive."""
     return f"{archive_prefix(identity)}{name}"
 
 
 def lease_prefix(identity: UUID) -> str:
-    """The prefix of the names of a dataset's leases."""
     return f"{dataset_prefix(identity)}leases/"
 
 
 def lease_object(identity: UUID, name: str) -> str:
-    """The name of a lease's object."""
     return f"{lease_prefix(identity)}{name}"
 
 
 def identity_of_object(name: str) -> UUID | None:
-    """The identity of the object's dataset, which is the second component of its name; None if that
-    is not an identity."""
+    """Of the object's dataset, the second component of its name; None if that is no identity."""
     parts = name.split("/")
     try:
         return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None

@@ -1,17 +1,15 @@
-"""Builds the next snapshot from the previous one (or none) and changed rows.
+"""Builds the next snapshot from the previous one (or none) and changed rows. Any thread.
 
-A **row** is one changed entry of a dataset (`Rows` in `format/entries.py`): a file, link or folder
-that is new or replaced, or a tombstone for one that was deleted. A folder without an entry of its
-own is **implicit**: it exists because something is in it. Such a folder **shadows** a file or link
-that has the same path, which is stored but not visible. `build_snapshot` works in three steps:
+A **row** is one changed entry (`Rows` in `format/entries.py`): a file, link or folder that is new
+or replaced, or a tombstone. A folder without an entry of its own is **implicit**: it exists because
+something is in it. It **shadows** a file or link of the same path, which is stored but not visible.
 `_MergePlan` decides which entry is visible at each path, `_EntryOrder` gives each entry its
 position, and `_Assembly` makes the columns of the result.
 
-The result depends on the state alone, not on its history: a merge gives the same bytes as a full
-build. Surviving entries keep their relative order, since that is by depth, folder and name. So the
-next snapshot is the previous one without some entries, with new ones inserted at known positions.
-Python code runs once per changed row and per folder that holds one; all other entries stay in
-arrays. Pure functions; safe from any thread.
+The result depends on the state alone: a merge gives the same bytes as a full build. Surviving
+entries keep their relative order, since that is by depth, folder and name. So the next snapshot is
+the previous one without some entries, with new ones inserted. Python code runs once per changed row
+and per folder that holds one; all other entries stay in arrays.
 
 A **source** is an array that has, for each item of a result, the number of its origin among
 (previous items, then new ones); each column of the result is one `take` by a source.
@@ -60,11 +58,10 @@ def build_snapshot(
 
     `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` has all chunks of
     the new version, in any order. `version` and `digest` (of the chunks' IDs) are those of the
-    dataset's head. A row with the root's own path, `b""`, sets the root's mode and time. The files
-    of each chunk in `entry_digests` are compared with its digest. Raises UsageError for an
-    impossible row, and CorruptError for a file that lies in a chunk outside `chunks` or whose
-    digest differs. A caller with many rows should keep no reference to them: this function frees
-    them as it goes.
+    head. A row with the root's own path, `b""`, sets the root's mode and time. The files of each
+    chunk in `entry_digests` are compared with its digest. Raises UsageError for an impossible row,
+    and CorruptError for a file in a chunk outside `chunks` or with another digest. A caller with
+    many rows should keep no reference to them: they are freed on the way.
     """
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
@@ -84,7 +81,7 @@ def build_snapshot(
 
 
 def _empty(identity: UUID, dataset: str) -> Snapshot:
-    """The snapshot of a dataset without entries: an implicit root folder and nothing else."""
+    """An implicit root folder and nothing else."""
     one_each = ("parent", "flags", "size", "mtime_ns", "chunk", "offset", "stored", "checksum")
     lengths = dict.fromkeys((*one_each, "target_start"), 1)
     lengths |= {"name_start": 2, "names": len(layout.NAME_PADDING)}
@@ -101,11 +98,10 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
 class _ChangedFolders:
     """The folders that hold changed rows, and all folders above them, in directory order.
 
-    A folder's **number** here is its position in that order; the root is 0. Each is stored as
-    (number of its parent, name): the whole paths of deeply nested folders would take memory that
-    grows with the square of the depth. The lists `parent`, `name`, `hash` and `old_index` (in the
-    previous snapshot; -1 if it has no such folder) are by number; `of_row` has the number of each
-    row's folder.
+    A folder's **number** is its position in that order; the root is 0. Each is stored as (number of
+    its parent, name): whole paths of deeply nested folders would take memory that grows with the
+    square of the depth. `parent`, `name`, `hash` and `old_index` (in the previous snapshot; -1:
+    none) are by number; `of_row` has the number of each row's folder.
     """
 
     def __init__(self, old: Snapshot, rows: Rows) -> None:
@@ -137,8 +133,8 @@ class _ChangedFolders:
             self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
-        """Number the folders in directory order. Before, they have IDs in the order of rows: `ids`
-        maps (ID of the parent, name) to an ID, and `levels` has the depths by ID."""
+        """Number the folders in directory order. `ids` maps (ID of the parent, name) to an ID in
+        the order of rows, and `levels` has the depths by ID."""
         self._rank = np.zeros(len(levels), np.int64)  # by ID: the number
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
@@ -158,9 +154,9 @@ class _ChangedFolders:
 class _MergePlan:
     """The changes to each path: which entry is visible there, which are removed, which are new.
 
-    An entry's attributes without its name (mode, size, place of its bytes) are its **data**. Data
-    is numbered: first the visible entries of the previous snapshot, then its shadowed ones, then
-    the rows, and last one number for all implicit folders.
+    An entry's attributes without its name are its **data**. Data is numbered: first the visible
+    entries of the previous snapshot, then its shadowed ones, then the rows, and last one number for
+    all implicit folders.
     """
 
     def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
@@ -170,20 +166,20 @@ class _MergePlan:
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
         self.data: Indices = np.arange(old.entry_count)
-        """The number, by index in the previous snapshot, of the data that is now visible there."""
+        """By index in the previous snapshot: the number of the data that is now visible there."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
-        """The data of the entry that a folder shadows now, by its previous index."""
+        """By previous index of a folder: the data that it shadows now."""
         self.new_shadow: dict[int, int] = {}
-        """The data of the entry that a new folder shadows, by its number."""
+        """By number of a new folder: the data that it shadows."""
         self.entry_changes = np.zeros(len(folders), np.int64)
-        """The change of the number of entries of each folder."""
+        """Of the number of entries of each folder."""
         self.new_data: dict[int, int] = {}
-        """The data that is visible at each new folder, by its number."""
+        """By number of a new folder: the data that is visible there."""
         self.new_rows: Indices
-        """The rows that become new entries, ascending; without those of `_ChangedFolders`."""
+        """Those that become new entries, ascending; without those of `_ChangedFolders`."""
         self._check_rows()
         self._hash_names()
         own_row = self._rows_of_folders()
@@ -191,7 +187,7 @@ class _MergePlan:
         self._plan_folders(own_row)
 
     def _check_rows(self) -> None:
-        """Raise UsageError for a row with an impossible record."""
+        """Raise UsageError for an impossible record."""
         records, rows = self.rows.records, self.rows
         kind = records["kind"]
         wrong = (kind > Kind.TOMBSTONE) | (records["codec"] > 1)
@@ -201,10 +197,8 @@ class _MergePlan:
             raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
 
     def _hash_names(self) -> None:
-        """Hash each row's path, and compare its name with the next row's.
-
-        Works on blocks of rows, so that few names are Python objects at a time.
-        """
+        """Hash each row's path, and compare its name with the next row's; in blocks, so that few
+        names are Python objects at a time."""
         count, folders = len(self.rows), self.folders
         self.hash = np.zeros(count, np.uint64)
         self.ascends: layout.Mask = np.zeros(count, np.bool_)
@@ -224,7 +218,7 @@ class _MergePlan:
             )
 
     def _rows_of_folders(self) -> dict[int, int]:
-        """The row of each changed folder that has one, by number in `_ChangedFolders`."""
+        """The row of each changed folder that has one, by number."""
         folders = self.folders
         wanted = np.sort(np.array(folders.hash, np.uint64))
         has_prefix = np.zeros(1 << 16, np.bool_)  # a filter that one row in thousands passes
@@ -243,7 +237,7 @@ class _MergePlan:
         return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
-        """Plan the rows that are not in `own_row`. No row changes anything below their paths."""
+        """No row changes anything below the paths of rows that are not in `own_row`."""
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
@@ -284,8 +278,7 @@ class _MergePlan:
             self.shadow[entry] = self.first_row + i
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
-        """Plan the changed folders, the deepest first: an implicit folder is removed together with
-        the last entry in it."""
+        """The deepest first: an implicit folder is removed together with the last entry in it."""
         old, folders, changes = self.old, self.folders, self.entry_changes
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
@@ -313,8 +306,8 @@ class _MergePlan:
                     self.new_shadow[number] = own
 
     def _own(self, at: int) -> tuple[int, Kind]:
-        """The data and the kind of the entry stored at the path of a previous entry, visible or
-        shadowed; -1 if the folder there is only implied."""
+        """Data and kind of the entry stored at the path of a previous entry, visible or shadowed;
+        -1 if the folder there is only implied."""
         if at < 0:  # no previous entry
             return -1, Kind.TOMBSTONE
         flags = int(self.old.columns.flags[at])
@@ -327,30 +320,26 @@ class _MergePlan:
 
 @dataclass(frozen=True, slots=True)
 class _EntryOrder:
-    """The positions of entries in the result. The columns `new_*` are the new entries, in directory
-    order.
-
-    A new entry is made from an **item**. Items are numbered: first the new folders, then all rows.
-    """
+    """The positions of entries in the result; the columns `new_*` are the new ones, in directory
+    order. These are made from **items**: first the new folders, then all rows."""
 
     made: list[int]
-    """The folders that are new, as numbers of `_ChangedFolders`."""
+    """New folders, as numbers of `_ChangedFolders`."""
     new_folder: layout.U4
-    """The folder of each entry, a number of `_ChangedFolders`."""
+    """Of each entry, a number of `_ChangedFolders`."""
     new_item: layout.U4
-    """The item of each entry."""
+    """Of each entry."""
     new_hash: layout.U8
     new_index: layout.U4
-    """The index of each entry in the result."""
+    """Of each entry in the result."""
     old_index: Indices
-    """The index in the result of each previous entry; meaningless for removed ones."""
+    """Of each previous entry in the result; meaningless for removed ones."""
     folder_index: Indices
-    """The index in the result of each of `_ChangedFolders`; meaningless for removed folders."""
+    """Of each of `_ChangedFolders` in the result; meaningless for removed ones."""
 
 
 def _order_of(plan: _MergePlan) -> _EntryOrder:
-    """The order of the entries that the plan keeps and adds. Raises UsageError if two rows have one
-    path."""
+    """Raises UsageError if two rows have one path."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
@@ -393,11 +382,11 @@ def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]
 def _sorted_by_name(
     plan: _MergePlan, made: list[int], folder: layout.U4, item: layout.U4
 ) -> Indices:
-    """The order of items by folder, then name. The rows of most folders are sorted already; only
-    the other folders are sorted by name."""
+    """The order of items. The rows of most folders are sorted already; only the other folders are
+    sorted by name."""
     order = np.argsort(folder, kind="stable")
     fits: layout.Mask = np.zeros(len(item), np.bool_)
-    """Whether the next item's name comes after this one's."""
+    """The next item's name comes after this one's."""
     fits[:-1] = (item[:-1] >= len(made)) & (np.diff(item) == 1)
     fits[fits] = plan.ascends[item[fits] - np.uint32(len(made))]
     sorted_folder = folder[order]
@@ -415,7 +404,7 @@ def _sorted_by_name(
 
 
 def _runs(values: layout.U4) -> tuple[Indices, Indices]:
-    """The starts of runs of equal values, and their lengths."""
+    """Starts and lengths of runs of equal values."""
     change = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=change[1:])
     starts = np.flatnonzero(change)
@@ -429,8 +418,8 @@ def _places(
     item: layout.U4,
     made_position: dict[int, int],
 ) -> Indices:
-    """The index of the previous entry before which each new one is inserted, ascending; the number
-    of previous entries stands for the end."""
+    """The previous entry before which each new one is inserted, ascending; the number of previous
+    entries stands for the end."""
     old, folders = plan.old, plan.folders
     old_folders = np.flatnonzero(plan.old_kind == Kind.FOLDER)
     places = np.empty(len(folder), np.int64)
@@ -455,7 +444,7 @@ def _places(
 
 
 def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]:
-    """The entry of a folder before which each name is inserted; both are sorted."""
+    """Names and folder are sorted."""
     if len(names) * 64 > len(inside):  # listing all names costs less than the searches
         known = old.names(inside)
         at = [bisect_left(known, name) for name in names]
@@ -468,7 +457,7 @@ def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]
 
 
 class _Data(NamedTuple):
-    """The data of entries: the columns of `layout.SnapshotColumns` of the same names.
+    """Columns as in `layout.SnapshotColumns`.
 
     At first, chunks, targets and extents are numbered as (previous ones, then those of the rows);
     `_targets`, `_extents` and `_number_chunks` change these to numbers of the result.
@@ -487,11 +476,8 @@ _DTYPES = (np.uint32, np.uint64, np.int64, np.uint64, np.uint32, np.uint32, np.u
 
 
 class _Assembly:
-    """The columns of the result, from the previous snapshot and the rows.
-
-    Arrays as long as all rows are written in place: beside the rows and the result, memory holds
-    little more than one number per entry.
-    """
+    """The columns of the result. Arrays as long as all rows are written in place: beside the rows
+    and the result, memory holds little more than one number per entry."""
 
     def __init__(self, plan: _MergePlan, order: _EntryOrder, table: Sequence[ChunkInfo]) -> None:
         self.plan, self.order, self.table = plan, order, table
@@ -548,7 +534,7 @@ class _Assembly:
         return parent
 
     def _names(self) -> tuple[layout.U8, layout.Bytes]:
-        """The start of each name of the result, and all names."""
+        """The start of each, and all names."""
         plan, order = self.plan, self.order
         made_starts, made = _joined([plan.folders.name[number] for number in order.made])
         row_starts, packed = plan.names.packed()
@@ -582,7 +568,7 @@ class _Assembly:
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:
-        """The lookup index: fingerprints, sorted, and the entry of each."""
+        """Fingerprints, sorted, and the entry of each."""
         old_fingerprints = np.zeros(self.old_count, np.uint32)
         old_fingerprints[self.old.slot] = self.old.fingerprint
         keys = np.empty(self.count, np.uint64)
@@ -594,8 +580,8 @@ class _Assembly:
         return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
 
     def _data_source(self) -> tuple[Indices, Indices]:
-        """The number of the data (see `_MergePlan`) of each entry, then of each shadowed one; and
-        the index of the folder that hides each shadowed one."""
+        """The data of each entry, then of each shadowed one; and the index of the folder that hides
+        each shadowed one."""
         plan, order = self.plan, self.order
         shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
         shadow += [(int(order.folder_index[at]), data) for at, data in plan.new_shadow.items()]
@@ -640,8 +626,7 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """The data of `rows`. `links` has all rows that are links, `many` all that are files of
-        several extents."""
+        """`links` has all rows that are links, `many` all that are files of several extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK
@@ -668,7 +653,7 @@ class _Assembly:
         )
 
     def _tail(self, i: int) -> bytes:
-        """The tail of a row: a link's target, or a file's extents. Raises UsageError if missing."""
+        """A link's target, or a file's extents. Raises UsageError if missing."""
         tail = self.plan.rows.tails.get(i)
         if tail is None:
             raise UsageError(f"the row of {shown(self.plan.rows.path(i))} lacks its tail")
@@ -688,7 +673,7 @@ class _Assembly:
         return result
 
     def _targets(self, data: _Data, tails: list[bytes]) -> tuple[layout.U8, layout.Bytes]:
-        """The start of each target, and all targets, in the order of their links in `data`."""
+        """The start of each, and all targets, in the order of their links in `data`."""
         link = layout.kinds(data.flags) == Kind.LINK
         source = data.chunk[link].astype(np.int64)
         data.chunk[link] = np.arange(len(source))
@@ -696,7 +681,7 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
-        """The extents of all files that have several, in the order of their files in `data`."""
+        """In the order of their files in `data`."""
         many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts
@@ -732,7 +717,7 @@ class _Assembly:
             self._check_places(data, data_source, one)
 
     def _check_places(self, data: _Data, data_source: Indices, one: Indices) -> None:
-        """Raise CorruptError for a row that lies outside its chunk, since readers refuse such a
+        """Raise CorruptError for a row that lies outside its chunk: readers refuse such a
         snapshot."""
         new = one[data_source[one] >= self.plan.first_row]
         object_bytes = self.object_bytes[data.chunk[new]]
@@ -751,7 +736,7 @@ class _Assembly:
         return plan.old.path(int(plan.old.shadowing_folders()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
-        """Raise CorruptError for the file at position `at` of `_data_source`."""
+        """The file at position `at` of `_data_source`: raise CorruptError."""
         path = self._path(int(data_source[at]))
         raise CorruptError(
             f"{shown(path)} lies in a chunk that is not in the dataset's chunk table"
@@ -759,13 +744,13 @@ class _Assembly:
 
     @cached_property
     def _number_of_old(self) -> layout.U4:
-        """The numbers of the previous chunks in the new chunk table."""
+        """By previous number, the number in the new chunk table."""
         numbers = (self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.old.chunk_ids)
         return np.fromiter(numbers, np.uint32, len(self.plan.old.chunk_ids))
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """The start of each item (and the end of the last), and the bytes of all."""
+    """The start of each (and the end of the last), and the bytes of all."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)
@@ -777,11 +762,8 @@ def _splice(
     source: Indices,
     behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of different lengths, taken from (old, then new): the start of each, and the bytes of
-    all, followed by `behind`.
-
-    Runs of items that stay side by side are copied at once, so the cost is that of the changes.
-    """
+    """Items of (old, then new): the start of each, and the bytes of all, followed by `behind`. Runs
+    of items that stay side by side are copied at once, so the cost is that of the changes."""
     count = len(old[0]) - 1
     starts = np.zeros(len(source) + 1, np.uint64)
     lengths = np.concatenate([np.diff(each[0]).astype(np.uint32) for each in (old, new)])

@@ -1,14 +1,13 @@
-"""Checks a new snapshot's data about a chunk's files against the chunk's own header.
+"""Checks a new snapshot's data about a chunk's files against the chunk's own header. Any thread.
 
 A writer computes the **entry digest** of each chunk from its header when it commits the chunk, and
-compares it with the columns of the snapshot that it is about to publish. Between these two steps
-the data passes through the metadata store, the merge of snapshots and the memory of this process,
-none of which has checksums of single entries.
+compares it with the snapshot that it is about to publish. In between, the data passes through the
+metadata store, the merge of snapshots and the memory of this process, none of which has checksums
+of single entries.
 
 The digest is the number of the chunk's file contents, and the sum of a hash of each one's
-attributes; so it does not depend on their order. Paths are not part of it. If a snapshot has fewer
-of a chunk's contents, the others have been replaced since, and the chunk is not compared. Pure
-functions; safe from any thread.
+attributes, without paths. If a snapshot has fewer of a chunk's contents, the others have been
+replaced since, and the chunk is not compared.
 """
 
 from bisect import bisect_left
@@ -44,7 +43,7 @@ class EntryDigest(NamedTuple):
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """The digest of the rows of one chunk (`ChunkHeader.rows`)."""
+    """Of the rows of one chunk (`ChunkHeader.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -93,8 +92,7 @@ def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, Entr
 
 
 class _Sums:
-    """Sums up the digests of some chunks. `group` maps chunk numbers to positions in the sums; -1
-    for chunks that are not compared."""
+    """`group` maps chunk numbers to positions in the sums; -1 for chunks that are not compared."""
 
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
@@ -105,13 +103,13 @@ class _Sums:
     def add_files(
         self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Add the entries, given as columns, that are files of one extent."""
+        """Those entries, given as columns, that are files of one extent."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """Add file contents, given as their chunks (which are all compared) and their hashes."""
+        """Given as their chunks (which are all compared) and their hashes."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (

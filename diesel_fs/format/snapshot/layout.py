@@ -1,10 +1,8 @@
-"""The bytes of a snapshot (FORMAT.md, section 7): its header, its sections, and their checks.
+"""The bytes of a snapshot (FORMAT.md, section 7): its header, its sections, and their checks. Any
+thread.
 
-A snapshot stores one column per attribute of its entries; each column, and each table beside them,
-is a **section** of the file. `parse` returns the columns as numpy views of the given buffer, after
-checking them; `write` does the reverse. `reader.py` looks things up in them.
-
-Pure functions; safe from any thread.
+Each column of entries, and each table beside them, is a **section** of the file. `parse` returns
+the columns as numpy views of the given buffer, after checking them; `write` does the reverse.
 """
 
 import struct
@@ -44,10 +42,10 @@ NAME_PADDING = bytes(8)
 
 KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
-"""A flag: the folder has no entry of its own, and exists because something is in it."""
+"""The folder has no entry of its own, and exists because something is in it."""
 MANY_EXTENTS = 1 << 25
-"""A flag: the file has several extents; `chunk` is the index of the first in `extents`, `offset`
-their number."""
+"""The file has several extents; `chunk` is the index of the first in `extents`, `offset` their
+number."""
 
 EXTENT_BITS = 3 << KIND_SHIFT | 0xFF << CODEC_SHIFT | MANY_EXTENTS
 PLAIN_FILE = Kind.FILE << KIND_SHIFT | Codec.RAW << CODEC_SHIFT
@@ -87,7 +85,7 @@ _BLOCK = 1 << 18  # values per step of a sum
 
 
 class SnapshotColumns(NamedTuple):
-    """All sections of a snapshot, in the order of the file, of n entries and c chunks."""
+    """In the order of the file, of n entries and c chunks."""
 
     parent: U4
     """n; the index of each entry's folder; the root's is 0."""
@@ -136,7 +134,7 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-"""The types of the fields of `SnapshotColumns`, in their order."""
+"""Of the fields of `SnapshotColumns`, in their order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -144,8 +142,7 @@ _CHECKSUM = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class SnapshotHeader:
-    """Dataset, version and counts of a snapshot. `entries` counts the root and implicit folders,
-    too."""
+    """`entries` counts the root and implicit folders, too."""
 
     identity: UUID
     dataset: str
@@ -161,7 +158,6 @@ class SnapshotHeader:
 def header_of(
     columns: SnapshotColumns, identity: UUID, dataset: str, version: int, digest: int
 ) -> SnapshotHeader:
-    """The header for these columns; counts the entries."""
     kind = kinds(columns.flags)
     sizes = columns.size[kind == Kind.FILE]
     return SnapshotHeader(
@@ -186,7 +182,7 @@ def codecs(flags: U4) -> U4:
 
 
 def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
-    """The file, as buffers to be written one after the other."""
+    """Buffers to be written one after the other."""
     table, parts, at = b"", [memoryview(b"")], HEADER_BYTES
     for array, dtype in zip(columns, DTYPES, strict=True):
         body = np.ascontiguousarray(array, dtype).view(np.uint8).data
@@ -208,9 +204,8 @@ def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
     """The header, and the columns as views of `buffer`. Raises a leaf of FormatError.
 
-    The checksums of the header and of each section are always compared. `verify` also checks the
-    columns against each other; a private copy does not need that, since it was verified when it was
-    written.
+    All checksums are compared. `verify` also checks the columns against each other; a private copy
+    was verified when it was written.
     """
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
@@ -234,13 +229,13 @@ _ADVICE = "write or fetch it again with `dlcmd save-meta`"
 
 
 def check_magic(start: bytes) -> None:
-    """Raise ForeignError if a file that begins with these MAGIC_BYTES bytes is not a snapshot."""
+    """Raise ForeignError if a file that begins with these bytes is not a snapshot."""
     if start != MAGIC[: len(start)]:
         raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
 
 
 def _parse_header(view: memoryview) -> SnapshotHeader:
-    """The header, checked except for the sections. Raises a leaf of FormatError."""
+    """Checked except for the sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -317,7 +312,7 @@ def _truncated(length: int, expected: int) -> FormatError:
 def _parse_sections(
     view: memoryview, header: SnapshotHeader
 ) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
-    """The columns; and each section's start, end, end of its padding, and checksum."""
+    """And each section's start, end, end of its padding, and checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES
@@ -348,13 +343,12 @@ def _parse_sections(
 
 
 def words(names: Bytes) -> U8:
-    """`names` (with NAME_PADDING) as overlapping little-endian words: word i starts at byte i."""
+    """Overlapping little-endian words of `names` (with NAME_PADDING): word i starts at byte i."""
     return np.ndarray((len(names) - 7,), np.dtype("<u8"), names, strides=(1,))
 
 
 def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
-    """Whether pairs of names are equal. Each side is (`words` of its names, the start of each name,
-    the length of each name).
+    """Whether pairs of names are equal. Each side is (`words` of its names, starts, lengths).
 
     Compares 8 bytes of all pairs at a time, and continues with the pairs that are equal so far.
     """
@@ -374,10 +368,7 @@ def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
 
 def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
     """The 8 bytes of each name from `position` on, as a little-endian word, with zeros beyond the
-    name's end.
-
-    `source` is the result of `words`.
-    """
+    name's end. `source` is the result of `words`."""
     rest = lengths - position
     word = source[np.where(rest > 0, starts + position, 0)]
     unused_bits = np.clip(64 - 8 * rest, 0, 63).astype(np.uint64)
@@ -386,8 +377,7 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Which names cannot be components of a path. `starts` has one more item than there are
-    names."""
+    """Names that cannot be components of a path. `starts` has one item more."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -401,11 +391,8 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
 
 
 def longest_path_bytes(parent: U4, name_start: U8, child_end: Callable[[int], int]) -> int:
-    """The length of the longest path. `child_end(i)` returns the end of the children of entries
-    0..i.
-
-    Returns a number above PATH_BYTES_MAX, early, if folders are nested too deeply.
-    """
+    """`child_end(i)` returns the end of the children of entries 0..i. Returns a number above
+    PATH_BYTES_MAX, early, if folders are nested too deeply."""
     length = np.diff(name_start).astype(np.int32)
     longest, depth, start, end = 0, 0, 1, child_end(0)
     while start < end:
@@ -428,7 +415,7 @@ def _exact_sum(values: U8) -> int:
 
 
 def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
-    """Raise CorruptError if columns contradict each other. After this, every index in them is
+    """Raise CorruptError if columns contradict each other. Afterwards every index in them is
     valid."""
     _check_names(columns)
     kind = kinds(columns.flags)
@@ -443,7 +430,7 @@ def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
 
 
 def _check_names(columns: SnapshotColumns) -> None:
-    """Check that the names tile `names` and are possible in a path."""
+    """The names tile `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     if starts[0] or starts[1]:
         _corrupt("the root has a name")
@@ -459,13 +446,13 @@ def _check_names(columns: SnapshotColumns) -> None:
 
 
 def _batches(count: int) -> Iterator["slice[int, int, None]"]:
-    """Slices that cover all items; checking one slice at a time needs little memory."""
+    """Checking one slice at a time needs little memory."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 
 
 def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
-    """Check that folders, their children and parents agree, and no path is too long."""
+    """Folders, their children and parents agree, and no path is too long."""
     flags, parent = columns.flags, columns.parent
     if (flags & ~np.uint32(_KNOWN_BITS)).any() or (kind == Kind.TOMBSTONE).any():
         _corrupt("an entry of unknown kind or with unknown flags")
@@ -495,8 +482,8 @@ def _check_tree(columns: SnapshotColumns, kind: U4) -> None:
 
 
 def _check_order(columns: SnapshotColumns) -> None:
-    """Raise CorruptError unless the names in each folder ascend strictly. Compares 8 bytes of all
-    neighbours at a time, and continues with those that are equal so far."""
+    """The names in each folder ascend strictly. Compares 8 bytes of all neighbours at a time, and
+    continues with those that are equal so far."""
     source, parent = words(columns.names), columns.parent
     for first in range(1, len(parent) - 1, _BATCH):
         last = min(first + _BATCH, len(parent) - 1)
@@ -518,7 +505,7 @@ def _check_order(columns: SnapshotColumns) -> None:
 
 
 def _check_index(columns: SnapshotColumns) -> None:
-    """Check that the lookup index holds each entry except the root once, in order."""
+    """The lookup index holds each entry except the root once, in order."""
     slot, n = columns.slot, len(columns.parent)
     seen = np.zeros(n, np.bool_)
     if len(slot) and int(slot.max()) < n:
@@ -530,7 +517,7 @@ def _check_index(columns: SnapshotColumns) -> None:
 
 
 def _check_shadowed(columns: SnapshotColumns) -> None:
-    """Check that shadowed entries are sorted files and links of implicit folders."""
+    """Shadowed entries are sorted files and links of implicit folders."""
     shadowed, flags = columns.shadowed, columns.flags
     entry, own = shadowed["entry"], shadowed["flags"]
     if (entry >= len(flags)).any() or (entry[1:] <= entry[:-1]).any() or shadowed["spare"].any():
@@ -542,7 +529,7 @@ def _check_shadowed(columns: SnapshotColumns) -> None:
 
 
 class _Data(NamedTuple):
-    """The places of entries' contents: items of the columns with these names."""
+    """Items of the columns with these names."""
 
     flags: U4
     size: U8
@@ -558,14 +545,14 @@ class _Data(NamedTuple):
 
 
 def _data_of(columns: SnapshotColumns) -> Iterator[_Data]:
-    """The data of all visible entries, then of shadowed ones, in batches."""
+    """Of all visible entries, then of shadowed ones, in batches."""
     for batch in _batches(len(columns.flags)):
         yield _Data(*(getattr(columns, name)[batch] for name in _Data._fields))
     yield _Data(*(columns.shadowed[name] for name in _Data._fields))
 
 
 def _check_data(columns: SnapshotColumns) -> None:
-    """Check the places of files and the targets of links, visible and shadowed."""
+    """The places of files and the targets of links, visible and shadowed."""
     object_bytes, extents = columns.chunk_bytes, columns.extents
     if ((object_bytes < PREAMBLE_BYTES) | (object_bytes > OBJECT_BYTES_MAX)).any():
         _corrupt("a chunk of an impossible length")
@@ -599,7 +586,7 @@ def _check_data(columns: SnapshotColumns) -> None:
 
 
 def _check_places(one: _Data, object_bytes: U8) -> None:
-    """Check files of one extent against the lengths of the chunks."""
+    """Of files of one extent, against the lengths of the chunks."""
     if (one.chunk >= len(object_bytes)).any():
         _corrupt("a file in a chunk that is not in its table")
     places = (codecs(one.flags), one.stored, one.size, one.offset)
@@ -608,8 +595,7 @@ def _check_places(one: _Data, object_bytes: U8) -> None:
 
 
 def _check_links(link: _Data, before: int, columns: SnapshotColumns) -> int:
-    """Check links against their targets; `before` links come before them. Returns the number of
-    links."""
+    """`before` links come before these. Returns their number."""
     bounds = columns.target_start[before : before + len(link.size) + 1]
     target_bytes = np.diff(bounds)  # unsigned: a descent is a huge length
     if (
