@@ -82,14 +82,14 @@ _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
 _ENTRY_BYTES_MIN = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
-"""Of an entry in a decoded header: its columns, its folder, and a NUL."""
+"""The least that an entry takes in a decoded header: its columns, its folder, and a NUL."""
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class ExtentInfo(NamedTuple):
-    """An entry's part of its file, if the file has several extents (in several chunks)."""
+    """An entry's part of a file that has several extents (in several chunks)."""
 
     number: int  # from 0
     total: int
@@ -392,8 +392,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 def damaged_places(
     header: ChunkHeader, body: memoryview, body_start: int | None = None
 ) -> list[int]:
-    """The places of the entries whose bytes in `body` contradict the header. `body_start` is the
-    offset of `body` in the object, if it is not the whole body."""
+    """The places of entries that contradict their bytes in `body`. `body_start` is the offset of
+    `body` in the object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     records = header.records[places]
@@ -507,7 +507,6 @@ def _column(
 
 
 def _split(joined: bytes, count: int, what: str) -> tuple[bytes, ...]:
-    """They are counted before any string is made."""
     _check_count(joined, count, what)
     return tuple(joined.split(b"\0")) if count else ()
 
@@ -527,7 +526,7 @@ def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
 
 
 def _extents(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
-    """By place; also sets `extents` of the records."""
+    """The extents by place; also sets `extents` of the records."""
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
     if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
@@ -625,7 +624,7 @@ def _path_faults(
     names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
-    """By place, why an entry's path is not allowed."""
+    """The faults of forbidden paths, by place."""
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}

@@ -57,8 +57,8 @@ class ChunkBuilder:
     def clear(self) -> None:
         """Keeps the memory."""
         self.body_bytes = 0
-        self.left_bytes = self.body_bytes_max  # of contents and paths, until the chunk is full
-        self.full = False  # whether the chunk should be sealed now
+        self.left_bytes = self.body_bytes_max  # until the chunk is full, with paths
+        self.full = False
         self._path_bytes = 0
         self._last_folder: bytes | None = None
         self._last_folder_number = 0
@@ -69,13 +69,12 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """Of the file whose later extent this chunk holds. (For a put, in which only such an entry
-        has a stamp of its own.)"""
+        """The first chunk of a file, if this chunk holds a later extent of it. (For a put, in which
+        only such an entry has a stamp of its own.)"""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     @property
     def room_bytes(self) -> int:
-        """The size that `room` can give without moving the body in memory."""
         return len(self._body) - self.body_bytes
 
     def room(self, size: int) -> memoryview:
@@ -118,7 +117,7 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Add files of one folder, whose contents were read into `room()`, one after the other.
+        """Add files of one folder. Their contents were read into `room()`, one after the other.
         Nearly every file of a put comes this way, so no Python statement runs once per file."""
         entries, count = self._entries, len(names)
         ends = [*accumulate(sizes, initial=self.body_bytes)]
@@ -178,8 +177,7 @@ class ChunkBuilder:
         self.set_stamp(source.stamp(place))
 
     def set_stamp(self, value: Stamp) -> None:
-        """Of the entry that was added last; without it, the stamp is this chunk's ID and the
-        entry's place."""
+        """Replace the stamp of the last entry, which is this chunk's ID and the entry's place."""
         self._entries.stamps[len(self) - 1] = value
 
     def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], ChunkHeader]:
@@ -209,7 +207,6 @@ class ChunkBuilder:
         codec: int,
         checksum: int,
     ) -> None:
-        """Its stored body, if any, is already in the builder's body."""
         entries = self._entries
         folder, name = path
         entries.folder.append(self._number_of(folder))
@@ -238,7 +235,7 @@ class ChunkBuilder:
         self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
 
     def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
-        """By position, for the contents that lz4 makes small enough."""
+        """The contents that lz4 makes small enough, by position."""
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed

@@ -16,7 +16,7 @@ from .entries import ChunkId, Stamp
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 TEXT_CHARS = 22  # ceil(128 / 6)
 LOWEST = ChunkId(bytes(16))
-"""Smaller than every ID that is made. Stands for the newest ID if there is no chunk yet."""
+"""Smaller than every ID that is made; stands for the newest ID if there is no chunk yet."""
 
 _VALUE = {character: value for value, character in enumerate(ALPHABET)}
 _STAMP = struct.Struct(">16sI")
@@ -29,7 +29,7 @@ _SECONDS_MAX = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, order=True)
 class IdFields:
-    """Of a chunk ID (the DIESEL paper, Table 1); they sort as the ID does."""
+    """The fields of a chunk ID (the DIESEL paper, Table 1); they sort as the ID does."""
 
     seconds: int  # since 1970
     machine: int  # a hardware address

@@ -31,8 +31,8 @@ ChunkId = NewType("ChunkId", bytes)
 """16 bytes, ordered as bytes: seconds (4), machine (6), process (3), counter (3)."""
 
 Stamp = NewType("Stamp", bytes)
-"""20 bytes, ordered as bytes: the ID of an entry's first chunk (16), its place there (4). Of two
-entries of one path, the one with the greater stamp is the later one."""
+"""20 bytes, ordered as bytes: the ID of an entry's first chunk (16), its place there (4). If two
+entries have one path, the greater stamp is the later one."""
 
 NAME_BYTES_MAX = 255
 """NAME_MAX of Linux: a longer component could be stored but never opened."""

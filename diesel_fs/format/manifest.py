@@ -26,7 +26,7 @@ from .entries import Kind, Names, join, path_fault
 from .snapshot.reader import Indices, Snapshot
 
 MANIFEST_NAME = b".manifest.csv"
-"""The name of a manifest in the folder whose files it names."""
+"""The manifest of the folder in which it lies."""
 
 MANIFEST_BYTES_MAX = 1 << 30
 """In memory while it is read: some ten million lines."""
@@ -46,18 +46,18 @@ _ADVICE = "a manifest is a table with commas or tabs, and its first line is `pat
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """In the order of its lines."""
+    """The samples of a manifest, in the order of its lines."""
 
     name: str
-    """Of the file, for messages."""
+    """The file's name, for messages."""
     paths: Names
-    """The file of each sample, relative to the folder of the manifest."""
+    """The samples' files, relative to the folder of the manifest."""
     lines: npt.NDArray[np.uint32]
-    """Of each sample, from 1 on."""
+    """The samples' lines, from 1 on."""
     classes: list[str]
     """The different targets: sorted as numbers if all are whole numbers, else as text."""
     targets: npt.NDArray[np.int32]
-    """Of each sample, as an index in `classes`."""
+    """The samples' targets, as indices in `classes`."""
     names_files: bool
     """The targets are paths of files, too (the column `target_path`)."""
 
@@ -66,7 +66,6 @@ class Manifest:
 
 
 class ManifestFault(NamedTuple):
-    """Why a line of a manifest names no sample of a dataset."""
 
     line: int
     path: bytes
@@ -74,12 +73,11 @@ class ManifestFault(NamedTuple):
 
 
 class FoundSamples(NamedTuple):
-    """If there are faults, some are missing."""
+    """The entries of samples. If there are faults, some are missing."""
 
     entries: npt.NDArray[np.int32]
-    """Of each sample."""
     target_entries: npt.NDArray[np.int32] | None
-    """Of each class, if the targets are files."""
+    """The entry of each class, if the targets are files."""
     faults: list[ManifestFault]
     """The first ones, in the order of the lines."""
     fault_count: int
@@ -226,7 +224,7 @@ class _Table:
             yield fields, lines
 
     def _rows(self, count: int) -> Iterator[list[str]]:
-        """Rows that are not empty, fewer at the end; `_line` is each one's first line."""
+        """The next rows that are not empty; `_line` is each one's first line."""
         after = self._reader.line_num
         try:
             for row in self._reader:
@@ -248,7 +246,6 @@ class _Table:
         return self.error(line, f"bad path {shown(path)}: it has {path_fault(path)}")
 
     def _blocks(self, content: bytes) -> Iterator[list[str]]:
-        """The lines, each with its end."""
         at = len(_BYTE_ORDER_MARK) if content.startswith(_BYTE_ORDER_MARK) else 0
         while at < len(content):
             end = min(at + _LINE_BYTES_MAX, len(content))
@@ -267,7 +264,7 @@ class _Table:
 def _raise_fault(
     table: _Table, paths: Sequence[str], targets: Sequence[str], lines: Sequence[int]
 ) -> NoReturn:
-    """The first sample that lacks its path or target, or has a NUL: raise UsageError."""
+    """Raise UsageError for the first sample without path or target, or with a NUL."""
     for path, target, line in zip(paths, targets, lines, strict=True):
         if not path or not target:
             missing = f"{shown(_bytes(path))} has no target" if path else "it has no path"
@@ -278,7 +275,7 @@ def _raise_fault(
 
 
 def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
-    """Of path and target, and whether the target is a path."""
+    """The columns of path and target, and whether the target is a path."""
     targets = [each for each in header if each in ("target", "target_path")]
     if header.count("path") != 1 or len(targets) != 1:
         found = shown(_bytes(",".join(header)))[:80]
@@ -291,7 +288,7 @@ def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
 
 
 def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.int32]]:
-    """Sorted, and the position there of each number."""
+    """The sorted classes, and the position there of each number."""
     if all(map(_WHOLE_NUMBER.fullmatch, known)):
         classes = sorted(known, key=lambda text: (int(text), text))
     else:
@@ -354,7 +351,7 @@ def _kinds(snapshot: Snapshot, entries: npt.NDArray[np.int32]) -> npt.NDArray[np
 
 
 def _missing_reason(kind: int) -> str:
-    """Why an entry of this kind is no sample; empty for a file."""
+    """Empty for a file."""
     if kind == Kind.FILE:
         return ""
     if kind == Kind.TOMBSTONE:

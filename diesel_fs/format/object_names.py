@@ -33,16 +33,16 @@ FOLDER_NAME = re.compile(
 )
 LEASE_NAME = re.compile(_OBJECTS["lease"])
 MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
-"""The only objects whose bytes may change."""
+"""The only objects that may change."""
 
 
 def dataset_object(identity: UUID) -> str:
-    """It holds a dataset's name and identity."""
+    """This object holds a dataset's name and identity."""
     return f"{dataset_prefix(identity)}DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
-    """It marks this dataset as deleted."""
+    """This object marks the dataset as deleted."""
     return f"{DELETED}{identity.hex}"
 
 
@@ -93,7 +93,7 @@ def archive_prefix(identity: UUID) -> str:
 
 
 def archive_object(identity: UUID, name: str) -> str:
-    """It records an archive."""
+    """This object records an archive."""
     return f"{archive_prefix(identity)}{name}"
 
 
@@ -106,7 +106,7 @@ def lease_object(identity: UUID, name: str) -> str:
 
 
 def identity_of_object(name: str) -> UUID | None:
-    """Of the object's dataset, the second component of its name; None if that is no identity."""
+    """The second component of the name; None if that is no identity."""
     parts = name.split("/")
     try:
         return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None

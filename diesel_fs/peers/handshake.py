@@ -34,7 +34,7 @@ from .members.membership import Member, TaskName, split_address
 from .wire import Hello, Proofs, Sizes
 
 HELLO_S = 5.0
-"""Of the whole handshake, at both ends."""
+"""For the whole handshake, at both ends."""
 
 _SILENT, _CLOSED = "the other master does not answer", "the other master closed the connection"
 
@@ -49,7 +49,7 @@ class LocalIdentity:
     version: int
     secret: bytes = field(repr=False)
     sizes: Sizes = field(repr=False)
-    """Of each chunk of this version."""
+    """The bytes of each chunk of this version."""
 
     certificate: Certificate | None = None
     """With one, connections in both directions use TLS."""
@@ -74,10 +74,10 @@ class Connector:
     instance: bytes  # of the process
     identity: UUID  # of the dataset
     version: int
-    task: bytes  # SHA-256 of the task's name
+    task: bytes  # SHA-256 of its name
     secret: bytes = field(repr=False)
-    has_tls: bool  # all connections of the task use TLS
-    is_client: bool  # a reader, and no master
+    has_tls: bool
+    is_client: bool  # not a master
 
 
 class HandshakeRejected(Exception):

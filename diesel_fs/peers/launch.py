@@ -51,8 +51,7 @@ START_DEADLINE_S = 60.0
 """A master may have to fetch a snapshot first."""
 
 FIRST_PROCESS_WAIT_S = 2.0
-"""The other processes of a node wait this long for the first one to start the master: a user looks
-for errors there."""
+"""Other processes of a node wait for the first one, since a user looks for errors there."""
 
 ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
 """How often a master marks that it is alive, and for how long after the last mark a process that
@@ -62,18 +61,18 @@ DESCRIPTORS_MIN = 512
 """Open files of a master for clients and chunks, besides its connections to other nodes."""
 
 FOLDERS_WAIT_S = 5.0
-"""For a process that makes or removes folders, which takes microseconds unless it was stopped."""
+"""A process that makes or removes folders takes microseconds, unless it was stopped."""
 
 _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
 """Errors after which starting again would fail again."""
 
-_UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"  # of a node that needs no others
+_UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"  # for a node that needs no others
 _OPTIONS, _LOCK = "options", "lock"
 _POLL_S = 0.02
-_ANSWER_S = 1.0  # how long a master without readers may take to answer, and to end
+_ANSWER_S = 1.0  # for a master without readers to answer, and to end
 _ENDED_READER_S = 0.1
 _CONNECT_S = 5.0  # a master that accepts no connection for this time hangs
-_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")  # a process's number on its node
+_LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID")
 _NODE_VARIABLES = ("SLURM_NODEID", "GROUP_RANK")
 
 _Found = TypeVar("_Found")
@@ -111,7 +110,7 @@ def _find_or_start(
     start_deadline_s: float,
 ) -> Path:
     """Without a rank, a task of one node has the only live master on this machine, else the only
-    killed one, which is restarted as the node that it was."""
+    killed one, restarted as the node that it was."""
     environment = os.environ
     rank, world = resolve_node(environment, request.rank, request.world)
     folder = _folder(request)
@@ -138,7 +137,7 @@ def _running_request(socket_path: Path) -> TaskRequest | None:
     options = socket_path.with_name(_OPTIONS)
     try:
         if options.stat().st_mtime_ns < socket_path.stat().st_mtime_ns:
-            return None  # they are those of an earlier master that was killed
+            return None  # of an earlier master that was killed
         return TaskRequest.from_json(options.read_bytes())
     except (OSError, UsageError):
         return None  # the master is starting or ending, or has another version of this program
@@ -188,9 +187,8 @@ def _readers(client: socket.socket) -> int:
 def restart_killed(
     request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
 ) -> bool:
-    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`. It
-    may be called again after an error that may pass; after a permanent one it does nothing any
-    more."""
+    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`.
+    After a permanent error it does nothing any more."""
     if is_alive(socket_path):
         return False
     try:
@@ -202,7 +200,6 @@ def restart_killed(
 
 
 def mark_ended(socket_path: Path) -> None:
-    """The master ends by itself, so no process must start it again."""
     with suppress(OSError):
         socket_path.with_name(_OPTIONS).unlink()
 
@@ -227,8 +224,8 @@ def mark_alive(socket_path: Path) -> None:
 
 
 def _remove_if_stale(socket_path: Path) -> bool:
-    """Whether the killed master belonged to a job that ended long ago. Its files are then removed,
-    as a new job must not take over its rank."""
+    """Whether the killed master is of a job that ended long ago. Its files are then removed: a new
+    job must not take over its rank."""
     try:
         if socket_path.with_name(_OPTIONS).stat().st_mtime > time.time() - KILLED_REMEMBERED_S:
             return False
@@ -249,7 +246,7 @@ def has_successor(socket_path: Path) -> bool:
         return True
     try:
         lock = os.open(socket_path.with_name(_LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # no process is starting one
+    except OSError:  # none is starting
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -281,7 +278,7 @@ def wait_until_gone(socket_path: Path, timeout_s: float) -> bool:
 
 
 def _is_first(environment: Mapping[str, str]) -> bool:
-    """By the variables of SLURM and torchrun."""
+    """SLURM and torchrun set variables."""
     values = (environment[each] for each in _LOCAL_RANK_VARIABLES if environment.get(each))
     return next(values, "0").strip() == "0"
 
@@ -289,8 +286,8 @@ def _is_first(environment: Mapping[str, str]) -> bool:
 def _locked(
     socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
 ) -> AbstractContextManager[None]:
-    """No other process starts a master at the socket, or removes its folder, which is made if it is
-    missing. Raises BusyError."""
+    """While this is held, no other process starts a master at the socket, or removes its folder,
+    which is made if it is missing. Raises BusyError."""
 
     def attempt() -> int | None:
         with _folders_locked(folders_wait_s):
@@ -376,7 +373,7 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """Without secrets, and without addresses that may hold a password."""
+    """Leaves out secrets, and addresses that may hold a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:

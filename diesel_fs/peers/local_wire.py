@@ -35,19 +35,18 @@ VERSION = 3
     SWITCH_VERSION, DATA, PLAN,
 ) = range(1, 10)  # fmt: skip
 OK, REFUSED = range(2)
-"""Done; rejected, with a reason."""
 
 UNPINNED_MAX = 1 << 16
-"""Chunks that a client unpins, or a master revokes, in one message."""
+"""The most chunks that a client unpins, or a master revokes, in one message."""
 
 DOCUMENT_BYTES_MAX = 4 << 20
-"""Of an answer to STATS or MEMBERS."""
+"""The longest answer to STATS or MEMBERS."""
 
 SENTENCE_BYTES_MAX = 512
-"""Of the reason for a rejection."""
+"""The longest reason for a rejection."""
 
 BODY_BYTES_MAX = 4 * UNPINNED_MAX
-"""Of a request: a master has to make room for it."""
+"""The longest body of a request: a master has to make room for it."""
 
 _VIEW_ITEMS_MAX = 64 + 16 * MEMBERS_MAX
 _HEAD = struct.Struct("<BBHIII")
@@ -96,7 +95,7 @@ def request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) -> byt
 
 
 def parse_request(content: Bytes) -> LocalRequestHead:
-    """Raises CorruptError, also for a body whose length does not fit the kind."""
+    """Raises CorruptError, also for a body of the wrong length."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not a request")
     kind, flags, status, count, body_bytes, zero = _HEAD.unpack(content)
@@ -109,8 +108,7 @@ def parse_request(content: Bytes) -> LocalRequestHead:
 
 
 class LocalAnswerHead(NamedTuple):
-    """The first 16 bytes of a master's answer, whose body ends with the numbers of `revoked`
-    chunks."""
+    """The first 16 bytes of a master's answer. The numbers of `revoked` chunks end its body."""
 
     status: int
     counted: int
@@ -137,7 +135,7 @@ def _answer(kind: int, status: int, count: int, body: Bytes, revoked: Sequence[i
 
 
 def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
-    """Of an answer to a request of this kind and count. Raises CorruptError."""
+    """`kind` and `count` are those of the request. Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not an answer")
     answered, flags, status, counted, body_bytes, revoked = _HEAD.unpack(content)
@@ -263,12 +261,12 @@ def parse_plan_status(body: Bytes) -> int:
 
 
 def chunks_body(chunks: Sequence[int]) -> bytes:
-    """Of a PIN or UNPIN."""
+    """The body of a PIN or UNPIN."""
     return np.array(chunks, "<u4").tobytes()
 
 
 def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
-    """Of a PIN or UNPIN. Raises CorruptError, also for a chunk that does not exist."""
+    """Parse a PIN or UNPIN. Raises CorruptError, also for a chunk that does not exist."""
     if len(body) % _CHUNK.size:
         raise CorruptError("no chunks")
     chunks: list[int] = np.frombuffer(body, "<u4").tolist()

@@ -26,7 +26,7 @@ from .members.membership import (
 )
 
 PARTS_MAX, PARTS_BYTES_MAX = 4096, 32 << 20
-"""Of one request; a single part may have any size."""
+"""For one request; a single part may have any size."""
 
 REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
 """Unanswered requests on one connection, and the bytes of their answers."""
@@ -34,7 +34,8 @@ REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
 HEAD_BYTES, PART_BYTES = 16, 12
 
 PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
-"""Of a message about plans (`plan/messages.py`): as long as the records of the longest READ."""
+"""The longest message about plans (`plan/messages.py`): as long as the records of the longest
+READ."""
 
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
 """Kinds of requests and answers; 2 is free."""
@@ -47,7 +48,7 @@ LOAD, THROUGH = 1, 2
 the chunks that this node does not own (only for this node's clients)."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
-"""Of each part in an answer."""
+"""The statuses of parts in an answer."""
 
 ALL_GIVEN = bytes(PARTS_MAX)
 """A slice of it fits any answer that gives all parts."""
@@ -73,7 +74,7 @@ _LOOP_PARTS_MAX = (
 )
 
 VERSION = 3
-"""Of the protocol over TCP."""
+"""The version of the protocol over TCP."""
 
 PROOF_BYTES = TASK_DIGEST_BYTES = 32
 
@@ -92,9 +93,9 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 def working_s(count: int) -> float:
     """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`: the
-    master fetches from a slow store, and reads of a chunk on all nodes wait for one fetch. Each
-    part may be of another chunk, so more parts take longer, and no reader waits for many parts as
-    for one. Parts that the reader gives up, the store has to give twice."""
+    master fetches from a slow store, and reads of a chunk on all nodes share one fetch. Each part
+    may be of another chunk, so more parts take longer. The store has to give twice what the reader
+    then reads itself."""
     return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 
@@ -112,9 +113,9 @@ def version_mismatch(version: int) -> str:
 class Hello:
     """A connector, a master or a client of one, and the master that it wants."""
 
-    rank: int  # of the connector's node
+    rank: int  # its node's
     is_client: bool
-    instance: bytes  # of the connecting process
+    instance: bytes  # its process's
     to: int  # the rank of the wanted master
     identity: UUID  # of the dataset
     version: int
@@ -134,7 +135,7 @@ class Hello:
 
 
 class Proofs:
-    """The 32 bytes by which each end of a connection shows that it knows the task's secret."""
+    """The 32 bytes by which each end shows that it knows the task's secret."""
 
     def __init__(
         self, secret: bytes, acceptor_nonce: bytes, binding: bytes, task: bytes, hello: Hello

@@ -50,19 +50,19 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """Of n entries, of which m have content, in k chunks. The m are in the order of their
-    addresses."""
+    """An image's data about n entries, of which m have content, in k chunks. The m are in the order
+    of their addresses."""
 
     first_block: layout.U4
-    """n; of each entry's content; 0 for an entry without content."""
+    """n; the first block of each content; 0 for an entry without content."""
     order: layout.U4
     """m; the entries."""
     start_block: layout.U4
     """m; their first blocks."""
     chunk: layout.U4
-    """m; of their origin, a number in `chunk_id`."""
+    """m; the chunk of their origin, a number in `chunk_id`."""
     offset: layout.U4
-    """m; in the chunk object, in bytes."""
+    """m; their offset in the chunk object, in bytes."""
     size: layout.U8
     """m; in bytes."""
     chunk_id: npt.NDArray[np.bytes_]
@@ -70,12 +70,11 @@ class ContentColumns(NamedTuple):
 
 
 DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<u8", CHUNK_ID))
-"""Of the fields of `ContentColumns`, in their order."""
+"""The types of `ContentColumns`, in their order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-    """The two columns are those of `ContentColumns`."""
 
     first_block: layout.U4
     order: layout.U4
@@ -95,7 +94,7 @@ def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int 
     kept = None if earlier is None else _Kept(earlier, columns.chunk_id.view(CHUNK_ID))
     first_block = np.zeros(len(snapshot), np.uint32)
     used = 1
-    of_many = [np.zeros(0, np.int64)]  # fresh contents of several extents, which come last
+    of_many = [np.zeros(0, np.int64)]
     for entries in _by_origin(columns):
         blocks = _blocks_of(columns.size[entries])
         first = np.zeros(len(entries), np.int64)
@@ -123,7 +122,6 @@ def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int 
 
 
 def _checked(ends: Ints) -> int:
-    """The greatest end. Raises ImageTooLarge."""
     end = int(ends.max(initial=0))
     if end > BLOCKS_MAX:
         raise ImageTooLarge
@@ -150,7 +148,7 @@ def origins_of(
 
 
 def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
-    """Entries with content, in the order of their origins, in batches of whole chunks."""
+    """Entries with content, ordered by origin, in batches of whole chunks."""
     chunk, chunks = columns.chunk.copy(), len(columns.chunk_bytes)
     chunk[(layout.kinds(columns.flags) != Kind.FILE) | (columns.size == 0)] = _NO_CHUNK
     many = np.flatnonzero(columns.flags & np.uint32(layout.MANY_EXTENTS))
@@ -168,12 +166,10 @@ def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
 
 
 def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
-    """As one number, to sort origins by."""
     return chunk.astype(np.uint64) << np.uint64(32) | offset
 
 
 class _Kept:
-    """By origin."""
 
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
         """`chunk_id` is the snapshot's chunk table; chunk numbers refer to it from now on."""
@@ -186,8 +182,8 @@ class _Kept:
         self._chunk = number[earlier.chunk]
 
     def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
-        """Of contents with ascending origins; 0 for a content that the image lacks. If several
-        contents have one origin, the i-th gets the address of the i-th."""
+        """The addresses of contents with ascending origins; 0 for a content that the image lacks.
+        If several contents have one origin, the i-th gets the address of the i-th."""
         first = np.zeros(len(chunk), np.int64)
         if not len(chunk):
             return first

@@ -21,7 +21,7 @@ from .tree import MAGIC, SUPERBLOCK_AT, ImageTree, Shown, check
 
 _TRAILER_MAGIC = b"\x93DIESIM\n"
 FORMAT_VERSION = 2
-"""Of images that are built. Images of version 1 can be read, too: only their inodes of large files
+"""The version of images that are built. Version 1 can be read, too: only the inodes of large files
 differ, and the kernel alone reads these."""
 
 _OLDEST_VERSION = 1
@@ -37,7 +37,7 @@ _BATCH = 1 << 18  # contents
 
 
 class Image:
-    """In memory or mapped. Immutable."""
+    """An image in memory or mapped. Immutable."""
 
     def __init__(self, buffer: Bytes, *, verify: bool) -> None:
         """Raises a leaf of FormatError. The trailer and the lengths are always checked; `verify`
@@ -55,13 +55,13 @@ class Image:
         self.chain = fields.chain
         """Addresses can be compared between images of one chain only."""
         self.sequence = fields.sequence
-        """Of the image in its chain, from 1."""
+        """The image's number in its chain, from 1."""
         self.end_block = fields.end_block
-        """Blocks of the content file that this chain has given up to this image."""
+        """The blocks of the content file that this chain has given up to this image."""
         self.entry_count = fields.entries
         self.shown = fields.shown
         self.tree_bytes = parts[0][1]
-        """Of the file system, at the start of the image."""
+        """The length of the file system, which is at the start."""
         self.columns = _columns_of(view, parts)
         self.first_block = self.columns.first_block
         self.order = self.columns.order
@@ -146,7 +146,7 @@ def _column_pieces(snapshot: Snapshot, addresses: Addresses) -> Iterator[Iterabl
 
 
 def _taken(order: U4, of: Callable[[U4], U4 | U8]) -> Iterator[Bytes]:
-    """By address, in batches; `of` returns the column's values for entries."""
+    """A column by address, in batches; `of` returns its values for entries."""
     for start in range(0, len(order), _BATCH):
         yield of(order[start : start + _BATCH]).view(np.uint8).data
 
@@ -156,7 +156,7 @@ def _corrupt(what: str, offset: int = -1) -> NoReturn:
 
 
 def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int]]]:
-    """And each part's start, end, and checksum."""
+    """The trailer; and each part's start, end, and checksum."""
     magic_at = SUPERBLOCK_AT
     if len(view) < BLOCK_BYTES + _TRAILER_BYTES:
         raise TruncatedError(f"truncated image: {len(view)} bytes", offset=len(view))

@@ -29,7 +29,7 @@ CONTROL_FOLDER = b".diesel"
 SUPERBLOCK_AT = 1024
 MAGIC = 0xE0F5E1E2
 _COMPAT_MTIME = 2
-_INCOMPAT_FEATURES = 4 | 8  # places of content behind inodes; devices
+_INCOMPAT_FEATURES = 4 | 8  # inline content; devices
 # magic, checksum (unused), compatible features, bits of a block's length, extra slots, number of
 # the root; inodes, seconds and nanoseconds of building (unused), blocks; block of the inodes, of
 # attributes (unused); UUID, name, incompatible features, compression (unused), devices, place of
@@ -113,7 +113,7 @@ def check(snapshot: Snapshot) -> None:
 
 
 def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
-    """The entries of the root folder, and how many come before `.diesel`. Compares names: a
+    """The entries of the root folder, and the number of them before `.diesel`. Compares names: a
     snapshot's lookup index may be wrong."""
     in_root = snapshot.children(ROOT_INDEX)
     return in_root, bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
@@ -163,9 +163,9 @@ class _Items:
     """The items of folders. An **item** is one name in one folder; items are numbered by folder
     and, within a folder, by name (as bytes).
 
-    Each folder lists its entries, `.` and `..`; the root folder also lists `.diesel`, whose index
-    is the number of entries. Entries already stand in this order, so an item's entry is the item's
-    number minus the number of **special** items (`.`, `..` and `.diesel`) before it.
+    Each folder lists its entries, `.` and `..`; the root folder also lists `.diesel`, with the
+    number of entries as its index. Entries already stand in this order, so an item's entry is the
+    item's number minus the number of **special** items (`.`, `..` and `.diesel`) before it.
     """
 
     _SPECIAL_NAMES = np.frombuffer(b".." + CONTROL_FOLDER, np.uint8)
@@ -180,11 +180,10 @@ class _Items:
         counts[ROOT_INDEX] += 1
         ends = np.cumsum(counts)
         self.first: Ints = ends - counts
-        """By position in `folders`: its first item."""
+        """The first item of each folder."""
         self.count = int(ends[-1])
         before_dot, before_dots = _smaller_than_dots(columns, folders)
         self.control = 2 + _beside_control(snapshot)[1]
-        """In the root folder."""
         dot, dots = self.first + before_dot, self.first + before_dots + 1
         above = np.append(columns.parent[folders[:-1]].astype(np.int64), ROOT_INDEX)
         number = np.concatenate([dot, dots, [self.control]])
@@ -194,7 +193,6 @@ class _Items:
         self._special_name = np.repeat([0, 1, 2], [len(folders), len(folders), 1])[order]
 
     def of(self, items: Ints) -> "_Listed":
-        """Entries and names, in their order."""
         before = np.searchsorted(self._special, items)
         entry = items - before + 1
         special = np.flatnonzero(self._special[np.minimum(before, len(self._special) - 1)] == items)
@@ -207,8 +205,8 @@ class _Items:
         return _Listed(entry, start, length, special, self._SPECIAL_NAME_AT[special_name])
 
     def costs(self, first: int, end: int) -> Ints:
-        """In a listing, of each item of a range. `.diesel` counts with the item before it, so both
-        are always in one block."""
+        """The bytes of items in a listing. `.diesel` counts with the item before it, so both are
+        always in one block."""
         costs = self.of(np.arange(first, end)).length + _ITEM_BYTES
         at = self.control - first
         if 0 < at < len(costs):
@@ -217,7 +215,6 @@ class _Items:
         return costs
 
     def copy_names(self, listed: "_Listed", at: Ints, out: layout.Bytes) -> None:
-        """To the positions `at` in `out`."""
         plain = np.ones(len(at), np.bool_)
         plain[listed.special] = False
         columns, length = self._columns, listed.length
@@ -237,12 +234,11 @@ class _Listed(NamedTuple):
     name_start: Ints
     length: Ints
     special: Ints
-    """Which of the items are special."""
     special_name_at: Ints
 
 
 def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
-    """Entries before `.`, and before `..`, by position in `folders`."""
+    """The number of entries before `.`, and before `..`, in each folder."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
     for start in range(1, len(columns.parent), _BATCH):
@@ -265,7 +261,7 @@ class ImageTree:
         self.snapshot, self.shown, self.addresses = snapshot, shown, addresses
         control = len(snapshot)
         self._kind = np.append(layout.kinds(snapshot.columns.flags), Kind.FOLDER).astype(np.uint8)
-        """By index of an entry; `.diesel` is the last one, here and in the other columns."""
+        """The kind of each entry; `.diesel` is the last one, here and in the other columns."""
         self._folders = np.flatnonzero(self._kind == Kind.FOLDER)
         self._links = np.flatnonzero(self._kind == Kind.LINK)
         self._items = items = _Items(snapshot, self._folders)
@@ -276,7 +272,7 @@ class ImageTree:
         inode."""
         self._run_end = np.append(self._run_first[1:], items.count)
         self._run_folder = np.searchsorted(items.first, self._run_first, "right") - 1
-        """Of each run, as a position in `_folders`."""
+        """The positions of the runs' folders in `_folders`."""
         is_last = np.append(np.diff(self._run_folder) > 0, True)
         self.root_blocks = int(np.searchsorted(self._run_folder, 1))
         self._is_inline = is_last & (self._run_bytes <= _INLINE_BYTES_MAX)
@@ -363,7 +359,6 @@ class ImageTree:
         return run, out.data
 
     def _head(self) -> Bytes:
-        """The superblock and the device table."""
         snapshot = self.snapshot
         head = bytearray(BLOCK_BYTES)
         # File handles (NFS) name the file system by this UUID, so each version has its own.
@@ -405,7 +400,6 @@ class ImageTree:
         return rows
 
     def _mixed_inodes(self) -> Iterator[Bytes]:
-        """The blocks with the inodes of folders and links, and the data behind these."""
         number = self._number[self._folders], self._number[self._links]
         tails = np.flatnonzero(self._is_inline)
         tail_at = number[0][self._run_folder[tails]].astype(np.int64) * _SLOT_BYTES + _INODE_BYTES
@@ -446,13 +440,13 @@ class ImageTree:
 
     @staticmethod
     def _put_inodes(rows: npt.NDArray[np.void], base: int, out: layout.Bytes) -> None:
-        """To their places in `out`, which begins at byte `base` of all inodes."""
+        """Write inodes into `out`, which begins at byte `base` of all inodes."""
         at = rows["number"].astype(np.int64) * _SLOT_BYTES - base
         words = out.view(np.uint64)
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """Those of more than one block, or all others, in batches."""
+        """Files of more than one block, or all others, in batches."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
@@ -481,7 +475,6 @@ class ImageTree:
         yield self._large_blocks_of(before)
 
     def _large_blocks_of(self, files: Ints) -> Bytes:
-        """The last block is filled with zeros."""
         size = self.snapshot.columns.size[files].astype(np.int64)
         kind = np.full(len(files), _PLACES_ARE_LONG | _PLACE_BITS_MAX)
         inodes = self._inodes(files, np.full(len(files), _INDEXED), size, kind)

@@ -38,7 +38,7 @@ from . import layout
 from .entry_digest import EntryDigest, check_entry_digests
 from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
-_NO_CHUNK = 0xFFFFFFFF  # stands for a chunk that is not in the chunk table
+_NO_CHUNK = 0xFFFFFFFF
 _BLOCK = 1 << 18  # entries for which several columns are made at one time
 _BLOCK_ROWS = 1 << 16  # rows at a time that have their names as Python objects
 
@@ -105,13 +105,13 @@ class _ChangedFolders:
     """
 
     def __init__(self, old: Snapshot, rows: Rows) -> None:
-        ids: dict[tuple[int, bytes], int] = {}  # by ID of the parent, and name
-        levels = [0]  # by ID: the depth
+        ids: dict[tuple[int, bytes], int] = {}  # by (ID of the parent, name)
+        levels = [0]
         id_of_row_folder = np.zeros(len(rows.folders), np.int64)
         is_used = np.zeros(len(rows.folders), np.bool_)
         is_used[rows.folder] = True
         for used in np.flatnonzero(is_used).tolist():
-            path, folder = rows.folders[used], 0  # from the root on, the ID of each folder
+            path, folder = rows.folders[used], 0
             if len(path) > PATH_BYTES_MAX:
                 raise UsageError(f"a path of more than {PATH_BYTES_MAX} bytes")
             for name in path.split(b"/") if path else ():
@@ -135,7 +135,7 @@ class _ChangedFolders:
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
         """Number the folders in directory order. `ids` maps (ID of the parent, name) to an ID in
         the order of rows, and `levels` has the depths by ID."""
-        self._rank = np.zeros(len(levels), np.int64)  # by ID: the number
+        self._rank = np.zeros(len(levels), np.int64)  # the number of each ID
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
         for (parent, name), at in ids.items():
@@ -166,20 +166,20 @@ class _MergePlan:
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
         self.data: Indices = np.arange(old.entry_count)
-        """By index in the previous snapshot: the number of the data that is now visible there."""
+        """The data that is visible at each previous entry now."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
-        """By previous index of a folder: the data that it shadows now."""
+        """The data that each previous folder shadows now."""
         self.new_shadow: dict[int, int] = {}
-        """By number of a new folder: the data that it shadows."""
+        """The data that each new folder shadows."""
         self.entry_changes = np.zeros(len(folders), np.int64)
-        """Of the number of entries of each folder."""
+        """The change of each folder's number of entries."""
         self.new_data: dict[int, int] = {}
-        """By number of a new folder: the data that is visible there."""
+        """The data that is visible at each new folder."""
         self.new_rows: Indices
-        """Those that become new entries, ascending; without those of `_ChangedFolders`."""
+        """The rows that become new entries, ascending; without those of `_ChangedFolders`."""
         self._check_rows()
         self._hash_names()
         own_row = self._rows_of_folders()
@@ -187,7 +187,6 @@ class _MergePlan:
         self._plan_folders(own_row)
 
     def _check_rows(self) -> None:
-        """Raise UsageError for an impossible record."""
         records, rows = self.rows.records, self.rows
         kind = records["kind"]
         wrong = (kind > Kind.TOMBSTONE) | (records["codec"] > 1)
@@ -218,7 +217,7 @@ class _MergePlan:
             )
 
     def _rows_of_folders(self) -> dict[int, int]:
-        """The row of each changed folder that has one, by number."""
+        """The row of each changed folder that has one."""
         folders = self.folders
         wanted = np.sort(np.array(folders.hash, np.uint64))
         has_prefix = np.zeros(1 << 16, np.bool_)  # a filter that one row in thousands passes
@@ -237,7 +236,7 @@ class _MergePlan:
         return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
-        """No row changes anything below the paths of rows that are not in `own_row`."""
+        """Rows that are not in `own_row` change nothing below their paths."""
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
@@ -324,18 +323,17 @@ class _EntryOrder:
     order. These are made from **items**: first the new folders, then all rows."""
 
     made: list[int]
-    """New folders, as numbers of `_ChangedFolders`."""
+    """The new folders, as numbers of `_ChangedFolders`."""
     new_folder: layout.U4
-    """Of each entry, a number of `_ChangedFolders`."""
+    """The folders of new entries, as numbers of `_ChangedFolders`."""
     new_item: layout.U4
-    """Of each entry."""
     new_hash: layout.U8
     new_index: layout.U4
-    """Of each entry in the result."""
+    """The positions of new entries in the result."""
     old_index: Indices
-    """Of each previous entry in the result; meaningless for removed ones."""
+    """The positions of previous entries in the result; meaningless for removed ones."""
     folder_index: Indices
-    """Of each of `_ChangedFolders` in the result; meaningless for removed ones."""
+    """The positions of `_ChangedFolders` in the result; meaningless for removed ones."""
 
 
 def _order_of(plan: _MergePlan) -> _EntryOrder:
@@ -386,7 +384,7 @@ def _sorted_by_name(
     sorted by name."""
     order = np.argsort(folder, kind="stable")
     fits: layout.Mask = np.zeros(len(item), np.bool_)
-    """The next item's name comes after this one's."""
+    """Whether the next item's name comes after this one's."""
     fits[:-1] = (item[:-1] >= len(made)) & (np.diff(item) == 1)
     fits[fits] = plan.ascends[item[fits] - np.uint32(len(made))]
     sorted_folder = folder[order]
@@ -404,7 +402,6 @@ def _sorted_by_name(
 
 
 def _runs(values: layout.U4) -> tuple[Indices, Indices]:
-    """Starts and lengths of runs of equal values."""
     change = np.ones(len(values), np.bool_)
     np.not_equal(values[1:], values[:-1], out=change[1:])
     starts = np.flatnonzero(change)
@@ -444,7 +441,6 @@ def _places(
 
 
 def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]:
-    """Names and folder are sorted."""
     if len(names) * 64 > len(inside):  # listing all names costs less than the searches
         known = old.names(inside)
         at = [bisect_left(known, name) for name in names]
@@ -534,7 +530,6 @@ class _Assembly:
         return parent
 
     def _names(self) -> tuple[layout.U8, layout.Bytes]:
-        """The start of each, and all names."""
         plan, order = self.plan, self.order
         made_starts, made = _joined([plan.folders.name[number] for number in order.made])
         row_starts, packed = plan.names.packed()
@@ -568,7 +563,6 @@ class _Assembly:
             raise UsageError(f"{shown(name)!r} cannot be a component of a path")
 
     def _index(self) -> tuple[layout.U4, layout.U4]:
-        """Fingerprints, sorted, and the entry of each."""
         old_fingerprints = np.zeros(self.old_count, np.uint32)
         old_fingerprints[self.old.slot] = self.old.fingerprint
         keys = np.empty(self.count, np.uint64)
@@ -597,7 +591,6 @@ class _Assembly:
         return source, entries
 
     def _data(self, source: Indices) -> tuple[_Data, list[bytes], layout.Records]:
-        """The data with the numbers `source`; and the targets and the extents of the rows."""
         records = self.plan.rows.records
         kind = records["kind"]
         links = np.flatnonzero(kind == Kind.LINK)
@@ -673,7 +666,7 @@ class _Assembly:
         return result
 
     def _targets(self, data: _Data, tails: list[bytes]) -> tuple[layout.U8, layout.Bytes]:
-        """The start of each, and all targets, in the order of their links in `data`."""
+        """The start of each target, and all targets, in the order of their links in `data`."""
         link = layout.kinds(data.flags) == Kind.LINK
         source = data.chunk[link].astype(np.int64)
         data.chunk[link] = np.arange(len(source))
@@ -681,7 +674,7 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
-        """In the order of their files in `data`."""
+        """The extents in the order of their files in `data`."""
         many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts
@@ -736,7 +729,7 @@ class _Assembly:
         return plan.old.path(int(plan.old.shadowing_folders()[data - self.old_count]))
 
     def _lost_chunk(self, data_source: Indices, at: np.int64) -> NoReturn:
-        """The file at position `at` of `_data_source`: raise CorruptError."""
+        """Raise CorruptError for the file at position `at` of `_data_source`."""
         path = self._path(int(data_source[at]))
         raise CorruptError(
             f"{shown(path)} lies in a chunk that is not in the dataset's chunk table"
@@ -744,13 +737,13 @@ class _Assembly:
 
     @cached_property
     def _number_of_old(self) -> layout.U4:
-        """By previous number, the number in the new chunk table."""
+        """The new numbers of previous chunks."""
         numbers = (self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.old.chunk_ids)
         return np.fromiter(numbers, np.uint32, len(self.plan.old.chunk_ids))
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """The start of each (and the end of the last), and the bytes of all."""
+    """The starts of items (and the end of the last), and their bytes."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)
@@ -762,8 +755,8 @@ def _splice(
     source: Indices,
     behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of (old, then new): the start of each, and the bytes of all, followed by `behind`. Runs
-    of items that stay side by side are copied at once, so the cost is that of the changes."""
+    """Items of (old, then new): their starts, and their bytes, followed by `behind`. Runs of items
+    that stay side by side are copied at once, so the cost is that of the changes."""
     count = len(old[0]) - 1
     starts = np.zeros(len(source) + 1, np.uint64)
     lengths = np.concatenate([np.diff(each[0]).astype(np.uint32) for each in (old, new)])

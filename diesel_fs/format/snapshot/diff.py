@@ -19,7 +19,7 @@ from . import layout as layout
 from .reader import ROOT_INDEX, Indices, Snapshot
 
 OldIndices = npt.NDArray[np.int32]
-"""By index in the later version: an index in the earlier one, or -1."""
+"""For each entry of the later version: an index in the earlier one, or -1."""
 
 
 @dataclass(frozen=True, slots=False, eq=False)
@@ -31,22 +31,22 @@ class SnapshotDiff:
     same_path: OldIndices
     """The entry of `old` with the same path and kind."""
     unchanged: OldIndices
-    """The same, but -1 for entries that have changed."""
+    """As `same_path`, but -1 for entries that have changed."""
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """By entry of `old`: it is missing in `new` or has changed."""
+        """Whether each entry of `old` is missing in `new` or has changed."""
         result = np.ones(len(self.old), np.bool_)
         result[self.unchanged[self.unchanged >= 0]] = False
         return result
 
     @cached_property
     def changed_folders(self) -> Indices:
-        """Folders of both versions with different listings, by index in `new`."""
+        """Indices in `new` of folders of both versions with different listings."""
         differs = np.zeros(len(self.new), np.bool_)
         differs[self.new.columns.parent[self.unchanged < 0]] = True
         is_unchanged = self.unchanged >= 0
-        new_index = np.full(len(self.old), -1, np.int64)  # by index in `old`
+        new_index = np.full(len(self.old), -1, np.int64)
         new_index[self.unchanged[is_unchanged]] = np.flatnonzero(is_unchanged)
         losing = new_index[self.old.columns.parent[self.removed_or_changed]]
         differs[losing[losing >= 0]] = True
@@ -56,7 +56,7 @@ class SnapshotDiff:
 
     @cached_property
     def folders_with_new_attributes(self) -> Indices:
-        """Folders of both versions with another mode or time, by index in `new`."""
+        """Indices in `new` of folders of both versions with another mode or time."""
         old, new = self.old.columns, self.new.columns
         folders = np.flatnonzero((layout.kinds(new.flags) == Kind.FOLDER) & (self.unchanged >= 0))
         in_old = self.unchanged[folders]
@@ -99,8 +99,8 @@ def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
 
 
 def _candidates(old: Snapshot, new: Snapshot) -> tuple[OldIndices, layout.Mask]:
-    """The first entry of `old` with the same fingerprint, and whether there are others; by index in
-    `new`."""
+    """The first entry of `old` with the same fingerprint as each of `new`, and whether there are
+    others."""
     candidates: OldIndices = np.full(len(new), -1, np.int32)
     is_ambiguous = np.zeros(len(new), np.bool_)
     if len(old.columns.fingerprint):
@@ -125,7 +125,6 @@ def _same_names(
 
 
 def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices) -> OldIndices:
-    """`same_path`, with -1 for files and links that have changed."""
     entries = np.flatnonzero((same_path >= 0) & (layout.kinds(new.columns.flags) != Kind.FOLDER))
     in_old = same_path[entries]
     flags, kinds = new.columns.flags[entries], layout.kinds(new.columns.flags[entries])

@@ -31,7 +31,7 @@ _FACTORS = (
     *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD),
 )
 _LAST_FACTOR = np.uint64(0xC4CEB9FE1A85EC53)
-_BLOCK_ENTRIES = 1 << 20  # entries of a snapshot per step
+_BLOCK_ENTRIES = 1 << 20
 _HASHED = ("size", "mtime_ns", "checksum", "offset", "stored", "flags")  # columns of a file's hash
 
 
@@ -43,7 +43,7 @@ class EntryDigest(NamedTuple):
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """Of the rows of one chunk (`ChunkHeader.rows`)."""
+    """The digest of one chunk's rows (`ChunkHeader.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -62,7 +62,7 @@ def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, Entr
     """Raise CorruptError if the files of a chunk in a snapshot do not have the chunk's digest."""
     ids = columns.chunk_id.tobytes() if digests else b""
     table = [ids[at : at + 16] for at in range(0, len(ids), 16)]
-    group = np.full(len(table), -1, np.int64)  # by chunk number; -1: not compared
+    group = np.full(len(table), -1, np.int64)  # -1: not compared
     wanted: list[tuple[ChunkId, EntryDigest]] = []
     for chunk, expected in digests.items():
         number = bisect_left(table, chunk)
@@ -103,13 +103,13 @@ class _Sums:
     def add_files(
         self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Those entries, given as columns, that are files of one extent."""
+        """Add the entries, given as columns, that are files of one extent."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """Given as their chunks (which are all compared) and their hashes."""
+        """Add contents, given as their chunks (which are all compared) and their hashes."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (

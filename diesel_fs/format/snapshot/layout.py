@@ -42,7 +42,7 @@ NAME_PADDING = bytes(8)
 
 KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
-"""The folder has no entry of its own, and exists because something is in it."""
+"""A folder without an entry of its own: something is in it."""
 MANY_EXTENTS = 1 << 25
 """The file has several extents; `chunk` is the index of the first in `extents`, `offset` their
 number."""
@@ -85,7 +85,7 @@ _BLOCK = 1 << 18  # values per step of a sum
 
 
 class SnapshotColumns(NamedTuple):
-    """In the order of the file, of n entries and c chunks."""
+    """The sections in the order of the file, for n entries and c chunks."""
 
     parent: U4
     """n; the index of each entry's folder; the root's is 0."""
@@ -116,7 +116,7 @@ class SnapshotColumns(NamedTuple):
     target_start: U8
     """Number of targets + 1; the offset of each target in `targets`, and the end of the last."""
     targets: Bytes
-    """The targets of links in the order of entries, then those of shadowed links."""
+    """Those of links in the order of entries, then those of shadowed links."""
     extents: Records
     """STORED_EXTENT; first of files in the order of entries, then of shadowed files."""
     chunk_id: Bytes
@@ -124,7 +124,7 @@ class SnapshotColumns(NamedTuple):
     chunk_bytes: U8
     """c; the length of each chunk object."""
     shadowed: Records
-    """SHADOWED, in the order of `entry`: files and links whose path is also a folder."""
+    """SHADOWED, in the order of `entry`: a file or link at the path of a folder."""
 
 
 DTYPES = tuple(
@@ -134,7 +134,7 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-"""Of the fields of `SnapshotColumns`, in their order."""
+"""The types of `SnapshotColumns`, in their order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -545,7 +545,7 @@ class _Data(NamedTuple):
 
 
 def _data_of(columns: SnapshotColumns) -> Iterator[_Data]:
-    """Of all visible entries, then of shadowed ones, in batches."""
+    """Visible entries, then shadowed ones, in batches."""
     for batch in _batches(len(columns.flags)):
         yield _Data(*(getattr(columns, name)[batch] for name in _Data._fields))
     yield _Data(*(columns.shadowed[name] for name in _Data._fields))
@@ -586,7 +586,7 @@ def _check_data(columns: SnapshotColumns) -> None:
 
 
 def _check_places(one: _Data, object_bytes: U8) -> None:
-    """Of files of one extent, against the lengths of the chunks."""
+    """Files of one extent lie within their chunks."""
     if (one.chunk >= len(object_bytes)).any():
         _corrupt("a file in a chunk that is not in its table")
     places = (codecs(one.flags), one.stored, one.size, one.offset)

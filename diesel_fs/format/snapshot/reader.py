@@ -59,7 +59,8 @@ class Extent(NamedTuple):
 
 
 PlainExtent = tuple[int, int, int, int]
-"""Of a file that is one uncompressed extent: chunk, offset, bytes, checksum, as in `Extent`."""
+"""The place of a file that is one uncompressed extent: chunk, offset, bytes, checksum, as in
+`Extent`."""
 
 _EXTENT_BITS, _PLAIN_FILE = layout.EXTENT_BITS, layout.PLAIN_FILE
 _HASHED_BYTES = 1 << 20
@@ -83,7 +84,7 @@ def same_content(extents: Iterable[Extent], read: Callable[[int, int], bytes]) -
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Of n entries, as columns. A missing path has the kind TOMBSTONE and zeros."""
+    """The attributes of n entries as columns. A missing path has the kind TOMBSTONE and zeros."""
 
     kind: npt.NDArray[np.uint8]
     mode: npt.NDArray[np.uint16]
@@ -113,7 +114,7 @@ class Stats:
 
 
 class ChunkIds(Sequence[ChunkId]):
-    """By chunk number; they ascend."""
+    """The chunk IDs by number; they ascend."""
 
     __slots__ = ("_ids",)
 
@@ -286,7 +287,7 @@ class Snapshot:
         return (self._chunk[i], self._offset[i], size, self._checksum[i]) if size else None
 
     def hash(self, i: int) -> int:
-        """Of an entry's path. For a folder, this is the seed for the hashes of its names."""
+        """The hash of an entry's path. A folder's is the seed for the hashes of its names."""
         memo, climbed = self._hash_of_folder, []
         while (found := memo.get(i)) is None:
             climbed.append(i)
@@ -389,7 +390,7 @@ class Snapshot:
         *,
         missing_ok: bool = False,
     ) -> Stats:
-        """By paths, or by indices (a `range` of step 1 costs no copy).
+        """The attributes of paths, or of indices (a `range` of step 1 costs no copy).
 
         Raises NoSuchPath for the first missing path unless `missing_ok`, and IndexError for an
         index that no entry has.
@@ -450,7 +451,7 @@ class Snapshot:
             yield from self.paths(entries[start : start + _PATHS_BATCH])
 
     def chunk_of(self, entries: Sequence[int] | Indices) -> Indices:
-        """Of each file, the first chunk's number; -1 for links and folders."""
+        """The number of each file's first chunk; -1 for links and folders."""
         wanted = self._checked(entries)
         flags, chunk = self.columns.flags[wanted], self.columns.chunk[wanted].astype(np.int64)
         many = (flags & layout.MANY_EXTENTS) != 0
@@ -479,7 +480,6 @@ class Snapshot:
         used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
-        """By index, ascending."""
         return np.flatnonzero(layout.kinds(self.columns.flags) == Kind.FILE)
 
     def walk(self, i: int) -> Indices:

@@ -76,7 +76,7 @@ class Acceptor:
         pending_handshakes_per_address: int = PENDING_HANDSHAKES_PER_ADDRESS,
         make_channel: Callable[[socket.socket, LocalIdentity], Channel] | None = None,
     ) -> None:
-        """By default, `make_channel` uses TLS if this master has a certificate."""
+        """`make_channel` uses TLS by default if this master has a certificate."""
         self._me = me
         self._source = answers
         self._connections_max = connections_max
@@ -87,7 +87,7 @@ class Acceptor:
         self._plane: DataPlane | None = None  # while `serve` runs
         self._nursery: trio.Nursery | None = None
         self._token: trio.lowlevel.TrioToken | None = None
-        self._log_lines = 0  # about rejections, since the time below
+        self._log_lines = 0
         self._log_period_began_s = float("-inf")
         self._counts = {"accepted": 0, "rejected": 0}
 
@@ -155,7 +155,6 @@ class Acceptor:
             nursery.start_soon(self._let_in, plain, HostPort(str(peer[0]), int(peer[1])))
 
     async def _let_in(self, accepted: socket.socket, remote: HostPort) -> None:
-        """An error on this connection affects no other."""
         me = self._me
         channel = None
         try:

@@ -59,15 +59,14 @@ from .master import Master, MasterOptions
 log = logging.getLogger("diesel.task")
 
 LEAVE_S = 3.0
-"""For the registry; the registration also expires by itself."""
+"""For leaving the registry; the registration also expires by itself."""
 
 FLUSH_TIMEOUT_S = 20.0
 """For writing the chunks in memory: SLURM kills 30 s after its first signal."""
 
 SUCCESSOR_POLL_S = 0.1
-"""Between looks for another master of this node, while chunks are written."""
 
-_BACKLOG = 256  # connections of other masters that wait to be accepted
+_BACKLOG = 256
 
 Signals = AsyncIterator[int]
 
@@ -99,7 +98,7 @@ class _Daemon:
     """What can fail at the start fails in the constructor."""
 
     def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
-        """`stack` closes all that is opened here. Raises DieselError."""
+        """`stack` closes all that is opened. Raises DieselError."""
         self._request = request
         self._task = request.name
         self._rank, self._world = resolve_node(os.environ, request.rank, request.world)
@@ -206,7 +205,7 @@ class _Daemon:
             ) from error
 
     async def run(self) -> None:
-        """Register, serve, and leave. Raises DieselError."""
+        """Raises DieselError."""
         first = await trio.to_thread.run_sync(self._registry.renew, self._member)
         self._warn_of_replaced(first.replaced_address)
         self._warn_of_higher_rank(first)

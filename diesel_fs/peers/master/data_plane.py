@@ -18,9 +18,9 @@ access is one operation of a dictionary or a queue; a view that was found stays 
 chunk has been dropped.
 
 While the control plane answers a forwarded request (`in_flight`), further requests on the same
-connection are answered, and answers come in any order. A connection whose other end does not take
-its answers, or with too much in flight, is read no further (`is_blocked`), and is closed when it is
-slower than `net/channel.py` allows. A connection that sends many requests at once is served
+connection are answered, and answers come in any order. A connection with too much in flight, or
+with answers that the other end does not take, is read no further (`is_blocked`), and is closed when
+it is slower than `net/channel.py` allows. A connection that sends many requests at once is served
 `_TURN_REQUESTS` of them a turn, so that others are not kept waiting.
 """
 
@@ -63,7 +63,7 @@ IDLE_S = 300.0
 _BUFFER_BYTES = 64 << 10
 """More than the longest request."""
 
-_TURN_REQUESTS = 64  # of one connection, before others have their turn
+_TURN_REQUESTS = 64  # of one connection in a turn
 _CHECK_S = 2.0  # between looks at slow and idle connections
 unpack_single, pack_single_answer = wire.SINGLE.unpack_from, wire.SINGLE_ANSWER.pack
 SINGLE_BYTES = wire.SINGLE.size
@@ -83,7 +83,7 @@ class ServedConnection:
     def __init__(
         self, channel: Channel, table: ChunkTable, rank: int, *, is_client: bool, is_local: bool
     ) -> None:
-        """`table` is that of the version that the other end reads, `rank` its node's."""
+        """`table` is that of the other end's version, `rank` that of its node."""
         self.channel = channel
         self.table = table
         self.rank = rank
@@ -94,17 +94,16 @@ class ServedConnection:
         self.receive, self.send = channel.receive_some, channel.send_one
         self.send_many = channel.send_some
         self.is_open = True
-        self.watched = 0  # the events that epoll reports
-        self.held = b""  # received, and not handled yet
+        self.watched = 0
+        self.held = b""  # not handled yet
         self.unsent: list[memoryview] = []
         self.begun_s = self.used_s = monotonic()
         self.moved = 0  # bytes that have left since `begun_s`
-        self.in_flight = 0  # requests that the control plane answers
+        self.in_flight = 0  # that the control plane answers
         self.in_flight_bytes = 0
 
     @property
     def is_blocked(self) -> bool:
-        """No further request is handled now."""
         return bool(
             self.unsent
             or self.in_flight >= wire.REQUESTS_MAX
@@ -118,7 +117,7 @@ their bytes. `DataPlane.answer` answers it."""
 
 
 ForwardPlan = Callable[[ServedConnection, int, bytes], None]
-"""The same with a message about plans: connection, ID, message."""
+"""The same for a message about plans: connection, ID, message."""
 
 
 class DataPlane:
@@ -132,26 +131,26 @@ class DataPlane:
         self._epoll.register(self._wake, EPOLLIN)
         self._commands: deque[Callable[[], None]] = deque()
         self._connections: dict[int, ServedConnection] = {}  # by descriptor
-        self._masters: dict[int, ServedConnection] = {}  # of each rank, the newest
+        self._masters: dict[int, ServedConnection] = {}  # the newest of each rank
         self._ready: deque[ServedConnection] = (
             deque()
-        )  # with requests that were left for the next turn
+        )  # left for the next turn
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._now_s = self._checked_s = monotonic()
         self._is_closed = False
-        self._ending = threading.Lock()  # for the change of `_is_closed`
+        self._ending = threading.Lock()
         self._requests = self._parts = self._bytes = 0
-        self._forwarded = 0  # requests that the control plane answers, and PINGs
+        self._forwarded = 0  # with PINGs
         self._thread = threading.Thread(target=self._run, name="diesel-data", daemon=True)
         self._thread.start()
 
     def adopt(self, connection: ServedConnection) -> None:
-        """Serve a connection, which belongs to the data plane from now on. Of several from one
-        master the newest stays."""
+        """Serve a connection, which belongs to the data plane from now on. A master's newest
+        connection replaces its older one."""
         self._command(partial(self._adopt, connection))
 
     def send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
-        """In one piece, of `size` bytes. The parts must not change any more."""
+        """Send parts, of `size` bytes, in one piece. They must not change any more."""
         self._command(partial(self._send_if_open, connection, parts, size))
 
     def answer(
@@ -165,7 +164,7 @@ class DataPlane:
         self._command(partial(self._close, connection))
 
     def drop_all(self) -> None:
-        """All that have been adopted by now."""
+        """Close all connections adopted by now."""
         self._command(self._close_all)
 
     @property
@@ -235,7 +234,6 @@ class DataPlane:
         os.close(self._wake)
 
     def _guard(self, connection: ServedConnection, work: Callable[[], None]) -> None:
-        """An error on a connection ends it, and no other."""
         try:
             work()
         except Exception as error:

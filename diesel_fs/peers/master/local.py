@@ -29,7 +29,7 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""Of all clients of a node: some hundred workers with a few threads each."""
+"""All clients of a node: some hundred workers with a few threads each."""
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
@@ -38,9 +38,9 @@ SWITCH_S = 2.0
 """For this time after a switch to another version, clients that still ask for the former one do not
 make the master end: its own have yet to connect for the new one."""
 
-_RECEIVE_BYTES = 64 << 10  # of one system call
+_RECEIVE_BYTES = 64 << 10
 _ANY_CHUNK = 1 << 32  # unpinning a chunk that was never pinned does nothing
-_TURN_REQUESTS = 64  # of one client, before other tasks run
+_TURN_REQUESTS = 64  # of one client in a turn
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
 _FILES_MAX = 4  # descriptors in one message: one is expected, any others are closed
 _CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
@@ -51,9 +51,8 @@ class LocalServer:
         self._master = master
         self._connections: Counter[int] = Counter()  # by process
         self._readers = 0  # connections that read this master's version
-        # A client came for another version while no client read this one
         self._other_version_wanted = False
-        self._switched_s = -math.inf  # when a client last switched to another version
+        self._switched_s = -math.inf
         self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
@@ -92,7 +91,7 @@ class LocalServer:
                     "a client wants another version and no client reads this one: the master ends"
                 )
                 return
-            self._other_version_wanted = False  # a reader of this version connected meanwhile
+            self._other_version_wanted = False  # a reader connected meanwhile
             if idle_scope.cancelled_caught:
                 log.info("no client for %g s: the master ends", idle_timeout_s)
                 return
@@ -106,7 +105,7 @@ class LocalServer:
                 self._master.adopt_local(client.detach())
         except (CorruptError, UsageError) as error:
             log.warning("disconnected process %d: %s", pid, error.message)
-        except OSError:  # the client has gone
+        except OSError:
             pass
         finally:
             client.close()
@@ -121,7 +120,6 @@ class LocalServer:
 
     @property
     def readers(self) -> int:
-        """Connections that read this master's version."""
         return self._readers
 
     def reader_joined(self) -> None:
@@ -146,7 +144,7 @@ class _Client:
         self._socket = accepted
         self._pid = pid
         self._received = bytearray()
-        self._files: list[int] = []  # descriptors that came with the current request
+        self._files: list[int] = []  # with the current request
         self._version = -1  # that the client reads; -1: before the hello
 
     @property
@@ -162,7 +160,7 @@ class _Client:
         self._socket.close()
 
     def detach(self) -> socket.socket:
-        """The socket is the caller's from now on."""
+        """The caller owns the socket from now on."""
         return socket.socket(fileno=self._socket.detach())
 
     async def serve(self) -> bool:

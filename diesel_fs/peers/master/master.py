@@ -59,17 +59,17 @@ from .peer import Peer
 log = logging.getLogger("diesel.task")
 
 RENEW_S = 2.0
-"""Between renewals of the registration: a third of its lifetime."""
+"""A third of a registration's lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
 """For this time after its start, until all nodes are there, a master renews at this shorter
 interval: a chunk that it fetches and another node owns a moment later crosses the network twice."""
 
 LOAD_S = 3.0
-"""For a chunk that is being fetched: a client gives up its master after 5 s. For several parts it
-is longer by as much as the reader waits longer (`wire.working_s`)."""
+"""The wait for a fetch: a client gives up its master after 5 s. For several parts it is longer by
+as much as the reader waits longer (`wire.working_s`)."""
 
-_LIVE_LEVELS = 8  # `oneshot` fetches chunks by their live fraction, rounded up to an eighth
+_LIVE_LEVELS = 8  # of live fractions
 
 _COUNTS = (
     "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
@@ -78,7 +78,7 @@ _COUNTS = (
 
 
 class _PeerEntry(NamedTuple):
-    """Cancelling `scope` ends the connection to the node."""
+    """Cancelling `scope` ends the connection."""
 
     member: Member
     peer: Peer
@@ -88,7 +88,6 @@ class _PeerEntry(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class MasterOptions:
     world: int
-    """Nodes of the task."""
     oneshot: bool = False
     """Fetch all chunks of this node from the start."""
     renew_s: float = RENEW_S
@@ -118,22 +117,22 @@ class Master:
         self._registry = registry
         self._options, self._world = options, options.world
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
-        self.cache = make_cache(self._fetch)  # the chunks that this node keeps
+        self.cache = make_cache(self._fetch)
         self._owners = ChunkOwners(snapshot)
-        self.plan = TaskPlan(snapshot, self.rank, self.cache)  # what all readers will read
-        self.owner_table = OwnerTable(snapshot.chunk_count)  # for this node's clients
-        self._view: TaskView | None = None  # as they could learn it last
+        self.plan = TaskPlan(snapshot, self.rank, self.cache)
+        self.owner_table = OwnerTable(snapshot.chunk_count)
+        self._view: TaskView | None = None
         self._peers: dict[int, _PeerEntry] = {}
-        self._silent: set[int] = set()  # ranks from --peers that do not answer
+        self._silent: set[int] = set()  # ranks in --peers that do not answer
         # Members from before an outage of the registry that have not renewed since, and until when
         # they count
         self._not_renewed: dict[int, Member] = {}
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
         self._membership = Membership((member,), me.secret)  # the last known
-        self._owners_lock = trio.Lock()  # one assignment of owners at a time
+        self._owners_lock = trio.Lock()
         self._renew_now = trio.Event()
-        self._all_present = trio.Event()  # set when all nodes have registered
+        self._all_present = trio.Event()
         self._counts = Counter(dict.fromkeys(_COUNTS, 0))
 
     @property
@@ -143,12 +142,10 @@ class Master:
 
     @property
     def owner(self) -> Ranks:
-        """The rank of each chunk's owner."""
         return self._owners.owner
 
     @property
     def task_view(self) -> TaskView:
-        """All that this node's clients need to ask the owners of chunks."""
         return TaskView(
             rank=self.rank,
             task=self._me.task.digest,
@@ -363,7 +360,6 @@ class Master:
         return self.cache.pin(pinner, chunk)
 
     async def report_damage(self, damaged: DamagedPart) -> None:
-        """A client got a part that does not match its checksum."""
         self._counts["damage_reports"] += 1
         what = f"{damaged.size} bytes at {damaged.start} of chunk {damaged.chunk}"
         if damaged.rank == self.rank:

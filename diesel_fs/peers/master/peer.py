@@ -50,16 +50,15 @@ class _PendingRequest:
         self.kind = kind
         self.parts = parts
         self.count = 0 if parts is None else len(parts)
-        self.room: memoryview | None = room  # None: the caller no longer wants the bytes
+        self.room: memoryview | None = room  # None: abandoned
         self.size = size
-        self.body = b""  # of a message about plans
+        self.body = b""  # a message about plans
         self.is_sent = self.is_late = self.is_working = False
         self.sent_s = self.due_s = 0.0
         self.waiter: trio.lowlevel.Task | None = None
         self.statuses: Statuses | None = None
 
     def abandon(self, _: object = None) -> trio.lowlevel.Abort:
-        """The caller no longer waits and wants no bytes."""
         self.waiter = self.room = None
         return trio.lowlevel.Abort.SUCCEEDED
 
@@ -72,10 +71,10 @@ class Peer:
         self._channel: Channel | None = None
         self._is_over = self._is_paused = False
         self._connect_wanted = trio.Event()
-        self._connect_ticket = 0  # the breaker's ticket of the request that wants the connection
-        self._connect_attempted = trio.Event()  # set at the end of an attempt to connect
+        self._connect_ticket = 0  # of the request that wants the connection
+        self._connect_attempted = trio.Event()
         self._unsent = trio.Event()
-        self._timer = trio.CancelScope()  # its deadline is that of the next request
+        self._timer = trio.CancelScope()  # for the next request
         self._pending: dict[int, _PendingRequest] = {}
         self._last_id = 0
         self._in_flight_bytes = self._bulk_bytes = 0
@@ -118,7 +117,6 @@ class Peer:
         return not len(await self._request(wire.PING, 0, None, memoryview(b""), 0))
 
     def record_damage(self) -> None:
-        """A part did not match its checksum."""
         self._counts["damaged"] += 1
         if self._breaker.record_damage(trio.current_time()):
             log.error("%s sent damaged data three times: it is not asked for 60 s", self)
@@ -323,7 +321,6 @@ class Peer:
         return not self._bulk_bytes or self._bulk_bytes + size <= _BULK_IN_FLIGHT_BYTES
 
     def _finish(self, request_id: int, pending: _PendingRequest) -> None:
-        """The caller of an answered request may have been cancelled."""
         del self._pending[request_id]
         self._in_flight_bytes -= pending.size
         if pending.size > _BULK_BYTES:

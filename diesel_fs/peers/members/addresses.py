@@ -57,7 +57,7 @@ def _choose_listen_address(request: TaskRequest, rank: int, world: int) -> HostP
 
 
 def advertised_address(advertise: str, bound: HostPort) -> str:
-    """For a master that is bound to `bound`. Raises UsageError."""
+    """The address for a master that is bound to `bound`. Raises UsageError."""
     if not advertise:
         if _is_any(bound.host):
             raise UsageError(
@@ -141,7 +141,7 @@ def _own_loopback() -> str:
 
 
 def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
-    """Of the servers, or of Redis."""
+    """The servers, or Redis."""
     if url.scheme in SERVER_SCHEMES:
         return servers_of(url)
     return parse_redis_url(url.meta).hosts if url.meta else ()

@@ -1,7 +1,7 @@
 """The owner of each chunk of a version, under the members of now and of before. Pure.
 
-A chunk with a new owner may still be with its previous owners, which are asked before the store. A
-master's trio loop uses this, and runs `compute` and `compute_live_fraction` in threads.
+A chunk with a new owner may still be with its previous owners, so masters ask these before the
+store. The trio loop runs `compute` and `compute_live_fraction` in threads.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...format.snapshot.reader import Snapshot
 from .ownership import Ownership
 
-_PREVIOUS_OWNERS_MAX = 8  # earlier assignments that are remembered: those owners may hold chunks
+_PREVIOUS_OWNERS_MAX = 8  # earlier assignments
 
 Ranks = npt.NDArray[np.int64]
 
@@ -20,8 +20,8 @@ Ranks = npt.NDArray[np.int64]
 class ChunkOwners:
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self.ranks: list[int] = []  # of the members among which the chunks are shared
-        # The part of each chunk's bytes that files of this version have; 1 until it is computed
+        self.ranks: list[int] = []  # of the members
+        # Live part of each chunk's bytes; 1 until computed
         self.live_fraction: npt.NDArray[np.float64] = np.ones(snapshot.chunk_count)
         self._has_live_fraction = False
         self.owner: Ranks = np.full(snapshot.chunk_count, -1, np.int64)  # of each chunk; -1: none

@@ -21,7 +21,7 @@ from ...net.messages import Fields, Message
 from ...urls import HostPort
 
 TTL_S = 6.0
-"""Of a registration that is not renewed: two renewals may be lost."""
+"""Two renewals may be lost."""
 
 RANK_MAX = 0xFFFD
 """Ranks travel in two bytes."""
@@ -34,7 +34,7 @@ ADDRESS_CHARS_MAX, USER_CHARS_MAX = 260, 255
 VERSION_MAX = (1 << 63) - 1
 
 KEY_BYTES_MIN = 16
-"""Of `--task-key-file`: a process that has seen one proof can try all short keys."""
+"""A process that has seen one proof of a `--task-key-file` can try all short keys."""
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
 """The instance of a master that is known by `--peers` alone."""
@@ -74,7 +74,7 @@ class TaskName:
 class Member:
     """A registered master."""
 
-    rank: int  # the number of its node
+    rank: int  # the node's
     instance: bytes  # random; each process has its own
     address: str  # host:port, by which other masters reach it
     version: int  # of the dataset
@@ -101,12 +101,12 @@ class Membership:
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)  # the task's, by which masters prove that they belong to it
-    replaced_address: str = ""  # of the master that had the caller's rank until just now
+    replaced_address: str = ""  # the former master of the caller's rank
     was_forgotten: bool = False  # the caller's registration was gone; those of others may be, too
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
-        """Of two masters with one rank, the last one stays."""
+        """If two masters have one rank, the last one stays."""
         by_rank = {member.rank: member for member in members}
         return cls(tuple(by_rank[rank] for rank in sorted(by_rank)), secret)
 
@@ -134,7 +134,7 @@ def split_address(address: str) -> HostPort:
 
 
 def secret_from_key(key: bytes) -> bytes:
-    """SHA-256 of the content of a key file, without the space around it. Raises UsageError, whose
+    """SHA-256 of the content of a key file, without the space around it. Raises UsageError; its
     text does not show the key."""
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
@@ -206,9 +206,9 @@ _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 class MemberRecord:
     """Sent again at each renewal, so that Redis may lose it."""
 
-    since: int = 0  # when it first registered, by Redis's clock (us); 0: not yet
-    state: int = 0  # the number of the membership that it last received
-    secret: bytes = field(default=b"", repr=False)  # empty if it has none, or may not send it
+    since: int = 0  # by Redis's clock (us); 0: not yet
+    state: int = 0  # of the last received membership
+    secret: bytes = field(default=b"", repr=False)  # empty: none, or not to be sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,8 +219,8 @@ class JoinReply:
     state: int
     secret: bytes = field(repr=False)
     members: tuple[Member, ...] | None
-    replaced_address: str = ""  # of the master that had the caller's rank until just now
-    was_forgotten: bool = False  # the caller's registration was gone
+    replaced_address: str = ""  # the former master of the caller's rank
+    was_forgotten: bool = False
 
 
 class MemberStore(Protocol):
@@ -242,7 +242,7 @@ class MemberStore(Protocol):
 
 
 def pack_member(member: Member) -> bytes:
-    """Without its rank and instance."""
+    """Leaves out rank and instance."""
     flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
     return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
@@ -261,7 +261,7 @@ def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
 
 
 def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
-    """Without `do` and the dataset."""
+    """Leaves out `do` and the dataset."""
     return {
         "task": task.name,
         **member_message(member),
@@ -282,7 +282,7 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 
 def leave_message(task: TaskName, member: Member) -> Message:
-    """Without `do` and the dataset."""
+    """Leaves out `do` and the dataset."""
     return {"task": task.name, **member_message(member)}
 
 

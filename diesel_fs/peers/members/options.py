@@ -25,7 +25,7 @@ from ...system.daemons import DaemonRequest
 from .membership import TaskName
 
 IDLE_TIMEOUT_S = 10.0
-"""Of a master without clients: between two epochs workers end and new ones start."""
+"""A master without clients stays: between two epochs workers end and new ones start."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
 """When a node's chunks are fetched: when they are first read, or all from the start."""
@@ -112,7 +112,7 @@ class TaskOptions(DaemonRequest):
     task: str = _option(
         "", "text", "NAME", "Read through the cache that the nodes of this training task share."
     )
-    task_key: str = _option("", "text", is_secret=True)  # the content of the task's key file
+    task_key: str = _option("", "text", is_secret=True)  # the key file's content
     rank: int | None = _option(
         None, "count", "N", "Which of the task's nodes this one is, from 0 on.  [default: as SLURM"
         " or torchrun say]",
@@ -257,7 +257,6 @@ class TaskOptions(DaemonRequest):
 
 
 def option_specs() -> dict[str, OptionSpec]:
-    """By name."""
     return {each.name: each.metadata["option"] for each in fields(TaskOptions)}
 
 

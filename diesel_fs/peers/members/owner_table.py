@@ -24,7 +24,7 @@ Owners = npt.NDArray[np.int32]
 
 
 class OwnerTable:
-    """As its master writes it."""
+    """The table as its master writes it."""
 
     def __init__(self, chunks: int) -> None:
         size = _HEAD.size + 4 * chunks
@@ -59,7 +59,7 @@ class OwnerTable:
 
 
 class OwnerTableView:
-    """As a client maps it."""
+    """The table as a client maps it."""
 
     def __init__(self, descriptor: int, chunks: int) -> None:
         """The descriptor stays the caller's. Raises CorruptError for another size or a table that

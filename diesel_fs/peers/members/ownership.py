@@ -23,7 +23,7 @@ node leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these val
 and 0.95, and 3 if shares are to differ by 1 %."""
 
 _STORED_PREFERENCES = 8  # of a chunk, computed once; few chunks ever need more
-_BLOCK_SCORES = 1 << 21  # scores in memory at once
+_BLOCK_SCORES = 1 << 21
 
 _FACTORS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
@@ -34,7 +34,7 @@ Scores = npt.NDArray[np.uint64]
 
 
 class Ownership:
-    """For any set of live nodes among `world`."""
+    """The owners for any set of live nodes among `world`."""
 
     def __init__(self, ids: Sequence[bytes], sizes: npt.NDArray[np.uint64], world: int) -> None:
         """`ids` have 16 bytes each; `sizes` are in bytes."""
@@ -96,7 +96,7 @@ class Ownership:
         return nodes, scores
 
     def _reject(self, rows: Rows, owner: Nodes, score: Scores, capacity: float) -> Rows:
-        """Of all chunks of some nodes, those for which chunks with higher scores leave no
+        """From all chunks of some nodes, those for which chunks with higher scores leave no
         capacity."""
         rows = rows[np.lexsort((~score[rows], owner[rows]))]
         at = owner[rows]

@@ -34,7 +34,7 @@ from .membership import (
 )
 
 DEADLINE_S = 2.0
-"""Of a renewal: a longer one leaves no time for the next before the registration expires."""
+"""A longer renewal leaves no time for the next one before the registration expires."""
 
 _PREFIX_BYTES = 24  # of a stored registration: instance (16), since (8); then the packed member
 

@@ -43,13 +43,14 @@ from .membership import (
 )
 
 SERVER_S = 1.5
-"""Of one attempt through a server: two attempts and the pause between renewals take less than a
+"""For one attempt through a server: two attempts and the pause between renewals take less than a
 registration lasts."""
 
 FIRST_S = 5.0
-"""Of one attempt of the first registration: all nodes of a task start at once, and log in first."""
+"""For one attempt of the first registration: all nodes of a task start at once, and log in
+first."""
 
-_ATTEMPTS = 2  # the second goes to another server, if there is one
+_ATTEMPTS = 2  # on different servers if possible
 _UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
 """The member store gives no answer now."""
 
@@ -85,7 +86,6 @@ def open_registrations(
             f"the nodes of a task find each other through Redis, and {url} has none",
             advice="name all nodes by --peers host:port,..., with a --task-key-file",
         )
-    # Imported here, as it takes a tenth of a second
     from .redis_registry import DEADLINE_S, RedisMemberStore  # noqa: PLC0415
 
     return RedisMemberStore.open(
@@ -172,8 +172,8 @@ class RedisRegistry(Registry):
 
     def _forget_all(self) -> None:
         self._instance = b""  # of the master that registered last
-        self._record = MemberRecord()  # it is sent again at the next renewal
-        self._members: tuple[Member, ...] = ()  # as the store knew them then
+        self._record = MemberRecord()  # sent again at the next renewal
+        self._members: tuple[Member, ...] = ()
 
     def renew(self, me: Member) -> Membership:
         with self._lock, _unavailable_as_metadata_error():

@@ -27,14 +27,14 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFuture:
-    """Of each chunk of a version, by its number."""
+    """The reads to come of each chunk of a version."""
 
     uses: FutureUses
-    """Of all readers of all nodes: the owner of a chunk serves all of its reads."""
+    """The reads of all nodes: the owner of a chunk serves all of its reads."""
     live_bytes: npt.NDArray[np.float64]
     """Stored bytes of each chunk that files of this version have."""
     read_bytes: npt.NDArray[np.float64]
-    """Of one read of each chunk: the mean over its files."""
+    """Stored bytes of one read of each chunk: the mean over its files."""
 
     def uses_min(
         self, chunk: int, replaced_bytes: Sequence[int], size: int, cost: Cost, *, is_stored: bool
@@ -48,11 +48,10 @@ class ChunkFuture:
         return max(enough, self.whole_uses(chunk) if is_stored else 1)
 
     def is_worth_room(self, chunk: int) -> bool:
-        """Most of it will be read: it may be fetched ahead into free room."""
+        """Whether most of it will be read: it may be fetched ahead into free room."""
         return int(self.uses.uses_left(np.array([chunk]))[0]) >= self.whole_uses(chunk)
 
     def needed(self, chunks: Units) -> npt.NDArray[np.bool_]:
-        """Which of these some reader will read."""
         needed: npt.NDArray[np.bool_] = self.uses.uses_left(chunks) > 0
         return needed
 

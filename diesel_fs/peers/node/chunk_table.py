@@ -30,7 +30,7 @@ LOANS_MAX = 256
 """For one more, the file that was lent first is taken back."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
-"""Of a request that is answered from files: it takes memory, and other connections wait."""
+"""For a request that is answered from files: it takes memory, and other connections wait."""
 
 _READS_REMEMBERED = 4096  # requests; of more the oldest are forgotten
 

@@ -46,25 +46,24 @@ READ_TIMEOUT_S = 1.0
 """A slower disk is slower than any store; the caller reads from the store."""
 
 DISK_PAUSE_S = 30.0
-"""After a disk did not answer in time, or could not be written."""
+"""The rest of a disk that did not answer in time, or could not be written."""
 
 RESCAN_S = 60.0
 """How soon the folder is scanned after a chunk was found to be gone: others may be gone, too, or
-back. Also how soon a tier that had too little room is asked again."""
+back. Also the pause of a tier that had too little room."""
 
 NOTE_USE_S = 60.0
 """A dataset is marked as used this often while its job lives, even if memory serves all reads: its
 chunks cool down from the job's end on (`cache/disk`)."""
 
 OTHER_WRITER_WAIT_S = 0.2
-"""At the end, for a chunk that another process, or an abandoned thread of this one, is just
-writing."""
+"""At the end, another process, or an abandoned thread, may just be writing a chunk."""
 
 _THREADS = 8
 _READS_PER_THREAD = 8  # of one chunk each; the first read of a chunk reads and checks all of it
 
 Spans = Sequence[tuple[int, int]]
-"""Of one chunk: start and bytes."""
+"""Ranges of one chunk: start and bytes."""
 
 Made = TypeVar("Made")
 
@@ -74,11 +73,11 @@ class _DiskRead:
         self._key, self._spans = key, spans
         self.ended = trio.Event()
         self.contents: list[memoryview] | None = None
-        self.file: CacheHandle | None = None  # of the chunk, still open if it could be read
-        self.is_there: bool | None = None  # whether the chunk is; None: nobody has looked
+        self.file: CacheHandle | None = None  # still open
+        self.is_there: bool | None = None  # None: unknown
 
     def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
-        """Contents, open file, and whether the chunk is there. Called in a thread."""
+        """Called in a thread. Returns contents, open file, and whether the chunk is there."""
         found = disk.find(self._key)
         if found is not None:
             with contextlib.suppress(OSError, EOFError, MemoryError):
@@ -115,11 +114,9 @@ class Disk:
         self._wanted: list[_DiskRead] = []
 
     def wake(self) -> None:
-        """The queue or the time of the next scan has changed."""
         self._work.set()
 
     def note_version(self) -> None:
-        """Look which chunks of another version are on the disk."""
         self._next_scan_s = -math.inf
         self.wake()
 

@@ -39,14 +39,14 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 FETCHES = 8
-"""That callers wait for; further ones queue. Eight hide the latency of a distant store and share
-its link without making any caller wait too long."""
+"""Fetches at once that callers wait for; further ones queue. Eight hide the latency of a distant
+store and share its link without making any caller wait too long."""
 
 FILL_FETCHES = 2
-"""That no caller waits for. They start only while no caller waits for a fetch."""
+"""Fetches that start only while no caller waits for one."""
 
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
-"""Before a chunk that could not be fetched ahead is tried again; doubles up to the maximum."""
+"""The pause before a chunk is fetched ahead again after a failure; doubles up to the maximum."""
 
 Fetch = Callable[[int, memoryview], Awaitable[None]]
 """Fills `room` with a whole chunk, and keeps no part of it afterwards. Raises DieselError."""
@@ -73,12 +73,10 @@ class Flight:
 
     @property
     def is_awaited(self) -> bool:
-        """Started for a caller."""
         return not self.from_disk and not self.is_ahead
 
 
 class Fetches:
-    """The chunks of a node that are on their way."""
 
     def __init__(
         self,
@@ -99,10 +97,10 @@ class Fetches:
         self._nursery: trio.Nursery | None = None
         self._fetchers = trio.CapacityLimiter(FETCHES)
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
-        self._awaited = 0  # flights that callers wait for
-        self._no_awaited = trio.Event()  # set when `_awaited` comes to 0
+        self._awaited = 0  # that callers wait for
+        self._no_awaited = trio.Event()
         self._room_changed = trio.Event()
-        self._future_changed = trio.Event()  # replaced when the future or a position changes
+        self._future_changed = trio.Event()
         self._version = 0
         self._warned: set[type] = set()
 
@@ -137,12 +135,12 @@ class Fetches:
         self.note_room()
 
     def note_room(self) -> None:
-        """Wake `prefetch_owned`: there may be more room, or more to fetch."""
+        """More room, or more to fetch: wake `prefetch_owned`."""
         changed, self._room_changed = self._room_changed, trio.Event()
         changed.set()
 
     def note_future(self) -> None:
-        """Wake `prefetch_planned`: the future or a position has changed."""
+        """Another future or position: wake `prefetch_planned`."""
         changed, self._future_changed = self._future_changed, trio.Event()
         changed.set()
 
@@ -309,7 +307,6 @@ class Fetches:
     async def in_thread(
         self, work: Callable[Given, Made], *args: Given.args, **named: Given.kwargs
     ) -> Made:
-        """In a thread of the fetches' own limit."""
         return await trio.to_thread.run_sync(lambda: work(*args, **named), limiter=self._threads)
 
 

@@ -33,8 +33,8 @@ BUDGET_RETRY_S = 60.0
 """The budget stays small for this time after the machine has refused memory."""
 
 WRITE_BACK_BYTES_MAX = 64 << 20
-"""For chunks that are to be written to the disk: at most an eighth of the node's memory, and at
-least one chunk."""
+"""Room for chunks that are to be written to the disk: at most an eighth of the node's memory, and
+at least one chunk."""
 
 Mask = npt.NDArray[np.bool_]
 """A flag for each chunk of the version."""
@@ -54,7 +54,6 @@ def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
 @dataclass(frozen=True, slots=True)
 class Room:
     memory_bytes: int
-    """The budget of chunks in memory."""
     memory_chunks: int
     """Bounded by the process's limits of descriptors and mappings."""
     queue_bytes: int
@@ -70,7 +69,8 @@ class Tables:
 
 
 class PinTable:
-    """Which client process (a *pinner*, a number) has pinned which memory, and what is revoked.
+    """Which client process (a *pinner*, a number) has pinned which memory, and which memory is
+    revoked.
 
     Pinned memory takes its room until it is unpinned, even if its chunk is not here any more. A
     process unpins each memory once, however often it has pinned the chunk in it; a chunk that was
@@ -105,7 +105,7 @@ class PinTable:
                     yield memory
 
     def unpin_all(self, pinner: int) -> Iterator[SealedMemory]:
-        """A process has ended; yields as `unpin`."""
+        """The process has ended; yields as `unpin`."""
         for memories in self._by_pinner.pop(pinner, {}).values():
             for memory in memories:
                 if self._drop_pin(memory):
@@ -115,7 +115,6 @@ class PinTable:
         return memory in self._pin_counts
 
     def revoke(self, memory: SealedMemory) -> None:
-        """Ask the processes that have pinned this memory to unpin it."""
         if memory in self._pin_counts:
             self._revoked.add(memory)
 
@@ -124,7 +123,6 @@ class PinTable:
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:
-        """Chunks that a process should unpin."""
         return [
             chunk
             for chunk, memories in self._by_pinner.get(pinner, {}).items()
@@ -142,7 +140,7 @@ class PinTable:
 
 
 class Ledger:
-    """As this node knows them."""
+    """The chunks of one version, as this node knows them."""
 
     def __init__(
         self,
@@ -158,7 +156,7 @@ class Ledger:
         self.tables = tables
         self.pins = PinTable()
         self.counts: Counter[str] = Counter()
-        """Of all parts of the cache, by the names in `COUNTS`."""
+        """Counters of all parts of the cache, by the names in `COUNTS`."""
         self.owned: Mask = np.zeros(len(ids), np.bool_)
         self.held_elsewhere: Mask | None = None
         """Chunks of other nodes, as far as is known."""
@@ -166,17 +164,17 @@ class Ledger:
         self.queue: OrderedDict[int, memoryview] = OrderedDict()
         """Chunks to be written to the disk, the first enqueued first."""
         self.disk_room_bytes = 0
-        """As of the disk tier's last write or scan."""
+        """Known from the disk tier's last write or scan."""
         self.disk_rests_until_s = -math.inf
-        """Until then a failed disk is not used at all."""
+        """Until then a failed disk is not used."""
         self.disk_writes_rest_until_s = -math.inf
         self.on_enqueue: Callable[[], None] = lambda: None
         self._clock = clock
         self._budget_bytes = room.memory_bytes
         self._shrunk_until_s = math.inf
-        self._pinned_dropped_bytes = 0  # chunks that were dropped and are still pinned
-        self._reserved_bytes = self._reserved_count = 0  # chunks that are being fetched to memory
-        self._reserved_queue_bytes = 0  # those that are being fetched to be written
+        self._pinned_dropped_bytes = 0  # dropped and still pinned
+        self._reserved_bytes = self._reserved_count = 0  # fetched to memory
+        self._reserved_queue_bytes = 0  # fetched to be written
         self._queued_bytes = 0
         self.share_fits = True
         """None of this node's chunks is ever replaced."""
@@ -186,12 +184,12 @@ class Ledger:
         self.ids, self.sizes = list(ids), [int(size) for size in sizes]
         self.size_column = sizes.astype(np.int64)
         self.total_bytes = sum(self.sizes)
-        self.table = ChunkTable(sizes)  # the data plane reads from it
+        self.table = ChunkTable(sizes)
         self.views.update({chunk: memory.view for chunk, memory in self.memories.items()})
         self.present: Mask = np.zeros(len(ids), np.bool_)
         self.present[[*self.memories]] = True
         self.on_disk: Mask = np.zeros(len(ids), np.bool_)
-        """As far as is known, even while the disk rests."""
+        """Known even while the disk rests, perhaps out of date."""
         self.on_disk[[*self.tables.disk.sizes]] = True
 
     @property
@@ -199,21 +197,20 @@ class Ledger:
         return self.table.views
 
     def key(self, chunk: int) -> ChunkKey:
-        """Its name in all versions."""
+        """The chunk's name in all versions."""
         return ChunkKey(self.identity, self.ids[chunk])
 
     def is_named(self, chunk: int, key: ChunkKey) -> bool:
-        """A wait may have changed the version."""
+        """Whether this number still means `key`: a wait may have changed the version."""
         return chunk < len(self.ids) and self.ids[chunk] == key.id
 
     def holds(self, chunk: int) -> bool:
-        """In memory, in the queue, or on the disk as far as is known."""
+        """Whether it is in memory, in the queue, or on the disk as far as is known."""
         return chunk in self.views or chunk in self.queue or self.is_readable(chunk)
 
     def set_owned(self, owned: Mask) -> None:
         self.owned = owned
         share_bytes = int(self.size_column[owned].sum())
-        # If the share fits, none of it is ever replaced, and no hits need to be recorded
         self.share_fits = (
             share_bytes <= self.room.memory_bytes
             and int(np.count_nonzero(owned)) <= self.room.memory_chunks
@@ -230,17 +227,15 @@ class Ledger:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that count in the budget."""
         return self.tables.memory.bytes + self._pinned_dropped_bytes + self._reserved_bytes
 
     @property
     def absent_bytes(self) -> int:
-        """Of this node's own chunks."""
         return int(self.size_column[self.owned & ~self.present].sum())
 
     @property
     def excess_chunks(self) -> int:
-        """By how many chunks one more would exceed the limit."""
+        """The number of chunks by which one more would exceed the limit."""
         return len(self.memories) + self._reserved_count + 1 - self.room.memory_chunks
 
     def insert(self, chunk: int, memory: SealedMemory) -> None:
@@ -260,12 +255,10 @@ class Ledger:
         memory.close()
 
     def reserve(self, size: int) -> None:
-        """For a chunk that is being fetched."""
         self._reserved_count += 1
         self._reserved_bytes += size
 
     def release(self, size: int) -> None:
-        """A fetch has ended, with the chunk or without."""
         self._reserved_count -= 1
         self._reserved_bytes -= size
 
@@ -296,12 +289,11 @@ class Ledger:
 
     @property
     def is_disk_resting(self) -> bool:
-        """Always so without a disk."""
+        """Without a disk always true."""
         return not self.has_disk or self._clock() < self.disk_rests_until_s
 
     @property
     def readable(self) -> Mask:
-        """Chunks that can be read from the disk now."""
         return np.zeros_like(self.on_disk) if self.is_disk_resting else self.on_disk
 
     def is_readable(self, chunk: int) -> bool:
@@ -318,14 +310,13 @@ class Ledger:
         self.tables.disk.remove(chunk)
 
     def takes(self, size: int) -> bool:
-        """Whether a chunk may wait in the queue now."""
         if self.is_disk_resting or self._clock() < self.disk_writes_rest_until_s:
             return False
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return coming_bytes <= self.room.queue_bytes
 
     def has_disk_room(self, size: int) -> bool:
-        """It would be written without replacing another chunk."""
+        """Whether it would be written without replacing another chunk."""
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return self.takes(size) and self.disk_room_bytes >= coming_bytes
 
@@ -339,20 +330,19 @@ class Ledger:
         self.on_enqueue()
 
     def dequeue(self, chunk: int, content: memoryview) -> None:
-        """Ignored if a new version has removed the chunk."""
+        """Does nothing if a new version has removed the chunk."""
         if self.queue.get(chunk) is content:
             del self.queue[chunk]
             self._queued_bytes -= len(content)
 
     def reserve_queue(self, size: int) -> None:
-        """For a chunk that is being fetched; a negative size releases it."""
+        """A negative size releases room."""
         self._reserved_queue_bytes += size
 
     # The whole
 
     @property
     def held(self) -> Mask:
-        """In memory or on the disk."""
         return self.present | self.readable
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
@@ -414,4 +404,3 @@ COUNTS = (
     "allocation_failures", "disk_reads", "disk_bytes", "disk_loads", "disk_writes",
     "disk_evictions", "disk_refused", "disk_plan_bypassed", "disk_failures", "disk_looks",
 )  # fmt: skip
-"""Of `Ledger.stats`."""

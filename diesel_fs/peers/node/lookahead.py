@@ -29,19 +29,17 @@ _RATE_WEIGHT = 0.5  # of the newest measurement of the readers' rate
 class Lookahead:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
-        self._measured_s = 0.0  # when the readers' rate was measured
-        self._measured_left = 0  # and how many uses were left
+        self._measured_s = 0.0
+        self._measured_left = 0
         self._reads_per_s = 0.0  # of one reader, smoothed; 0 until measured
         self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
 
     def begin(self, future: ChunkFuture | None, now_s: float) -> None:
-        """Another future is known, or none."""
         self._ahead.clear()
         self._measured_s = now_s
         self._measured_left = 0 if future is None else future.uses.left
 
     def switch_version(self) -> None:
-        """Chunks have other numbers, and readers another rate."""
         self._ahead.clear()
         self._reads_per_s = 0.0
 

@@ -46,12 +46,12 @@ _TRIES = 4  # of one call, if a chunk that it has found is evicted before it is 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOptions:
     memory_bytes: int
-    """For chunks, those that wait to be written to the disk included."""
+    """With the queue for the disk."""
     policy: Callable[[], EvictionPolicy]
     """Makes the policies that choose victims, one for memory and one for the disk."""
     disk: DiskTier | None = None
     costs: ReadCosts | None = None
-    """Of fetching a chunk, measured by the caller; without them, the fetches are measured."""
+    """The caller's measured costs of fetching a chunk; without them, the fetches are measured."""
 
 
 class NodeCache:
@@ -101,7 +101,7 @@ class NodeCache:
         return self.ledger.table
 
     def holds(self, chunk: int) -> bool:
-        """In memory, or on the disk as far as is known."""
+        """As `Ledger.holds`."""
         return self.ledger.holds(chunk)
 
     def find(self, chunk: int) -> memoryview | None:
@@ -133,12 +133,11 @@ class NodeCache:
     async def _load(
         self, chunk: int, wanted_bytes: int, spans: Spans | None, *, load: bool
     ) -> list[memoryview] | None:
-        """`spans` of a chunk that is not in memory, or all of it."""
         ledger = self.ledger
         key, size, is_new = ledger.key(chunk), ledger.sizes[chunk], True
         self.replacement.record_absent(chunk)
         for _ in range(_TRIES):
-            if not ledger.is_named(chunk, key):  # the version has changed
+            if not ledger.is_named(chunk, key):
                 break
             view = ledger.views.get(chunk) or ledger.queue.get(chunk)
             flight = self.fetches.in_flight.get(chunk)
@@ -202,7 +201,6 @@ class NodeCache:
         self._note_room()
 
     def revoked(self, pinner: int) -> list[int]:
-        """Chunks that a process should unpin."""
         return self.ledger.pins.revoked(pinner)
 
     # Owners and versions
@@ -221,19 +219,17 @@ class NodeCache:
 
     @property
     def held(self) -> Mask:
-        """In memory or on the disk."""
         return self.ledger.held
 
     # What will be read
 
     @property
     def uses_future(self) -> bool:
-        """Whether the policy decides by future reads, when they are known."""
+        """As `EvictionPolicy.uses_future`."""
         return self.replacement.uses_future
 
     @property
     def uses_left(self) -> int:
-        """Reads of chunks that are known to come."""
         future = self.replacement.future
         return 0 if future is None else future.uses.left
 
@@ -244,12 +240,12 @@ class NodeCache:
         self.fetches.note_future()
 
     def set_values(self, values: UnitValues | None) -> None:
-        """Of chunks that no reader is known to read."""
+        """What chunks are worth that no reader is known to read."""
         self.replacement.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """Of each reader of the future in its order, perhaps further back. Positions are up to a
-        second old: decisions on them may cost time, and never bytes that are wrong."""
+        """Move the readers of the future, perhaps back. Positions are up to a second old: decisions
+        on them may cost time, and never bytes that are wrong."""
         future = self.replacement.future
         if future is None:
             return
@@ -259,7 +255,7 @@ class NodeCache:
             self.fetches.note_future()
 
     def set_held_elsewhere(self, is_held: Mask) -> None:
-        """As far as is known."""
+        """Chunks of other nodes, as far as is known."""
         self.ledger.held_elsewhere = is_held
 
     # The end

@@ -33,10 +33,10 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger, Mask
 
 PENDING_HITS_MAX = 1024
-"""Collected before the policy hears of them, which then takes a millisecond."""
+"""Hits collected before the policy hears of them, which takes a millisecond."""
 
 PINNED_PASSED_MAX = 64
-"""That a decision by plan passes over: it is made for each miss."""
+"""Pinned chunks that a decision by plan passes over: it is made for each miss."""
 
 SSD_COSTS = ReadCosts(0.0002, 1e-9)
 """Rough costs of any SSD, only to compare reads of parts with reads of whole chunks."""
@@ -46,7 +46,6 @@ UsesMin = Callable[[Sequence[int]], int]
 
 
 class Placement(NamedTuple):
-    """Where an absent chunk goes."""
 
     to_memory: bool
     """Otherwise to the disk, through the queue."""
@@ -75,14 +74,12 @@ class Replacement:
     # Reads
 
     def record_hits(self, chunks: Sequence[int], size: int) -> None:
-        """`size` bytes of these chunks were read from memory."""
         self._hits += chunks
         self._hit_bytes += size
         if len(self._hits) > PENDING_HITS_MAX:
             self.flush_hits()
 
     def record_absent(self, chunk: int) -> None:
-        """A caller wants a chunk that is not in memory."""
         self.flush_file_reads()
         self.flush_hits()
         self._ledger.tables.memory.record_access(chunk)
@@ -133,7 +130,7 @@ class Replacement:
 
     @property
     def uses_future(self) -> bool:
-        """Whether the policy decides by future reads, when they are known."""
+        """As `EvictionPolicy.uses_future`."""
         return self._ledger.tables.memory.uses_future
 
     def set_future(self, future: ChunkFuture | None) -> None:
@@ -143,12 +140,11 @@ class Replacement:
             policy.set_future(None if future is None else future.uses)
 
     def set_values(self, values: UnitValues | None) -> None:
-        """Of chunks that no reader is known to read."""
+        """What chunks are worth that no reader is known to read."""
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.set_values(values)
 
     def note_passed(self, chunks: Units) -> None:
-        """Readers have passed uses of these chunks."""
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.note_passed(chunks)
 
@@ -188,7 +184,7 @@ class Replacement:
         return placement
 
     def place_free(self, chunk: int, *, may_go_to_disk: bool = True) -> Placement | None:
-        """Free, or taken from chunks of other nodes."""
+        """Free room, or room of other nodes' chunks."""
         victims = self._memory_victims(chunk, has_credit=False)
         if victims is not None:
             return Placement(to_memory=True, victims=victims)
@@ -198,7 +194,7 @@ class Replacement:
         return None
 
     def place_ahead(self, chunk: int) -> Placement | None:
-        """In memory, from chunks that are needed later, for a chunk of this node that no caller
+        """Room in memory of chunks that are needed later, for a chunk of this node that no caller
         wants yet."""
         replaces, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True) or (
             False,
@@ -325,7 +321,7 @@ class Replacement:
         return found
 
     def _are_last_copies(self, chunks: npt.NDArray[np.int64]) -> Mask:
-        """Some reader needs it and, as far as is known, no other node has it."""
+        """Whether some reader needs it and, as far as is known, no other node has it."""
         if self.future is None:
             return np.zeros(len(chunks), np.bool_)
         needed, elsewhere = self.future.needed(chunks), self._ledger.held_elsewhere
@@ -377,8 +373,8 @@ class Replacement:
         return [each for each in victims if not first[each]]
 
     def _first_on_disk(self) -> Mask:
-        """Replaced before the policy decides: chunks of other nodes, unless they are last copies
-        that are needed, and those that are in memory, too."""
+        """The chunks that are replaced before the policy decides: those of other nodes, unless they
+        are last copies that are needed, and those that are in memory, too."""
         ledger = self._ledger
         first = ~ledger.owned
         copies = np.flatnonzero(first & ledger.on_disk)

@@ -95,7 +95,6 @@ def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
 
 
 def raise_descriptor_limit() -> int:
-    """To the hard one; returns it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -2,7 +2,7 @@
 
 Readers announce it to their node's master, and masters to each other, so that a cache can replace
 the chunks that are needed last and fetch those that are needed next. `messages.py` has the bytes,
-`publisher.py` decides what one receiver still lacks, `sender.py` sends it from a training process.
-In a master, `task_plan.py` collects the plans of all readers, and `future_build.py` turns them into
-reads of chunks.
+`publisher.py` chooses the messages for one receiver, `sender.py` sends them from a training
+process. In a master, `task_plan.py` collects the plans of all readers, and `future_build.py` turns
+them into reads of chunks.
 """

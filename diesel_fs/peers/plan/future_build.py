@@ -33,7 +33,7 @@ class PlannedPart:
     epochs: tuple[PlannedEpoch, ...]
     start: int
     ends: Positions64 | None = None
-    at: int = 0  # how many uses its reader has passed, as the cache was last told
+    at: int = 0  # passed uses, as last reported to the cache
 
 
 class ChunksOfEntries:
@@ -85,7 +85,7 @@ class FutureBuild:
     ) -> None:
         self.chunks = chunks
         self.computed: dict[ComputedOrder, Entries] = {}  # those that are used
-        self.bad: dict[Key, str] = {}  # streams with orders that cannot be computed, and why
+        self.bad: dict[Key, str] = {}  # reasons why streams cannot be computed
         self._known = computed
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 
@@ -111,7 +111,6 @@ class FutureBuild:
         if whole is None:
             whole = epoch.computed.compute_whole(self._snapshot).astype(np.uint32)
         self.computed[key] = whole
-        # The part is of the same type as the whole
         entries: Entries = epoch.computed.part_of(whole)  # type: ignore[arg-type, assignment]
         if len(entries) != epoch.length:
             raise CorruptError(f"it has {len(entries):,} files, and {epoch.length:,} announced")

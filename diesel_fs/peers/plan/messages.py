@@ -33,10 +33,10 @@ no message."""
 
 DIGEST_BYTES = 16
 KEY_CHARS_MAX = 80
-"""The number of the announcing process, and the stream's name."""
+"""A key is the number of the announcing process, and the stream's name."""
 
 KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
-"""Of one node: those of several mounts and readers."""
+"""The streams of several mounts and readers of one node."""
 
 _PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # the packed entries of a piece; the rest is its head
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
@@ -50,12 +50,12 @@ Values = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class OrderPiece:
-    """From the position `first` on."""
+    """Some entries of an order, from the position `first` on."""
 
     digest: bytes
-    """Of the whole order (`order_digest`)."""
+    """The digest of the whole order (`order_digest`)."""
     length: int
-    """Of the whole order."""
+    """The length of the whole order."""
     first: int
     entries: Entries = field(compare=False)
 
@@ -73,7 +73,7 @@ class PlannedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStream:
-    """Its reader is at `position` in the epoch of the number `at_epoch`."""
+    """A stream. Its reader is at `position` in the epoch of the number `at_epoch`."""
 
     key: str
     identity: UUID  # of the dataset
@@ -92,7 +92,7 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """By key, the number of the reader's epoch and its position in it."""
+    """The number of each reader's epoch, and its position in it."""
 
     by_key: Mapping[str, tuple[int, int]]
 
@@ -124,7 +124,7 @@ def order_digest(entries: Entries) -> bytes:
 
 
 def order_pieces(entries: Entries, digest: bytes, entry_count: int) -> Iterator[OrderPiece]:
-    """`entry_count`: of the dataset."""
+    """`entry_count` is the dataset's."""
     each = 8 * _PIECE_BYTES_MAX // _bits(entry_count)
     for first in range(0, len(entries), each):
         yield OrderPiece(digest, len(entries), first, entries[first : first + each])
@@ -147,7 +147,7 @@ def position_messages(by_key: Mapping[str, tuple[int, int]]) -> Iterator[Positio
 
 
 def plan_body(message: PlanMessage, entry_count: int) -> bytes:
-    """`entry_count`: of the dataset."""
+    """`entry_count` is the dataset's."""
     fields: Message
     match message:
         case OrderPiece(digest, length, first, entries):

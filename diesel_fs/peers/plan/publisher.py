@@ -1,9 +1,10 @@
 """Keeps one receiver up to date with the plan that a process knows. Pure.
 
 A mount's prefetch worker publishes to its node's master, and each master to all others, what its
-own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers what the receiver
-has taken over, and yields the messages for the rest: each order once, each stream when it changes,
-then positions. The caller sends them, from a thread (`sender.py`) or from trio (`master/`).
+own node's readers announce (`PEERS.md`, section 5). A `PlanPublisher` remembers the messages that
+the receiver has taken over, and yields those for the rest: each order once, each stream when it
+changes, then positions. The caller sends them, from a thread (`sender.py`) or from trio
+(`master/`).
 """
 
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -47,22 +48,21 @@ forgotten this process. Between masters that is every 30 s."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Announcement:
-    """The plan of a process at one moment."""
 
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """Of an epoch that is not computed; None if they are not known any more."""
+    """The entries of an epoch that is not computed; None if they are not known any more."""
     values: Values | None = None
-    """Of chunks; None if they are not known."""
+    """The values of chunks; None if they are not known."""
     held: Mask | None = None
     """The chunks that the node has; None if the receiver does not need them."""
 
 
 class PlanPublisher:
     def __init__(self, entry_count: int) -> None:
-        """`entry_count`: of the version that the streams are for."""
+        """`entry_count` is that of the streams' version."""
         self._entry_count = entry_count
-        self._orders: set[bytes] = set()  # that the receiver has, by their digests
+        self._orders: set[bytes] = set()  # that the receiver has
         self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._positions: dict[str, tuple[int, int]] = {}
         self._rejected: dict[str, tuple[tuple[PlannedEpoch, ...], int]] = {}  # and in which round
@@ -70,11 +70,10 @@ class PlanPublisher:
         self._values: Values | None = None
         self._rounds = self._held_round = 0
         self.last_status: int | None = TAKEN
-        """Of the last message; None if no answer came."""
+        """The status of the last message; None if no answer came."""
 
     @property
     def has_published(self) -> bool:
-        """The receiver knows a stream."""
         return bool(self._streams)
 
     def forget(self) -> None:
@@ -109,7 +108,7 @@ class PlanPublisher:
         return self.last_status
 
     def _send_all(self, messages: Iterable[PlanMessage]) -> _Step:
-        """Up to the first that is not taken; returns the status of the last."""
+        """Stops at the first message that is not taken; returns the status of the last."""
         status: int | None = TAKEN
         for each in messages:
             status = yield from self._send(each)
@@ -118,7 +117,7 @@ class PlanPublisher:
         return status
 
     def _send_streams(self, announced: Announcement) -> _Step:
-        """New streams and positions. The status of the last message; None as soon as no answer
+        """Send streams and positions. The status of the last message; None as soon as no answer
         comes."""
         streams = announced.streams
         status: int | None = TAKEN

@@ -17,10 +17,9 @@ from .messages import UNKNOWN, PlannedEpoch, PlannedStream, Values, order_digest
 from .publisher import Announcement, PlanPublisher
 
 SEND_S = 0.5
-"""Between two messages at least: masters exchange positions every second."""
+"""Masters exchange positions every second."""
 
 RETRY_S = 1.0
-"""How long a master that does not answer is left alone."""
 
 
 class StreamProgress(NamedTuple):
@@ -45,7 +44,7 @@ class PlanSender:
         self._wanted: Mapping[str, StreamProgress] = {}
         self._values: Values | None = None
         self._is_new = self._is_closed = False
-        self._digests: dict[int, tuple[Epoch, bytes]] = {}  # by the identity of the epoch
+        self._digests: dict[int, tuple[Epoch, bytes]] = {}
         self._orders: dict[bytes, Entries] = {}
         self._last: dict[str, tuple[PlannedEpoch, ...]] = {}
         self._thread: threading.Thread | None = None

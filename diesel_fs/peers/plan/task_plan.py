@@ -49,7 +49,7 @@ from .publisher import Announcement
 log = logging.getLogger("diesel.task")
 
 EXCHANGE_S = 1.0
-"""Between exchanges of readers' positions among masters."""
+"""Masters exchange readers' positions this often."""
 
 APPLY_S = 0.2
 """Positions and streams are collected this long before the cache learns of them."""
@@ -67,7 +67,7 @@ UNUSED_ORDER_S = 60.0
 """A whole order waits this long for a stream that uses it."""
 
 VALUED_MAX = 256
-"""From clients of all nodes; further ones are refused."""
+"""Tables of all nodes' clients; further ones are refused."""
 
 Values = npt.NDArray[np.float32]
 
@@ -81,7 +81,7 @@ class _PartialOrder:
 
 @dataclass(slots=True)
 class _Order:
-    """`since_s` is when the whole order came, or was last used."""
+    """`since_s` is when it came, or was last used."""
 
     entries: Entries
     since_s: float
@@ -96,7 +96,7 @@ class _KnownStream:
 
     @property
     def epochs(self) -> tuple[PlannedEpoch, ...]:
-        """With one more if that can be computed."""
+        """The epochs, and one more if that can be computed."""
         epochs = self.stream.epochs
         last = epochs[-1] if epochs else None
         following = None if last is None or last.computed is None else last.computed.following
@@ -106,7 +106,7 @@ class _KnownStream:
 
     @property
     def position(self) -> int:
-        """Counted over all epochs."""
+        """The reader's position, counted over all epochs."""
         before = 0
         for epoch in self.epochs:
             if epoch.number == self.stream.at_epoch:
@@ -118,7 +118,7 @@ class _KnownStream:
 
 
 class TaskPlan:
-    """For one version of a dataset at a time."""
+    """The streams of all nodes, for one version of a dataset at a time."""
 
     def __init__(
         self,
@@ -133,14 +133,14 @@ class TaskPlan:
         self._cache = cache
         self._entries_max = entries_max
         self._counts: Counter[str] = Counter()
-        self._logged: set[tuple[int, int]] = set()  # refusals that were logged: rank and status
+        self._logged: set[tuple[int, int]] = set()
         self._wake = trio.Event()
         self.switch_version(snapshot)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """Orders of the version before mean nothing."""
+        """Orders of the former version mean nothing."""
         self._snapshot = snapshot
-        self._chunks: ChunksOfEntries | None = None  # made with the first future
+        self._chunks: ChunksOfEntries | None = None
         self.known = trio.Event()
         """Set while any stream is known: without one, masters exchange nothing."""
 
@@ -149,7 +149,7 @@ class TaskPlan:
         self._partial: dict[tuple[int, str], dict[bytes, _PartialOrder]] = {}
         self._computed: dict[ComputedOrder, Entries] = {}  # whole ones
         self._held: dict[int, npt.NDArray[np.bool_]] = {}
-        self._values: dict[tuple[int, int], Values] = {}  # by the rank of a node, and its client
+        self._values: dict[tuple[int, int], Values] = {}
         self._values_changed = False
         self._planned: list[PlannedPart] = []
         self._is_dirty = self._held_changed = False
@@ -194,7 +194,7 @@ class TaskPlan:
         return TAKEN
 
     def forget(self, rank: int) -> None:
-        """Its node's streams end. They come again with its next master."""
+        """A master has left. Its node's streams come again with its next master."""
         self._forget_streams([key for key in self._streams if key[0] == rank])
         self._partial = {key: each for key, each in self._partial.items() if key[0] != rank}
         self._held_changed |= self._held.pop(rank, None) is not None
@@ -202,7 +202,6 @@ class TaskPlan:
         self._wake.set()
 
     def forget_client(self, client: int) -> None:
-        """A process of this node has ended: so have its streams."""
         prefix = _key_of(client, "")
         mine = [key for key in self._streams if key[0] == self._rank and key[1].startswith(prefix)]
         self._forget_streams(mine)
@@ -313,7 +312,7 @@ class TaskPlan:
         return partial + sum(len(each.entries) for each in self._orders.values())
 
     def _drop_unused_orders(self) -> None:
-        """Unless a stream may just be coming."""
+        """Orders that no stream has, unless one may just be coming."""
         used = {each.digest for known in self._streams.values() for each in known.stream.epochs}
         now_s = trio.current_time()
         for digest in [*self._orders]:
@@ -325,7 +324,6 @@ class TaskPlan:
     # Publishing
 
     def announcement(self) -> Announcement:
-        """For the masters of other nodes."""
         mine = {key: each.stream for (rank, key), each in self._streams.items()
                 if rank == self._rank}  # fmt: skip
         values = self._sum_of_values([key for key in self._values if key[0] == self._rank])
@@ -416,7 +414,6 @@ class TaskPlan:
         self._cache.set_positions([each.at for each in self._planned])
 
     def stats(self) -> dict[str, int]:
-        """The number of streams, and counters since the start."""
         return {
             "streams": len(self._streams),
             "nodes": len({rank for rank, _ in self._streams}),

@@ -28,7 +28,7 @@ MAPPED_CHUNKS_MAX = 16_384
 """A process may have 65,530 mappings, and its libraries need some."""
 
 MAPPED, NOBODY = -2, -1
-"""In place of an owner's rank."""
+"""These stand for the rank of an owner."""
 
 Sources = npt.NDArray[np.int32]
 
@@ -121,17 +121,15 @@ class MappedChunks:
         self._maps: weakref.WeakValueDictionary[_Memory, MemoryMap] = weakref.WeakValueDictionary()
 
     def __len__(self) -> int:
-        """Chunks that the table keeps."""
         return len(self._views)
 
     @property
     def has_mapped(self) -> bool:
-        """The master may count a chunk as pinned by this process."""
+        """Whether the master may count a chunk as pinned by this process."""
         return bool(self._map_counts)
 
     @property
     def has_unmapped(self) -> bool:
-        """There are chunks to unpin."""
         return bool(self._unmapped)
 
     def set_owners(self, owners: Sources) -> None:

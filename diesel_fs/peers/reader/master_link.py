@@ -31,7 +31,7 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 DEADLINE_S = 5.0
-"""Of one answer. A master's own deadlines add up to less, so a master that takes longer hangs."""
+"""A master's own deadlines add up to less, so a master that takes longer hangs."""
 
 PAUSE_S, PAUSE_S_MAX = 1.0, 16.0
 """How long a failed master is left alone; doubles up to the maximum while it fails."""
@@ -54,11 +54,11 @@ class RequestRejected(ExchangeFailed):
 
 
 class MasterConnection(RequestSocket):
-    """For one thread at a time."""
+    """A connection for one thread at a time."""
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
         """Raises ExchangeFailed."""
-        self.revoked: list[int] = []  # chunks that the last answer revokes
+        self.revoked: list[int] = []  # by the last answer
         self._buffer = bytearray(_BUFFER_BYTES)
         unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         super().__init__(unconnected, receive_limit_s=deadline_s, send_limit_s=deadline_s)
@@ -83,7 +83,7 @@ class MasterConnection(RequestSocket):
                 os.close(table)
 
     def send_request(self, request: bytes, *, descriptor: int = -1) -> None:
-        """With a descriptor unless that is -1. Raises ExchangeFailed."""
+        """Send a request, with a descriptor unless that is -1. Raises ExchangeFailed."""
         try:
             if descriptor >= 0:
                 sent = socket.send_fds(self.socket, [request], [descriptor])
@@ -153,7 +153,7 @@ class MasterConnection(RequestSocket):
         return got, descriptor
 
     def detach(self) -> socket.socket:
-        """The socket is the caller's from now on."""
+        """The caller owns the socket from now on."""
         return socket.socket(fileno=self.socket.detach())
 
 
@@ -189,7 +189,7 @@ class MasterLink:
         self._restart = restart
         self.rank = -1  # the master's; -1 before its first answer
         self.owners: OwnerTableView | None = None
-        """By the last master that answered."""
+        """The table of the last master that answered."""
 
         self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}
@@ -206,7 +206,7 @@ class MasterLink:
         self._breaker.cancel(self._breaker.ticket)  # only a thread of the parent goes on connecting
         self._restarting = threading.Lock()
         self._idle: list[MasterConnection] = []
-        self._open: weakref.WeakSet[MasterConnection] = weakref.WeakSet()  # all, idle or in use
+        self._open: weakref.WeakSet[MasterConnection] = weakref.WeakSet()
 
     def connect(self) -> bool:
         """Make sure that there is a connection; returns whether there is. Other calls do so
@@ -253,7 +253,7 @@ class MasterLink:
         return None
 
     def task_view(self) -> local_wire.TaskView | None:
-        """All that is needed to ask the masters of other nodes, or None."""
+        """The view for asking the masters of other nodes, or None."""
         answer = self._request(local_wire.MEMBERS, 0, b"", is_read=True)
         try:
             return None if answer is None else local_wire.parse_members(answer[0])
@@ -407,7 +407,7 @@ class MasterLink:
         return answer
 
     def _note_answer(self) -> None:
-        """Of a request that only a working master answers."""
+        """The master has answered a request that only a working one answers."""
         if self._breaker.state(0) is not BreakerState.CLOSED:
             log.info("the task's master answers again")
             self.retry()
@@ -477,7 +477,6 @@ class MasterLink:
                 self._restarting.release()
 
     def _release(self, connection: MasterConnection) -> None:
-        """Another caller may use the connection."""
         self.exchanged_s = time.monotonic()
         with self._lock:
             if not self._closed and len(self._idle) < IDLE_CONNECTIONS_MAX:
@@ -487,7 +486,7 @@ class MasterLink:
         connection.close()
 
     def _discard(self, connection: MasterConnection, ticket: int, why: str) -> None:
-        """Close all idle connections, too: they lead to the same master."""
+        """Also close all idle connections: they lead to the same master."""
         connection.close()
         with self._lock:
             self._open.discard(connection)

@@ -6,9 +6,9 @@ flight. It limits the time of an answer, and has a circuit breaker (`../../net/b
 never raises an error: when a request fails, the caller gets None and reads from the store.
 
 Concurrency: many threads. The sockets block, as a wake-up by an event loop would cost more than a
-request. Of the threads that wait for answers on one connection, one (the *leader*) receives them
-for all, each straight into the memory of the request that came first, which is nearly always its
-own. A forked child opens connections of its own.
+request. One thread (the *leader*) receives the answers on a connection for all threads that wait,
+each straight into the memory of the request that came first, which is nearly always its own. A
+forked child opens connections of its own.
 """
 
 import logging
@@ -31,7 +31,7 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 CONNECT_WAIT_S = 2.5
-"""For a connection that is being made; making it goes on."""
+"""A reader waits this long for a connection; making it goes on."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
 """Unanswered requests: these fit the sockets' buffers, so sending never waits for a master that
@@ -54,7 +54,6 @@ _SomeParts = Parts | tuple[int, int, int]
 
 
 class PendingRead:
-    """A READ that waits for its answer; it may be dropped."""
 
     __slots__ = (
         "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
@@ -93,11 +92,11 @@ class _OwnerConnection(RequestSocket):
 
     def __init__(self, connected: socket.socket | TlsSocket) -> None:
         super().__init__(connected, receive_limit_s=_TICK_S, send_limit_s=_SEND_LIMIT_S)
-        self.pending: dict[int, PendingRead] = {}  # the first sent first
+        self.pending: dict[int, PendingRead] = {}
         self.has_leader = self.is_lost = False
-        self.unanswered_bytes = self.payload_bytes = 0  # of all in `pending`
-        self.room: memoryview | None = None  # of the answer that has begun to come
-        self.got = 0  # bytes of it that have come
+        self.unanswered_bytes = self.payload_bytes = 0
+        self.room: memoryview | None = None  # of an answer that has begun
+        self.got = 0
         self.carried = b""  # bytes behind it
 
     def take_carried(self, room: memoryview) -> int:
@@ -139,9 +138,9 @@ class OwnerLink:
         self._connect = connect
         self._flags = flags
         self._breaker = breaker or PeerBreaker()
-        self._singles = 0  # requests of `read_one` that went its short way
+        self._singles = 0  # requests that went the short way of `read_one`
         self._is_closed = False
-        self._is_paused = False  # that the master is not asked has been logged
+        self._is_paused = False  # logged
         self._make_locks()
         start_anew_in_forks(self)
 
@@ -157,7 +156,7 @@ class OwnerLink:
         self._sending = threading.Lock()  # taken before `_lock` where both are
         self._connection: _OwnerConnection | None = None
         self._attempt: threading.Event | None = None  # set when an attempt to connect has ended
-        self._wait_until_s = 0.0  # until then readers wait for it
+        self._wait_until_s = 0.0
         self._last_number = 0
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # used under `_sending`
 
@@ -274,8 +273,8 @@ class OwnerLink:
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
-        """Wait for the answer, within the time limit; None if there is none. A request whose
-        connection was closed is sent once more, over another one."""
+        """Wait for the answer, within the time limit; None if there is none. If its connection was
+        closed, a request is sent once more, over another one."""
         begun_s = time.monotonic()
         is_here = pending.is_done or self._receive_alone(pending, begun_s)
         if is_here or self._wait(pending, begun_s):
@@ -292,7 +291,6 @@ class OwnerLink:
         return None
 
     def record_damage(self) -> None:
-        """A part did not match its checksum."""
         self.counts["damaged"] += 1
         with self._lock:
             is_over = self._breaker.record_damage(time.monotonic())
@@ -599,7 +597,7 @@ class OwnerLink:
 
 
 def _move(connection: _OwnerConnection, room: memoryview, size: int) -> None:
-    """The first `size` received bytes belong to the answer whose room is `room`."""
+    """The first `size` received bytes belong to the answer in `room`."""
     before, got = connection.room, connection.got
     assert before is not None
     room[:size] = before[:size]

@@ -58,7 +58,6 @@ class RequestSocket:
 
 
 class Inherited(Protocol):
-    """An object that a forked child goes on with."""
 
     def start_anew(self) -> None:
         """In the child: make locks that no thread holds, and close copies of the parent's

@@ -41,10 +41,10 @@ from .master_link import DEADLINE_S, PAUSE_S, MasterLink
 from .task_chunks import HEARTBEAT_S, TaskChunks
 
 READ_BYTES = 8 << 20
-"""Of one request of `read_parts`; a larger part is read alone."""
+"""The most bytes of one request of `read_parts`; a larger part is read alone."""
 
 MASTER_END_WAIT_S = 1.0
-"""For a master that may be ending."""
+"""A master may be ending."""
 
 _JOIN_ATTEMPTS = 3
 
@@ -66,7 +66,8 @@ def master_request(
 
 
 class TaskStore(StoreWrapper):
-    """Chunks of one version of a dataset are read through the node's master."""
+    """The objects of a repository; chunks of one version of a dataset are read through the node's
+    master."""
 
     def __init__(
         self,
@@ -123,7 +124,6 @@ class TaskStore(StoreWrapper):
         return store
 
     def connect(self) -> bool:
-        """Whether the master answers."""
         return self._link.connect()
 
     # Reading
@@ -176,7 +176,6 @@ class TaskStore(StoreWrapper):
         return self._link.send_plan(body)
 
     def stats(self) -> dict[str, object]:
-        """The master's statistics, and the sources of this reader's bytes."""
         text = self._link.stats()
         try:
             reported = json.loads(text) if text else {}
@@ -195,7 +194,7 @@ class TaskStore(StoreWrapper):
 
     @property
     def read_counts(self) -> tuple[int, int]:
-        """Parts that this reader got from the task's cache, and from the store."""
+        """Parts from the task's cache, and from the store."""
         counts = self._chunks.counts
         hits = counts["mapped_reads"] + counts["local_reads"] + counts["peer_reads"]
         return hits, counts["store_reads"]
@@ -316,7 +315,7 @@ class _TaskReads(FastReads):
 
 
 class _Batch(NamedTuple):
-    """Parts that are read together; those at `places` are of chunks."""
+    """Those at `places` are parts of chunks."""
 
     parts: Sequence[Part]
     places: Sequence[int]

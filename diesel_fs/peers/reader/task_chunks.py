@@ -53,15 +53,14 @@ share of the request, the work for each part, and the copies. A chunk is mapped 
 cost as much as mapping it (ski rental): then both together cost at most twice the minimum."""
 
 PINS_PER_READ_MAX = 32
-"""One read does not wait for more."""
+"""So that one read does not wait for more."""
 
 EAGER_BYTES = 1 << 20
 """A chunk of which one request wants this many bytes is pinned first: their copies cost more than
 to learn that the chunk is not here."""
 
 READS_REMEMBERED = 64
-"""The nodes that answered these requests are remembered, to report the one that sent damaged
-bytes."""
+"""Requests with remembered nodes, to report the one that sent damaged bytes."""
 
 HEARTBEAT_S = 1.0
 """How often a reader that has mapped chunks tells its master which ones it has unmapped, and learns
@@ -77,14 +76,14 @@ COUNTS = (
     "damaged",
 )
 """Parts by their source (mapped memory, this node's master, another node, the object store), late
-answers, pinned chunks, and parts that did not match their checksums."""
+answers, pinned chunks, and damaged parts."""
 
 _Remembered = tuple[wire.Parts, npt.NDArray[np.int32]] | tuple[int, int, int, int]
 """Parts and the ranks of the nodes that got the requests; or one part, and the rank."""
 
 
 class TaskChunks:
-    """As one process of the task reads them (`ChunkReader`)."""
+    """The chunks as one process of the task reads them (`ChunkReader`)."""
 
     def __init__(
         self,
@@ -106,15 +105,15 @@ class TaskChunks:
         self.stored = stored
         self._through_master = through_master
         self._heartbeat_s = heartbeat_s
-        self._heartbeat_pid = 0  # the process that has started the heartbeat thread
+        self._heartbeat_pid = 0  # that has started the heartbeat
         self._closed = threading.Event()
         self._read_cost_s = np.zeros(len(self._sizes), np.float32)  # of each chunk, since its pin
         self._recent: deque[_Remembered] = deque(maxlen=READS_REMEMBERED)
-        self._links: dict[int, OwnerLink] = {}  # to other nodes, by rank
-        self._own_links: dict[int, OwnerLink] = {}  # to this node's master, by their flags
+        self._links: dict[int, OwnerLink] = {}
+        self._own_links: dict[int, OwnerLink] = {}  # by their flags
         self._members: dict[int, Member] = {}
         self._connector: Connector | None = None
-        self._table: OwnerTableView | None = None  # to which the links belong,
+        self._table: OwnerTableView | None = None  # and its generation belong to the links
         self._generation = -1  # and its generation
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))
@@ -126,7 +125,7 @@ class TaskChunks:
 
     @property
     def rank(self) -> int:
-        """-1 before the first answer of this node's master."""
+        """-1 before the master's first answer."""
         return self._master.rank
 
     # Reading
@@ -262,7 +261,7 @@ class TaskChunks:
         return content, False
 
     def _try_own(self, chunk: int, start: int, size: int) -> tuple[Bytes, bool] | None:
-        """Of this node, and not mapped."""
+        """A chunk of this node that is not mapped."""
         if self._read_cost_s.item(chunk) >= PIN_COST_S or size >= EAGER_BYTES:
             view = self.pin(chunk, fetch=False)
             self._read_cost_s[chunk] = 0.0  # even if it was not here: do not ask at each read
@@ -278,7 +277,7 @@ class TaskChunks:
         return content, False
 
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        """None if the master does not have the chunk. `fetch`: the master may fetch it."""
+        """Pin a chunk; None if the master does not have it. `fetch`: the master may fetch it."""
         descriptor = self._master.pin(chunk, fetch=fetch)
         if descriptor is None:
             return None
@@ -326,7 +325,6 @@ class TaskChunks:
         self._master.notify(local_wire.DAMAGED, 1, local_wire.damaged_body(part))  # one part
 
     def stats(self) -> dict[str, object]:
-        """Where parts came from, and the connections to the nodes."""
         links = dict(self._links)
         all_links = [*links.values(), *list(self._own_links.values())]
         late = sum(each.counts["timed_out"] for each in all_links)
@@ -355,7 +353,7 @@ class TaskChunks:
     # The owners
 
     def _refresh(self) -> None:
-        """If owners or members have changed. Links to members that are as before stay."""
+        """Learn owners and members anew if they have changed. Links to unchanged members stay."""
         table = self._master.owners
         if table is None:
             if not self._master.connect():
