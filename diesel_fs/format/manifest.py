@@ -66,7 +66,6 @@ class Manifest:
 
 
 class ManifestFault(NamedTuple):
-
     line: int
     path: bytes
     reason: str

@@ -52,7 +52,7 @@ class LocalIdentity:
     """The bytes of each chunk of this version."""
 
     certificate: Certificate | None = None
-    """With one, connections in both directions use TLS."""
+    """If set, connections in both directions use TLS."""
 
     @property
     def identity(self) -> UUID:
@@ -70,7 +70,7 @@ class LocalIdentity:
 class Connector:
     """A process that connects to a master."""
 
-    rank: int  # of its node
+    rank: int
     instance: bytes  # of the process
     identity: UUID  # of the dataset
     version: int
@@ -81,7 +81,7 @@ class Connector:
 
 
 class HandshakeRejected(Exception):
-    """A connector is not let in. `why` is for the log; `reply` is sent to it, and may be empty."""
+    """`why` is for the log; `reply` is sent to the connector, and may be empty."""
 
     def __init__(self, why: str, reply: bytes = b"") -> None:
         super().__init__(why)
@@ -92,11 +92,11 @@ class HandshakeRejected(Exception):
 # the connector ------------------------------------------------------------------------------------
 
 _Proving = Generator[bytes | int, bytearray, None]
-"""Yields bytes to send, or the number of bytes to receive, which are then sent to it."""
+"""Yields bytes to send, or a number of bytes to receive, and is sent those."""
 
 
 async def connect(me: Connector, member: Member) -> Channel:
-    """When this returns, both ends have proved that they know the secret. Raises DieselError."""
+    """On return, both ends have proved that they know the secret. Raises DieselError."""
     channel: Channel | None = None
     is_ready = False
     try:
@@ -117,8 +117,7 @@ async def connect(me: Connector, member: Member) -> Channel:
 
 
 def connect_blocking(me: Connector, member: Member) -> socket.socket | TlsSocket:
-    """As `connect`, for a thread. Takes at most `HELLO_S` for each message, of which there are
-    few."""
+    """As `connect`, for a thread. Each of the few messages takes at most `HELLO_S`."""
     plain: socket.socket | None = None
     is_ready = False
     try:
@@ -192,7 +191,7 @@ async def _prove(channel: Channel, me: Connector, member: Member) -> None:
 
 
 def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
-    """`certificate` is the acceptor's, empty without TLS. Raises DieselError."""
+    """`certificate` is empty without TLS. Raises DieselError."""
     binding = certificate_digest(certificate) if certificate else NO_BINDING
     if member.certificate and binding != member.certificate:
         raise PermissionDenied("the other master's certificate is not the registered one")
@@ -220,7 +219,7 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
 
 
 def _why(error: OSError) -> str:
-    """trio tries all addresses of a host; its error's cause has those of all addresses."""
+    """trio tries all addresses of a host; the cause of its error has those of all."""
     cause = error.__cause__
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
@@ -241,8 +240,7 @@ async def accept_tls(channel: Channel) -> None:
 
 
 async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
-    """The hello of a connector that has proved that it knows the secret. Raises
-    HandshakeRejected."""
+    """Receive a connector's hello, and check that it knows the secret. Raises HandshakeRejected."""
     nonce = os.urandom(NONCE_BYTES)
     try:
         await _greet(channel, nonce)
@@ -281,7 +279,7 @@ async def _greet(channel: Channel, nonce: bytes) -> None:
 
 
 def _rejection(error: DieselError, why: str = "") -> HandshakeRejected:
-    """The connector receives the error; the log also has `why`."""
+    """The connector gets the error; the log also gets `why`."""
     message = frames.frame(error_message(error), wire.HELLO_LIMITS)
     return HandshakeRejected(f"{error.message}: {why}" if why else error.message, message)
 

@@ -51,20 +51,19 @@ START_DEADLINE_S = 60.0
 """A master may have to fetch a snapshot first."""
 
 FIRST_PROCESS_WAIT_S = 2.0
-"""Other processes of a node wait for the first one, since a user looks for errors there."""
+"""Other processes of a node wait for the first one, where users look for errors."""
 
 ALIVE_MARK_S, KILLED_REMEMBERED_S = 10.0, 60.0
-"""How often a master marks that it is alive, and for how long after the last mark a process that
-joins without a rank restarts a killed master. Its former clients restart it at any time."""
+"""How often a master marks that it is alive; and how long after its last mark it is restarted, if
+it was killed, by a process that joins without a rank. Its former clients restart it at any time."""
 
 DESCRIPTORS_MIN = 512
 """Open files of a master for clients and chunks, besides its connections to other nodes."""
 
 FOLDERS_WAIT_S = 5.0
-"""A process that makes or removes folders takes microseconds, unless it was stopped."""
+"""Making or removing folders takes microseconds, unless the process was stopped."""
 
 _PERMANENT_ERRORS = (ConflictError, NotFoundError, PermissionDenied, UsageError)
-"""Errors after which starting again would fail again."""
 
 _UNREACHABLE_PEER, _ALONE = "127.0.0.1:1", "127.0.0.1:0"  # for a node that needs no others
 _OPTIONS, _LOCK = "options", "lock"
@@ -85,13 +84,10 @@ def join(
     first_process_wait_s: float = FIRST_PROCESS_WAIT_S,
     start_deadline_s: float = START_DEADLINE_S,
 ) -> Path:
-    """The socket of this node's master, which `program` starts if none is alive.
-
-    A master that has readers keeps its options; if the request asks for others, a warning names
-    them. One without readers (of a mount that has just ended) makes way. Raises the error that kept
-    the master from starting, with the end of its log; UsageError for a rank or an address that
-    makes no sense.
-    """
+    """The socket of this node's master, which `program` starts if none is alive. A master that has
+    readers keeps its options; a warning names those in which the request differs. One without
+    readers (of a mount that has just ended) makes way. Raises the error that kept the master from
+    starting, with the end of its log; UsageError for a bad rank or address."""
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
     if _has_other_options(request, socket_path) and _ends_unless_it_is_read(request, socket_path):
         socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
@@ -140,7 +136,7 @@ def _running_request(socket_path: Path) -> TaskRequest | None:
             return None  # of an earlier master that was killed
         return TaskRequest.from_json(options.read_bytes())
     except (OSError, UsageError):
-        return None  # the master is starting or ending, or has another version of this program
+        return None  # it is starting or ending, or has another version of this program
 
 
 def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
@@ -154,12 +150,12 @@ def _has_other_options(request: TaskRequest, socket_path: Path) -> bool:
 
 
 def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
-    """Have a master without readers end; whether it has ended. It ends when a client comes for
+    """End a master without readers; returns whether it ended. It ends when a client comes for
     another version of the dataset; no version is 0."""
     with socket.socket(socket.AF_UNIX) as client, suppress(OSError, DieselError):
         client.settimeout(_ANSWER_S)
         connect_unix(client, socket_path)
-        # A reader that has just ended may still count for a moment.
+        # A reader that has just ended may still count.
         if not _poll(lambda: _readers(client) == 0 or None, _ENDED_READER_S):
             return False
         hello = local_wire.hello(UUID(hex=request.identity), 0)
@@ -169,7 +165,7 @@ def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:
 
 
 def _readers(client: socket.socket) -> int:
-    """A master's number of readers; -1 if it does not answer that. Raises OSError, CorruptError."""
+    """-1 if the master does not answer that. Raises OSError, CorruptError."""
     client.sendall(local_wire.request(local_wire.STATS))
     with client.makefile("rb", buffering=0) as answers:
         head = answers.read(wire.HEAD_BYTES) or b""
@@ -187,8 +183,8 @@ def _readers(client: socket.socket) -> int:
 def restart_killed(
     request: TaskRequest, socket_path: Path, *, program: Sequence[str] = MASTER
 ) -> bool:
-    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`.
-    After a permanent error it does nothing any more."""
+    """Restart the master at a socket if it was killed; returns whether it was. Raises as `join`;
+    after a permanent error, does nothing."""
     if is_alive(socket_path):
         return False
     try:
@@ -224,8 +220,8 @@ def mark_alive(socket_path: Path) -> None:
 
 
 def _remove_if_stale(socket_path: Path) -> bool:
-    """Whether the killed master is of a job that ended long ago. Its files are then removed: a new
-    job must not take over its rank."""
+    """Remove the files of a killed master if its job ended long ago (a new job must not take over
+    its rank); returns whether it did."""
     try:
         if socket_path.with_name(_OPTIONS).stat().st_mtime > time.time() - KILLED_REMEMBERED_S:
             return False
@@ -246,7 +242,7 @@ def has_successor(socket_path: Path) -> bool:
         return True
     try:
         lock = os.open(socket_path.with_name(_LOCK), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:  # none is starting
+    except OSError:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -262,7 +258,7 @@ def is_alive(socket_path: Path) -> bool:
         probe.settimeout(_CONNECT_S)
         try:
             connect_unix(probe, socket_path)
-        except TimeoutError:  # the master is there and hangs; another would hang, too
+        except TimeoutError:  # the master hangs; another would, too
             return True
         except OSError:
             return False
@@ -286,8 +282,8 @@ def _is_first(environment: Mapping[str, str]) -> bool:
 def _locked(
     socket_path: Path, timeout_s: float, folders_wait_s: float = FOLDERS_WAIT_S
 ) -> AbstractContextManager[None]:
-    """While this is held, no other process starts a master at the socket, or removes its folder,
-    which is made if it is missing. Raises BusyError."""
+    """Meanwhile no other process starts a master at the socket, or removes its folder, which is
+    made if it is missing. Raises BusyError."""
 
     def attempt() -> int | None:
         with _folders_locked(folders_wait_s):
@@ -316,7 +312,7 @@ def _held(
         raise BusyError(otherwise)
     try:
         yield
-    finally:  # a child that another thread has forked meanwhile has the file open, too: unlock it
+    finally:  # a child that was forked meanwhile has the file open, too: unlock it
         fcntl.flock(lock, fcntl.LOCK_UN)
         os.close(lock)
 
@@ -334,7 +330,7 @@ def _try_lock(path: Path) -> int | None:
 def _poll(
     attempt: Callable[[], _Found | None], timeout_s: float, every_s: float = _POLL_S
 ) -> _Found | None:
-    """The first result of `attempt` that is not None; None when the time is over."""
+    """The first result of `attempt` that is not None; None after the time."""
     until_s = time.monotonic() + timeout_s
     while (found := attempt()) is None and time.monotonic() <= until_s:
         time.sleep(every_s)
@@ -355,8 +351,8 @@ def _start_locked(
 
 
 def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) -> bool:
-    """False if the master ended by itself. Options that the request does not give stay as they
-    were. Raises DieselError."""
+    """False if the master ended by itself. Options that the request does not give stay. Raises
+    DieselError."""
     try:
         before = TaskRequest.from_json(socket_path.with_name(_OPTIONS).read_bytes())
     except (OSError, UsageError):
@@ -373,7 +369,7 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """Leaves out secrets, and addresses that may hold a password."""
+    """Without secrets, and addresses that may hold a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:
@@ -420,8 +416,8 @@ def _start(
 
 
 def _check_descriptors(world: int) -> None:
-    """Raise UsageError if the hard limit of open files is too low for `world` nodes. A master
-    raises its soft limit itself."""
+    """Raise UsageError if the hard limit of open files (a master raises its soft limit) is too low
+    for `world` nodes."""
     _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = DESCRIPTORS_MIN + 2 * world  # one connection to each other node, and one from it
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -437,7 +433,7 @@ def _is_registered(request: TaskRequest) -> bool:
 
 
 def socket_path(request: TaskRequest) -> Path:
-    """For a request with a rank. The socket's folder exists while a master runs or starts."""
+    """`request` has a rank. The socket's folder exists while a master runs or starts."""
     assert request.rank is not None
     return _folder(request) / str(request.rank) / "socket"
 

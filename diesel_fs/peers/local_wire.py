@@ -37,7 +37,7 @@ VERSION = 3
 OK, REFUSED = range(2)
 
 UNPINNED_MAX = 1 << 16
-"""The most chunks that a client unpins, or a master revokes, in one message."""
+"""Most chunks that a client unpins, or a master revokes, in one message."""
 
 DOCUMENT_BYTES_MAX = 4 << 20
 """The longest answer to STATS or MEMBERS."""
@@ -46,7 +46,6 @@ SENTENCE_BYTES_MAX = 512
 """The longest reason for a rejection."""
 
 BODY_BYTES_MAX = 4 * UNPINNED_MAX
-"""The longest body of a request: a master has to make room for it."""
 
 _VIEW_ITEMS_MAX = 64 + 16 * MEMBERS_MAX
 _HEAD = struct.Struct("<BBHIII")
@@ -58,7 +57,7 @@ _PLAN_STATUS = struct.Struct("<H")
 _DAMAGED = struct.Struct("<IIIH")
 _SWITCH_VERSION = struct.Struct("<Q")
 
-# Length of each body: fixed bytes, bytes for each counted item, and the least and most items.
+# Each body: fixed bytes, bytes for each counted item, and the least and most items.
 _REQUEST_BODY_SIZES = {
     HELLO: (_HELLO.size, 0, 0, 0),
     MEMBERS: (0, 0, 0, 0),
@@ -95,7 +94,7 @@ def request(kind: int, count: int = 0, body: Bytes = b"", flags: int = 0) -> byt
 
 
 def parse_request(content: Bytes) -> LocalRequestHead:
-    """Raises CorruptError, also for a body of the wrong length."""
+    """Raises CorruptError."""
     if len(content) != HEAD_BYTES:
         raise CorruptError("these bytes are not a request")
     kind, flags, status, count, body_bytes, zero = _HEAD.unpack(content)
@@ -117,12 +116,12 @@ class LocalAnswerHead(NamedTuple):
 
 
 def answer(kind: int, count: int = 0, body: Bytes = b"", revoked: Sequence[int] = ()) -> bytes:
-    """`revoked` are chunks that the client should unmap."""
+    """`revoked` are chunks to unmap."""
     return _answer(kind, OK, count, body, revoked)
 
 
 def refusal(kind: int, sentence: str, *, revoked: Sequence[int] = ()) -> bytes:
-    """Rejects the request, with the reason in one sentence."""
+    """Rejects the request; `sentence` is the reason."""
     return _answer(kind, REFUSED, 0, sentence.encode()[:SENTENCE_BYTES_MAX], revoked)
 
 
@@ -155,7 +154,6 @@ def parse_answer(content: Bytes, kind: int, count: int) -> LocalAnswerHead:
 
 
 def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[int]]:
-    """The body without the revoked chunks, and these chunks."""
     view = memoryview(body)
     own_bytes = head.body_bytes - _CHUNK.size * head.revoked
     chunks = np.frombuffer(view, "<u4", head.revoked, own_bytes) if head.revoked else None
@@ -163,7 +161,7 @@ def split_revoked(head: LocalAnswerHead, body: Bytes) -> tuple[memoryview, list[
 
 
 def parse_refusal(body: Bytes) -> str:
-    """The reason, as text that may be printed."""
+    """Made printable."""
     return shown(bytes(body[:SENTENCE_BYTES_MAX])) or "the master gave no reason"
 
 
@@ -200,7 +198,7 @@ def parse_welcome(body: Bytes) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class TaskView:
-    """All that a client needs to ask the masters of other nodes. `rank` is its own node's, `task`
+    """What a client needs to ask the masters of other nodes. `rank` is its own node's, `task`
     SHA-256 of the task's name."""
 
     rank: int
@@ -261,12 +259,11 @@ def parse_plan_status(body: Bytes) -> int:
 
 
 def chunks_body(chunks: Sequence[int]) -> bytes:
-    """The body of a PIN or UNPIN."""
     return np.array(chunks, "<u4").tobytes()
 
 
 def parse_chunks(body: Bytes, chunk_count: int) -> list[int]:
-    """Parse a PIN or UNPIN. Raises CorruptError, also for a chunk that does not exist."""
+    """Raises CorruptError, also for a chunk that does not exist."""
     if len(body) % _CHUNK.size:
         raise CorruptError("no chunks")
     chunks: list[int] = np.frombuffer(body, "<u4").tolist()

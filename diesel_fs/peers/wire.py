@@ -29,57 +29,54 @@ PARTS_MAX, PARTS_BYTES_MAX = 4096, 32 << 20
 """For one request; a single part may have any size."""
 
 REQUESTS_MAX, IN_FLIGHT_BYTES_MAX = 64, 64 << 20
-"""Unanswered requests on one connection, and the bytes of their answers."""
+"""Unanswered requests of one connection, and bytes of their answers."""
 
 HEAD_BYTES, PART_BYTES = 16, 12
 
 PLAN_BYTES_MAX = PARTS_MAX * PART_BYTES
-"""The longest message about plans (`plan/messages.py`): as long as the records of the longest
-READ."""
+"""The longest message about plans (`plan/messages.py`): as the records of the longest READ."""
 
 READ, PING, WORKING, PLAN = 1, 3, 4, 5
-"""Kinds of requests and answers; 2 is free."""
+"""Kinds; 2 is free."""
 
 WORKING_S, WORKING_PART_S, WORKING_S_MAX = 2.5, 0.1, 10.0
 """See `working_s`."""
 
 LOAD, THROUGH = 1, 2
 """Flags of a READ, the first also of a PIN: fetch the chunks that are not here; ask the owners of
-the chunks that this node does not own (only for this node's clients)."""
+other nodes' chunks (only for this node's clients)."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
-"""The statuses of parts in an answer."""
+"""Statuses of parts."""
 
 ALL_GIVEN = bytes(PARTS_MAX)
-"""A slice of it fits any answer that gives all parts."""
+"""A slice of it fits any answer with all parts."""
 
 Parts = npt.NDArray[np.uint32]
 """Shape (n, 3): chunk, start, bytes."""
 
 Sizes = npt.NDArray[np.uint64]
-"""Bytes of each chunk of a version."""
+"""Bytes of each chunk."""
 
 SINGLE = struct.Struct("<IBBHIIIII")
-"""A READ of one part, whole: ID, kind, flags, 0, 1, 0; chunk, start, bytes."""
+"""A READ of one whole part: ID, kind, flags, 0, 1, 0; chunk, start, bytes."""
 
 SINGLE_ANSWER = struct.Struct("<IBBHIIB")
-"""The answer to it without the payload: ID, kind, 0, 0, 1, payload bytes; status."""
+"""The answer without the payload: ID, kind, 0, 0, 1, payload bytes; status."""
 
 _HEAD = struct.Struct("<IBBHII")
 PART = struct.Struct("<III")
-"""The record of a part: chunk, start, bytes."""
+"""Chunk, start, bytes."""
 
-_LOOP_PARTS_MAX = (
-    8  # up to this number, parts are checked in a loop: calls of numpy would take longer
-)
+_LOOP_PARTS_MAX = 8  # up to this number, checked in a loop: numpy would take longer
 
 VERSION = 3
-"""The version of the protocol over TCP."""
+"""Of the protocol over TCP."""
 
 PROOF_BYTES = TASK_DIGEST_BYTES = 32
 
 HELLO_LIMITS = FrameLimits(4 << 10, 64, 0)
-"""For a connector that has not proved that it knows the secret."""
+"""For a connector that has not yet proved that it knows the secret."""
 
 _GREETINGS = GreetingCodec(b"\x93DIESPER", VERSION, "connector", "master")
 
@@ -93,9 +90,8 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 def working_s(count: int) -> float:
     """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`: the
-    master fetches from a slow store, and reads of a chunk on all nodes share one fetch. Each part
-    may be of another chunk, so more parts take longer. The store has to give twice what the reader
-    then reads itself."""
+    master fetches from a slow store, where reads of a chunk on all nodes share one fetch. Each part
+    may be of another chunk. The store has to give twice what the reader then reads itself."""
     return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 
@@ -111,12 +107,12 @@ def version_mismatch(version: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A connector, a master or a client of one, and the master that it wants."""
+    """A connector, and the master that it wants."""
 
     rank: int  # its node's
     is_client: bool
     instance: bytes  # its process's
-    to: int  # the rank of the wanted master
+    to: int
     identity: UUID  # of the dataset
     version: int
     nonce: bytes  # random; a proof is valid for one connection
@@ -157,7 +153,7 @@ def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
 
 
 def proofs_equal(proof: bytes, other: bytes) -> bool:
-    """In a time that does not depend on the difference."""
+    """In constant time."""
     return hmac.compare_digest(proof, other)
 
 
@@ -166,7 +162,7 @@ def hello_frame(hello: Hello, proof: bytes) -> bytes:
 
 
 def parse_hello(head: Bytes) -> tuple[Hello, bytes]:
-    """A hello and its proof, which the caller has to check. Raises CorruptError, UsageError."""
+    """A hello, and its proof, still to be checked. Raises CorruptError, UsageError."""
     fields = Fields(parse_head(head, HELLO_LIMITS), "hello")
     hello = Hello(
         rank=fields.integer("rank", high=RANK_MAX),
@@ -198,11 +194,9 @@ def parse_proof(message: Message) -> bytes:
 
 
 def parse_parts(content: Bytes, count: int, sizes: Sizes, *, start: int = 0) -> tuple[Parts, int]:
-    """The records that begin at `start`, as a view of `content`, and the bytes that they ask for.
-
-    `content` must have all records: `parse_request` gives their length. Raises CorruptError for a
-    part outside its chunk, and for several parts of more than `PARTS_BYTES_MAX`.
-    """
+    """The records from `start` on, as a view of `content`, and the bytes that they ask for.
+    `content` must have all records (`parse_request` gives their length). Raises CorruptError for a
+    part outside its chunk, and for several parts of more than `PARTS_BYTES_MAX`."""
     parts = np.frombuffer(content, "<u4", 3 * count, start).reshape(count, 3)
     if count <= _LOOP_PARTS_MAX:
         total, chunks = 0, len(sizes)
@@ -275,13 +269,11 @@ class AnswerHead(NamedTuple):
 
 
 def answer_head(number: int, kind: int, statuses: bytes, payload_bytes: int) -> bytes:
-    """Without its payload."""
     return _HEAD.pack(number, kind, 0, 0, len(statuses), payload_bytes) + statuses
 
 
 def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
-    """Raises CorruptError. `check_answer` and `given_bytes` check whether the answer fits the
-    request."""
+    """Raises CorruptError. `check_answer` and `given_bytes` compare it with the request."""
     number, kind, zero, none, count, payload_bytes = _HEAD.unpack_from(content, start)
     if zero or none or kind not in (READ, PING, WORKING, PLAN) or count > PARTS_MAX:
         raise CorruptError("these bytes are not an answer")
@@ -289,8 +281,8 @@ def parse_answer(content: Bytes, start: int = 0) -> AnswerHead:
 
 
 def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> None:
-    """Raise CorruptError unless the answer can belong to a request of this kind, for `count` parts
-    of at most `bytes_max` bytes."""
+    """Raise CorruptError unless this can answer a request of this kind, for `count` parts of at
+    most `bytes_max` bytes."""
     if head.kind == WORKING and kind == READ and not (head.counted or head.payload_bytes):
         return
     if head.kind != kind or head.counted != count or head.payload_bytes > bytes_max:
@@ -298,12 +290,12 @@ def check_answer(head: AnswerHead, kind: int, count: int, bytes_max: int) -> Non
 
 
 def gives_all(content: Bytes, number: int, count: int, payload_bytes: int) -> bool:
-    """Whether an answer begins here that gives all parts of this READ."""
+    """Whether an answer begins here that gives all parts."""
     return _HEAD.unpack_from(content) == (number, READ, 0, 0, count, payload_bytes)
 
 
 def given_bytes(parts: Parts, statuses: npt.NDArray[np.uint8]) -> int:
-    """Bytes of payload that belong to these statuses. Raises CorruptError for an unknown status."""
+    """Bytes of payload for these statuses. Raises CorruptError for an unknown status."""
     if int(statuses.max()) > FAILED:
         raise CorruptError("an unknown status")
     return int(parts[statuses == GIVEN, 2].sum(dtype=np.uint64))

@@ -75,7 +75,6 @@ DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<
 
 @dataclass(frozen=True, slots=True)
 class Addresses:
-
     first_block: layout.U4
     order: layout.U4
     end: int
@@ -170,7 +169,6 @@ def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
 
 
 class _Kept:
-
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
         """`chunk_id` is the snapshot's chunk table; chunk numbers refer to it from now on."""
         self._earlier = earlier

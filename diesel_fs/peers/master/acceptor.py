@@ -30,15 +30,14 @@ from .data_plane import DataPlane, ServedConnection
 log = logging.getLogger("diesel.task")
 
 PENDING_HANDSHAKES_MAX, PENDING_HANDSHAKES_PER_ADDRESS = 512, 128
-"""During their handshake, in all and from one address. Beyond that the oldest is closed: a real
-master's handshake takes milliseconds."""
+"""Pending in all, and from one address. Beyond that the oldest is closed: a real master's handshake
+takes milliseconds."""
 
 CONNECTIONS_MAX = 16_384
-"""After their handshake; further ones are refused, and their clients ask through the master of
-their own node."""
+"""Further ones are refused, and their clients ask through the master of their own node."""
 
-_LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # lines about rejections in each period
-_ACCEPT_PAUSE_S = 0.1  # after one of these errors; the next connection waits in the kernel
+_LOG_LINES_MAX, _LOG_PERIOD_S = 20, 60.0  # rejections logged in each period
+_ACCEPT_PAUSE_S = 0.1  # the next connection waits in the kernel
 _NO_RESOURCES = frozenset((errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM))
 _TOO_MANY = "too many connections"
 
@@ -46,13 +45,13 @@ _TOO_MANY = "too many connections"
 class AnswerSource(Protocol):
     @property
     def table(self) -> ChunkTable:
-        """The chunks of the current version that are in memory."""
+        """Of the chunks of the current version that are in memory."""
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """A status for each part, and the bytes, which never change, of those with status `GIVEN`.
-        `through`: ask other nodes for their parts. `rank` is the node that asks."""
+        """Each part's status, and the bytes, which never change, of those with `GIVEN`. `through`:
+        ask other nodes for their parts. `rank` is the asking node's."""
 
     def take_plan(self, rank: int, body: bytes) -> int:
         """Take over a message about plans from a master; its status."""
@@ -96,7 +95,7 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Accept and answer until cancelled. The caller closes the listeners."""
+        """Until cancelled. The caller closes the listeners."""
         self._token = trio.lowlevel.current_trio_token()
         self._plane = plane = DataPlane(self._forward, self._forward_plan)
         try:
@@ -112,8 +111,8 @@ class Acceptor:
             plane.close()
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """Serve a client of this node on a socket, which belongs to the data plane from now on. It
-        is closed if the data plane does not run."""
+        """Serve a client of this node. The socket is the data plane's from now on, and is closed if
+        that does not run."""
         if self._plane is None:
             accepted.close()
             return
@@ -125,8 +124,7 @@ class Acceptor:
         )
 
     def set_identity(self, me: LocalIdentity) -> None:
-        """This master has another version or secret: all connections end, and the other ends
-        connect again."""
+        """For another version or secret: all connections end, and the other ends connect again."""
         self._me = me
         if self._plane is not None:
             self._plane.drop_all()
@@ -191,7 +189,7 @@ class Acceptor:
     async def _handshake(
         self, channel: Channel, me: LocalIdentity, host: str, scope: trio.CancelScope
     ) -> Hello:
-        """Authenticate within `HELLO_S`. Raises HandshakeRejected."""
+        """Within `HELLO_S`. Raises HandshakeRejected."""
         pending = _PendingHandshake(host, scope)
         of_same_host = [each for each in self._pending if each.host == host]
         if len(of_same_host) >= self._pending_per_address:
@@ -246,7 +244,7 @@ class Acceptor:
             self._token.run_sync_soon(self._take_plan, connection, number, body)
 
     def _take_plan(self, connection: ServedConnection, number: int, body: bytes) -> None:
-        """The answer is `NOT_MINE` if the connection is of another version."""
+        """Answers `NOT_MINE` if the connection is of another version."""
         plane = self._plane
         if plane is None or not connection.is_open:
             return
@@ -267,7 +265,7 @@ class Acceptor:
         if plane is None or not connection.is_open:
             return
         load = bool(flags & LOAD)
-        if load:  # the store may be slower than the asker would wait for a master
+        if load:  # the store may be slower than the asker would wait
             working = wire.answer_head(number, WORKING, b"", 0)
             plane.send(connection, [working], len(working))
         through = bool(flags & THROUGH)
@@ -279,8 +277,8 @@ class Acceptor:
     async def _find_answer(
         self, connection: ServedConnection, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """`FAILED` for all parts after an error of the source, `NOT_MINE` if the connection is of
-        another version by now."""
+        """`FAILED` for all parts after an error of the source, `NOT_MINE` if the version has
+        changed."""
         refused = NOT_MINE
         if connection.table is self._source.table:
             refused, rank = FAILED, connection.rank

@@ -59,10 +59,10 @@ from .master import Master, MasterOptions
 log = logging.getLogger("diesel.task")
 
 LEAVE_S = 3.0
-"""For leaving the registry; the registration also expires by itself."""
+"""The registration also expires by itself."""
 
 FLUSH_TIMEOUT_S = 20.0
-"""For writing the chunks in memory: SLURM kills 30 s after its first signal."""
+"""SLURM kills 30 s after its first signal."""
 
 SUCCESSOR_POLL_S = 0.1
 
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 class _Daemon:
-    """What can fail at the start fails in the constructor."""
+    """What can fail at the start does so in the constructor."""
 
     def __init__(self, request: TaskRequest, stack: ExitStack) -> None:
         """`stack` closes all that is opened. Raises DieselError."""
@@ -139,7 +139,7 @@ class _Daemon:
 
     def _open_disk(self) -> DiskTier | None:
         """None without `--cache-dir`, if the disk is full, or if the folder is for order logs,
-        which the mount itself keeps."""
+        which the mount keeps."""
         if not self._request.cache_dir or self._request.cache_layout == "order":
             return None
         try:
@@ -160,7 +160,7 @@ class _Daemon:
         return disk
 
     def _warn_if_small(self, budget_bytes: int, option: str, where: str) -> None:
-        """A largest chunk that does not fit would look like a cache that does not work."""
+        """Otherwise a cache smaller than the largest chunk would seem not to work."""
         largest = int(self._snapshot.chunk_sizes.max(initial=0))
         if budget_bytes < largest:
             self._warn(
@@ -169,8 +169,8 @@ class _Daemon:
             )
 
     def _warn_of_replaced(self, address: str) -> None:
-        """Two nodes may have been given the same rank. On the same machine it was this node's own
-        master, which was killed."""
+        """Two nodes may have one rank. On the same machine it was this node's own master, which was
+        killed."""
         if address and split_address(address).host != split_address(self._member.address).host:
             self._warn(
                 f"this master has replaced another one of rank {self._rank}, at {address}: give"
@@ -221,7 +221,7 @@ class _Daemon:
                 await self._flush(master, signals)
 
     async def _serve(self, first: Membership, signals: Signals) -> Master | None:
-        """The master, once a signal or the lack of clients has ended it; None if it may not be a
+        """Returns the master after a signal, or when it has no clients; None if it may not be a
         member any more."""
         identity = LocalIdentity(
             rank=self._rank,

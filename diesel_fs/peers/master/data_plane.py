@@ -58,7 +58,7 @@ from ..wire import (
 log = logging.getLogger("diesel.task")
 
 IDLE_S = 300.0
-"""A connection from another node is closed after this time without requests."""
+"""Another node's connection is closed after this time without requests."""
 
 _BUFFER_BYTES = 64 << 10
 """More than the longest request."""
@@ -83,7 +83,7 @@ class ServedConnection:
     def __init__(
         self, channel: Channel, table: ChunkTable, rank: int, *, is_client: bool, is_local: bool
     ) -> None:
-        """`table` is that of the other end's version, `rank` that of its node."""
+        """`table` is of the other end's version, `rank` its node's."""
         self.channel = channel
         self.table = table
         self.rank = rank
@@ -95,11 +95,11 @@ class ServedConnection:
         self.send_many = channel.send_some
         self.is_open = True
         self.watched = 0
-        self.held = b""  # not handled yet
+        self.held = b""  # unhandled
         self.unsent: list[memoryview] = []
         self.begun_s = self.used_s = monotonic()
-        self.moved = 0  # bytes that have left since `begun_s`
-        self.in_flight = 0  # that the control plane answers
+        self.moved = 0  # bytes that left since `begun_s`
+        self.in_flight = 0  # forwarded and unanswered
         self.in_flight_bytes = 0
 
     @property
@@ -117,7 +117,7 @@ their bytes. `DataPlane.answer` answers it."""
 
 
 ForwardPlan = Callable[[ServedConnection, int, bytes], None]
-"""The same for a message about plans: connection, ID, message."""
+"""As `Forward`, for a message about plans: connection, ID, message."""
 
 
 class DataPlane:
@@ -132,9 +132,7 @@ class DataPlane:
         self._commands: deque[Callable[[], None]] = deque()
         self._connections: dict[int, ServedConnection] = {}  # by descriptor
         self._masters: dict[int, ServedConnection] = {}  # the newest of each rank
-        self._ready: deque[ServedConnection] = (
-            deque()
-        )  # left for the next turn
+        self._ready: deque[ServedConnection] = deque()  # left for the next turn
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         self._now_s = self._checked_s = monotonic()
         self._is_closed = False
@@ -145,18 +143,18 @@ class DataPlane:
         self._thread.start()
 
     def adopt(self, connection: ServedConnection) -> None:
-        """Serve a connection, which belongs to the data plane from now on. A master's newest
-        connection replaces its older one."""
+        """The connection belongs to the data plane from now on. A master's newest replaces its
+        older one."""
         self._command(partial(self._adopt, connection))
 
     def send(self, connection: ServedConnection, parts: Sequence[Bytes], size: int) -> None:
-        """Send parts, of `size` bytes, in one piece. They must not change any more."""
+        """`size` bytes, in one piece, which must not change any more."""
         self._command(partial(self._send_if_open, connection, parts, size))
 
     def answer(
         self, connection: ServedConnection, request_bytes: int, parts: Sequence[Bytes], size: int
     ) -> None:
-        """As `send`: the answer to a forwarded request for `request_bytes` bytes."""
+        """As `send`, to a forwarded request for `request_bytes` bytes."""
         self._command(partial(self._answer, connection, request_bytes, parts, size))
 
     def drop(self, connection: ServedConnection) -> None:
@@ -172,7 +170,6 @@ class DataPlane:
         return len(self._connections)
 
     def stats(self) -> dict[str, int]:
-        """Counters, and the number of open connections."""
         connections = list(self._connections.values())
         return {
             "requests": self._requests,
@@ -190,7 +187,7 @@ class DataPlane:
         self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
-        """The thread calls `command`, after those of earlier calls. Once it has ended, the caller
+        """The thread calls `command`, after earlier ones. Once the thread has ended, the caller
         does."""
         with self._ending:
             if not self._is_closed:
@@ -310,7 +307,7 @@ class DataPlane:
             raise ConnectionClosed("the other end closed the connection")
 
     def _go_on(self, connection: ServedConnection) -> None:
-        """Handle the bytes that were received before; then wait for more."""
+        """Handle the bytes received before; then wait for more."""
         if not connection.is_open or connection.is_blocked or connection in self._ready:
             self._watch(connection)
             return
@@ -323,8 +320,8 @@ class DataPlane:
         self._watch(connection)
 
     def _receive(self, connection: ServedConnection) -> None:
-        """Receive once (all that a channel with a buffer of its own has), and answer. Raises
-        ConnectionClosed, OSError, CorruptError."""
+        """Receive once (all that a buffering channel has), and answer. Raises ConnectionClosed,
+        OSError, CorruptError."""
         buffer, is_buffered = self._buffer, connection.buffers_internally
         while True:
             try:
@@ -342,7 +339,7 @@ class DataPlane:
                 held, begun_s = connection.held + buffer[:count], connection.used_s
                 connection.held = b""
                 self._serve(connection, memoryview(held), len(held))
-                if len(connection.held) == len(held):  # still not the whole request
+                if len(connection.held) == len(held):  # the request is still incomplete
                     connection.used_s = begun_s
             else:
                 self._serve(connection, buffer, count)
@@ -352,9 +349,9 @@ class DataPlane:
                 return
 
     def _answer_at_once(self, connection: ServedConnection, length: int) -> bool:
-        """Answer the only request in the buffer, of `length` bytes, if all that it asks for is in
-        memory, as is usual; whether it was. Raises OSError. A master does this all the time, so it
-        has few operations."""
+        """Answer the only request in the buffer, of `length` bytes, if all its parts are in memory,
+        as is usual; returns whether it did. Raises OSError. It is called all the time, so it has
+        few operations."""
         buffer, table = self._buffer, connection.table
         number, kind, flags, zero, count, none, chunk, start, size = unpack_single(buffer)
         if (
@@ -394,8 +391,8 @@ class DataPlane:
         return True
 
     def _serve(self, connection: ServedConnection, content: memoryview, end: int) -> None:
-        """Answer the requests in the first `end` bytes, and hold an incomplete one. Raises
-        ConnectionClosed, OSError, CorruptError."""
+        """Answer the requests in the first `end` bytes, and hold an incomplete one. Raises as
+        `_receive`."""
         connection.used_s = self._now_s
         at = turn = 0
         while end - at >= HEAD_BYTES and not connection.is_blocked:
@@ -416,8 +413,8 @@ class DataPlane:
     def _answer_any(
         self, connection: ServedConnection, content: memoryview, at: int, end: int
     ) -> int:
-        """The length of the request at `at`, which is answered or forwarded; 0 if not all of it is
-        here. Raises OSError, CorruptError."""
+        """Answer or forward the request at `at`; returns its length, 0 if it is incomplete. Raises
+        OSError, CorruptError."""
         table = connection.table
         request = wire.parse_request(content, at)
         length = HEAD_BYTES + request.body_bytes

@@ -29,20 +29,20 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""All clients of a node: some hundred workers with a few threads each."""
+"""On a node, some hundred workers have a few threads each."""
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
 
 SWITCH_S = 2.0
-"""For this time after a switch to another version, clients that still ask for the former one do not
-make the master end: its own have yet to connect for the new one."""
+"""For this time after a switch, clients that ask for the former version do not make the master end:
+its own have yet to connect anew."""
 
 _RECEIVE_BYTES = 64 << 10
 _ANY_CHUNK = 1 << 32  # unpinning a chunk that was never pinned does nothing
-_TURN_REQUESTS = 64  # of one client in a turn
+_TURN_REQUESTS = 64  # of one client
 _CREDENTIALS = struct.Struct("3i")  # pid, user, group
-_FILES_MAX = 4  # descriptors in one message: one is expected, any others are closed
+_FILES_MAX = 4  # in one message: one is expected, others are closed
 _CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 
 
@@ -50,7 +50,7 @@ class LocalServer:
     def __init__(self, master: Master) -> None:
         self._master = master
         self._connections: Counter[int] = Counter()  # by process
-        self._readers = 0  # connections that read this master's version
+        self._readers = 0  # connections for this version
         self._other_version_wanted = False
         self._switched_s = -math.inf
         self._clients_changed = trio.Event()
@@ -64,7 +64,7 @@ class LocalServer:
                     accepted, _ = listener.accept()
                 except BlockingIOError:
                     continue
-                except OSError as error:  # no descriptors, say; connected clients are still served
+                except OSError as error:  # no descriptors, say; connected clients go on
                     log.warning("cannot accept clients now: %s", error.strerror)
                     await trio.sleep(ACCEPT_PAUSE_S)
                     continue
@@ -79,8 +79,8 @@ class LocalServer:
                 nursery.start_soon(self._serve, accepted, pid)
 
     async def wait_until_idle(self, idle_timeout_s: float) -> None:
-        """Return when no client has read this version for `idle_timeout_s`; at once if none does
-        and one comes for another version, which then starts a master of its own."""
+        """Return when no client has read this version for `idle_timeout_s`; at once if one comes
+        for another version, which then starts a master of its own, and none reads this."""
         while True:
             self._clients_changed = trio.Event()
             timeout_s = math.inf if self._readers else idle_timeout_s
@@ -144,8 +144,8 @@ class _Client:
         self._socket = accepted
         self._pid = pid
         self._received = bytearray()
-        self._files: list[int] = []  # with the current request
-        self._version = -1  # that the client reads; -1: before the hello
+        self._files: list[int] = []  # came with the current request
+        self._version = -1  # the client's; -1: before the hello
 
     @property
     def is_accepted(self) -> bool:
@@ -164,8 +164,8 @@ class _Client:
         return socket.socket(fileno=self._socket.detach())
 
     async def serve(self) -> bool:
-        """Answer until the client closes; True if the connection is for READs from now on. Raises
-        CorruptError, UsageError, OSError."""
+        """Answer until the client closes; returns True if the connection is for READs from now on.
+        Raises CorruptError, UsageError, OSError."""
         while True:
             for _ in range(_TURN_REQUESTS):
                 if not await self._receive(wire.HEAD_BYTES):
@@ -245,7 +245,7 @@ class _Client:
         await self._send(local_wire.answer(local_wire.HELLO, body=welcome), table)
 
     async def _switch_version(self, body: bytes) -> None:
-        """Check the snapshot, and switch the master to it if it is newer."""
+        """Check the snapshot, and switch to it if it is newer."""
         version = local_wire.parse_switch_version(body)
         if len(self._files) != 1:
             raise CorruptError("SWITCH_VERSION without a snapshot")
@@ -305,8 +305,8 @@ class _Client:
 
 
 class LocalSocket:
-    """The socket at which clients reach the master. Until `listen`, the kernel refuses them at
-    once: a master that starts, which may wait for Redis, must not make readers wait."""
+    """Clients connect here. Until `listen`, the kernel refuses them at once: a master that starts,
+    and may wait for Redis, must not make readers wait."""
 
     def __init__(self, path: Path) -> None:
         """Raises OSError."""
@@ -325,8 +325,8 @@ class LocalSocket:
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Also remove the socket from its path, but not one that another master has put there.
-        Repeatable, even if that one got the same inode number."""
+        """Also remove the socket's path, unless another master has put its own there. Repeatable,
+        even if that one got the same inode number."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

@@ -62,14 +62,15 @@ RENEW_S = 2.0
 """A third of a registration's lifetime."""
 
 GATHER_S, GATHER_RENEW_S = 10.0, 0.25
-"""For this time after its start, until all nodes are there, a master renews at this shorter
-interval: a chunk that it fetches and another node owns a moment later crosses the network twice."""
+"""From its start until all nodes are there, at most for this time, a master renews at this shorter
+interval: if another node comes to own a chunk just after this one fetched it, the chunk crosses the
+network twice."""
 
 LOAD_S = 3.0
-"""The wait for a fetch: a client gives up its master after 5 s. For several parts it is longer by
-as much as the reader waits longer (`wire.working_s`)."""
+"""The wait for a fetch: a client gives up its master after 5 s. For several parts as much longer as
+the reader waits (`wire.working_s`)."""
 
-_LIVE_LEVELS = 8  # of live fractions
+_LIVE_LEVELS = 8  # steps of live fractions
 
 _COUNTS = (
     "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
@@ -78,8 +79,6 @@ _COUNTS = (
 
 
 class _PeerEntry(NamedTuple):
-    """Cancelling `scope` ends the connection."""
-
     member: Member
     peer: Peer
     scope: trio.CancelScope
@@ -89,14 +88,14 @@ class _PeerEntry(NamedTuple):
 class MasterOptions:
     world: int
     oneshot: bool = False
-    """Fetch all chunks of this node from the start."""
+    """Fetch all of this node's chunks from the start."""
     renew_s: float = RENEW_S
     gather_renew_s: float = GATHER_RENEW_S
     ttl_s: float = TTL_S
 
 
 class Master:
-    """One node of a task, from its first membership to its end."""
+    """A node's part in a task, from its first membership to its end."""
 
     def __init__(
         self,
@@ -108,8 +107,7 @@ class Master:
         make_cache: Callable[[Fetch], NodeCache],
         options: MasterOptions,
     ) -> None:
-        """`member` is this node's registration; `make_cache` gets the function that fetches a
-        chunk."""
+        """`make_cache` gets the function that fetches a chunk."""
         self.rank = member.rank
         self._me = me
         self._member = member
@@ -124,12 +122,11 @@ class Master:
         self._view: TaskView | None = None
         self._peers: dict[int, _PeerEntry] = {}
         self._silent: set[int] = set()  # ranks in --peers that do not answer
-        # Members from before an outage of the registry that have not renewed since, and until when
-        # they count
+        # Members that have not renewed since an outage of the registry, and until when they count
         self._not_renewed: dict[int, Member] = {}
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
-        self._membership = Membership((member,), me.secret)  # the last known
+        self._membership = Membership((member,), me.secret)  # last known
         self._owners_lock = trio.Lock()
         self._renew_now = trio.Event()
         self._all_present = trio.Event()
@@ -164,7 +161,7 @@ class Master:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Be a member until cancelled, until a newer master takes this rank, or until this master
-        may not be a member any more. `first` has the members at the start."""
+        may not be one any more. `first` has the members at the start."""
         async with trio.open_nursery() as self._nursery:
             await self._nursery.start(self.cache.run)
             self._nursery.start_soon(self.plan.run)
@@ -178,7 +175,7 @@ class Master:
             self._nursery.cancel_scope.cancel()
 
     async def _renew_always(self) -> None:
-        """Renew and follow the answers, until this master may not be a member any more."""
+        """Until this master may not be a member any more."""
         options = self._options
         gather_until_s = trio.current_time() + GATHER_S
         registry_answers = True
@@ -206,7 +203,6 @@ class Master:
             await self._apply_membership(membership)
 
     async def _apply_membership(self, membership: Membership) -> None:
-        """Connect to new members, drop those that left, and compute the owners."""
         self._membership = membership
         if membership.secret != self._me.secret:
             self._set_secret(membership.secret)
@@ -237,9 +233,8 @@ class Master:
             self.owner_table.bump_generation()
 
     def _still_counted(self, membership: Membership) -> dict[int, Member]:
-        """Members that may still have to register again after an outage of the registry. If they
-        did not count until then, connections would end and other nodes would fetch the chunks that
-        they hold."""
+        """Members that may still have to register again after an outage of the registry. Otherwise
+        connections would end, and other nodes would fetch their chunks."""
         if trio.current_time() >= self._not_renewed_until_s:
             self._not_renewed.clear()
         for member in membership.members:
@@ -248,8 +243,7 @@ class Master:
         return {rank: each for rank, each in self._not_renewed.items() if each.version == version}
 
     def _set_secret(self, secret: bytes) -> None:
-        """When the registry has lost the task's secret, the master that registers first makes
-        another."""
+        """When the registry has lost the secret, the master that registers first makes another."""
         log.info("the task has another secret now")
         self._me = replace(self._me, secret=secret)
         self._acceptor.set_identity(self._me)
@@ -264,8 +258,8 @@ class Master:
                 self.cache.set_owned(owners.live_owned(self.rank))
 
     async def _assign_owners(self, owners: ChunkOwners, others: Iterable[int]) -> bool:
-        """Share a version's chunks among this node and others. Returns whether the owners changed
-        and the version is still the current one."""
+        """Share a version's chunks among this node and others. Returns whether owners changed and
+        the version is still current."""
         others = sorted(others)
         ranks = sorted([self.rank, *others])
         if owners.ranks == ranks:
@@ -273,7 +267,7 @@ class Master:
         world = max(self._world, ranks[-1] + 1)
         owner = await trio.to_thread.run_sync(owners.compute, ranks, world)
         previous = None
-        if not owners.ranks and others:  # other nodes hold the chunks that this one will own
+        if not owners.ranks and others:  # other nodes hold this one's chunks
             previous = await trio.to_thread.run_sync(owners.compute, others, world)
         owners.set_owners(ranks, owner, previous)
         if owners is not self._owners:
@@ -302,7 +296,7 @@ class Master:
             await trio.sleep(EXCHANGE_S)
 
     async def _probe(self, entry: _PeerEntry) -> None:
-        """Ping a node from `--peers`, which does not register, to find out whether it is there."""
+        """Ping a node from `--peers`, which does not register: is it there?"""
         rank, heard_s = entry.member.rank, trio.current_time()
         while True:
             if await entry.peer.ping():
@@ -315,12 +309,12 @@ class Master:
             await trio.sleep(self._options.renew_s)
 
     async def switch_version(self, snapshot: Snapshot) -> None:
-        """Chunks that are in both versions stay. The new one has owners from the start: the members
-        that are known to hold it."""
+        """Chunks of both versions stay. The new one starts with owners: the members known to hold
+        it."""
         owners = ChunkOwners(snapshot)
         holders = self._membership.of_version(snapshot.version)
         await self._assign_owners(owners, {each.rank for each in holders} - {self.rank})
-        if snapshot.version <= self.snapshot.version:  # another client's switch came first
+        if snapshot.version <= self.snapshot.version:  # another client was first
             return
         log.info("the task switches to version %d", snapshot.version)
         for entry in self._peers.values():
@@ -344,12 +338,12 @@ class Master:
     # Calls of this node's readers
 
     def adopt_local(self, accepted: socket.socket) -> None:
-        """Serve a client of this node on a socket, which is the data plane's from now on."""
+        """As `Acceptor.adopt_local`."""
         self._acceptor.adopt_local(accepted)
 
     async def pin(self, pinner: int, chunk: int, *, load: bool) -> int | None:
-        """Pin a chunk for a client process. A descriptor of the whole chunk; None if it is not in
-        memory. `load`: fetch it first."""
+        """Pin a chunk for a client process. A descriptor of the whole chunk, or None. `load`: fetch
+        it if it is not in memory."""
         if load and self.cache.find(chunk) is None:
             with trio.move_on_after(LOAD_S):
                 try:
@@ -384,7 +378,7 @@ class Master:
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        if rank != self.rank and rank not in self._peers:  # a node that this master does not know
+        if rank != self.rank and rank not in self._peers:  # an unknown node
             self._renew_now.set()
         owner = self._owners.owner[parts[:, 0]]
         mine = (owner == self.rank).tolist()
@@ -432,9 +426,9 @@ class Master:
     async def _collect(
         self, parts: Parts, mine: Sequence[bool], *, load: bool, failed: set[int] | None = None
     ) -> dict[int, memoryview]:
-        """Contents of parts, by their row: of chunks that are here, and with `load` of those in
-        `mine` (a flag for each row) that can be loaded in time (`LOAD_S`). Chunks that could not be
-        fetched are added to `failed`."""
+        """Contents of parts, by row: of chunks that are here, and with `load` of those in `mine` (a
+        flag for each row) that come in time (`LOAD_S`). Adds chunks that could not be fetched to
+        `failed`."""
         rows: dict[int, list[int]] = {}
         spans: dict[int, list[tuple[int, int]]] = {}
         for row, (chunk, start, size) in enumerate(parts.tolist()):
@@ -465,7 +459,7 @@ class Master:
         return found
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
-        """Fill `room` from a node that may hold the chunk, else from the store."""
+        """From a node that may hold the chunk, else from the store."""
         owners = self._owners
         snapshot = owners.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)
@@ -490,7 +484,7 @@ class Master:
         self._counts["chunks_from_store"] += 1
 
     async def _fill(self) -> None:
-        """With `oneshot`: fetch all of this node's chunks, when no caller waits for a fetch."""
+        """With `oneshot`: fetch all of this node's chunks while no caller waits for a fetch."""
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
         while True:  # of each version
@@ -500,15 +494,15 @@ class Master:
                 continue
             self.cache.set_owned(owners.live_owned(self.rank))
             chunks = np.arange(owners.snapshot.chunk_count)
-            # Each node begins at another part of the dataset
+            # Each node begins elsewhere in the dataset
             chunks = np.roll(chunks, -len(chunks) * self.rank // self._world)
             live = np.ceil(owners.live_fraction[chunks] * _LIVE_LEVELS)
             await self.cache.fetches.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
-        """At the end, after `run`: write this node's chunks from memory to its disk, for its next
-        master. That will find all nodes present, so the chunks it will own come first: while nodes
-        leave one by one, those that remain own more and more. May be cancelled anywhere."""
+        """After `run`: write this node's chunks from memory to its disk, for its next master. That
+        will find all nodes present, so the chunks it will own come first: while nodes leave one by
+        one, those that remain own more and more. May be cancelled anywhere."""
         owners = self._owners
         owner = await trio.to_thread.run_sync(
             owners.compute, range(self._world), self._world, abandon_on_cancel=True

@@ -29,17 +29,17 @@ log = logging.getLogger("diesel.task")
 
 Statuses = npt.NDArray[np.uint8]
 
-_BUFFER_BYTES = 16 << 10  # small answers take one system call; of large ones this part is copied
+_BUFFER_BYTES = 16 << 10  # small answers take one system call; this part of large ones is copied
 
 _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
 """Requests of more than the first have at most the second in flight, or one request: small answers
-wait behind theirs."""
+wait behind them."""
 
-_IDS = 1 << 32  # IDs of requests, which have four bytes
+_IDS = 1 << 32  # four bytes
 
 
 class _PendingRequest:
-    """The answer's bytes go to `room`; it is late after `due_s`."""
+    """The answer goes to `room`; it is late after `due_s`."""
 
     __slots__ = (
         "body", "count", "due_s", "is_late", "is_sent", "is_working", "kind", "parts", "room",
@@ -71,7 +71,7 @@ class Peer:
         self._channel: Channel | None = None
         self._is_over = self._is_paused = False
         self._connect_wanted = trio.Event()
-        self._connect_ticket = 0  # of the request that wants the connection
+        self._connect_ticket = 0  # of the request that wants a connection
         self._connect_attempted = trio.Event()
         self._unsent = trio.Event()
         self._timer = trio.CancelScope()  # for the next request
@@ -86,9 +86,8 @@ class Peer:
     # Calls of the master
 
     async def read(self, parts: Parts, room: memoryview, *, load: bool) -> Statuses:
-        """Read parts. Those with status `GIVEN` lie in `room`, each at the sum of the sizes before
-        it. Nothing writes to `room` after the return. Any failure of the peer is a status, not an
-        error."""
+        """Parts with status `GIVEN` lie in `room`, each at the sum of the sizes before it. Nothing
+        writes to `room` after the return. A failure of the peer is a status, not an error."""
         flags = LOAD if load else 0
         count = len(parts)
         size = int(parts[0, 2]) if count == 1 else int(parts[:, 2].sum(dtype=np.uint64))
@@ -106,8 +105,8 @@ class Peer:
 
     async def send_plan(self, body: bytes) -> int | None:
         """Send a message about plans (`plan/messages.py`); the status of the answer. None if the
-        peer is not asked now or is late, which does not count as its failure: it may have other
-        work, and reads do not wait for this."""
+        peer is not asked now or is late, which does not count as a failure: it may have other work,
+        and reads do not wait for this."""
         pending = _PendingRequest(wire.PLAN, None, memoryview(b""), 0)
         pending.body, pending.count, pending.is_working = body, 1, True
         await self._request_pending(pending, 0)
@@ -122,7 +121,6 @@ class Peer:
             log.error("%s sent damaged data three times: it is not asked for 60 s", self)
 
     def stats(self) -> dict[str, object]:
-        """Counters, and the state of connection and breaker."""
         now_s = trio.current_time()
         return {
             **self._counts,
@@ -140,7 +138,7 @@ class Peer:
     # Connecting
 
     async def run(self) -> None:
-        """Connect when a request needs it, and receive answers, until cancelled."""
+        """Connect for a request, and receive answers, until cancelled."""
         try:
             while True:
                 await self._connect_wanted.wait()
@@ -159,7 +157,7 @@ class Peer:
     async def _attempt(self) -> Channel | None:
         try:
             channel = await connect(self._me.connector, self.member)
-        except Exception as error:  # no failure of a peer may end this task or the master
+        except Exception as error:  # no failure of a peer may end the master
             if not isinstance(error, DieselError):
                 log.exception("unexpected error with %s", self)
             if self._breaker.record_refusal(self._connect_ticket, trio.current_time()):
@@ -212,8 +210,8 @@ class Peer:
             await channel.drain()
 
     async def _expire_late(self, channel: Channel) -> None:
-        """Wake the callers of late requests. A cancel scope for each would cost more than all the
-        rest of a request."""
+        """Wake callers of late requests. A cancel scope for each would cost more than the rest of
+        the request."""
         while True:
             due_s = (
                 pending.due_s for pending in self._pending.values() if pending.waiter is not None
@@ -231,8 +229,8 @@ class Peer:
     async def _request(
         self, kind: int, flags: int, parts: Parts | None, room: memoryview, size: int
     ) -> Statuses:
-        """Send a request and wait; the status of each part. A request without parts has none, or
-        one that is not `GIVEN` if it failed."""
+        """The status of each part. A request without parts has none, or one that is not `GIVEN` if
+        it failed."""
         return await self._request_pending(_PendingRequest(kind, parts, room[:size], size), flags)
 
     async def _request_pending(self, pending: _PendingRequest, flags: int) -> Statuses:
@@ -265,7 +263,7 @@ class Peer:
         return _statuses(FAILED, parts)
 
     async def _send_and_wait(self, pending: _PendingRequest, flags: int, ticket: int) -> None:
-        """Return when the request is answered, late, or cannot be answered any more."""
+        """Until the request is answered, late, or cannot be answered any more."""
         pending.due_s = pending.sent_s + self._breaker.timeout_s(
             pending.size + self._in_flight_bytes
         )
@@ -281,7 +279,7 @@ class Peer:
                 return
             pending.sent_s = trio.current_time()
         request_id = self._last_id = (self._last_id + 1) % _IDS
-        if request_id in self._pending:  # that request waits since 4 billion others were sent
+        if request_id in self._pending:  # it waits since 4 billion others were sent
             return
         pending.is_sent = True
         self._pending[request_id] = pending
@@ -397,14 +395,14 @@ def _wake(pending: _PendingRequest) -> None:
 def _given_ranges(parts: Parts, statuses: Statuses) -> list[tuple[int, int]]:
     ends = np.cumsum(parts[:, 2], dtype=np.int64)
     given = np.concatenate(([False], statuses == GIVEN, [False]))
-    edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, the end of it, and so on
+    edges = np.flatnonzero(given[1:] != given[:-1])  # the start of a run, its end, and so on
     starts = np.concatenate(([0], ends))[edges]
     return list(zip(starts[::2].tolist(), starts[1::2].tolist(), strict=True))
 
 
 def _split(parts: Parts) -> Iterator[tuple[int, int, int, int]]:
-    """Split parts into requests within the limits: first row, row behind the last, and where their
-    bytes start and end in the room."""
+    """Requests within the limits: first row, row behind the last, and where their bytes start and
+    end in the room."""
     first = start = at = 0
     for i, size in enumerate(parts[:, 2].tolist()):
         if i > first and (i - first >= wire.PARTS_MAX or at + size - start > wire.PARTS_BYTES_MAX):

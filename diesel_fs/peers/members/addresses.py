@@ -24,12 +24,10 @@ log = logging.getLogger("diesel.task")
 
 
 def listen_address(request: TaskRequest, rank: int, world: int) -> HostPort:
-    """The address (not a name) to bind; port 0 means any.
-
-    Without `listen` it is this rank's in `peers`; without `peers`, loopback if this is the only
-    node, else the address by which this machine reaches the server or Redis. Raises UsageError for
-    a bad address, and if other nodes could not reach this one (in some cases it only warns).
-    """
+    """The address (not a name) to bind; port 0 means any. Without `listen` it is this rank's in
+    `peers`; without `peers`, loopback if this node is alone, else the address by which this machine
+    reaches the server or Redis. Raises UsageError for a bad address, and if other nodes could not
+    reach this one (in some cases it only warns)."""
     chosen = _choose_listen_address(request, rank, world)
     if world > 1:
         _check_reachable(request.advertise, chosen.host, request.peers)
@@ -57,7 +55,7 @@ def _choose_listen_address(request: TaskRequest, rank: int, world: int) -> HostP
 
 
 def advertised_address(advertise: str, bound: HostPort) -> str:
-    """The address for a master that is bound to `bound`. Raises UsageError."""
+    """`bound` is the address that the master listens at. Raises UsageError."""
     if not advertise:
         if _is_any(bound.host):
             raise UsageError(
@@ -72,7 +70,7 @@ def advertised_address(advertise: str, bound: HostPort) -> str:
 def _parse_advertise(text: str) -> HostPort:
     try:
         return HostPort.parse(text, 0)
-    except ValueError:  # an IPv6 address without brackets, or a text that `Member` refuses
+    except ValueError:  # an IPv6 address without brackets, or one that `Member` refuses
         return HostPort(text, 0)
 
 
@@ -101,7 +99,7 @@ def _check_reachable(advertise: str, host: str, peers: Sequence[str]) -> None:
     if not _address(announced):
         try:
             addresses = _looked_up(announced, f"--advertise {advertise}")
-        except UsageError as error:  # other nodes may know names that this machine does not
+        except UsageError as error:  # other nodes may know other names
             log.warning("%s: the other nodes must be able to resolve it", error.message)
             return
         if all(map(_is_loopback, addresses)):
@@ -124,14 +122,13 @@ def _loopback_error(name: str, address: str, option: str) -> UsageError:
 def _looked_up(host: str, option: str) -> list[str]:
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid name
+    except (OSError, UnicodeError) as error:  # UnicodeError: an invalid name
         raise UsageError(f"{option}: {host} has no address ({error})") from None
     return [str(each[4][0]) for each in found]
 
 
 def _own_loopback() -> str:
-    """One that differs between machines: it tells apart nodes that run alone, all rank 0 of one
-    task."""
+    """It differs between machines, to tell apart nodes that run alone, all rank 0 of one task."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:
@@ -141,7 +138,6 @@ def _own_loopback() -> str:
 
 
 def _shared_endpoints(url: RepositoryUrl) -> Sequence[HostPort]:
-    """The servers, or Redis."""
     if url.scheme in SERVER_SCHEMES:
         return servers_of(url)
     return parse_redis_url(url.meta).hosts if url.meta else ()

@@ -30,8 +30,7 @@ class ChunkOwners:
         self._world = 0
 
     def compute(self, ranks: Sequence[int], world: int) -> Ranks:
-        """The owners if these ranks of a task of `world` nodes are members. Takes 0.3 s for 1,000
-        nodes."""
+        """The owners if `ranks` of `world` nodes are members. Takes 0.3 s for 1,000 nodes."""
         if self._ownership is None or self._world < world:
             ids, sizes = self.snapshot.chunk_ids, self.snapshot.chunk_sizes
             self._ownership, self._world = Ownership(ids, sizes, world), world
@@ -40,32 +39,31 @@ class ChunkOwners:
         return self._ownership.owners(living)
 
     def compute_live_fraction(self) -> None:
-        """Bytes of files that were overwritten or removed are not live. Takes 0.2 s for 10 million
-        files."""
+        """Bytes of overwritten or removed files are not live. Takes 0.2 s for 10 million files."""
         if not self._has_live_fraction:
             sizes = np.maximum(self.snapshot.chunk_sizes, 1)
             self.live_fraction = self.snapshot.used_bytes() / sizes
             self._has_live_fraction = True
 
     def live_owned(self, rank: int, owner: Ranks | None = None) -> npt.NDArray[np.bool_]:
-        """A node's chunks, without those that are known to hold no live bytes. `owner` replaces the
-        current owners."""
+        """A node's chunks, except those known to hold no live bytes. `owner` replaces the current
+        owners."""
         mine: npt.NDArray[np.bool_] = (self.owner if owner is None else owner) == rank
         return mine & (self.live_fraction > 0)
 
     def shares(self) -> dict[str, int]:
-        """Number of chunks of each member, by rank."""
+        """Each member's number of chunks."""
         counts = np.bincount(self.owner[self.owner >= 0], minlength=max(self.ranks, default=-1) + 1)
         return {str(rank): int(counts[rank]) for rank in self.ranks}
 
     def set_owners(self, ranks: list[int], owner: Ranks, previous: Ranks | None = None) -> None:
-        """`previous` has the owners as they may have been before this node came."""
+        """`previous`: as they may have been before this node came."""
         self.ranks = ranks
         known = [self.owner, *self._previous]
         self._previous = (known if previous is None else [previous, *known])[:_PREVIOUS_OWNERS_MAX]
         self.owner = owner
 
     def possible_holders(self, chunk: int) -> list[int]:
-        """The most likely ranks first."""
+        """The most likely first."""
         ranks = dict.fromkeys(int(owner[chunk]) for owner in (self.owner, *self._previous))
         return [rank for rank in ranks if rank >= 0]

@@ -27,17 +27,17 @@ RANK_MAX = 0xFFFD
 """Ranks travel in two bytes."""
 
 MEMBERS_MAX = 4096
-"""Masters of one task: each keeps connections to all others."""
+"""Each master keeps connections to all others."""
 
 INSTANCE_BYTES, SECRET_BYTES, CERTIFICATE_BYTES = 16, 32, 32
 ADDRESS_CHARS_MAX, USER_CHARS_MAX = 260, 255
 VERSION_MAX = (1 << 63) - 1
 
 KEY_BYTES_MIN = 16
-"""A process that has seen one proof of a `--task-key-file` can try all short keys."""
+"""Whoever has seen one proof of a `--task-key-file` can try all short keys."""
 
 ANY_INSTANCE = bytes(INSTANCE_BYTES)
-"""The instance of a master that is known by `--peers` alone."""
+"""For a master known by `--peers` alone."""
 
 _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brackets; then the port
     r"([A-Za-z0-9][A-Za-z0-9._-]{0,252}|\[[0-9A-Fa-f:.]{2,45}(%[A-Za-z0-9._-]{1,32})?\]):[0-9]{1,5}",
@@ -47,7 +47,7 @@ _ADDRESS = re.compile(  # a name or an IPv4 address, or an IPv6 address in brack
 
 @dataclass(frozen=True, slots=True)
 class TaskName:
-    """A task's dataset, its user, and the name that the user gave it."""
+    """A dataset, a user, and the task's name."""
 
     identity: UUID
     user: str  # the account at a server; `uid:N` without one
@@ -65,7 +65,7 @@ class TaskName:
 
     @property
     def digest(self) -> bytes:
-        """Identifies the task: 32 bytes."""
+        """32 bytes."""
         parts = (b"diesel-fs task 1", self.identity.bytes + self.user.encode(), self.name.encode())
         return hashlib.sha256(b"\0".join(parts)).digest()
 
@@ -82,7 +82,6 @@ class Member:
     has_key_file: bool = False  # the task's secret comes from a key file
 
     def __post_init__(self) -> None:
-        """Raises UsageError."""
         if not 0 <= self.rank <= RANK_MAX:
             raise UsageError(f"bad rank {self.rank}: it is a number from 0 to {RANK_MAX}")
         if len(self.instance) != INSTANCE_BYTES or len(self.certificate) not in (
@@ -97,26 +96,26 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """At one moment: of each rank the newest instance."""
+    """At one moment; only the newest instance of each rank."""
 
     members: tuple[Member, ...]
-    secret: bytes = field(repr=False)  # the task's, by which masters prove that they belong to it
-    replaced_address: str = ""  # the former master of the caller's rank
-    was_forgotten: bool = False  # the caller's registration was gone; those of others may be, too
+    secret: bytes = field(repr=False)  # by which masters prove that they belong to the task
+    replaced_address: str = ""  # of the former master of the caller's rank
+    was_forgotten: bool = False  # the caller's registration was gone; others may be, too
 
     @classmethod
     def from_members(cls, members: Iterable[Member], secret: bytes) -> Self:
-        """If two masters have one rank, the last one stays."""
+        """The last master of each rank stays."""
         by_rank = {member.rank: member for member in members}
         return cls(tuple(by_rank[rank] for rank in sorted(by_rank)), secret)
 
     def of_version(self, version: int) -> tuple[Member, ...]:
-        """Masters of other versions are not nodes of this one."""
+        """Masters of other versions are not nodes of this task."""
         return tuple(member for member in self.members if member.version == version)
 
 
 def split_address(address: str) -> HostPort:
-    """The address may come from anywhere. Raises UsageError."""
+    """From anywhere. Raises UsageError."""
     try:
         parsed = HostPort.parse(address) if _ADDRESS.fullmatch(address) else None
     except ValueError:
@@ -126,7 +125,7 @@ def split_address(address: str) -> HostPort:
             f"bad address {address[:ADDRESS_CHARS_MAX]!r} of a master",
             advice="write host:port, or [address]:port",
         )
-    if not parsed.host.strip("0.:"):  # all interfaces of the machine that uses the address
+    if not parsed.host.strip("0.:"):  # all interfaces of the machine that uses it
         raise UsageError(
             f"other nodes cannot reach {address}", advice="name another address by --advertise"
         )
@@ -134,8 +133,8 @@ def split_address(address: str) -> HostPort:
 
 
 def secret_from_key(key: bytes) -> bytes:
-    """SHA-256 of the content of a key file, without the space around it. Raises UsageError; its
-    text does not show the key."""
+    """SHA-256 of a key file's content, without space around it. Raises UsageError, which does not
+    show the key."""
     stripped = key.strip()
     if len(stripped) < KEY_BYTES_MIN:
         raise UsageError(
@@ -156,8 +155,8 @@ _NODE_VARIABLES = (  # rank and world; the first pair that is set counts
 def resolve_node(
     environment: Mapping[str, str], rank: int | None = None, world: int | None = None
 ) -> tuple[int, int]:
-    """The rank of this node, and the number of nodes: as given, else from SLURM's variables, else
-    from torchrun's, else 0 of 1. Raises UsageError for numbers that contradict each other."""
+    """This node's rank, and the number of nodes: as given, else from SLURM's variables, else from
+    torchrun's, else 0 of 1. Raises UsageError if numbers contradict each other."""
     origin = "--rank and --world"
     if rank is None or world is None:
         for names in _NODE_VARIABLES:
@@ -204,7 +203,7 @@ _HAS_CERTIFICATE, _HAS_KEY_FILE = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class MemberRecord:
-    """Sent again at each renewal, so that Redis may lose it."""
+    """Sent at each renewal: Redis may lose it."""
 
     since: int = 0  # by Redis's clock (us); 0: not yet
     state: int = 0  # of the last received membership
@@ -213,13 +212,13 @@ class MemberRecord:
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """`members` is None if the caller knows the current members."""
+    """`members` is None if the caller's are current."""
 
     since: int
     state: int
     secret: bytes = field(repr=False)
     members: tuple[Member, ...] | None
-    replaced_address: str = ""  # the former master of the caller's rank
+    replaced_address: str = ""  # as in `Membership`
     was_forgotten: bool = False
 
 
@@ -228,7 +227,7 @@ class MemberStore(Protocol):
 
     def join(self, task: TaskName, member: Member, record: MemberRecord) -> JoinReply:
         """Register, or renew. A master without a key file receives the task's secret. Idempotent.
-        Raises ConflictError if a newer instance has this rank."""
+        Raises ConflictError if this rank has a newer instance."""
         ...
 
     def leave(self, task: TaskName, member: Member) -> None:
@@ -242,7 +241,7 @@ class MemberStore(Protocol):
 
 
 def pack_member(member: Member) -> bytes:
-    """Leaves out rank and instance."""
+    """Without rank and instance."""
     flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
     return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
@@ -261,7 +260,7 @@ def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
 
 
 def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
-    """Leaves out `do` and the dataset."""
+    """Without `do` and the dataset."""
     return {
         "task": task.name,
         **member_message(member),
@@ -282,7 +281,7 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 
 def leave_message(task: TaskName, member: Member) -> Message:
-    """Leaves out `do` and the dataset."""
+    """Without `do` and the dataset."""
     return {"task": task.name, **member_message(member)}
 
 

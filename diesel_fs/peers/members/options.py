@@ -28,28 +28,28 @@ IDLE_TIMEOUT_S = 10.0
 """A master without clients stays: between two epochs workers end and new ones start."""
 
 FillPolicy = Literal["on-demand", "oneshot"]
-"""When a node's chunks are fetched: when they are first read, or all from the start."""
+"""When a node's chunks are fetched: at the first read, or all from the start."""
 
 Eviction = Literal["plan", "importance", "lrfu", "lru", "lfu", "none"]
 """How a full cache chooses victims (`cache/policy.py`); the first is the default."""
 
 
 def chunk_policy(evict: str) -> str:
-    """The policy of one dataset's caches of chunks. Files of one chunk differ in importance, so
-    only caches of files decide by that; `lrfu` decides between datasets (`cache/lrfu.py`)."""
+    """The policy for a dataset's caches of chunks. Files of a chunk differ in importance, so only
+    caches of files decide by that; `lrfu` decides between datasets (`cache/lrfu.py`)."""
     return "plan" if evict in ("importance", "lrfu") else evict
 
 
 CacheLayout = Literal["auto", "chunks", "order"]
-"""The content of a mount's cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
+"""Kept in a mount's cache folder: chunks, or order logs (`cache/ORDER_LOG.md`)."""
 
 
 class TaskKwargs(TypedDict, total=False):
-    """Keyword arguments that are fields of `TaskOptions`. None: not given."""
+    """Fields of `TaskOptions`. None: not given."""
 
     task: str | None
-    task_key: str | None  # None: the value of DIESEL_TASK_KEY
-    rank: SupportsIndex | str | None  # text: the value of an environment variable
+    task_key: str | None  # None: DIESEL_TASK_KEY
+    rank: SupportsIndex | str | None  # text: an environment variable's
     world: SupportsIndex | str | None
     peers: Sequence[str] | str | None  # text: separated by commas
     listen: str | None
@@ -64,18 +64,18 @@ class TaskKwargs(TypedDict, total=False):
 
 
 OptionKind = Literal["text", "count", "addresses", "folder", "size", "choice", "flag"]
-"""A count may also be text, from an environment variable; addresses are a list, or a text with
-commas between; a size is in bytes."""
+"""A count may be text, from an environment variable; addresses are a list, or text with commas; a
+size is in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptionSpec:
-    """How a field of `TaskOptions` is given. Without `help`, it is no option of `dlcmd mount`."""
+    """Without `help`, it is no option of `dlcmd mount`."""
 
     kind: OptionKind
     metavar: str | None
     help: str
-    low: int  # the smallest count
+    low: int  # the least count
     choices: tuple[str, ...]
 
 
@@ -103,11 +103,10 @@ def _option(
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions(DaemonRequest):
-    """A task, and this node's part in it. "", 0, None and () mean that the user did not give the
-    option."""
+    """A task, and this node's part in it. "", 0, None and () mean: not given."""
 
     BYTES_MAX: ClassVar[int] = 256 << 10
-    """Enough for some thousand peers and a key."""
+    """For some thousand peers and a key."""
 
     task: str = _option(
         "", "text", "NAME", "Read through the cache that the nodes of this training task share."
@@ -178,8 +177,8 @@ class TaskOptions(DaemonRequest):
     def or_single_node(
         self, shared_name: str, spelled: Callable[[str], str] = cli_name
     ) -> "TaskOptions":
-        """These options; or, if they name a cache folder and no task, those of a task of one node,
-        which all callers with the same `shared_name` on this machine share. Raises as `check`."""
+        """If these options name a cache folder and no task, make them those of a task of one node,
+        which all callers with this `shared_name` on this machine share. Raises as `check`."""
         is_alone = self.rank is None and self.world is None
         if self.task or not self.cache_dir or not is_alone or self.cache_layout == "order":
             self.check(spelled)
@@ -188,8 +187,7 @@ class TaskOptions(DaemonRequest):
 
     def check(self, spelled: Callable[[str], str] = cli_name) -> None:
         """Raise UsageError for options that need a task if none is named and for contradictory
-        ones, ConfigError for a blank key. `spelled` gives the name by which the user knows a
-        field."""
+        ones, ConfigError for a blank key. `spelled` gives the user's name of a field."""
         if self.cache_bytes and not self.cache_dir:
             raise UsageError(
                 "a size of a cache without its folder", advice=f"say {spelled('cache_dir')}"
@@ -214,7 +212,7 @@ class TaskOptions(DaemonRequest):
                 raise ConfigError("the task's key is empty", advice=_MAKE_A_KEY)
             return
         default = TaskOptions()
-        # The key may come from the environment; a mount without a task has a policy, too
+        # The key may come from the environment; a mount without a task has a policy
         free = {"task_key", "policy"}
         if self.cache_layout == "order":
             free |= {"cache_dir", "cache_bytes", "cache_layout"}
@@ -236,16 +234,13 @@ class TaskOptions(DaemonRequest):
         task_only: Mapping[str, object] | None = None,
         spelled: Callable[[str], str] = str,
     ) -> "TaskOptions":
-        """From the keyword arguments of a call; `shared_name`: see `or_single_node`.
-
-        `words` are the other arguments of that call; `task_only` has those of them that need a
-        task. Raises UsageError, which names the argument, for one that is unknown or has a bad
-        value, and as `check`.
-        """
+        """From a call's keyword arguments; `shared_name`: see `or_single_node`. `words` are its
+        other arguments, of which `task_only` are those that need a task. Raises UsageError, with
+        the name of the unknown or bad argument, and as `check`."""
         given: dict[str, object] = {**kwargs}
         check_words(given, [*words, *sorted(TaskKwargs.__optional_keys__)])
         task = given.get("task")
-        if isinstance(task, str) and not task:  # a variable of a script that is not set, perhaps
+        if isinstance(task, str) and not task:  # an unset variable of a script, perhaps
             raise UsageError("the task's name is empty", advice="leave it out to use no task")
         values = {each.name: _checked_value(each, given.get(each.name)) for each in fields(cls)}
         options = TaskOptions.from_values(values).or_single_node(shared_name, spelled)
@@ -261,8 +256,8 @@ def option_specs() -> dict[str, OptionSpec]:
 
 
 def _checked_value(option: "Field[object]", value: object) -> object:
-    """The default for None. Raises UsageError, which names the argument and does not quote a text,
-    as that may be a secret."""
+    """The default for None. Raises UsageError, which names the argument, but quotes no text: that
+    may be a secret."""
     word, spec = option.name, option.metadata["option"]
     match spec.kind:
         case "text":
@@ -316,11 +311,10 @@ _MASTER_OPTIONS |= {"memory_bytes"}
 
 @dataclass(frozen=True, slots=True)
 class TaskRequest(TaskOptions):
-    """All that a master is started with: besides the options, the dataset and access to the
-    repository."""
+    """All that starts a master: also the dataset and access to the repository."""
 
     url: str = ""
-    user: str = ""  # the account at a DIESEL server
+    user: str = ""
     key: str = field(default="", repr=False)
     dataset: str = ""
     identity: str = ""  # the dataset's, hexadecimal
@@ -332,14 +326,13 @@ class TaskRequest(TaskOptions):
 
     @property
     def name(self) -> TaskName:
-        """The task's user is the account at a server, else the number of this machine's user, which
-        must be the same on all nodes. Raises UsageError."""
+        """The user is the account at a server, else this machine's user number, which must be the
+        same on all nodes. Raises UsageError."""
         return TaskName(UUID(hex=self.identity), self.user or f"uid:{os.geteuid()}", self.task)
 
     def differing_options(self, running: "TaskRequest") -> list[str]:
-        """The options, as users write them, in which `running`, a running master's request,
-        differs. Options that this request leaves at their default do not count, nor do keys, which
-        no saved request holds."""
+        """The options, as users write them, in which a running master's request differs. Options
+        that are at their default here do not count, nor do keys, which no saved request holds."""
         default = TaskRequest(memory_bytes=self.memory_bytes * self.memory_is_default)
         return [
             cli_name(name)
@@ -349,7 +342,7 @@ class TaskRequest(TaskOptions):
         ]
 
     def asks_for_the_same(self, running: "TaskRequest") -> bool:
-        """Also for the options that this request leaves at their default."""
+        """Also in the options that are at their default here."""
         computed = self.memory_is_default and running.memory_is_default
         return all(
             getattr(self, name) == getattr(running, name)
@@ -365,20 +358,19 @@ class TaskRequest(TaskOptions):
 
 
 SINGLE_NODE_PREFIX = "alone-"
-"""Begins the name of a task that no user has named: the cache folder of one node."""
+"""Starts the name of a task that no user has named: the cache folder of one node."""
 
 
 def single_node_task(shared_name: str) -> str:
-    """Joined by all processes of this user on this machine that give the same `shared_name`, and by
-    no others."""
+    """All processes of this user on this machine with this `shared_name` join it, and no others."""
     text = f"{socket.gethostname()}\0{os.geteuid()}\0{shared_name}"
     digest = hashlib.sha256(text.encode(errors="surrogateescape"))
     return f"{SINGLE_NODE_PREFIX}{digest.hexdigest()[:24]}"
 
 
 def read_key_file(path: Path) -> str:
-    """Without the space around it. Raises ConfigError, and PermissionDenied if other users may read
-    the file."""
+    """Without space around it. Raises ConfigError, and PermissionDenied if other users may read the
+    file."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
     if not text.isascii():
         raise ConfigError(f"{path} is not ASCII text", advice=_MAKE_A_KEY)

@@ -20,7 +20,7 @@ _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's `fcntl`
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 Owners = npt.NDArray[np.int32]
-"""The rank of each chunk's owner; -1: none."""
+"""Each chunk's owner's rank; -1: none."""
 
 
 class OwnerTable:
@@ -29,7 +29,7 @@ class OwnerTable:
     def __init__(self, chunks: int) -> None:
         size = _HEAD.size + 4 * chunks
         self.descriptor = os.memfd_create("diesel-owners", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        """Clients can only read it."""
+        """Read-only for clients."""
 
         os.ftruncate(self.descriptor, size)
         self._map = mmap.mmap(self.descriptor, size)
@@ -44,7 +44,7 @@ class OwnerTable:
         self.bump_generation()
 
     def bump_generation(self) -> None:
-        """Clients ask for members and secret again, and read the owners."""
+        """Clients then get members and secret, and read the owners."""
         self._generation += 1
 
     def close(self) -> None:
@@ -62,15 +62,15 @@ class OwnerTableView:
     """The table as a client maps it."""
 
     def __init__(self, descriptor: int, chunks: int) -> None:
-        """The descriptor stays the caller's. Raises CorruptError for another size or a table that
-        could shrink, and OSError."""
+        """The caller keeps the descriptor. Raises OSError, and CorruptError for another size or a
+        table that could shrink."""
         size = _HEAD.size + 4 * chunks
         if os.fstat(descriptor).st_size != size:
             raise CorruptError("a table of owners of another size")
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise CorruptError("a table of owners that could shrink")
         self.inode = os.fstat(descriptor).st_ino
-        """Another table has another one."""
+        """differs between tables"""
 
         mapped = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
         self.generation_of = mapped[:8].cast("Q")

@@ -17,12 +17,12 @@ import numpy as np
 import numpy.typing as npt
 
 CAPACITY, FLOOR, ENOUGH = 1.08, 0.93, 0.95
-"""In equal shares: the most bytes that a node may have, the least that it should have, and the
-least that it is left with when another takes chunks. The nearer to 1, the more chunks move when a
-node leaves: of 1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05
-and 0.95, and 3 if shares are to differ by 1 %."""
+"""In equal shares: the most bytes of a node, the least that it should have, and the least that it
+is left with when another takes chunks. Nearer to 1, more chunks move when a node leaves: of 1,000
+nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and 0.95, and 3 if
+shares are to differ by 1 %."""
 
-_STORED_PREFERENCES = 8  # of a chunk, computed once; few chunks ever need more
+_STORED_PREFERENCES = 8  # of a chunk; few ever need more
 _BLOCK_SCORES = 1 << 21
 
 _FACTORS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
@@ -43,7 +43,7 @@ class Ownership:
         self._sizes = sizes.astype(np.float64)
         self._node_hashes = _mix(np.arange(1, world + 1, dtype=np.uint64))
         self._stored = min(_STORED_PREFERENCES, world)
-        # The nodes that each chunk prefers, the most preferred first, and their scores
+        # The nodes that each chunk prefers, best first, and their scores
         self._nodes = np.empty((len(ids), self._stored), np.int32)
         self._scores = np.empty((len(ids), self._stored), np.uint64)
         for rows in self._blocks(np.arange(len(ids))):
@@ -55,8 +55,7 @@ class Ownership:
             self._scores[rows] = np.take_along_axis(of_best, order, axis=1)
 
     def owners(self, living: npt.NDArray[np.bool_]) -> Nodes:
-        """The number of each chunk's owner; -1 if no node lives. `living` has a flag for each
-        node."""
+        """Each chunk's owner; -1 if no node lives."""
         count = len(self._hashes)
         owner = np.full(count, -1, np.int64)
         if not living.any() or not count:
@@ -96,8 +95,7 @@ class Ownership:
         return nodes, scores
 
     def _reject(self, rows: Rows, owner: Nodes, score: Scores, capacity: float) -> Rows:
-        """From all chunks of some nodes, those for which chunks with higher scores leave no
-        capacity."""
+        """The chunks of some nodes for which higher scores leave no capacity."""
         rows = rows[np.lexsort((~score[rows], owner[rows]))]
         at = owner[rows]
         sizes = self._sizes[rows]
@@ -107,8 +105,8 @@ class Ownership:
         return rows[(total - before > capacity) & (total - before > sizes)]  # the first always fits
 
     def _place_rest(self, rows: Rows, owner: Nodes, living: npt.NDArray[np.bool_]) -> None:
-        """Chunks that all nodes have rejected, as sizes need not add up, go to the nodes with the
-        fewest bytes."""
+        """Chunks that all nodes rejected, as sizes need not add up, go to the nodes with the fewest
+        bytes."""
         held = np.bincount(owner[owner >= 0], self._sizes[owner >= 0], len(living))
         held[~living] = np.inf
         for row in rows[np.lexsort((self._hashes[rows], -self._sizes[rows]))].tolist():
@@ -144,7 +142,7 @@ class Ownership:
 
 
 def _mix(values: Scores) -> Scores:
-    """MurmurHash3's finaliser: each bit of the result depends on each bit of the value."""
+    """MurmurHash3's finaliser: each bit of the result depends on all bits."""
     mixed = values ^ (values >> _SHIFT)
     for factor in _FACTORS:
         mixed = mixed * factor

@@ -34,14 +34,13 @@ from .membership import (
 )
 
 DEADLINE_S = 2.0
-"""A longer renewal leaves no time for the next one before the registration expires."""
+"""A longer renewal leaves no time for the next before the registration expires."""
 
 _PREFIX_BYTES = 24  # of a stored registration: instance (16), since (8); then the packed member
 
 
-# Common to both scripts. `expire` deletes expired registrations, and with the last one the secret.
-# After a jump of the clock backwards registrations would last too long: `expire` shortens them to
-# the lifetime of one that is made now.
+# In both scripts. `expire` deletes expired registrations, and with the last one the secret; if the
+# clock jumped back, it shortens the others to the lifetime of one that is made now.
 _TASK = """
 local function text(number) return string.format('%.0f', number) end
 local time = redis.call('TIME')

@@ -43,16 +43,14 @@ from .membership import (
 )
 
 SERVER_S = 1.5
-"""For one attempt through a server: two attempts and the pause between renewals take less than a
+"""For one attempt through a server: two, and the pause between renewals, take less than a
 registration lasts."""
 
 FIRST_S = 5.0
-"""For one attempt of the first registration: all nodes of a task start at once, and log in
-first."""
+"""For one attempt of the first registration: all nodes start at once, and log in first."""
 
 _ATTEMPTS = 2  # on different servers if possible
 _UNAVAILABLE = (BusyError, CorruptError, DeadlineError, NoSpaceError, ObjectStoreError)
-"""The member store gives no answer now."""
 
 _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 
@@ -60,16 +58,13 @@ _LOOPBACK = frozenset(("localhost", "127.0.0.1", "::1"))
 class Registry(ABC):
     @abstractmethod
     def renew(self, me: Member) -> Membership:
-        """Register, or renew. Returns all current members, this master among them.
-
-        Raises ConflictError if a newer instance has this rank, and MetadataError if a later renewal
-        may succeed. Other errors say that this master may not be in this task, or not with these
-        options.
-        """
+        """Register, or renew. All current members, this master among them. Raises ConflictError if
+        a newer instance has this rank, and MetadataError if a later renewal may succeed. After
+        other errors this master may not be in this task, or not with these options."""
 
     @abstractmethod
     def leave(self, me: Member) -> None:
-        """Idempotent. Raises MetadataError; the registration then expires."""
+        """Idempotent. After a MetadataError the registration expires."""
 
     @abstractmethod
     def close(self) -> None:
@@ -79,7 +74,7 @@ class Registry(ABC):
 def open_registrations(
     url: RepositoryUrl, objects: ObjectStore, *, deadline_s: float | None = None
 ) -> MemberStore:
-    """`deadline_s` limits each call. Raises UsageError if the repository has no Redis; ConfigError,
+    """`deadline_s` is each call's. Raises UsageError if the repository has no Redis; ConfigError,
     MetadataError."""
     if not url.meta:
         raise UsageError(
@@ -100,11 +95,9 @@ def open_registry(
     key: bytes | None = None,
     peers: Sequence[str] = (),
 ) -> Registry:
-    """Without Redis, `peers` are the masters' addresses, in the order of their ranks; `key` is the
-    content of the key file. The first renewal connects.
-
-    Raises UsageError if there is neither Redis nor `peers`, or no key though one is needed.
-    """
+    """Without Redis, `peers` are the masters' addresses, by rank; `key` is the key file's content.
+    The first renewal connects. Raises UsageError if there is neither Redis nor `peers`, or no key
+    though one is needed."""
     secret = None if key is None else secret_from_key(key)
     if peers:
         return StaticRegistry(peers, secret)
@@ -117,7 +110,7 @@ def open_registry(
 
 
 class StaticRegistry(Registry):
-    """All addresses of a list count as members, whether they answer or not."""
+    """All listed addresses count as members, whether they answer or not."""
 
     def __init__(self, peers: Sequence[str], secret: bytes | None) -> None:
         """Raises UsageError."""
@@ -136,8 +129,7 @@ class StaticRegistry(Registry):
         self._secret = secret
 
     def renew(self, me: Member) -> Membership:
-        """All addresses, with the version of this master; instances and certificates of the others
-        are unknown."""
+        """Instances and certificates of the others are unknown; they get this master's version."""
         if me.rank >= len(self._peers):
             raise UsageError(
                 f"this is node {me.rank}, and --peers names {len(self._peers)}",
@@ -161,8 +153,7 @@ class RedisRegistry(Registry):
     def __init__(
         self, task: TaskName, secret: bytes | None, opener: Callable[[], MemberStore]
     ) -> None:
-        """`secret` comes from a key file; None: the registry receives the task's when it
-        registers."""
+        """`secret` is the key file's; None: the registry receives the task's when it registers."""
         self._task = task
         self._secret = secret
         self._opener = opener
@@ -171,8 +162,8 @@ class RedisRegistry(Registry):
         self._forget_all()
 
     def _forget_all(self) -> None:
-        self._instance = b""  # of the master that registered last
-        self._record = MemberRecord()  # sent again at the next renewal
+        self._instance = b""  # of the last registration
+        self._record = MemberRecord()  # sent at the next renewal
         self._members: tuple[Member, ...] = ()
 
     def renew(self, me: Member) -> Membership:
@@ -196,8 +187,7 @@ class RedisRegistry(Registry):
             )
 
     def _check_alike(self, mine: Member, members: Sequence[Member]) -> None:
-        """Raise UsageError if only some of the task's nodes have a key file: their secrets would
-        differ."""
+        """Raise UsageError if only some nodes have a key file: their secrets would differ."""
         others = [each for each in members if each.has_key_file != mine.has_key_file]
         if others:
             self._opened().leave(self._task, mine)
@@ -258,7 +248,7 @@ class ServerMemberStore(MemberStore):
         self._repository.ask_task("leave", task.identity, message, SERVER_S)
 
     def close(self) -> None:
-        """The connections belong to the repository, which closes them."""
+        """The repository closes its connections."""
 
 
 def _is_private_link(url: RepositoryUrl) -> bool:

@@ -17,9 +17,9 @@ from ...orders.future import NEVER, FutureUses, Units
 READ_FRACTION_MIN = 0.75
 """A chunk that would replace another is fetched whole only if this part of its live bytes will be
 read before the other is needed again. In a chunk-wise order that is all of them, but for the reads
-before the fetch. When each chunk is read all the time, as in a full shuffle, it is a small part:
-fetching would read much more from the store than the readers want, and time alone would not show
-that if the store is slow to answer."""
+before the fetch. In a full shuffle, which reads each chunk all the time, it is a small part:
+fetching would read much more from the store than readers want, and time alone would not show that
+if the store is slow to answer."""
 
 Cost = Callable[[int], float]
 """Seconds for one read of `n` bytes."""
@@ -27,28 +27,28 @@ Cost = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkFuture:
-    """The reads to come of each chunk of a version."""
+    """Future reads of each chunk of a version."""
 
     uses: FutureUses
-    """The reads of all nodes: the owner of a chunk serves all of its reads."""
+    """Of all nodes: the owner of a chunk serves all of its reads."""
     live_bytes: npt.NDArray[np.float64]
-    """Stored bytes of each chunk that files of this version have."""
+    """Bytes of each chunk that files of this version have."""
     read_bytes: npt.NDArray[np.float64]
-    """Stored bytes of one read of each chunk: the mean over its files."""
+    """Of one read of each chunk: the mean over its files."""
 
     def uses_min(
         self, chunk: int, replaced_bytes: Sequence[int], size: int, cost: Cost, *, is_stored: bool
     ) -> int:
         """How many reads of a chunk cost as much as to fetch it, and later to fetch the chunks of
-        `replaced_bytes` again. `is_stored`: it comes from the store, from which no unwanted bytes
-        shall be read."""
+        `replaced_bytes` again. `is_stored`: it comes from the store, which shall give no unwanted
+        bytes."""
         each_s = cost(int(self.read_bytes[chunk]))
         fetch_s = cost(size) + sum(map(cost, replaced_bytes))
         enough = ceil(fetch_s / each_s) if each_s > 0 else 1
         return max(enough, self.whole_uses(chunk) if is_stored else 1)
 
     def is_worth_room(self, chunk: int) -> bool:
-        """Whether most of it will be read: it may be fetched ahead into free room."""
+        """Whether most of it will be read, so that it may be fetched ahead into free room."""
         return int(self.uses.uses_left(np.array([chunk]))[0]) >= self.whole_uses(chunk)
 
     def needed(self, chunks: Units) -> npt.NDArray[np.bool_]:
@@ -56,7 +56,7 @@ class ChunkFuture:
         return needed
 
     def soonest(self, chunks: Units, before: int) -> npt.NDArray[np.int64]:
-        """Those that are read before a time, the soonest first."""
+        """Those read before a time, the soonest first."""
         times = self.uses.next_time(chunks)
         places = np.flatnonzero(times < min(before, NEVER))
         return np.asarray(chunks, np.int64)[places[np.argsort(times[places], kind="stable")]]

@@ -24,21 +24,21 @@ from ..wire import PART, PARTS_BYTES_MAX, Sizes
 LOAN_REQUESTS = 16
 
 LOAN_S = 60.0
-"""The file of a removed chunk takes room on the disk for at most this time."""
+"""A removed chunk's file takes room on the disk for at most this time."""
 
 LOANS_MAX = 256
-"""For one more, the file that was lent first is taken back."""
+"""One more takes back the file that was lent first."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
-"""For a request that is answered from files: it takes memory, and other connections wait."""
+"""Of one answer from files: it takes memory, and other connections wait."""
 
-_READS_REMEMBERED = 4096  # requests; of more the oldest are forgotten
+_READS_REMEMBERED = 4096  # requests; the oldest are forgotten
 
 _Taken = TypeVar("_Taken")
 
 
 class _Loan:
-    """It is closed with the last reference to it, as the other thread may be reading."""
+    """Closed with its last reference, as the other thread may be reading."""
 
     __slots__ = ("file", "requests_left", "until_s")
 
@@ -49,24 +49,24 @@ class _Loan:
 
 
 class ChunkTable:
-    """The data plane answers from `views` and lent files, and nothing else."""
+    """The data plane answers from `views` and lent files alone."""
 
     def __init__(self, sizes: Sizes) -> None:
         """Bytes of each chunk."""
         self.sizes = sizes
         self.views: dict[int, memoryview] = {}
-        """Whole chunks in memory, by number."""
+        """Whole chunks in memory."""
 
         self.records_reads = False
         """A cache that replaces nothing need not know of reads."""
 
         self._reads: deque[tuple[Sequence[int], int]] = deque(maxlen=_READS_REMEMBERED)
-        self._loans: dict[int, _Loan] = {}  # by chunk, the first lent first
+        self._loans: dict[int, _Loan] = {}  # the first lent first
         self._file_reads: deque[tuple[int, int]] = deque(maxlen=_READS_REMEMBERED)
 
     def find(self, records: memoryview) -> tuple[list[memoryview] | None, int]:
-        """The bytes of parts, and their number. None if not all of them can be had without waiting,
-        a part lies outside its chunk, or they are more than one request may ask for."""
+        """The bytes of parts, and their number. None if some cannot be had without waiting, a part
+        lies outside its chunk, or they are more than one request may ask for."""
         views, found, size = self.views, [], 0
         try:
             for chunk, start, length in PART.iter_unpack(records):
@@ -110,7 +110,8 @@ class ChunkTable:
         return found, size
 
     def lend(self, chunk: int, file: CacheHandle) -> None:
-        """The table closes the file. Called by the control plane."""
+        """The table closes the file. Called by the control plane, as are `take_back` and
+        `take_back_old`."""
         loans = self._loans
         loans.pop(chunk, None)
         loans[chunk] = _Loan(file)
@@ -118,29 +119,28 @@ class ChunkTable:
             del loans[next(iter(loans))]
 
     def take_back(self, chunk: int | None = None) -> None:
-        """None: all chunks. Called by the control plane."""
+        """None: all chunks."""
         if chunk is None:
             self._loans.clear()
         else:
             self._loans.pop(chunk, None)
 
     def take_back_old(self) -> None:
-        """Called by the control plane."""
         loans, now_s = self._loans, monotonic()
         while loans and loans[first := next(iter(loans))].until_s <= now_s:
             del loans[first]
 
     def take_file_reads(self) -> list[tuple[int, int]]:
-        """Since the last call: chunk and bytes. Any thread."""
+        """Chunk and bytes of each since the last call. Any thread."""
         return _taken(self._file_reads)
 
     def record_read(self, chunks: Sequence[int], size: int) -> None:
-        """A request was answered with parts of these chunks, `size` bytes in all. Any thread."""
+        """A request got parts of these chunks, `size` bytes in all. Any thread."""
         if self.records_reads:
             self._reads.append((chunks, size))
 
     def take_reads(self) -> list[tuple[Sequence[int], int]]:
-        """Recorded since the last call. Any thread."""
+        """Those since the last call. Any thread."""
         return _taken(self._reads)
 
 

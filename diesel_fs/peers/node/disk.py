@@ -43,27 +43,27 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 READ_TIMEOUT_S = 1.0
-"""A slower disk is slower than any store; the caller reads from the store."""
+"""A slower disk is slower than any store; callers read from the store."""
 
 DISK_PAUSE_S = 30.0
-"""The rest of a disk that did not answer in time, or could not be written."""
+"""The rest of a disk that was late or could not be written."""
 
 RESCAN_S = 60.0
-"""How soon the folder is scanned after a chunk was found to be gone: others may be gone, too, or
-back. Also the pause of a tier that had too little room."""
+"""How soon the folder is scanned after a chunk was found gone: others may be gone, too, or back.
+Also the pause of a tier with too little room."""
 
 NOTE_USE_S = 60.0
-"""A dataset is marked as used this often while its job lives, even if memory serves all reads: its
+"""How often a dataset is marked as used while its job lives, even if memory serves all reads: its
 chunks cool down from the job's end on (`cache/disk`)."""
 
 OTHER_WRITER_WAIT_S = 0.2
-"""At the end, another process, or an abandoned thread, may just be writing a chunk."""
+"""At the end, another process, or an abandoned thread, may be writing a chunk."""
 
 _THREADS = 8
-_READS_PER_THREAD = 8  # of one chunk each; the first read of a chunk reads and checks all of it
+_READS_PER_THREAD = 8  # of one chunk each; its first read reads and checks all of it
 
 Spans = Sequence[tuple[int, int]]
-"""Ranges of one chunk: start and bytes."""
+"""In one chunk: start and bytes."""
 
 Made = TypeVar("Made")
 
@@ -77,7 +77,7 @@ class _DiskRead:
         self.is_there: bool | None = None  # None: unknown
 
     def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
-        """Called in a thread. Returns contents, open file, and whether the chunk is there."""
+        """In a thread. Contents, open file, and whether the chunk is there."""
         found = disk.find(self._key)
         if found is not None:
             with contextlib.suppress(OSError, EOFError, MemoryError):
@@ -90,7 +90,7 @@ class _DiskRead:
 
 
 class Disk:
-    """Without a disk tier there are no chunks, and only `run` and `flush` are called."""
+    """Without a disk tier, only `run` and `flush` are called."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class Disk:
         self.wake()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """None if the chunk turns out not to be here."""
+        """None if the chunk is not here."""
         ledger, table = self._ledger, self._ledger.table
         wanted = _DiskRead(ledger.key(chunk), spans)
         if self._nursery is None:
@@ -141,7 +141,7 @@ class Disk:
         return wanted.contents
 
     async def _read_wanted(self, nursery: trio.Nursery) -> None:
-        """This task runs after the reads that began together."""
+        """This task starts after the reads that began together."""
         wanted, self._wanted = self._wanted, []
         for first in range(0, len(wanted), _READS_PER_THREAD):
             some = wanted[first : first + _READS_PER_THREAD]
@@ -164,8 +164,7 @@ class Disk:
                 each.ended.set()
 
     async def load(self, chunk: int) -> SealedMemory | None:
-        """A whole chunk, checked, in memory; None if it turns out not to be here. Raises OSError if
-        there is no memory."""
+        """A whole chunk, checked; None if it is not here. Raises OSError without memory."""
         key, size = self._ledger.key(chunk), self._ledger.sizes[chunk]
 
         def work(disk: DiskTier) -> tuple[SealedMemory | OSError | None, bool]:
@@ -190,7 +189,7 @@ class Disk:
         return loaded
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes: check the chunk, and drop it if it is damaged."""
+        """A reader got damaged bytes: drop the chunk if it is damaged."""
         self._ledger.table.take_back(chunk)
         if self._ledger.on_disk[chunk]:
             key = self._ledger.key(chunk)
@@ -203,7 +202,7 @@ class Disk:
                 self._failed(chunk, is_there=False)
 
     def stats(self) -> dict[str, int]:
-        """Evictions by this process from the folder, which all datasets share."""
+        """Evictions by this process from the folder that datasets share."""
         folder = None if self._tier is None else self._tier.folder
         return {
             "disk_room_evictions": 0 if folder is None else folder.room_evictions,
@@ -211,7 +210,7 @@ class Disk:
         }
 
     async def run(self) -> None:
-        """Scan, write enqueued chunks, and read, until cancelled."""
+        """Until cancelled."""
         if self._tier is None:
             return
         async with trio.open_nursery() as nursery:
@@ -253,14 +252,13 @@ class Disk:
                 await self._work.wait()
 
     async def flush(self, contents: Iterator[tuple[int, memoryview]], evictable: Mask) -> None:
-        """At the end, after `run`: write these chunks, in this order, as far as there is room. Only
-        chunks in `evictable` are replaced. May be cancelled anywhere; the log reports the
-        outcome."""
+        """After `run`: write these chunks, in this order, as far as there is room. Only chunks in
+        `evictable` are replaced. May be cancelled anywhere; logs the outcome."""
         if self._tier is None:
             return
         ledger = self._ledger
         written_bytes: list[int] = []  # of each chunk
-        busy: list[tuple[int, memoryview]] = []  # chunks that another writer was at
+        busy: list[tuple[int, memoryview]] = []  # another writer was at these
         outcome = "there was no more time"
         try:
             await self._scan(makes_room=False)
@@ -311,8 +309,7 @@ class Disk:
     async def _put(
         self, chunk: int, content: memoryview, victims: Sequence[int]
     ) -> tuple[bool, bool]:
-        """Returns whether the chunk is on the disk now, and whether it is not because another
-        writer is at it."""
+        """Whether the chunk is on the disk now, and whether another writer was at it."""
         ledger = self._ledger
         key, victim_keys = ledger.key(chunk), [ledger.key(each) for each in victims]
         size, total_bytes = len(content), ledger.total_bytes
@@ -345,14 +342,14 @@ class Disk:
     # The state of the disk
 
     async def _scan(self, *, makes_room: bool) -> None:
-        """Make room for the queue, if chunks are not here, then find out which are."""
+        """Make room for absent chunks in the queue, then find out which are here."""
         self._next_scan_s = math.inf
         ledger = self._ledger
         identity, ids, sizes = ledger.identity, ledger.ids, ledger.sizes
         queue_bytes = ledger.room.queue_bytes if makes_room else 0
 
         def work(disk: DiskTier) -> tuple[list[ChunkId], int, int]:
-            disk.note_use(identity)  # even if all reads came from memory
+            disk.note_use(identity)  # also if all reads came from memory
             here = {*disk.list_chunks(identity)}
             absent_bytes = sum(
                 size for name, size in zip(ids, sizes, strict=True) if name not in here
@@ -381,7 +378,7 @@ class Disk:
         self._counts["disk_evictions"] += 1
 
     def _failed(self, chunk: int, *, is_there: bool) -> None:
-        """If a chunk that could not be read is still there, the disk has failed."""
+        """If the chunk is still there, the disk has failed."""
         now_s = trio.current_time()
         if is_there:
             self._ledger.disk_rests_until_s = now_s + DISK_PAUSE_S

@@ -39,17 +39,17 @@ from .sealed_memory import SealedMemory, WritableMemory
 log = logging.getLogger("diesel.task")
 
 FETCHES = 8
-"""Fetches at once that callers wait for; further ones queue. Eight hide the latency of a distant
-store and share its link without making any caller wait too long."""
+"""Fetches at once that callers wait for. Eight hide the latency of a distant store and share its
+link without making any caller wait too long."""
 
 FILL_FETCHES = 2
-"""Fetches that start only while no caller waits for one."""
+"""They start only while no caller waits for one."""
 
 FILL_RETRY_S, FILL_RETRY_MAX_S = 1.0, 60.0
 """The pause before a chunk is fetched ahead again after a failure; doubles up to the maximum."""
 
 Fetch = Callable[[int, memoryview], Awaitable[None]]
-"""Fills `room` with a whole chunk, and keeps no part of it afterwards. Raises DieselError."""
+"""Fills `room` with a whole chunk, and keeps no view of it. Raises DieselError."""
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -57,7 +57,7 @@ Made = TypeVar("Made")
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A chunk that is being fetched, or loaded from this node's disk."""
+    """A chunk that is being fetched, or loaded from the disk."""
 
     chunk: int
     """In the current version, or -1."""
@@ -66,7 +66,7 @@ class Flight:
     to_memory: bool
     from_disk: bool
     is_ahead: bool
-    """No caller waited for the chunk when the fetch began."""
+    """No caller waited when the fetch began."""
     done: trio.Event = field(default_factory=trio.Event)
     view: memoryview | None = None
     error: DieselError | None = None
@@ -77,7 +77,6 @@ class Flight:
 
 
 class Fetches:
-
     def __init__(
         self,
         ledger: Ledger,
@@ -105,7 +104,7 @@ class Fetches:
         self._warned: set[type] = set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled. Callers that wait then get nothing."""
+        """Until cancelled; then callers that wait get nothing."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -116,7 +115,7 @@ class Fetches:
 
     def begin(self, chunk: int, wanted_bytes: int, *, load: bool, is_new: bool) -> Flight | None:
         """Fetch a chunk that a caller wants, or load it from the disk, if it is worth it. `is_new`:
-        this miss has not been counted yet."""
+        this miss was not counted yet."""
         from_disk = self._ledger.is_readable(chunk)
         if self._nursery is None or not (from_disk or load):
             return None
@@ -124,7 +123,7 @@ class Fetches:
         return None if placement is None else self._start(chunk, placement, from_disk=from_disk)
 
     def switch_version(self, before: list[int]) -> None:
-        """`before` has the number that each chunk had, or -1."""
+        """`before`: each chunk's former number, or -1."""
         after = {was: number for number, was in enumerate(before) if was >= 0}
         for flight in self.in_flight.values():
             flight.chunk = after.get(flight.chunk, -1)
@@ -135,12 +134,12 @@ class Fetches:
         self.note_room()
 
     def note_room(self) -> None:
-        """More room, or more to fetch: wake `prefetch_owned`."""
+        """More room, or more to fetch."""
         changed, self._room_changed = self._room_changed, trio.Event()
         changed.set()
 
     def note_future(self) -> None:
-        """Another future or position: wake `prefetch_planned`."""
+        """Another future or position."""
         changed, self._future_changed = self._future_changed, trio.Event()
         changed.set()
 
@@ -160,7 +159,7 @@ class Fetches:
         return flight
 
     async def _fly(self, flight: Flight) -> None:
-        """Errors are kept for the callers that wait; none leaves this task."""
+        """Callers that wait get the error; none leaves this task."""
         memory: SealedMemory | None = None
         try:
             if flight.from_disk:
@@ -173,7 +172,7 @@ class Fetches:
             self._counts["fetch_failures"] += 1
         except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread
             self._shrink_budget(error)
-        except Exception:  # the caller can always read from the store
+        except Exception:  # callers can read from the store
             log.exception("unexpected error while fetching a chunk")
         finally:
             self._land(flight, memory)
@@ -262,9 +261,8 @@ class Fetches:
                 retry_s = min(2 * retry_s, FILL_RETRY_MAX_S)
 
     async def prefetch_planned(self) -> None:
-        """When the future is known, fetch this node's chunks that are read soon (`lookahead.py`),
-        the nearest first, into free room or in place of chunks that are needed later. Runs until
-        cancelled."""
+        """Fetch this node's chunks that are read soon (`lookahead.py`), the nearest first, into
+        free room or in place of chunks needed later, until cancelled."""
         while True:
             changed = self._future_changed
             if (future := self._replacement.future) is not None:
@@ -277,8 +275,8 @@ class Fetches:
     async def _fill_from(
         self, left: Iterator[int], version: int, future: ChunkFuture | None = None
     ) -> None:
-        """One after the other, until one does not fit. With `future`, also in place of chunks that
-        are needed later, while it is the current one."""
+        """Until one does not fit. With `future`, also in place of chunks needed later, while that
+        is current."""
         ledger, replacement = self._ledger, self._replacement
         for chunk in left:
             while self._awaited:
@@ -311,7 +309,7 @@ class Fetches:
 
 
 def _seal_checked(draft: WritableMemory, key: ChunkKey) -> SealedMemory:
-    """Seal first, then check, so that the chunk cannot change after the check."""
+    """The chunk cannot change between seal and check."""
     sealed = draft.seal()
     try:
         verify_chunk(key, sealed.view)

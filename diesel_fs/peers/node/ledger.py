@@ -30,23 +30,22 @@ from .chunk_table import ChunkTable
 from .sealed_memory import SealedMemory
 
 BUDGET_RETRY_S = 60.0
-"""The budget stays small for this time after the machine has refused memory."""
+"""The budget stays small this long after the machine has refused memory."""
 
 WRITE_BACK_BYTES_MAX = 64 << 20
-"""Room for chunks that are to be written to the disk: at most an eighth of the node's memory, and
-at least one chunk."""
+"""At most an eighth of the node's memory, and at least one chunk."""
 
 Mask = npt.NDArray[np.bool_]
-"""A flag for each chunk of the version."""
+"""A flag for each chunk."""
 
 
 def chunk_budget_bytes(memory_bytes: int, sizes: Sizes, *, has_disk: bool) -> int:
-    """The part for chunks that stay in memory."""
+    """For chunks that stay in memory."""
     return max(memory_bytes - (write_back_bytes(memory_bytes, sizes) if has_disk else 0), 0)
 
 
 def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
-    """The part for chunks that are to be written to the disk."""
+    """For chunks that are to be written to the disk."""
     largest = int(sizes.max(initial=0))
     return min(max(memory_bytes // 8, largest), max(WRITE_BACK_BYTES_MAX, largest))
 
@@ -55,9 +54,9 @@ def write_back_bytes(memory_bytes: int, sizes: Sizes) -> int:
 class Room:
     memory_bytes: int
     memory_chunks: int
-    """Bounded by the process's limits of descriptors and mappings."""
+    """Bounded by the limits of descriptors and mappings."""
     queue_bytes: int
-    """For chunks that wait to be written to the disk; 0 without one."""
+    """For the queue to the disk; 0 without one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -69,14 +68,10 @@ class Tables:
 
 
 class PinTable:
-    """Which client process (a *pinner*, a number) has pinned which memory, and which memory is
-    revoked.
-
-    Pinned memory takes its room until it is unpinned, even if its chunk is not here any more. A
-    process unpins each memory once, however often it has pinned the chunk in it; a chunk that was
-    dropped and fetched again lies in other memory. Chunks keep the numbers that they had when they
-    were pinned.
-    """
+    """Which client process (a *pinner*, a number) has pinned which memory, and which is revoked.
+    Pinned memory takes its room until unpinned, even if its chunk has gone. A process unpins each
+    memory once, however often it has pinned the chunk in it; a chunk that was dropped and fetched
+    again lies in other memory. Chunks keep their numbers from when they were pinned."""
 
     def __init__(self) -> None:
         self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
@@ -93,8 +88,8 @@ class PinTable:
             self._pin_counts[memory] = self._pin_counts.get(memory, 0) + 1
 
     def unpin(self, pinner: int, chunks: Iterable[int]) -> Iterator[SealedMemory]:
-        """Yields the memory that no process has any more. Chunks that the process has not pinned
-        are ignored."""
+        """Yields memory that no process has any more. Chunks that the process has not pinned are
+        ignored."""
         mine = self._by_pinner.get(pinner, {})
         for chunk in chunks:
             if memories := mine.get(chunk):
@@ -105,7 +100,7 @@ class PinTable:
                     yield memory
 
     def unpin_all(self, pinner: int) -> Iterator[SealedMemory]:
-        """The process has ended; yields as `unpin`."""
+        """The process has ended."""
         for memories in self._by_pinner.pop(pinner, {}).values():
             for memory in memories:
                 if self._drop_pin(memory):
@@ -119,7 +114,7 @@ class PinTable:
             self._revoked.add(memory)
 
     def is_revoked(self, memory: SealedMemory) -> bool:
-        """It is to be unpinned, and pinned by no other process meanwhile."""
+        """Whether it is to be unpinned, and no other process has pinned it since."""
         return memory in self._revoked
 
     def revoked(self, pinner: int) -> list[int]:
@@ -140,7 +135,7 @@ class PinTable:
 
 
 class Ledger:
-    """The chunks of one version, as this node knows them."""
+    """The chunks of one version."""
 
     def __init__(
         self,
@@ -151,22 +146,22 @@ class Ledger:
         tables: Tables,
         clock: Callable[[], float],
     ) -> None:
-        """`clock` returns seconds of a clock that never goes back."""
+        """`clock` gives seconds and never goes back."""
         self.identity, self.room = identity, room
         self.tables = tables
         self.pins = PinTable()
         self.counts: Counter[str] = Counter()
-        """Counters of all parts of the cache, by the names in `COUNTS`."""
+        """Of all parts of the cache, by the names in `COUNTS`."""
         self.owned: Mask = np.zeros(len(ids), np.bool_)
         self.held_elsewhere: Mask | None = None
-        """Chunks of other nodes, as far as is known."""
+        """Chunks of other nodes, as far as known."""
         self.memories: dict[int, SealedMemory] = {}
         self.queue: OrderedDict[int, memoryview] = OrderedDict()
-        """Chunks to be written to the disk, the first enqueued first."""
+        """To be written to the disk, in this order."""
         self.disk_room_bytes = 0
-        """Known from the disk tier's last write or scan."""
+        """at the disk tier's last write or scan"""
         self.disk_rests_until_s = -math.inf
-        """Until then a failed disk is not used."""
+        """a failed disk"""
         self.disk_writes_rest_until_s = -math.inf
         self.on_enqueue: Callable[[], None] = lambda: None
         self._clock = clock
@@ -197,15 +192,15 @@ class Ledger:
         return self.table.views
 
     def key(self, chunk: int) -> ChunkKey:
-        """The chunk's name in all versions."""
+        """In all versions."""
         return ChunkKey(self.identity, self.ids[chunk])
 
     def is_named(self, chunk: int, key: ChunkKey) -> bool:
-        """Whether this number still means `key`: a wait may have changed the version."""
+        """Whether this number still means `key` after a wait."""
         return chunk < len(self.ids) and self.ids[chunk] == key.id
 
     def holds(self, chunk: int) -> bool:
-        """Whether it is in memory, in the queue, or on the disk as far as is known."""
+        """In memory, in the queue, or on the disk as far as known."""
         return chunk in self.views or chunk in self.queue or self.is_readable(chunk)
 
     def set_owned(self, owned: Mask) -> None:
@@ -244,7 +239,7 @@ class Ledger:
         self.tables.memory.insert(chunk, memory.bytes)
 
     def drop(self, chunk: int) -> None:
-        """While the chunk is pinned, its memory counts in the budget."""
+        """A pinned chunk's memory still counts in the budget."""
         memory = self.memories.pop(chunk)
         del self.views[chunk]
         self.present[chunk] = False
@@ -263,11 +258,9 @@ class Ledger:
         self._reserved_bytes -= size
 
     def shrink_budget(self) -> int:
-        """The machine has no memory, descriptor, mapping or thread for another chunk.
-
-        First the budget becomes the bytes that are here; the second time 0, so that no chunk is
-        dropped for one that cannot come. Returns the bytes that are here.
-        """
+        """The machine has no memory, descriptor, mapping or thread for another chunk. First the
+        budget becomes the bytes that are here; the second time 0, so that no chunk is dropped for
+        one that cannot come. Returns the bytes that are here."""
         here_bytes = self.tables.memory.bytes + self._pinned_dropped_bytes
         is_first = self._budget_bytes == self.room.memory_bytes
         self._budget_bytes = min(here_bytes, self.room.memory_bytes - 1) if is_first else 0
@@ -297,7 +290,6 @@ class Ledger:
         return np.zeros_like(self.on_disk) if self.is_disk_resting else self.on_disk
 
     def is_readable(self, chunk: int) -> bool:
-        """As far as is known."""
         return bool(self.on_disk[chunk]) and not self.is_disk_resting
 
     def record_written(self, chunk: int) -> None:
@@ -316,13 +308,13 @@ class Ledger:
         return coming_bytes <= self.room.queue_bytes
 
     def has_disk_room(self, size: int) -> bool:
-        """Whether it would be written without replacing another chunk."""
+        """Without replacing another chunk."""
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return self.takes(size) and self.disk_room_bytes >= coming_bytes
 
     def enqueue(self, chunk: int, content: memoryview) -> None:
-        """Have a chunk written, which has been checked and will not change. It is dropped when the
-        queue is full or the disk rests."""
+        """Have a checked, unchanging chunk written. It is dropped when the queue is full or the
+        disk rests."""
         if chunk in self.queue or self.on_disk[chunk] or not self.takes(len(content)):
             return
         self.queue[chunk] = content
@@ -336,7 +328,7 @@ class Ledger:
             self._queued_bytes -= len(content)
 
     def reserve_queue(self, size: int) -> None:
-        """A negative size releases room."""
+        """Less than 0 releases."""
         self._reserved_queue_bytes += size
 
     # The whole
@@ -346,9 +338,9 @@ class Ledger:
         return self.present | self.readable
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> list[int]:
-        """Returns the number that each chunk had, or -1. Chunks in both versions keep their places,
-        and stay this node's. Pins keep the old numbers, and the data plane's connections of the old
-        version keep the old table until they are closed."""
+        """Returns each chunk's former number, or -1. Chunks in both versions keep their places, and
+        stay this node's. Pins keep the old numbers, and the data plane's connections of the old
+        version the old table, until they are closed."""
         old = {key: number for number, key in enumerate(zip(self.ids, self.sizes, strict=True))}
         before = [old.get(key, -1) for key in zip(ids, map(int, sizes), strict=True)]
         after = {was: number for number, was in enumerate(before) if was >= 0}
@@ -370,7 +362,7 @@ class Ledger:
 
     def stats(self) -> dict[str, int]:
         """Counters since the start, and bytes and chunks by place. `held_bytes` is of all chunks
-        that are here, `dataset_bytes` of all that there are."""
+        here, `dataset_bytes` of all that there are."""
         mine, held = self.owned, self.held
         return {
             **{name: self.counts[name] for name in COUNTS},

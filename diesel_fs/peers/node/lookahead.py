@@ -14,16 +14,16 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger
 
 PREFETCH_S = 4.0
-"""What masters know of each other is up to a second old, and a fetch may take that long, too."""
+"""Masters' knowledge of each other is up to a second old, and a fetch may take that long."""
 
 PREFETCH_DIVISOR = 8
-"""Chunks that are fetched ahead and not read yet take at most this part of the memory."""
+"""Chunks fetched ahead and not read yet take at most this part of the memory."""
 
 RATE_PERIOD_S = 2.0
-"""Each reader reports its position once a second."""
+"""Readers report their positions once a second."""
 
-_CHUNKS_MAX = 32  # looked at after each exchange of positions: a decision takes 50 us
-_RATE_WEIGHT = 0.5  # of the newest measurement of the readers' rate
+_CHUNKS_MAX = 32  # looked at after each exchange; a decision takes 50 us
+_RATE_WEIGHT = 0.5  # of the newest measured rate
 
 
 class Lookahead:
@@ -32,7 +32,7 @@ class Lookahead:
         self._measured_s = 0.0
         self._measured_left = 0
         self._reads_per_s = 0.0  # of one reader, smoothed; 0 until measured
-        self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
+        self._ahead: dict[int, int] = {}  # and when each is read first
 
     def begin(self, future: ChunkFuture | None, now_s: float) -> None:
         self._ahead.clear()
@@ -46,8 +46,8 @@ class Lookahead:
     def move_readers(
         self, future: ChunkFuture, positions: Sequence[int], now_s: float
     ) -> npt.NDArray[np.int64] | None:
-        """Move each reader to a position in its order, perhaps back. Returns the chunks that
-        readers have passed; None if no reader has moved."""
+        """To positions in their orders, perhaps back. Returns the chunks that readers have passed;
+        None if no reader has moved."""
         uses = future.uses
         passed = [
             uses.seek(reader, position).astype(np.int64)

@@ -40,22 +40,22 @@ from .sealed_memory import sealed_memories_max
 
 log = logging.getLogger("diesel.task")
 
-_TRIES = 4  # of one call, if a chunk that it has found is evicted before it is read
+_TRIES = 4  # of one call, if a chunk is evicted before it is read
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOptions:
     memory_bytes: int
-    """With the queue for the disk."""
+    """With the queue to the disk."""
     policy: Callable[[], EvictionPolicy]
-    """Makes the policies that choose victims, one for memory and one for the disk."""
+    """For victims in memory, and for those on the disk."""
     disk: DiskTier | None = None
     costs: ReadCosts | None = None
-    """The caller's measured costs of fetching a chunk; without them, the fetches are measured."""
+    """Of fetching a chunk, as the caller measures; without them, the fetches are measured."""
 
 
 class NodeCache:
-    """The chunks of one version of a dataset that this node keeps."""
+    """The chunks of one version that this node keeps."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class NodeCache:
         self._warn_of_limits()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled. Callers that wait then get nothing."""
+        """Until cancelled; then callers that wait get nothing."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._disk.run)
             await nursery.start(self.fetches.run)
@@ -105,7 +105,7 @@ class NodeCache:
         return self.ledger.holds(chunk)
 
     def find(self, chunk: int) -> memoryview | None:
-        """A chunk in memory, counted as used. The view stays valid as long as it exists."""
+        """A chunk in memory, counted as used. The view stays valid."""
         view = self.ledger.views.get(chunk)
         if view is not None:
             self.replacement.record_hits((chunk,), 0)
@@ -113,8 +113,8 @@ class NodeCache:
 
     async def get(self, chunk: int, wanted_bytes: int, *, load: bool) -> memoryview | None:
         """A whole chunk, of which the caller needs `wanted_bytes`: from memory, from the disk, or,
-        with `load` and if it is worth it, fetched. None: read the bytes from the store. Raises
-        DieselError when the fetch failed."""
+        with `load` and if it is worth it, fetched. None: read from the store. Raises DieselError
+        when the fetch failed."""
         view = self.find(chunk)
         if view is None:
             found = await self._load(chunk, wanted_bytes, None, load=load)
@@ -122,8 +122,8 @@ class NodeCache:
         return view
 
     async def read(self, chunk: int, spans: Spans, *, load: bool) -> list[memoryview] | None:
-        """Bytes of a chunk, by start and size. As `get`; but of a chunk on the disk that is not
-        worth memory only these bytes are read."""
+        """As `get`; but of a chunk on the disk that is not worth memory only these bytes are
+        read."""
         view, wanted_bytes = self.ledger.views.get(chunk), sum(size for _, size in spans)
         if view is None:
             return await self._load(chunk, wanted_bytes, spans, load=load)
@@ -167,7 +167,7 @@ class NodeCache:
         return None
 
     async def recheck(self, chunk: int) -> None:
-        """A reader got damaged bytes from here: check the chunk, and drop it if it is damaged."""
+        """As `Disk.recheck`, also for memory."""
         ledger = self.ledger
         memory, key = ledger.memories.get(chunk), ledger.key(chunk)
         if memory is not None:
@@ -187,7 +187,7 @@ class NodeCache:
 
     def pin(self, pinner: int, chunk: int) -> int | None:
         """Pin a chunk for a client process. Its descriptor, which stays this node's; None if the
-        chunk is not in memory or is revoked."""
+        chunk is not in memory, or is revoked."""
         pins, memory = self.ledger.pins, self.ledger.memories.get(chunk)
         if memory is None or pins.is_revoked(memory):
             return None
@@ -206,13 +206,12 @@ class NodeCache:
     # Owners and versions
 
     def set_owned(self, owned: Mask) -> None:
-        """All other chunks are replaced first."""
+        """Other chunks are replaced first."""
         self.ledger.set_owned(owned.astype(np.bool_))
         self._note_room()
 
     def switch_version(self, ids: Sequence[ChunkId], sizes: Sizes) -> None:
-        """Chunks in both versions stay, and stay this node's. Clients' pins keep the old
-        numbers."""
+        """Chunks in both versions stay, and stay this node's. Pins keep the old numbers."""
         before = self.replacement.switch_version(ids, sizes)
         self._disk.note_version()
         self.fetches.switch_version(before)
@@ -234,7 +233,7 @@ class NodeCache:
         return 0 if future is None else future.uses.left
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """What all readers of the task will read; None: it is not known any more."""
+        """The reads of the whole task; None: not known any more."""
         self.replacement.set_future(future)
         self.fetches.lookahead.begin(future, trio.current_time())
         self.fetches.note_future()
@@ -244,8 +243,8 @@ class NodeCache:
         self.replacement.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """Move the readers of the future, perhaps back. Positions are up to a second old: decisions
-        on them may cost time, and never bytes that are wrong."""
+        """Of the future's readers, perhaps back. Positions are up to a second old: decisions may
+        cost time, never wrong bytes."""
         future = self.replacement.future
         if future is None:
             return
@@ -255,15 +254,14 @@ class NodeCache:
             self.fetches.note_future()
 
     def set_held_elsewhere(self, is_held: Mask) -> None:
-        """Chunks of other nodes, as far as is known."""
         self.ledger.held_elsewhere = is_held
 
     # The end
 
     async def flush_to_disk(self, share: Mask) -> None:
-        """At the end, after `run`: write chunks from memory to the disk, as far as there is room:
-        `share` first, then this node's others. Only chunks of other nodes are replaced. May be
-        cancelled anywhere."""
+        """After `run`: write chunks from memory to the disk, as far as there is room: `share`
+        first, then this node's others. Only chunks of other nodes are replaced. May be cancelled
+        anywhere."""
         ledger = self.ledger
         ours = share | ledger.owned
         first, then = np.flatnonzero(share), np.flatnonzero(ours & ~share)
@@ -272,8 +270,8 @@ class NodeCache:
         await self._disk.flush(self._drain_memory([*first.tolist(), *then.tolist()]), ~ours)
 
     def _drain_memory(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Those in memory. Each is dropped when the caller is done with it, as other processes may
-        be waiting for memory."""
+        """Those in memory. Each is dropped when the caller is done with it: other processes may
+        wait for memory."""
         for chunk in chunks:
             view = self.ledger.views.get(chunk)
             if view is not None:

@@ -33,37 +33,36 @@ from .chunk_future import ChunkFuture
 from .ledger import Ledger, Mask
 
 PENDING_HITS_MAX = 1024
-"""Hits collected before the policy hears of them, which takes a millisecond."""
+"""Collected before the policy hears of them, which takes a millisecond."""
 
 PINNED_PASSED_MAX = 64
-"""Pinned chunks that a decision by plan passes over: it is made for each miss."""
+"""A decision by plan passes over at most these: it is made for each miss."""
 
 SSD_COSTS = ReadCosts(0.0002, 1e-9)
 """Rough costs of any SSD, only to compare reads of parts with reads of whole chunks."""
 
 UsesMin = Callable[[Sequence[int]], int]
-"""How many reads of a chunk are worth its fetch, if it replaces these."""
+"""Reads of a chunk that are worth its fetch, if it replaces these."""
 
 
 class Placement(NamedTuple):
-
     to_memory: bool
-    """Otherwise to the disk, through the queue."""
+    """Otherwise through the queue to the disk."""
     victims: Sequence[int] = ()
-    """The chunks in memory that it replaces."""
+    """In memory."""
 
 
 TO_DISK = Placement(to_memory=False)
 
 
 class Replacement:
-    """Decides, and keeps the accounts that the decisions need."""
+    """Decides, and keeps the decisions' accounts."""
 
     def __init__(self, ledger: Ledger, costs: ReadCosts) -> None:
-        """`costs`: of fetching a chunk from the store."""
+        """`costs`: of a fetch from the store."""
         self._ledger, self._costs, self._counts = ledger, costs, ledger.counts
         self.admission = SkiRentalAdmission(ledger.sizes, costs.read_s, ledger.room.memory_bytes)
-        """About chunks from the store; `disk_admission` about those from the disk."""
+        """For chunks from the store; `disk_admission` is for those from the disk."""
         self.disk_admission = SkiRentalAdmission(
             ledger.sizes, SSD_COSTS.read_s, ledger.room.memory_bytes
         )
@@ -94,8 +93,8 @@ class Replacement:
         self.disk_admission.reset_misses(chunk)
 
     def flush_hits(self) -> None:
-        """Pass the collected hits, the data plane's among them, to policy and admissions. Called
-        before a policy hears or decides anything else."""
+        """Pass the collected hits, and the data plane's, to policy and admissions, before a policy
+        decides."""
         ledger = self._ledger
         for chunks, size in ledger.table.take_reads():
             self._hits += chunks
@@ -114,7 +113,7 @@ class Replacement:
         self._hit_bytes = 0
 
     def flush_file_reads(self) -> None:
-        """Pass on the data plane's reads of lent files."""
+        """The data plane's, of lent files."""
         ledger = self._ledger
         for chunk, size in ledger.table.take_file_reads():
             self.flush_hits()
@@ -130,17 +129,15 @@ class Replacement:
 
     @property
     def uses_future(self) -> bool:
-        """As `EvictionPolicy.uses_future`."""
         return self._ledger.tables.memory.uses_future
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """None: it is not known any more."""
+        """None: not known any more."""
         self.future = future
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.set_future(None if future is None else future.uses)
 
     def set_values(self, values: UnitValues | None) -> None:
-        """What chunks are worth that no reader is known to read."""
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.set_values(values)
 
@@ -162,9 +159,8 @@ class Replacement:
     def place(
         self, chunk: int, wanted_bytes: int, *, from_disk: bool, is_new: bool
     ) -> Placement | None:
-        """The place for an absent chunk that a caller wants; None if it should not come.
-        `from_disk`: it would be loaded from this node's disk. `is_new`: this miss has not been
-        counted yet."""
+        """Of an absent chunk that a caller wants; None if it should not come. `from_disk`: from
+        this node's. `is_new`: this miss was not counted yet."""
         admission = self.disk_admission if from_disk else self.admission
         if is_new:
             admission.record_miss(chunk, wanted_bytes)
@@ -184,7 +180,7 @@ class Replacement:
         return placement
 
     def place_free(self, chunk: int, *, may_go_to_disk: bool = True) -> Placement | None:
-        """Free room, or room of other nodes' chunks."""
+        """Free room, or that of other nodes' chunks."""
         victims = self._memory_victims(chunk, has_credit=False)
         if victims is not None:
             return Placement(to_memory=True, victims=victims)
@@ -194,8 +190,8 @@ class Replacement:
         return None
 
     def place_ahead(self, chunk: int) -> Placement | None:
-        """Room in memory of chunks that are needed later, for a chunk of this node that no caller
-        wants yet."""
+        """Room in memory of chunks needed later, for a chunk of this node that no caller wants
+        yet."""
         replaces, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True) or (
             False,
             None,
@@ -218,8 +214,8 @@ class Replacement:
     def _place_by_plan(
         self, chunk: int, *, from_disk: bool, is_ahead: bool = False
     ) -> tuple[bool, Placement | None] | None:
-        """Whether an absent chunk of this node replaces others, by future reads, and its place.
-        None if the future or the policy cannot tell: then admission decides."""
+        """The place of an absent chunk of this node by future reads. None if future or policy
+        cannot tell: then admission decides."""
         future, ledger = self.future, self._ledger
         if future is None or not ledger.owned[chunk]:
             return None
@@ -244,8 +240,8 @@ class Replacement:
         return replaces, TO_DISK if replaces else None
 
     def take(self, chunk: int, placement: Placement) -> None:
-        """Drop the victims, and reserve the room of the chunk. Victims of this node's share are
-        enqueued for the disk."""
+        """Drop the victims, and reserve the chunk's room. Victims of this node's share are enqueued
+        for the disk."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         for victim in placement.victims:
@@ -261,8 +257,8 @@ class Replacement:
     # Victims in memory
 
     def _memory_victims(self, chunk: int, *, has_credit: bool) -> list[int] | None:
-        """The chunks that an absent chunk would replace; None if it should not come. Without
-        `has_credit` (`cache/admission.py`) it replaces only chunks of other nodes."""
+        """The chunks that an absent one would replace; None if it should not come. Without
+        `has_credit` (`cache/admission.py`) only chunks of other nodes."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
         size, is_mine, budget_bytes = ledger.sizes[chunk], ledger.owned[chunk], ledger.budget_bytes
@@ -270,7 +266,7 @@ class Replacement:
             return None
         free_bytes = budget_bytes - ledger.used_bytes
         if not is_mine:
-            free_bytes -= ledger.absent_bytes  # this node's own chunks have room first
+            free_bytes -= ledger.absent_bytes  # this node's own come first
         shortage = Shortage[int](size - free_bytes, ledger.excess_chunks)
         room_bytes = free_bytes
         if not shortage.is_met and (is_mine or has_credit):
@@ -284,9 +280,9 @@ class Replacement:
         return shortage.victims
 
     def _planned_victims(self, chunk: int, uses_min: UsesMin) -> tuple[bool | None, list[int]]:
-        """Whether the policy has an absent chunk of this node replace others in memory, and the
-        others; None if it cannot tell. Pinned chunks are passed over, and revoked only if the chunk
-        may replace them."""
+        """Whether the policy has an absent chunk of this node replace others in memory, and which;
+        None if it cannot tell. Pinned chunks are passed over, and revoked only if the chunk may
+        replace them."""
         self.flush_hits()
         ledger, policy = self._ledger, self._ledger.tables.memory
         size, budget_bytes = ledger.sizes[chunk], ledger.budget_bytes
@@ -321,7 +317,7 @@ class Replacement:
         return found
 
     def _are_last_copies(self, chunks: npt.NDArray[np.int64]) -> Mask:
-        """Whether some reader needs it and, as far as is known, no other node has it."""
+        """Some reader needs it and, as far as known, no other node has it."""
         if self.future is None:
             return np.zeros(len(chunks), np.bool_)
         needed, elsewhere = self.future.needed(chunks), self._ledger.held_elsewhere
@@ -331,7 +327,7 @@ class Replacement:
         return self._ledger.memories[chunk].bytes
 
     def _revokes_pinned(self, chunk: int) -> bool:
-        """Dropping a pinned chunk would free nothing now; it is revoked."""
+        """A pinned chunk frees nothing now; it is revoked."""
         pins, memory = self._ledger.pins, self._ledger.memories[chunk]
         pins.revoke(memory)
         return pins.is_pinned(memory)
@@ -339,7 +335,7 @@ class Replacement:
     # Victims on the disk
 
     def disk_victims(self, size: int, evictable: Mask | None = None) -> list[int] | None:
-        """The chunks on the disk that leave for `size` bytes; None if they do not suffice. With
+        """Chunks on the disk that leave for `size` bytes; None if they do not suffice. With
         `evictable` only those leave, as many as there are."""
         ledger = self._ledger
         first = self._first_on_disk() if evictable is None else evictable
@@ -357,8 +353,8 @@ class Replacement:
         return not replaced or self._ledger.tables.disk.replaces(chunk, replaced) is not False
 
     def _disk_victims_by_policy(self, chunk: int) -> list[int] | None:
-        """The chunks on the disk that a new one would replace, without those that are replaced
-        first anyway; None if it would not be written."""
+        """As the policy chooses, without those replaced first anyway; None if `chunk` would not be
+        written."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         if not ledger.takes(size) or not ledger.tables.disk.admits(
@@ -373,8 +369,8 @@ class Replacement:
         return [each for each in victims if not first[each]]
 
     def _first_on_disk(self) -> Mask:
-        """The chunks that are replaced before the policy decides: those of other nodes, unless they
-        are last copies that are needed, and those that are in memory, too."""
+        """Replaced before the policy decides: chunks of other nodes, unless they are last copies
+        that are needed, and those that are in memory, too."""
         ledger = self._ledger
         first = ~ledger.owned
         copies = np.flatnonzero(first & ledger.on_disk)

@@ -17,20 +17,19 @@ from pathlib import Path
 MAPS_MAX_FILE = Path("/proc/sys/vm/max_map_count")
 
 RESERVED_DESCRIPTORS, RESERVED_MAPS = 24 << 10, 4 << 10
-"""Left for connections, libraries and threads; at most half of the process's limit."""
+"""For connections, libraries and threads; at most half of the process's limit."""
 
-# For each chunk; Python before 3.13 keeps a descriptor for a mapping, too
+# Per chunk; Python before 3.13 keeps a descriptor for a mapping, too
 _DESCRIPTORS_EACH = 1 if sys.version_info >= (3, 13) else 2
 _MAPS_MAX_DEFAULT = 65_530
 _SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 class WritableMemory:
-    """Filled through `room`, a view of it, and then sealed or discarded."""
+    """Filled through `room`, a view, and then sealed or discarded."""
 
     def __init__(self, size: int) -> None:
-        """Allocates all pages at once: a lack of memory is an OSError here, and not a signal
-        later."""
+        """Allocates all pages at once: a lack of memory is an OSError here, and no signal later."""
         self._file = os.memfd_create("diesel-chunk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self._file, 0, size)
@@ -43,17 +42,17 @@ class WritableMemory:
         self.room = memoryview(self._map)
 
     def seal(self) -> "SealedMemory":
-        """Make the content unchangeable. Raises BufferError if a part of `room` is still in use,
-        and OSError; the caller then discards it."""
+        """Make the content unchangeable. Raises BufferError while a part of `room` is in use, and
+        OSError; the caller then discards it."""
         self.room.release()
-        self._map.close()  # the kernel refuses the seal while a writable mapping exists
+        self._map.close()  # the kernel refuses the seal of a writable mapping
         fcntl.fcntl(self._file, fcntl.F_ADD_SEALS, _SEALS)
         sealed = SealedMemory(self._file, self.bytes)
         self._file = -1
         return sealed
 
     def discard(self) -> None:
-        """The memory is freed when no part of `room` is in use any more."""
+        """Frees the memory when no part of `room` is in use any more."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
@@ -62,7 +61,7 @@ class WritableMemory:
             self._map.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_file", -1) >= 0:  # made in a thread, and the caller has gone
+        if getattr(self, "_file", -1) >= 0:  # a thread made it, and the caller has gone
             os.close(self._file)
 
 
@@ -76,7 +75,7 @@ class SealedMemory:
         self.bytes = size
 
     def close(self) -> None:
-        """Close the descriptor. Views and other processes' mappings stay valid."""
+        """Views and other processes' mappings stay valid."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
         self.descriptor = -1
@@ -88,7 +87,7 @@ class SealedMemory:
 
 
 def _map(file: int, size: int, flags: int, access: int) -> mmap.mmap:
-    flags |= mmap.MAP_POPULATE  # 1,024 page faults of a chunk would cost more than the rest
+    flags |= mmap.MAP_POPULATE  # 1,024 page faults of a chunk would cost more
     if sys.version_info >= (3, 13):
         return mmap.mmap(file, size, flags=flags, prot=access, trackfd=False)
     return mmap.mmap(file, size, flags=flags, prot=access)
@@ -102,7 +101,7 @@ def raise_descriptor_limit() -> int:
 
 
 def sealed_memories_max() -> int:
-    """Chunks that a process can have in memory, by its limits of descriptors and mappings."""
+    """Chunks in memory, by the limits of descriptors and mappings."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     descriptors = soft if soft != resource.RLIM_INFINITY else sys.maxsize
     try:

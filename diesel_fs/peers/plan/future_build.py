@@ -21,23 +21,23 @@ from .messages import PlannedEpoch
 Units = npt.NDArray[np.uint32]
 Positions64 = npt.NDArray[np.int64]
 Key = tuple[int, str]
-"""A node's rank, and the key of one of its streams."""
+"""A node's rank, and its stream's key."""
 
 
 @dataclass(slots=True)
 class PlannedPart:
-    """A stream as the future has it, from position `start` on. `ends` has the ends of the uses of
-    each position, if a file may lie in several chunks."""
+    """A stream as the future has it, from position `start` on. `ends` has the ends of each
+    position's uses, if a file may lie in several chunks."""
 
     key: Key
     epochs: tuple[PlannedEpoch, ...]
     start: int
     ends: Positions64 | None = None
-    at: int = 0  # passed uses, as last reported to the cache
+    at: int = 0  # passed uses, as last reported
 
 
 class ChunksOfEntries:
-    """Which chunks a read of each entry needs, and the bytes of a read of each chunk."""
+    """The chunks of each entry, and the bytes of a read of each chunk."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         """Takes 0.3 s for 10 million entries."""
@@ -59,8 +59,8 @@ class ChunksOfEntries:
         self.read_bytes = self.live_bytes / np.maximum(reads, 1)
 
     def units(self, entries: Entries) -> tuple[Units, Positions64 | None]:
-        """The chunks of these entries, in their order; and the ends of those of each entry, or None
-        if each has one."""
+        """The chunks of these entries, in order; and the ends of those of each entry, or None if
+        each has one."""
         if not len(self._many) or not self._is_many[entries].any():
             return self._first[entries], None
         counts = self._count[entries]
@@ -85,12 +85,12 @@ class FutureBuild:
     ) -> None:
         self.chunks = chunks
         self.computed: dict[ComputedOrder, Entries] = {}  # those that are used
-        self.bad: dict[Key, str] = {}  # reasons why streams cannot be computed
+        self.bad: dict[Key, str] = {}  # why streams cannot be computed
         self._known = computed
         self._snapshot, self._parts, self._orders = snapshot, parts, orders
 
     def future(self) -> ChunkFuture:
-        """Sets the `ends` of the parts. Raises MemoryError."""
+        """Sets the parts' `ends`. Raises MemoryError."""
         chunks = self.chunks = self.chunks or ChunksOfEntries(self._snapshot)
         orders = []
         for part in self._parts:

@@ -27,18 +27,17 @@ from ...orders.shuffle import SEED_MAX, WORLD_MAX
 from ..wire import ABSENT, BUSY, FAILED, GIVEN, NOT_MINE, PLAN_BYTES_MAX
 
 TAKEN, UNKNOWN, REFUSED, NO_ROOM, DAMAGED = GIVEN, ABSENT, NOT_MINE, BUSY, FAILED
-"""The status in an answer: taken over; about a stream or an order that the receiver does not know,
-to be announced again; for another dataset or version; no room for these orders, or no use for them;
-no message."""
+"""Statuses: taken over; about a stream or an order that the receiver does not know, to be announced
+again; for another dataset or version; no room for these orders, or no use for them; no message."""
 
 DIGEST_BYTES = 16
 KEY_CHARS_MAX = 80
-"""A key is the number of the announcing process, and the stream's name."""
+"""The number of the announcing process, and the stream's name."""
 
 KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
 """The streams of several mounts and readers of one node."""
 
-_PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # the packed entries of a piece; the rest is its head
+_PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # without its head
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
 _VALUES_MAX = _PIECE_BYTES_MAX // 4
 _POSITIONS_MAX = 256  # streams of one message
@@ -50,20 +49,20 @@ Values = npt.NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class OrderPiece:
-    """Some entries of an order, from the position `first` on."""
+    """Entries of an order, from the position `first` on."""
 
     digest: bytes
-    """The digest of the whole order (`order_digest`)."""
+    """Of the whole order (`order_digest`)."""
     length: int
-    """The length of the whole order."""
+    """Of the whole order."""
     first: int
     entries: Entries = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedEpoch:
-    """One epoch of a stream of `length` entries, and either the digest of its order, which came in
-    pieces, or what computes it."""
+    """An epoch of `length` entries, and either the digest of its order, which came in pieces, or
+    what computes it."""
 
     number: int
     length: int
@@ -73,10 +72,10 @@ class PlannedEpoch:
 
 @dataclass(frozen=True, slots=True)
 class PlannedStream:
-    """A stream. Its reader is at `position` in the epoch of the number `at_epoch`."""
+    """Its reader is at `position` in the epoch of the number `at_epoch`."""
 
     key: str
-    identity: UUID  # of the dataset
+    identity: UUID
     version: int
     epochs: tuple[PlannedEpoch, ...]
     at_epoch: int = 0
@@ -85,21 +84,21 @@ class PlannedStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """A stream that will not be read any more."""
+    """The stream will not be read any more."""
 
     key: str
 
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """The number of each reader's epoch, and its position in it."""
+    """Of each reader: the number of its epoch, and its position in it."""
 
     by_key: Mapping[str, tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChunks:
-    """A flag for each chunk that a node has, from the chunk `first` on."""
+    """A flag for each chunk, from `first` on."""
 
     first: int
     held: Mask = field(compare=False)
@@ -107,8 +106,8 @@ class HeldChunks:
 
 @dataclass(frozen=True, slots=True)
 class ChunkValues:
-    """Entries of each chunk that an epoch is likely to read, from the chunk `first` on: not
-    negative, and at most the entries of the dataset."""
+    """Entries of each chunk, from `first` on, that an epoch is likely to read: not negative, and at
+    most the entries of the dataset."""
 
     first: int
     values: Values = field(compare=False)
@@ -124,7 +123,7 @@ def order_digest(entries: Entries) -> bytes:
 
 
 def order_pieces(entries: Entries, digest: bytes, entry_count: int) -> Iterator[OrderPiece]:
-    """`entry_count` is the dataset's."""
+    """`entry_count` is the dataset's, as below."""
     each = 8 * _PIECE_BYTES_MAX // _bits(entry_count)
     for first in range(0, len(entries), each):
         yield OrderPiece(digest, len(entries), first, entries[first : first + each])
@@ -147,7 +146,6 @@ def position_messages(by_key: Mapping[str, tuple[int, int]]) -> Iterator[Positio
 
 
 def plan_body(message: PlanMessage, entry_count: int) -> bytes:
-    """`entry_count` is the dataset's."""
     fields: Message
     match message:
         case OrderPiece(digest, length, first, entries):

@@ -33,34 +33,33 @@ from .messages import (
 )
 
 News = Generator[bytes, int | None, None]
-"""Yields messages; is sent the status of each answer, or None if none came."""
+"""Yields messages; is sent each answer's status, or None if none came."""
 
 _Step = Generator[bytes, int | None, int | None]
-"""As `News`; returns the status of its last message, or None if no answer came."""
+"""As `News`; returns the last status."""
 
 _RETRY_NEWS = 60
-"""After this number of rounds a rejected stream is sent again."""
+"""A rejected stream is sent again after this number of rounds."""
 
 _REPEAT_NEWS = 30
-"""Every this many rounds, `news` repeats unchanged positions and held chunks: the receiver may have
+"""Every this many rounds, unchanged positions and held chunks are repeated: the receiver may have
 forgotten this process. Between masters that is every 30 s."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Announcement:
-
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """The entries of an epoch that is not computed; None if they are not known any more."""
+    """Of an epoch that is not computed; None if not known any more."""
     values: Values | None = None
-    """The values of chunks; None if they are not known."""
+    """Of the chunks; None if not known."""
     held: Mask | None = None
-    """The chunks that the node has; None if the receiver does not need them."""
+    """The node's chunks; None if the receiver does not need them."""
 
 
 class PlanPublisher:
     def __init__(self, entry_count: int) -> None:
-        """`entry_count` is that of the streams' version."""
+        """`entry_count` is the version's."""
         self._entry_count = entry_count
         self._orders: set[bytes] = set()  # that the receiver has
         self._streams: dict[str, tuple[PlannedEpoch, ...]] = {}
@@ -70,14 +69,14 @@ class PlanPublisher:
         self._values: Values | None = None
         self._rounds = self._held_round = 0
         self.last_status: int | None = TAKEN
-        """The status of the last message; None if no answer came."""
+        """None if no answer came."""
 
     @property
     def has_published(self) -> bool:
         return bool(self._streams)
 
     def forget(self) -> None:
-        """The receiver may know nothing any more: it gets everything again."""
+        """The receiver may know nothing any more."""
         self._orders.clear()
         self._streams.clear()
         self._positions.clear()
@@ -98,7 +97,7 @@ class PlanPublisher:
             status = yield from self._send_all(held_pieces(held))
             self._held = held if status == TAKEN else None
             self._held_round = self._rounds
-            self._values = None  # the receiver may have been started anew
+            self._values = None  # the receiver may be new
         if values is not None and not _are_equal(values, self._values):
             status = yield from self._send_all(value_pieces(values))
             self._values = values if status == TAKEN else None
@@ -108,7 +107,7 @@ class PlanPublisher:
         return self.last_status
 
     def _send_all(self, messages: Iterable[PlanMessage]) -> _Step:
-        """Stops at the first message that is not taken; returns the status of the last."""
+        """Stops at the first message that is not taken."""
         status: int | None = TAKEN
         for each in messages:
             status = yield from self._send(each)
@@ -117,8 +116,7 @@ class PlanPublisher:
         return status
 
     def _send_streams(self, announced: Announcement) -> _Step:
-        """Send streams and positions. The status of the last message; None as soon as no answer
-        comes."""
+        """Streams and positions, until no answer comes."""
         streams = announced.streams
         status: int | None = TAKEN
         self.last_status = status
@@ -161,7 +159,7 @@ class PlanPublisher:
                 continue
             entries = announced.order_of(epoch)
             if entries is None:
-                return TAKEN  # the stream has changed meanwhile: the next round sends it
+                return TAKEN  # it has changed: the next round sends it
             pieces = order_pieces(entries, epoch.digest, self._entry_count)
             status = yield from self._send_all(pieces)
             if status != TAKEN:

@@ -34,7 +34,7 @@ class PlanSender:
     def __init__(
         self, snapshot: Snapshot, send: Callable[[bytes], int | None], *, send_s: float = SEND_S
     ) -> None:
-        """`send` returns the status of the answer to a message, or None; it may block."""
+        """`send` returns the answer's status, or None; it may block."""
         self._identity, self._version = snapshot.identity, snapshot.version
         self._send_body = send
         self._send_s = send_s
@@ -52,8 +52,8 @@ class PlanSender:
     def set_streams(
         self, streams: Mapping[str, StreamProgress], values: Values | None = None
     ) -> None:
-        """All streams of this process, by name, and what chunks are worth; None: as before. Returns
-        at once."""
+        """All streams of this process, by name, and what chunks are worth (None: as before).
+        Returns at once."""
         with self._changed:
             self._values = self._values if values is None else values
             if self._is_closed or (not streams and not self._wanted):
@@ -80,7 +80,7 @@ class PlanSender:
                 wanted, self._is_new = self._wanted, False
             if not self._send(wanted):
                 with self._changed:
-                    self._is_new = True  # again, unless there is something newer
+                    self._is_new = True  # unless there is something newer
                 time.sleep(RETRY_S)
             time.sleep(self._send_s)
 
@@ -110,8 +110,8 @@ class PlanSender:
         return publisher.last_status not in (None, UNKNOWN)
 
     def _planned(self, name: str, progress: StreamProgress) -> PlannedStream | None:
-        """A stream that was read to its end stays as it was, as its next epoch may be foreseen;
-        None if nothing is known of it."""
+        """A stream that was read to its end stays, as its next epoch may be foreseen; None if
+        nothing is known of it."""
         if progress.epochs:
             epochs = tuple(map(self._planned_epoch, progress.epochs))
             at_epoch, position = progress.at_epoch, progress.position

@@ -49,16 +49,16 @@ from .publisher import Announcement
 log = logging.getLogger("diesel.task")
 
 EXCHANGE_S = 1.0
-"""Masters exchange readers' positions this often."""
+"""How often masters exchange positions."""
 
 APPLY_S = 0.2
-"""Positions and streams are collected this long before the cache learns of them."""
+"""Positions and streams are collected for this time before the cache learns of them."""
 
 STILL_S = 60.0
-"""A stream without progress for this time, while others go on, is not planned for."""
+"""A stream that stands still for this time, while others go on, is not planned for."""
 
 PARTIAL_ORDERS_MAX = 4
-"""Incomplete orders of one sender; further ones replace the oldest."""
+"""Incomplete orders of a sender; further ones replace the oldest."""
 
 WHOLE_ORDERS_MIN = 8
 """Orders of the whole dataset, of which ranks read parts, that are computed in any case."""
@@ -81,7 +81,7 @@ class _PartialOrder:
 
 @dataclass(slots=True)
 class _Order:
-    """`since_s` is when it came, or was last used."""
+    """`since_s`: when it came, or was last used."""
 
     entries: Entries
     since_s: float
@@ -89,14 +89,14 @@ class _Order:
 
 @dataclass(slots=True)
 class _KnownStream:
-    """`moved_s` is when its reader last went on."""
+    """`moved_s`: when its reader last went on."""
 
     stream: PlannedStream
     moved_s: float
 
     @property
     def epochs(self) -> tuple[PlannedEpoch, ...]:
-        """The epochs, and one more if that can be computed."""
+        """With one more if that can be computed."""
         epochs = self.stream.epochs
         last = epochs[-1] if epochs else None
         following = None if last is None or last.computed is None else last.computed.following
@@ -106,7 +106,7 @@ class _KnownStream:
 
     @property
     def position(self) -> int:
-        """The reader's position, counted over all epochs."""
+        """Counted over all epochs."""
         before = 0
         for epoch in self.epochs:
             if epoch.number == self.stream.at_epoch:
@@ -118,7 +118,7 @@ class _KnownStream:
 
 
 class TaskPlan:
-    """The streams of all nodes, for one version of a dataset at a time."""
+    """All nodes' streams, for one version at a time."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class TaskPlan:
         *,
         entries_max: int = PLAN_ENTRIES_MAX,
     ) -> None:
-        """`rank` is this node's; `entries_max` bounds the positions of all streams together."""
+        """`entries_max` bounds the positions of all streams together."""
         self._rank = rank
         self._cache = cache
         self._entries_max = entries_max
@@ -138,16 +138,16 @@ class TaskPlan:
         self.switch_version(snapshot)
 
     def switch_version(self, snapshot: Snapshot) -> None:
-        """Orders of the former version mean nothing."""
+        """The former version's orders mean nothing."""
         self._snapshot = snapshot
         self._chunks: ChunksOfEntries | None = None
         self.known = trio.Event()
-        """Set while any stream is known: without one, masters exchange nothing."""
+        """Without a stream, masters exchange nothing."""
 
         self._streams: dict[Key, _KnownStream] = {}
         self._orders: dict[bytes, _Order] = {}
         self._partial: dict[tuple[int, str], dict[bytes, _PartialOrder]] = {}
-        self._computed: dict[ComputedOrder, Entries] = {}  # whole ones
+        self._computed: dict[ComputedOrder, Entries] = {}
         self._held: dict[int, npt.NDArray[np.bool_]] = {}
         self._values: dict[tuple[int, int], Values] = {}
         self._values_changed = False
@@ -160,8 +160,8 @@ class TaskPlan:
     # What others say
 
     def take(self, rank: int, body: bytes, *, client: int = 0) -> int:
-        """Take over a message from the master of a node, or from a `client` process of this one;
-        the status for its answer."""
+        """From the master of a node, or a `client` process of this one; returns the answer's
+        status."""
         try:
             message = parse_plan(body, len(self._snapshot), self._snapshot.chunk_count)
         except DieselError as error:
@@ -194,7 +194,7 @@ class TaskPlan:
         return TAKEN
 
     def forget(self, rank: int) -> None:
-        """A master has left. Its node's streams come again with its next master."""
+        """A master has left. Its node's streams come with its next master."""
         self._forget_streams([key for key in self._streams if key[0] == rank])
         self._partial = {key: each for key, each in self._partial.items() if key[0] != rank}
         self._held_changed |= self._held.pop(rank, None) is not None
@@ -238,7 +238,7 @@ class TaskPlan:
                 del partial[next(iter(partial))]
         if order is None or (order.length, order.entries) != (piece.length, piece.first):
             partial.pop(piece.digest, None)
-            return UNKNOWN  # a piece is missing: the order has to be sent again
+            return UNKNOWN  # a piece is missing
         order.pieces.append(piece.entries)
         order.entries += len(piece.entries)
         if order.entries == order.length:
@@ -295,7 +295,7 @@ class TaskPlan:
         return status
 
     def _refuse(self, rank: int, status: int, what: str) -> int:
-        """Count a rejected message, and log the first of its kind from a node."""
+        """Log the first message of its kind from a node."""
         self._counts["refused"] += 1
         if (rank, status) not in self._logged:
             self._logged.add((rank, status))
@@ -312,7 +312,7 @@ class TaskPlan:
         return partial + sum(len(each.entries) for each in self._orders.values())
 
     def _drop_unused_orders(self) -> None:
-        """Orders that no stream has, unless one may just be coming."""
+        """Unless a stream may be coming."""
         used = {each.digest for known in self._streams.values() for each in known.stream.epochs}
         now_s = trio.current_time()
         for digest in [*self._orders]:
@@ -403,9 +403,9 @@ class TaskPlan:
         for each in self._planned:
             known = self._streams.get(each.key)
             if known is None or known.epochs != each.epochs:
-                continue  # its position stays until the next future
+                continue  # its position waits for the next future
             at = known.position - each.start
-            if at < 0:  # it has gone back behind the start of the future
+            if at < 0:  # back behind the start of the future
                 self._is_dirty = True
                 self._wake.set()
             if at > 0 and each.ends is not None:

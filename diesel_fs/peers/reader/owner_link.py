@@ -31,30 +31,28 @@ from .request_socket import RequestSocket, start_anew_in_forks
 log = logging.getLogger("diesel.task")
 
 CONNECT_WAIT_S = 2.5
-"""A reader waits this long for a connection; making it goes on."""
+"""Making the connection goes on after this time."""
 
 UNANSWERED_BYTES_MAX = 64 << 10
-"""Unanswered requests: these fit the sockets' buffers, so sending never waits for a master that
-waits for this reader to receive."""
+"""Unanswered requests: they fit the sockets' buffers, so sending never waits for a master that
+waits for this reader."""
 
 _TICK_S = 0.05  # how often a waiting thread looks at its deadline
 _SEND_LIMIT_S = 1.0
-_SCRATCH_BYTES = 64 << 10  # longer answers have memory of their own
+_SCRATCH_BYTES = 64 << 10  # longer answers have their own memory
 _SINGLE_HEAD = wire.SINGLE_ANSWER.size
-_SAMPLED = 8  # the time of one in this number of single reads is noted
-_SEND_WAIT_S = 1.0  # for another thread; or, in a signal handler, for the thread itself
+_SAMPLED = 8  # the time of one in this number of single reads counts
+_SEND_WAIT_S = 1.0  # for another thread; in a signal handler, for its own
 _IDS = 1 << 32
 
 
-class _ConnectionLost(Exception):
-    """The connection has ended, or cannot be used any more."""
+class _ConnectionLost(Exception): ...
 
 
 _SomeParts = Parts | tuple[int, int, int]
 
 
 class PendingRead:
-
     __slots__ = (
         "connection", "count", "is_done", "is_working", "number", "parts", "request_bytes", "room",
         "size", "ticket", "waiter",
@@ -75,20 +73,18 @@ class PendingRead:
         self.request_bytes = HEAD_BYTES + count * PART_BYTES
         self.size = size
         self.ticket = ticket
-        # For the whole answer: head, statuses, payload. Memory from numpy is not filled with zeros
+        # The whole answer: head, statuses, payload. numpy does not fill it with zeros
         self.room = np.empty(HEAD_BYTES + count + size, np.uint8).data
         self.is_done = self.is_working = False
         self.waiter: threading.Lock | None = None  # held while its thread waits for the leader
 
 
 Answer = tuple[memoryview, bytes]
-"""The bytes of the parts that were given, one behind the other; and the status of each part, empty
-if all were given."""
+"""The given parts' bytes, joined; and all statuses, empty if all parts were given."""
 
 
 class _OwnerConnection(RequestSocket):
-    """One connection, and its unanswered requests. `pending` and `has_leader` are used under the
-    link's lock, the other fields by the leader."""
+    """`pending` and `has_leader` are used under the link's lock, the other fields by the leader."""
 
     def __init__(self, connected: socket.socket | TlsSocket) -> None:
         super().__init__(connected, receive_limit_s=_TICK_S, send_limit_s=_SEND_LIMIT_S)
@@ -100,7 +96,7 @@ class _OwnerConnection(RequestSocket):
         self.carried = b""  # bytes behind it
 
     def take_carried(self, room: memoryview) -> int:
-        """Move bytes that were received behind another answer into `room`; returns their number."""
+        """Move bytes received behind another answer into `room`; returns their number."""
         carried = self.carried
         if not carried:
             return 0
@@ -110,7 +106,7 @@ class _OwnerConnection(RequestSocket):
         return count
 
     def close(self) -> None:
-        """Threads that wait for answers see `is_lost`."""
+        """Waiting threads see `is_lost`."""
         self.is_lost = True
         super().close()
 
@@ -126,11 +122,11 @@ class OwnerLink:
         flags: int = wire.LOAD,
         breaker: PeerBreaker | None = None,
     ) -> None:
-        """`connect` makes an authenticated connection, which blocks; it raises DieselError. `flags`
-        are those of each READ."""
+        """`connect` makes an authenticated, blocking connection, or raises DieselError. `flags` are
+        those of each READ."""
         self.rank = rank
         self.is_refused = False
-        """The master answered the last attempt to connect, and did not let us in."""
+        """The master answered the last attempt to connect, and refused."""
 
         self.counts = dict.fromkeys(
             ("connections", "requests", "bytes", "timed_out", "failed", "skipped", "damaged"), 0
@@ -138,9 +134,9 @@ class OwnerLink:
         self._connect = connect
         self._flags = flags
         self._breaker = breaker or PeerBreaker()
-        self._singles = 0  # requests that went the short way of `read_one`
+        self._singles = 0  # that went the short way of `read_one`
         self._is_closed = False
-        self._is_paused = False  # logged
+        self._is_paused = False
         self._make_locks()
         start_anew_in_forks(self)
 
@@ -152,16 +148,16 @@ class OwnerLink:
             connection.close_copy()
 
     def _make_locks(self) -> None:
-        self._lock = threading.RLock()  # a signal handler may read while its thread has it
+        self._lock = threading.RLock()  # reentrant: a signal handler may read
         self._sending = threading.Lock()  # taken before `_lock` where both are
         self._connection: _OwnerConnection | None = None
-        self._attempt: threading.Event | None = None  # set when an attempt to connect has ended
+        self._attempt: threading.Event | None = None  # set when the attempt has ended
         self._wait_until_s = 0.0
         self._last_number = 0
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # used under `_sending`
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # under `_sending`
 
     def begin(self, parts: _SomeParts, size: int) -> PendingRead | None:
-        """Send a READ of parts, or of one part (chunk, start, bytes), of `size` bytes in all, none
+        """Send a READ of parts, or of one part (chunk, start, bytes): `size` bytes in all, none
         empty, within the limits of one request. None if the master is not to be asked now."""
         ticket = self._breaker.ticket
         connection = self._connection
@@ -198,12 +194,9 @@ class OwnerLink:
         return pending
 
     def read_one(self, chunk: int, start: int, size: int) -> Bytes | None:
-        """One part that is not empty; None if the master does not give it.
-
-        A small part on an unused connection goes this short way: the request and its answer are one
-        exchange, for which nothing is set up. If it turns out otherwise, the request goes on as any
-        other.
-        """
+        """One part that is not empty, or None. A small part on an unused connection goes this short
+        way: one exchange, for which nothing is set up. If that fails, the request goes on as any
+        other."""
         connection = self._connection
         if (
             connection is None
@@ -223,7 +216,7 @@ class OwnerLink:
                 )
                 try:
                     got = connection.receive(scratch[:length])
-                except OSError:  # it is late, or the connection is lost: that shows again below
+                except OSError:  # late or lost: that shows again below
                     got = 0
                 if got == length and wire.SINGLE_ANSWER.unpack_from(scratch)[::5] == (number, size):
                     if begun_s:
@@ -260,7 +253,7 @@ class OwnerLink:
         return None if answer is None or answer[1] else answer[0]
 
     def _make_room(self, connection: _OwnerConnection, parts: _SomeParts) -> bool:
-        """Wait until another request may be sent; False if earlier ones are not answered."""
+        """Wait until another request may be sent; False if none is answered."""
         count = 1 if isinstance(parts, tuple) else len(parts)
         most = max(UNANSWERED_BYTES_MAX - HEAD_BYTES - count * PART_BYTES, 0)
         while connection.pending and (
@@ -273,8 +266,8 @@ class OwnerLink:
         return True
 
     def finish(self, pending: PendingRead) -> Answer | None:
-        """Wait for the answer, within the time limit; None if there is none. If its connection was
-        closed, a request is sent once more, over another one."""
+        """Wait for the answer, within the time limit; None if there is none. A request on a
+        connection that was closed is sent once more."""
         begun_s = time.monotonic()
         is_here = pending.is_done or self._receive_alone(pending, begun_s)
         if is_here or self._wait(pending, begun_s):
@@ -305,7 +298,6 @@ class OwnerLink:
             self._lose(connection, "")
 
     def stats(self) -> dict[str, object]:
-        """Counters, and the state of connection and breaker."""
         connection = self._connection
         return {
             **self.counts,
@@ -317,7 +309,7 @@ class OwnerLink:
     # Connecting
 
     def _connected(self, ticket: int) -> _OwnerConnection | None:
-        """A thread makes the connection; all readers wait for it for a while."""
+        """A thread connects; all readers wait a while."""
         with self._lock:
             if self._connection is not None and not self._connection.is_lost:
                 return self._connection
@@ -394,9 +386,9 @@ class OwnerLink:
         return payload.toreadonly(), statuses
 
     def _receive_alone(self, pending: PendingRead, begun_s: float) -> bool:
-        """Receive the answer to the only request on a connection, if it comes in time and gives all
-        parts, as is usual. Otherwise False, and `_wait` goes on from the bytes that have come. Few
-        operations, as with `read_one`."""
+        """Receive the answer to a connection's only request, if it comes in time and gives all
+        parts, as is usual. Otherwise False, and `_wait` goes on from the received bytes. Few
+        operations, as in `read_one`."""
         connection, room = pending.connection, pending.room
         with self._lock:
             if (
@@ -422,7 +414,7 @@ class OwnerLink:
                 got += count
         except OSError:
             pass  # late or lost: `_wait` finds out
-        except BaseException:  # a signal handler's: bytes may have been lost
+        except BaseException:  # a signal handler's: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -439,8 +431,7 @@ class OwnerLink:
         return pending.is_done
 
     def _wait(self, pending: PendingRead, begun_s: float) -> bool:
-        """Wait, since `begun_s`, until a request is answered; False if it is late, or the
-        connection is lost."""
+        """False if the answer is late after `begun_s`, or the connection is lost."""
         connection = pending.connection
         is_over = False
         while not pending.is_done and not connection.is_lost and not is_over:
@@ -486,8 +477,8 @@ class OwnerLink:
         return time.monotonic() - begun_s > limit_s
 
     def _lead(self, connection: _OwnerConnection, pending: PendingRead, begun_s: float) -> bool:
-        """Be the leader until a request is answered; then a waiting thread takes over. False if the
-        request is late. Any error ends the connection."""
+        """Be the leader until a request is answered; then a waiting thread takes over. False if it
+        is late. Any error ends the connection."""
         try:
             return self._receive_until(connection, pending, begun_s)
         except (OSError, _ConnectionLost) as error:
@@ -498,7 +489,7 @@ class OwnerLink:
                 with self._lock:
                     self._breaker.open(time.monotonic())
                 log.error("node %d violates the protocol: %s", self.rank, error)
-        except BaseException:  # a signal handler's: bytes may have been lost
+        except BaseException:  # a signal handler's: bytes may be lost
             self._lose(connection, "interrupted")
             raise
         finally:
@@ -507,7 +498,7 @@ class OwnerLink:
         return True
 
     def _end_lead(self, connection: _OwnerConnection) -> None:
-        """A waiting thread takes over as leader. Under the lock."""
+        """Under the lock."""
         connection.has_leader = False
         for each in connection.pending.values():
             if each.waiter is not None:
@@ -517,8 +508,8 @@ class OwnerLink:
     def _receive_until(
         self, connection: _OwnerConnection, pending: PendingRead, begun_s: float
     ) -> bool:
-        """Receive until `pending` is answered; False if it is late. Raises OSError,
-        _ConnectionLost, CorruptError."""
+        """Until `pending` is answered; False if it is late. Raises OSError, _ConnectionLost,
+        CorruptError."""
         receive = connection.receive
         while not pending.is_done:
             room, got = self._next_room(connection)
@@ -550,8 +541,7 @@ class OwnerLink:
         return True
 
     def _next_room(self, connection: _OwnerConnection) -> tuple[memoryview, int]:
-        """The room for the next answer, which may have begun, and how many of its bytes are
-        there."""
+        """Room for the next answer, and the number of its bytes that are there."""
         if connection.room is None:
             with self._lock:
                 first = next(iter(connection.pending.values()), None)
@@ -561,8 +551,7 @@ class OwnerLink:
         return connection.room, connection.got
 
     def _answered(self, connection: _OwnerConnection, room: memoryview) -> tuple[PendingRead, int]:
-        """The request of the answer in `room`, and the length of the whole answer. Raises
-        CorruptError."""
+        """The request of the answer in `room`, and the answer's length. Raises CorruptError."""
         head = wire.parse_answer(room)
         answered = connection.pending.get(head.id)
         if answered is None:
@@ -571,7 +560,7 @@ class OwnerLink:
         return answered, HEAD_BYTES + head.counted + head.payload_bytes
 
     def _complete(self, connection: _OwnerConnection, answered: PendingRead, total: int) -> None:
-        """Keep the bytes behind a whole answer of `total` bytes."""
+        """Keep the bytes behind an answer of `total` bytes."""
         room, got = answered.room, connection.got
         if got > total:
             connection.carried = bytes(room[total:got]) + connection.carried
@@ -597,7 +586,7 @@ class OwnerLink:
 
 
 def _move(connection: _OwnerConnection, room: memoryview, size: int) -> None:
-    """The first `size` received bytes belong to the answer in `room`."""
+    """`size` received bytes belong to the answer in `room`."""
     before, got = connection.room, connection.got
     assert before is not None
     room[:size] = before[:size]

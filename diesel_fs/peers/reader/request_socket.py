@@ -29,8 +29,7 @@ class RequestSocket:
     def __init__(
         self, connected: socket.socket | TlsSocket, *, receive_limit_s: float, send_limit_s: float
     ) -> None:
-        """A `receive` that gets nothing, and a `send` that cannot go on, for its limit raise
-        BlockingIOError."""
+        """`receive` and `send` raise BlockingIOError when nothing moves for their limit."""
         self.socket = connected.plain if isinstance(connected, TlsSocket) else connected
         for option, limit_s in (
             (socket.SO_RCVTIMEO, receive_limit_s),
@@ -41,7 +40,7 @@ class RequestSocket:
         self.send: Callable[[bytes], object] = connected.sendall
         self.receive: Callable[[memoryview], int] = connected.recv_into
         self.receive_rest = self.receive
-        """For bytes that must come: returns when they have, or after the limit."""
+        """For bytes that must come: returns with them, or after the limit."""
         if not isinstance(connected, TlsSocket):
             self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
 
@@ -52,23 +51,20 @@ class RequestSocket:
         self.socket.close()
 
     def close_copy(self) -> None:
-        """In a forked child; the parent's socket stays."""
         with suppress(OSError):
             os.close(self.socket.detach())
 
 
 class Inherited(Protocol):
-
     def start_anew(self) -> None:
-        """In the child: make locks that no thread holds, and close copies of the parent's
-        sockets."""
+        """In the child: make new locks, and close copies of the parent's sockets."""
 
 
 _INHERITED: "weakref.WeakSet[Inherited]" = weakref.WeakSet()
 
 
 def start_anew_in_forks(each: Inherited) -> None:
-    """`each.start_anew` is called in children that are forked from now on."""
+    """Children forked from now on call `each.start_anew`."""
     _INHERITED.add(each)
 
 

@@ -41,7 +41,7 @@ from .master_link import DEADLINE_S, PAUSE_S, MasterLink
 from .task_chunks import HEARTBEAT_S, TaskChunks
 
 READ_BYTES = 8 << 20
-"""The most bytes of one request of `read_parts`; a larger part is read alone."""
+"""Most bytes of one request of `read_parts`; a larger part is read alone."""
 
 MASTER_END_WAIT_S = 1.0
 """A master may be ending."""
@@ -66,8 +66,7 @@ def master_request(
 
 
 class TaskStore(StoreWrapper):
-    """The objects of a repository; chunks of one version of a dataset are read through the node's
-    master."""
+    """Chunks of one version are read through the node's master."""
 
     def __init__(
         self,
@@ -81,14 +80,14 @@ class TaskStore(StoreWrapper):
         request: TaskRequest | None = None,
     ) -> None:
         """`path` is the master's socket; the first read connects. With `request`, a killed master
-        is started again."""
+        is restarted."""
         super().__init__(inner)
         self._path = os.fspath(path)
         self._request = request
         self._identity = snapshot.identity
         self._sizes: list[int] = snapshot.chunk_sizes.tolist()
         self._version = snapshot.version
-        # Its last item, at -1, is for names that are not a chunk's
+        # The last item, at -1, is for other names
         self._size_column = np.append(snapshot.chunk_sizes.astype(np.int64), 0)
         self._numbers = {chunk: at for at, chunk in enumerate(snapshot.chunk_ids)}
         self._number_by_name: dict[str, int] = {}
@@ -114,13 +113,13 @@ class TaskStore(StoreWrapper):
         *,
         wait_s: float = MASTER_END_WAIT_S,
     ) -> "TaskStore":
-        """Find the task's master on this node, or start it; wait for one that may be ending. Raises
+        """Find or start the task's master on this node; wait for one that may be ending. Raises
         DieselError."""
         for _ in range(_JOIN_ATTEMPTS):
             socket_path = join(request)
             store = cls(inner, socket_path, snapshot, request=request)
             if store.connect() or not wait_until_gone(socket_path, wait_s):
-                break  # else the master has just ended: it was idle, or serves another version
+                break  # else it has just ended: it was idle, or serves another version
         return store
 
     def connect(self) -> bool:
@@ -148,8 +147,7 @@ class TaskStore(StoreWrapper):
     # The master
 
     def switch_version(self, snapshot: Snapshot) -> bool:
-        """The master's clients have switched to another version. Returns whether the master
-        answered."""
+        """The master's clients have switched. Returns whether the master answered."""
         try:
             file = snapshot_descriptor(snapshot)
         except OSError:
@@ -161,18 +159,18 @@ class TaskStore(StoreWrapper):
             os.close(file)
 
     def at_version(self, snapshot: Snapshot) -> "TaskStore":
-        """The store for another version, through the same master, which learns of that version.
-        This store stays as it is."""
+        """A store for another version, through the same master, which learns of it. This store
+        stays."""
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
         store._link.rank = self._link.rank  # it is still this node's master
         if is_announced:
-            store.connect()  # else the master would count as idle until the first read
+            store.connect()  # else the master seems idle until the first read
         return store
 
     def send_plan(self, body: bytes) -> int | None:
-        """Send a message about plans (`plan/messages.py`); the status of the answer, or None."""
+        """As `MasterLink.send_plan`."""
         return self._link.send_plan(body)
 
     def stats(self) -> dict[str, object]:
@@ -200,7 +198,7 @@ class TaskStore(StoreWrapper):
         return hits, counts["store_reads"]
 
     def retry(self) -> None:
-        """Another reader has announced this version: ask the master again at once."""
+        """Ask the master again at once: another reader has announced this version."""
         self._link.retry()
 
     def close(self) -> None:
@@ -236,8 +234,8 @@ class _TaskReads(FastReads):
         yield from self.read_parts([(name, start, size) for start, size in ranges])
 
     def read_parts(self, parts: Sequence[Part]) -> Iterator[memoryview]:
-        """Reads many parts together, and one batch ahead: the first is in flight when this returns.
-        Bytes of mapped chunks are not copied."""
+        """Read one batch ahead: the first is in flight when this returns. Bytes of mapped chunks
+        are not copied."""
         batches = batched_parts(parts, wire.PARTS_MAX, READ_BYTES)
         first = next(batches, None)
         return iter(()) if first is None else self._read_batches(self._begin(first), batches)
@@ -269,7 +267,7 @@ class _TaskReads(FastReads):
         return True
 
     def read_uncached(self, name: str, start: int, buffer: bytearray | memoryview) -> None:
-        """The node that gave these bytes before is reported for damage."""
+        """The node that gave these bytes is reported for damage."""
         number = self._store._number(name)
         if number >= 0:
             self._store._chunks.report_damage(number, start, len(buffer))
@@ -323,12 +321,9 @@ class _Batch(NamedTuple):
 
 
 def _restart_master(request: TaskRequest, socket_path: Path, has_served: bool) -> bool:
-    """Start a master at this socket if it was killed; returns whether it was started. Raises
-    DieselError.
-
-    A master that has not served this reader (`has_served`) served another version; its readers may
-    have ended by now, so one is started if there is none.
-    """
+    """Returns whether a killed master was restarted. Raises DieselError. A master that has not
+    served this reader (`has_served`) served another version; its readers may have ended, so one is
+    started if there is none."""
     if has_served:
         return restart_killed(request, socket_path)
     return not is_alive(socket_path) and join(request) == socket_path and is_alive(socket_path)

@@ -1,15 +1,14 @@
 """The interface of a metadata store, and the values that go in and come out.
 
-A metadata store knows each dataset as a set of committed chunks, and keeps their fold (FORMAT.md,
+A metadata store keeps, for each dataset, a set of committed chunks and their fold (FORMAT.md,
 section 5): for each path the entry that wins. An entry is one version of one path: a file, a link,
 a folder, or a tombstone (the path was deleted). Its place, a number from 0, identifies it inside
-its chunk. Its stamp is the chunk and the place at which it was first written; of two entries of one
-path the greater stamp wins. A place whose entry has been replaced or deleted is a hole.
+its chunk. Its stamp is the chunk and the place at which it was first written; the greater stamp of
+a path wins. A place is a hole once its entry has been replaced or deleted.
 
 The store can be rebuilt from the chunks. The repository decides which chunks may be committed.
 
-Concurrency: any thread, process and forked child. All methods are synchronous and block no longer
-than the store's deadline.
+Any thread, process and forked child. All methods block no longer than the store's deadline.
 """
 
 import logging

@@ -3,9 +3,8 @@
 `put` writes a temporary file, syncs it, links it to its name and syncs the folder. The files of the
 embedded metadata and of accounts lie beside the objects and are never listed.
 
-Concurrency: any thread, process and host that shares the folder; the file system decides races
-(link and rename are atomic). Threads share two fields that only save work. No file stays open
-between calls, so a store hinders neither a fork nor an umount.
+Any thread, process and host that shares the folder; the file system decides races (link and rename
+are atomic). No file stays open between calls, so a store hinders neither a fork nor an umount.
 """
 
 import contextlib

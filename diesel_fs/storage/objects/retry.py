@@ -1,8 +1,8 @@
 """Retries failed calls of an object store.
 
-`RetryPolicy` decides, as a pure value, how long to wait and when to give up. `RetryingStore` wraps
-a store and repeats its calls; if the answer to a put was lost, it finds out whether the object was
-written.
+`RetryPolicy` decides, as a pure value, how long to wait and when to give up. `RetryingStore`
+repeats the calls of another store; if the answer to a put was lost, it finds out whether the object
+was written.
 
 No attempt begins that might end after its call's deadline. Only a call with `LongPauses` waits for
 the whole pause that its store demands (`Retry-After`). The wrapped store bounds the time of each

@@ -1,14 +1,14 @@
 """The interface of an object store, and the base classes of wrappers.
 
 An object store keeps named, immutable byte strings: chunks, snapshots, leases. `ObjectStore` has
-the seven methods that every store implements: a folder, a bucket, a server. `FastReads` and
-`Housekeeping` do what some stores do better; their plain forms work on every store.
+the seven methods that every store implements. `FastReads` and `Housekeeping` do what some stores do
+better; their plain forms work on every store.
 
-Names are those of `format/object_names.py`. The object `DIESEL-STORE`, called the marker, tells a
-store from an empty folder.
+Names are those of `format/object_names.py`. The object `DIESEL-STORE`, the marker, tells a store
+from an empty folder.
 
-Concurrency: any thread and process; all methods block. A forked child may use the store of its
-parent if `fork_safe` is true.
+Any thread and process; all methods block. A forked child may use its parent's store if `fork_safe`
+is true.
 """
 
 import json

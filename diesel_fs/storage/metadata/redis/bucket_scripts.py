@@ -1,9 +1,9 @@
-"""Lua scripts that run inside Redis on one bucket: they fold pieces into its entries.
+"""Lua scripts that run inside Redis on one bucket (`keys.py`).
 
-`APPLY` folds one piece of a commit in (FORMAT.md, section 5). `UNAPPLY` removes the remaining
-tombstones and holes of an empty chunk. `keys.py` describes the keys, `pieces.py` packs pieces. Each
-script is atomic, and gets all its keys, which are in one slot, as `KEYS`. Scripts must not compare
-strings with `<`: Lua would use the locale of the server.
+`APPLY` folds one piece of a commit into the entries (FORMAT.md, section 5). `UNAPPLY` removes the
+remaining tombstones and holes of an empty chunk. `pieces.py` packs pieces. Each script is atomic,
+and gets all its keys, which are in one slot, as `KEYS`. Scripts must not compare strings with `<`:
+Lua would use the server's locale.
 """
 
 from hashlib import sha1

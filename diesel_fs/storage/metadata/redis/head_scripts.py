@@ -1,14 +1,13 @@
 """Lua scripts that run inside Redis on the head's slot: each checks its conditions, then writes.
 
-Redis does not undo the first writes of a script that fails in its middle, so a script checks all
-values that it relies on before it writes. Redis refuses a write for lack of memory or disk only as
-a script's first write, which therefore must be one that may be refused without harm. A full memory
-(`maxmemory`) never refuses HDEL: scripts begin with it if they free memory, or write the small
-notes without which nothing could be freed.
+Redis does not undo the first writes of a script that fails, so a script checks all values before it
+writes. Redis refuses a write for lack of memory or disk only as a script's first write, which must
+therefore be harmless to refuse. A full memory (`maxmemory`) never refuses HDEL: scripts begin with
+it if they free memory, or write the small notes without which nothing could be freed.
 
-The comment above a script lists its keys, then its arguments. The first word of a reply is `ok` or
-the reason why nothing was done (`head.py`). Scripts must not compare strings with `<`: Lua would
-use the locale of the server.
+The comment above a script lists its keys, then its arguments. A reply begins with `ok` or the
+reason why nothing was done (`head.py`). Scripts must not compare strings with `<`: Lua would use
+the server's locale.
 """
 
 from .bucket_scripts import LESS, script

@@ -1,13 +1,13 @@
 """Sends commands to Redis: one server, a server under sentinels, or a cluster.
 
 Commands are sent in pipelines; in a cluster, each goes to the node of its key's slot.
-`with_retries` repeats its work, with pauses, while Redis may come back (a refused connection, a
-server that is loading its data, a failover, a slot that is being moved) and the deadline has not
-passed. So every command must be repeatable. Errors that do not pass by themselves (a wrong
-password, a missing right, a full memory) are raised at once. Nothing is sent after the deadline;
-long work that makes progress extends it (`extend_deadline`).
+`with_retries` repeats its work until the deadline while Redis may come back (a refused connection,
+a server that is loading, a failover, a slot that is being moved), so every command must be
+repeatable. Errors that do not pass by themselves (a wrong password, a missing right, a full memory)
+are raised at once. Nothing is sent after the deadline; long work that makes progress extends it
+(`extend_deadline`).
 
-Concurrency: one thread at a time uses a connection, for one pipeline. A forked child opens its own.
+One thread at a time uses a connection, for one pipeline. A forked child opens its own.
 """
 
 import math

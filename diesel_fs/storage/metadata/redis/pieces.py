@@ -1,8 +1,9 @@
-"""Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`. Pure.
+"""Packs the pieces of a chunk: rows of one bucket, for one run of `APPLY` or `UNAPPLY`
+(`bucket_scripts.py`, which has their formats). Pure.
 
-`bucket_scripts.py` describes their formats. `cut_batch` makes the pieces of a chunk that is added;
-each ends with the list of its paths, which Redis keeps, and by which `RedisMetadata.changes` finds
-a chunk's entries. `cut_removal` makes the pieces of an empty chunk that is removed.
+`cut_batch` makes the pieces of an added chunk; each ends with its paths, which Redis keeps so that
+`RedisMetadata.changes` finds the chunk's entries. `cut_removal` makes the pieces of an empty chunk
+that is removed.
 """
 
 import struct

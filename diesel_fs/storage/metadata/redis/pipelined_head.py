@@ -1,16 +1,15 @@
 """Reads a dataset's head from a single Redis in one round trip, for the server's many readers.
 
-`RedisMetadata.head` takes several round trips in a thread: it needs the identity, generation and
-buckets of a dataset before it can request its counts. Here the same commands are sent at once, with
-these values from the last replies. If the new replies confirm them, they prove the head. Otherwise
-`head` is None, the next request uses the values that were learnt, and the caller falls back to
-`RedisMetadata.head`, which also applies pending commits, waits for a Redis that cannot be reached,
-and raises errors.
+`RedisMetadata.head` takes several round trips in a thread: it needs a dataset's identity,
+generation and buckets before it can request the counts. Here the same commands are sent at once,
+with these values from the last replies. If the new replies confirm them, they prove the head.
+Otherwise `head` is None, the next request uses the new values, and the caller falls back to
+`RedisMetadata.head`, which also applies pending commits, waits for Redis, and raises errors.
 
-All replies must come over one connection from one Redis, which runs the commands in order. redis-py
-is not used: its client for threads takes a thread for each read, and its asyncio client does not
-run in trio's loop. `server/diesel_server/requests/pipelined_heads.py` does the input and output.
-Not safe for concurrent use.
+All replies must come over one connection from one Redis, which runs commands in order. redis-py is
+not used: its client for threads takes a thread for each read, and its asyncio client does not run
+in trio's loop. `server/diesel_server/requests/pipelined_heads.py` does the input and output. Not
+safe for concurrent use.
 """
 
 from collections.abc import Sequence

@@ -1,11 +1,11 @@
 """Reads entries of one generation of a dataset in Redis, and turns them into columns.
 
-`keys.py` defines the terms, the letters of the keys and the bytes of an entry. Every reply has a
-bounded size, so large hashes are scanned in pages. A scan's cursor is valid only for the server
-that gave it: a Redis that was restarted, or has taken over the slot, continues elsewhere without an
-error. So a scan of several pages raises PartialScan if it does not yield as many different names as
-the hash has. The caller checks, before and after, that the generation is still the dataset's and
-its version has not changed. Nothing is cached.
+`keys.py` defines the terms, the letters of the keys and the bytes of an entry. Replies have a
+bounded size, so large hashes are scanned in pages. A cursor is valid only for the server that gave
+it: a Redis that was restarted, or took over the slot, continues elsewhere without an error. So a
+scan of several pages raises PartialScan unless it yields as many different names as the hash has.
+The caller checks, before and after, that generation and version are still the dataset's. Nothing is
+cached.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

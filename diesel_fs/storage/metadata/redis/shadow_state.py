@@ -1,10 +1,10 @@
 """Rebuilds a dataset in Redis as a new generation, beside the one that readers see.
 
-`keys.py` defines the terms. The hash `dead` lists each generation that is being built, or has been
-replaced or dropped. A rebuild writes a heartbeat there every 20 s; without one for 10 minutes its
-generation counts as abandoned. Keys of abandoned, replaced and dropped generations are removed in
-small steps. A generation stays listed for 10 more minutes, since a writer that has not noticed may
-still write some keys. A rebuild does not rely on the state that it replaces: that may be damaged.
+The hash `dead` (`keys.py`) lists each generation that is being built, or was replaced or dropped. A
+rebuild writes a heartbeat there every 20 s; without one for 10 minutes it counts as abandoned. Keys
+of abandoned, replaced and dropped generations are removed in small steps. A generation stays listed
+for 10 more minutes, since a writer that has not noticed may still write keys. A rebuild does not
+rely on the state that it replaces: that may be damaged.
 """
 
 import time

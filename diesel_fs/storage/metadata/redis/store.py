@@ -1,16 +1,15 @@
 """The metadata store for many hosts: one Redis, a Redis under sentinels, or a Redis Cluster.
 
 This module lets every read see one state of its dataset. A read gets the head, applies pending
-commits, reads entries, and then checks that generation and version are still those of the head;
-otherwise it starts again, and after some tries it locks commits meanwhile. A read of all entries
-also compares their number with the head's counts. So a read that missed something never answers "no
-such file". It fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
+commits, reads entries, and checks that generation and version are still those of the head. If not,
+it starts again; after some tries it locks commits meanwhile. A read of all entries also compares
+their number with the head's counts, so a read that missed something never answers "no such file".
+It fails within 10 s if Redis cannot be reached; a commit waits for up to 30 s.
 
-With `appendonly yes` on Redis 7.2 or later, everything that was committed before `sync` returned
-survives a power cut. Older versions cannot report when their log is on disk (with `appendfsync
-everysec` within some two seconds, with `always` at once), and without a log Redis loses all writes
-since its last snapshot. Nothing is lost for good: chunks that the metadata store no longer knows
-are folded in again.
+With `appendonly yes` on Redis 7.2 or later, everything committed before `sync` returned survives a
+power cut. Older versions cannot report when their log is on disk (`appendfsync everysec`: within
+some two seconds; `always`: at once). Without a log, Redis loses all writes since its last snapshot.
+Nothing is lost for good: chunks that the metadata store no longer knows are folded in again.
 
 Any thread, process and forked child. `keys.py` defines the terms.
 """

@@ -2,9 +2,9 @@
 
 A script is atomic, but touches one slot only, and a dataset has many. So a commit first writes its
 pieces (`keys.py`) to keys that no reader reads. Then one script in the head's slot commits: it
-records the chunks, changes the version, and lists the pieces as pending. Every reader of the
-dataset, and its writer too, applies all pending pieces before it reads entries. So nobody sees the
-new version without its entries, or entries of a later version.
+records the chunks, changes the version, and lists the pieces as pending. Every reader and writer of
+the dataset applies all pending pieces before it reads entries. So nobody sees the new version
+without its entries, or entries of a later version.
 
     1  BEGIN    Record the changes, so that others can remove the pieces if the writer dies.
     2  (HSET)   Write the pieces to the hash `x` of each bucket.
@@ -13,19 +13,17 @@ new version without its entries, or entries of a later version.
     4  APPLY    For each piece: update entries, holes and counts of its bucket; remove the piece.
     5  APPLIED  Add the buckets' counts to the head; remove the changes from the pending ones.
 
-Chunks are removed in the same way: step 2 lists the entries to remove, and UNAPPLY takes the place
-of APPLY. A full Redis refuses steps 1 to 3, except those of a removal and of a commit that makes
-room (`CommitBatch.makes_room`): otherwise the memory would stay full.
+Chunks are removed in the same way: step 2 lists the entries to remove, and step 4 is UNAPPLY. A
+full Redis refuses steps 1 to 3, except those of a removal and of a commit that makes room
+(`CommitBatch.makes_room`): otherwise the memory would stay full.
 
-Concurrency. Each of steps 1, 3 and 5 is one script on the head's slot, and each piece of step 4 is
-one script on its bucket's slot. Between two scripts, anything may happen: other writers begin and
-commit, readers apply the same pieces, the writer dies, Redis restarts, or a rebuild replaces the
-generation.
+Concurrency. Each of steps 1, 3 and 5 is one script on the head's slot, each piece of step 4 one
+script on its bucket's slot. Between two scripts, anything may happen: other writers commit, readers
+apply the same pieces, the writer dies, Redis restarts, or a rebuild replaces the generation.
 
-- Two writers may prepare (1, 2) at once, since each writes to fields named after its transaction.
-  COMMIT decides the order. It writes nothing unless the generation is still live, no lock is held,
-  the transaction was not abandoned, and each chunk is still unknown (or known, if it is to be
-  removed).
+- Two writers may prepare (1, 2) at once, each in fields named after its transaction. COMMIT decides
+  the order. It writes nothing unless the generation is live, no lock is held, the transaction was
+  not abandoned, and each chunk is still unknown (or known, if it is to be removed).
 - Several clients may apply the same changes at once. APPLY records a piece in the hash `n`, so it
   is applied once. A later client gets the bucket's counts without a change, and APPLIED ignores
   counts of fewer pieces than it has seen.
@@ -36,7 +34,7 @@ generation.
 
 After a crash before step 3 the pieces are removed later (`remove_abandoned_transactions`); after
 it, the next reader or writer applies them (`apply_pending`). Every step may be repeated. A piece
-that is missing, and that the hash `n` does not have, was lost by Redis: MetadataBehind is raised.
+that is missing, also from the hash `n`, was lost by Redis: MetadataBehind is raised.
 """
 
 import secrets

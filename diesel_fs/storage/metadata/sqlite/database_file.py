@@ -3,13 +3,13 @@
 On a local disk the journal is a WAL (write-ahead log): readers do not wait for a writer. A WAL
 needs memory that all processes share, so over a network file system the file has a rollback
 journal, and a lease lets only one host write at a time (`host_lease.py`). Once a lease file exists,
-all hosts use the rollback journal, including the host that has the disk.
+all hosts use the rollback journal, also the host of the disk.
 
 Concurrency: one thread at a time uses a connection, for one transaction. SQLite does not support a
-fork with open connections: the child would take its parent's locks for its own, even if it opened
-the file anew. So a fork waits for all transactions of this process and closes all connections;
+fork with open connections: the child would take its parent's locks for its own, even in a file that
+it opened anew. So a fork waits for all transactions of this process and closes all connections;
 parent and child open new ones. No other code may open the file in this process: closing it would
-drop the locks of all connections here (POSIX locks work like that).
+drop the locks of all connections here (POSIX locks).
 """
 
 import os

@@ -1,10 +1,10 @@
 """Decides which host may write to a SQLite file on a network file system.
 
-SQLite relies on file locks, and those of network file systems work or fail depending on the server
-and the mount options. So a lease, in a small file beside the database, lets only one host write at
-a time. It belongs to a host, identified by its boot ID. Each process of the host that writes is a
-holder with an expiry of its own; another host may take the lease when the last holder has released
-it or has expired. Many threads may use a `HostLease`; a forked child becomes a holder of its own.
+SQLite relies on file locks, which on network file systems work or fail depending on server and
+mount options. So a lease, in a small file beside the database, lets only one host (identified by
+its boot ID) write at a time. Each writing process of the host is a holder with an expiry of its
+own; another host may take the lease when every holder has released it or has expired. Many threads
+may use a `HostLease`; a forked child becomes a holder of its own.
 """
 
 import errno

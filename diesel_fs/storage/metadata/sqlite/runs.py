@@ -1,15 +1,15 @@
 """The table `run`: many plain files of one chunk and one folder in one row.
 
-A put of 200,000 files makes 200,000 entries, but only some 1,000 runs; inserting and reading runs
-takes a tenth of the time. The table has this invariant:
+A put of 200,000 files makes only some 1,000 runs; inserting and reading them takes a tenth of the
+time of entries. The table has this invariant:
 
     In each folder, no run's range of names (first to last, both included) overlaps another run's,
     and no row of `entry` or `part` has a name within such a range.
 
 So a path is either in one run or in `entry`. Code that inserts a row into `entry` or `part` first
 calls `split_runs`, which turns runs that include its name into rows of `entry`. A run holds regular
-files of one extent. The stamp of each file is the run's chunk and the record's place, so it needs
-no column.
+files of one extent. The stamp of each is the run's chunk and the record's place, so it needs no
+column.
 
 All functions work inside the caller's transaction, in one thread.
 """

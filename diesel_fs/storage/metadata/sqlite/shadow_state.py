@@ -1,13 +1,13 @@
 """Rebuilds a dataset in the SQLite metadata store, beside the state that readers see.
 
-A shadow state has its rows in the same tables as the datasets, under a number that no dataset has.
-The table `aside` lists these numbers. When a rebuild is complete, its number becomes the dataset's,
-and the old number goes to `aside`: its rows are to be removed.
+A shadow state has its rows in the same tables, under a number that no dataset has and that the
+table `aside` lists. When a rebuild is complete, its number becomes the dataset's, and `aside` gets
+the old number, so that its rows are removed.
 
 A rebuild writes a heartbeat to `aside` every 20 s. Without one for 10 minutes it counts as dead,
 and the next rebuild or deletion removes its rows; if it lives after all, it fails at its next
-heartbeat. Rows are removed in small transactions, so that other writers need not wait. One thread
-runs each rebuild.
+heartbeat. Rows are removed in small transactions, for other writers' sake. One thread runs each
+rebuild.
 """
 
 import sqlite3

@@ -1,8 +1,8 @@
 """The metadata store of a repository in a folder: one SQLite file beside the chunks.
 
-Each method is one transaction, so readers see one state and a commit is all or nothing. One writer
-at a time writes to a repository, whatever the dataset; readers do not wait for writers, except over
-a network file system (`database_file.py`). Any thread, process and forked child.
+Each method is one transaction, so readers see one state. One writer at a time writes to a
+repository, whatever the dataset; readers do not wait for writers, except over a network file system
+(`database_file.py`). Any thread, process and forked child.
 """
 
 # Statements are put together from constants only; values always travel as parameters.

@@ -2,9 +2,9 @@
 
 Endpoint, region and credentials are those that the vendors' own tools would use: the environment
 first, then the profile in `~/.aws`. botocore reads the profile, with `services`, `source_profile`,
-`credential_process` and SSO; it is imported only then, which takes a fifth of a second. Plain http
-is used only if the endpoint's own URL says so. The client library itself fetches credentials of
-instance and container roles. Nothing is kept here: each call computes everything again.
+`credential_process` and SSO; it is imported only then, which takes 0.2 s. Plain http is used only
+if the endpoint's own URL says so. The client library itself fetches credentials of instance and
+container roles. Nothing is cached.
 """
 
 import os

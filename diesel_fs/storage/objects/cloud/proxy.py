@@ -1,12 +1,11 @@
 """An object store in a bucket for processes that may fork: a helper process speaks to the bucket.
 
 The library that speaks to buckets hangs in a forked child. So this process starts a **helper**
-(`proxy_process.py`), in which that library runs, and forwards each call of `ObjectStore` to it. A
-socket pair, the **control** socket, connects them: over it this process, and each of its forked
-children, sends the helper one end of a new connection, which serves one call at a time. So children
-share their parent's helper, but none of its connections. The helper ends when no process holds our
-end of the control socket any more. A process that notices that its helper was killed starts
-another.
+(`proxy_process.py`), in which that library runs, and forwards each call of `ObjectStore` to it.
+Over a socket pair, the **control** socket, this process and each of its forked children send the
+helper one end of a new connection, which serves one call at a time. So children share their
+parent's helper, but none of its connections. The helper ends when no process holds our end of the
+control socket any more. A process that notices that its helper was killed starts another.
 
 A message is a frame: the lengths of its head and of its payload (u32, u64), the head (msgpack), the
 payload.

@@ -1,22 +1,22 @@
 """Single requests to a bucket (S3, Google, Azure) through the library `obstore`, by key.
 
-Only this module knows obstore. It bounds the time of each request and the number that a process has
-under way, whatever the number of stores (an upload in parts counts as one): 2,000 readers at the
-start of a task must not need 2,000 sockets. `retry.py`, not this module or the library, repeats
-requests. The library follows a redirect of a GET, without our signature if the host changes, and
-never from https to http; a PUT is not redirected.
+Only this module knows obstore. It bounds the time of each request, and the number that a process
+has under way over all stores (an upload in parts counts as one): 2,000 readers at the start of a
+task must not need 2,000 sockets. `retry.py` repeats requests; the library does not. It follows a
+redirect of a GET, without our signature if the host changes, and never from https to http; a PUT is
+not redirected.
 
-Two things have no bound. A listing whose pages are all empty and promise more does not end. A
+Two things have no bound. A listing does not end if all its pages are empty and promise more. A
 signal does not interrupt a request, so ^C takes effect when it ends.
 
 Concurrency: any thread. All threads share one client for each time limit.
 
-Fork: the library's runtime (tokio, whose threads the first request starts) does not survive in a
+Fork: the library's runtime (tokio; the first request starts its threads) does not survive in a
 forked child: every request there would hang for ever (obstore 0.12.1; measured with the parent's
 client, with a new client, with all clients of the parent deleted, and with the module imported
-again). A parent that has made clients but sent no request has children that can send requests; then
-their children cannot. So a request raises at once (`check_process`) if a process that this one was
-forked from has sent one.
+again). If a parent has made clients but sent no request, its children can send requests; after
+that, their children cannot. So a request raises at once (`check_process`) if a process that this
+one was forked from has sent one.
 """
 
 import os

@@ -1,9 +1,9 @@
 """Lists and reads objects that others have put into an S3 bucket, under any key.
 
-The library of `requests.py` treats keys as paths: it removes the slash at the end of a key, and
-lists nothing of a page that has a key like `a//b`. So this module uses botocore, which also knows
-everything that `~/.aws` may contain: profiles, SSO, roles, programs that print credentials.
-`retry.py` repeats requests. Any thread; a fork is allowed.
+The library of `requests.py` treats keys as paths: it removes a final slash, and lists nothing of a
+page that has a key like `a//b`. So this module uses botocore, which also knows everything in
+`~/.aws`: profiles, SSO, roles, programs that print credentials. `retry.py` repeats requests. Any
+thread; a fork is allowed.
 """
 
 import os

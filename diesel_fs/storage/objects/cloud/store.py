@@ -1,14 +1,12 @@
 """The object store in a bucket: S3 and stores that speak its protocol, Google's, and Azure's.
 
 `CloudStore` keeps the contract of `ObjectStore` by single requests (`requests.py`): it never
-overwrites an object, resumes a read if the body breaks off, and lists in order whatever order the
-bucket answers in. `open_cloud` adds retries (`retry.py`). A bucket has no leftovers that can be
-listed: an object is there whole or not at all. Importing this module imports `obstore`, so only
-programs of DIESEL-FS do.
+overwrites an object, resumes a read if the body breaks off, and lists in order whatever the
+bucket's order. `open_cloud` adds retries (`retry.py`). Importing this module imports `obstore`, so
+only programs of DIESEL-FS do.
 
-Concurrency: any thread. Threads share two facts that they have found out about the store: whether
-it supports "put only if absent", and whether it lists out of order. Each is set by a single
-assignment, and a race costs only a repeated request.
+Any thread. Threads share two facts about the store: whether it supports "put only if absent", and
+whether it lists out of order. Each is set by one assignment; a race costs only a repeated request.
 """
 
 import re
