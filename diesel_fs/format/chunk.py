@@ -42,24 +42,24 @@ from .entries import (
 
 FORMAT_VERSION = 1
 EXTENT_ALIGNMENT = 65536
-"""In their file, so that no memory page holds bytes of two extents."""
+"""In their file: no memory page holds bytes of two extents."""
 
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
 CHUNK_BYTES_MAX = 1 << 30
 OBJECT_BYTES_MAX = 1 << 32
-"""Offsets have 32 bits, and no reader takes more memory for one chunk."""
+"""Offsets have 32 bits, and this bounds a reader's memory."""
 
 ENTRIES_MAX = 65_536
-"""Per chunk. This bounds the time and memory to decode a header, and the size of the transaction
-that commits a chunk."""
+"""Per chunk; bounds the time and memory to decode a header, and the transaction that commits a
+chunk."""
 
 _MAGIC = b"\x93DIESEL\n"
 _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
 PREAMBLE_BYTES = _PREAMBLE.size
 _KNOWN_FLAGS = 0
 
-# A header or body may decode to at most ratio * its stored length + slack, so that a small hostile
+# A header or body decodes to at most ratio * its stored length + slack, so that a small hostile
 # object cannot make a reader take much memory (FORMAT.md, section 4).
 _HEADER_RATIO_MAX = 32
 _HEADER_SLACK_BYTES = 4096
@@ -82,24 +82,24 @@ _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
 _ENTRY_BYTES_MIN = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
-"""The least that an entry takes in a decoded header: its columns, its folder, and a NUL."""
+"""In a decoded header: columns, folder, and a NUL."""
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 
 
 class ExtentInfo(NamedTuple):
-    """An entry's part of a file that has several extents (in several chunks)."""
+    """An entry's part of a file with several extents (in several chunks)."""
 
     number: int  # from 0
     total: int
     start: int  # in the file, bytes
-    size: int  # of this extent's content, bytes
+    size: int  # content, bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Preamble:
-    """The first 96 bytes of a chunk, checked."""
+    """The first 96 bytes of a chunk."""
 
     identity: UUID
     id: ChunkId
@@ -119,13 +119,10 @@ class Preamble:
 
 @dataclass(frozen=True, slots=True)
 class ChunkHeader:
-    """A chunk's preamble and the columns of its n entries, checked.
-
-    `folder` holds for each entry an index in `folders`. Mappings are by place. Offsets in `records`
-    count from the start of the object. `stamps` has those that differ from (this chunk's ID, the
-    entry's place): of copies and of later extents. `faults` has the reasons why paths are
-    forbidden; readers skip such entries.
-    """
+    """A chunk's preamble and columns, checked. `folder` holds for each entry an index in `folders`.
+    Mappings are by place. Offsets in `records` count from the start of the object. `stamps` has
+    those other than (this chunk's ID, the entry's place): of copies and of later extents. `faults`
+    says why paths are forbidden; readers skip such entries."""
 
     preamble: Preamble
     folders: tuple[bytes, ...]
@@ -154,7 +151,7 @@ class ChunkHeader:
         return int(record["size"]) if record["kind"] == Kind.FILE else 0
 
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
-        """The rows that a metadata store commits: the last entry of each allowed path; and `stamps`
+        """What a metadata store commits: rows of the last entry of each allowed path; and `stamps`
         by row number."""
         if not self.faults and not self._has_repeats():  # nearly always
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
@@ -188,7 +185,7 @@ class ChunkHeader:
         return rows, stamps
 
     def tail(self, place: int) -> bytes:
-        """A link's target, or the extent of a file that has several; otherwise empty."""
+        """A link's target, or a file's extent if it has several; otherwise empty."""
         part = self.extents.get(place)
         if part is None:
             return self.links.get(place, b"")
@@ -207,7 +204,7 @@ class ChunkHeader:
 
     def check_stamps(self, put_window_s: int) -> None:
         """Raise CorruptError for a stamp that a client may not choose (FORMAT.md, section 5).
-        `put_window_s` is the longest upload of one file."""
+        `put_window_s`: the longest upload of one file."""
         own = self.preamble.id
         for place, value in self.stamps.items():
             first, _ = stamp_fields(value)
@@ -226,8 +223,8 @@ class ChunkHeader:
 
 @dataclass(slots=True)
 class Entries:
-    """The columns of a chunk that is being built, for `write_front`. A body's offset is the sum of
-    the lengths before it."""
+    """The columns of a chunk that is being built. A body's offset is the sum of the lengths before
+    it."""
 
     kind: bytearray = field(default_factory=bytearray)
     mode: "array[int]" = field(default_factory=partial(array, "H"))
@@ -247,7 +244,7 @@ class Entries:
 def write_front(
     identity: UUID, chunk: ChunkId, entries: Entries, body_bytes: int
 ) -> tuple[bytes, bytes]:
-    """The preamble, and the header as it is stored."""
+    """The preamble and the stored header."""
     raw = _pack_header(entries)
     stored = lz4.block.compress(raw, store_size=False)
     codec = Codec.LZ4
@@ -273,7 +270,7 @@ def write_front(
 
 
 def pack_body(content: memoryview) -> bytes | None:
-    """None if lz4 saves too little or the format forbids it."""
+    """None if lz4 saves too little, or the format forbids it."""
     packed: bytes = lz4.block.compress(content, store_size=False)
     size = len(content)
     if len(packed) > size - max(size // _LZ4_SAVING_DIVISOR, 1) or size > _body_raw_max(
@@ -290,8 +287,8 @@ def parse_preamble(
     id: ChunkId | None = None,  # noqa: A002 (the field's own name)
     object_bytes: int | None = None,
 ) -> Preamble:
-    """The preamble at the start of `data`. The chunk must have the identity, ID and object length
-    that are given. Raises TruncatedError, ForeignError, CorruptError or NewerVersionError."""
+    """The chunk must have the given identity, ID and object length. Raises TruncatedError,
+    ForeignError, CorruptError or NewerVersionError."""
     if len(data) < PREAMBLE_BYTES:
         raise TruncatedError(f"truncated chunk: {len(data)} bytes are less than a preamble")
     front = bytes(data[:PREAMBLE_BYTES])
@@ -372,8 +369,8 @@ def parse_header(preamble: Preamble, data: bytes | memoryview) -> ChunkHeader:
 
 
 def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryview:
-    """The decoded content of a body, checked; `stored` itself if it is raw. Raises CorruptError.
-    Takes memory for at most `size` bytes, and no more than the format allows."""
+    """A body's checked content; `stored` itself if it is raw. Raises CorruptError. Takes memory for
+    at most `size` bytes, and no more than the format allows."""
     content = stored
     if codec == Codec.LZ4:
         if size > _body_raw_max(len(stored)):
@@ -392,8 +389,8 @@ def decode(stored: memoryview, codec: int, size: int, checksum: int) -> memoryvi
 def damaged_places(
     header: ChunkHeader, body: memoryview, body_start: int | None = None
 ) -> list[int]:
-    """The places of entries that contradict their bytes in `body`. `body_start` is the offset of
-    `body` in the object, if it is not the whole body."""
+    """Entries that contradict their bytes in `body`. `body_start` is the offset of `body` in the
+    object, if it is not the whole body."""
     start = header.preamble.body_start if body_start is None else body_start
     places = np.flatnonzero(header.records["stored"])
     records = header.records[places]
@@ -403,7 +400,7 @@ def damaged_places(
             sizes[i] = header.extents[place].size
     starts = records["offset"].astype(np.int64) - start
     ends = starts + records["stored"]
-    # Nearly all bodies are raw. `map` checks them, without Python code for each.
+    # Nearly all bodies are raw: `map` checks them, without Python code for each
     contents = map(body.__getitem__, map(slice, starts.tolist(), ends.tolist()))
     sums = np.fromiter(map(xxh3_64_intdigest, contents), np.uint64, len(places))
     is_good = records["codec"] == Codec.RAW
@@ -464,7 +461,7 @@ def _corrupt(what: str) -> NoReturn:
 
 
 def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
-    """A map of exactly the known keys, each once, each a `bin`."""
+    """Exactly the known keys, each once, each a `bin`."""
 
     def without_repeats(pairs: Sequence[tuple[object, object]]) -> dict[object, object]:
         if len({key for key, _ in pairs}) != len(pairs):
@@ -488,7 +485,7 @@ def _unpack(preamble: Preamble, stored: bytes | memoryview) -> dict[str, bytes]:
         )
     except FormatError:
         raise
-    except Exception as error:  # the decoders raise many kinds; all mean the same here
+    except Exception as error:  # the decoders raise many kinds
         raise CorruptError("corrupt chunk: the header does not decode") from error
     if not isinstance(columns, dict) or set(columns) != _KEYS:
         _corrupt("the header's keys are not those of version 1")
@@ -526,7 +523,7 @@ def _links(joined: bytes, records: npt.NDArray[np.void]) -> dict[int, bytes]:
 
 
 def _extents(packed: bytes, records: npt.NDArray[np.void]) -> dict[int, ExtentInfo]:
-    """The extents by place; also sets `extents` of the records."""
+    """Extents by place; also sets the records' `extents`."""
     count, rest = divmod(len(packed), _EXTENT_ROW_BYTES)
     if rest or count > len(records):
         _corrupt("the column 'extents' has another length")
@@ -570,8 +567,8 @@ def _stamps(packed: bytes, count: int) -> dict[int, Stamp]:
 def _check_bodies(
     preamble: Preamble, records: npt.NDArray[np.void], extents: Mapping[int, ExtentInfo]
 ) -> None:
-    """Raise CorruptError unless the bodies fill the chunk's body in order and without gaps, and
-    each can decode to its length."""
+    """Raise CorruptError unless bodies fill the chunk's body in order, without gaps, and can decode
+    to their lengths."""
     if not len(records):
         if preamble.body_bytes:
             _corrupt("it has a body but no entries")
@@ -597,7 +594,7 @@ def _check_bodies(
 def _contradictions(
     codec: _Codecs, stored: npt.NDArray[np.uint32], size: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.bool_]:
-    """Bodies that cannot have this stored length if they decode to `size` bytes."""
+    """Bodies that cannot decode from their stored length to `size` bytes."""
     is_raw, length = codec == Codec.RAW, stored.astype(np.uint64)
     is_too_much = size > np.uint64(_BODY_RATIO_MAX) * length + np.uint64(_BODY_SLACK_BYTES)
     wrong: npt.NDArray[np.bool_] = np.where(is_raw, size != length, is_too_much)
@@ -624,7 +621,7 @@ def _path_faults(
     names: Names,
     records: npt.NDArray[np.void],
 ) -> dict[int, str]:
-    """The faults of forbidden paths, by place."""
+    """Why paths are forbidden, by place."""
     bad_folders = {i: fault for i, path in enumerate(folders) if (fault := path_fault(path))}
     bad = np.flatnonzero(np.isin(folder, list(bad_folders))).tolist() if bad_folders else ()
     faults = {place: bad_folders[int(folder[place])] for place in bad}

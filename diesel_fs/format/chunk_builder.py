@@ -26,7 +26,7 @@ from .chunk import (
 from .chunk_id import chunk_id_text, stamp_fields
 from .entries import MODE_MASK, ChunkId, Codec, Kind, Stamp
 
-# With "auto", the builder spends little time on contents that lz4 does not make smaller.
+# "auto" spends little time on contents that lz4 does not make smaller
 _SAMPLE_BYTES = 64 << 10  # it first tries this much of the middle of a larger content
 _MISSES_MAX = 8  # after this many files in a row that did not get smaller ...
 _RETRY_ONE_IN = 16  # ... it tries only one file in 16, since JPEGs come by the thousand
@@ -35,12 +35,9 @@ _FILE, _RAW, _LZ4 = int(Kind.FILE), int(Codec.RAW), int(Codec.LZ4)
 
 class ChunkBuilder:
     """Packs entries into one chunk of the dataset `identity`. The caller reads a content into
-    `room()` and then adds it.
-
-    The chunk is `full` at `body_bytes_max`; a single larger entry still fits if it is added first.
-    `compress` is "auto" (lz4 if it makes a sample smaller), "lz4" (try every file), or "none". The
-    builder can be used again after `clear()`.
-    """
+    `room()` and then adds it. The chunk is `full` at `body_bytes_max`; a single larger entry still
+    fits if it comes first. `compress` is "auto" (lz4 if it makes a sample smaller), "lz4" (try
+    every file), or "none". `clear()` lets the builder be used again."""
 
     def __init__(self, identity: UUID, body_bytes_max: int, compress: str = "auto") -> None:
         self.identity = identity
@@ -49,8 +46,8 @@ class ChunkBuilder:
         self._tries_some = compress == "auto"
         self._body = bytearray(body_bytes_max + EXTENT_ALIGNMENT)
         self._view = memoryview(self._body)
-        # Files in a row that lz4 did not make smaller. `clear` keeps the number: the files of the
-        # next chunk are mostly like these.
+        # Files in a row that lz4 did not make smaller. `clear` keeps it: the next chunk's files are
+        # mostly alike
         self._misses = 0
         self.clear()
 
@@ -69,8 +66,8 @@ class ChunkBuilder:
 
     @property
     def first_chunk_id(self) -> ChunkId | None:
-        """The first chunk of a file, if this chunk holds a later extent of it. (For a put, in which
-        only such an entry has a stamp of its own.)"""
+        """A file's first chunk, if this chunk holds a later extent. (For a put, in which only such
+        an entry has a stamp of its own.)"""
         return next((stamp_fields(value)[0] for value in self._entries.stamps.values()), None)
 
     @property
@@ -78,7 +75,7 @@ class ChunkBuilder:
         return len(self._body) - self.body_bytes
 
     def room(self, size: int) -> memoryview:
-        """Writable bytes at the end of the body, to read a content into."""
+        """At the end of the body, for a content."""
         end = self.body_bytes + size
         if end > len(self._body):
             grown = bytearray(end + EXTENT_ALIGNMENT)
@@ -94,8 +91,7 @@ class ChunkBuilder:
         size: int,
         part: ExtentInfo | None = None,
     ) -> None:
-        """The caller has read the content, or that of the extent `part`, into `room()`; `size` is
-        the length of the whole file."""
+        """`room()` holds the content, or that of the extent `part`; `size` is the whole file's."""
         length = size if part is None else part.size
         start = self.body_bytes
         content = self._view[start : start + length]
@@ -117,8 +113,8 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Add files of one folder. Their contents were read into `room()`, one after the other.
-        Nearly every file of a put comes this way, so no Python statement runs once per file."""
+        """Files of one folder, whose contents are in `room()`, one after the other. Nearly every
+        file of a put comes this way, so no Python statement runs once per file."""
         entries, count = self._entries, len(names)
         ends = [*accumulate(sizes, initial=self.body_bytes)]
         contents = [*map(self._view.__getitem__, map(slice, ends, ends[1:]))]
@@ -159,8 +155,8 @@ class ChunkBuilder:
         self._add(path, Kind.TOMBSTONE, 0, 0, 0, 0, _RAW, 0)
 
     def add_copy(self, source: ChunkHeader, place: int, stored: memoryview) -> None:
-        """Add an entry of another chunk unchanged, with its stamp. `stored` is its body there,
-        which `seal` checks."""
+        """Add another chunk's entry unchanged, with its stamp. `stored` is its body there, which
+        `seal` checks."""
         entries, record = self._entries, source.records[place]
         self.room(len(stored))[:] = stored
         if place in source.extents:
@@ -177,15 +173,12 @@ class ChunkBuilder:
         self.set_stamp(source.stamp(place))
 
     def set_stamp(self, value: Stamp) -> None:
-        """Replace the stamp of the last entry, which is this chunk's ID and the entry's place."""
+        """Replace the last entry's stamp, which is this chunk's ID and the entry's place."""
         self._entries.stamps[len(self) - 1] = value
 
     def seal(self, chunk: ChunkId) -> tuple[list[bytes | memoryview], ChunkHeader]:
-        """The buffers of the chunk, in order, and its header, parsed back from them.
-
-        The body's buffer belongs to the builder: use it before `clear()`. Raises CorruptError if
-        memory was damaged.
-        """
+        """The chunk's buffers, in order, and its header, parsed back from them. The body's buffer
+        is the builder's: use it before `clear()`. Raises CorruptError if memory was damaged."""
         front, stored_header = write_front(self.identity, chunk, self._entries, self.body_bytes)
         body = self._view[: self.body_bytes]
         preamble = parse_preamble(front, identity=self.identity, id=chunk)
@@ -235,7 +228,7 @@ class ChunkBuilder:
         self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
 
     def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
-        """The contents that lz4 makes small enough, by position."""
+        """Those that lz4 makes small enough, by position."""
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed

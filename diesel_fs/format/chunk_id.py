@@ -16,12 +16,12 @@ from .entries import ChunkId, Stamp
 ALPHABET = "-0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ_abcdefghijklmnopqrstuvwxyz"
 TEXT_CHARS = 22  # ceil(128 / 6)
 LOWEST = ChunkId(bytes(16))
-"""Smaller than every ID that is made; stands for the newest ID if there is no chunk yet."""
+"""Less than every real ID; the newest ID if there is no chunk yet."""
 
 _VALUE = {character: value for value, character in enumerate(ALPHABET)}
 _STAMP = struct.Struct(">16sI")
 _FOLLOW_STEP_MAX = 4095
-"""The most by which a writer raises the process part when it follows another writer's ID."""
+"""The most by which a writer raises the process part to follow another's ID."""
 _PROCESS_MAX = 0xFFFFFF
 _COUNTER_MAX = 0xFFFFFF
 _SECONDS_MAX = 0xFFFFFFFF
@@ -29,12 +29,12 @@ _SECONDS_MAX = 0xFFFFFFFF
 
 @dataclass(frozen=True, slots=True, order=True)
 class IdFields:
-    """The fields of a chunk ID (the DIESEL paper, Table 1); they sort as the ID does."""
+    """Fields of a chunk ID (the DIESEL paper, Table 1), in its order."""
 
     seconds: int  # since 1970
     machine: int  # a hardware address
-    process: int  # random; the process number would not do, since containers share these
-    counter: int  # of the IDs in one second
+    process: int  # random: containers share process numbers
+    counter: int  # within one second
 
     def id(self) -> ChunkId:
         return ChunkId(
@@ -55,7 +55,7 @@ def id_seconds(chunk: ChunkId) -> int:
 
 
 def lowest_id(seconds: int) -> ChunkId:
-    """A listing from it on has all chunks made since that second."""
+    """A listing from it on has all chunks since that second."""
     return IdFields(min(max(seconds, 0), _SECONDS_MAX), 0, 0, 0).id()
 
 
@@ -66,7 +66,7 @@ def chunk_id_text(chunk: ChunkId) -> str:
 
 
 def parse_chunk_id(text: str) -> ChunkId:
-    """Raises ValueError for text that `chunk_id_text` cannot return."""
+    """Raises ValueError unless `chunk_id_text` can return it."""
     if len(text) != TEXT_CHARS:
         raise ValueError(f"a chunk ID has {TEXT_CHARS} characters, not {len(text)}")
     number = 0
@@ -93,13 +93,10 @@ def same_writer(one: ChunkId, other: ChunkId) -> bool:
 
 
 class IdSource:
-    """Makes the IDs of one process, each greater than its last and than the newest committed one.
-    Thread-safe.
-
-    `machine` is a hardware address, `clock` returns seconds since 1970, `entropy(n)` n random
-    bytes, and `process_number` the number of the calling process: when it changes, this is a forked
-    child, and the process part of its IDs is drawn again.
-    """
+    """Makes one process's IDs, each greater than its last and than the newest committed one.
+    Thread-safe. `machine` is a hardware address, `clock` gives seconds since 1970, `entropy(n)` n
+    random bytes, and `process_number` the calling process: when it changes, this is a forked child,
+    and draws another process part."""
 
     def __init__(
         self,
@@ -119,15 +116,12 @@ class IdSource:
         self._lock = threading.Lock()
 
     def next(self, newest: ChunkId, writer_of: ChunkId | None = None) -> ChunkId:
-        """The next ID, greater than `newest`, the newest committed ID of the dataset (FORMAT.md,
-        section 3).
-
-        A chunk that continues a file passes the ID of the file's first chunk as `writer_of`, and
-        gets its writer part: a later extent is accepted only from the writer of the first. Raises
-        ConflictError after 2106, when the timestamps end.
-        """
+        """An ID greater than `newest`, the dataset's newest committed one (FORMAT.md, section 3). A
+        chunk that continues a file passes the file's first chunk as `writer_of`, and gets its
+        writer part: only the writer of the first extent may add others. Raises ConflictError after
+        2106, when the timestamps end."""
         if self._process_number() != self._drawn_by:
-            self._lock = threading.Lock()  # the old lock may have been held at the fork
+            self._lock = threading.Lock()  # it may have been held at the fork
         with self._lock:
             if self._process_number() != self._drawn_by:
                 self._drawn_by = self._process_number()
@@ -156,9 +150,9 @@ class IdSource:
             own = IdFields(seconds, first.machine, first.process, counter)
         if own > newest:
             return own
-        # Another writer has made `newest` in this second. If each such ID moved to the next second,
-        # writers that commit in turn would run ahead of the clock. So this writer continues its
-        # writer part.
+        # Another writer made `newest` in this second. If each such ID moved to the next second,
+        # writers that take turns would run ahead of the clock. So this writer continues its writer
+        # part.
         process = newest.process + 1 + self._random(2) % _FOLLOW_STEP_MAX
         if writer_of is not None or process > _PROCESS_MAX:
             return replace(own, seconds=newest.seconds + 1, counter=0)

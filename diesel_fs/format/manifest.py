@@ -26,13 +26,13 @@ from .entries import Kind, Names, join, path_fault
 from .snapshot.reader import Indices, Snapshot
 
 MANIFEST_NAME = b".manifest.csv"
-"""The manifest of the folder in which it lies."""
+"""For the folder in which it lies."""
 
 MANIFEST_BYTES_MAX = 1 << 30
-"""In memory while it is read: some ten million lines."""
+"""While it is read: some ten million lines."""
 
 FAULTS_NAMED = 10
-"""Reported with line, path and reason; further ones are only counted."""
+"""With line, path and reason; further ones are only counted."""
 
 _LINE_BYTES_MAX = 1 << 20
 _BATCH = 1 << 14  # rows that are Python objects at once
@@ -46,20 +46,20 @@ _ADVICE = "a manifest is a table with commas or tabs, and its first line is `pat
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """The samples of a manifest, in the order of its lines."""
+    """Samples, in the order of lines."""
 
     name: str
-    """The file's name, for messages."""
+    """For messages."""
     paths: Names
-    """The samples' files, relative to the folder of the manifest."""
+    """Relative to the manifest's folder."""
     lines: npt.NDArray[np.uint32]
-    """The samples' lines, from 1 on."""
+    """From 1 on."""
     classes: list[str]
-    """The different targets: sorted as numbers if all are whole numbers, else as text."""
+    """Different targets: sorted as numbers if all are whole numbers, else as text."""
     targets: npt.NDArray[np.int32]
-    """The samples' targets, as indices in `classes`."""
+    """Indices in `classes`."""
     names_files: bool
-    """The targets are paths of files, too (the column `target_path`)."""
+    """Targets are paths of files, too (the column `target_path`)."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -72,24 +72,21 @@ class ManifestFault(NamedTuple):
 
 
 class FoundSamples(NamedTuple):
-    """The entries of samples. If there are faults, some are missing."""
+    """If there are faults, some samples are missing."""
 
     entries: npt.NDArray[np.int32]
     target_entries: npt.NDArray[np.int32] | None
-    """The entry of each class, if the targets are files."""
+    """The entry of each class, if targets are files."""
     faults: list[ManifestFault]
-    """The first ones, in the order of the lines."""
+    """The first ones, by line."""
     fault_count: int
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """`name` stands for the manifest in messages.
-
-    The header decides whether commas separate the fields (then they may be in quotes, as in RFC
-    4180) or tabs do (then nothing is quoted). Lines end in LF or CRLF; empty lines are skipped.
-    Paths are bytes, as in a dataset; targets are UTF-8. Raises UsageError, which names the line,
-    for anything else.
-    """
+    """`name` is for messages. The header decides whether commas separate the fields (then they may
+    be in quotes, as in RFC 4180) or tabs do (then nothing is quoted). Lines end in LF or CRLF;
+    empty lines are skipped. Paths are bytes, as in a dataset; targets are UTF-8. Raises UsageError,
+    which names the line, for anything else."""
     table = _Table(content, name)
     header = table.header
     path_at, target_at, names_files = _columns(header, name)
@@ -118,8 +115,8 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def as_csv(content: bytes, name: str) -> bytes:
-    """As a dataset stores it: tabs become commas; a manifest with commas is kept to the byte.
-    Raises as `parse_manifest`."""
+    """As a dataset stores it: tabs become commas; a manifest with commas stays to the byte. Raises
+    as `parse_manifest`."""
     if _separator(_first_line(content)) != _TAB:
         return content
     table, pieces = _Table(content, name), list[bytes]()
@@ -132,8 +129,8 @@ def as_csv(content: bytes, name: str) -> bytes:
 
 
 def find_samples(manifest: Manifest, snapshot: Snapshot, folder: bytes) -> FoundSamples:
-    """The manifest lies in `folder`. Faults are a missing file, a link or a folder instead of a
-    file, and a file that is named twice."""
+    """The manifest lies in `folder`. Faults: a missing file, a link or a folder instead of one, and
+    a file named twice."""
     entries = _lookup(manifest.paths, snapshot, folder)
     kinds = _kinds(snapshot, entries)
     is_bad = kinds != Kind.FILE
@@ -206,11 +203,11 @@ class _Table:
         self.header: list[str] = next(self._rows(1), [])
 
     def batches(self) -> Iterator[tuple[list[str], "array[int]"]]:
-        """The fields of a batch of rows, row after row, and each row's first line. Skips empty
-        rows. Raises UsageError."""
+        """The fields of rows, row after row, and each row's first line. Skips empty rows. Raises
+        UsageError."""
         width = len(self.header)
         while True:
-            # One flat list, since a million small lists would keep the garbage collector busy
+            # One flat list: a million small ones would keep the garbage collector busy
             fields, lines = list[str](), array("I")
             for row in self._rows(_BATCH):
                 if len(row) != width:
@@ -223,7 +220,7 @@ class _Table:
             yield fields, lines
 
     def _rows(self, count: int) -> Iterator[list[str]]:
-        """The next rows that are not empty; `_line` is each one's first line."""
+        """Those that are not empty; `_line` is each one's first line."""
         after = self._reader.line_num
         try:
             for row in self._reader:
@@ -274,7 +271,7 @@ def _raise_fault(
 
 
 def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
-    """The columns of path and target, and whether the target is a path."""
+    """Those of path and target, and whether the target is a path."""
     targets = [each for each in header if each in ("target", "target_path")]
     if header.count("path") != 1 or len(targets) != 1:
         found = shown(_bytes(",".join(header)))[:80]
@@ -287,7 +284,7 @@ def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
 
 
 def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.int32]]:
-    """The sorted classes, and the position there of each number."""
+    """And the position there of each number."""
     if all(map(_WHOLE_NUMBER.fullmatch, known)):
         classes = sorted(known, key=lambda text: (int(text), text))
     else:
@@ -298,7 +295,7 @@ def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.in
 
 
 def _check_paths(table: _Table, joined: bytes, lines: Sequence[int]) -> None:
-    """Raise UsageError for the first of the paths (joined by NULs) that no dataset can have."""
+    """Raise UsageError for the first path (they are joined by NULs) that no dataset can have."""
     components = joined.replace(b"/", b"\0")
     if Names(components, components.count(b"\0") + 1).are_allowed():
         return

@@ -10,10 +10,10 @@ DATASETS = "datasets/"
 DELETED = "deleted/"
 STORE_MARKER = "DIESEL-STORE"
 IDENTITY_TEXT = r"[0-9a-f]{32}"
-_PREFIX_CHARS = 4  # the first characters of a chunk ID's text name its folder: 256 seconds each
+_PREFIX_CHARS = 4  # of a chunk ID's text, which name its folder: 256 seconds each
 
-# A name that matches none of these is foreign: it is never written, listed, read or deleted. A new
-# kind of object needs a line here and in FORMAT.md; older programs treat it as foreign.
+# Other names are foreign: never written, listed, read or deleted. A new kind of object needs a line
+# here and in FORMAT.md; older programs treat it as foreign
 _ID_CHARACTER = r"[0-9A-Za-z_-]"
 _DATASET = rf"datasets/{IDENTITY_TEXT}"
 _OBJECTS = {
@@ -33,16 +33,16 @@ FOLDER_NAME = re.compile(
 )
 LEASE_NAME = re.compile(_OBJECTS["lease"])
 MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
-"""The only objects that may change."""
+"""All other objects never change."""
 
 
 def dataset_object(identity: UUID) -> str:
-    """This object holds a dataset's name and identity."""
+    """Holds a dataset's name and identity."""
     return f"{dataset_prefix(identity)}DATASET"
 
 
 def deleted_object(identity: UUID) -> str:
-    """This object marks the dataset as deleted."""
+    """Marks the dataset as deleted."""
     return f"{DELETED}{identity.hex}"
 
 
@@ -61,7 +61,7 @@ def chunk_object(identity: UUID, chunk: ChunkId) -> str:
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
-    """None if the name is not a chunk's."""
+    """None for other names."""
     parts = name.rsplit("/", 2)
     try:
         chunk = parse_chunk_id(parts[-1])
@@ -80,7 +80,7 @@ def snapshot_object(identity: UUID, version: int) -> str:
 
 
 def version_of_object(name: str) -> int | None:
-    """None if the name is not a snapshot's."""
+    """None for other names."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None
@@ -93,7 +93,7 @@ def archive_prefix(identity: UUID) -> str:
 
 
 def archive_object(identity: UUID, name: str) -> str:
-    """This object records an archive."""
+    """Records an archive."""
     return f"{archive_prefix(identity)}{name}"
 
 
@@ -106,7 +106,7 @@ def lease_object(identity: UUID, name: str) -> str:
 
 
 def identity_of_object(name: str) -> UUID | None:
-    """The second component of the name; None if that is no identity."""
+    """The name's second component; None if it is no identity."""
     parts = name.split("/")
     try:
         return UUID(hex=parts[1]) if len(parts) > 1 and len(parts[1]) == 32 else None

@@ -71,7 +71,7 @@ PART = struct.Struct("<III")
 _LOOP_PARTS_MAX = 8  # up to this number, checked in a loop: numpy would take longer
 
 VERSION = 3
-"""Of the protocol over TCP."""
+"""The protocol over TCP."""
 
 PROOF_BYTES = TASK_DIGEST_BYTES = 32
 

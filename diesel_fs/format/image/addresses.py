@@ -27,12 +27,12 @@ Ints: TypeAlias = npt.NDArray[np.int64]
 
 BLOCK_BYTES = 4096
 BLOCKS_MAX = (1 << 32) - 1
-"""Addresses have 32 bits, and the last of them would mean a hole."""
+"""Addresses have 32 bits; the last would mean a hole."""
 
 _ALIGNED_BLOCKS = 16
-"""A file of several extents begins at a multiple of this, like the extents within it."""
+"""Files of several extents begin at a multiple, like the extents within."""
 
-_BATCH = 1 << 20  # contents for which addresses are given at one time
+_BATCH = 1 << 20  # contents at a time
 _NO_CHUNK = 0xFFFFFFFF  # for an entry without content, or a chunk that a snapshot lacks
 CHUNK_ID = np.dtype("S16")
 
@@ -50,19 +50,19 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """An image's data about n entries, of which m have content, in k chunks. The m are in the order
-    of their addresses."""
+    """An image's data about n entries, of which m have content, in k chunks. The m are ordered by
+    address."""
 
     first_block: layout.U4
-    """n; the first block of each content; 0 for an entry without content."""
+    """n; each content's first block; 0 without content."""
     order: layout.U4
     """m; the entries."""
     start_block: layout.U4
     """m; their first blocks."""
     chunk: layout.U4
-    """m; the chunk of their origin, a number in `chunk_id`."""
+    """m; their origin's chunk, a number in `chunk_id`."""
     offset: layout.U4
-    """m; their offset in the chunk object, in bytes."""
+    """m; in the chunk object, in bytes."""
     size: layout.U8
     """m; in bytes."""
     chunk_id: npt.NDArray[np.bytes_]
@@ -84,11 +84,8 @@ class Addresses:
 
 
 def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int = 1) -> Addresses:
-    """Those in the earlier image, or fresh blocks.
-
-    `end` is the number of blocks that the chain has given; block 0 belongs to no content. Raises
-    ImageTooLarge.
-    """
+    """Those of the earlier image, or fresh blocks. `end` is the number of blocks that the chain has
+    given; block 0 is no content's. Raises ImageTooLarge."""
     columns = snapshot.columns
     kept = None if earlier is None else _Kept(earlier, columns.chunk_id.view(CHUNK_ID))
     first_block = np.zeros(len(snapshot), np.uint32)
@@ -128,7 +125,7 @@ def _checked(ends: Ints) -> int:
 
 
 def _blocks_of(size: layout.U8) -> Ints:
-    """Raises ImageTooLarge for a larger content, which keeps sums of blocks from overflowing."""
+    """Raises ImageTooLarge for a content so large that sums of blocks could overflow."""
     blocks = size >> np.uint64(12)
     blocks += (size & np.uint64(BLOCK_BYTES - 1)) != 0
     if int(blocks.max(initial=0)) > BLOCKS_MAX:
@@ -147,7 +144,7 @@ def origins_of(
 
 
 def _by_origin(columns: layout.SnapshotColumns) -> Iterator[Ints]:
-    """Entries with content, ordered by origin, in batches of whole chunks."""
+    """Entries with content, by origin, in batches of whole chunks."""
     chunk, chunks = columns.chunk.copy(), len(columns.chunk_bytes)
     chunk[(layout.kinds(columns.flags) != Kind.FILE) | (columns.size == 0)] = _NO_CHUNK
     many = np.flatnonzero(columns.flags & np.uint32(layout.MANY_EXTENTS))
@@ -170,7 +167,7 @@ def _key(chunk: layout.U4, offset: layout.U4) -> layout.U8:
 
 class _Kept:
     def __init__(self, earlier: ContentColumns, chunk_id: npt.NDArray[np.bytes_]) -> None:
-        """`chunk_id` is the snapshot's chunk table; chunk numbers refer to it from now on."""
+        """Chunk numbers are those of `chunk_id`, the snapshot's table."""
         self._earlier = earlier
         number = np.searchsorted(chunk_id, earlier.chunk_id).astype(np.uint32)
         known = np.zeros(len(number), np.bool_)
@@ -180,8 +177,8 @@ class _Kept:
         self._chunk = number[earlier.chunk]
 
     def addresses(self, chunk: layout.U4, offset: layout.U4, size: layout.U8) -> Ints:
-        """The addresses of contents with ascending origins; 0 for a content that the image lacks.
-        If several contents have one origin, the i-th gets the address of the i-th."""
+        """Origins ascend; 0 stands for a content that the image lacks. The i-th content of
+        one origin gets the i-th address."""
         first = np.zeros(len(chunk), np.int64)
         if not len(chunk):
             return first

@@ -24,7 +24,7 @@ from ..snapshot.reader import ROOT_INDEX, Snapshot, Span
 from .addresses import BLOCK_BYTES, BLOCKS_MAX, Addresses, ImageTooLarge, Ints
 
 CONTROL_FOLDER = b".diesel"
-"""An empty folder in the root folder, on which a mount puts its control files."""
+"""An empty folder in the root, for a mount's control files."""
 
 SUPERBLOCK_AT = 1024
 MAGIC = 0xE0F5E1E2
@@ -39,17 +39,17 @@ _DEVICE_SLOT_BYTES = 128
 _DEVICE_TABLE_AT = 9 * _DEVICE_SLOT_BYTES  # behind the superblock
 _DEVICE = struct.Struct("<64sII56x")  # name, blocks, the address of the first
 _INODES_AT = 1  # a block
-_SLOT_BYTES = 32  # an inode's number is its place, in these units
+_SLOT_BYTES = 32  # units of an inode's place, which is its number
 _SLOTS = BLOCK_BYTES // _SLOT_BYTES  # in a block
 _INODE_BYTES = 64
 _INODE_SLOTS = _INODE_BYTES // _SLOT_BYTES
-_ROOT_NUMBER = 2  # not 0: programs take an entry with the number 0 for a deleted one
+_ROOT_NUMBER = 2  # programs take an entry with the number 0 for a deleted one
 _INLINE_BYTES_MAX = BLOCK_BYTES - _INODE_BYTES
 _EXTENDED = 1  # the inode has 64 bytes
 # The place of content: in blocks; in blocks, but its end behind the inode; in blocks of a device
-# that is named behind the inode.
+# that is named behind the inode
 _PLAIN, _INLINE, _INDEXED = 0 << 1, 2 << 1, 4 << 1
-_LARGE_SLOTS = 3  # an inode, and behind it the place of the content
+_LARGE_SLOTS = 3  # an inode, and behind it the content's place
 _LARGE_IN_BLOCK = _SLOTS // _LARGE_SLOTS
 _PLACES_ARE_LONG, _PLACE_BITS_MAX = 0x20, 31
 _PLACE = np.dtype([("block_high", "<u2"), ("device", "<u2"), ("block", "<u4")])
@@ -90,18 +90,15 @@ class Shown:
     uid: int
     gid: int
     umask: int = 0
-    """Taken away from files and folders."""
+    """Taken from files and folders."""
     private_to: int = -1
-    """If not negative: the root folder belongs to this user, and only its owner may enter it."""
+    """If not negative, the root folder's owner, who alone may enter it."""
 
 
 def check(snapshot: Snapshot) -> None:
     """Raise CorruptError for columns that contradict each other, and FormatError for entries that a
-    tree in the kernel cannot show.
-
-    A private copy was not checked since it was written, the kernel trusts a file system, and
-    anybody may have written the snapshot.
-    """
+    tree cannot show. A private copy was not checked since it was written, the kernel trusts a file
+    system, and anybody may have written the snapshot."""
     columns = snapshot.columns
     layout.check(snapshot.header, columns)
     is_link = layout.kinds(columns.flags) == Kind.LINK
@@ -113,8 +110,8 @@ def check(snapshot: Snapshot) -> None:
 
 
 def _beside_control(snapshot: Snapshot) -> tuple[range, int]:
-    """The entries of the root folder, and the number of them before `.diesel`. Compares names: a
-    snapshot's lookup index may be wrong."""
+    """The root folder's entries, and how many come before `.diesel`. Compares names: a snapshot's
+    lookup index may be wrong."""
     in_root = snapshot.children(ROOT_INDEX)
     return in_root, bisect_left(in_root, CONTROL_FOLDER, key=snapshot.name)
 
@@ -123,11 +120,8 @@ def _packed(
     costs: Callable[[int, int], Ints], count: int, starts: Ints, limit: int
 ) -> tuple[Ints, Ints]:
     """Cut `count` items into as few runs as possible, each of at most `limit` in cost; a new run
-    begins at each of `starts`, the first of which is 0.
-
-    `costs(first, end)` returns the costs of a range of items; none is above `limit`. Returns the
-    first item and the cost of each run.
-    """
+    begins at each of `starts`, the first of which is 0. `costs(first, end)` gives the costs of
+    items; none is above `limit`. Returns the first item and the cost of each run."""
     firsts, sums = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     done = 0
     while done < count:
@@ -138,14 +132,14 @@ def _packed(
         at = np.concatenate([[done], inside]) - done
         stop = np.concatenate([inside, [end]]) - done
         found = []
-        while len(at):  # the first run of each range of items, then the second, ...
+        while len(at):  # the first run of each range, then the second, ...
             found.append(at)
             after = np.searchsorted(total, total[at] + limit, "right") - 1
             more = after < stop
             at, stop = after[more], stop[more]
         first = np.sort(np.concatenate(found))
         cost = np.diff(total[first], append=total[-1])
-        if end < count:  # the last run may go on in the next batch
+        if end < count:  # the last run may go on
             end = done + int(first[-1])
             first, cost = first[:-1], cost[:-1]
         firsts.append(first + done)
@@ -160,27 +154,24 @@ def _ragged(starts: Ints, lengths: Ints) -> Ints:
 
 
 class _Items:
-    """The items of folders. An **item** is one name in one folder; items are numbered by folder
-    and, within a folder, by name (as bytes).
-
-    Each folder lists its entries, `.` and `..`; the root folder also lists `.diesel`, with the
+    """An **item** is one name in one folder; items are numbered by folder and, within it, by name
+    (as bytes). Each folder lists its entries, `.` and `..`; the root also lists `.diesel`, with the
     number of entries as its index. Entries already stand in this order, so an item's entry is the
-    item's number minus the number of **special** items (`.`, `..` and `.diesel`) before it.
-    """
+    item's number minus the number of **special** items (`.`, `..` and `.diesel`) before it."""
 
     _SPECIAL_NAMES = np.frombuffer(b".." + CONTROL_FOLDER, np.uint8)
     _SPECIAL_NAME_AT = np.array([0, 0, 2])
     _SPECIAL_NAME_BYTES = np.array([1, 2, len(CONTROL_FOLDER)])
 
     def __init__(self, snapshot: Snapshot, folders: Ints) -> None:
-        """`folders` has the indices of all folders, ascending; the last one is `.diesel`."""
+        """`folders` are indices, ascending; the last is `.diesel`."""
         self._columns = columns = snapshot.columns
         control = len(snapshot)
         counts = np.append(columns.offset[folders[:-1]].astype(np.int64), 0) + 2
         counts[ROOT_INDEX] += 1
         ends = np.cumsum(counts)
         self.first: Ints = ends - counts
-        """The first item of each folder."""
+        """In each folder."""
         self.count = int(ends[-1])
         before_dot, before_dots = _smaller_than_dots(columns, folders)
         self.control = 2 + _beside_control(snapshot)[1]
@@ -205,8 +196,8 @@ class _Items:
         return _Listed(entry, start, length, special, self._SPECIAL_NAME_AT[special_name])
 
     def costs(self, first: int, end: int) -> Ints:
-        """The bytes of items in a listing. `.diesel` counts with the item before it, so both are
-        always in one block."""
+        """Bytes in a listing. `.diesel` counts with the item before it, so both are always in one
+        block."""
         costs = self.of(np.arange(first, end)).length + _ITEM_BYTES
         at = self.control - first
         if 0 < at < len(costs):
@@ -238,13 +229,13 @@ class _Listed(NamedTuple):
 
 
 def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
-    """The number of entries before `.`, and before `..`, in each folder."""
+    """In each folder, the numbers of entries before `.` and `..`."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
     for start in range(1, len(columns.parent), _BATCH):
         name_at = columns.name_start[start : min(start + _BATCH, len(columns.parent))]
         first, second = columns.names[name_at], columns.names[name_at + np.uint64(1)]
-        # A name that begins with a dot has at least two bytes.
+        # A name that begins with a dot has at least two bytes
         for counts, smaller in (
             (before_dot, first < dot),
             (before_dots, (first < dot) | ((first == dot) & (second < dot))),
@@ -255,24 +246,24 @@ def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[
 
 
 class ImageTree:
-    """The places of an image's inodes and blocks, and their bytes. Raises ImageTooLarge."""
+    """Places and bytes of an image's inodes and blocks. Raises ImageTooLarge."""
 
     def __init__(self, snapshot: Snapshot, shown: Shown, addresses: Addresses) -> None:
         self.snapshot, self.shown, self.addresses = snapshot, shown, addresses
         control = len(snapshot)
         self._kind = np.append(layout.kinds(snapshot.columns.flags), Kind.FOLDER).astype(np.uint8)
-        """The kind of each entry; `.diesel` is the last one, here and in the other columns."""
+        """For each entry; `.diesel` is the last, here and in the other columns."""
         self._folders = np.flatnonzero(self._kind == Kind.FOLDER)
         self._links = np.flatnonzero(self._kind == Kind.LINK)
         self._items = items = _Items(snapshot, self._folders)
         self._run_first, self._run_bytes = _packed(
             items.costs, items.count, items.first, BLOCK_BYTES
         )
-        """A run is the items in one block of a folder. A folder's last run may stand behind its
+        """A run is the items in one block of a folder. The last one may stand behind the folder's
         inode."""
         self._run_end = np.append(self._run_first[1:], items.count)
         self._run_folder = np.searchsorted(items.first, self._run_first, "right") - 1
-        """The positions of the runs' folders in `_folders`."""
+        """Positions in `_folders`."""
         is_last = np.append(np.diff(self._run_folder) > 0, True)
         self.root_blocks = int(np.searchsorted(self._run_folder, 1))
         self._is_inline = is_last & (self._run_bytes <= _INLINE_BYTES_MAX)
@@ -286,8 +277,8 @@ class ImageTree:
         self._place_blocks()
 
     def _number_inodes(self, control: int, tails: Ints) -> None:
-        """Folders and links come first, each with its data behind it in its block; then the files
-        of at most one block; then all other files."""
+        """First folders and links, each with its data behind it in its block; then the files of at
+        most one block; then all others."""
         is_short = self._link_bytes <= _INLINE_BYTES_MAX
         behind = np.concatenate([tails, np.where(is_short, self._link_bytes, 0)])
         slots = _INODE_SLOTS - (-behind // _SLOT_BYTES)
@@ -316,8 +307,8 @@ class ImageTree:
         self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
-        """Give addresses to the blocks behind the inodes: first those of folders, then those of
-        links, then those of the root folder, on another device, and then the content file."""
+        """Addresses of the blocks behind the inodes: folders, links, the root folder (on another
+        device), and then the content file."""
         at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False
@@ -350,7 +341,7 @@ class ImageTree:
 
     def hidden_block(self) -> tuple[int, Bytes]:
         """The number of the root folder's block that lists `.diesel`, and this block without that
-        name. It has other names, since `.diesel` is never the first one of a block."""
+        name. Others are left: `.diesel` is never a block's first."""
         run = int(np.searchsorted(self._run_first, self._items.control, "right")) - 1
         items = np.arange(self._run_first[run], self._run_end[run])
         out = np.zeros(BLOCK_BYTES, np.uint8)
@@ -361,7 +352,7 @@ class ImageTree:
     def _head(self) -> Bytes:
         snapshot = self.snapshot
         head = bytearray(BLOCK_BYTES)
-        # File handles (NFS) name the file system by this UUID, so each version has its own.
+        # File handles (NFS) name the file system by this UUID, so each version has its own
         uuid = xxh3_128_digest(snapshot.identity.bytes + snapshot.version.to_bytes(8, "little"))
         _SUPERBLOCK.pack_into(
             *(head, SUPERBLOCK_AT, MAGIC, _COMPAT_MTIME, BLOCK_BYTES.bit_length() - 1, 0),
@@ -379,7 +370,7 @@ class ImageTree:
     def _inodes(
         self, entries: Ints, layouts: Ints, size: Ints, block: Ints
     ) -> npt.NDArray[np.void]:
-        """`layouts` says how the content of each entry lies."""
+        """`layouts`: how each entry's content lies."""
         columns, shown = self.snapshot.columns, self.shown
         is_control = entries == len(self.snapshot)
         source = np.where(is_control, ROOT_INDEX, entries)  # `.diesel` is as old as the root folder
@@ -440,13 +431,13 @@ class ImageTree:
 
     @staticmethod
     def _put_inodes(rows: npt.NDArray[np.void], base: int, out: layout.Bytes) -> None:
-        """Write inodes into `out`, which begins at byte `base` of all inodes."""
+        """`out` begins at byte `base` of all inodes."""
         at = rows["number"].astype(np.int64) * _SLOT_BYTES - base
         words = out.view(np.uint64)
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """Files of more than one block, or all others, in batches."""
+        """Those of more than one block, or all others, in batches."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES
@@ -464,8 +455,8 @@ class ImageTree:
         yield bytes(self._small_blocks * BLOCK_BYTES - written * _INODE_BYTES)
 
     def _large_inodes(self) -> Iterator[Bytes]:
-        """These name the device of their content: if the kernel had to find the device by the
-        block, it would read each block alone."""
+        """They name their content's device: if the kernel had to find it by the block, it would
+        read each block alone."""
         before = np.zeros(0, np.int64)
         for files in self._files(large=True):
             files = np.concatenate([before, files])
@@ -499,13 +490,13 @@ class ImageTree:
             yield out.data
 
     def _list_runs(self, runs: Ints, at: Ints, out: layout.Bytes) -> None:
-        """`at` has the byte of `out` at which each run starts."""
+        """`at` has each run's first byte in `out`."""
         count = self._run_end[runs] - self._run_first[runs]
         self._list(_ragged(self._run_first[runs], count), count, at, out)
 
     def _list(self, items: Ints, count: Ints, at: Ints, out: layout.Bytes) -> None:
-        """`count` items for each run, written from byte `at` of `out` on: first a record for each
-        item, then the names."""
+        """`count` items for each run, from byte `at` of `out` on: first each item's record, then
+        the names."""
         listed = self._items.of(items)
         run = np.repeat(np.arange(len(count)), count)
         first = np.cumsum(count) - count

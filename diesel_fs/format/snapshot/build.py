@@ -40,7 +40,7 @@ from .reader import ROOT_HASH, ROOT_INDEX, Indices, Snapshot
 
 _NO_CHUNK = 0xFFFFFFFF
 _BLOCK = 1 << 18  # entries for which several columns are made at one time
-_BLOCK_ROWS = 1 << 16  # rows at a time that have their names as Python objects
+_BLOCK_ROWS = 1 << 16  # rows at a time with names as Python objects
 
 
 def build_snapshot(
@@ -54,15 +54,12 @@ def build_snapshot(
     digest: int,
     entry_digests: Mapping[ChunkId, EntryDigest] = MappingProxyType({}),
 ) -> Sequence[memoryview]:
-    """The next snapshot, as buffers to be written one after the other.
-
-    `rows` replace, insert or (TOMBSTONE) remove entries of `previous`; `chunks` has all chunks of
-    the new version, in any order. `version` and `digest` (of the chunks' IDs) are those of the
-    head. A row with the root's own path, `b""`, sets the root's mode and time. The files of each
-    chunk in `entry_digests` are compared with its digest. Raises UsageError for an impossible row,
-    and CorruptError for a file in a chunk outside `chunks` or with another digest. A caller with
-    many rows should keep no reference to them: they are freed on the way.
-    """
+    """The next snapshot, as buffers to write. `rows` replace, insert or (TOMBSTONE) remove entries
+    of `previous`; `chunks` has all chunks of the new version, in any order. `version` and `digest`
+    (of the chunks' IDs) are the head's. A row of `b""` sets the root's mode and time. The files of
+    each chunk in `entry_digests` are compared with its digest. Raises UsageError for an impossible
+    row, and CorruptError for a file in a chunk outside `chunks` or with another digest. A caller
+    with many rows should keep no reference to them: they are freed on the way."""
     check_dataset_name(dataset)
     if previous is not None and previous.identity != identity:
         raise UsageError(f"the previous snapshot is of {previous.identity}, not of {identity}")
@@ -81,7 +78,7 @@ def build_snapshot(
 
 
 def _empty(identity: UUID, dataset: str) -> Snapshot:
-    """An implicit root folder and nothing else."""
+    """Only an implicit root folder."""
     one_each = ("parent", "flags", "size", "mtime_ns", "chunk", "offset", "stored", "checksum")
     lengths = dict.fromkeys((*one_each, "target_start"), 1)
     lengths |= {"name_start": 2, "names": len(layout.NAME_PADDING)}
@@ -96,13 +93,11 @@ def _empty(identity: UUID, dataset: str) -> Snapshot:
 
 
 class _ChangedFolders:
-    """The folders that hold changed rows, and all folders above them, in directory order.
-
-    A folder's **number** is its position in that order; the root is 0. Each is stored as (number of
-    its parent, name): whole paths of deeply nested folders would take memory that grows with the
-    square of the depth. `parent`, `name`, `hash` and `old_index` (in the previous snapshot; -1:
-    none) are by number; `of_row` has the number of each row's folder.
-    """
+    """The folders that hold changed rows, and all folders above, in directory order. A folder's
+    **number** is its position in that order; the root is 0. Each is stored as (parent's number,
+    name): whole paths of deep folders would take memory by the square of the depth. `parent`,
+    `name`, `hash` and `old_index` (in the previous snapshot; -1: none) are by number; `of_row` has
+    each row's folder."""
 
     def __init__(self, old: Snapshot, rows: Rows) -> None:
         ids: dict[tuple[int, bytes], int] = {}  # by (ID of the parent, name)
@@ -133,8 +128,8 @@ class _ChangedFolders:
             self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
-        """Number the folders in directory order. `ids` maps (ID of the parent, name) to an ID in
-        the order of rows, and `levels` has the depths by ID."""
+        """In directory order. `ids` maps (parent's ID, name) to an ID, in the order of rows;
+        `levels` has the depths by ID."""
         self._rank = np.zeros(len(levels), np.int64)  # the number of each ID
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
@@ -152,12 +147,10 @@ class _ChangedFolders:
 
 
 class _MergePlan:
-    """The changes to each path: which entry is visible there, which are removed, which are new.
-
-    An entry's attributes without its name are its **data**. Data is numbered: first the visible
-    entries of the previous snapshot, then its shadowed ones, then the rows, and last one number for
-    all implicit folders.
-    """
+    """The changes to each path: which entry is visible there, which are removed, which are new. An
+    entry's attributes without its name are its **data**, numbered: first the previous snapshot's
+    visible entries, then its shadowed ones, then the rows, and last one number for all implicit
+    folders."""
 
     def __init__(self, old: Snapshot, rows: Rows, folders: _ChangedFolders) -> None:
         self.old, self.rows, self.folders = old, rows, folders
@@ -166,20 +159,20 @@ class _MergePlan:
         self.first_row = old.entry_count + len(old.columns.shadowed)
         self.implicit = self.first_row + len(rows)
         self.data: Indices = np.arange(old.entry_count)
-        """The data that is visible at each previous entry now."""
+        """Visible at each previous entry now."""
         self.removed: layout.Mask = np.zeros(old.entry_count, np.bool_)
         self.shadow: dict[int, int] = {
             entry: old.entry_count + j for j, entry in enumerate(old.shadowing_folders().tolist())
         }
-        """The data that each previous folder shadows now."""
+        """Data that each previous folder shadows now."""
         self.new_shadow: dict[int, int] = {}
-        """The data that each new folder shadows."""
+        """Data that each new folder shadows."""
         self.entry_changes = np.zeros(len(folders), np.int64)
-        """The change of each folder's number of entries."""
+        """Changes of each folder's number of entries."""
         self.new_data: dict[int, int] = {}
-        """The data that is visible at each new folder."""
+        """Data of each new folder."""
         self.new_rows: Indices
-        """The rows that become new entries, ascending; without those of `_ChangedFolders`."""
+        """Rows that become new entries, ascending; without those of `_ChangedFolders`."""
         self._check_rows()
         self._hash_names()
         own_row = self._rows_of_folders()
@@ -196,8 +189,8 @@ class _MergePlan:
             raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
 
     def _hash_names(self) -> None:
-        """Hash each row's path, and compare its name with the next row's; in blocks, so that few
-        names are Python objects at a time."""
+        """Also compare each row's name with the next's; in blocks, so that few names are Python
+        objects at a time."""
         count, folders = len(self.rows), self.folders
         self.hash = np.zeros(count, np.uint64)
         self.ascends: layout.Mask = np.zeros(count, np.bool_)
@@ -217,10 +210,10 @@ class _MergePlan:
             )
 
     def _rows_of_folders(self) -> dict[int, int]:
-        """The row of each changed folder that has one."""
+        """The rows of changed folders."""
         folders = self.folders
         wanted = np.sort(np.array(folders.hash, np.uint64))
-        has_prefix = np.zeros(1 << 16, np.bool_)  # a filter that one row in thousands passes
+        has_prefix = np.zeros(1 << 16, np.bool_)  # passed by one row in thousands
         has_prefix[wanted >> np.uint64(48)] = True
         likely = np.flatnonzero(has_prefix[self.hash >> np.uint64(48)])
         at = np.searchsorted(wanted, self.hash[likely])
@@ -236,11 +229,11 @@ class _MergePlan:
         return own_row
 
     def _plan_leaves(self, own_row: dict[int, int]) -> None:
-        """Rows that are not in `own_row` change nothing below their paths."""
+        """Rows not in `own_row` change nothing below their paths."""
         old, rows, folders = self.old, self.rows, self.folders
         leaf = np.ones(len(rows), np.bool_)
         leaf[list(own_row.values())] = False
-        if old.entry_count == 1:  # only the root, and its row is not among these
+        if old.entry_count == 1:  # only the root, which has a row in `own_row`
             self.new_rows = np.flatnonzero(leaf & (rows.records["kind"] != Kind.TOMBSTONE))
             counted = folders.of_row[self.new_rows]
             self.entry_changes += np.bincount(counted, minlength=len(folders))
@@ -277,7 +270,7 @@ class _MergePlan:
             self.shadow[entry] = self.first_row + i
 
     def _plan_folders(self, own_row: dict[int, int]) -> None:
-        """The deepest first: an implicit folder is removed together with the last entry in it."""
+        """The deepest first: an implicit folder goes with its last entry."""
         old, folders, changes = self.old, self.folders, self.entry_changes
         kinds = self.rows.records["kind"]
         for number in range(len(folders) - 1, -1, -1):
@@ -305,39 +298,39 @@ class _MergePlan:
                     self.new_shadow[number] = own
 
     def _own(self, at: int) -> tuple[int, Kind]:
-        """Data and kind of the entry stored at the path of a previous entry, visible or shadowed;
-        -1 if the folder there is only implied."""
+        """Data and kind of the entry stored at a previous entry's path, visible or shadowed; -1 if
+        the folder there is only implied."""
         if at < 0:  # no previous entry
             return -1, Kind.TOMBSTONE
         flags = int(self.old.columns.flags[at])
         if not flags & layout.IMPLICIT:
             return at, Kind(int(self.old_kind[at]))
         if at in self.shadow:
-            return self.shadow[at], Kind.FILE  # or a link: both are treated alike
+            return self.shadow[at], Kind.FILE  # or a link: treated alike
         return -1, Kind.TOMBSTONE
 
 
 @dataclass(frozen=True, slots=True)
 class _EntryOrder:
-    """The positions of entries in the result; the columns `new_*` are the new ones, in directory
-    order. These are made from **items**: first the new folders, then all rows."""
+    """The positions of entries in the result; `new_*` are of new ones, in directory order. Those
+    come from **items**: first the new folders, then all rows."""
 
     made: list[int]
     """The new folders, as numbers of `_ChangedFolders`."""
     new_folder: layout.U4
-    """The folders of new entries, as numbers of `_ChangedFolders`."""
+    """As numbers of `_ChangedFolders`."""
     new_item: layout.U4
     new_hash: layout.U8
     new_index: layout.U4
-    """The positions of new entries in the result."""
+    """In the result."""
     old_index: Indices
-    """The positions of previous entries in the result; meaningless for removed ones."""
+    """In the result; meaningless for removed entries."""
     folder_index: Indices
-    """The positions of `_ChangedFolders` in the result; meaningless for removed ones."""
+    """Of `_ChangedFolders` in the result; meaningless for removed ones."""
 
 
 def _order_of(plan: _MergePlan) -> _EntryOrder:
-    """Raises UsageError if two rows have one path."""
+    """Raises UsageError for two rows of one path."""
     folders, n = plan.folders, plan.old.entry_count
     made = list(plan.new_data)
     above = np.array([folders.parent[number] for number in made], np.uint32)
@@ -380,11 +373,10 @@ def _names_of(plan: _MergePlan, made: list[int], item: layout.U4) -> list[bytes]
 def _sorted_by_name(
     plan: _MergePlan, made: list[int], folder: layout.U4, item: layout.U4
 ) -> Indices:
-    """The order of items. The rows of most folders are sorted already; only the other folders are
-    sorted by name."""
+    """Only folders with unsorted rows, which are few, are sorted by name."""
     order = np.argsort(folder, kind="stable")
     fits: layout.Mask = np.zeros(len(item), np.bool_)
-    """Whether the next item's name comes after this one's."""
+    """The next item's name comes after this one's."""
     fits[:-1] = (item[:-1] >= len(made)) & (np.diff(item) == 1)
     fits[fits] = plan.ascends[item[fits] - np.uint32(len(made))]
     sorted_folder = folder[order]
@@ -431,7 +423,7 @@ def _places(
                 places[start:end] = _places_among(old, inside, names)
                 continue
             places[start:end] = inside.start
-        else:  # it was no folder: its entries come before those of the next folder
+        else:  # it was no folder: its entries come before the next folder's
             at = at if at >= 0 else int(places[made_position[number]])
             following = old_folders[np.searchsorted(old_folders, at) :][:1]
             places[start:end] = (
@@ -441,23 +433,21 @@ def _places(
 
 
 def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]:
-    if len(names) * 64 > len(inside):  # listing all names costs less than the searches
+    if len(names) * 64 > len(inside):  # listing all names costs less than searching
         known = old.names(inside)
         at = [bisect_left(known, name) for name in names]
     else:
         at = [bisect_left(inside, name, key=old.name) for name in names]
     for name, i in zip(names, at, strict=True):
-        if i < len(inside) and old.name(inside[i]) == name:  # then the lookup should have found it
+        if i < len(inside) and old.name(inside[i]) == name:  # the lookup should have found it
             raise CorruptError(f"damaged snapshot of {old.dataset}: {shown(name)} is not indexed")
     return [inside.start + i for i in at]
 
 
 class _Data(NamedTuple):
-    """Columns as in `layout.SnapshotColumns`.
-
-    At first, chunks, targets and extents are numbered as (previous ones, then those of the rows);
-    `_targets`, `_extents` and `_number_chunks` change these to numbers of the result.
-    """
+    """Columns as in `layout.SnapshotColumns`. At first, chunks, targets and extents are numbered as
+    (previous ones, then the rows'); `_targets`, `_extents` and `_number_chunks` turn these into the
+    result's numbers."""
 
     flags: layout.U4
     size: layout.U8
@@ -472,8 +462,8 @@ _DTYPES = (np.uint32, np.uint64, np.int64, np.uint64, np.uint32, np.uint32, np.u
 
 
 class _Assembly:
-    """The columns of the result. Arrays as long as all rows are written in place: beside the rows
-    and the result, memory holds little more than one number per entry."""
+    """The columns of the result. Long arrays are written in place: beside rows and result, memory
+    holds little more than one number per entry."""
 
     def __init__(self, plan: _MergePlan, order: _EntryOrder, table: Sequence[ChunkInfo]) -> None:
         self.plan, self.order, self.table = plan, order, table
@@ -491,7 +481,7 @@ class _Assembly:
         target_start, targets = self._targets(data, tails)
         extents = self._extents(data, data_source, extents)
         self._number_chunks(data, data_source)
-        del data_source, self.plan.rows  # `data` now has all but their names
+        del data_source, self.plan.rows  # `data` has all but their names
         parent = self._parent()
         held = np.bincount(parent[1:], minlength=n)
         ends = 1 + np.cumsum(held)
@@ -574,8 +564,8 @@ class _Assembly:
         return (keys[1:] >> np.uint64(32)).astype(np.uint32), keys[1:].astype(np.uint32)
 
     def _data_source(self) -> tuple[Indices, Indices]:
-        """The data of each entry, then of each shadowed one; and the index of the folder that hides
-        each shadowed one."""
+        """Each entry's data, then each shadowed one's; and the folder that hides each shadowed
+        one."""
         plan, order = self.plan, self.order
         shadow = [(int(order.old_index[entry]), data) for entry, data in plan.shadow.items()]
         shadow += [(int(order.folder_index[at]), data) for at, data in plan.new_shadow.items()]
@@ -619,7 +609,7 @@ class _Assembly:
     def _row_data(
         self, rows: Indices, links: Indices, many: Indices, first_extent: Indices
     ) -> _Data:
-        """`links` has all rows that are links, `many` all that are files of several extents."""
+        """`links` are all rows of links, `many` those of files of several extents."""
         records = self.plan.rows.records[rows]
         kind = records["kind"].astype(np.uint32)
         link = kind == Kind.LINK
@@ -646,7 +636,7 @@ class _Assembly:
         )
 
     def _tail(self, i: int) -> bytes:
-        """A link's target, or a file's extents. Raises UsageError if missing."""
+        """Raises UsageError if missing."""
         tail = self.plan.rows.tails.get(i)
         if tail is None:
             raise UsageError(f"the row of {shown(self.plan.rows.path(i))} lacks its tail")
@@ -666,7 +656,7 @@ class _Assembly:
         return result
 
     def _targets(self, data: _Data, tails: list[bytes]) -> tuple[layout.U8, layout.Bytes]:
-        """The start of each target, and all targets, in the order of their links in `data`."""
+        """Starts of targets, and all targets, by the order of links in `data`."""
         link = layout.kinds(data.flags) == Kind.LINK
         source = data.chunk[link].astype(np.int64)
         data.chunk[link] = np.arange(len(source))
@@ -674,7 +664,7 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
-        """The extents in the order of their files in `data`."""
+        """In the order of their files in `data`."""
         many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts
@@ -710,8 +700,7 @@ class _Assembly:
             self._check_places(data, data_source, one)
 
     def _check_places(self, data: _Data, data_source: Indices, one: Indices) -> None:
-        """Raise CorruptError for a row that lies outside its chunk: readers refuse such a
-        snapshot."""
+        """Raise CorruptError for a row outside its chunk: readers refuse such a snapshot."""
         new = one[data_source[one] >= self.plan.first_row]
         object_bytes = self.object_bytes[data.chunk[new]]
         places = (layout.codecs(data.flags[new]), data.stored[new], data.size[new])
@@ -737,13 +726,12 @@ class _Assembly:
 
     @cached_property
     def _number_of_old(self) -> layout.U4:
-        """The new numbers of previous chunks."""
         numbers = (self.numbers.get(id_, _NO_CHUNK) for id_ in self.plan.old.chunk_ids)
         return np.fromiter(numbers, np.uint32, len(self.plan.old.chunk_ids))
 
 
 def _joined(items: Sequence[bytes]) -> tuple[layout.U8, layout.Bytes]:
-    """The starts of items (and the end of the last), and their bytes."""
+    """Starts (and the end), and bytes."""
     starts = np.zeros(len(items) + 1, np.uint64)
     np.cumsum(np.fromiter(map(len, items), np.uint64, len(items)), out=starts[1:])
     return starts, np.frombuffer(b"".join(items), np.uint8)
@@ -755,8 +743,8 @@ def _splice(
     source: Indices,
     behind: layout.Bytes,
 ) -> tuple[layout.U8, layout.Bytes]:
-    """Items of (old, then new): their starts, and their bytes, followed by `behind`. Runs of items
-    that stay side by side are copied at once, so the cost is that of the changes."""
+    """Items of (old, then new): their starts, and their bytes, then `behind`. Runs of items that
+    stay together are copied at once, so the cost is that of the changes."""
     count = len(old[0]) - 1
     starts = np.zeros(len(source) + 1, np.uint64)
     lengths = np.concatenate([np.diff(each[0]).astype(np.uint32) for each in (old, new)])

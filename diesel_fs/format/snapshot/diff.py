@@ -19,7 +19,7 @@ from . import layout as layout
 from .reader import ROOT_INDEX, Indices, Snapshot
 
 OldIndices = npt.NDArray[np.int32]
-"""For each entry of the later version: an index in the earlier one, or -1."""
+"""For each later entry an index in the earlier snapshot, or -1."""
 
 
 @dataclass(frozen=True, slots=False, eq=False)
@@ -29,20 +29,20 @@ class SnapshotDiff:
     old: Snapshot
     new: Snapshot
     same_path: OldIndices
-    """The entry of `old` with the same path and kind."""
+    """In `old`, with the same path and kind."""
     unchanged: OldIndices
-    """As `same_path`, but -1 for entries that have changed."""
+    """As `same_path`; -1 for changed entries."""
 
     @cached_property
     def removed_or_changed(self) -> layout.Mask:
-        """Whether each entry of `old` is missing in `new` or has changed."""
+        """A flag for each entry of `old`."""
         result = np.ones(len(self.old), np.bool_)
         result[self.unchanged[self.unchanged >= 0]] = False
         return result
 
     @cached_property
     def changed_folders(self) -> Indices:
-        """Indices in `new` of folders of both versions with different listings."""
+        """Indices in `new` of folders of both versions whose listings differ."""
         differs = np.zeros(len(self.new), np.bool_)
         differs[self.new.columns.parent[self.unchanged < 0]] = True
         is_unchanged = self.unchanged >= 0
@@ -56,7 +56,7 @@ class SnapshotDiff:
 
     @cached_property
     def folders_with_new_attributes(self) -> Indices:
-        """Indices in `new` of folders of both versions with another mode or time."""
+        """Indices in `new` of folders of both versions whose mode or time differs."""
         old, new = self.old.columns, self.new.columns
         folders = np.flatnonzero((layout.kinds(new.flags) == Kind.FOLDER) & (self.unchanged >= 0))
         in_old = self.unchanged[folders]
@@ -72,8 +72,8 @@ def diff_snapshots(old: Snapshot, new: Snapshot) -> SnapshotDiff:
 
 
 def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
-    """Candidates have equal fingerprints, which depend on the path alone. Their names are compared,
-    and then, level by level, their folders."""
+    """Candidates have equal fingerprints, by path. Their names are compared, and then, level by
+    level, their folders."""
     candidates, is_ambiguous = _candidates(old, new)
     has_candidate = np.flatnonzero(candidates >= 0)
     same = _same_names(old, candidates[has_candidate], new, has_candidate)
@@ -82,9 +82,9 @@ def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
     old_kind, kind = layout.kinds(old.columns.flags), layout.kinds(new.columns.flags)
     result: OldIndices = np.full(len(new), -1, np.int32)
     result[ROOT_INDEX] = ROOT_INDEX
-    start, end_above = 1, 1  # the start of this level, and the end of the level above
+    start, end_above = 1, 1  # of this level; of the level above
     while start < len(new):
-        # Entries are sorted by folder, so the entries of one level's folders form one range.
+        # Entries are sorted by folder, so one level's entries form one range
         end = int(np.searchsorted(new.columns.parent, end_above))
         folder = result[new.columns.parent[start:end]]
         candidate = candidates[start:end]
@@ -99,8 +99,7 @@ def _same_path(old: Snapshot, new: Snapshot) -> OldIndices:
 
 
 def _candidates(old: Snapshot, new: Snapshot) -> tuple[OldIndices, layout.Mask]:
-    """The first entry of `old` with the same fingerprint as each of `new`, and whether there are
-    others."""
+    """The first `old` entry with each `new` one's fingerprint, and whether there are more."""
     candidates: OldIndices = np.full(len(new), -1, np.int32)
     is_ambiguous = np.zeros(len(new), np.bool_)
     if len(old.columns.fingerprint):
@@ -144,5 +143,5 @@ def _unchanged(old: Snapshot, new: Snapshot, same_path: OldIndices) -> OldIndice
 
 
 def _contents(snapshot: Snapshot, file: int) -> list[tuple[int, int, int]]:
-    """The contents of the extents, without their places."""
+    """The extents' contents, without their places."""
     return [(extent.start, extent.size, extent.checksum) for extent in snapshot.extents(file)]

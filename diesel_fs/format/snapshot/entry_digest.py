@@ -25,7 +25,7 @@ from .layout import CODEC_SHIFT, MANY_EXTENTS, SnapshotColumns, kinds
 _Hashes = npt.NDArray[np.uint64]
 _Column = npt.NDArray[np.uint64] | npt.NDArray[np.int64] | npt.NDArray[np.uint32]
 
-# Odd numbers with many bits set, from xxHash and similar hashes.
+# Odd numbers with many bits set, from xxHash and the like
 _FACTORS = (
     *(0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9),
     *(0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5, 0xFF51AFD7ED558CCD),
@@ -43,7 +43,7 @@ class EntryDigest(NamedTuple):
 
 
 def entry_digest(rows: Rows) -> EntryDigest:
-    """The digest of one chunk's rows (`ChunkHeader.rows`)."""
+    """`rows` are one chunk's (`ChunkHeader.rows`)."""
     records = rows.records
     files = records["kind"] == Kind.FILE
     whole = records[files & (records["extents"] == 1)]
@@ -59,7 +59,7 @@ def entry_digest(rows: Rows) -> EntryDigest:
 
 
 def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, EntryDigest]) -> None:
-    """Raise CorruptError if the files of a chunk in a snapshot do not have the chunk's digest."""
+    """Raise CorruptError if a chunk's files in a snapshot differ from its digest."""
     ids = columns.chunk_id.tobytes() if digests else b""
     table = [ids[at : at + 16] for at in range(0, len(ids), 16)]
     group = np.full(len(table), -1, np.int64)  # -1: not compared
@@ -92,7 +92,7 @@ def check_entry_digests(columns: SnapshotColumns, digests: Mapping[ChunkId, Entr
 
 
 class _Sums:
-    """`group` maps chunk numbers to positions in the sums; -1 for chunks that are not compared."""
+    """`group` maps chunk numbers to positions in the sums; -1: not compared."""
 
     def __init__(self, group: npt.NDArray[np.int64], count: int) -> None:
         self._group = group
@@ -103,13 +103,13 @@ class _Sums:
     def add_files(
         self, flags: npt.NDArray[np.uint32], chunk: npt.NDArray[np.uint32], hashed: list[_Column]
     ) -> None:
-        """Add the entries, given as columns, that are files of one extent."""
+        """Add those of these entries that are files of one extent."""
         files = np.flatnonzero((kinds(flags) == Kind.FILE) & ((flags & MANY_EXTENTS) == 0))
         files = files[self._group[chunk[files]] >= 0]
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """Add contents, given as their chunks (which are all compared) and their hashes."""
+        """All of these chunks are compared."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (

@@ -38,24 +38,24 @@ KNOWN_FLAGS = 0
 HEADER_BYTES = 640
 ALIGNMENT = 64
 NAME_PADDING = bytes(8)
-"""Zeros behind the last name, so that every name can be read as 64-bit words."""
+"""Behind the last name, so that every name can be read as 64-bit words."""
 
 KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
-"""A folder without an entry of its own: something is in it."""
+"""The folder has no entry of its own: something is in it."""
 MANY_EXTENTS = 1 << 25
 """The file has several extents; `chunk` is the index of the first in `extents`, `offset` their
 number."""
 
 EXTENT_BITS = 3 << KIND_SHIFT | 0xFF << CODEC_SHIFT | MANY_EXTENTS
 PLAIN_FILE = Kind.FILE << KIND_SHIFT | Codec.RAW << CODEC_SHIFT
-"""The flags of a file that is one uncompressed extent, among the bits `EXTENT_BITS`."""
+"""A file in one uncompressed extent, among the bits `EXTENT_BITS`."""
 
 _KNOWN_BITS = MODE_MASK | 3 << KIND_SHIFT | 1 << CODEC_SHIFT | IMPLICIT | MANY_EXTENTS
 IMPLICIT_FOLDER = 0o755 | Kind.FOLDER << KIND_SHIFT | IMPLICIT
 _SIZE_LIMIT = 1 << 63  # off_t is signed
 _DEPTH_MAX = PATH_BYTES_MAX // 2 + 1
-_BATCH = 65_536  # entries per step of a check that needs several words for each entry
+_BATCH = 65_536  # entries per step of a check that needs several words each
 
 STORED_EXTENT = np.dtype(
     [
@@ -70,8 +70,8 @@ STORED_EXTENT = np.dtype(
 )
 SHADOWED = np.dtype(
     [
-        ("entry", "<u4"),  # the folder that shows at its path
-        ("flags", "<u4"),  # this and the others: as the columns of the same names
+        ("entry", "<u4"),  # the folder at its path
+        ("flags", "<u4"),  # this and the others: as in `SnapshotColumns`
         ("size", "<u8"),
         ("mtime_ns", "<i8"),
         ("checksum", "<u8"),
@@ -85,46 +85,44 @@ _BLOCK = 1 << 18  # values per step of a sum
 
 
 class SnapshotColumns(NamedTuple):
-    """The sections in the order of the file, for n entries and c chunks."""
+    """In the order of the file, for n entries and c chunks."""
 
     parent: U4
-    """n; the index of each entry's folder; the root's is 0."""
+    """n; each entry's folder; the root's is 0."""
     name_start: U8
-    """n + 1; the offset of each name in `names`, and the end of the last."""
+    """n + 1; offsets in `names`, and the end."""
     flags: U4
     """n; mode, kind, codec, IMPLICIT and MANY_EXTENTS."""
     size: U8
-    """n; for a link the length of its target, for a folder 0."""
+    """n; for a link its target's length, for a folder 0."""
     mtime_ns: I8
     """n."""
     chunk: U4
-    """n; the number of the file's chunk; for a folder the index of its first child; for a link the
-    number of its target."""
+    """n; a file's chunk, as a number; a folder's first child; a link's target, as a number."""
     offset: U4
-    """n; bytes from the start of the chunk object; for a folder the number of its children, for a
-    link 0."""
+    """n; bytes from the start of the chunk object; a folder's number of children; 0 for a link."""
     stored: U4
     """n; bytes in the chunk."""
     checksum: U8
     """n; xxh3-64 of the content."""
     fingerprint: U4
-    """n - 1, ascending; the upper half of the hash of each entry except the root."""
+    """n - 1, ascending; the upper half of each hash, without the root's."""
     slot: U4
-    """n - 1; the index of the entry of each fingerprint; ascending among equal fingerprints."""
+    """n - 1; each fingerprint's entry; ascending among equal ones."""
     names: Bytes
-    """All names in the order of entries, then NAME_PADDING."""
+    """In the order of entries, then NAME_PADDING."""
     target_start: U8
-    """Number of targets + 1; the offset of each target in `targets`, and the end of the last."""
+    """Number of targets + 1; offsets in `targets`, and the end."""
     targets: Bytes
-    """Those of links in the order of entries, then those of shadowed links."""
+    """First of links, in the order of entries, then of shadowed links."""
     extents: Records
-    """STORED_EXTENT; first of files in the order of entries, then of shadowed files."""
+    """STORED_EXTENT; first of files, in the order of entries, then of shadowed files."""
     chunk_id: Bytes
-    """16 c; the IDs of the chunks, ascending."""
+    """16 c; ascending."""
     chunk_bytes: U8
-    """c; the length of each chunk object."""
+    """c; lengths of chunk objects."""
     shadowed: Records
-    """SHADOWED, in the order of `entry`: a file or link at the path of a folder."""
+    """SHADOWED, in the order of `entry`: a file or link at a folder's path."""
 
 
 DTYPES = tuple(
@@ -134,7 +132,7 @@ DTYPES = tuple(
         *("u1", "<u8", "u1", STORED_EXTENT, "u1", "<u8", SHADOWED),
     )
 )
-"""The types of `SnapshotColumns`, in their order."""
+"""The types of `SnapshotColumns`, in order."""
 _FIXED = struct.Struct("<8sHHI16sQQQQQQ16sB63s")
 _SECTION = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
@@ -202,11 +200,9 @@ def write(header: SnapshotHeader, columns: SnapshotColumns) -> list[memoryview]:
 
 
 def parse(buffer: "ReadableBuffer", *, verify: bool) -> tuple[SnapshotHeader, SnapshotColumns]:
-    """The header, and the columns as views of `buffer`. Raises a leaf of FormatError.
-
-    All checksums are compared. `verify` also checks the columns against each other; a private copy
-    was verified when it was written.
-    """
+    """The columns are views of `buffer`. Raises a leaf of FormatError. Compares all checksums.
+    `verify` also checks columns against each other; a private copy was verified when it was
+    written."""
     if sys.byteorder != "little":
         raise NewerVersionError("snapshots are read in place, on little-endian machines only")
     view = memoryview(buffer).cast("B")
@@ -229,13 +225,13 @@ _ADVICE = "write or fetch it again with `dlcmd save-meta`"
 
 
 def check_magic(start: bytes) -> None:
-    """Raise ForeignError if a file that begins with these bytes is not a snapshot."""
+    """Raise ForeignError unless a snapshot begins so."""
     if start != MAGIC[: len(start)]:
         raise ForeignError("not a snapshot (another magic number)", offset=0, advice=_ADVICE)
 
 
 def _parse_header(view: memoryview) -> SnapshotHeader:
-    """Checked except for the sections. Raises a leaf of FormatError."""
+    """Checked, but for the sections. Raises a leaf of FormatError."""
     check_magic(bytes(view[:MAGIC_BYTES]))
     if len(view) < HEADER_BYTES:
         raise _truncated(len(view), HEADER_BYTES)
@@ -272,16 +268,15 @@ def _parse_header(view: memoryview) -> SnapshotHeader:
 
 
 FRONT_BYTES = HEADER_BYTES
-"""The bytes of a file that `parse_front` needs."""
+"""All that `parse_front` needs."""
 
 _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
 
 def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
-    """The header at the start of a file, and a mark of its entries: versions with equal marks have
-    the same paths, attributes and contents, and may differ only in the chunks that hold them.
-    Raises a leaf of FormatError.
-    """
+    """The header, and a mark of the entries: versions with equal marks have the same paths,
+    attributes and contents, and may differ only in the chunks that hold them. Raises a leaf of
+    FormatError."""
     view = memoryview(front)
     header = _parse_header(view)
     sections = (SnapshotColumns._fields.index(name) for name in _CONTENT)
@@ -290,8 +285,7 @@ def parse_front(front: "ReadableBuffer") -> tuple[SnapshotHeader, bytes]:
 
 
 def content_mark(front: "ReadableBuffer") -> bytes:
-    """A mark of everything in a snapshot except its version: the counts in its header, and the
-    checksums of all sections."""
+    """A mark of all but the version: the header's counts, and the sections' checksums."""
     view = memoryview(front)
     counts_end = _FIXED.size + len(SnapshotColumns._fields) * _SECTION.size
     return bytes(view[40:80]) + bytes(view[_FIXED.size : counts_end])
@@ -312,7 +306,7 @@ def _truncated(length: int, expected: int) -> FormatError:
 def _parse_sections(
     view: memoryview, header: SnapshotHeader
 ) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
-    """And each section's start, end, end of its padding, and checksum."""
+    """With each section's start, end, end of padding, and checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES
@@ -329,7 +323,7 @@ def _parse_sections(
         raise _truncated(len(view), at)
     if at < len(view):
         _corrupt(f"{len(view) - at} bytes behind its end", at)
-    columns = SnapshotColumns(*arrays)  # each has its dtype of DTYPES
+    columns = SnapshotColumns(*arrays)  # each has its dtype
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
     if (
@@ -348,10 +342,8 @@ def words(names: Bytes) -> U8:
 
 
 def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
-    """Whether pairs of names are equal. Each side is (`words` of its names, starts, lengths).
-
-    Compares 8 bytes of all pairs at a time, and continues with the pairs that are equal so far.
-    """
+    """Compare pairs of names. Each side is (`words` of its names, starts, lengths). Compares 8
+    bytes of all pairs at a time, and goes on with the pairs that are equal until then."""
     (one_words, one_at, lengths), (other_words, other_at, other_lengths) = one, other
     same: Mask = lengths == other_lengths
     left = np.flatnonzero(same)
@@ -367,8 +359,8 @@ def equal_names(one: tuple[U8, I8, I8], other: tuple[U8, I8, I8]) -> Mask:
 
 
 def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
-    """The 8 bytes of each name from `position` on, as a little-endian word, with zeros beyond the
-    name's end. `source` is the result of `words`."""
+    """8 bytes of each name from `position` on, as a little-endian word, with zeros beyond its end.
+    `source` comes from `words`."""
     rest = lengths - position
     word = source[np.where(rest > 0, starts + position, 0)]
     unused_bits = np.clip(64 - 8 * rest, 0, 63).astype(np.uint64)
@@ -377,7 +369,7 @@ def word_at(source: U8, starts: I8, lengths: I8, position: int) -> U8:
 
 
 def name_faults(names: Bytes, starts: U8) -> Mask:
-    """Names that cannot be components of a path. `starts` has one item more."""
+    """Names that cannot be in a path. `starts` has one item more."""
     lengths = np.diff(starts)
     bad = (lengths < 1) | (lengths > NAME_BYTES_MAX)
     used = names[: int(starts[-1])]
@@ -391,7 +383,7 @@ def name_faults(names: Bytes, starts: U8) -> Mask:
 
 
 def longest_path_bytes(parent: U4, name_start: U8, child_end: Callable[[int], int]) -> int:
-    """`child_end(i)` returns the end of the children of entries 0..i. Returns a number above
+    """`child_end(i)` is the end of the children of entries 0..i. Returns a number above
     PATH_BYTES_MAX, early, if folders are nested too deeply."""
     length = np.diff(name_start).astype(np.int32)
     longest, depth, start, end = 0, 0, 1, child_end(0)
@@ -415,8 +407,7 @@ def _exact_sum(values: U8) -> int:
 
 
 def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
-    """Raise CorruptError if columns contradict each other. Afterwards every index in them is
-    valid."""
+    """Raise CorruptError if columns contradict each other. Afterwards all indices are valid."""
     _check_names(columns)
     kind = kinds(columns.flags)
     _check_tree(columns, kind)
@@ -430,7 +421,7 @@ def check(header: SnapshotHeader, columns: SnapshotColumns) -> None:
 
 
 def _check_names(columns: SnapshotColumns) -> None:
-    """The names tile `names` and are possible in a path."""
+    """They tile `names` and are possible in a path."""
     starts, names = columns.name_start, columns.names
     if starts[0] or starts[1]:
         _corrupt("the root has a name")
@@ -446,7 +437,7 @@ def _check_names(columns: SnapshotColumns) -> None:
 
 
 def _batches(count: int) -> Iterator["slice[int, int, None]"]:
-    """Checking one slice at a time needs little memory."""
+    """Checking slices needs little memory."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 

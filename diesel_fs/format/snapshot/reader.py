@@ -446,12 +446,12 @@ class Snapshot:
         return paths
 
     def iter_paths(self, entries: Indices) -> Iterator[bytes]:
-        """As `paths`, with only a batch of paths in memory at a time."""
+        """As `paths`, holding one batch of paths at a time."""
         for start in range(0, len(entries), _PATHS_BATCH):
             yield from self.paths(entries[start : start + _PATHS_BATCH])
 
     def chunk_of(self, entries: Sequence[int] | Indices) -> Indices:
-        """The number of each file's first chunk; -1 for links and folders."""
+        """Each file's first chunk, as a number; -1 for links and folders."""
         wanted = self._checked(entries)
         flags, chunk = self.columns.flags[wanted], self.columns.chunk[wanted].astype(np.int64)
         many = (flags & layout.MANY_EXTENTS) != 0
@@ -460,8 +460,8 @@ class Snapshot:
         return chunk
 
     def used_bytes(self) -> npt.NDArray[np.float64]:
-        """Stored bytes of each chunk that are contents of files, including shadowed ones. Works in
-        steps: a fraction of a second for 10 million entries, with little memory."""
+        """Each chunk's stored bytes that are contents of files, shadowed ones too. Works in steps:
+        a fraction of a second for 10 million entries, with little memory."""
         columns, shadowed = self.columns, self.columns.shadowed
         used = np.zeros(self.chunk_count)
         plain = (columns.flags, columns.chunk, columns.stored)
@@ -476,18 +476,18 @@ class Snapshot:
         return used
 
     def _add_used(self, used: npt.NDArray[np.float64], chunk: layout.U4, stored: layout.U4) -> None:
-        is_there = chunk < self.chunk_count  # the others are damaged; their reader will notice
+        is_there = chunk < self.chunk_count  # their reader notices the damage
         used += np.bincount(chunk[is_there], stored[is_there], self.chunk_count)
 
     def files(self) -> Indices:
         return np.flatnonzero(layout.kinds(self.columns.flags) == Kind.FILE)
 
     def walk(self, i: int) -> Indices:
-        """The indices of an entry and of everything below it, ascending (breadth first)."""
+        """The indices of an entry and of all below it, ascending (breadth first)."""
         self._check(i)
         ranges = []
         start, end = i, i + 1
-        while start < end:  # the children of a contiguous range are contiguous
+        while start < end:  # children of a contiguous range are contiguous
             ranges.append(np.arange(start, end))
             inner = np.flatnonzero(layout.kinds(self.columns.flags[start:end]) == Kind.FOLDER)
             if not len(inner):
@@ -500,7 +500,7 @@ class Snapshot:
         return np.concatenate(ranges)
 
     def shadowing_folders(self) -> Indices:
-        """The folders that shadow a file or link of the same path, which is therefore invisible."""
+        """Those that hide a file or link of the same path."""
         return self.columns.shadowed["entry"].astype(np.int64)
 
     def _kind(self, i: int) -> int:
@@ -512,7 +512,7 @@ class Snapshot:
             raise IndexError(f"no entry {i} among {self.entry_count}")
 
     def _checked(self, entries: Sequence[int] | Indices) -> "Indices | Span":
-        """As an array, or as a slice for a range of step 1. Raises IndexError."""
+        """An array, or a slice for a range of step 1. Raises IndexError."""
         if isinstance(entries, range) and entries.step == 1 and len(entries):
             self._check(entries.start)
             self._check(entries.stop - 1)
@@ -533,8 +533,8 @@ class Snapshot:
         raise CorruptError(f"damaged snapshot of {self.dataset}: entry {i} contradicts another")
 
     def _folder(self, path: bytes) -> tuple[int, int]:
-        """Index and hash of a folder, from the memo or step by step; -1 if there is none. Its path
-        ends with a slash, except the root's, so that `/a` is not taken for `a`."""
+        """Index and hash of a folder, from the memo or step by step; -1 if there is none. Paths end
+        with a slash, except the root's, so that `/a` is not taken for `a`."""
         found = self._folder_of_path.get(path)
         if found:
             return found
@@ -551,7 +551,7 @@ class Snapshot:
         return folder, seed
 
     def _find(self, folder: int, hash_: int, name: bytes) -> int:
-        """The entry's index; -1 if there is none."""
+        """-1 if there is none."""
         fingerprint = hash_ >> 32
         fingerprints, slot = self._fingerprint, self._slot
         first = bisect_left(fingerprints, fingerprint)
@@ -563,6 +563,6 @@ class Snapshot:
                 return i
         if folder < 0 or first + _EQUAL_TRIED_MAX >= len(slot):
             return -1
-        inside = self.children(folder)  # names were chosen to have equal fingerprints
+        inside = self.children(folder)  # chosen to have equal fingerprints
         at = bisect_left(inside, name, key=self.name)
         return inside[at] if at < len(inside) and self.name(inside[at]) == name else -1

@@ -45,7 +45,7 @@ _TOO_MANY = "too many connections"
 class AnswerSource(Protocol):
     @property
     def table(self) -> ChunkTable:
-        """Of the chunks of the current version that are in memory."""
+        """Chunks of the current version in memory."""
 
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool

@@ -30,11 +30,11 @@ class ChunkFuture:
     """Future reads of each chunk of a version."""
 
     uses: FutureUses
-    """Of all nodes: the owner of a chunk serves all of its reads."""
+    """On all nodes: the owner of a chunk serves all of its reads."""
     live_bytes: npt.NDArray[np.float64]
     """Bytes of each chunk that files of this version have."""
     read_bytes: npt.NDArray[np.float64]
-    """Of one read of each chunk: the mean over its files."""
+    """For one read of each chunk: the mean over its files."""
 
     def uses_min(
         self, chunk: int, replaced_bytes: Sequence[int], size: int, cost: Cost, *, is_stored: bool

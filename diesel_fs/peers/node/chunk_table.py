@@ -30,7 +30,7 @@ LOANS_MAX = 256
 """One more takes back the file that was lent first."""
 
 FROM_FILES_BYTES_MAX = 8 << 20
-"""Of one answer from files: it takes memory, and other connections wait."""
+"""For one answer: it takes memory, and other connections wait."""
 
 _READS_REMEMBERED = 4096  # requests; the oldest are forgotten
 

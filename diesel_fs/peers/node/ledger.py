@@ -151,7 +151,7 @@ class Ledger:
         self.tables = tables
         self.pins = PinTable()
         self.counts: Counter[str] = Counter()
-        """Of all parts of the cache, by the names in `COUNTS`."""
+        """Counters of the whole cache, by the names in `COUNTS`."""
         self.owned: Mask = np.zeros(len(ids), np.bool_)
         self.held_elsewhere: Mask | None = None
         """Chunks of other nodes, as far as known."""

@@ -51,7 +51,7 @@ class CacheOptions:
     """For victims in memory, and for those on the disk."""
     disk: DiskTier | None = None
     costs: ReadCosts | None = None
-    """Of fetching a chunk, as the caller measures; without them, the fetches are measured."""
+    """The caller's measured costs of a fetch; without them, the fetches are measured."""
 
 
 class NodeCache:
@@ -243,7 +243,7 @@ class NodeCache:
         self.replacement.set_values(values)
 
     def set_positions(self, positions: Sequence[int]) -> None:
-        """Of the future's readers, perhaps back. Positions are up to a second old: decisions may
+        """Readers may go back. Positions are up to a second old: decisions may
         cost time, never wrong bytes."""
         future = self.replacement.future
         if future is None:

@@ -159,8 +159,8 @@ class Replacement:
     def place(
         self, chunk: int, wanted_bytes: int, *, from_disk: bool, is_new: bool
     ) -> Placement | None:
-        """Of an absent chunk that a caller wants; None if it should not come. `from_disk`: from
-        this node's. `is_new`: this miss was not counted yet."""
+        """Where an absent chunk goes that a caller wants; None if it should not come. `from_disk`:
+        from this node's. `is_new`: this miss was not counted yet."""
         admission = self.disk_admission if from_disk else self.admission
         if is_new:
             admission.record_miss(chunk, wanted_bytes)

@@ -52,9 +52,9 @@ class OrderPiece:
     """Entries of an order, from the position `first` on."""
 
     digest: bytes
-    """Of the whole order (`order_digest`)."""
+    """The whole order's (`order_digest`)."""
     length: int
-    """Of the whole order."""
+    """The whole order's."""
     first: int
     entries: Entries = field(compare=False)
 
@@ -91,7 +91,7 @@ class StreamEnd:
 
 @dataclass(frozen=True, slots=True)
 class Positions:
-    """Of each reader: the number of its epoch, and its position in it."""
+    """Each reader's epoch, as a number, and its position there."""
 
     by_key: Mapping[str, tuple[int, int]]
 

@@ -50,9 +50,9 @@ forgotten this process. Between masters that is every 30 s."""
 class Announcement:
     streams: Mapping[str, PlannedStream]
     order_of: Callable[[PlannedEpoch], Entries | None]
-    """Of an epoch that is not computed; None if not known any more."""
+    """Entries of an epoch that is not computed; None if not known any more."""
     values: Values | None = None
-    """Of the chunks; None if not known."""
+    """Values of chunks; None if not known."""
     held: Mask | None = None
     """The node's chunks; None if the receiver does not need them."""
 

@@ -184,7 +184,7 @@ class MasterLink:
         self._restart = restart
         self.rank = -1  # the master's; -1 before its first answer
         self.owners: OwnerTableView | None = None
-        """Of the last master that answered."""
+        """From the last master that answered."""
 
         self.exchanged_s = 0.0  # when the last exchange ended, by time.monotonic()
         self.counts = {"requests": 0, "failures": 0, "skipped": 0}

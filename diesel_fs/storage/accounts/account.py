@@ -116,7 +116,7 @@ class Account:
 _ROLE_VERBS = {Role.NONE: "see", Role.READ: "read", Role.WRITE: "change", Role.ADMIN: "administer"}
 
 Accounts = Mapping[str, Account]
-"""By name."""
+"""Accounts by name."""
 
 
 # Names and keys

@@ -27,7 +27,7 @@ from ...format.entries import ChunkId
 from .store import CommitBatch, MetadataStore, ReadCommitted, RenewingCommitLock, log
 
 LOCKED_CHUNKS_MAX = 32
-"""Read while commits are locked: some round trips to the object store each."""
+"""Read while commits are locked: some round trips each."""
 
 # Passes of step 3; each is shorter than the one before, unless chunks come faster than they are
 # read
@@ -38,10 +38,8 @@ _PAUSE_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """The state that readers see now, as far as it can be read.
-
-    `revision` differs between any two states, and is empty if there is no such dataset.
-    """
+    """The state that readers see, as far as it can be read. `revision` differs between any two
+    states, and is empty without such a dataset."""
 
     revision: tuple[bytes, ...]
     chunks: frozenset[ChunkId]
@@ -51,7 +49,7 @@ NO_LIVE_STATE = LiveState((), frozenset())
 
 
 class ShadowState(ABC):
-    """A state that is being built beside the live one; readers do not see it."""
+    """A state beside the live one, which readers do not see."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -63,25 +61,23 @@ class ShadowState(ABC):
 
     @abstractmethod
     def add(self, batch: CommitBatch) -> None:
-        """Fold in a new chunk, now or with the next `flush`."""
+        """Fold in a chunk, now or with the next `flush`."""
 
     @abstractmethod
     def flush(self) -> None:
-        """Fold in every chunk that was added."""
+        """Fold in every added chunk."""
 
     @abstractmethod
     def become_live(self, expected: LiveState) -> int | None:
-        """Replace the live state at once, and return the new version; None, and nothing is done, if
-        it is not `expected` any more."""
+        """Replace the live state at once; returns the new version, or None, and does nothing, if it
+        is not `expected` any more."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Remove this state, as far as that is possible now. Raises no DieselError."""
+        """As far as possible now. Raises no DieselError."""
 
 
 class RebuildingStore(MetadataStore):
-    """A metadata store that rebuilds a dataset in a shadow state."""
-
     def rebuild(
         self,
         name: str,
@@ -101,7 +97,7 @@ class RebuildingStore(MetadataStore):
         return version
 
     def clean(self) -> None:
-        """Remove replaced and dropped states, as far as that is possible now."""
+        """Remove replaced and dropped states, as far as possible now."""
         try:
             self.remove_abandoned()
         except DieselError as error:
@@ -109,11 +105,11 @@ class RebuildingStore(MetadataStore):
 
     @abstractmethod
     def shadow_state(self, name: str, identity: UUID, newer_than: int) -> ShadowState:
-        """For a version after `newer_than`."""
+        """For a version above `newer_than`."""
 
     @abstractmethod
     def remove_abandoned(self) -> None:
-        """Remove states that no reader sees, and remains of dead rebuilds."""
+        """States that no reader sees, and remains of dead rebuilds."""
 
 
 class _Rebuild:
@@ -130,7 +126,7 @@ class _Rebuild:
         self._read_committed = read_committed
         self._before = shadow.live_state()
         self._folded: set[ChunkId] = set()
-        # Requested of `read_committed`, which may have no batch for some of them
+        # requested; there may be no batch for some of them
         self._requested: set[ChunkId] = set()
 
     def run(self, batches: Iterable[CommitBatch]) -> int:
@@ -150,7 +146,7 @@ class _Rebuild:
     def _last_pass(self) -> int | None:
         """None if the live state changed although commits were locked."""
         with RenewingCommitLock(self._store, self._identity) as lock:
-            # A dataset that is new, or whose state cannot be read, has no commits
+            # a new or unreadable dataset has no commits
             with suppress(NoSuchDataset, CorruptError):
                 lock.lock()
             live = self._shadow.live_state()

@@ -19,13 +19,11 @@ DIRECT_BYTES_MIN = 1 << 20
 _BUFFER_BYTES = 1 << 20
 _BLOCK_BYTES = 4096  # the largest block of disks in use, and a page
 _FILE_SYSTEMS = frozenset("btrfs ext2 ext3 ext4 f2fs xfs".split())
-"""File systems on local disks that are known to obey O_DIRECT. Over a network or through FUSE each
-write would wait for the other side; tmpfs has nothing but the page cache; an overlay can be on top
-of any of these."""
+"""On local disks, and known to obey O_DIRECT. Over a network or through FUSE each write would wait
+for the other side; tmpfs has only the page cache; an overlay can be on top of any."""
 
 
 def takes_direct(folder: str) -> bool:
-    """Whether the large files of a folder should be written with `write_direct`."""
     try:
         return file_system_of(Path(folder)).kind in _FILE_SYSTEMS
     except OSError:  # no /proc
@@ -34,21 +32,21 @@ def takes_direct(folder: str) -> bool:
 
 def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
     """Write `parts` to the empty file `fd` with O_DIRECT, as far as the file system allows, through
-    one aligned buffer. Returns the bytes that were not written, and small files whole; the caller
-    appends them with a normal write."""
+    one aligned buffer. Returns the unwritten bytes (all of small files), which the caller appends
+    with a normal write."""
     views = byte_views(parts)
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
     buffer = _aligned_buffer()
-    start = 0  # where in the buffer the unwritten bytes begin
+    start = 0  # of the buffer's unwritten bytes
     while True:
         filled = _fill(buffer, views)
         whole = filled - filled % _BLOCK_BYTES
         try:
             start = os.write(fd, buffer[:whole]) if whole else 0
         except OSError:
-            # Nothing was written: larger blocks, or no direct writes. If the disk has failed, the
-            # caller's own write raises the error.
+            # Nothing was written: larger blocks, or no direct writes. After a disk failure the
+            # caller's own write raises the error
             start = 0
         if start < len(buffer):
             break
@@ -80,7 +78,7 @@ def _set_direct(fd: int, *, wanted: bool) -> bool:
 
 
 class _Buffers(threading.local):
-    """One buffer per writing thread: making a buffer costs as much as writing from it."""
+    """One per writing thread: making a buffer costs as much as writing from it."""
 
     aligned: memoryview | None = None
 
@@ -89,7 +87,7 @@ _buffers = _Buffers()
 
 
 def _aligned_buffer() -> memoryview:
-    """A private mapping, which a forked child does not share."""
+    """Private: a forked child does not share it."""
     if _buffers.aligned is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _buffers.aligned = memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags))

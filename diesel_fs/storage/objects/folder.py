@@ -39,16 +39,16 @@ from .store import FastReads, Housekeeping, Leftover, ObjectInfo, ObjectStore
 
 _TEMPORARY = re.compile(r"\.tmp-(?P<host>[A-Za-z0-9._-]{1,64})-(?P<pid>\d{1,10})-[0-9a-f]{16}")
 _BESIDE_OBJECTS = re.compile(r"meta\.(sqlite[-.a-z0-9]*|lease)|accounts(\.lock)?")
-# mkfs puts this folder into a new file system, in which a store may be created.
+# mkfs puts this into a new file system, in which a store may be created
 _LOST_AND_FOUND = "lost+found"
 # The kernel may have dropped the dirty pages (EIO), or the folder has gone (ENOENT, ESTALE). A
-# second fsync would prove nothing, so a second file is written.
+# second fsync would prove nothing, so a second file is written
 _WRITE_AGAIN = frozenset({errno.EIO, errno.ESTALE, errno.ENOENT})
 _NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _NOT_ALLOWED = frozenset({errno.EACCES, errno.EPERM})
 _MISSING = frozenset({errno.ENOENT, errno.ENOTDIR})
-# O_NONBLOCK: a pipe under an object's name must not hang the reader.
+# O_NONBLOCK: a pipe under an object's name must not hang the reader
 _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -71,13 +71,12 @@ class FolderStore(ObjectStore):
         """Callers use `open` or `create`."""
         self.root = root
         self.store_id = store_id
-        self._durable = {""}  # folders that are known to exist durably
+        self._durable = {""}  # known to exist durably
         self._direct: dict[str, bool] = {}  # by folder, whether large files are written directly
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """Raises ObjectMissing if the folder has no marker: it may be the mount point of a store
-        that is not mounted."""
+        """Raises ObjectMissing without a marker: the store may not be mounted."""
         root = _real_path(path)
         try:
             return cls(root, _read_marker(root))
@@ -91,11 +90,9 @@ class FolderStore(ObjectStore):
 
     @classmethod
     def create(cls, path: str | os.PathLike[str]) -> "FolderStore":
-        """Make a store in an absent or empty folder, or open the one that is there.
-
-        Raises ConflictError if the folder holds anything else. If several processes create a store
-        at once, all open the same one.
-        """
+        """Make a store in an absent or empty folder, or open the one there. Raises ConflictError if
+        the folder holds anything else. If several processes do so at once, all open the same
+        one."""
         root = _real_path(path)
         try:
             _make_root(root)
@@ -106,7 +103,7 @@ class FolderStore(ObjectStore):
             is_foreign = any(
                 name != _LOST_AND_FOUND and not _TEMPORARY.fullmatch(name) for name in content
             )
-            # Another process may have made the store since, and written into it.
+            # Another process may have made the store, and written into it
             if is_foreign and not os.path.lexists(os.path.join(root, STORE_MARKER)):
                 raise ConflictError(
                     f"{root}: neither empty nor a DIESEL-FS store; no store is made in it",
@@ -116,7 +113,7 @@ class FolderStore(ObjectStore):
             with contextlib.suppress(ObjectExists):  # another process has made it
                 cls(root, store_id)._write(STORE_MARKER, [contract.encode_marker(store_id)], _link)
             with contextlib.suppress(OSError):
-                # A full disk would have no room for this folder when a dataset has to be deleted
+                # On a full disk this folder could not be made when a dataset has to be deleted
                 _make_folder_durably(os.path.join(root, DELETED.rstrip("/")))
         return cls.open(root)
 
@@ -139,14 +136,14 @@ class FolderStore(ObjectStore):
         self._write(name, parts, os.rename)
 
     def _write(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """After an error of `_WRITE_AGAIN`, write once more under a new temporary name."""
+        """After an error of `_WRITE_AGAIN`, writes again under a new temporary name."""
         try:
             self._write_once(name, parts, publish)
             return
         except FileExistsError as error:
             raise ObjectExists(f"{name}: exists already") from error
         except OSError as error:
-            self._durable = {""}  # folders may have been removed, or the store unmounted
+            self._durable = {""}  # folders may have gone, or the store was unmounted
             self._direct = {}
             if error.errno not in _WRITE_AGAIN:
                 raise _store_error(error, "write", name) from error
@@ -156,7 +153,7 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "write, in a second try", name) from error
 
     def _write_once(self, name: str, parts: Sequence[Bytes], publish: _Publish) -> None:
-        """Raises OSError; an object that this call created is then removed."""
+        """Raises OSError, and removes an object that it created."""
         folder = name.rpartition("/")[0]
         self._make_folder(folder)
         temporary = os.path.join(self.root, folder, object_temporary_name())
@@ -170,7 +167,7 @@ class FolderStore(ObjectStore):
         try:
             fsync_folder(os.path.dirname(final))
         except OSError:
-            # Visible, but not durable: its put is not going to be acknowledged.
+            # Visible, but not durable: its put will not be acknowledged
             if publish is _link:
                 _unlink_quietly(final)
             raise
@@ -181,7 +178,7 @@ class FolderStore(ObjectStore):
         return self._direct[folder]
 
     def _make_folder(self, folder: str) -> None:
-        """Make a folder and those above it, syncing the parent of each."""
+        """With those above it, syncing the parent of each."""
         if folder in self._durable:
             return
         self._check_store_present()  # never fill an empty mount point
@@ -202,7 +199,7 @@ class FolderStore(ObjectStore):
                 raise _store_error(error, "delete", name) from error
             self._check_store_present()
         try:
-            # Also if it was absent: the process that unlinked it may have died before its fsync.
+            # Also if it was absent: whoever unlinked it may have died before its fsync
             fsync_folder(os.path.dirname(path))
         except OSError as error:
             if error.errno not in _MISSING:
@@ -236,7 +233,7 @@ class FolderStore(ObjectStore):
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
-        """A descriptor and the size. An OSError in the `with` becomes an error of the store."""
+        """Descriptor and size. An OSError in the `with` becomes an error of the store."""
         try:
             fd = os.open(os.path.join(self.root, name), _READ_FLAGS)
         except OSError as error:
@@ -252,7 +249,7 @@ class FolderStore(ObjectStore):
             raise _store_error(error, "read", name) from error
 
     def _missing_or(self, error: OSError, doing: str, name: str) -> DieselError:
-        """ObjectMissing for a missing file, if the store itself is still there."""
+        """ObjectMissing for a missing file, if the store is still there."""
         if error.errno not in _MISSING:
             return _store_error(error, doing, name)
         self._check_store_present()
@@ -284,7 +281,7 @@ class FolderStore(ObjectStore):
             try:
                 yield self.stat(name)
             except ObjectMissing:
-                continue  # deleted since its folder was read
+                continue  # deleted since
 
     def _names(self, prefix: str, after: str) -> Iterator[str]:
         return (name for name, sort in self._walk(prefix, after) if sort is _Sort.OBJECT)
@@ -292,8 +289,8 @@ class FolderStore(ObjectStore):
     def _walk(
         self, prefix: str, after: str = "", folder: str | None = None
     ) -> Iterator[tuple[str, _Sort]]:
-        """Names below `folder` (None: the folder in which `prefix` lies) that begin with `prefix`
-        and come after `after`, in byte order of whole names. Reads one folder at a time."""
+        """Names below `folder` (None: the folder of `prefix`) that begin with `prefix` and come
+        after `after`, in byte order of whole names. Reads one folder at a time."""
         if folder is None:
             folder = prefix.rpartition("/")[0]
         for name in self._folder_content(folder):
@@ -311,8 +308,8 @@ class FolderStore(ObjectStore):
                 yield name.removesuffix("//"), _Sort.FOREIGN
 
     def _folder_content(self, folder: str) -> Sequence[str]:
-        """Whole names of a folder's entries, sorted. A folder's ends in a slash; that of anything
-        but a file or folder in "//", so that it never looks like an object."""
+        """Whole names, sorted. A folder's ends in a slash; that of anything but a file or folder in
+        "//", so that it never looks like an object."""
         above = f"{folder}/" if folder else ""
         try:
             with os.scandir(os.path.join(self.root, folder)) as entries:
@@ -321,7 +318,7 @@ class FolderStore(ObjectStore):
             if error.errno not in _MISSING:
                 raise _store_error(error, "list", folder or self.root) from error
         self._check_store_present()
-        return ()  # the folder was never made, or removed since its parent was read
+        return ()  # it was never made, or was removed since
 
 
 class FolderReads(FastReads):
@@ -330,9 +327,8 @@ class FolderReads(FastReads):
     _store: FolderStore
 
     def read(self, name: str, start: int, size: int) -> Bytes:
-        """As `FastReads.read`, but returns `bytes`, which need no copy. Makes only the system
-        calls, nearly the whole cost of a small read; if they fail, `read_into` reads again and
-        finds out why."""
+        """Returns `bytes`, which need no copy. Makes few system calls, nearly the whole cost of a
+        small read; if they fail, `read_into` reads again and finds out why."""
         contract.check_range(name, start, size)
         with contextlib.suppress(OSError, MemoryError):
             fd = os.open(os.path.join(self._store.root, name), _READ_FLAGS)
@@ -403,12 +399,12 @@ class FolderHousekeeping(Housekeeping):
 def _ending(entry: os.DirEntry[str]) -> str:
     if entry.is_file(follow_symlinks=False):
         return ""
-    # A folder may be a link: people move folders of chunks to a larger disk.
+    # May be a link: people move folders of chunks to a larger disk
     return "/" if entry.is_dir() else "//"
 
 
 def _real_path(path: str | os.PathLike[str]) -> str:
-    """Absolute and without links, so that the working directory may change."""
+    """Without links, so that the working directory may change."""
     text = os.fspath(path)
     if not text or "\0" in text:
         raise UsageError(f"{text!r} is not a path of a store")
@@ -433,8 +429,7 @@ def _make_root(root: str) -> None:
 
 
 def _make_folder_durably(path: str) -> None:
-    """Sync the parent even if the folder exists: the process that made it may have died before its
-    own sync."""
+    """Syncs the parent even if the folder exists: its maker may have died before its own sync."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(path)
     try:
@@ -446,13 +441,13 @@ def _make_folder_durably(path: str) -> None:
 
 
 def object_temporary_name() -> str:
-    """`.tmp-<host>-<pid>-<random>`: says which process is writing the file."""
+    """`.tmp-<host>-<pid>-<random>`: it names the writing process."""
     host = re.sub(r"[^A-Za-z0-9._-]", "_", os.uname().nodename)[:64] or "_"
     return f".tmp-{host}-{os.getpid()}-{secrets.token_hex(8)}"
 
 
 def _write_file(path: str, parts: Sequence[Bytes], *, direct: bool) -> None:
-    """An error of close(2) is an error, too: NFS reports there."""
+    """An error of close(2) counts, too: NFS reports there."""
     fd = os.open(path, _CREATE_FLAGS, 0o644)
     try:
         left = write_direct(fd, parts) if direct else parts
@@ -469,7 +464,7 @@ def _link(temporary: str, final: str) -> None:
     try:
         os.link(temporary, final)
     except FileExistsError:
-        # NFS repeats a request if its answer was lost: the name may be taken by this file.
+        # NFS repeats a request if its answer was lost: the name may be this file's
         if not os.path.samestat(os.lstat(final), os.lstat(temporary)):
             raise
     except OSError as error:
@@ -491,7 +486,7 @@ def _rename_to_new(temporary: str, final: str) -> None:
 
 
 def _unlink_quietly(path: str) -> None:
-    """A file that cannot be removed stays as a leftover."""
+    """It then stays as a leftover."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 

@@ -246,7 +246,7 @@ class ObjectStore(ABC):
 
     @abstractmethod
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """The objects whose names begin with `prefix` and come after `after`, in byte order.
+        """Objects with names that begin with `prefix` and come after `after`, in byte order.
 
         Lazy. An object that exists during the whole listing is listed once; one that appears or
         disappears meanwhile may be listed or not. Temporary and foreign files are left out. If a

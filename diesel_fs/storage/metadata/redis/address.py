@@ -32,7 +32,7 @@ _OPTIONS = {"ca", "cert", "key", "db"}
 
 @dataclass(frozen=True, slots=True)
 class RedisAddress:
-    """One Redis, its sentinels, or some nodes of a cluster."""
+    """A Redis, its sentinels, or some nodes of a cluster."""
 
     kind: str  # "redis", "sentinel" or "cluster"
     hosts: Sequence[HostPort]
@@ -72,7 +72,7 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
             advice="use redis://, rediss://, unix://, redis+sentinel:// or redis+cluster://",
         )
     options = dict(parse_qsl(parts.query))
-    if options.keys() - _OPTIONS:  # not repeated: it may be half of a password
+    if options.keys() - _OPTIONS:  # not repeated: may be half of a password
         raise ConfigError(
             f"a Redis URL with an unknown option: there are {', '.join(sorted(_OPTIONS))}",
             advice="in a password, write ? as %3F, # as %23, / as %2F and @ as %40",
@@ -100,7 +100,7 @@ def parse_redis_url(url: str, environment: Mapping[str, str] | None = None) -> R
 
 
 def _path(parts: SplitResult, kind: str, options: Mapping[str, str]) -> tuple[str, int]:
-    """A sentinel's service, and the number of the database."""
+    """A sentinel's service, and the database's number."""
     words = [] if parts.scheme == "unix" else [word for word in parts.path.split("/") if word]
     service = ""
     if kind == "sentinel":

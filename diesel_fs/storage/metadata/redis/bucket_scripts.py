@@ -11,14 +11,14 @@ from typing import NamedTuple
 
 
 class LoadedScript(NamedTuple):
-    """`sha` is the SHA-1 by which Redis knows the script."""
+    """Redis knows the script by `sha`."""
 
     source: bytes
     sha: bytes
 
 
 SCRIPTS: list[LoadedScript] = []
-"""A Redis that lacks one of them is sent all of them."""
+"""A Redis that lacks one gets all."""
 
 
 def script(source: str) -> LoadedScript:
@@ -287,7 +287,7 @@ return call('HMGET', T, 'pieces', 'files', 'bytes')
 """
 )
 
-# An HSET of a piece that succeeds even if the memory is full (`head_scripts.py`)
+# An HSET that succeeds even if the memory is full (`head_scripts.py`)
 STAGE = script(
     """
 redis.call('HDEL', KEYS[1], ARGV[1])
@@ -296,7 +296,7 @@ return 1
 """
 )
 
-# A write that succeeds even if the memory is full
+# It succeeds even if the memory is full
 NOTE_SYNC = script(
     """
 redis.call('HDEL', KEYS[1], 'sync')

@@ -17,13 +17,13 @@ local schema = redis.call('GET', KEYS[1])
 if schema and schema ~= ARGV[1] then return {'schema', schema} end
 """
 
-# Redis makes a new run ID at each start, after which data may be lost
+# Redis makes a run ID at each start, after which data may be lost
 _RUN = """
 local function run() return redis.call('INFO', 'server'):match('run_id:(%w+)') or '' end
 """
 
-# Only Redis's clock times locks. A lock that seems to last longer than `longest` is ignored: the
-# clock has gone back
+# Redis's clock times locks. One that seems to last longer than `longest` is ignored: the clock went
+# back
 _TIME = """
 local function now_s()
   local now = redis.call('TIME')

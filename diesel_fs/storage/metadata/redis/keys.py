@@ -82,38 +82,38 @@ USERS_KEY = HEAD + b"users"
 USERS_TOKEN = b"="  # no user can have this name
 
 CHUNK = struct.Struct("<QqIQ")
-"""Bytes of a chunk's object, when it was uploaded (ns), entries, version (or 0)."""
+"""Object's bytes, upload time (ns), entries, version (or 0)."""
 PIECE_COUNT = struct.Struct("<HH")
-"""A bucket, and the number of a chunk's pieces in it."""
+"""A bucket, and its number of the chunk's pieces."""
 STATE = struct.Struct("<cQ")
-"""`b` (begun) or `x` (abandoned), and when that was written, in seconds by Redis's clock."""
+"""`b` (begun) or `x` (abandoned), and since when, in seconds by Redis's clock."""
 
 FOLDER_BYTES = 16
 CHUNK_ID_BYTES = 16
 PLAIN_BYTES = RECORD.itemsize + CHUNK_ID_BYTES
-"""Of a packed entry without stamp and tail."""
+"""A packed entry without stamp and tail."""
 EXTENDED_BYTES = PLAIN_BYTES + 20
-"""Where the tail of a packed entry begins, if the entry has a stamp."""
+"""A packed entry with a stamp has its tail from here on."""
 
 HOLES_PER_FIELD = 1024
 TRANSACTION_BYTES = 16
 GENERATION_BYTES = 16
 CHANGED_CHUNK = struct.Struct(">16sH")
-"""Before a changed chunk's piece counts: its ID, and their number."""
+"""A changed chunk's ID, and the number of piece counts that follow."""
 REMOVAL_PREFIX = b"forget"
-"""Begins a transaction that removes chunks, and none that adds them."""
+"""Begins a transaction that removes chunks."""
 
 FolderId = NewType("FolderId", bytes)
 assert RECORD.fields is not None
 PLACE_AT = int(RECORD.fields["place"][1])
 EXTENTS_AT = int(RECORD.fields["extents"][1])
-"""Where two fields of a packed record begin, each a little-endian u32."""
+"""Where these fields of a packed record begin, each a little-endian u32."""
 
 NO_FOLDER = FolderId(bytes(FOLDER_BYTES))
-"""The parent of the root."""
+"""The root's parent."""
 
 PieceCounts = Sequence[tuple[int, int]]
-"""Buckets, and the number of a chunk's pieces in each."""
+"""Buckets, and each one's number of the chunk's pieces."""
 
 
 def child_folder(parent: FolderId, name: bytes) -> FolderId:
@@ -136,7 +136,7 @@ def folder_id(path: bytes) -> FolderId:
 
 
 class DatasetKeys:
-    """A dataset's keys in the head's slot."""
+    """Those in the head's slot."""
 
     def __init__(self, identity: UUID) -> None:
         self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks = (
@@ -150,7 +150,7 @@ class DatasetKeys:
 
 @dataclass(frozen=True)
 class Generation:
-    """One build of a dataset's state, and the keys of its buckets."""
+    """A build of a dataset's state, and its buckets' keys."""
 
     name: bytes
     buckets: int
@@ -161,7 +161,7 @@ class Generation:
 
     @property
     def chunks(self) -> bytes:
-        """Its chunks while it is being built."""
+        """While it is being built."""
         return HEAD + b"k:" + self.name
 
     @cached_property
@@ -172,7 +172,7 @@ class Generation:
         return int.from_bytes(folder[:4], "big") % self.buckets
 
     def key(self, bucket: int | FolderId, letter: bytes) -> bytes:
-        """`letter` is one of `BUCKET_KEYS`; `bucket` is a number, or a folder in the bucket."""
+        """`letter` is one of `BUCKET_KEYS`; `bucket` a number, or a folder in it."""
         number = bucket if isinstance(bucket, int) else self.bucket(bucket)
         return self._prefixes[number] + letter
 
@@ -180,11 +180,11 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"e:" + folder
 
     def below(self, folder: FolderId) -> bytes:
-        """The key of the names of the folders in a folder."""
+        """For the names of a folder's folders."""
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:
-        """In the order in which the scripts expect them."""
+        """In the scripts' order."""
         return [self._prefixes[bucket] + letter for letter in BUCKET_KEYS]
 
 
@@ -192,7 +192,7 @@ BUCKET_KEYS = (b"x", b"n", b"t", b"h", b"d", b"f", b"p", b"q")
 
 
 class PieceName(NamedTuple):
-    """Identifies a piece: the pieces of a chunk in one bucket are numbered from 0."""
+    """The pieces of a chunk in one bucket are numbered from 0."""
 
     chunk: ChunkId
     bucket: int
@@ -200,13 +200,13 @@ class PieceName(NamedTuple):
 
     @property
     def field(self) -> bytes:
-        """Its field in the hash `n`."""
+        """In the hash `n`."""
         return self.chunk + self.number.to_bytes(2, "big")
 
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """The chunks of one transaction, and where their pieces are."""
+    """One transaction's chunks, and where their pieces are."""
 
     generation: bytes
     transaction: bytes
@@ -248,7 +248,7 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """`buckets` is the generation's. Raises CorruptError."""
+    """As above."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -258,7 +258,7 @@ def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
 
 
 class ChunkFacts(NamedTuple):
-    """A chunk's value in the hash `c`."""
+    """A value in the hash `c`."""
 
     object_bytes: int
     uploaded_ns: int
@@ -285,7 +285,7 @@ def check_entry(entry: bytes) -> bytes:
 
 
 def task_keys(digest: bytes) -> tuple[bytes, bytes]:
-    """The keys `m` and `u` of a task (`peers/members/redis_registry.py`)."""
+    """`m` and `u` (`peers/members/redis_registry.py`)."""
     prefix = b"dfs:{task.%s}:" % digest[:16].hex().encode()
     return prefix + b"m", prefix + b"u"
 
@@ -306,5 +306,5 @@ def entry_stamp(entry: bytes) -> Stamp:
 
 
 def hole_fields(chunk: ChunkId, entries: int) -> Iterable[bytes]:
-    """Fields of the hash `h` in which a chunk can have holes."""
+    """Those of the hash `h` in which a chunk can have holes."""
     return (chunk + i.to_bytes(4, "big") for i in range(-(-entries // HOLES_PER_FIELD)))

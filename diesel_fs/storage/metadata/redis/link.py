@@ -43,20 +43,20 @@ DEADLINE_S = 30.0
 
 METADATA_READ_S = 6.0
 """How long a read waits for an unreachable Redis: with its last try, an error is raised within 10
-s. For a Redis that is loading its data, a read waits as long as a commit."""
+s. While Redis loads its data, a read waits as long as a commit."""
 
 _OPEN_S = {"": 4.0, SILENT: 1.0, LOADING: DEADLINE_S}
-"""How long to try to open a store, by the reason of its errors: a server that is down, or expects
-TLS, is reported soon; one that is loading its data will serve later."""
+"""How long to try to open a store, by the error's reason: a server that is down, or expects TLS, is
+reported soon; one that is loading will serve later."""
 
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
 _ALL_HOSTS_S = 5.0
-"""To find that no host of an address answers, one after the other."""
+"""To find that none of an address's hosts answers, one after the other."""
 
-_WAITAOF_MS = 1000  # for one command: less than `_SOCKET_S`
-_TAGS_MAX = 1 << 16  # tags of keys that are kept, and tried to find one on each node
-_PAUSE_S = 0.02  # before the second try; each pause is twice the one before
+_WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
+_TAGS_MAX = 1 << 16  # kept, and tried to find a key on each node
+_PAUSE_S = 0.02  # before the second try; then each time twice as long
 _PAUSE_S_MAX = 1.0
 _CONNECTIONS_MAX = 1 << 16
 _REDIRECTIONS_MAX = 16
@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 
 class RedisCommand(NamedTuple):
-    """`key` decides, by its slot, which node of a cluster gets the command."""
+    """In a cluster, `key`'s slot decides which node gets it."""
 
     key: bytes
     words: Sequence[Word]
@@ -91,34 +91,34 @@ class ScriptCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """How one server is set up, for people who look for a fault."""
+    """One server's settings, to find faults."""
 
     version: str
-    policy: str  # which keys it evicts when its memory is full
+    policy: str  # its eviction of keys when its memory is full
     used_bytes: int
     limit_bytes: int  # 0: none
-    keeps_log: bool  # (appendonly) without it, a crash loses what was written last
+    keeps_log: bool  # (appendonly) without it, a crash loses the last writes
 
 
 class RedisNodes(Protocol):
     """The servers to which commands are sent."""
 
     def send(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """The reply to each command; an error is a reply. Commands of one slot run in order."""
+        """Replies; an error is one. Commands of one slot run in order."""
 
     def masters(self) -> "list[Redis]": ...
 
     def masters_with_keys(self) -> "list[tuple[bytes, Redis]]":
-        """Each master that has slots, and a key in one of its slots."""
+        """Each master that has slots, with a key in one."""
         ...
 
     def close(self) -> None: ...
 
 
 class _Deadline(threading.local):
-    """Of this thread's work in `with_retries`."""
+    """This thread's, in `with_retries`."""
 
-    end_s: float = math.inf  # monotonic time
+    end_s: float = math.inf  # monotonic
     limit_s: float = math.inf  # `extend_deadline` moves it to this long after now
 
 
@@ -167,8 +167,8 @@ class RedisLink:
         return self._open_nodes
 
     def with_retries(self, work: Callable[[], T], seconds: float = math.inf) -> T:
-        """Repeat `work`, which must be repeatable, until it succeeds or the deadline passes.
-        `seconds` is a shorter deadline."""
+        """Repeat `work` until it succeeds or the deadline passes. `seconds` is a shorter
+        deadline."""
         current, start = self._deadline, time.monotonic()
         outer = current.end_s, current.limit_s
         current.limit_s = min(seconds, self.deadline_s)
@@ -185,7 +185,7 @@ class RedisLink:
             current.end_s, current.limit_s = outer
 
     def extend_deadline(self) -> None:
-        """This thread's work makes progress: start its deadline anew."""
+        """This thread's work makes progress."""
         self._deadline.end_s = time.monotonic() + self._deadline.limit_s
 
     def execute(self, word: str, key: bytes, *arguments: Word) -> object:
@@ -194,8 +194,8 @@ class RedisLink:
         return reply
 
     def run(self, commands: Sequence[RedisCommand]) -> list[object]:
-        """The replies to commands that are sent together. Raises RetryLater, or the DieselError of
-        the first reply that is an error."""
+        """Replies to commands sent together. Raises RetryLater, or the DieselError of the first
+        error."""
         if not commands:
             return []
         if time.monotonic() > self._deadline.end_s:
@@ -224,7 +224,7 @@ class RedisLink:
         return self.run([each.command() for each in runs])
 
     def run_ids(self) -> list[str]:
-        """One for each master. A restarted server has a new one, and may have lost data."""
+        """Each master's. A restarted server has another, and may have lost data."""
         return sorted(str(master.info("server")["run_id"]) for master in self.nodes.masters())
 
     def wait_durable(self) -> None:
@@ -244,7 +244,7 @@ class RedisLink:
                         raise DeadlineError(f"{self.address} has not written its log in time")
 
     def server_facts(self) -> list[ServerFacts]:
-        """Of each master. Raises as `run`."""
+        """For each master. Raises as `run`."""
         try:
             return [_facts_in(master.info()) for master in self.nodes.masters()]
         except CLIENT_ERRORS as error:
@@ -306,7 +306,7 @@ def _check_policy(info: dict[str, object], where: RedisAddress) -> None:
 
 
 def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[[str], float]) -> T:
-    """`end_s` gives the deadline for the reason of the last error."""
+    """`end_s` gives the deadline by the last error's reason."""
     pause = _PAUSE_S
     while True:
         try:
@@ -325,7 +325,7 @@ def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[
 
 
 def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """Lists of at most `size` items, so that a pipeline and its replies stay small."""
+    """So that a pipeline and its replies stay small."""
     rest = iter(items)
     while portion := list(islice(rest, size)):
         yield portion
@@ -340,7 +340,7 @@ def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
         "password": address.password or None,
         "socket_timeout": socket_s,
         "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),  # none: `with_retries` tries again
+        "retry": Retry(NoBackoff(), 0),  # `with_retries` tries again
         "max_connections": _CONNECTIONS_MAX,
     }
     if not address.socket:
@@ -414,7 +414,7 @@ class _One:
 
 
 class _Cluster:
-    """redis-py's own pipeline does not send scripts and scans to clusters, so it is not used."""
+    """redis-py's own pipeline sends no scripts and scans to clusters, so it is not used."""
 
     def __init__(self, cluster: RedisCluster) -> None:
         self._cluster = cluster
@@ -450,7 +450,7 @@ class _Cluster:
         raise errors.ClusterDownError("CLUSTERDOWN its nodes redirect commands to each other")
 
     def _follow(self, ask: errors.AskError, command: RedisCommand) -> object:
-        """Send a command to the node to which its slot is being moved."""
+        """A command to the node to which its slot is being moved."""
         node = self._cluster.get_node(ask.host, ask.port)
         if node is None:
             self._update_slots()

@@ -40,19 +40,19 @@ EXTENTS_MAX = 1 << 20
 SIZE_MAX = 1 << 50
 """1 PiB: Lua counts exactly up to 2^53."""
 
-# Redis serves no other client while it applies a piece: pieces of this size take milliseconds
+# Redis serves nobody else while it applies a piece: these sizes take milliseconds
 _PIECE_ROWS = 4096
 _PIECE_BYTES = 1 << 20
 _PIECE_FOLDERS = 512
-_BLOCK_ROWS = 1000  # a script unpacks a whole block, and Lua's stack holds 8,000 values
+_BLOCK_ROWS = 1000  # a script unpacks a whole block; Lua's stack holds 8,000 values
 
-_EXPANSION_MAX = 256  # data packed by LZ4 does not expand more than that
+_EXPANSION_MAX = 256  # LZ4 does not expand more
 
-# The numbers of a piece, as the scripts read them
+# A piece's numbers, as scripts read them
 _FOLDER_COUNT = struct.Struct("<H")
-_FOLDER_AND_NAME_LENGTH = struct.Struct("<HB")  # the position of a folder, the length of a name
-_STEP = struct.Struct("<cH")  # its letter, and the position of its folder
-_SUMS = struct.Struct("<HIIQ")  # of a step `N`: rows, files, tombstones, bytes of the files
+_FOLDER_AND_NAME_LENGTH = struct.Struct("<HB")  # a folder's position, a name's length
+_STEP = struct.Struct("<cH")  # letter, folder's position
+_SUMS = struct.Struct("<HIIQ")  # in a step `N`: rows, files, tombstones, bytes of the files
 _U32 = struct.Struct("<I")  # a place, a count, or the length of an entry or a list of names
 _NAME_LENGTH = [bytes([length]) for length in range(256)]
 
@@ -62,7 +62,7 @@ assert RECORD.itemsize == 48
 
 @dataclass(frozen=True, slots=True)
 class BucketPiece:
-    """Some rows of a chunk in one bucket, packed."""
+    """Some rows of a chunk in one bucket."""
 
     name: PieceName
     folders: Sequence[FolderId]
@@ -71,8 +71,7 @@ class BucketPiece:
 
 @dataclass(frozen=True, slots=True)
 class ChunkPieces:
-    """A chunk in pieces. `record` is its value in the hash `c`, and empty if the chunk is
-    removed."""
+    """`record` is its value in the hash `c`, empty if the chunk is removed."""
 
     chunk: ChunkId
     record: bytes
@@ -85,7 +84,7 @@ Tombstones = dict[FolderId, list[tuple[bytes, bytes]]]
 
 
 def folders_of(packed: bytes) -> list[FolderId]:
-    """Of a packed piece. Raises CorruptError."""
+    """The folders in a packed piece. Raises CorruptError."""
     count = int.from_bytes(packed[: _FOLDER_COUNT.size], "little")
     starts = range(_FOLDER_COUNT.size, _FOLDER_COUNT.size + count * FOLDER_BYTES, FOLDER_BYTES)
     if len(packed) < starts.stop:
@@ -127,7 +126,7 @@ class _Packer:
         self.steps += arguments
 
     def add_rows(self, folder: FolderId, names: Sequence[bytes], size: int) -> None:
-        """Rows that steps have added: count them, and list their paths."""
+        """Count the rows of steps, and list their paths."""
         joined = b"\0".join(names)
         self.paths += (folder, _U32.pack(len(joined)), joined)
         self.rows += len(names)
@@ -150,14 +149,14 @@ class _Cutter:
     def __init__(self, batch: CommitBatch, generation: Generation) -> None:
         self._batch = batch
         self._generation = generation
-        self._packers: dict[int, list[_Packer]] = {}  # of each bucket, the last one not full
+        self._packers: dict[int, list[_Packer]] = {}  # each bucket's, the last one not full
         self._folders: dict[tuple[FolderId, bytes], FolderId] = {}  # by parent and name
         rows = batch.rows
         entries = np.empty((len(rows), PLAIN_BYTES), np.uint8)
         records = np.ascontiguousarray(rows.records).view(np.uint8)
         entries[:, : RECORD.itemsize] = records.reshape(len(rows), RECORD.itemsize)
         entries[:, RECORD.itemsize :] = np.frombuffer(batch.chunk.id, np.uint8)
-        self._entries = entries.tobytes()  # of each row, without stamp and tail
+        self._entries = entries.tobytes()  # without stamp and tail
         self._is_plain = rows.records["extents"] <= 1
         self._is_plain[[*batch.stamps, *rows.tails]] = False
         if batch.by_purge:
@@ -167,7 +166,7 @@ class _Cutter:
         rows = self._batch.rows
         order = np.argsort(rows.folder, kind="stable")
         changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
-        for positions in np.split(order, changes) if len(order) else []:  # the rows of a folder
+        for positions in np.split(order, changes) if len(order) else []:  # one folder's rows
             folder = self._folder(rows.folders[rows.folder[positions[0]]])
             self._add_rows(folder, positions)
         places = rows.records["place"]
@@ -220,7 +219,7 @@ class _Cutter:
     def _add_plain(
         self, folder: FolderId, names: Sequence[bytes], positions: npt.NDArray[np.intp]
     ) -> None:
-        """Rows of one extent that have their own stamp and no tail, in steps `N`."""
+        """Rows of one extent with their own stamp and no tail, in steps `N`."""
         entries = self._entries
         for start in range(0, len(names), _BLOCK_ROWS):
             at, block = positions[start : start + _BLOCK_ROWS], names[start : start + _BLOCK_ROWS]
@@ -248,8 +247,8 @@ class _Cutter:
         packer.add_rows(folder, [name], len(entry) + len(name))
 
     def _add_own_holes(self, places: npt.NDArray[np.uint32]) -> None:
-        """The places that no row names are holes; record them in some bucket that has rows of the
-        chunk."""
+        """The places that no row names are holes; some bucket with rows of the chunk records
+        them."""
         packers = next(iter(self._packers.values()))
         folder, packer = next(iter(packers[0].folders)), packers[0]
         for place in places.tolist():
@@ -257,7 +256,7 @@ class _Cutter:
 
 
 def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
-    """Cut a checked batch. Raises UsageError if a number is too great for the scripts."""
+    """`batch` is checked. Raises UsageError if a number is too great for the scripts."""
     records = batch.rows.records
     if len(records) and int(records["extents"].max()) > EXTENTS_MAX:
         raise UsageError(f"a file has more than {EXTENTS_MAX} extents")
@@ -269,8 +268,8 @@ def cut_batch(batch: CommitBatch, generation: Generation) -> ChunkPieces:
 def cut_removal(
     chunk: ChunkId, facts: ChunkFacts, tombstones: Mapping[PieceName, Tombstones]
 ) -> ChunkPieces:
-    """`tombstones` lists, for each of an empty chunk's pieces, those to remove with it; the first
-    piece in each bucket also removes the chunk's holes."""
+    """`tombstones` lists those to remove with each of an empty chunk's pieces; the first piece in
+    each bucket also removes the chunk's holes."""
     pieces = []
     for name, rows in tombstones.items():
         hole_count = len([*hole_fields(chunk, facts.entries)]) if name.number == 0 else 0

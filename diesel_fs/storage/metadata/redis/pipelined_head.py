@@ -26,11 +26,11 @@ from .replies import number
 
 
 class MalformedReply(Exception):
-    """The received bytes are not replies of a Redis: the connection has to be closed."""
+    """Received bytes are not a Redis's: close the connection."""
 
 
 class Replies:
-    """Parses the replies to commands that were sent together, as their bytes arrive."""
+    """Parses replies to commands sent together, as they arrive."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -38,7 +38,7 @@ class Replies:
         self.found: list[object] = []
 
     def feed(self, received: bytes) -> bool:
-        """Returns whether all replies are complete. Raises MalformedReply."""
+        """Returns whether all are complete. Raises MalformedReply."""
         try:
             self._reader.feed(received)
             while len(self.found) < self._count:
@@ -54,7 +54,7 @@ class Replies:
 
 
 class PipelinedHeadRead:
-    """Repeated reads of the head of one dataset, by its name."""
+    """Repeated reads of one dataset's head, by its name."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -64,20 +64,20 @@ class PipelinedHeadRead:
         self._request, self._count = self._commands()
         self._replies: Replies | None = None
         self._received = b""
-        self._proof = b""  # the replies that proved `_proved`
+        self._proof = b""  # that proved `_proved`
         self._proved: DatasetHead | None = None
         self.head: DatasetHead | None = None
 
     def begin(self) -> bytes:
-        """The bytes to send over a connection that has no other requests."""
+        """To send over a connection without other requests."""
         self._replies, self._received, self.head = None, b"", None
         return self._request
 
     def feed(self, received: bytes) -> bool:
-        """Returns whether the replies are complete; then `head` is the head that they prove, or
-        None. Raises MalformedReply."""
+        """Returns whether the replies are complete; then `head` is proven, or None. Raises
+        MalformedReply."""
         if self._replies is None:
-            if self._proof and received == self._proof:  # the same replies prove the same head
+            if self._proof and received == self._proof:  # the same proof
                 self.head = self._proved
                 return True
             self._replies = Replies(self._count)
@@ -92,7 +92,7 @@ class PipelinedHeadRead:
         return True
 
     def _check_replies(self, replies: Sequence[object]) -> DatasetHead | None:
-        """The proven head. Otherwise remembers what to request next time."""
+        """The proven head; otherwise remembers what to request next."""
         named, *rest = replies
         identity = UUID(bytes=named) if isinstance(named, bytes) and len(named) == 16 else None
         if identity is None or identity != self._identity:
@@ -100,7 +100,7 @@ class PipelinedHeadRead:
             return None
         try:
             head = parse_head(identity, rest[0])
-        except (UnknownDataset, ScriptRejected, DieselError):  # also if the script is not loaded
+        except (UnknownDataset, ScriptRejected, DieselError):  # the script is not loaded, too
             return None
         buckets = sorted(head.pieces_by_bucket)
         if head.generation != self._generation or buckets != self._buckets:

@@ -36,20 +36,19 @@ from .replies import listed, number, octets, packed_dict, pair
 FolderEntries = tuple[bytes, Sequence[bytes], Sequence[bytes]]
 """A folder's path, names in it, and their packed entries."""
 
-# The replies to one pipeline take some megabytes at most, however large a folder is
+# Replies to a pipeline take some megabytes at most
 _FOLDERS_AT_ONCE = 64
-_SCAN_ROWS = 32_768  # of all folders that are scanned at once
+_SCAN_ROWS = 32_768  # in all folders that are scanned at once
 _NAMES_AT_ONCE = 1000
 _COMMANDS_AT_ONCE = 1000
 _PIECES_AT_ONCE = 500
 
 _START = b"0"
-"""Begins a scan; Redis returns it at the end."""
+"""Redis returns it at the end, too."""
 
 
 class _ScanWords(NamedTuple):
-    """The commands that scan and count a value of one type, and the function that unpacks a
-    page."""
+    """Commands that scan and count one type, and a page's unpacking."""
 
     scan: str
     size: str
@@ -65,7 +64,7 @@ class PartialScan(Exception):
 
 
 class GenerationGone(Exception):
-    """The generation that is being read has been removed, or has lost data."""
+    """The generation was removed, or has lost data."""
 
 
 def kind_of(entry: bytes) -> int:
@@ -98,7 +97,7 @@ class GenerationReader:
     def entries(
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
-        """Folder, name and packed entry for the names that exist, in no order."""
+        """For the names that exist, in no order."""
         portions = (
             (folder, names)
             for folder, all_names in wanted.items()
@@ -120,8 +119,7 @@ class GenerationReader:
     def names_of_pieces(
         self, pieces: Iterable[PieceName]
     ) -> Iterator[tuple[PieceName, dict[FolderId, list[bytes]]]]:
-        """The names in each piece that has been applied, by folder, each once. Raises
-        GenerationGone."""
+        """Names in each applied piece, by folder, each once. Raises GenerationGone."""
         for portion in in_portions(pieces, _PIECES_AT_ONCE):
             self._at_each_page()
             replies = self._link.run(
@@ -149,7 +147,7 @@ class GenerationReader:
     def paths(self, folders: Iterable[FolderId]) -> dict[FolderId, bytes]:
         parents: dict[FolderId, tuple[FolderId, bytes]] = {}
         wanted = [*dict.fromkeys(folders)]
-        level: Sequence[FolderId] = wanted  # these folders, then their parents, and so on
+        level: Sequence[FolderId] = wanted  # then their parents, and so on
         while level:
             above = dict[FolderId, None]()
             for portion in in_portions(level, _COMMANDS_AT_ONCE):
@@ -165,7 +163,7 @@ class GenerationReader:
         return folder_paths(parents, wanted)
 
     def everything(self) -> Iterator[FolderEntries]:
-        """All entries except tombstones, folder by folder."""
+        """Without tombstones, folder by folder."""
         parents = self.folders()
         paths = folder_paths(parents, parents)
         for portion in in_portions(sorted(paths, key=paths.__getitem__), _FOLDERS_AT_ONCE):
@@ -178,12 +176,12 @@ class GenerationReader:
                     yield (keys[key], *_without_tombstones([*entries], [*entries.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """Names and packed entries, with tombstones and implied folders (those that exist only
-        because something lies in them)."""
+        """With tombstones and implied folders (those that exist only because something lies in
+        them)."""
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):
             entries |= page
-        entries.pop(b"", None)  # the root's own entry, which lies in the root
+        entries.pop(b"", None)  # the root's own entry
         perhaps_implied = [
             name
             for name in self._subfolders([folder])[0]
@@ -203,7 +201,7 @@ class GenerationReader:
                 commands = []
                 for _, folder in portion:
                     commands.append(command("HLEN", self._generation.entries(folder)))
-                    # Of these, tombstones
+                    # which of these are tombstones
                     commands.append(command("HGET", self._generation.key(folder, b"d"), folder))
                 replies = [*map(number, self._link.run(commands))]
                 for (i, folder), entries, tombstones in zip(
@@ -240,10 +238,10 @@ class GenerationReader:
         words: _ScanWords = _HASHES,
         keys_at_once: int = _FOLDERS_AT_ONCE,
     ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """Pages of hashes or sets, each with its key. A name may come twice, while Redis resizes
-        the hash. Raises PartialScan."""
+        """Hashes or sets, each page with its key. Names may repeat while Redis resizes the hash.
+        Raises PartialScan."""
         cursors = [(key, _START) for key in keys]
-        names = dict[bytes, set[bytes]]()  # names seen so far, by key, if there are several pages
+        names = dict[bytes, set[bytes]]()  # seen so far, by key, if there are several pages
         while cursors:
             self._at_each_page()
             portion, cursors = cursors[:keys_at_once], cursors[keys_at_once:]
@@ -251,7 +249,7 @@ class GenerationReader:
             commands = []
             for key, cursor in portion:
                 commands.append(command(words.scan, key, cursor, "COUNT", rows))
-                if cursor != _START:  # a scan of one page cannot have missed anything
+                if cursor != _START:  # one page cannot have missed anything
                     commands.append(command(words.size, key))
             replies = iter(self._link.run(commands))
             for key, cursor in portion:
@@ -289,8 +287,7 @@ def folder_paths(
 
 
 def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = None) -> Rows:
-    """`chunks` becomes the table of chunks; without it the table has those that hold the
-    entries."""
+    """`chunks` becomes the table of chunks; otherwise it has those that hold entries."""
     folders: dict[bytes, int] = {}
     folder, counts, names = list[int](), list[int](), list[bytes]()
     plain: list[bytes] = []  # the first `PLAIN_BYTES` of each entry, many joined
@@ -315,7 +312,7 @@ def columns(found: Iterable[FolderEntries], chunks: Sequence[ChunkId] | None = N
         raise corrupt_store_error("an entry of a wrong length")
     records = np.ascontiguousarray(packed[:, : RECORD.itemsize]).view(RECORD).reshape(-1)
     ids = np.ascontiguousarray(packed[:, RECORD.itemsize :]).view("S16").reshape(-1)
-    # NumPy ignores trailing zeros when it compares; IDs of one length stay different without them
+    # NumPy ignores trailing zeros; IDs of one length still differ without them
     table = np.unique(ids) if chunks is None else np.sort(np.array(chunks, "S16"))
     chunk = np.searchsorted(table, ids).astype(np.uint32)
     if len(ids) and (chunk.max() >= len(table) or (table[chunk] != ids).any()):

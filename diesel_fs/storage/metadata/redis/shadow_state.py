@@ -46,12 +46,12 @@ from .transactions import BucketCounts, RedisTransactions, parse_bucket_counts, 
 _ROWS_AT_ONCE = 16_384
 _BYTES_AT_ONCE = 16 << 20
 _HEARTBEAT_S = 20.0
-_CLEAN_S = 3.0  # limit of one call that removes generations; a later call removes the rest
+_CLEAN_S = 3.0  # for one removal of generations; a later one removes the rest
 _ABANDONED_S = 600
 _KEYS_AT_ONCE = 1000
 
 _NO_REVISION = (b"", b"0")
-"""What REPLACE_LIVE expects if no state is live: generation and version."""
+"""REPLACE_LIVE expects this if no state is live."""
 
 
 class RedisShadowState(ShadowState):
@@ -70,20 +70,20 @@ class RedisShadowState(ShadowState):
         self._generation = Generation.new(buckets)
         self._name = name
         self._identity = identity
-        self._newer_than = newer_than  # the new state's version will be greater
+        self._newer_than = newer_than  # the new version is greater
         self._chunks: dict[ChunkId, None] = {}
-        self._counts: dict[int, BucketCounts] = {}  # by bucket, as its script returned them last
-        self._sent_pieces = Counter[int]()  # number of pieces sent to each bucket
+        self._counts: dict[int, BucketCounts] = {}  # by bucket, as last returned
+        self._sent_pieces = Counter[int]()  # by bucket
         self._waiting: list[ChunkPieces] = []  # for `flush`
         self._rows = 0  # in `_waiting`
         self._bytes = 0
-        self._heartbeat_s = -_HEARTBEAT_S  # monotonic time of the last heartbeat
-        # The IDs of the masters' runs at the beginning: after a restart, data may be lost
+        self._heartbeat_s = -_HEARTBEAT_S  # the last; monotonic
+        # The masters' runs at the beginning: after a restart, data may be lost
         self._run_ids = list[str]()
-        self._head_run_id = b""  # of the master with the head's slot
+        self._head_run_id = b""  # of the head's slot
 
     def begin(self) -> None:
-        self._link.with_retries(self._read_revision)  # raises ConflictError
+        self._link.with_retries(self._read_revision)  # for its ConflictError
         self._run_ids = self._link.with_retries(self._link.run_ids)
         self._heartbeat()
 
@@ -105,8 +105,7 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """Generation and version of the live state, if there is one. Raises ConflictError as
-        `begin`."""
+        """Those of the live state, if there is one. Raises ConflictError as `begin`."""
         name, identity = self._name, self._identity
         owner = self._link.execute("HGET", NAMES_KEY, name)
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
@@ -126,7 +125,7 @@ class RedisShadowState(ShadowState):
         return octets(generation or b""), b"0" if version is None else octets(version)
 
     def _heartbeat(self) -> None:
-        """If it is due. Raises BusyError if Redis has been restarted."""
+        """If it is due. Raises BusyError after a restart of Redis."""
         if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
         words = self._generation.name, self._generation.buckets
@@ -155,7 +154,7 @@ class RedisShadowState(ShadowState):
         commands = []
         for piece in pieces:
             keys = piece_keys(self._generation, piece.name.bucket, piece.folders)
-            # The first argument names a piece in the hash `x`; here the piece itself is sent
+            # The first argument names a piece in the hash `x`; here it is the piece itself
             words = b"", piece.name.field, piece.packed
             commands.append(ScriptCommand(APPLY, keys, words).command())
         for chunk in waiting:
@@ -184,7 +183,7 @@ class RedisShadowState(ShadowState):
         return version
 
     def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
-        """Returns the version, or None if the live state is not `expected`."""
+        """The version; None if the live state is not `expected`."""
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, counts in self._counts.items():
@@ -212,7 +211,7 @@ class RedisShadowState(ShadowState):
         return as_count(version)
 
     def _rejected(self, word: str) -> int | None:
-        """The result of `_replace_live` after the script has refused."""
+        """The result after a refusal."""
         with suppress(NoSuchDataset, CorruptError):
             head = self._transactions.read_head(self._identity)
             if head.generation.name == self._generation.name:
@@ -237,7 +236,7 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Those that belong to no dataset and no rebuild, for some seconds."""
+    """Those of no dataset and no rebuild, for some seconds."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")
@@ -252,7 +251,7 @@ def remove_abandoned(transactions: RedisTransactions) -> None:
 
 
 def remove_generation(transactions: RedisTransactions, generation: Generation, age_s: int) -> None:
-    """Of no dataset, unless its last heartbeat is younger than `age_s` seconds."""
+    """No dataset has it. It stays if its last heartbeat is younger than `age_s` seconds."""
     link = transactions.link
     try:
         (claimed_s,) = transactions.run_head_script(

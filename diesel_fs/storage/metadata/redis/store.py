@@ -88,23 +88,23 @@ from .transactions import (
 )
 
 _CLUSTER_BUCKETS = 64
-"""Of a dataset in a cluster: enough to use all nodes, few enough to ask all at once."""
+"""In a cluster: enough to use all nodes, few enough to ask all at once."""
 
 _TRIES_WITHOUT_LOCK = 3
 _QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
 _TRIES_MAX = 20
 _PARTIAL_SCANS_MAX = 4
-"""After this many scans of an unchanged state that each missed something, Redis has lost data: it
-does not restart, or move a slot, in each of several scans in a row."""
+"""After this number of scans of an unchanged state that each missed something, Redis has lost data:
+it does not restart, or move a slot, in each of several scans in a row."""
 
 _REPAIR_ENTRIES = 1 << 20
-"""Entries of lost chunks that one commit folds in. Until all are, readers see only some of them."""
+"""Lost entries that one commit folds in. Until all are, readers see only some."""
 
-_RELEASE_S = 1.0  # limit of the tries to release a lock: it expires by itself
+_RELEASE_S = 1.0  # it expires by itself
 _FORGET_AT_ONCE = 64
-"""Chunks that one transaction removes: the script of the head keeps Redis busy for 1 ms."""
+"""In one transaction: the head's script keeps Redis busy for 1 ms."""
 
-_PATHS_AT_ONCE = 10_000  # or chunks: in one round of requests
+_PATHS_AT_ONCE = 10_000  # or chunks, in one round
 
 T = TypeVar("T")
 
@@ -128,8 +128,8 @@ class RedisMetadata(RebuildingStore):
         buckets: int = 0,
         store: UUID | None = None,
     ) -> Self:
-        """An empty Redis is an empty store. `buckets` is for new datasets; the other parameters and
-        the errors are those of `open_link`."""
+        """An empty Redis is an empty store. `buckets` is for new datasets; other parameters and
+        errors as in `open_link`."""
         link = open_link(url, deadline_s=deadline_s, store=store, environment=environment)
         return cls(link, clock_ns, buckets=buckets)
 
@@ -179,7 +179,7 @@ class RedisMetadata(RebuildingStore):
             except NoSuchDataset:
                 continue
             except (MetadataBehind, CorruptError) as error:
-                # A damaged dataset does not hide the others; reading it raises the error
+                # A damaged dataset does not hide others; reading it raises the error
                 log.warning("%s", error.message)
                 if isinstance(head, RedisHead):
                     found.append(head.dataset)
@@ -297,7 +297,7 @@ class RedisMetadata(RebuildingStore):
     def _forget(
         self, identity: UUID, chunks: Sequence[ChunkId], deadline: float, *, tombstones: bool
     ) -> bool:
-        """Try once to remove those of `chunks` that are empty. Returns False to be called again."""
+        """Try once to remove those of `chunks` that are empty. False: call again."""
 
         def read(head: RedisHead, reader: GenerationReader) -> tuple[RedisHead, list[ChunkPieces]]:
             records = self._link.execute("HMGET", DatasetKeys(identity).chunks, *chunks)
@@ -330,8 +330,8 @@ class RedisMetadata(RebuildingStore):
         tombstones: bool,
     ) -> ChunkPieces | None:
         """The pieces that remove a chunk; None if it is not empty. They stay right whatever is
-        committed meanwhile: a hole stays a hole, and a tombstone is removed only if it is still the
-        entry of its path."""
+        committed: a hole stays a hole, and a tombstone is removed only if it is still its path's
+        entry."""
         places = set(self._holes(head, chunk, facts).tolist())
         dropped = {name: Tombstones() for name in piece_names(chunk, facts.piece_counts)}
         if tombstones and len(places) < facts.entries:
@@ -362,7 +362,7 @@ class RedisMetadata(RebuildingStore):
             unlock = command("HDEL", keys.commit_locks, token)
             try:
                 self._link.with_retries(lambda: self._link.run([unlock]), _RELEASE_S)
-            except DieselError as error:  # the work is done, and the lock expires by itself
+            except DieselError as error:  # the work is done; the lock expires by itself
                 log_unreleased(error)
 
         return CommitLock(release)
@@ -420,7 +420,7 @@ class RedisMetadata(RebuildingStore):
         chunks: Mapping[ChunkId, ChunkFacts],
         since: int,
     ) -> Iterator[FolderEntries]:
-        """The entries, tombstones too, of chunks that were committed after version `since`."""
+        """Entries, tombstones too, of chunks committed after version `since`."""
         new = {chunk for chunk, record in chunks.items() if record.version > since}
         pieces = [name for chunk in new for name in piece_names(chunk, chunks[chunk].piece_counts)]
         names: dict[FolderId, dict[bytes, None]] = {}
@@ -488,11 +488,9 @@ class RedisMetadata(RebuildingStore):
         *,
         until_empty: bool = False,
     ) -> T:
-        """The result of `read`, once everything that it read belongs to one state.
-
-        `read` gets the head, with the right counts if `until_empty`, and a reader of its
-        generation. If commits keep changing the version, they are locked.
-        """
+        """The result of `read`, once all that it read belongs to one state. `read` gets the head,
+        with the right counts if `until_empty`, and a reader of its generation. If commits keep
+        changing the version, they are locked."""
         return self._with_read_deadline(
             lambda: self._read_once(identity, read, until_empty=until_empty)
         )
@@ -500,7 +498,7 @@ class RedisMetadata(RebuildingStore):
     def _read_once(
         self, identity: UUID, read: Callable[[RedisHead, GenerationReader], T], *, until_empty: bool
     ) -> T:
-        """As `_read`, but does not try again after an error of Redis."""
+        """As `_read`, without further tries after an error of Redis."""
         tries_without_lock = _TRIES_WITHOUT_LOCK if until_empty else _QUICK_TRIES_WITHOUT_LOCK
         partial_scans = 0
         with RenewingCommitLock(self, identity) as lock:
@@ -541,7 +539,7 @@ def _unpack_chunk(head: RedisHead, packed: object) -> ChunkFacts:
 
 
 def _check_counts(head: DatasetHead, rows: Rows) -> None:
-    """Raise PartialScan if the files in `rows` do not match the head's counts."""
+    """Raise PartialScan if the files in `rows` do not match."""
     is_file = rows.records["kind"] == Kind.FILE
     counts = int(is_file.sum()), int(rows.records["size"][is_file].sum())
     if counts != (head.files, head.bytes):

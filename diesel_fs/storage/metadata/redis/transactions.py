@@ -83,14 +83,14 @@ from .pieces import BucketPiece, ChunkPieces, cut_batch, folders_of
 from .replies import as_count, listed, octets
 
 _LOCK_POLL_S = 0.02
-"""Between two checks whether commits are locked."""
+"""Between checks whether commits are locked."""
 
 _PIECES_AT_ONCE = 64  # in one pipeline
 _APPLY_ROUNDS_MAX = 8  # before a reader locks commits
 _TRIES_MAX = 20
-_CLEAN_INTERVAL_S = 60.0  # between two searches for abandoned transactions
+_CLEAN_INTERVAL_S = 60.0  # between searches for abandoned transactions
 _ABANDONED_S = 600
-"""A transaction of this age is removed: its writer is dead, or must start again."""
+"""An older transaction is removed: its writer is dead, or must start again."""
 
 BucketCounts = tuple[int, int, int]
 """Applied pieces, files, bytes of the files."""
@@ -98,12 +98,12 @@ BucketCounts = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class Transaction:
-    """`generation` has the pieces of the changes."""
+    """`generation` has the changes' pieces."""
 
     identity: UUID
     generation: Generation
     changes: Changes
-    frees: bool = False  # a Redis whose memory is full must take it: it makes room
+    frees: bool = False  # a full Redis must take it: it makes room
 
     @classmethod
     def of(
@@ -124,8 +124,7 @@ class Transaction:
 
     @cached_property
     def words(self) -> tuple[bytes, bytes, bytes, int]:
-        """The first arguments of a head script: generation, transaction, changes, whether it frees
-        memory."""
+        """Generation, transaction, changes, whether it frees memory."""
         return self.generation.name, self.changes.transaction, self.changes.pack(), int(self.frees)
 
     def staged_piece(self, name: PieceName) -> tuple[bytes, bytes]:
@@ -147,16 +146,16 @@ class Transaction:
 
 
 class PendingCommits(Exception):
-    """Others keep committing, so some changes are always pending."""
+    """Others keep committing: some changes are always pending."""
 
 
 class RedisTransactions(HeadReader):
-    """Commits and removes chunks of all datasets. Many threads may use it."""
+    """For all datasets. Many threads may use it."""
 
     def __init__(self, link: RedisLink, clock_ns: Callable[[], int]) -> None:
         super().__init__(link)
         self.clock_ns = clock_ns
-        self._cleaned_s = -_CLEAN_INTERVAL_S  # monotonic time of the last search for abandoned ones
+        self._cleaned_s = -_CLEAN_INTERVAL_S  # monotonic time of the last search
         self._generations: dict[UUID, Generation] = {}  # as read last: a stale one is refused
 
     def read_head(self, identity: UUID) -> RedisHead:
@@ -165,11 +164,9 @@ class RedisTransactions(HeadReader):
         return head
 
     def apply_pending(self, identity: UUID, *, until_empty: bool = True) -> RedisHead:
-        """Apply all pending changes of a dataset, and return its head.
-
-        `until_empty`: repeat that until none are pending, since only then do the head's counts
-        belong to its version. Raises PendingCommits if others keep committing.
-        """
+        """Apply all pending changes; returns the head. `until_empty`: until none are pending, since
+        only then do the head's counts belong to its version. Raises PendingCommits if others keep
+        committing."""
         for _ in range(_APPLY_ROUNDS_MAX):
             head = self.read_head(identity)
             for packed in head.pending:
@@ -207,12 +204,10 @@ class RedisTransactions(HeadReader):
         earlier_tries: list[Transaction],
         run_id: str = "",
     ) -> int:
-        """Try once to commit batches, and return the new version. Raises StoreRestarted.
-
-        Waits until `deadline` (monotonic time) while commits are locked. First removes
-        `earlier_tries`, which earlier tries may have left. `run_id` is the run of Redis that the
-        caller is going to confirm.
-        """
+        """Try once to commit batches; returns the new version. Raises StoreRestarted. Waits until
+        `deadline` (monotonic time) while commits are locked. First removes `earlier_tries`, which
+        earlier tries may have left. `run_id` is the run of Redis that the caller is going to
+        confirm."""
         while earlier_tries:
             self._abandon(earlier_tries[-1])
             earlier_tries.pop()
@@ -234,7 +229,7 @@ class RedisTransactions(HeadReader):
                     continue
                 version, pending = self._write(transaction, chunks, deadline, run_id)
                 if pending > 1 and any(batch.by_purge for batch in batches.values()):
-                    # Purge's copies must be applied after the entries that they replace
+                    # Purge's copies must follow the entries that they replace
                     self.apply_pending(identity, until_empty=False)
                 else:
                     own_pieces = chain.from_iterable(each.pieces for each in chunks)
@@ -248,7 +243,7 @@ class RedisTransactions(HeadReader):
         raise changing_error(identity)
 
     def _begin(self, transaction: Transaction, chunks: Iterable[ChunkId]) -> list[bool]:
-        """Record the changes. Returns, for each chunk, whether it is known."""
+        """Returns which chunks are known."""
         keys = transaction.keys
         _, known, begun = self.run_head_script(
             BEGIN, [keys.head, keys.chunks, keys.begun], *transaction.words, *chunks
@@ -265,8 +260,8 @@ class RedisTransactions(HeadReader):
         deadline: float,
         run_id: str = "",
     ) -> tuple[int, int]:
-        """Write all pieces, then commit, waiting until `deadline` (monotonic time) while commits
-        are locked. Returns the new version and the number of pending changes."""
+        """Write all pieces, then commit, waiting as `commit`. Returns the new version and the
+        number of pending changes."""
         with self._undone_on_error(transaction):
             pieces = chain.from_iterable(each.pieces for each in chunks)
             for portion in in_portions(pieces, _PIECES_AT_ONCE):
@@ -276,7 +271,7 @@ class RedisTransactions(HeadReader):
 
     @contextmanager
     def _undone_on_error(self, transaction: Transaction) -> Iterator[None]:
-        """Remove the pieces of a transaction that fails, unless it may have been committed."""
+        """Remove a failed transaction's pieces, unless it may have been committed."""
         try:
             yield
         except (RetryLater, UnknownDataset):
@@ -285,7 +280,7 @@ class RedisTransactions(HeadReader):
             self._drop(transaction)
             raise
         except DieselError:
-            with suppress(Exception):  # otherwise they are removed as abandoned
+            with suppress(Exception):  # as above
                 self._abandon(transaction)
             raise
 
@@ -334,13 +329,11 @@ class RedisTransactions(HeadReader):
         deadline: float,
     ) -> None:
         """Try once to remove chunks in which every place is a hole, or a tombstone to be dropped.
-
         Waits as `commit`. Raises ScriptRejected("moved") if a chunk is not known, or the generation
-        was replaced.
-        """
+        was replaced."""
         name = REMOVAL_PREFIX + secrets.token_bytes(TRANSACTION_BYTES - len(REMOVAL_PREFIX))
         transaction = Transaction.of(identity, generation, name, chunks, frees=True)
-        # No chunk has the ID `LOWEST`, so the script does not find all chunks known
+        # No chunk has the ID `LOWEST`, so the script does not find all known
         self._begin(transaction, [LOWEST])
         self._write(transaction, chunks, deadline)
         self._apply(transaction)
@@ -350,7 +343,7 @@ class RedisTransactions(HeadReader):
     def _apply(
         self, transaction: Transaction, own_pieces: Mapping[PieceName, BucketPiece] | None = None
     ) -> None:
-        """A writer passes its own pieces: they replace pieces that Redis has lost."""
+        """A writer's own pieces replace those that Redis has lost."""
         identity, generation = transaction.identity, transaction.generation
         changes = transaction.changes
         is_removal = changes.transaction.startswith(REMOVAL_PREFIX)
@@ -365,7 +358,7 @@ class RedisTransactions(HeadReader):
             self.link.extend_deadline()
             replies = self.link.run_scripts(runs)
             if is_removal:
-                continue  # if a piece of a removal is missing, it has been applied
+                continue  # a removal without a piece: it has been applied
             missing = [i for i, reply in enumerate(replies) if reply is None]
             if missing:
                 if not self._is_pending(transaction):
@@ -387,14 +380,14 @@ class RedisTransactions(HeadReader):
         self, identity: UUID, generation: Generation, packed: bytes, *words: Word
     ) -> None:
         keys = DatasetKeys(identity)
-        with suppress(ScriptRejected):  # the dataset has been rebuilt or dropped since
+        with suppress(ScriptRejected):  # rebuilt or dropped since
             applied = [keys.head, keys.pending, keys.counts]
             self.run_head_script(APPLIED, applied, generation.name, packed, *words)
 
     def _folders_of(
         self, transaction: Transaction, names: Sequence[PieceName]
     ) -> dict[PieceName, Sequence[FolderId]]:
-        """No folders for a piece that has been applied."""
+        """An applied piece has none here."""
         staged = [transaction.staged_piece(name) for name in names]
         replies = self.link.run_scripts(
             ScriptCommand(READ_PIECE_FOLDERS, [key], [field]) for key, field in staged
@@ -411,25 +404,25 @@ class RedisTransactions(HeadReader):
     # Removing what failed transactions left
 
     def _abandon(self, transaction: Transaction) -> None:
-        """Undo a transaction of this process, unless it has been committed."""
+        """Undo this process's transaction, unless it was committed."""
         try:
             self.run_head_script(
                 ABANDON, [transaction.keys.begun], transaction.changes.transaction, 0
             )
         except (UnknownDataset, ScriptRejected):
-            return  # it has been committed or removed already, or was never begun
+            return  # committed or removed already, or never begun
         self._drop(transaction)
 
     def _drop(self, transaction: Transaction) -> None:
-        """Remove the pieces of a transaction that can no longer be committed."""
+        """It can no longer be committed."""
         staged = map(transaction.staged_piece, transaction.changes.pieces())
         commands = [command("HDEL", key, field) for key, field in staged]
         commands.append(command("HDEL", transaction.keys.begun, transaction.changes.transaction))
-        with suppress(Exception):  # otherwise they are removed as abandoned
+        with suppress(Exception):  # they are removed as abandoned later
             self.link.run(commands)
 
     def remove_abandoned_transactions(self, identity: UUID, generation: Generation) -> None:
-        """Remove the pieces of writers that died before they committed, or take too long."""
+        """Their writers died before the commit, or take too long."""
         keys = DatasetKeys(identity)
         reply = self.link.execute("HKEYS", keys.begun)
         names = [octets(each) for each in listed(reply)]
@@ -449,7 +442,7 @@ class RedisTransactions(HeadReader):
 
 
 def piece_keys(generation: Generation, bucket: int, folders: Sequence[FolderId]) -> list[bytes]:
-    """Of `APPLY` and `UNAPPLY`."""
+    """For `APPLY` and `UNAPPLY`."""
     keys = generation.script_keys(bucket)
     for folder in folders:
         keys += (generation.entries(folder), generation.below(folder))
@@ -462,12 +455,12 @@ def parse_bucket_counts(reply: object) -> BucketCounts:
 
 
 def changing_error(identity: UUID) -> BusyError:
-    """Others kept changing a dataset until the tries or the time were used up."""
+    """Others kept changing it until tries or time were used up."""
     return BusyError(f"dataset {identity} kept changing", advice="try again")
 
 
 def _not_applied(head: RedisHead, cause: DieselError) -> MetadataBehind:
-    """A reader cannot apply pending changes, since Redis takes no writes."""
+    """A reader cannot apply pending changes: Redis takes no writes."""
     name = head.dataset.name
     return MetadataBehind(
         f"the last commits to {name!r} cannot be read yet, they are not applied: {cause.message}"

@@ -3,7 +3,7 @@
 All functions work inside the caller's transaction.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import sqlite3
@@ -49,8 +49,7 @@ def _dataset_where(
 
 
 def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow | None:
-    """None if name and identity are both free. Raises ConflictError if one of them belongs to
-    another dataset."""
+    """None if both are free. Raises ConflictError if one belongs to another dataset."""
     same = db.execute(
         f"SELECT {_COLUMNS} FROM dataset WHERE name = ? OR identity = ?", (name, identity.bytes)
     ).fetchall()
@@ -67,14 +66,14 @@ def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow 
 
 
 def new_number(db: sqlite3.Connection) -> int:
-    """One that no dataset ever had, or will get."""
+    """No dataset ever had it, or will."""
     number = _insert(db, None, b"", "")
     db.execute("DELETE FROM dataset WHERE number = ?", (number,))
     return number
 
 
 def insert(db: sqlite3.Connection, head: DatasetHead, number: int | None = None) -> None:
-    """`number` is that of existing rows; None stands for a new one."""
+    """`number` is that of existing rows, if there are."""
     write(db, _insert(db, number, head.identity.bytes, head.name), head)
 
 
@@ -89,7 +88,7 @@ def _insert(db: sqlite3.Connection, number: int | None, identity: bytes, name: s
 
 
 def write(db: sqlite3.Connection, number: int, head: DatasetHead) -> None:
-    """Update a head, except for its name and identity."""
+    """Except name and identity."""
     digest, counts = head.digest.to_bytes(16, "big"), (head.files, head.bytes, head.chunks)
     db.execute(
         "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"

@@ -4,7 +4,7 @@ Extents of a file that is not complete wait in the table `part`; they are called
 Everything happens inside the caller's transaction, in one thread.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import sqlite3
@@ -22,7 +22,7 @@ from .runs import insert_runs, segments, split_runs
 
 _INTO = "INTO entry (folder, name, stamp, chunk, record, tail) VALUES (?, ?, ?, ?, ?, ?)"
 _UNLESS_THERE = "ON CONFLICT (folder, name) DO NOTHING"
-# Rows that one statement inserts: a third less time than one by one, and under 999 parameters
+# Rows that one statement inserts: it saves a third of the time, and keeps under 999 parameters
 _ROWS_AT_ONCE = 100
 _PARAMETERS = range(2, 4 * _ROWS_AT_ONCE + 2, 4)
 _INSERT_MANY = (
@@ -36,7 +36,7 @@ _Key = tuple[int, bytes, bytes, bytes]
 
 
 class _Row(NamedTuple):
-    """A row of `entry`, or a new one that may replace it."""
+    """A row of `entry`, or one that may replace it."""
 
     folder: int
     name: bytes
@@ -66,7 +66,7 @@ def fold_chunks(
     batches: Sequence[CommitBatch],
     version: int,
 ) -> DatasetHead:
-    """Fold in chunks that are not known yet. Returns the head at `version`."""
+    """Chunks that are not known yet. Returns the head at `version`."""
     folders = FolderNumbers(db, number)
     files, total = head.files, head.bytes
     for batch in batches:
@@ -86,8 +86,8 @@ def fold_chunks(
 
 
 class ChunkFold:
-    """Folds one chunk into the tables. `files` and `bytes` are the changes of the head's counts.
-    All chunks of the transaction share `folders`."""
+    """Folds one chunk into the tables. `files` and `bytes` are changes of the head's counts. The
+    transaction's chunks share `folders`."""
 
     def __init__(
         self,
@@ -165,7 +165,7 @@ class ChunkFold:
         return cursor.lastrowid
 
     def _add_own_holes(self) -> None:
-        """The places that no row names: the chunk replaced them itself, or they are invalid."""
+        """Places that no row names: the chunk replaced them itself, or they are invalid."""
         places = self._batch.rows.records["place"]
         if len(places) and int(places.max()) + 1 > len(places):
             for place in np.setdiff1d(np.arange(int(places.max()), dtype=np.uint32), places):
@@ -174,7 +174,7 @@ class ChunkFold:
     # Entries of one extent
 
     def _add_whole(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Entries that are in this chunk alone, with and without a tail."""
+        """Entries in this chunk alone, with and without a tail."""
         if self._batch.by_purge:
             contested = [*map(self._row, plain), *tailed]
         else:
@@ -189,7 +189,7 @@ class ChunkFold:
                 self._add_hole(row.chunk, row.place)
 
     def _insert_new(self, plain: list[_Key], tailed: list[_Row]) -> list[_Row]:
-        """Insert the rows with a new path, nearly always all. Returns the others."""
+        """Rows with a new path, nearly always all. Returns the others."""
         before = self._db.total_changes
         singly_from = len(plain) - len(plain) % _ROWS_AT_ONCE
         for start in range(0, singly_from, _ROWS_AT_ONCE):
@@ -213,7 +213,7 @@ class ChunkFold:
         return not_inserted
 
     def _drop_older_parts(self, plain: list[_Key], tailed: list[_Row]) -> None:
-        """Parts that are older than an entry just added have lost, and become holes."""
+        """Parts older than an entry just added have lost, and become holes."""
         waiting: list[tuple[int, bytes]] = self._db.execute(
             "SELECT DISTINCT folder, name FROM part"
         ).fetchall()
@@ -226,8 +226,8 @@ class ChunkFold:
     def _drop_parts(
         self, key: tuple[int, bytes, bytes], comparison: str, *, hole: bool = True
     ) -> None:
-        """Remove the parts whose stamp is equal to (`=`) or less than (`<`) the third value of
-        `key`. Their places become holes, unless `hole` is false."""
+        """Remove parts by comparing their stamp (`=`, `<`) with the third value of `key`. Their
+        places become holes, unless `hole` is false."""
         where = f"FROM part WHERE folder = ? AND name = ? AND stamp {comparison} ?"
         if hole:
             for chunk, record in self._db.execute(f"SELECT chunk, record {where}", key).fetchall():
@@ -297,7 +297,7 @@ class ChunkFold:
         self._drop_parts(row.key, "<")
 
     def _swap_extent(self, old: _Row, row: _Row) -> None:
-        """Fold another copy of an extent of `old`: the chunk with the greater ID keeps it."""
+        """Another copy of an extent of `old`: the chunk with the greater ID keeps it."""
         extents = np.frombuffer(old.tail or b"" if old.extents > 1 else b"", EXTENT).copy()
         number = _extent_number(row)
         if number >= len(extents) or extents[number]["chunk"].tobytes() >= self._id(row.chunk):

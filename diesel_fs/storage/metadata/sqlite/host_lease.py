@@ -27,14 +27,14 @@ from ....system.mountinfo import file_system_of
 
 LEASE_S = 60.0
 CLOCK_ALLOWANCE_S = 300.0
-"""Clocks of hosts may differ by this much: a dead host's lease is valid for this much longer."""
+"""Hosts' clocks may differ by this much: a dead host's lease lasts this much longer."""
 
 _LOCK_DEADLINE_S = 10.0
 _POLL_S = 0.02
 _FILE_BYTES_MAX = 1 << 16
-_HOLDERS_MAX = 500  # with so few holders the file stays smaller than that
+_HOLDERS_MAX = 500  # keeps the file small
 
-# Mount options that keep locks inside one host, or turn them off.
+# Mount options that keep locks inside one host, or turn them off
 _LOCAL_LOCKS = frozenset(
     "nolock local_lock=all local_lock=posix nobrl localflock noflock forcemandatorylock".split()
 )
@@ -43,7 +43,7 @@ _IN_PROCESS = threading.Lock()  # POSIX locks do not keep threads of one process
 
 
 def locks_fault(folder: Path) -> str:
-    """Why file locks in a folder do not work between processes; "" if they do."""
+    """Why file locks do not work between processes; "" if they do."""
     refused = file_system_of(folder).options & _LOCAL_LOCKS
     if refused:
         return f"it is mounted with {sorted(refused)[0]!r}"
@@ -70,7 +70,7 @@ def _conflict_fault(first: int, second: int) -> str:
 
 
 def host_boot_id() -> str:
-    """Containers on the host share it, as they share locks."""
+    """Containers share it, as they share locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -79,8 +79,8 @@ def host_boot_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
-    """The lease file: the host's ID, its name and process for messages, and when (seconds since
-    1970) each holder expires."""
+    """The host's ID, its name and process for messages, and when (seconds since 1970) each holder
+    expires."""
 
     host: str
     where: str
@@ -98,15 +98,13 @@ class HostLease:
         self._path = path
         self._host = host or host_boot_id()
         self._clock = clock
-        self._process = 0  # in which `_token` was made: a forked child makes one of its own
+        self._process = 0  # that made `_token`: a forked child makes its own
         self._token = ""
-        self._fresh_until = 0.0  # monotonic time at which `keep` has to write again
+        self._fresh_until = 0.0  # monotonic time at which `keep` has to write
 
     def keep(self) -> None:
-        """Take the lease, or renew it once half of its time has passed; cheap before that.
-
-        Raises BusyError if another host has the lease, PermissionDenied, MetadataError.
-        """
+        """Take the lease, or renew it once half of its time has passed; cheap before that. Raises
+        BusyError if another host has it, PermissionDenied, MetadataError."""
         if self._process != os.getpid():
             self._process, self._token, self._fresh_until = os.getpid(), secrets.token_hex(8), 0.0
         if time.monotonic() < self._fresh_until:
@@ -130,7 +128,7 @@ class HostLease:
         self._fresh_until = began + LEASE_S / 2
 
     def release(self) -> None:
-        """Never raises: a holder that cannot be removed expires."""
+        """Never raises: a holder that stays expires."""
         if self._process != os.getpid():
             return
         self._fresh_until = 0.0
@@ -170,7 +168,7 @@ class HostLease:
                 return _Lease(str(host), str(where), expiries)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             pass
-        # Half written, or of another program: an unknown host took the lease at that time
+        # Half written, or another program's: as if an unknown host took the lease at that time
         return _Lease("unknown", "an unknown host", {"": os.fstat(file).st_mtime + LEASE_S})
 
     def _write(self, file: int, lease: _Lease) -> None:

@@ -3,7 +3,7 @@
 All objects here belong to one transaction and one thread; nothing is kept beyond it.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import sqlite3
@@ -22,7 +22,7 @@ from .runs import EntryRun, runs_in, runs_since
 
 COLUMNS = "entry.name, entry.chunk, entry.record, entry.tail"
 IMPLIED_CHUNK = 0
-"""For the chunk of an implied folder; no chunk has this number."""
+"""No chunk has this number."""
 
 _IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
@@ -35,24 +35,24 @@ def kind_of(record: bytes) -> int:
 
 
 def implied(name: bytes) -> Row:
-    """A row for an implied folder, which the table does not have."""
+    """For an implied folder, which the table does not have."""
     return name, IMPLIED_CHUNK, implied_record(), None
 
 
 class FolderNumbers:
-    """Translates a dataset's paths of folders to numbers in the table `folder`, and back."""
+    """Translates a dataset's folders to numbers in the table `folder`, and back."""
 
     def __init__(self, db: sqlite3.Connection, dataset: int) -> None:
         self._db = db
         self._dataset = dataset
-        # By the parent's number and the name, not by path: a deep path takes much more memory
+        # The keys are the parent's number and the name: a deep path takes much more memory
         self._numbers: dict[tuple[int, bytes], int] = {}
         self._paths: dict[int, bytes] = {}
         self.empty: set[int] = set()
-        """Those that `make` has made; code that inserts an entry removes its folder here."""
+        """Folders that `make` made; code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
-        """None if the folder never had an entry in it or below it."""
+        """None if the folder never had an entry in or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -62,7 +62,7 @@ class FolderNumbers:
         return number
 
     def make(self, path: bytes) -> int:
-        """Gives the folder a number if it has none."""
+        """A new number if the folder has none."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -92,7 +92,7 @@ class FolderNumbers:
         return self._paths[number]
 
     def all(self) -> list[tuple[bytes, int]]:
-        """Paths and numbers of folders, ordered by path."""
+        """Sorted by path."""
         paths: dict[int, bytes] = {}
         rows = self._db.execute(
             "SELECT number, parent, name FROM folder WHERE dataset = ? ORDER BY number",
@@ -106,7 +106,7 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """Names and numbers, one level."""
+        """One level."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),
@@ -170,7 +170,7 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """Those of `chunks` whose places are all holes or, with `tombstones`, tombstones."""
+    """All their places are holes or, with `tombstones`, tombstones."""
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
     found: dict[ChunkId, int] = {}
@@ -198,14 +198,14 @@ def forget_chunk(db: sqlite3.Connection, number: int) -> None:
 
 
 class RowCollector:
-    """Turns rows of the tables into the columns of `Rows`."""
+    """Turns rows of the tables into columns."""
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
-        self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
+        self._folder: list[int] = []  # position in `_folders`, for consecutive rows
         self._counts: list[int] = []  # numbers of these rows
         self._names: list[Names] = []
-        self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
+        self._chunk: list[int] = []  # number of a chunk, for consecutive rows
         self._chunk_counts: list[int] = []  # numbers of these rows
         self._records = bytearray()
         self._tails: dict[int, bytes] = {}
@@ -238,7 +238,7 @@ class RowCollector:
         self._records += records
 
     def rows(self, table: ChunkRows) -> Rows:
-        """Call this once; `table` must have all of `chunks`."""
+        """Call it once; `table` must have all of `chunks`."""
         numbers = np.array(self._chunk, np.int64)
         chunk = np.searchsorted(table.numbers, numbers).astype(np.uint32)
         if len(numbers) and (
@@ -257,7 +257,7 @@ class RowCollector:
 
 
 def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
-    """All entries except tombstones, folder by folder."""
+    """Without tombstones, folder by folder."""
     found = RowCollector()
     select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_TOMBSTONE}"
     for path, number in FolderNumbers(db, dataset).all():
@@ -268,12 +268,12 @@ def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
 
 
 def newer(db: sqlite3.Connection, dataset: int, since: int) -> RowCollector:
-    """The entries, tombstones too, of chunks that were committed after version `since`."""
+    """Entries, tombstones too, of chunks committed after version `since`."""
     new_chunks = " WHERE chunk.dataset = :dataset AND chunk.version > :since"
     rows = db.execute(
         f"SELECT entry.folder, {COLUMNS}"
         f" FROM chunk CROSS JOIN entry ON entry.chunk = chunk.number {new_chunks}"
-        # Files of several extents whose first extent is in an older chunk
+        # Files with their first extent in an older chunk
         f" UNION ALL SELECT DISTINCT entry.folder, {COLUMNS}"
         " FROM chunk CROSS JOIN span ON span.chunk = chunk.number"
         " CROSS JOIN entry ON entry.folder = span.folder AND entry.name = span.name"

@@ -29,13 +29,13 @@ from ....format.entries import RECORD, ChunkId, Kind, Names
 from ..store import CommitBatch, corrupt_store_error
 
 ENTRIES_MIN = 8
-"""Fewer entries of a folder become rows of `entry`: finding runs that overlap costs as much."""
+"""Fewer entries of a folder become rows of `entry`: finding overlapping runs costs as much."""
 
 _RECORD_BYTES = RECORD.itemsize
 
 
 class EntryRun(NamedTuple):
-    """A row of `run`, decoded. Names are ascending, records in their order."""
+    """A decoded row of `run`. Names ascend, records in their order."""
 
     chunk: int
     names: Names
@@ -46,7 +46,7 @@ class EntryRun(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Entries of a batch that can become a run: row numbers and ascending names."""
+    """Entries that can become a run: row numbers and ascending names."""
 
     folder: int
     rows: npt.NDArray[np.int64]
@@ -54,7 +54,7 @@ class Segment(NamedTuple):
 
 
 def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
-    """The entries of a batch that runs can hold, in any order: a tar lists names as its file system
+    """The batch's entries that runs can hold, in any order: a tar lists names as its file system
     does. `folders` are the numbers of the batch's folders."""
     rows = batch.rows
     if batch.by_purge or len(rows) < ENTRIES_MIN:
@@ -64,7 +64,7 @@ def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
     fit[list(batch.stamps)] = False
     order = np.argsort(rows.folder, kind="stable")
     changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
-    for in_folder in np.split(order, changes):  # the row numbers of one folder
+    for in_folder in np.split(order, changes):  # one folder's row numbers
         plain = in_folder[fit[in_folder]]
         if len(plain) < ENTRIES_MIN:
             continue
@@ -95,10 +95,8 @@ def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
 def insert_runs(
     db: sqlite3.Connection, chunk: int, batch: CommitBatch, segment: Segment, *, into_empty: bool
 ) -> bool:
-    """Insert a segment as runs. Returns False, and does nothing, if another row is in the way.
-
-    `into_empty`: the folder has no rows at all, so nothing must be looked up.
-    """
+    """Returns False, and does nothing, if another row is in the way. `into_empty`: the folder has
+    no rows, so nothing must be looked up."""
     folder, rows, names = segment
     cuts = [0, len(names)] if into_empty else _cuts(db, folder, names)
     for start, end in pairwise(cuts):
@@ -114,7 +112,7 @@ def insert_runs(
 
 
 def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[int]:
-    """Where to cut `names` so that their runs overlap no other; empty if that is impossible."""
+    """Where to cut `names` so that their runs overlap no other; empty if impossible."""
     folder_first_last = (folder, names[0], names[-1])
     for table in ("entry", "part"):
         exists = f"SELECT 1 FROM {table} WHERE folder = ? AND name BETWEEN ? AND ? LIMIT 1"  # noqa: S608
@@ -124,13 +122,13 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
     for first, last in _ranges(db, *folder_first_last):
         before, behind = bisect_left(names, first), bisect_right(names, last)
         if before != behind:
-            return []  # one of these names lies in the other run
-        cuts.append(before)  # the other run lies between two of these names
+            return []  # one of them lies in the other run
+        cuts.append(before)  # it lies between two of them
     return [*cuts, len(names)]
 
 
 def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
-    """Turn the runs whose range includes any of `names` into rows of `entry`."""
+    """Into rows of `entry`, if their range includes any of `names`."""
     wanted = sorted(names)
     if not wanted:
         return
@@ -170,7 +168,7 @@ def _split_run(db: sqlite3.Connection, folder: int, first: bytes) -> None:
 
 
 def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, bytes] | None:
-    """The chunk's number and the record of a file in a run, if one has it."""
+    """A file's chunk, as a number, and its record, if a run has it."""
     row = db.execute(
         "SELECT chunk, names, records, last FROM run WHERE folder = ? AND first <= ?"
         " ORDER BY first DESC LIMIT 1",
@@ -184,7 +182,7 @@ def find(db: sqlite3.Connection, folder: int | None, name: bytes) -> tuple[int, 
 
 
 def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
-    """Ordered by name."""
+    """Sorted by name."""
     select = "SELECT chunk, names, records FROM run WHERE folder = ? ORDER BY first"
     return [_decoded(row) for row in db.execute(select, (folder,))]
 
@@ -192,7 +190,7 @@ def runs_in(db: sqlite3.Connection, folder: int) -> list[EntryRun]:
 def runs_since(
     db: sqlite3.Connection, dataset: int, version: int
 ) -> Iterator[tuple[int, EntryRun]]:
-    """Folder and run, for each run of a chunk that was committed after `version`."""
+    """Folder and run, for each run of a chunk committed after `version`."""
     select = (
         "SELECT run.folder, run.chunk, run.names, run.records"
         " FROM chunk CROSS JOIN run ON run.chunk = chunk.number"

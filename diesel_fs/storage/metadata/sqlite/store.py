@@ -5,7 +5,7 @@ repository, whatever the dataset; readers do not wait for writers, except over a
 (`database_file.py`). Any thread, process and forked child.
 """
 
-# Statements are put together from constants only; values always travel as parameters.
+# Statements consist of constants; values are parameters.
 # ruff: noqa: S608
 
 import secrets
@@ -80,13 +80,10 @@ class SqliteMetadata(RebuildingStore):
         deadline_s: float = DEADLINE_S,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> Self:
-        """`create` makes the store if there is none. A `readonly` store refuses changes and takes
-        no lease.
-
+        """`create` makes a missing store. A `readonly` store refuses changes and takes no lease.
         Raises MetadataBehind if there is no store, PermissionDenied if the file or its folder is
         not writable (a reader can use a snapshot then), ForeignError, NewerVersionError,
-        CorruptError.
-        """
+        CorruptError."""
         file = SqliteFile(
             path,
             create=create and not readonly,

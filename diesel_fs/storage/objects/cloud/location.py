@@ -63,7 +63,7 @@ class BucketAccess:
 
 
 def parse_bucket_url(url: str) -> BucketLocation:
-    """Parse `s3://bucket/prefix`, `gs://...` or `az://container/...`. Raises ConfigError, whose
+    """Parse `s3://bucket/prefix`, `gs://...` or `az://container/...`. Raises ConfigError; its
     message repeats only parts of the URL that cannot be secret."""
     location = source_location(parse_url(url))
     scheme, bucket, prefix = location.scheme, location.bucket, location.prefix

@@ -60,9 +60,9 @@ Item = TypeVar("Item")
 _Client = S3Store | GCSStore | AzureStore
 
 REQUESTS_MAX = 64
-"""Requests under way in one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
+"""In one process: enough for 10 Gbit/s of 4 MiB reads that take 0.2 s each."""
 
-_PARTS_AT_ONCE = 4  # parts under way of one upload; memory holds each of them twice
+_PARTS_AT_ONCE = 4  # of one upload; memory holds each of them twice
 _WHOLE_READ_S: Final = 3600.0  # `ResponseBody.fill` bounds a read by its speed
 
 _STATUS = re.compile(r"non-2xx status code: (\d{3})\b")
@@ -91,7 +91,7 @@ os.register_at_fork(after_in_child=_process.forked)
 
 
 def check_process() -> None:
-    """Raise PermanentStoreError if a request would hang; otherwise note that this process has sent
+    """Raise PermanentStoreError if a request would hang; otherwise note that this process sends
     one."""
     if _process.inherited:
         raise PermanentStoreError(
@@ -102,7 +102,7 @@ def check_process() -> None:
 
 
 class ResponseBody:
-    """The body of an answer that is still to be read."""
+    """A body that is still to be read."""
 
     def __init__(self, result: "GetResult", where: str, limits: AttemptLimits) -> None:
         meta = result.meta
@@ -114,11 +114,9 @@ class ResponseBody:
         self._limits = limits
 
     def fill(self, view: memoryview, until: float) -> None:
-        """Fill `view` before the monotonic clock reaches `until`. Raises BrokenBody.
-
-        Takes pieces as they come, so memory holds only one more (some 400 KB), and notices a body
-        that arrives too slowly.
-        """
+        """Fill `view` before the monotonic clock reaches `until`. Raises BrokenBody. Takes pieces
+        as they come, so memory holds only one more (some 400 KB), and notices a body that is too
+        slow."""
         done = done_at_check = 0
         checked_s = time.monotonic()
         check_bytes_min = self._limits.stall_s * self._limits.bytes_per_s_min / 64
@@ -154,19 +152,17 @@ class CloudRequests:
         self.limits = limits or AttemptLimits()
         self._environ = environ
         self._access: BucketAccess | None = None
-        self._clients: dict[float, _Client] = {}  # by the time that a request may take
-        self._opening = threading.Lock()  # held while credentials are read and clients made
+        self._clients: dict[float, _Client] = {}  # by a request's time
+        self._opening = threading.Lock()  # while credentials are read and clients made
         self._host = ""
 
     # The requests
 
     def put(self, key: str, parts: Sequence[Bytes], *, create: bool) -> None:
         """Write an object in one request: it is never there in part. The buffers are not copied.
-
-        With `create`, raises ObjectExists if the key has an object, and ConditionsUnsupported if
-        the store cannot tell. S3 gets a SHA-256 (in a header, and in the signature) and refuses
-        content that differs; with other vendors only TLS protects the content.
-        """
+        With `create`, raises ObjectExists, and ConditionsUnsupported if the store cannot tell. S3
+        gets a SHA-256 (in a header, and in the signature) and refuses content that differs; with
+        other vendors only TLS protects the content."""
         views = byte_views(parts)
         size = sum(map(len, views))
 
@@ -183,11 +179,8 @@ class CloudRequests:
 
     def put_in_parts(self, key: str, parts: Sequence[Bytes]) -> None:
         """Write or replace a large object in parts, a few at once; the last request makes it
-        appear.
-
-        If a part fails, all are given up. The parts of a killed process are never listed; only a
-        rule of the bucket for incomplete uploads removes them.
-        """
+        appear. If a part fails, all are given up. A killed process's parts are never listed; only a
+        rule of the bucket for incomplete uploads removes them."""
         views = byte_views(parts)
 
         def send(client: _Client) -> None:
@@ -206,12 +199,9 @@ class CloudRequests:
     def open(
         self, key: str, start: int, end: int | None, etag: str | None
     ) -> Iterator[ResponseBody]:
-        """Begin to read the bytes from `start` to `end` (None: to the object's end), as many as
-        there are.
-
+        """Read from `start` to `end` (None: to the object's end), as many bytes as there are.
         Raises ObjectMissing; ChangedObject if the object's ETag is not `etag`; RangeNotSatisfiable
-        if it ends before `start`.
-        """
+        if it ends before `start`."""
         options: GetOptions = {}
         if end is not None:
             options["range"] = (start, end)
@@ -244,7 +234,7 @@ class CloudRequests:
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
         """Pages of the store's listing below the key `folder` ("": all) and behind the key `after`,
-        unchecked: they may be unordered, repeated, or outside `folder`."""
+        unchecked: unordered, repeated, or outside `folder`, perhaps."""
         keys, renewed = self._begin_list(folder, after), False
         while True:
             try:
@@ -262,7 +252,7 @@ class CloudRequests:
             after = page[-1]["path"]
 
     def _begin_list(self, folder: str, after: str) -> "ListStream[Sequence[ObjectMeta]]":
-        """Nothing is sent before the caller takes its first page."""
+        """Nothing is sent before the first page is taken."""
         client = self._client(self.limits.stall_s)
         return obstore.list(
             client, folder or None, offset=after or None, chunk_size=self.limits.page_keys
@@ -278,7 +268,7 @@ class CloudRequests:
 
     @contextmanager
     def _slot(self) -> Iterator[None]:
-        """Take one of the `REQUESTS_MAX` slots. Raises AttemptFailed if none gets free in time."""
+        """Raises AttemptFailed if none of the `REQUESTS_MAX` slots gets free in time."""
         check_process()
         if not _slots.acquire(timeout=self.limits.stall_s):
             raise AttemptFailed(
@@ -294,7 +284,7 @@ class CloudRequests:
     def _attempt(
         self, doing: str, key: str, act: Callable[[_Client], Item], request_s: float
     ) -> Item:
-        """One request; another with new credentials if the store says that they expired."""
+        """One request; another with new credentials if they expired."""
 
         def send() -> Item:
             return self._translated(doing, key, lambda: act(self._client(request_s)))
@@ -306,7 +296,6 @@ class CloudRequests:
             return send()
 
     def _translated(self, doing: str, key: str, act: Callable[[], Item]) -> Item:
-        """Errors of the library become errors of DIESEL-FS."""
         try:
             return act()
         except (BaseError, OSError, ValueError) as error:
@@ -315,7 +304,7 @@ class CloudRequests:
 
     def _client(self, request_s: float) -> _Client:
         """In the library a client, not a request, has a time-out. Only the client that reads bodies
-        has a read time-out, since that also runs while a request is being sent."""
+        has a read time-out: that also runs while a request is being sent."""
         access, clients = self._access, self._clients
         if access is None or access.is_over() or request_s not in clients:
             with self._opening:
@@ -323,7 +312,7 @@ class CloudRequests:
         return clients[request_s]
 
     def _open_client(self, request_s: float) -> dict[float, _Client]:
-        """The clients, one for `request_s` among them, whose credentials do not end soon."""
+        """All clients, also one for `request_s`; their credentials do not end soon."""
         access = self._access
         if access is None or access.is_over():
             access = resolve_access(
@@ -370,7 +359,7 @@ class CloudRequests:
 
 
 def _fault_of_key(text: str) -> str:
-    """The refused key and the reason, as far as the library's text names them."""
+    """The refused key and the reason, as far as the library names them."""
     match = _BAD_KEY.search(text.partition("\n\nDebug source")[0])
     key = match[1] if match else ""
     named = f"the key {shown(key.encode())}" if key else "a key there"
@@ -380,7 +369,7 @@ def _fault_of_key(text: str) -> str:
 
 
 def _no_answer(what: str, text: str) -> DieselError:
-    """The error for a request without an HTTP status, from the library's text."""
+    """For a request without an HTTP status."""
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return ObjectStoreRefused(
             f"{what}: there are no credentials",
@@ -417,7 +406,7 @@ def _no_answer(what: str, text: str) -> DieselError:
 def _make_client(
     location: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
 ) -> _Client:
-    """The client repeats nothing. Raises PermanentStoreError."""
+    """It repeats nothing. Raises PermanentStoreError."""
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
         match location.scheme:
@@ -443,7 +432,7 @@ def _make_client(
                     client_options=client,
                     retry_config=retry,
                 )
-    except (BaseError, ValueError):  # the error's text may show a secret that it could not parse
+    except (BaseError, ValueError):  # its text may show a secret
         raise PermanentStoreError(
             f"{location}: the settings in the environment do not make a client",
             advice="check the vendor's variables (AWS_..., GOOGLE_..., AZURE_...)",
@@ -452,5 +441,5 @@ def _make_client(
 
 def _found(meta: "ObjectMeta") -> CloudObject:
     modified = meta["last_modified"]
-    # Whole seconds: listings have fractions of a second, and the headers of an object do not.
+    # Whole seconds: listings have fractions, headers of objects do not
     return CloudObject(meta["path"], meta["size"], int(modified.timestamp()) * 10**9, meta["e_tag"])

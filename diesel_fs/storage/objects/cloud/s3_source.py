@@ -40,7 +40,7 @@ from .location import BucketLocation
 
 Item = TypeVar("Item")
 
-REQUESTS_MAX = 64  # under way at once
+REQUESTS_MAX = 64
 _READ_BYTES = 256 << 10
 _NO_ANSWER = (ConnectionError, HTTPClientError)
 _YES = ("1", "true", "yes", "on")
@@ -68,8 +68,8 @@ class S3Source:
         self._host = "S3"
 
     def pages(self, prefix: str, after: str) -> Iterator[list[CloudObject]]:
-        """Pages of the objects with keys that begin with `prefix` and come after `after`, in the
-        store's order."""
+        """Objects with keys that begin with `prefix` and come after `after`, in the store's
+        order."""
         token: dict[str, object] = {"StartAfter": after} if after else {}
         while True:
             found = self._send("list", prefix, lambda client, token=token: client.list_objects_v2(  # type: ignore[misc]  # mypy infers no lambda with defaults
@@ -92,7 +92,7 @@ class S3Source:
 
     @contextmanager
     def open(self, key: str, start: int, end: int, etag: str | None) -> Iterator["_Body"]:
-        """Begin to read the bytes from `start` to `end`. Raises as `CloudRequests.open`, and
+        """Read the bytes from `start` to `end`. Raises as `CloudRequests.open`, and
         ObjectArchived."""
         fields = {"Range": f"bytes={start}-{end - 1}", **({"IfMatch": etag} if etag else {})}
         found = self._send("read", key, lambda client: client.get_object(
@@ -113,8 +113,7 @@ class S3Source:
 
     @cached_property
     def _client(self) -> _Client:
-        """botocore's client, with the settings of the environment and of `~/.aws`; it repeats
-        nothing."""
+        """With the settings of the environment and of `~/.aws`; it repeats nothing."""
         environ, limits = os.environ, self.limits
         session = botocore.session.get_session()
         style = "virtual" if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"
@@ -162,7 +161,7 @@ class S3Source:
             return PermanentStoreError(f"{what}: its certificate is not trusted")
         if isinstance(error, _NO_ANSWER):
             return AttemptFailed(f"{what}: {_reason(error)}")
-        # All other errors arise before a request is sent: from credentials, profiles, settings
+        # Other errors arise before a request is sent: from credentials, profiles, settings
         return ObjectStoreRefused(
             f"{what}: {_first_line(error)}",
             advice="check the environment (AWS_...) and ~/.aws/config, with `aws s3 ls`",
@@ -198,7 +197,7 @@ class _Body:
 def _object(key: str, size: str, found: Mapping[str, object]) -> CloudObject:
     modified = found["LastModified"]
     assert hasattr(modified, "timestamp")
-    # Whole seconds: listings have fractions of a second, and the headers of an object do not.
+    # Whole seconds: listings have fractions, headers of objects do not
     modified_ns = int(modified.timestamp()) * 10**9
     tag = found.get("ETag")
     return CloudObject(key, cast("int", found[size]), modified_ns, cast("str | None", tag))
@@ -209,8 +208,7 @@ def _is_set(name: str) -> bool:
 
 
 def _trusted() -> str | None:
-    """The machine's certificates; None if the user names others in a variable that botocore
-    reads."""
+    """The machine's certificates; None if a variable that botocore reads names others."""
     if os.environ.get("AWS_CA_BUNDLE") or os.environ.get("REQUESTS_CA_BUNDLE"):
         return None
     return ssl.get_default_verify_paths().cafile

@@ -38,11 +38,11 @@ from .answers import (
 from .location import parse_bucket_url
 from .requests import CloudRequests, ResponseBody
 
-_RESUMES_MAX = 8  # per read, and one more for each MiB: a link that breaks more often is useless
-_RELISTS_MAX = 4  # listings of a bucket that lists out of order, until two of them agree
-_STRAY_KEYS_MAX = 5000  # repeated keys in one listing before it counts as endless
-_ENCODED = re.compile(r"%2[Ff]")  # a slash in a name that the store has listed in URL encoding
-_PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these in an offset
+_RESUMES_MAX = 8  # per read, and one more for each MiB: a worse link is useless
+_RELISTS_MAX = 4  # of an unordered bucket, until two agree
+_STRAY_KEYS_MAX = 5000  # repeated keys before a listing counts as endless
+_ENCODED = re.compile(r"%2[Ff]")  # a slash that the store lists in URL encoding
+_PLAIN = re.compile(r"(?:[A-Za-z0-9_-]+/)*[A-Za-z0-9_-]*")  # every store takes these as an offset
 
 
 def open_cloud(
@@ -69,7 +69,7 @@ def open_cloud(
 
 
 class CloudStore(ObjectStore):
-    """Each object is an object of the bucket, under a key below one prefix."""
+    """Each object has a key below one prefix."""
 
     fork_safe = False  # `requests.py` says why
 
@@ -80,16 +80,13 @@ class CloudStore(ObjectStore):
         *,
         supports_conditional_put: bool | None = None,
     ) -> None:
-        """Callers use `open` or `create`.
-
-        `supports_conditional_put`: whether the bucket supports "put only if absent"; None: the
-        first put finds out.
-        """
+        """Callers use `open` or `create`. `supports_conditional_put`: whether the bucket supports
+        "put only if absent"; None: the first put finds out."""
         self.store_id = store_id
         self.supports_conditional_put = supports_conditional_put
         self._requests = requests
         self._location = requests.location
-        self._unordered = False  # whether the bucket has listed out of order
+        self._unordered = False  # whether a listing was
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
@@ -105,12 +102,12 @@ class CloudStore(ObjectStore):
     @classmethod
     def create(cls, requests: CloudRequests) -> "CloudStore":
         """Make a store if the prefix is empty, or open the one that is there. Raises ConflictError
-        if anything else lies below the prefix."""
+        if anything else is there."""
         with suppress(ObjectMissing):
             return cls.open(requests)
         location = requests.location
         if any(page for page in requests.pages(location.prefix, "")):
-            with suppress(ObjectMissing):  # another process may have made one since
+            with suppress(ObjectMissing):  # another process may have made one
                 return cls.open(requests)
             raise ConflictError(
                 f"{location}: neither empty nor a DIESEL-FS store; no store is made in it",
@@ -118,7 +115,7 @@ class CloudStore(ObjectStore):
             )
         content = contract.encode_marker(uuid.uuid4())
         try:
-            with suppress(ObjectExists):  # another process has made it
+            with suppress(ObjectExists):  # another process has
                 requests.put(location.key(STORE_MARKER), [content], create=True)
         except ConditionsUnsupported:
             requests.put(location.key(STORE_MARKER), [content], create=False)
@@ -137,8 +134,8 @@ class CloudStore(ObjectStore):
     def put(self, name: str, parts: Sequence[Bytes]) -> None:
         """If the bucket does not support conditional requests, or the object is put in parts, the
         store first asks whether the object exists, and two callers at the same moment can both
-        succeed. In practice that is harmless: names of chunks are drawn at random, and two
-        snapshots of one version are equal."""
+        succeed. That is harmless: names of chunks are random, and two snapshots of one version are
+        equal."""
         contract.check_name(name)
         key = self._location.key(name)
         if self.supports_conditional_put is None:
@@ -153,7 +150,7 @@ class CloudStore(ObjectStore):
             self._requests.put(key, parts, create=self.supports_conditional_put)
 
     def _find_out_conditional(self) -> bool:
-        """Whether the bucket obeys "put only if absent": puts the marker, unchanged, once more."""
+        """Whether the bucket obeys "put only if absent": puts the marker, unchanged, again."""
         key = self._location.key(STORE_MARKER)
         content = self._get(key, STORE_MARKER, 0, None)
         try:
@@ -198,7 +195,7 @@ class CloudStore(ObjectStore):
                 etag, broken = body.etag, _fill(body, memoryview(content), until)
         except RangeNotSatisfiable:
             size = self._check_end(key, name, start + (length or 0))
-            if length is None and start == size:  # nothing is left behind `start`
+            if length is None and start == size:  # nothing lies behind `start`
                 return bytearray()
             raise _denied(name) from None
         except ObjectMissing as error:
@@ -212,7 +209,7 @@ class CloudStore(ObjectStore):
         self._read(name, start, memoryview(buffer).cast("B"), None)
 
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
-        """Fill `view` from the version with this ETag (None: any), and return its ETag."""
+        """From the version with this ETag (None: any); returns its ETag."""
         key, end, until = self._location.key(name), start + len(view), self._until(len(view))
         if not view:
             self._check_end(key, name, end)
@@ -243,8 +240,8 @@ class CloudStore(ObjectStore):
         cause: BrokenBody,
         until: float,
     ) -> None:
-        """Resume a read of the same version after its body broke off, as long as each request
-        brings some bytes."""
+        """Resume a read of the same version after its body broke off, while each request brings
+        some bytes."""
         done, resumes_left = cause.received, _RESUMES_MAX + (len(view) >> 20)
         while done < len(view):
             late = time.monotonic() > until
@@ -262,7 +259,7 @@ class CloudStore(ObjectStore):
             done += cause.received
 
     def _check_end(self, key: str, name: str, end: int) -> int:
-        """The object's size. Raises TruncatedError if it ends before `end`."""
+        """Returns the object's size. Raises TruncatedError if it ends before `end`."""
         try:
             size = self._requests.head(key).bytes
         except ObjectMissing as error:
@@ -278,7 +275,7 @@ class CloudStore(ObjectStore):
             raise self._missing(name) from error
 
     def _missing(self, name: str) -> ObjectStoreError:
-        """ObjectMissing, but only if the store itself is still there."""
+        """ObjectMissing if the store itself is still there."""
         try:
             store_id = _read_marker(self._requests)
         except ObjectMissing:
@@ -290,9 +287,9 @@ class CloudStore(ObjectStore):
     # Listing
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        """Neither the order nor the end of the bucket's own listing is trusted: it has ended when a
-        new one, which begins behind the last name, brings nothing more. A listing of the whole
-        store must contain the marker."""
+        """Neither order nor end of the bucket's own listing is trusted: it has ended when a new one
+        behind the last name brings nothing more. A listing of the whole store must contain the
+        marker."""
         contract.check_prefix(prefix)
         marker_due = STORE_MARKER.startswith(prefix) and after < STORE_MARKER
         for found in self._ordered(prefix, after):
@@ -323,15 +320,15 @@ class CloudStore(ObjectStore):
                 last = name
                 yielded.add(name)
                 yield found
-            # Azure lists from the start each time, so listing again would bring nothing new
+            # Azure lists from the start each time: listing again would bring nothing new
             if last == before or self._location.scheme == "az":
                 return
 
     def _rest(
         self, prefix: str, after: str, last: str, yielded: "_Digest"
     ) -> Iterator[CloudObject]:
-        """The objects behind `last`, sorted. Raises PermanentStoreError if an object before `last`
-        was not yielded."""
+        """Objects behind `last`, sorted. Raises PermanentStoreError if one before `last` was not
+        yielded."""
         again, rest = _Digest(), []
         for found in self._sorted(prefix, after):
             name = self._name(found.key)
@@ -347,7 +344,7 @@ class CloudStore(ObjectStore):
         yield from rest
 
     def _sorted(self, prefix: str, after: str) -> Iterator[CloudObject]:
-        """Lists the bucket again until a listing shows nothing new."""
+        """Lists the bucket until a listing shows nothing new."""
         known: dict[str, CloudObject] = {}
         for _ in range(_RELISTS_MAX):
             before = len(known)
@@ -360,7 +357,7 @@ class CloudStore(ObjectStore):
         raise AttemptFailed(f"{self._location}: no two listings agree")
 
     def _ours(self, prefix: str, after: str, last: str) -> Iterator[CloudObject]:
-        """The store's objects behind `last`, in the bucket's order."""
+        """Objects behind `last`, in the bucket's order."""
         for page in self._pages(prefix, last):
             for found in page:
                 name = self._name(found.key)
@@ -373,7 +370,7 @@ class CloudStore(ObjectStore):
                     )
 
     def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
-        """Pages of the folder that `prefix` lies in, from the first name that can begin with it."""
+        """In the folder of `prefix`, from the first name that can begin with it."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
@@ -395,7 +392,7 @@ class _CloudReads(FastReads):
     def read_ranges(
         self, name: str, ranges: Sequence[tuple[int, int]], room: memoryview
     ) -> Iterator[memoryview]:
-        """All ranges are of one version: later requests demand the ETag of the first."""
+        """All ranges are of one version: later requests demand the first one's ETag."""
         etag: str | None = None
         for start, size in ranges:
             contract.check_range(name, start, size)
@@ -421,7 +418,7 @@ class _CloudHousekeeping(Housekeeping):
 
 
 class _Digest:
-    """A set of names, in any order, that can only be compared; its size is constant."""
+    """A set of names that can only be compared; its size is constant."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -448,7 +445,7 @@ def _read_marker(requests: CloudRequests) -> uuid.UUID:
 
 
 def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | None:
-    """Returns the error if the body breaks off; it knows how many bytes arrived."""
+    """Returns the error if the body breaks off; it has the number of received bytes."""
     try:
         body.fill(view, until)
     except BrokenBody as error:
@@ -457,7 +454,7 @@ def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | No
 
 
 def _denied(name: str) -> ObjectStoreError:
-    """The error for a refused range (HTTP 416) of an object that is long enough."""
+    """For a refused range (HTTP 416) of an object that is long enough."""
     return AttemptFailed(
         f"{name}: the bucket refuses a range that the object has", may_have_succeeded=False
     )
@@ -468,7 +465,7 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """A name before all that begin with `prefix`, and behind most of the smaller ones."""
+    """Before all names with `prefix`, and behind most smaller ones."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"
@@ -476,7 +473,7 @@ def _just_before(prefix: str) -> str:
 
 def _topmost_foreign(name: str) -> str:
     """The shortest beginning of a foreign name that is no folder of the store. Empty for a key
-    outside the store, and for one that only stands for a folder."""
+    outside the store, and for one that stands for a folder."""
     parts = name.split("/")
     for count in range(1, len(parts)):
         folder = "/".join(parts[:count])
