@@ -42,7 +42,7 @@ from .entries import (
 
 FORMAT_VERSION = 1
 EXTENT_ALIGNMENT = 65536
-"""In their file: no memory page holds bytes of two extents."""
+"""Alignment in the file: no memory page holds bytes of two extents."""
 
 CHUNK_BYTES_DEFAULT = 4 << 20
 CHUNK_BYTES_MIN = 64 << 10
@@ -82,7 +82,7 @@ _KEYS = frozenset(
     ("folders", "folder", "names", "links", "extents", "stamps", *(name for name, _ in _COLUMNS))
 )
 _ENTRY_BYTES_MIN = sum(np.dtype(kind).itemsize for _, kind in _COLUMNS) + 4 + 1
-"""In a decoded header: columns, folder, and a NUL."""
+"""An entry's columns, folder, and a NUL, in a decoded header."""
 _EXTENT_ROW_BYTES, _STAMP_ROW_BYTES = 4 + 4 + 4 + 8 + 8, 4 + 4 + 16
 
 _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
@@ -270,7 +270,7 @@ def write_front(
 
 
 def pack_body(content: memoryview) -> bytes | None:
-    """None if lz4 saves too little, or the format forbids it."""
+    """Return None if lz4 saves too little, or the format forbids it."""
     packed: bytes = lz4.block.compress(content, store_size=False)
     size = len(content)
     if len(packed) > size - max(size // _LZ4_SAVING_DIVISOR, 1) or size > _body_raw_max(

@@ -75,7 +75,7 @@ class ChunkBuilder:
         return len(self._body) - self.body_bytes
 
     def room(self, size: int) -> memoryview:
-        """At the end of the body, for a content."""
+        """Make room for a content at the end of the body."""
         end = self.body_bytes + size
         if end > len(self._body):
             grown = bytearray(end + EXTENT_ALIGNMENT)
@@ -228,7 +228,7 @@ class ChunkBuilder:
         self.full = self.left_bytes <= 0 or len(self) >= ENTRIES_MAX
 
     def _packed(self, contents: Sequence[memoryview]) -> dict[int, bytes]:
-        """Those that lz4 makes small enough, by position."""
+        """Pack the contents that lz4 makes small enough; returns them by position."""
         packed: dict[int, bytes] = {}
         if not (self._tries_all or self._tries_some):
             return packed

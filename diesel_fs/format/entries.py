@@ -169,7 +169,7 @@ class Names(Sequence[bytes]):
         return starts
 
     def packed(self) -> tuple[npt.NDArray[np.int64], bytes]:
-        """Without NULs between them: each name's offset (and the end), and the bytes."""
+        """The names without NULs: the offset of each (and the end), and the bytes."""
         starts = self._find_starts() if self._is_split_by_nuls else self.starts.copy()
         starts -= np.arange(self._count + 1)
         if self._is_split_by_nuls:

@@ -32,7 +32,7 @@ MANIFEST_BYTES_MAX = 1 << 30
 """While it is read: some ten million lines."""
 
 FAULTS_NAMED = 10
-"""With line, path and reason; further ones are only counted."""
+"""Faults reported with line, path and reason; further ones are only counted."""
 
 _LINE_BYTES_MAX = 1 << 20
 _BATCH = 1 << 14  # rows that are Python objects at once
@@ -53,7 +53,7 @@ class Manifest:
     paths: Names
     """Relative to the manifest's folder."""
     lines: npt.NDArray[np.uint32]
-    """From 1 on."""
+    """Numbers of lines, from 1 on."""
     classes: list[str]
     """Different targets: sorted as numbers if all are whole numbers, else as text."""
     targets: npt.NDArray[np.int32]
@@ -115,8 +115,8 @@ def parse_manifest(content: bytes, name: str) -> Manifest:
 
 
 def as_csv(content: bytes, name: str) -> bytes:
-    """As a dataset stores it: tabs become commas; a manifest with commas stays to the byte. Raises
-    as `parse_manifest`."""
+    """The manifest as a dataset stores it: tabs become commas; one with commas stays to the byte.
+    Raises as `parse_manifest`."""
     if _separator(_first_line(content)) != _TAB:
         return content
     table, pieces = _Table(content, name), list[bytes]()
@@ -220,7 +220,7 @@ class _Table:
             yield fields, lines
 
     def _rows(self, count: int) -> Iterator[list[str]]:
-        """Those that are not empty; `_line` is each one's first line."""
+        """The next rows that are not empty; `_line` is each one's first line."""
         after = self._reader.line_num
         try:
             for row in self._reader:
@@ -271,7 +271,7 @@ def _raise_fault(
 
 
 def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
-    """Those of path and target, and whether the target is a path."""
+    """The columns of path and target, and whether the target is a path."""
     targets = [each for each in header if each in ("target", "target_path")]
     if header.count("path") != 1 or len(targets) != 1:
         found = shown(_bytes(",".join(header)))[:80]
@@ -284,7 +284,7 @@ def _columns(header: Sequence[str], name: str) -> tuple[int, int, bool]:
 
 
 def _sorted_classes(known: dict[str, int]) -> tuple[list[str], npt.NDArray[np.int32]]:
-    """And the position there of each number."""
+    """The sorted classes, and the position there of each number."""
     if all(map(_WHOLE_NUMBER.fullmatch, known)):
         classes = sorted(known, key=lambda text: (int(text), text))
     else:

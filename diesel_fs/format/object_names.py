@@ -33,7 +33,7 @@ FOLDER_NAME = re.compile(
 )
 LEASE_NAME = re.compile(_OBJECTS["lease"])
 MUTABLE_NAME = re.compile(f"{_OBJECTS['lease']}|{_OBJECTS['archive']}")
-"""All other objects never change."""
+"""Names of objects that may change; all others never do."""
 
 
 def dataset_object(identity: UUID) -> str:
@@ -61,7 +61,7 @@ def chunk_object(identity: UUID, chunk: ChunkId) -> str:
 
 
 def chunk_of_object(name: str) -> ChunkId | None:
-    """None for other names."""
+    """Returns None for other names."""
     parts = name.rsplit("/", 2)
     try:
         chunk = parse_chunk_id(parts[-1])
@@ -80,7 +80,7 @@ def snapshot_object(identity: UUID, version: int) -> str:
 
 
 def version_of_object(name: str) -> int | None:
-    """None for other names."""
+    """Returns None for other names."""
     text = name.rpartition("/")[2]
     try:
         return int(text, 16) if len(text) == 16 else None

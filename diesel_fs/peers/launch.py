@@ -369,7 +369,7 @@ def _restart(request: TaskRequest, socket_path: Path, program: Sequence[str]) ->
 
 
 def _save_options(request: TaskRequest, socket_path: Path) -> None:
-    """Without secrets, and addresses that may hold a password."""
+    """The file gets no secrets, and no addresses that may hold a password."""
     saved = replace(request, url="", user="", key="", task_key="").to_json()
     new = socket_path.with_name(f"{_OPTIONS}.new")
     try:

@@ -153,7 +153,7 @@ def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
 
 
 def proofs_equal(proof: bytes, other: bytes) -> bool:
-    """In constant time."""
+    """Compare in constant time."""
     return hmac.compare_digest(proof, other)
 
 

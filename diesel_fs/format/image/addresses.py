@@ -84,8 +84,8 @@ class Addresses:
 
 
 def give_addresses(snapshot: Snapshot, earlier: ContentColumns | None, end: int = 1) -> Addresses:
-    """Those of the earlier image, or fresh blocks. `end` is the number of blocks that the chain has
-    given; block 0 is no content's. Raises ImageTooLarge."""
+    """Give contents their addresses in the earlier image, or fresh blocks. `end` is the number of
+    blocks that the chain has given; block 0 belongs to no content. Raises ImageTooLarge."""
     columns = snapshot.columns
     kept = None if earlier is None else _Kept(earlier, columns.chunk_id.view(CHUNK_ID))
     first_block = np.zeros(len(snapshot), np.uint32)

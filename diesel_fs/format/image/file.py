@@ -54,7 +54,7 @@ class Image:
         self.chain = fields.chain
         """Only images of one chain have comparable addresses."""
         self.sequence = fields.sequence
-        """In its chain, from 1."""
+        """The image's number in its chain, from 1."""
         self.end_block = fields.end_block
         """Blocks that this chain has given up to this image."""
         self.entry_count = fields.entries
@@ -152,7 +152,7 @@ def _corrupt(what: str, offset: int = -1) -> NoReturn:
 
 
 def _parse_trailer(view: memoryview) -> tuple[_Trailer, list[tuple[int, int, int]]]:
-    """Each part has start, end, and checksum."""
+    """Return the trailer, and each part's start, end, and checksum."""
     magic_at = SUPERBLOCK_AT
     if len(view) < BLOCK_BYTES + _TRAILER_BYTES:
         raise TruncatedError(f"truncated image: {len(view)} bytes", offset=len(view))

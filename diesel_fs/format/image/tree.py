@@ -171,7 +171,7 @@ class _Items:
         counts[ROOT_INDEX] += 1
         ends = np.cumsum(counts)
         self.first: Ints = ends - counts
-        """In each folder."""
+        """The first item of each folder."""
         self.count = int(ends[-1])
         before_dot, before_dots = _smaller_than_dots(columns, folders)
         self.control = 2 + _beside_control(snapshot)[1]
@@ -229,7 +229,7 @@ class _Listed(NamedTuple):
 
 
 def _smaller_than_dots(columns: layout.SnapshotColumns, folders: Ints) -> tuple[Ints, Ints]:
-    """In each folder, the numbers of entries before `.` and `..`."""
+    """Count the entries before `.` and before `..` in each folder."""
     before_dot, before_dots = np.zeros(len(folders), np.int64), np.zeros(len(folders), np.int64)
     dot = ord(".")
     for start in range(1, len(columns.parent), _BATCH):
@@ -437,7 +437,7 @@ class ImageTree:
         words[(at >> 3)[:, None] + np.arange(8)] = rows.view(np.uint64).reshape(-1, 8)
 
     def _files(self, *, large: bool) -> Iterator[Ints]:
-        """Those of more than one block, or all others, in batches."""
+        """Batches of the files of more than one block, or of all others."""
         for first in range(0, len(self.snapshot), _BATCH):
             some = slice(first, min(first + _BATCH, len(self.snapshot)))
             is_large = self.snapshot.columns.size[some] > BLOCK_BYTES

@@ -128,8 +128,8 @@ class _ChangedFolders:
             self.old_index.append(old.child(above, name) if above >= 0 else -1)
 
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
-        """In directory order. `ids` maps (parent's ID, name) to an ID, in the order of rows;
-        `levels` has the depths by ID."""
+        """Number the folders in directory order. `ids` maps (parent's ID, name) to an ID, in the
+        order of rows; `levels` has the depths by ID."""
         self._rank = np.zeros(len(levels), np.int64)  # the number of each ID
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
@@ -189,8 +189,8 @@ class _MergePlan:
             raise UsageError(f"the row of {shown(rows.path(i))} has an impossible record")
 
     def _hash_names(self) -> None:
-        """Also compare each row's name with the next's; in blocks, so that few names are Python
-        objects at a time."""
+        """Hash each row's path, and compare its name with the next's; in blocks, so that few names
+        are Python objects at a time."""
         count, folders = len(self.rows), self.folders
         self.hash = np.zeros(count, np.uint64)
         self.ascends: layout.Mask = np.zeros(count, np.bool_)
@@ -318,13 +318,13 @@ class _EntryOrder:
     made: list[int]
     """The new folders, as numbers of `_ChangedFolders`."""
     new_folder: layout.U4
-    """As numbers of `_ChangedFolders`."""
+    """The folders of new entries, as numbers of `_ChangedFolders`."""
     new_item: layout.U4
     new_hash: layout.U8
     new_index: layout.U4
-    """In the result."""
+    """Positions in the result."""
     old_index: Indices
-    """In the result; meaningless for removed entries."""
+    """Positions in the result; meaningless for removed entries."""
     folder_index: Indices
     """Of `_ChangedFolders` in the result; meaningless for removed ones."""
 
@@ -664,7 +664,7 @@ class _Assembly:
         return _splice((self.old.target_start, self.old.targets), _joined(tails), source, nothing)
 
     def _extents(self, data: _Data, data_source: Indices, new: layout.Records) -> layout.Records:
-        """In the order of their files in `data`."""
+        """The extents in the order of their files in `data`."""
         many = (data.flags & layout.MANY_EXTENTS) != 0
         first, counts = data.chunk[many].astype(np.int64), data.offset[many].astype(np.int64)
         starts = np.cumsum(counts) - counts

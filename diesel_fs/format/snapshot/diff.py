@@ -29,7 +29,7 @@ class SnapshotDiff:
     old: Snapshot
     new: Snapshot
     same_path: OldIndices
-    """In `old`, with the same path and kind."""
+    """The entry of `old` with the same path and kind."""
     unchanged: OldIndices
     """As `same_path`; -1 for changed entries."""
 

@@ -109,7 +109,7 @@ class _Sums:
         self.add(chunk[files], _hashed(*(column[files] for column in hashed)))
 
     def add(self, chunk: npt.NDArray[np.uint32], hashes: _Hashes) -> None:
-        """All of these chunks are compared."""
+        """`chunk` names only chunks that are compared."""
         group = self._group[chunk]
         self.counts += np.bincount(group, minlength=self._count)
         for shift in (

@@ -85,7 +85,7 @@ _BLOCK = 1 << 18  # values per step of a sum
 
 
 class SnapshotColumns(NamedTuple):
-    """In the order of the file, for n entries and c chunks."""
+    """The sections in the order of the file, for n entries and c chunks."""
 
     parent: U4
     """n; each entry's folder; the root's is 0."""
@@ -110,7 +110,7 @@ class SnapshotColumns(NamedTuple):
     slot: U4
     """n - 1; each fingerprint's entry; ascending among equal ones."""
     names: Bytes
-    """In the order of entries, then NAME_PADDING."""
+    """All names in the order of entries, then NAME_PADDING."""
     target_start: U8
     """Number of targets + 1; offsets in `targets`, and the end."""
     targets: Bytes
@@ -268,7 +268,7 @@ def _parse_header(view: memoryview) -> SnapshotHeader:
 
 
 FRONT_BYTES = HEADER_BYTES
-"""All that `parse_front` needs."""
+"""The bytes of a file that `parse_front` needs."""
 
 _CONTENT = ("parent", "name_start", "flags", "size", "mtime_ns", "checksum", "names", "targets")
 
@@ -306,7 +306,7 @@ def _truncated(length: int, expected: int) -> FormatError:
 def _parse_sections(
     view: memoryview, header: SnapshotHeader
 ) -> tuple[SnapshotColumns, list[tuple[int, int, int, int]]]:
-    """With each section's start, end, end of padding, and checksum."""
+    """Also returns each section's start, end, end of padding, and checksum."""
     arrays = []
     sections = []
     at = HEADER_BYTES

@@ -500,7 +500,7 @@ class Snapshot:
         return np.concatenate(ranges)
 
     def shadowing_folders(self) -> Indices:
-        """Those that hide a file or link of the same path."""
+        """Folders that hide a file or link of the same path."""
         return self.columns.shadowed["entry"].astype(np.int64)
 
     def _kind(self, i: int) -> int:

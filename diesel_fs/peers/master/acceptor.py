@@ -50,8 +50,8 @@ class AnswerSource(Protocol):
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        """Each part's status, and the bytes, which never change, of those with `GIVEN`. `through`:
-        ask other nodes for their parts. `rank` is the asking node's."""
+        """Return each part's status, and the bytes, which never change, of those with `GIVEN`.
+        `through`: ask other nodes for their parts. `rank` is the asking node's."""
 
     def take_plan(self, rank: int, body: bytes) -> int:
         """Take over a message about plans from a master; its status."""
@@ -95,7 +95,7 @@ class Acceptor:
         listeners: Sequence[socket.socket],
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        """Until cancelled. The caller closes the listeners."""
+        """Accept until cancelled. The caller closes the listeners."""
         self._token = trio.lowlevel.current_trio_token()
         self._plane = plane = DataPlane(self._forward, self._forward_plan)
         try:
@@ -189,7 +189,7 @@ class Acceptor:
     async def _handshake(
         self, channel: Channel, me: LocalIdentity, host: str, scope: trio.CancelScope
     ) -> Hello:
-        """Within `HELLO_S`. Raises HandshakeRejected."""
+        """Takes at most `HELLO_S`. Raises HandshakeRejected."""
         pending = _PendingHandshake(host, scope)
         of_same_host = [each for each in self._pending if each.host == host]
         if len(of_same_host) >= self._pending_per_address:

@@ -138,8 +138,8 @@ class _Daemon:
             self._disk.jobs.register(self._snapshot.identity, time.time())
 
     def _open_disk(self) -> DiskTier | None:
-        """None without `--cache-dir`, if the disk is full, or if the folder is for order logs,
-        which the mount keeps."""
+        """Returns None without `--cache-dir`, if the disk is full, or if the folder is for order
+        logs, which the mount keeps."""
         if not self._request.cache_dir or self._request.cache_layout == "order":
             return None
         try:
@@ -271,7 +271,7 @@ class _Daemon:
         return master if is_member else None
 
     async def _flush(self, master: Master, signals: Signals) -> None:
-        """Until the time is over, a signal comes or another master starts."""
+        """Ends when the time is over, a signal comes or another master starts."""
         path = self._client_socket.path
         with trio.move_on_after(FLUSH_TIMEOUT_S) as scope:
             async with trio.open_nursery() as nursery:

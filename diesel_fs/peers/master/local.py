@@ -29,7 +29,7 @@ from .master import Master
 log = logging.getLogger("diesel.task")
 
 CONNECTIONS_MAX = 4096
-"""On a node, some hundred workers have a few threads each."""
+"""Some hundred workers of a node have a few threads each."""
 
 BACKLOG = 1024
 ACCEPT_PAUSE_S = 0.1  # without free descriptors; the next client waits in the kernel
@@ -56,7 +56,7 @@ class LocalServer:
         self._clients_changed = trio.Event()
 
     async def serve(self, listener: socket.socket) -> None:
-        """Until cancelled."""
+        """Accept clients until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 await trio.lowlevel.wait_readable(listener)
@@ -97,7 +97,7 @@ class LocalServer:
                 return
 
     async def _serve(self, accepted: socket.socket, pid: int) -> None:
-        """With its last connection, a process's pins end."""
+        """A process's pins end with its last connection."""
         self._connections[pid] += 1
         client = _Client(self, self._master, accepted, pid)
         try:
@@ -325,8 +325,8 @@ class LocalSocket:
         self.socket.listen(BACKLOG)
 
     def close(self) -> None:
-        """Also remove the socket's path, unless another master has put its own there. Repeatable,
-        even if that one got the same inode number."""
+        """Also remove the socket from its path, unless another master has put its own there.
+        Repeatable, even if that one got the same inode number."""
         if self.socket.fileno() < 0:
             return
         with suppress(OSError):

@@ -175,7 +175,7 @@ class Master:
             self._nursery.cancel_scope.cancel()
 
     async def _renew_always(self) -> None:
-        """Until this master may not be a member any more."""
+        """Renew until this master may not be a member any more."""
         options = self._options
         gather_until_s = trio.current_time() + GATHER_S
         registry_answers = True
@@ -459,7 +459,7 @@ class Master:
         return found
 
     async def _fetch(self, chunk: int, room: memoryview) -> None:
-        """From a node that may hold the chunk, else from the store."""
+        """Fill `room` from a node that may hold the chunk, else from the store."""
         owners = self._owners
         snapshot = owners.snapshot
         whole = np.array([(chunk, 0, len(room))], np.uint32)

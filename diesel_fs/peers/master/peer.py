@@ -263,7 +263,7 @@ class Peer:
         return _statuses(FAILED, parts)
 
     async def _send_and_wait(self, pending: _PendingRequest, flags: int, ticket: int) -> None:
-        """Until the request is answered, late, or cannot be answered any more."""
+        """Return when the request is answered, late, or cannot be answered any more."""
         pending.due_s = pending.sent_s + self._breaker.timeout_s(
             pending.size + self._in_flight_bytes
         )

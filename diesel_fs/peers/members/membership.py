@@ -96,7 +96,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """At one moment; only the newest instance of each rank."""
+    """The members at one moment; only the newest instance of each rank."""
 
     members: tuple[Member, ...]
     secret: bytes = field(repr=False)  # by which masters prove that they belong to the task
@@ -115,7 +115,7 @@ class Membership:
 
 
 def split_address(address: str) -> HostPort:
-    """From anywhere. Raises UsageError."""
+    """The address may come from anywhere. Raises UsageError."""
     try:
         parsed = HostPort.parse(address) if _ADDRESS.fullmatch(address) else None
     except ValueError:
@@ -241,7 +241,7 @@ class MemberStore(Protocol):
 
 
 def pack_member(member: Member) -> bytes:
-    """Without rank and instance."""
+    """Leaves out rank and instance."""
     flags = _HAS_CERTIFICATE * bool(member.certificate) | _HAS_KEY_FILE * member.has_key_file
     return _STORED.pack(member.version, flags, member.certificate) + member.address.encode()
 
@@ -260,7 +260,7 @@ def unpack_member(rank: int, instance: bytes, packed: bytes) -> Member:
 
 
 def join_message(task: TaskName, member: Member, record: MemberRecord) -> Message:
-    """Without `do` and the dataset."""
+    """Leaves out `do` and the dataset."""
     return {
         "task": task.name,
         **member_message(member),
@@ -281,7 +281,7 @@ def parse_join(fields: Fields) -> tuple[str, Member, MemberRecord]:
 
 
 def leave_message(task: TaskName, member: Member) -> Message:
-    """Without `do` and the dataset."""
+    """Leaves out `do` and the dataset."""
     return {"task": task.name, **member_message(member)}
 
 

@@ -234,7 +234,7 @@ class TaskOptions(DaemonRequest):
         task_only: Mapping[str, object] | None = None,
         spelled: Callable[[str], str] = str,
     ) -> "TaskOptions":
-        """From a call's keyword arguments; `shared_name`: see `or_single_node`. `words` are its
+        """Read a call's keyword arguments; `shared_name`: see `or_single_node`. `words` are its
         other arguments, of which `task_only` are those that need a task. Raises UsageError, with
         the name of the unknown or bad argument, and as `check`."""
         given: dict[str, object] = {**kwargs}
@@ -342,7 +342,7 @@ class TaskRequest(TaskOptions):
         ]
 
     def asks_for_the_same(self, running: "TaskRequest") -> bool:
-        """Also in the options that are at their default here."""
+        """Whether both ask for the same also in the options that are at their default here."""
         computed = self.memory_is_default and running.memory_is_default
         return all(
             getattr(self, name) == getattr(running, name)
@@ -369,7 +369,7 @@ def single_node_task(shared_name: str) -> str:
 
 
 def read_key_file(path: Path) -> str:
-    """Without space around it. Raises ConfigError, and PermissionDenied if other users may read the
+    """Strips space around it. Raises ConfigError, and PermissionDenied if other users may read the
     file."""
     text = private_text(path, "the task's key", KEY_FILE_BYTES_MAX)
     if not text.isascii():

@@ -20,7 +20,7 @@ _F_SEAL_FUTURE_WRITE = 0x10  # not in Python's `fcntl`
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE
 
 Owners = npt.NDArray[np.int32]
-"""Each chunk's owner's rank; -1: none."""
+"""The rank of each chunk's owner; -1: none."""
 
 
 class OwnerTable:

@@ -17,10 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 CAPACITY, FLOOR, ENOUGH = 1.08, 0.93, 0.95
-"""In equal shares: the most bytes of a node, the least that it should have, and the least that it
-is left with when another takes chunks. Nearer to 1, more chunks move when a node leaves: of 1,000
-nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and 0.95, and 3 if
-shares are to differ by 1 %."""
+"""These count equal shares: the most bytes of a node, the least that it should have, and the least
+that it is left with when another takes chunks. Nearer to 1, more chunks move when a node leaves: of
+1,000 nodes with 350 chunks each, 1.2 shares move with these values, 1.6 with 1.05 and 0.95, and 3
+if shares are to differ by 1 %."""
 
 _STORED_PREFERENCES = 8  # of a chunk; few ever need more
 _BLOCK_SCORES = 1 << 21

@@ -30,7 +30,7 @@ class ChunkFuture:
     """Future reads of each chunk of a version."""
 
     uses: FutureUses
-    """On all nodes: the owner of a chunk serves all of its reads."""
+    """Reads on all nodes: the owner of a chunk serves all of its reads."""
     live_bytes: npt.NDArray[np.float64]
     """Bytes of each chunk that files of this version have."""
     read_bytes: npt.NDArray[np.float64]
@@ -56,7 +56,7 @@ class ChunkFuture:
         return needed
 
     def soonest(self, chunks: Units, before: int) -> npt.NDArray[np.int64]:
-        """Those read before a time, the soonest first."""
+        """Chunks that are read before a time, the soonest first."""
         times = self.uses.next_time(chunks)
         places = np.flatnonzero(times < min(before, NEVER))
         return np.asarray(chunks, np.int64)[places[np.argsort(times[places], kind="stable")]]

@@ -119,7 +119,7 @@ class ChunkTable:
             del loans[next(iter(loans))]
 
     def take_back(self, chunk: int | None = None) -> None:
-        """None: all chunks."""
+        """Without a chunk, take back all."""
         if chunk is None:
             self._loans.clear()
         else:
@@ -140,7 +140,7 @@ class ChunkTable:
             self._reads.append((chunks, size))
 
     def take_reads(self) -> list[tuple[Sequence[int], int]]:
-        """Those since the last call. Any thread."""
+        """Reads since the last call. Any thread."""
         return _taken(self._reads)
 
 

@@ -63,7 +63,7 @@ _THREADS = 8
 _READS_PER_THREAD = 8  # of one chunk each; its first read reads and checks all of it
 
 Spans = Sequence[tuple[int, int]]
-"""In one chunk: start and bytes."""
+"""Ranges of one chunk: start and bytes."""
 
 Made = TypeVar("Made")
 
@@ -77,7 +77,7 @@ class _DiskRead:
         self.is_there: bool | None = None  # None: unknown
 
     def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
-        """In a thread. Contents, open file, and whether the chunk is there."""
+        """Runs in a thread. Returns contents, open file, and whether the chunk is there."""
         found = disk.find(self._key)
         if found is not None:
             with contextlib.suppress(OSError, EOFError, MemoryError):
@@ -121,7 +121,7 @@ class Disk:
         self.wake()
 
     async def read(self, chunk: int, spans: Spans) -> list[memoryview] | None:
-        """None if the chunk is not here."""
+        """Returns None if the chunk is not here."""
         ledger, table = self._ledger, self._ledger.table
         wanted = _DiskRead(ledger.key(chunk), spans)
         if self._nursery is None:
@@ -210,7 +210,7 @@ class Disk:
         }
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Scan, write and read until cancelled."""
         if self._tier is None:
             return
         async with trio.open_nursery() as nursery:

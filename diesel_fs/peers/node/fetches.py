@@ -60,7 +60,7 @@ class Flight:
     """A chunk that is being fetched, or loaded from the disk."""
 
     chunk: int
-    """In the current version, or -1."""
+    """Its number in the current version, or -1."""
     key: ChunkKey
     size: int
     to_memory: bool
@@ -104,7 +104,7 @@ class Fetches:
         self._warned: set[type] = set()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; then callers that wait get nothing."""
+        """Runs until cancelled; then callers that wait get nothing."""
         async with trio.open_nursery() as nursery:
             self._nursery = nursery
             try:
@@ -202,7 +202,7 @@ class Fetches:
         flight.done.set()
 
     async def _fetch_checked(self, flight: Flight) -> SealedMemory | None:
-        """In memory that can be pinned, or in the flight's view alone."""
+        """A checked chunk in memory that can be pinned, or in the flight's view alone."""
         if flight.chunk < 0:
             return None
         if not flight.to_memory:
@@ -275,8 +275,8 @@ class Fetches:
     async def _fill_from(
         self, left: Iterator[int], version: int, future: ChunkFuture | None = None
     ) -> None:
-        """Until one does not fit. With `future`, also in place of chunks needed later, while that
-        is current."""
+        """Stops when one does not fit. With `future`, also fetches in place of chunks needed later,
+        while that is current."""
         ledger, replacement = self._ledger, self._replacement
         for chunk in left:
             while self._awaited:

@@ -157,7 +157,7 @@ class Ledger:
         """Chunks of other nodes, as far as known."""
         self.memories: dict[int, SealedMemory] = {}
         self.queue: OrderedDict[int, memoryview] = OrderedDict()
-        """To be written to the disk, in this order."""
+        """Chunks to be written to the disk, in this order."""
         self.disk_room_bytes = 0
         """at the disk tier's last write or scan"""
         self.disk_rests_until_s = -math.inf
@@ -192,7 +192,7 @@ class Ledger:
         return self.table.views
 
     def key(self, chunk: int) -> ChunkKey:
-        """In all versions."""
+        """The chunk's name in all versions."""
         return ChunkKey(self.identity, self.ids[chunk])
 
     def is_named(self, chunk: int, key: ChunkKey) -> bool:
@@ -200,7 +200,7 @@ class Ledger:
         return chunk < len(self.ids) and self.ids[chunk] == key.id
 
     def holds(self, chunk: int) -> bool:
-        """In memory, in the queue, or on the disk as far as known."""
+        """Whether it is in memory, in the queue, or on the disk as far as known."""
         return chunk in self.views or chunk in self.queue or self.is_readable(chunk)
 
     def set_owned(self, owned: Mask) -> None:
@@ -268,7 +268,7 @@ class Ledger:
         return here_bytes
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """None: the process has ended."""
+        """`chunks` is None when the process has ended."""
         freed = self.pins.unpin_all(pinner) if chunks is None else self.pins.unpin(pinner, chunks)
         for memory in freed:
             if memory.descriptor < 0:  # its chunk was dropped before
@@ -282,7 +282,7 @@ class Ledger:
 
     @property
     def is_disk_resting(self) -> bool:
-        """Without a disk always true."""
+        """Always true without a disk."""
         return not self.has_disk or self._clock() < self.disk_rests_until_s
 
     @property
@@ -308,7 +308,7 @@ class Ledger:
         return coming_bytes <= self.room.queue_bytes
 
     def has_disk_room(self, size: int) -> bool:
-        """Without replacing another chunk."""
+        """Whether it fits without replacing another chunk."""
         coming_bytes = self._queued_bytes + self._reserved_queue_bytes + size
         return self.takes(size) and self.disk_room_bytes >= coming_bytes
 

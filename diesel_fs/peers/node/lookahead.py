@@ -46,8 +46,8 @@ class Lookahead:
     def move_readers(
         self, future: ChunkFuture, positions: Sequence[int], now_s: float
     ) -> npt.NDArray[np.int64] | None:
-        """To positions in their orders, perhaps back. Returns the chunks that readers have passed;
-        None if no reader has moved."""
+        """Positions may go back. Returns the chunks that readers have passed; None if no reader has
+        moved."""
         uses = future.uses
         passed = [
             uses.seek(reader, position).astype(np.int64)

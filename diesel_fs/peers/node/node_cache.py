@@ -46,7 +46,7 @@ _TRIES = 4  # of one call, if a chunk is evicted before it is read
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheOptions:
     memory_bytes: int
-    """With the queue to the disk."""
+    """Includes the queue to the disk."""
     policy: Callable[[], EvictionPolicy]
     """For victims in memory, and for those on the disk."""
     disk: DiskTier | None = None
@@ -88,7 +88,7 @@ class NodeCache:
         self._warn_of_limits()
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until cancelled; then callers that wait get nothing."""
+        """Runs until cancelled; then callers that wait get nothing."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._disk.run)
             await nursery.start(self.fetches.run)
@@ -196,7 +196,7 @@ class NodeCache:
         return memory.descriptor
 
     def unpin(self, pinner: int, chunks: Iterable[int] | None) -> None:
-        """None: the process has ended."""
+        """`chunks` is None when the process has ended."""
         self.ledger.unpin(pinner, chunks)
         self._note_room()
 
@@ -270,8 +270,8 @@ class NodeCache:
         await self._disk.flush(self._drain_memory([*first.tolist(), *then.tolist()]), ~ours)
 
     def _drain_memory(self, chunks: Iterable[int]) -> Iterator[tuple[int, memoryview]]:
-        """Those in memory. Each is dropped when the caller is done with it: other processes may
-        wait for memory."""
+        """Yields those in memory. Each is dropped when the caller is done with it: other processes
+        may wait for memory."""
         for chunk in chunks:
             view = self.ledger.views.get(chunk)
             if view is not None:

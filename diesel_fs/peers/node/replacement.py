@@ -49,7 +49,7 @@ class Placement(NamedTuple):
     to_memory: bool
     """Otherwise through the queue to the disk."""
     victims: Sequence[int] = ()
-    """In memory."""
+    """Chunks in memory that it replaces."""
 
 
 TO_DISK = Placement(to_memory=False)
@@ -132,7 +132,7 @@ class Replacement:
         return self._ledger.tables.memory.uses_future
 
     def set_future(self, future: ChunkFuture | None) -> None:
-        """None: not known any more."""
+        """`future` is None when it is not known any more."""
         self.future = future
         for policy in (self._ledger.tables.memory, self._ledger.tables.disk):
             policy.set_future(None if future is None else future.uses)
@@ -317,7 +317,7 @@ class Replacement:
         return found
 
     def _are_last_copies(self, chunks: npt.NDArray[np.int64]) -> Mask:
-        """Some reader needs it and, as far as known, no other node has it."""
+        """Whether some reader needs it and, as far as known, no other node has it."""
         if self.future is None:
             return np.zeros(len(chunks), np.bool_)
         needed, elsewhere = self.future.needed(chunks), self._ledger.held_elsewhere
@@ -353,8 +353,8 @@ class Replacement:
         return not replaced or self._ledger.tables.disk.replaces(chunk, replaced) is not False
 
     def _disk_victims_by_policy(self, chunk: int) -> list[int] | None:
-        """As the policy chooses, without those replaced first anyway; None if `chunk` would not be
-        written."""
+        """The policy's choice, without chunks that are replaced first anyway; None if `chunk` would
+        not be written."""
         ledger = self._ledger
         size = ledger.sizes[chunk]
         if not ledger.takes(size) or not ledger.tables.disk.admits(

@@ -96,7 +96,7 @@ class _KnownStream:
 
     @property
     def epochs(self) -> tuple[PlannedEpoch, ...]:
-        """With one more if that can be computed."""
+        """Includes one more if that can be computed."""
         epochs = self.stream.epochs
         last = epochs[-1] if epochs else None
         following = None if last is None or last.computed is None else last.computed.following
@@ -160,8 +160,8 @@ class TaskPlan:
     # What others say
 
     def take(self, rank: int, body: bytes, *, client: int = 0) -> int:
-        """From the master of a node, or a `client` process of this one; returns the answer's
-        status."""
+        """Take over a message from the master of a node, or a `client` process of this one; returns
+        the answer's status."""
         try:
             message = parse_plan(body, len(self._snapshot), self._snapshot.chunk_count)
         except DieselError as error:
@@ -312,7 +312,7 @@ class TaskPlan:
         return partial + sum(len(each.entries) for each in self._orders.values())
 
     def _drop_unused_orders(self) -> None:
-        """Unless a stream may be coming."""
+        """Keeps orders for which a stream may be coming."""
         used = {each.digest for known in self._streams.values() for each in known.stream.epochs}
         now_s = trio.current_time()
         for digest in [*self._orders]:
@@ -343,7 +343,7 @@ class TaskPlan:
     # The future
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Runs until cancelled."""
         while True:
             await self._wake.wait()
             self._wake = trio.Event()

@@ -28,7 +28,7 @@ MAPPED_CHUNKS_MAX = 16_384
 """A process may have 65,530 mappings; its libraries need some."""
 
 MAPPED, NOBODY = -2, -1
-"""In place of an owner's rank."""
+"""They stand for an owner's rank."""
 
 Sources = npt.NDArray[np.int32]
 

@@ -478,7 +478,7 @@ class MasterLink:
         connection.close()
 
     def _discard(self, connection: MasterConnection, ticket: int, why: str) -> None:
-        """And all idle connections, which lead to the same master."""
+        """Also close all idle connections, which lead to the same master."""
         connection.close()
         with self._lock:
             self._open.discard(connection)

@@ -45,7 +45,7 @@ class RequestSocket:
             self.receive_rest = partial(connected.recv_into, nbytes=0, flags=socket.MSG_WAITALL)
 
     def close(self) -> None:
-        """Also while a thread receives on it. Repeatable."""
+        """May run while a thread receives. Repeatable."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()

@@ -60,7 +60,7 @@ EAGER_BYTES = 1 << 20
 learn that it is not here."""
 
 READS_REMEMBERED = 64
-"""To report the node that sent damaged bytes."""
+"""Requests that are kept to report the node that sent damaged bytes."""
 
 HEARTBEAT_S = 1.0
 """How often a reader that has mapped chunks tells its master which ones it has unmapped, and learns
@@ -130,8 +130,8 @@ class TaskChunks:
     # Reading
 
     def begin(self, parts: wire.Parts) -> Iterator[ReadGroup]:
-        """At most `wire.PARTS_MAX` parts and `wire.PARTS_BYTES_MAX` bytes. Parts are sorted by
-        source and handled in groups: very little is done for each."""
+        """Takes at most `wire.PARTS_MAX` parts and `wire.PARTS_BYTES_MAX` bytes. Parts are sorted
+        by source and handled in groups: very little is done for each."""
         self._refresh()
         sources = self._mapped.sources.take(parts[:, 0])
         order = sources.argsort(kind="stable")
@@ -276,7 +276,7 @@ class TaskChunks:
         return content, False
 
     def pin(self, chunk: int, *, fetch: bool) -> memoryview | None:
-        """None if the master does not have the chunk. `fetch`: it may fetch it."""
+        """Returns None if the master does not have the chunk. `fetch`: it may fetch it."""
         descriptor = self._master.pin(chunk, fetch=fetch)
         if descriptor is None:
             return None
@@ -474,7 +474,7 @@ def _slices(views: "Sequence[memoryview | None]", parts: wire.Parts) -> list[mem
 def _run_heartbeat(
     link: MasterLink, mapped: MappedChunks, ended: threading.Event, every_s: float
 ) -> None:
-    """Until the store is closed (`ended`) and no view of its chunks is left."""
+    """Ends when the store is closed (`ended`) and no view of its chunks is left."""
     while not (ended.wait(every_s) and not mapped.has_mapped):
         if ended.is_set():
             link.stop_connecting()

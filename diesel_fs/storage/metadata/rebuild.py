@@ -74,7 +74,7 @@ class ShadowState(ABC):
 
     @abstractmethod
     def discard(self) -> None:
-        """As far as possible now. Raises no DieselError."""
+        """Remove this state, as far as possible now. Raises no DieselError."""
 
 
 class RebuildingStore(MetadataStore):
@@ -144,7 +144,7 @@ class _Rebuild:
         raise self._changed_error()
 
     def _last_pass(self) -> int | None:
-        """None if the live state changed although commits were locked."""
+        """Returns None if the live state changed although commits were locked."""
         with RenewingCommitLock(self._store, self._identity) as lock:
             # a new or unreadable dataset has no commits
             with suppress(NoSuchDataset, CorruptError):

@@ -96,7 +96,7 @@ class HeadReader:
         return found
 
     def read_heads(self, identities: Sequence[UUID]) -> list[RedisHead | DieselError]:
-        """In order; a head, or its error."""
+        """Each dataset's head, or its error, in order."""
         found: list[RedisHead | DieselError] = []
         for some in in_portions(identities, _HEADS_AT_ONCE):
             runs = [*map(read_head_command, some)]
@@ -192,7 +192,7 @@ def _head_script(script: LoadedScript, keys: Sequence[bytes], *arguments: Word) 
 
 
 def _check_reply(reply: object) -> list[object]:
-    """Without its first word, which is "ok" or names the error to raise."""
+    """The reply without its first word, which is "ok" or names the error to raise."""
     word, *rest = listed(reply) or [b""]
     match word, *rest:
         case b"ok", *_:

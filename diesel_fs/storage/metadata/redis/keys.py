@@ -124,7 +124,7 @@ ROOT_FOLDER = child_folder(NO_FOLDER, b"")
 
 
 def steps(path: bytes) -> list[bytes]:
-    """From below the root to the folder at a path."""
+    """Names from below the root to the folder at a path."""
     return path.split(b"/") if path != ROOT else []
 
 
@@ -136,7 +136,7 @@ def folder_id(path: bytes) -> FolderId:
 
 
 class DatasetKeys:
-    """Those in the head's slot."""
+    """The keys in the head's slot."""
 
     def __init__(self, identity: UUID) -> None:
         self.head, self.chunks, self.counts, self.pending, self.begun, self.commit_locks = (
@@ -184,7 +184,7 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:
-        """In the scripts' order."""
+        """Keys in the scripts' order."""
         return [self._prefixes[bucket] + letter for letter in BUCKET_KEYS]
 
 
@@ -200,7 +200,7 @@ class PieceName(NamedTuple):
 
     @property
     def field(self) -> bytes:
-        """In the hash `n`."""
+        """Its field in the hash `n`."""
         return self.chunk + self.number.to_bytes(2, "big")
 
 
@@ -219,7 +219,7 @@ class Changes:
         return b"".join(parts)
 
     def pieces(self) -> Iterator[PieceName]:
-        """In the order in which they must be applied."""
+        """Pieces in the order in which they must be applied."""
         for chunk, counts in self.chunks:
             yield from piece_names(chunk, counts)
 
@@ -248,7 +248,7 @@ def pack_piece_counts(counts: PieceCounts) -> bytes:
 
 
 def unpack_piece_counts(packed: bytes, buckets: int) -> PieceCounts:
-    """As above."""
+    """`buckets` is the generation's. Raises CorruptError."""
     if len(packed) % PIECE_COUNT.size:
         raise corrupt_store_error("a list of piece counts that is too short")
     counts = [(bucket, pieces) for bucket, pieces in PIECE_COUNT.iter_unpack(packed)]
@@ -306,5 +306,5 @@ def entry_stamp(entry: bytes) -> Stamp:
 
 
 def hole_fields(chunk: ChunkId, entries: int) -> Iterable[bytes]:
-    """Those of the hash `h` in which a chunk can have holes."""
+    """Fields of the hash `h` in which a chunk can have holes."""
     return (chunk + i.to_bytes(4, "big") for i in range(-(-entries // HOLES_PER_FIELD)))

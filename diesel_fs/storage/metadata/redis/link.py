@@ -52,7 +52,7 @@ reported soon; one that is loading will serve later."""
 _SOCKET_S = 3.0
 _CONNECT_S = 2.0
 _ALL_HOSTS_S = 5.0
-"""To find that none of an address's hosts answers, one after the other."""
+"""Enough to find that none of an address's hosts answers, one after the other."""
 
 _WAITAOF_MS = 1000  # per command: less than `_SOCKET_S`
 _TAGS_MAX = 1 << 16  # kept, and tried to find a key on each node
@@ -109,7 +109,7 @@ class RedisNodes(Protocol):
     def masters(self) -> "list[Redis]": ...
 
     def masters_with_keys(self) -> "list[tuple[bytes, Redis]]":
-        """Each master that has slots, with a key in one."""
+        """Each master that has slots, with a key in one of them."""
         ...
 
     def close(self) -> None: ...
@@ -224,7 +224,7 @@ class RedisLink:
         return self.run([each.command() for each in runs])
 
     def run_ids(self) -> list[str]:
-        """Each master's. A restarted server has another, and may have lost data."""
+        """Each master's ID. A restarted server has another, and may have lost data."""
         return sorted(str(master.info("server")["run_id"]) for master in self.nodes.masters())
 
     def wait_durable(self) -> None:

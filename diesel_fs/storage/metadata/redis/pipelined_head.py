@@ -69,7 +69,7 @@ class PipelinedHeadRead:
         self.head: DatasetHead | None = None
 
     def begin(self) -> bytes:
-        """To send over a connection without other requests."""
+        """Return the bytes to send over a connection without other requests."""
         self._replies, self._received, self.head = None, b"", None
         return self._request
 

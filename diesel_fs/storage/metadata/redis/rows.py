@@ -163,7 +163,7 @@ class GenerationReader:
         return folder_paths(parents, wanted)
 
     def everything(self) -> Iterator[FolderEntries]:
-        """Without tombstones, folder by folder."""
+        """Entries without tombstones, folder by folder."""
         parents = self.folders()
         paths = folder_paths(parents, parents)
         for portion in in_portions(sorted(paths, key=paths.__getitem__), _FOLDERS_AT_ONCE):
@@ -176,7 +176,7 @@ class GenerationReader:
                     yield (keys[key], *_without_tombstones([*entries], [*entries.values()]))
 
     def children(self, folder: FolderId) -> dict[bytes, bytes]:
-        """With tombstones and implied folders (those that exist only because something lies in
+        """Includes tombstones and implied folders (those that exist only because something lies in
         them)."""
         entries: dict[bytes, bytes] = {}
         for _, page in self._scan([self._generation.entries(folder)]):

@@ -105,7 +105,8 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """Those of the live state, if there is one. Raises ConflictError as `begin`."""
+        """The live state's generation and version, if there is one. Raises ConflictError as
+        `begin`."""
         name, identity = self._name, self._identity
         owner = self._link.execute("HGET", NAMES_KEY, name)
         if isinstance(owner, bytes) and len(owner) == 16 and owner != identity.bytes:
@@ -236,7 +237,7 @@ def _restarted_error() -> BusyError:
 
 
 def remove_abandoned(transactions: RedisTransactions) -> None:
-    """Those of no dataset and no rebuild, for some seconds."""
+    """Remove generations of no dataset and no rebuild, for some seconds."""
     end_s = time.monotonic() + _CLEAN_S
     for name, state in packed_dict(transactions.link.execute("HGETALL", DEAD_KEY)).items():
         buckets = int.from_bytes(state[STATE.size :], "little")

@@ -88,7 +88,7 @@ from .transactions import (
 )
 
 _CLUSTER_BUCKETS = 64
-"""In a cluster: enough to use all nodes, few enough to ask all at once."""
+"""Enough to use all nodes of a cluster, few enough to ask all at once."""
 
 _TRIES_WITHOUT_LOCK = 3
 _QUICK_TRIES_WITHOUT_LOCK = 8  # of a read of few entries
@@ -102,7 +102,7 @@ _REPAIR_ENTRIES = 1 << 20
 
 _RELEASE_S = 1.0  # it expires by itself
 _FORGET_AT_ONCE = 64
-"""In one transaction: the head's script keeps Redis busy for 1 ms."""
+"""Chunks of one transaction: the head's script keeps Redis busy for 1 ms."""
 
 _PATHS_AT_ONCE = 10_000  # or chunks, in one round
 

@@ -49,7 +49,7 @@ def _dataset_where(
 
 
 def dataset_of(db: sqlite3.Connection, name: str, identity: UUID) -> DatasetRow | None:
-    """None if both are free. Raises ConflictError if one belongs to another dataset."""
+    """Return None if both are free. Raises ConflictError if one belongs to another dataset."""
     same = db.execute(
         f"SELECT {_COLUMNS} FROM dataset WHERE name = ? OR identity = ?", (name, identity.bytes)
     ).fetchall()
@@ -88,7 +88,7 @@ def _insert(db: sqlite3.Connection, number: int | None, identity: bytes, name: s
 
 
 def write(db: sqlite3.Connection, number: int, head: DatasetHead) -> None:
-    """Except name and identity."""
+    """Update all but name and identity."""
     digest, counts = head.digest.to_bytes(16, "big"), (head.files, head.bytes, head.chunks)
     db.execute(
         "UPDATE dataset SET version = ?, files = ?, bytes = ?, chunks = ?, digest = ?,"

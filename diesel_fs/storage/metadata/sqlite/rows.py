@@ -52,7 +52,7 @@ class FolderNumbers:
         """Folders that `make` made; code that inserts an entry removes its folder here."""
 
     def number(self, path: bytes) -> int | None:
-        """None if the folder never had an entry in or below it."""
+        """Return None if the folder never had an entry in or below it."""
         number = 0
         for name in _steps(path):
             child = self._child(number, name)
@@ -170,7 +170,7 @@ def named_chunks(db: sqlite3.Connection, numbers: Iterable[int]) -> ChunkRows:
 def empty_chunks(
     db: sqlite3.Connection, dataset: int, chunks: Iterable[ChunkId], *, tombstones: bool
 ) -> dict[ChunkId, int]:
-    """All their places are holes or, with `tombstones`, tombstones."""
+    """Those of `chunks` with no places but holes or, with `tombstones`, tombstones."""
     unless_dead = f"AND NOT {_IS_TOMBSTONE}" if tombstones else ""
     select = "SELECT number FROM chunk WHERE dataset = ? AND id = ?"
     found: dict[ChunkId, int] = {}
@@ -191,7 +191,7 @@ def empty_chunks(
 
 
 def forget_chunk(db: sqlite3.Connection, number: int) -> None:
-    """With its tombstones and holes."""
+    """Its tombstones and holes go, too."""
     db.execute("DELETE FROM entry WHERE chunk = ?", (number,))
     db.execute("DELETE FROM hole WHERE chunk = ?", (number,))
     db.execute("DELETE FROM chunk WHERE number = ?", (number,))
@@ -257,7 +257,7 @@ class RowCollector:
 
 
 def everything(db: sqlite3.Connection, dataset: int) -> RowCollector:
-    """Without tombstones, folder by folder."""
+    """All entries but tombstones, folder by folder."""
     found = RowCollector()
     select = f"SELECT {COLUMNS} FROM entry WHERE folder = ? AND NOT {_IS_TOMBSTONE}"
     for path, number in FolderNumbers(db, dataset).all():

@@ -128,7 +128,7 @@ def _cuts(db: sqlite3.Connection, folder: int, names: Sequence[bytes]) -> list[i
 
 
 def split_runs(db: sqlite3.Connection, folder: int, names: Iterable[bytes]) -> None:
-    """Into rows of `entry`, if their range includes any of `names`."""
+    """Turn runs that include any of `names` into rows of `entry`."""
     wanted = sorted(names)
     if not wanted:
         return
