@@ -1,12 +1,11 @@
 """Finds the master of a task on this node, and starts it if there is none. Any thread and process.
 
-A task has a folder in the user's runtime folder, with a folder for each of its nodes on this
+A task has a folder in the user's runtime folder, and in it a folder for each of its nodes on this
 machine. That has three files: `socket`; `lock`, which a process holds while it starts a master; and
-`options`, the request that the master was started with, without secrets and without addresses that
-may hold passwords. A master that ends by itself removes `options`. So `options` beside a dead
-socket means that the master was killed, and says which node it was: a process that joins without a
-rank must not become another node. The next job removes remains of an old one, and the last master
-removes the folders.
+`options`, the request that started the master, without secrets and without addresses that may hold
+passwords. A master that ends by itself removes `options`. So `options` beside a dead socket means
+that the master was killed, and says which node it was: a process that joins without a rank must not
+become another. The next job removes old remains, the last master the folders.
 """
 
 import fcntl

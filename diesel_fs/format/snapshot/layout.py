@@ -437,7 +437,6 @@ def _check_names(columns: SnapshotColumns) -> None:
 
 
 def _batches(count: int) -> Iterator["slice[int, int, None]"]:
-    """Checking slices needs little memory."""
     for start in range(0, count, _BLOCK):
         yield slice(start, min(start + _BLOCK, count))
 

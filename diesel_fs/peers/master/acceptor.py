@@ -1,10 +1,10 @@
 """The accepting end of TCP connections from other masters and from clients of other nodes
 (`PEERS.md`, section 3).
 
-A connection is authenticated here, within limits, and handed to the data plane (`data_plane.py`),
-which answers from memory. A request that has to wait for a disk, a store or another node comes back
-and gets a task of its own, so answers leave in any order. The bytes come from an `AnswerSource`,
-the `Master` of this node. Concurrency: trio's, beside the thread of the data plane.
+A connection is authenticated here, within limits, and handed to the data plane (`data_plane.py`). A
+request that has to wait for a disk, a store or another node comes back and gets its own task, so
+answers leave in any order. The bytes come from an `AnswerSource`, the `Master` of this node.
+Concurrency: trio's, beside the data plane's thread.
 """
 
 import errno

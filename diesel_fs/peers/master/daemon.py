@@ -1,14 +1,14 @@
 """The program of a master: from a request on stdin to the end of the task on this node.
 
-It opens everything that a master needs, in the order in which failures should be reported, and runs
-the master until SIGTERM, SIGINT, a while without clients, or a newer master of its rank. It reports
-on stdout, one JSON object a line: its process number, then that it is ready, or what went wrong. If
-it is killed, its registration expires, and its socket is found dead.
+It opens all that a master needs, in the order in which failures should be reported, and runs the
+master until SIGTERM, SIGINT, a while without clients, or a newer master of its rank. It reports on
+stdout, one JSON object a line: its process number, then that it is ready, or its error. If it is
+killed, its registration expires, and its socket is found dead.
 
 Unless a newer master has taken its rank, it then closes its sockets and leaves the task, so that
 another master of this node can start, and writes the chunks in memory to its disk. That stops after
-`FLUSH_TIMEOUT_S`, at a second signal, and when another master of this node starts, which needs the
-memory. One trio loop.
+`FLUSH_TIMEOUT_S`, at a second signal, and when another master of this node, which needs the memory,
+starts. One trio loop.
 """
 
 import logging

@@ -5,23 +5,22 @@ It knows authenticated connections and, of each version of the dataset, a table 
 memory and open files (`node/chunk_table.py`). The control plane hands connections over after their
 handshake (`acceptor.py`, `local.py`), and answers all other requests.
 
-Concurrency. One thread serves all connections, in a bare `epoll` loop. A turn of trio's loop costs
-more than a request, which is one `recv` and one `sendmsg`, straight from the memory that holds its
-parts. The thread never waits for anything but `epoll`: sockets do not block, and lent files are
-read only from the page cache.
+Concurrency. One thread serves all connections, in a bare `epoll` loop: a turn of trio's loop costs
+more than a request, which is one `recv` and one `sendmsg`, straight from the memory of its parts.
+The thread waits only for `epoll`: sockets do not block, and lent files are read only from the page
+cache.
 
 All state of connections belongs to this thread. Public methods may be called in any thread: they
 append a command and wake the loop through an eventfd. Commands run between two rounds of events, in
-the order of their calls, so an answer cannot overtake the `adopt` of its connection. After `close`
-the caller runs them itself. The table is shared with trio's thread without a lock, since each
-access is one operation of a dictionary or a queue; a view that was found stays valid after its
-chunk has been dropped.
+order, so an answer cannot overtake the `adopt` of its connection. After `close` the caller runs
+them. The table is shared with trio's thread without a lock, since each access is one operation of a
+dictionary or a queue; a view stays valid after its chunk has been dropped.
 
-While the control plane answers a forwarded request (`in_flight`), further requests on the same
-connection are answered, and answers come in any order. A connection with too much in flight, or
-with answers that the other end does not take, is read no further (`is_blocked`), and is closed when
-it is slower than `net/channel.py` allows. A connection that sends many requests at once is served
-`_TURN_REQUESTS` of them a turn, so that others are not kept waiting.
+While the control plane answers a forwarded request (`in_flight`), further requests on the
+connection are answered, in any order. A connection with too much in flight, or with answers that
+the other end does not take, is read no further (`is_blocked`), and is closed when it is slower than
+`net/channel.py` allows. A connection with many requests at once gets `_TURN_REQUESTS` answers a
+turn, so that others need not wait.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """The master's end of the local protocol (`PEERS.md`, section 4), for the readers on its own node.
 
 It checks which processes may connect, gives them the table of owners, unpins all that a process has
-pinned when it ends, and decides when an unused master ends. READs go over connections that are
-handed to the data plane. A client that breaks off at any point leaves nothing behind. All code runs
-in the master's trio loop; a connection carries one request at a time, and has one task.
+pinned when it ends, and decides when an unused master ends. The data plane takes over connections
+for READs. A client that breaks off at any point leaves nothing behind. All runs in the master's
+trio loop; a connection carries one request at a time, and has one task.
 """
 
 import array

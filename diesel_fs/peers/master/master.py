@@ -1,22 +1,22 @@
 """The master's control plane: one node's part in a task.
 
 It follows the members of the task, knows which node owns each chunk, and shows that to its clients
-(`members/owner_table.py`), which ask the owners themselves. Its `NodeCache` keeps the chunks that
-this node owns. It answers the reads that the data plane cannot answer at once (`AnswerSource`),
-asks other masters (`peer.py`) and the store for chunks, and exchanges the plans of readers with
-other masters. It reports at once which parts it cannot give, and the reader reads them from the
-store: nothing that happens to members is an error of a reader.
+(`members/owner_table.py`), which ask the owners themselves. Its `NodeCache` keeps this node's
+chunks. It answers the reads that the data plane cannot answer at once (`AnswerSource`), asks other
+masters (`peer.py`) and the store for chunks, and exchanges readers' plans with other masters. It
+reports at once which parts it cannot give, and the reader reads them from the store: nothing that
+happens to members is an error of a reader.
 
 Concurrency. Everything runs in one trio loop; calls that block (the registry, the store, computing
 owners, checking chunks) run in threads. `run` holds these tasks: the node's cache, the plan, the
 acceptor, the renewal of the registration, `_fill` with `oneshot`, and for each other master the
-connection with its publisher of plans and, without a registry, its pings. Requests come as tasks of
-the acceptor, and clients as tasks of `local.py`.
+connection with its publisher of plans and, without a registry, its pings. Requests are tasks of the
+acceptor, clients tasks of `local.py`.
 
-Three things change under the feet of a task that waits. Members: the task that renews replaces
-entries of `_peers`, and cancelling an entry's scope ends all requests to that master; so a request
-looks its peer up and does not keep it. Owners: `_owners_lock` lets one assignment be computed at a
-time, and `_assign_owners` gives the result up if the version has changed meanwhile. The version:
+Three things change while a task waits. Members: the task that renews replaces entries of `_peers`,
+and cancelling an entry's scope ends all requests to that master; so a request looks its peer up and
+does not keep it. Owners: `_owners_lock` lets one assignment be computed at a time, and
+`_assign_owners` gives the result up if the version has changed meanwhile. The version:
 `switch_version` computes the new owners first, and then changes snapshot, owner table, cache, plan
 and identity between two waits, so no task sees a mixture; a task that keeps `owners` across a wait
 compares it with `_owners` afterwards. A new version or secret ends all connections: no request is

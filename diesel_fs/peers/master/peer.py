@@ -2,11 +2,11 @@
 
 A `Peer` connects when the first request needs it, matches answers to requests, writes their bytes
 into the caller's memory, and enforces deadlines. Its circuit breaker (`../../net/breaker.py`)
-decides whether it asks the peer now; `master.py` decides which peer to ask.
+decides whether it asks the peer now; `master.py` decides which peer.
 
-Concurrency: trio's. Any number of tasks read. Each sends its request itself, and one task receives
-the answers of all, straight into the memory of the tasks that wait. A cancelled reader withdraws
-its memory between two system calls; bytes that arrive for it later are dropped.
+Concurrency: trio's. Any number of tasks read. Each sends its request itself; one task receives all
+answers, straight into the memory of the tasks that wait. A cancelled reader withdraws its memory
+between two system calls; later bytes are dropped.
 """
 
 import logging

@@ -1,10 +1,10 @@
 """The address at which a master listens for other masters (`--listen`), and the address that it
 gives them (`--advertise`).
 
-Without these options it is an address that other nodes reach: never all interfaces. With several
-nodes, a name that leads back to this machine alone is refused: Debian gives a machine's own name
-such an address. An explicit loopback address is accepted, as all nodes may be on one machine, with
-a warning unless all `--peers` have such addresses. Calls block when a name has to be looked up.
+Without these options other nodes can reach it: never all interfaces. With several nodes, a name
+that leads back to this machine alone is refused: Debian gives a machine's own name such an address.
+An explicit loopback address is accepted, as all nodes may be on one machine, with a warning unless
+all `--peers` have such addresses. Calls block when a name has to be looked up.
 """
 
 import hashlib

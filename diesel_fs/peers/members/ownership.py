@@ -1,11 +1,11 @@
 """Which node of a task keeps which chunk: a pure function of the chunks' IDs and sizes and of the
 live nodes, so every master computes the same owners. Any thread.
 
-Each chunk prefers nodes by a score that depends on chunk and node alone (highest random weight:
-Thaler and Ravishankar, 1998). With scores alone, shares differ by chance: by a third if a node has
-a hundred chunks. So chunks propose to nodes in the order of their scores, and a node keeps those of
-the highest scores that fit its capacity (deferred acceptance: Gale and Shapley, 1962). A node that
-is left with too few bytes then takes chunks that prefer it next from nodes that have enough.
+Each chunk prefers nodes by a score of chunk and node alone (highest random weight: Thaler and
+Ravishankar, 1998). Then shares differ by chance: by a third if a node has a hundred chunks. So
+chunks propose to nodes in the order of their scores, and a node keeps those of the highest scores
+that fit its capacity (deferred acceptance: Gale and Shapley, 1962). A node with too few bytes then
+takes chunks that prefer it next from nodes that have enough.
 
 When a node leaves, its chunks propose to other nodes, and few chunks of those move. When it is
 back, it has the same chunks as before.

@@ -2,13 +2,13 @@
 share them.
 
 The control plane (trio's thread) puts chunks in and takes them out; the data plane reads them. Each
-call is one operation of a dictionary or a queue, so no lock is needed. A view that was found stays
-valid: the memory behind it is never written again.
+call is one operation of a dictionary or a queue, so no lock is needed. A view stays valid: the
+memory behind it is never written again.
 
-The control plane reads a chunk on the disk in threads, which a disk may keep waiting. After such a
-read it *lends* the chunk's open file to the data plane, which reads only bytes in the page cache,
-and so never waits. A loan is for a few requests: then the control plane decides whether the chunk
-should come to memory.
+The control plane reads a chunk on the disk in threads, which a disk may keep waiting. Then it
+*lends* the chunk's open file to the data plane, which reads only bytes in the page cache, and so
+never waits. A loan is for a few requests: then the control plane decides whether the chunk should
+come to memory.
 """
 
 from collections import deque

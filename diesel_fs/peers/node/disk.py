@@ -1,24 +1,23 @@
 """The files of chunks on a node's disk: reads and writes them, in threads, since a disk may hang.
 
-Chunks that the memory has no room for wait in the ledger's queue until they are written;
-`replacement.py` chooses the chunks that leave the disk for them. Before that, the tier evicts for
-this dataset (`CacheFolder.make_room`), as long as chunks of it are not here. At the end of a node,
-`flush` writes the chunks in memory. Other tasks of the user may use the same folder and dataset, so
-chunks may come and go: when this is noticed, the folder is scanned again. A chunk that was just
-read is lent to the data plane (`chunk_table.py`).
+Chunks without room in memory wait in the ledger's queue until they are written; `replacement.py`
+chooses the chunks that leave the disk for them. Before that, the tier evicts for this dataset
+(`CacheFolder.make_room`), as long as chunks of it are not here. At the end of a node, `flush`
+writes the chunks in memory. Other tasks of the user may use the same folder and dataset, so chunks
+may come and go: when this is noticed, the folder is scanned again. A chunk that was just read is
+lent to the data plane (`chunk_table.py`).
 
 Concurrency. All methods run in the master's one trio loop; only the `work` functions run in
-threads, and they touch nothing but their arguments and the disk tier, which is thread-safe. `run`
-holds three tasks: one writes the queue and scans; one takes back files that were lent; one marks
-the dataset as used. Reads are tasks of callers: those that begin in the same turn of the loop share
-a thread, as entering one costs more than reading a few files.
+threads, and they touch only their arguments and the disk tier, which is thread-safe. `run` holds
+three tasks: one writes the queue and scans; one takes back lent files; one marks the dataset as
+used. Reads are tasks of callers: those that begin in one turn of the loop share a thread, as
+entering one costs more than reading a few files.
 
 A read or load is given up after `READ_TIMEOUT_S` and its thread is abandoned; then the disk rests
 for a while, and callers read from the store. No reader waits for writes and scans, which may take
 as long as the disk does. At any wait the version may change, and with it the numbers of chunks, so
-the code looks again at the ledger after each: `Ledger.is_named`, the table that was lent to, the
-queue. The ledger is changed only between waits, in the step in which the answer of a thread is
-looked at.
+the code looks again after each: at `Ledger.is_named`, the table that was lent to, the queue. The
+ledger is changed only between waits, in the step that looks at a thread's answer.
 """
 
 import contextlib

@@ -3,17 +3,16 @@
 A chunk is kept only after it has been checked whole, in memory that is sealed by then. However many
 callers wait for a chunk, it is fetched once.
 
-Concurrency. Everything runs in the master's one trio loop; threads allocate, check and seal memory,
-and do nothing else. Each chunk on its way is one `Flight` and one task of `run`'s nursery, so a
-caller that is cancelled does not end the fetch for others. `FETCHES` flights that callers wait for
-run at once; `FILL_FETCHES` more (`prefetch_owned`, `prefetch_planned`) start only while no caller
-waits.
+Concurrency. Everything runs in the master's one trio loop; threads only allocate, check and seal
+memory. Each chunk on its way is one `Flight` and one task of `run`'s nursery, so a cancelled caller
+does not end the fetch for others. `FETCHES` flights that callers wait for run at once;
+`FILL_FETCHES` more (`prefetch_owned`, `prefetch_planned`) start only while no caller waits.
 
 Between a caller's look at the ledger and `start` there is no wait: so a chunk has at most one
-flight, and the room that `Replacement.take` reserves is the room that was found free. `_land` in
-one step releases it, puts the chunk into the ledger, and wakes the callers. A flight may last
-through a new version: `switch_version` gives it the new number of its chunk, or -1 if there is
-none; then its callers still get the bytes, and the node does not keep them.
+flight, and `Replacement.take` reserves the room that was found free. `_land` in one step releases
+it, puts the chunk into the ledger, and wakes the callers. A flight may last through a new version:
+`switch_version` gives it its chunk's new number, or -1; then its callers still get the bytes, and
+the node does not keep them.
 """
 
 import contextlib

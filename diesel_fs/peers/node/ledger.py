@@ -4,13 +4,12 @@ a client, or owned by this node; and how much room is left. Pure.
 The memory budget covers chunks that are in memory, that are being fetched, or that a client has
 pinned. A pinned chunk is not replaced but revoked: the master asks its clients to unpin it. Until
 they have, its memory serves reads and counts in the budget, even when the chunk has been dropped.
-Bytes that are being sent when their chunk is dropped are not counted. When the machine has no
-memory, descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
+Bytes that are being sent when their chunk is dropped do not count. When the machine has no memory,
+descriptor or mapping left, the budget shrinks to the bytes in use, for a while.
 
 `replacement.py` decides which chunk makes room. Both eviction policies are tables of the chunks in
 memory and on the disk, which the ledger keeps up to date. All calls come from one trio loop and
-never wait, so each is atomic. A new version changes all numbers of chunks at once
-(`switch_version`).
+never wait, so each is atomic. `switch_version` changes all numbers of chunks at once.
 """
 
 import math

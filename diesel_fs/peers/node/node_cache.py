@@ -4,15 +4,15 @@ The face of the package, for the master and its clients. `ledger.py` and `replac
 `fetches.py` and `disk.py` do all waiting. Chunks that are not kept are read from the disk in parts,
 or by the caller from the store.
 
-Concurrency. The callers are tasks of the master's one trio loop. Only methods that are `async`
-wait, so everything else is atomic. The data plane's thread reads chunks in memory through the
-ledger's chunk table, and its hits arrive later, in batches.
+Concurrency. Callers are tasks of the master's one trio loop. Only `async` methods wait, so all else
+is atomic. The data plane's thread reads chunks in memory through the ledger's chunk table, and its
+hits arrive later, in batches.
 
 A caller of `get` or `read` may wait for a fetch, for a load from the disk, or for a read of the
-disk. Meanwhile the chunk may come, be evicted, or leave the disk, and the version may change and
-with it the meaning of chunk numbers. So `_load` begins anew after each wait that gave nothing, at
-most `_TRIES` times, and gives up when its number means another chunk. A caller that is cancelled
-ends no fetch: `run` owns the fetches.
+disk. Meanwhile the chunk may come, be evicted, or leave the disk, and the version may change the
+meaning of chunk numbers. So `_load` begins anew after each wait that gave nothing, at most `_TRIES`
+times, and gives up when its number means another chunk. A cancelled caller ends no fetch: `run`
+owns the fetches.
 """
 
 import logging

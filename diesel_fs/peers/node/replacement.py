@@ -10,7 +10,7 @@ is known to need them; then the policy decides.
 When it is known what will be read (`set_future`), the policy `plan` decides instead of admission: a
 chunk replaces others that are needed later, if enough of it is read before they are needed again
 (`chunk_future.py`). On the disk, chunks of other nodes are replaced first, then chunks that are in
-memory too, then those that the policy chooses.
+memory too, then the policy's choice.
 
 `take` alone carries a decision out. All calls come from one trio loop.
 """

@@ -4,8 +4,7 @@ A *stream* is one reader with the epochs that it will read. An order that can be
 its parameters; any other travels once, in *pieces* of entry indices with as many bits each as the
 dataset needs, and is known by a digest of all of it. Then come positions, every second, and which
 chunks a node has. When training has ranked its samples by importance, chunks have values. Any bytes
-give a message or one error, and nothing is allocated for a length before that length is known to be
-allowed.
+give a message or one error; no length is allocated before it is known to be allowed.
 """
 
 from collections.abc import Iterator, Mapping

@@ -2,13 +2,13 @@
 
 `TaskPlan` checks the messages of mounts and masters (`PEERS.md`, section 5), keeps the plan within
 limits, makes a `ChunkFuture` of it for the node's cache, and has the cache follow the readers'
-positions. For a stream with a computed order it foresees one more epoch than was announced.
+positions. For a stream with a computed order it foresees one epoch more than announced.
 
 The future is made in a thread, when streams were announced or have ended. It begins at the readers'
 positions then: the next read of each stream has the time 0, as readers advance together. A stream
 without progress for `STILL_S` while others went on is left out until it goes on: a validation set
-that is read later, or a job that was killed. Everything else runs in the master's trio loop and
-never waits. A wrong message can cost time, but no reader gets a byte from here.
+that is read later, or a killed job. All else runs in the master's trio loop and never waits. A
+wrong message can cost time, but no reader gets a byte from here.
 """
 
 import logging

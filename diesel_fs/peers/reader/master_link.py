@@ -6,7 +6,7 @@ answer, and has a circuit breaker (`../../net/breaker.py`), which the first fail
 is never raised: the caller gets None and reads from the store. Reads of chunks go over other
 connections (`owner_link.py`).
 
-Concurrency: many threads; each exchange (a request and its answer) uses a connection of its own. A
+Concurrency: many threads; each exchange (a request and its answer) has a connection of its own. A
 forked child opens its own. One connection stays open as long as the link: a master without
 connections ends.
 """

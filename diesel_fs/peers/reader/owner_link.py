@@ -3,12 +3,12 @@ for each node, made when it is first needed.
 
 An `OwnerLink` sends READs to one master and receives the answers; several requests may be in
 flight. It limits the time of an answer, and has a circuit breaker (`../../net/breaker.py`). It
-never raises an error: when a request fails, the caller gets None and reads from the store.
+never raises an error: the caller gets None and reads from the store.
 
-Concurrency: many threads. The sockets block, as a wake-up by an event loop would cost more than a
+Concurrency: many threads. The sockets block: a wake-up by an event loop would cost more than a
 request. One thread (the *leader*) receives the answers on a connection for all threads that wait,
 each straight into the memory of the request that came first, which is nearly always its own. A
-forked child opens connections of its own.
+forked child opens its own connections.
 """
 
 import logging

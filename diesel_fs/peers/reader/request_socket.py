@@ -5,8 +5,8 @@ time of each call, which costs nothing while answers come.
 
 After a fork, parent and child hold the same sockets, and locks may be held by threads that the
 child does not have. So each object that threads share registers with `start_anew_in_forks`: in the
-child, before any other code runs, it makes new locks and closes its copies of the sockets. The
-parent's stay open and usable.
+child, before any other code, it makes new locks and closes its copies of the sockets. The parent's
+stay open.
 """
 
 import os

@@ -3,9 +3,9 @@ are.
 
 A part comes from a chunk that this process has mapped, else from the chunk's owner (the master of
 this or another node), else from the object store. Chunks of this node that are read often are
-pinned (the master keeps them until they are unpinned) and mapped: from then on a read of them is a
-look-up and a slice. The master has checked them whole; bytes that come over a connection are
-unchecked. Thread-safe; a forked child may go on with its parent's object.
+pinned (the master keeps them until they are unpinned) and mapped: then a read of them is a look-up
+and a slice. The master has checked them whole; bytes over a connection are unchecked. Thread-safe;
+a forked child may go on with its parent's object.
 """
 
 import logging

@@ -486,7 +486,6 @@ def _rename_to_new(temporary: str, final: str) -> None:
 
 
 def _unlink_quietly(path: str) -> None:
-    """It then stays as a leftover."""
     with contextlib.suppress(OSError):
         os.unlink(path)
 

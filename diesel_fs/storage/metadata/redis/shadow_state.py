@@ -212,7 +212,6 @@ class RedisShadowState(ShadowState):
         return as_count(version)
 
     def _rejected(self, word: str) -> int | None:
-        """The result after a refusal."""
         with suppress(NoSuchDataset, CorruptError):
             head = self._transactions.read_head(self._identity)
             if head.generation.name == self._generation.name:

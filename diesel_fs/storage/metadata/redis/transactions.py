@@ -414,7 +414,7 @@ class RedisTransactions(HeadReader):
         self._drop(transaction)
 
     def _drop(self, transaction: Transaction) -> None:
-        """It can no longer be committed."""
+        """Remove the pieces of a transaction that can no longer be committed."""
         staged = map(transaction.staged_piece, transaction.changes.pieces())
         commands = [command("HDEL", key, field) for key, field in staged]
         commands.append(command("HDEL", transaction.keys.begun, transaction.changes.transaction))

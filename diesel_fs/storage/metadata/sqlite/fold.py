@@ -366,7 +366,6 @@ class ChunkFold:
         return self._numbers[chunk]
 
     def _remember(self, condition: str, key: tuple[int | bytes, ...]) -> None:
-        """For `_id` and `_number`."""
         found = self._db.execute(f"SELECT number, id FROM chunk WHERE {condition}", key).fetchone()
         if found is None:
             raise corrupt_store_error("an entry of a chunk that it does not know")

@@ -85,7 +85,6 @@ def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
 
 
 def _names_at(names: Names, rows: npt.NDArray[np.int64]) -> list[bytes]:
-    """They are mostly consecutive."""
     first, behind = int(rows[0]), int(rows[-1]) + 1
     if behind - first == len(rows) and (np.diff(rows) == 1).all():
         return [*names[first:behind]]
