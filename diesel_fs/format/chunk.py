@@ -91,7 +91,7 @@ _Codecs = npt.NDArray[np.uint8] | npt.NDArray[np.uint32]
 class ExtentInfo(NamedTuple):
     """An entry's part of a file with several extents (in several chunks)."""
 
-    number: int  # from 0
+    number: int
     total: int
     start: int  # in the file, bytes
     size: int  # content, bytes
@@ -153,7 +153,7 @@ class ChunkHeader:
     def rows(self) -> tuple[Rows, dict[int, Stamp]]:
         """What a metadata store commits: rows of the last entry of each allowed path; and `stamps`
         by row number."""
-        if not self.faults and not self._has_repeats():  # nearly always
+        if not self.faults and not self._has_repeats():
             return self._rows_of(range(len(self)), self.folder, self.names, self.records)
         last = {
             (folder, name, self.extents.get(place)): place

@@ -34,7 +34,7 @@ class IdFields:
     seconds: int  # since 1970
     machine: int  # a hardware address
     process: int  # random: containers share process numbers
-    counter: int  # within one second
+    counter: int
 
     def id(self) -> ChunkId:
         return ChunkId(
@@ -109,8 +109,8 @@ class IdSource:
         self._clock = clock
         self._entropy = entropy
         self._process_number = process_number
-        self._drawn_by = -1  # the process for which `_writer` was drawn
-        self._writer = (0, 0)  # machine and process part
+        self._drawn_by = -1
+        self._writer = (0, 0)
         self._seconds = 0
         self._counter = 0
         self._lock = threading.Lock()

@@ -75,8 +75,8 @@ RECORD = np.dtype(
         ("mtime_ns", "<i8"),  # since 1970, signed: files are older, and younger than 2106
         ("checksum", "<u8"),  # xxh3-64 of the content; 0 for a file of several extents
         ("offset", "<u4"),  # from the start of the chunk object
-        ("stored", "<u4"),  # bytes in the chunk
-        ("mode", "<u2"),  # permission bits
+        ("stored", "<u4"),
+        ("mode", "<u2"),
         ("kind", "u1"),
         ("codec", "u1"),
         ("place", "<u4"),  # its number among its chunk's entries
@@ -88,7 +88,7 @@ RECORD = np.dtype(
 
 EXTENT = np.dtype(
     [
-        ("chunk", "V16"),  # the chunk that holds it
+        ("chunk", "V16"),
         ("start", "<u8"),  # in the file; a multiple of 64 KiB
         ("size", "<u8"),  # of the content, in bytes
         ("checksum", "<u8"),
@@ -238,7 +238,7 @@ class Rows:
     folders: Sequence[bytes]
     folder: npt.NDArray[np.uint32]
     names: Sequence[bytes]
-    records: npt.NDArray[np.void]  # of dtype RECORD
+    records: npt.NDArray[np.void]
     chunk: npt.NDArray[np.uint32]
     chunks: Sequence[ChunkId]
     tails: Mapping[int, bytes] = field(default_factory=dict)

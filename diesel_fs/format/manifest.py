@@ -49,7 +49,6 @@ class Manifest:
     """Samples, in the order of lines."""
 
     name: str
-    """For messages."""
     paths: Names
     """Relative to the manifest's folder."""
     lines: npt.NDArray[np.uint32]
@@ -57,7 +56,6 @@ class Manifest:
     classes: list[str]
     """Different targets: sorted as numbers if all are whole numbers, else as text."""
     targets: npt.NDArray[np.int32]
-    """Indices in `classes`."""
     names_files: bool
     """Targets are paths of files, too (the column `target_path`)."""
 
@@ -78,7 +76,6 @@ class FoundSamples(NamedTuple):
     target_entries: npt.NDArray[np.int32] | None
     """The entry of each class, if targets are files."""
     faults: list[ManifestFault]
-    """The first ones, by line."""
     fault_count: int
 
 
@@ -164,8 +161,6 @@ _TEXT = ("utf-8", "surrogateescape")
 
 
 class _Text:
-    """For `csv.writer`."""
-
     def __init__(self) -> None:
         self.parts: list[str] = []
 

@@ -71,13 +71,13 @@ class Connector:
     """A process that connects to a master."""
 
     rank: int
-    instance: bytes  # of the process
-    identity: UUID  # of the dataset
+    instance: bytes
+    identity: UUID
     version: int
     task: bytes  # SHA-256 of its name
     secret: bytes = field(repr=False)
     has_tls: bool
-    is_client: bool  # not a master
+    is_client: bool
 
 
 class HandshakeRejected(Exception):

@@ -40,7 +40,6 @@ READ, PING, WORKING, PLAN = 1, 3, 4, 5
 """Kinds; 2 is free."""
 
 WORKING_S, WORKING_PART_S, WORKING_S_MAX = 2.5, 0.1, 10.0
-"""See `working_s`."""
 
 LOAD, THROUGH = 1, 2
 """Flags of a READ, the first also of a PIN: fetch the chunks that are not here; ask the owners of
@@ -109,11 +108,11 @@ def version_mismatch(version: int) -> str:
 class Hello:
     """A connector, and the master that it wants."""
 
-    rank: int  # its node's
+    rank: int
     is_client: bool
-    instance: bytes  # its process's
+    instance: bytes
     to: int
-    identity: UUID  # of the dataset
+    identity: UUID
     version: int
     nonce: bytes  # random; a proof is valid for one connection
 

@@ -32,7 +32,7 @@ BLOCKS_MAX = (1 << 32) - 1
 _ALIGNED_BLOCKS = 16
 """Files of several extents begin at a multiple, like the extents within."""
 
-_BATCH = 1 << 20  # contents at a time
+_BATCH = 1 << 20
 _NO_CHUNK = 0xFFFFFFFF  # for an entry without content, or a chunk that a snapshot lacks
 CHUNK_ID = np.dtype("S16")
 
@@ -56,9 +56,7 @@ class ContentColumns(NamedTuple):
     first_block: layout.U4
     """n; each content's first block; 0 without content."""
     order: layout.U4
-    """m; the entries."""
     start_block: layout.U4
-    """m; their first blocks."""
     chunk: layout.U4
     """m; their origin's chunk, a number in `chunk_id`."""
     offset: layout.U4
@@ -78,7 +76,6 @@ class Addresses:
     first_block: layout.U4
     order: layout.U4
     end: int
-    """Blocks that the chain has given."""
     used: int
     """Blocks of the content file, from the first on, that this snapshot needs."""
 

@@ -32,7 +32,7 @@ _PART = struct.Struct("<QQQ")
 _CHECKSUM = struct.Struct("<Q")
 _PARTS = ("tree", "root", "hidden", *ContentColumns._fields)
 
-_BATCH = 1 << 18  # contents
+_BATCH = 1 << 18
 
 
 class Image:

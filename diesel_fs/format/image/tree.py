@@ -38,9 +38,9 @@ _SUPERBLOCK = struct.Struct("<I4xIBBHQ8x4xII4x16s16sI2xHH38x")
 _DEVICE_SLOT_BYTES = 128
 _DEVICE_TABLE_AT = 9 * _DEVICE_SLOT_BYTES  # behind the superblock
 _DEVICE = struct.Struct("<64sII56x")  # name, blocks, the address of the first
-_INODES_AT = 1  # a block
+_INODES_AT = 1
 _SLOT_BYTES = 32  # units of an inode's place, which is its number
-_SLOTS = BLOCK_BYTES // _SLOT_BYTES  # in a block
+_SLOTS = BLOCK_BYTES // _SLOT_BYTES
 _INODE_BYTES = 64
 _INODE_SLOTS = _INODE_BYTES // _SLOT_BYTES
 _ROOT_NUMBER = 2  # programs take an entry with the number 0 for a deleted one
@@ -53,7 +53,7 @@ _LARGE_SLOTS = 3  # an inode, and behind it the content's place
 _LARGE_IN_BLOCK = _SLOTS // _LARGE_SLOTS
 _PLACES_ARE_LONG, _PLACE_BITS_MAX = 0x20, 31
 _PLACE = np.dtype([("block_high", "<u2"), ("device", "<u2"), ("block", "<u4")])
-_PLACE_BYTES_MAX = BLOCK_BYTES << _PLACE_BITS_MAX  # of content
+_PLACE_BYTES_MAX = BLOCK_BYTES << _PLACE_BITS_MAX
 _CONTENT_DEVICE = 1
 _INODE = np.dtype(
     [
@@ -171,7 +171,6 @@ class _Items:
         counts[ROOT_INDEX] += 1
         ends = np.cumsum(counts)
         self.first: Ints = ends - counts
-        """The first item of each folder."""
         self.count = int(ends[-1])
         before_dot, before_dots = _smaller_than_dots(columns, folders)
         self.control = 2 + _beside_control(snapshot)[1]

@@ -130,7 +130,7 @@ class _ChangedFolders:
     def _sort(self, ids: dict[tuple[int, bytes], int], levels: list[int]) -> None:
         """Number the folders in directory order. `ids` maps (parent's ID, name) to an ID, in the
         order of rows; `levels` has the depths by ID."""
-        self._rank = np.zeros(len(levels), np.int64)  # the number of each ID
+        self._rank = np.zeros(len(levels), np.int64)
         self.parent, self.name = [0], [b""]
         of_level: defaultdict[int, list[tuple[int, bytes, int]]] = defaultdict(list)
         for (parent, name), at in ids.items():
@@ -345,7 +345,7 @@ def _order_of(plan: _MergePlan) -> _EntryOrder:
     folder, item = folder[order], item[order]
     del order
     places = _places(plan, made, folder, item, dict(zip(made, position.tolist(), strict=True)))
-    removed_before = np.concatenate([[0], np.cumsum(plan.removed)])  # by previous index
+    removed_before = np.concatenate([[0], np.cumsum(plan.removed)])
     inserted_before = np.cumsum(np.bincount(places, minlength=n + 1))[:n]
     old_index = np.arange(n) - removed_before[:-1] + inserted_before
     new_index = (places - removed_before[places] + np.arange(len(places))).astype(np.uint32)
@@ -433,7 +433,7 @@ def _places(
 
 
 def _places_among(old: Snapshot, inside: range, names: list[bytes]) -> list[int]:
-    if len(names) * 64 > len(inside):  # listing all names costs less than searching
+    if len(names) * 64 > len(inside):  # listing all costs less
         known = old.names(inside)
         at = [bisect_left(known, name) for name in names]
     else:

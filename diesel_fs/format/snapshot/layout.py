@@ -96,7 +96,6 @@ class SnapshotColumns(NamedTuple):
     size: U8
     """n; for a link its target's length, for a folder 0."""
     mtime_ns: I8
-    """n."""
     chunk: U4
     """n; a file's chunk, as a number; a folder's first child; a link's target, as a number."""
     offset: U4
@@ -323,7 +322,7 @@ def _parse_sections(
         raise _truncated(len(view), at)
     if at < len(view):
         _corrupt(f"{len(view) - at} bytes behind its end", at)
-    columns = SnapshotColumns(*arrays)  # each has its dtype
+    columns = SnapshotColumns(*arrays)
     n, c = header.entries, header.chunks
     lengths = [n, n + 1, n, n, n, n, n, n, n, n - 1, n - 1]
     if (

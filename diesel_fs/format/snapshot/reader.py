@@ -49,13 +49,13 @@ _KINDS = tuple(Kind)
 class Extent(NamedTuple):
     """The place of one part of a file; sizes and offsets in bytes."""
 
-    chunk: int  # number in the chunk table
+    chunk: int
     offset: int  # from the start of the chunk object
     stored: int
     codec: int
-    checksum: int  # xxh3-64 of the content
+    checksum: int
     start: int  # in the file
-    size: int  # of the content
+    size: int
 
 
 PlainExtent = tuple[int, int, int, int]

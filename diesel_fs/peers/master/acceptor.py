@@ -63,8 +63,6 @@ class _PendingHandshake(NamedTuple):
 
 
 class Acceptor:
-    """All connections to this master from other masters and from clients."""
-
     def __init__(
         self,
         me: LocalIdentity,

@@ -153,7 +153,7 @@ class _Daemon:
             self._request.cache_bytes or None,
             by_references=self._request.evict == "lrfu",
         )
-        if disk.folder.read_only_reason:  # which was logged
+        if disk.folder.read_only_reason:
             daemons.report({"warning": disk.folder.read_only_reason})
         else:
             self._warn_if_small(disk.folder.limit_bytes, "--cache-size", "on the disk")

@@ -94,7 +94,7 @@ class ServedConnection:
         self.send_many = channel.send_some
         self.is_open = True
         self.watched = 0
-        self.held = b""  # unhandled
+        self.held = b""
         self.unsent: list[memoryview] = []
         self.begun_s = self.used_s = monotonic()
         self.moved = 0  # bytes that left since `begun_s`
@@ -120,8 +120,6 @@ ForwardPlan = Callable[[ServedConnection, int, bytes], None]
 
 
 class DataPlane:
-    """The connections of one master, and the thread that serves them."""
-
     def __init__(self, forward: Forward, forward_plan: ForwardPlan) -> None:
         self._forward = forward
         self._forward_plan = forward_plan
@@ -129,7 +127,7 @@ class DataPlane:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, EPOLLIN)
         self._commands: deque[Callable[[], None]] = deque()
-        self._connections: dict[int, ServedConnection] = {}  # by descriptor
+        self._connections: dict[int, ServedConnection] = {}
         self._masters: dict[int, ServedConnection] = {}  # the newest of each rank
         self._ready: deque[ServedConnection] = deque()  # left for the next turn
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
@@ -137,7 +135,7 @@ class DataPlane:
         self._is_closed = False
         self._ending = threading.Lock()
         self._requests = self._parts = self._bytes = 0
-        self._forwarded = 0  # with PINGs
+        self._forwarded = 0
         self._thread = threading.Thread(target=self._run, name="diesel-data", daemon=True)
         self._thread.start()
 

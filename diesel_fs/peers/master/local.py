@@ -49,7 +49,7 @@ _CONTROL_BYTES = socket.CMSG_SPACE(_FILES_MAX * array.array("i").itemsize)
 class LocalServer:
     def __init__(self, master: Master) -> None:
         self._master = master
-        self._connections: Counter[int] = Counter()  # by process
+        self._connections: Counter[int] = Counter()
         self._readers = 0  # connections for this version
         self._other_version_wanted = False
         self._switched_s = -math.inf
@@ -144,7 +144,7 @@ class _Client:
         self._socket = accepted
         self._pid = pid
         self._received = bytearray()
-        self._files: list[int] = []  # came with the current request
+        self._files: list[int] = []
         self._version = -1  # the client's; -1: before the hello
 
     @property
@@ -194,7 +194,7 @@ class _Client:
             text = json.dumps({**self._master.stats(), "readers": self._server.readers}).encode()
             await self._send(local_wire.answer(head.kind, body=text))
             return
-        if head.kind == local_wire.UNPIN and self._version >= 0:  # of any version
+        if head.kind == local_wire.UNPIN and self._version >= 0:
             self._master.cache.unpin(self._pid, local_wire.parse_chunks(body, _ANY_CHUNK))
             revoked = self._master.cache.revoked(self._pid)
             await self._send(local_wire.answer(head.kind, revoked=revoked))

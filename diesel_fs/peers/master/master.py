@@ -70,7 +70,7 @@ LOAD_S = 3.0
 """The wait for a fetch: a client gives up its master after 5 s. For several parts as much longer as
 the reader waits (`wire.working_s`)."""
 
-_LIVE_LEVELS = 8  # steps of live fractions
+_LIVE_LEVELS = 8
 
 _COUNTS = (
     "other_version_members", "not_owned", "passed_on", "damage_reports", "chunks_from_peers",
@@ -126,7 +126,7 @@ class Master:
         self._not_renewed: dict[int, Member] = {}
         self._not_renewed_until_s = 0.0
         self._acceptor = Acceptor(me, self)
-        self._membership = Membership((member,), me.secret)  # last known
+        self._membership = Membership((member,), me.secret)
         self._owners_lock = trio.Lock()
         self._renew_now = trio.Event()
         self._all_present = trio.Event()
@@ -487,7 +487,7 @@ class Master:
         """With `oneshot`: fetch all of this node's chunks while no caller waits for a fetch."""
         with trio.move_on_after(GATHER_S):
             await self._all_present.wait()
-        while True:  # of each version
+        while True:
             owners = self._owners
             await trio.to_thread.run_sync(owners.compute_live_fraction)
             if owners is not self._owners:

@@ -35,7 +35,7 @@ _BULK_BYTES, _BULK_IN_FLIGHT_BYTES = 1 << 20, 8 << 20
 """Requests of more than the first have at most the second in flight, or one request: small answers
 wait behind them."""
 
-_IDS = 1 << 32  # four bytes
+_IDS = 1 << 32
 
 
 class _PendingRequest:
@@ -52,7 +52,7 @@ class _PendingRequest:
         self.count = 0 if parts is None else len(parts)
         self.room: memoryview | None = room  # None: abandoned
         self.size = size
-        self.body = b""  # a message about plans
+        self.body = b""
         self.is_sent = self.is_late = self.is_working = False
         self.sent_s = self.due_s = 0.0
         self.waiter: trio.lowlevel.Task | None = None
@@ -74,7 +74,7 @@ class Peer:
         self._connect_ticket = 0  # of the request that wants a connection
         self._connect_attempted = trio.Event()
         self._unsent = trio.Event()
-        self._timer = trio.CancelScope()  # for the next request
+        self._timer = trio.CancelScope()
         self._pending: dict[int, _PendingRequest] = {}
         self._last_id = 0
         self._in_flight_bytes = self._bulk_bytes = 0

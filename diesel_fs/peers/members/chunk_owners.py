@@ -12,7 +12,7 @@ import numpy.typing as npt
 from ...format.snapshot.reader import Snapshot
 from .ownership import Ownership
 
-_PREVIOUS_OWNERS_MAX = 8  # earlier assignments
+_PREVIOUS_OWNERS_MAX = 8
 
 Ranks = npt.NDArray[np.int64]
 
@@ -20,7 +20,7 @@ Ranks = npt.NDArray[np.int64]
 class ChunkOwners:
     def __init__(self, snapshot: Snapshot) -> None:
         self.snapshot = snapshot
-        self.ranks: list[int] = []  # of the members
+        self.ranks: list[int] = []
         # Live part of each chunk's bytes; 1 until computed
         self.live_fraction: npt.NDArray[np.float64] = np.ones(snapshot.chunk_count)
         self._has_live_fraction = False

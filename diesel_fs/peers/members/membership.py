@@ -72,12 +72,10 @@ class TaskName:
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A registered master."""
-
-    rank: int  # the node's
+    rank: int
     instance: bytes  # random; each process has its own
     address: str  # host:port, by which other masters reach it
-    version: int  # of the dataset
+    version: int
     certificate: bytes = b""  # its SHA-256; empty without TLS, or if it is not known
     has_key_file: bool = False  # the task's secret comes from a key file
 

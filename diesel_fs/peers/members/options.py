@@ -75,7 +75,7 @@ class OptionSpec:
     kind: OptionKind
     metavar: str | None
     help: str
-    low: int  # the least count
+    low: int
     choices: tuple[str, ...]
 
 

@@ -28,7 +28,7 @@ _BLOCK_SCORES = 1 << 21
 _FACTORS = (np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53))
 _SHIFT = np.uint64(33)
 
-Rows = npt.NDArray[np.int64]  # numbers of chunks
+Rows = npt.NDArray[np.int64]
 Nodes = npt.NDArray[np.int64]
 Scores = npt.NDArray[np.uint64]
 
@@ -61,9 +61,9 @@ class Ownership:
         if not living.any() or not count:
             return owner
         capacity = self._sizes.sum() / np.count_nonzero(living) * CAPACITY
-        score = np.full(count, np.iinfo(np.uint64).max, np.uint64)  # at the last proposal
+        score = np.full(count, np.iinfo(np.uint64).max, np.uint64)
         free = np.arange(count)
-        rejected: list[Rows] = []  # by all nodes
+        rejected: list[Rows] = []
         while len(free):
             owner[free], score[free] = self._propose(free, score[free], living)
             rejected.append(free[owner[free] < 0])

@@ -32,7 +32,7 @@ LOANS_MAX = 256
 FROM_FILES_BYTES_MAX = 8 << 20
 """For one answer: it takes memory, and other connections wait."""
 
-_READS_REMEMBERED = 4096  # requests; the oldest are forgotten
+_READS_REMEMBERED = 4096
 
 _Taken = TypeVar("_Taken")
 

@@ -72,7 +72,7 @@ class _DiskRead:
         self._key, self._spans = key, spans
         self.ended = trio.Event()
         self.contents: list[memoryview] | None = None
-        self.file: CacheHandle | None = None  # still open
+        self.file: CacheHandle | None = None
         self.is_there: bool | None = None  # None: unknown
 
     def read(self, disk: DiskTier) -> tuple[list[memoryview] | None, CacheHandle | None, bool]:
@@ -256,7 +256,7 @@ class Disk:
         if self._tier is None:
             return
         ledger = self._ledger
-        written_bytes: list[int] = []  # of each chunk
+        written_bytes: list[int] = []
         busy: list[tuple[int, memoryview]] = []  # another writer was at these
         outcome = "there was no more time"
         try:

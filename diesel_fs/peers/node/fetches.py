@@ -95,7 +95,7 @@ class Fetches:
         self._nursery: trio.Nursery | None = None
         self._fetchers = trio.CapacityLimiter(FETCHES)
         self._threads = trio.CapacityLimiter(FETCHES + FILL_FETCHES)
-        self._awaited = 0  # that callers wait for
+        self._awaited = 0
         self._no_awaited = trio.Event()
         self._room_changed = trio.Event()
         self._future_changed = trio.Event()
@@ -169,7 +169,7 @@ class Fetches:
         except DieselError as error:
             flight.error = error
             self._counts["fetch_failures"] += 1
-        except (OSError, MemoryError, RuntimeError) as error:  # RuntimeError: no thread
+        except (OSError, MemoryError, RuntimeError) as error:
             self._shrink_budget(error)
         except Exception:  # callers can read from the store
             log.exception("unexpected error while fetching a chunk")

@@ -76,7 +76,7 @@ class PinTable:
         self._by_pinner: defaultdict[int, dict[int, list[SealedMemory]]] = defaultdict(dict)
         self._pin_counts: dict[SealedMemory, int] = {}
         self._revoked: set[SealedMemory] = set()
-        self.bytes = 0  # of all pinned memory
+        self.bytes = 0
 
     def pin(self, pinner: int, chunk: int, memory: SealedMemory) -> None:
         mine = self._by_pinner[pinner].setdefault(chunk, [])
@@ -158,9 +158,9 @@ class Ledger:
         self.queue: OrderedDict[int, memoryview] = OrderedDict()
         """Chunks to be written to the disk, in this order."""
         self.disk_room_bytes = 0
-        """at the disk tier's last write or scan"""
+        """Known from the disk tier's last write or scan."""
         self.disk_rests_until_s = -math.inf
-        """a failed disk"""
+        """Until then a failed disk is not used."""
         self.disk_writes_rest_until_s = -math.inf
         self.on_enqueue: Callable[[], None] = lambda: None
         self._clock = clock

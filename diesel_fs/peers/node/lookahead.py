@@ -23,7 +23,7 @@ RATE_PERIOD_S = 2.0
 """Readers report their positions once a second."""
 
 _CHUNKS_MAX = 32  # looked at after each exchange; a decision takes 50 us
-_RATE_WEIGHT = 0.5  # of the newest measured rate
+_RATE_WEIGHT = 0.5
 
 
 class Lookahead:
@@ -32,7 +32,7 @@ class Lookahead:
         self._measured_s = 0.0
         self._measured_left = 0
         self._reads_per_s = 0.0  # of one reader, smoothed; 0 until measured
-        self._ahead: dict[int, int] = {}  # and when each is read first
+        self._ahead: dict[int, int] = {}  # chunks fetched ahead, and when each is read first
 
     def begin(self, future: ChunkFuture | None, now_s: float) -> None:
         self._ahead.clear()

@@ -84,7 +84,7 @@ class FutureBuild:
         computed: dict[ComputedOrder, Entries],
     ) -> None:
         self.chunks = chunks
-        self.computed: dict[ComputedOrder, Entries] = {}  # those that are used
+        self.computed: dict[ComputedOrder, Entries] = {}
         self.bad: dict[Key, str] = {}  # why streams cannot be computed
         self._known = computed
         self._snapshot, self._parts, self._orders = snapshot, parts, orders

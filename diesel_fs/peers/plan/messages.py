@@ -39,7 +39,7 @@ KNOWN_STREAMS_MAX = 4 * STREAMS_MAX
 _PIECE_BYTES_MAX = PLAN_BYTES_MAX - 256  # without its head
 _HELD_CHUNKS_MAX = 8 * _PIECE_BYTES_MAX
 _VALUES_MAX = _PIECE_BYTES_MAX // 4
-_POSITIONS_MAX = 256  # streams of one message
+_POSITIONS_MAX = 256
 _ITEMS_MAX = 8 + 8 * _POSITIONS_MAX
 
 Mask = npt.NDArray[np.bool_]
@@ -83,8 +83,6 @@ class PlannedStream:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnd:
-    """The stream will not be read any more."""
-
     key: str
 
 

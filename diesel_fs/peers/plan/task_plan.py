@@ -347,7 +347,7 @@ class TaskPlan:
         while True:
             await self._wake.wait()
             self._wake = trio.Event()
-            await trio.sleep(APPLY_S)  # several come together
+            await trio.sleep(APPLY_S)
             if self._held_changed:
                 self._held_changed = False
                 held = np.zeros(self._snapshot.chunk_count, np.bool_)

@@ -57,7 +57,7 @@ class MasterConnection(RequestSocket):
 
     def __init__(self, path: str, identity: UUID, version: int, deadline_s: float) -> None:
         """Raises ExchangeFailed."""
-        self.revoked: list[int] = []  # by the last answer
+        self.revoked: list[int] = []
         self._buffer = bytearray(_BUFFER_BYTES)
         unconnected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         super().__init__(unconnected, receive_limit_s=deadline_s, send_limit_s=deadline_s)
@@ -178,7 +178,7 @@ class MasterLink:
         self._version = version
         self._mapped = mapped
         self._deadline_s = deadline_s
-        self._breaker = CircuitBreaker(1, pause_s, PAUSE_S_MAX)  # used under the lock
+        self._breaker = CircuitBreaker(1, pause_s, PAUSE_S_MAX)
         self._last_warning = self._last_restart_error = ""
         self._closed = self._is_ending = False
         self._restart = restart

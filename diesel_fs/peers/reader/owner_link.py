@@ -134,7 +134,7 @@ class OwnerLink:
         self._connect = connect
         self._flags = flags
         self._breaker = breaker or PeerBreaker()
-        self._singles = 0  # that went the short way of `read_one`
+        self._singles = 0
         self._is_closed = False
         self._is_paused = False
         self._make_locks()
@@ -216,7 +216,7 @@ class OwnerLink:
                 )
                 try:
                     got = connection.receive(scratch[:length])
-                except OSError:  # late or lost: that shows again below
+                except OSError:
                     got = 0
                 if got == length and wire.SINGLE_ANSWER.unpack_from(scratch)[::5] == (number, size):
                     if begun_s:
@@ -413,7 +413,7 @@ class OwnerLink:
                 count = connection.receive_rest(room[got:])
                 got += count
         except OSError:
-            pass  # late or lost: `_wait` finds out
+            pass
         except BaseException:  # a signal handler's: bytes may be lost
             self._lose(connection, "interrupted")
             raise
@@ -537,7 +537,7 @@ class OwnerLink:
                 got += count
                 connection.got = got
                 if got < total and self._is_late(connection, pending, begun_s):
-                    return False  # it sends, but too slowly
+                    return False
         return True
 
     def _next_room(self, connection: _OwnerConnection) -> tuple[memoryview, int]:

@@ -164,7 +164,7 @@ class TaskStore(StoreWrapper):
         is_announced = self.switch_version(snapshot)
         request = self._request and replace(self._request, version=snapshot.version)
         store = TaskStore(self.inner, self._path, snapshot, request=request)
-        store._link.rank = self._link.rank  # it is still this node's master
+        store._link.rank = self._link.rank
         if is_announced:
             store.connect()  # else the master seems idle until the first read
         return store

@@ -104,15 +104,15 @@ class TaskChunks:
         self.stored = stored
         self._through_master = through_master
         self._heartbeat_s = heartbeat_s
-        self._heartbeat_pid = 0  # that started the heartbeat
+        self._heartbeat_pid = 0
         self._closed = threading.Event()
         self._read_cost_s = np.zeros(len(self._sizes), np.float32)  # since each chunk's pin
         self._recent: deque[_Remembered] = deque(maxlen=READS_REMEMBERED)
         self._links: dict[int, OwnerLink] = {}
-        self._own_links: dict[int, OwnerLink] = {}  # by their flags
+        self._own_links: dict[int, OwnerLink] = {}
         self._members: dict[int, Member] = {}
         self._connector: Connector | None = None
-        self._table: OwnerTableView | None = None  # and its generation belong to the links
+        self._table: OwnerTableView | None = None  # it and its generation belong to the links
         self._generation = -1
         self._is_closed = False
         self.counts: Counter[str] = Counter(dict.fromkeys(COUNTS, 0))

@@ -116,7 +116,6 @@ class Account:
 _ROLE_VERBS = {Role.NONE: "see", Role.READ: "read", Role.WRITE: "change", Role.ADMIN: "administer"}
 
 Accounts = Mapping[str, Account]
-"""Accounts by name."""
 
 
 # Names and keys

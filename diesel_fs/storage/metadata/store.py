@@ -59,7 +59,7 @@ class DatasetHead:
     name: str
     version: int  # 0: nothing has been committed yet
     files: int  # visible regular files: no links, folders, tombstones, incomplete versions
-    bytes: int  # the sum of their sizes
+    bytes: int
     chunks: int
     digest: int  # `chunks_digest` of the IDs of all committed chunks
     newest: ChunkId  # the greatest of the committed chunks' IDs; 16 zero bytes if there is none

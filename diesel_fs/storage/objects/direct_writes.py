@@ -38,7 +38,7 @@ def write_direct(fd: int, parts: Sequence[Bytes]) -> list[memoryview]:
     if sum(map(len, views)) < DIRECT_BYTES_MIN or not _set_direct(fd, wanted=True):
         return views
     buffer = _aligned_buffer()
-    start = 0  # of the buffer's unwritten bytes
+    start = 0
     while True:
         filled = _fill(buffer, views)
         whole = filled - filled % _BLOCK_BYTES

@@ -281,7 +281,7 @@ class FolderStore(ObjectStore):
             try:
                 yield self.stat(name)
             except ObjectMissing:
-                continue  # deleted since
+                continue
 
     def _names(self, prefix: str, after: str) -> Iterator[str]:
         return (name for name, sort in self._walk(prefix, after) if sort is _Sort.OBJECT)
@@ -376,7 +376,7 @@ class FolderHousekeeping(Housekeeping):
                 found = os.lstat(os.path.join(self._store.root, name))
             except OSError as error:
                 if error.errno in _MISSING:
-                    continue  # its put has ended
+                    continue
                 raise _store_error(error, "stat", name) from error
             host, pid = match["host"], int(match["pid"])
             yield Leftover(name, found.st_size, found.st_mtime_ns, host, pid)

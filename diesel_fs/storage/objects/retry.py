@@ -259,7 +259,7 @@ class RetryingStore(ReadWrapper):
                     if room[: len(piece)] != piece:
                         return False
                     start += len(piece)
-        except ObjectMissing:  # it was deleted since
+        except ObjectMissing:
             return False
         return True
 

@@ -52,7 +52,7 @@ class RedisHead:
     generation: Generation
     first: int  # that of chunks with version 0 in their record
     pending: Sequence[bytes]  # packed changes, committed and perhaps not applied yet
-    pieces_by_bucket: Mapping[int, int]  # committed pieces
+    pieces_by_bucket: Mapping[int, int]
 
 
 class HeadReader:

@@ -340,7 +340,7 @@ def _connect(address: RedisAddress, socket_s: float) -> RedisNodes:
         "password": address.password or None,
         "socket_timeout": socket_s,
         "protocol": 2,
-        "retry": Retry(NoBackoff(), 0),  # `with_retries` tries again
+        "retry": Retry(NoBackoff(), 0),
         "max_connections": _CONNECTIONS_MAX,
     }
     if not address.socket:

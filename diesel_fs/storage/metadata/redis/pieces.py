@@ -114,7 +114,7 @@ def unpack_paths(packed: bytes) -> Iterator[tuple[FolderId, list[bytes]]]:
 
 @dataclass(slots=True)
 class _Packer:
-    folders: dict[FolderId, int] = field(default_factory=dict)  # with their positions
+    folders: dict[FolderId, int] = field(default_factory=dict)
     steps: list[bytes] = field(default_factory=list)
     paths: list[bytes] = field(default_factory=list)  # the last step, as `unpack_paths` reads it
     rows: int = 0
@@ -166,7 +166,7 @@ class _Cutter:
         rows = self._batch.rows
         order = np.argsort(rows.folder, kind="stable")
         changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
-        for positions in np.split(order, changes) if len(order) else []:  # one folder's rows
+        for positions in np.split(order, changes) if len(order) else []:
             folder = self._folder(rows.folders[rows.folder[positions[0]]])
             self._add_rows(folder, positions)
         places = rows.records["place"]

@@ -70,12 +70,12 @@ class RedisShadowState(ShadowState):
         self._generation = Generation.new(buckets)
         self._name = name
         self._identity = identity
-        self._newer_than = newer_than  # the new version is greater
+        self._newer_than = newer_than
         self._chunks: dict[ChunkId, None] = {}
         self._counts: dict[int, BucketCounts] = {}  # by bucket, as last returned
-        self._sent_pieces = Counter[int]()  # by bucket
+        self._sent_pieces = Counter[int]()
         self._waiting: list[ChunkPieces] = []  # for `flush`
-        self._rows = 0  # in `_waiting`
+        self._rows = 0
         self._bytes = 0
         self._heartbeat_s = -_HEARTBEAT_S  # the last; monotonic
         # The masters' runs at the beginning: after a restart, data may be lost
@@ -266,7 +266,7 @@ def remove_generation(transactions: RedisTransactions, generation: Generation, a
     reader = GenerationReader(link, generation, link.extend_deadline)
     for bucket in range(generation.buckets):
         with suppress(PartialScan):  # a later call removes the rest
-            for page in reader.hash_pages(generation.key(bucket, b"f")):  # the bucket's folders
+            for page in reader.hash_pages(generation.key(bucket, b"f")):
                 folders = [FolderId(folder) for folder in page]
                 keys = [generation.entries(folder) for folder in folders]
                 keys += [generation.below(folder) for folder in folders]

@@ -85,7 +85,7 @@ from .replies import as_count, listed, octets
 _LOCK_POLL_S = 0.02
 """Between checks whether commits are locked."""
 
-_PIECES_AT_ONCE = 64  # in one pipeline
+_PIECES_AT_ONCE = 64
 _APPLY_ROUNDS_MAX = 8  # before a reader locks commits
 _TRIES_MAX = 20
 _CLEAN_INTERVAL_S = 60.0  # between searches for abandoned transactions
@@ -317,7 +317,7 @@ class RedisTransactions(HeadReader):
                 if time.monotonic() > deadline:
                     raise commits_locked_error(transaction.identity) from None
                 time.sleep(_LOCK_POLL_S)
-                self.link.extend_deadline()  # Redis has answered
+                self.link.extend_deadline()
                 continue
             return as_count(version), as_count(pending)
 

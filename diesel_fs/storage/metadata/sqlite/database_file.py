@@ -44,7 +44,7 @@ LEASE_NAME = "meta.lease"
 _CACHE_KIB = 16 << 10
 _CHECKPOINT_PAGES = 4000  # 16 MB: SQLite's default of 1,000 means more syncs in a long put
 _WAL_BYTES_KEPT = 64 << 20
-_IDLE_MAX = 4  # kept open
+_IDLE_MAX = 4
 _POLL_S = 0.02
 _PROBE_S = 2.0
 """The longest wait for a lock to open a file over a network: a reader can use a snapshot."""
@@ -75,11 +75,11 @@ class SqliteFile:
         self._fork_wait_s = fork_wait_s
         self._lease = HostLease(self.path.with_name(LEASE_NAME), host, clock)
         self._network = file_system_of(self.path).is_network
-        self._rollback = False  # whether open connections use it
+        self._rollback = False
         self._locks_checked = False
         self._change = threading.Condition()  # guards all below
         self._idle: list[sqlite3.Connection] = []
-        self._in_use = 0  # connections of current transactions
+        self._in_use = 0
         self._file: tuple[int, int] | None = None  # device and inode of the idle connections' file
         self._forking = False
         self._unusable = ""  # why no transaction can begin any more

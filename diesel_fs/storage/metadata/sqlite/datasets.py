@@ -16,7 +16,6 @@ from ..store import DatasetHead, no_such_dataset_error
 
 _COLUMNS = "number, identity, name, version, files, bytes, chunks, digest, newest"
 _Row = tuple[int, bytes, str, int, int, int, int, bytes, bytes]
-"""The values of `_COLUMNS`."""
 
 
 class DatasetRow(NamedTuple):

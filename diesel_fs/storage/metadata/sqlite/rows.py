@@ -27,7 +27,6 @@ IMPLIED_CHUNK = 0
 _IS_TOMBSTONE = f"substr(entry.record, {KIND_AT + 1}, 1) = x'{Kind.TOMBSTONE:02x}'"
 
 Row = tuple[bytes, int, bytes, bytes | None]
-"""The values of `COLUMNS`."""
 
 
 def kind_of(record: bytes) -> int:
@@ -202,11 +201,11 @@ class RowCollector:
 
     def __init__(self) -> None:
         self._folders: dict[bytes, int] = {}
-        self._folder: list[int] = []  # position in `_folders`, for consecutive rows
-        self._counts: list[int] = []  # numbers of these rows
+        self._folder: list[int] = []  # position in `_folders`, once for consecutive rows
+        self._counts: list[int] = []
         self._names: list[Names] = []
-        self._chunk: list[int] = []  # number of a chunk, for consecutive rows
-        self._chunk_counts: list[int] = []  # numbers of these rows
+        self._chunk: list[int] = []  # number of a chunk, once for consecutive rows
+        self._chunk_counts: list[int] = []
         self._records = bytearray()
         self._tails: dict[int, bytes] = {}
 

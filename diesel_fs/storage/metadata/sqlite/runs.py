@@ -64,7 +64,7 @@ def segments(batch: CommitBatch, folders: Sequence[int]) -> Iterator[Segment]:
     fit[list(batch.stamps)] = False
     order = np.argsort(rows.folder, kind="stable")
     changes = np.flatnonzero(np.diff(rows.folder[order])) + 1
-    for in_folder in np.split(order, changes):  # one folder's row numbers
+    for in_folder in np.split(order, changes):
         plain = in_folder[fit[in_folder]]
         if len(plain) < ENTRIES_MIN:
             continue

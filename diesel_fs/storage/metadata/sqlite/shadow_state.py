@@ -41,13 +41,13 @@ class SqliteShadowState(ShadowState):
     def __init__(
         self, file: SqliteFile, clock_ns: ClockNs, name: str, identity: UUID, newer_than: int
     ) -> None:
-        self._newer_than = newer_than  # the new version is greater
+        self._newer_than = newer_than
         self._file = file
         self._clock_ns = clock_ns
-        self._number = 0  # the rows'
+        self._number = 0
         self._head = DatasetHead(identity, name, 0, 0, 0, 0, 0, LOWEST)
         self._waiting: list[CommitBatch] = []  # for `flush`
-        self._rows = 0  # in `_waiting`
+        self._rows = 0
         self._heartbeat_s = 0.0  # the last; monotonic
 
     def begin(self) -> None:

@@ -51,7 +51,6 @@ ANSWER_TIMEOUT_S = 600.0
 stopped (SIGSTOP)."""
 
 NAMES_AT_ONCE = 10_000
-"""Items of a listing in one answer."""
 
 _FRAME = struct.Struct("<IQ")
 _LOG = "buckets.log"

@@ -152,7 +152,7 @@ class CloudRequests:
         self.limits = limits or AttemptLimits()
         self._environ = environ
         self._access: BucketAccess | None = None
-        self._clients: dict[float, _Client] = {}  # by a request's time
+        self._clients: dict[float, _Client] = {}  # by the time of a request
         self._opening = threading.Lock()  # while credentials are read and clients made
         self._host = ""
 

@@ -71,7 +71,7 @@ def open_cloud(
 class CloudStore(ObjectStore):
     """Each object has a key below one prefix."""
 
-    fork_safe = False  # `requests.py` says why
+    fork_safe = False
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class CloudStore(ObjectStore):
         self.supports_conditional_put = supports_conditional_put
         self._requests = requests
         self._location = requests.location
-        self._unordered = False  # whether a listing was
+        self._unordered = False
 
     @classmethod
     def open(cls, requests: CloudRequests) -> "CloudStore":
@@ -115,7 +115,7 @@ class CloudStore(ObjectStore):
             )
         content = contract.encode_marker(uuid.uuid4())
         try:
-            with suppress(ObjectExists):  # another process has
+            with suppress(ObjectExists):
                 requests.put(location.key(STORE_MARKER), [content], create=True)
         except ConditionsUnsupported:
             requests.put(location.key(STORE_MARKER), [content], create=False)
@@ -195,7 +195,7 @@ class CloudStore(ObjectStore):
                 etag, broken = body.etag, _fill(body, memoryview(content), until)
         except RangeNotSatisfiable:
             size = self._check_end(key, name, start + (length or 0))
-            if length is None and start == size:  # nothing lies behind `start`
+            if length is None and start == size:
                 return bytearray()
             raise _denied(name) from None
         except ObjectMissing as error:
