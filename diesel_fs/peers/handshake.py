@@ -6,6 +6,7 @@
 it learns only that its proof was wrong, and nothing but its hello is read before.
 """
 
+import hmac
 import os
 import socket
 import ssl
@@ -214,7 +215,7 @@ def _prove_steps(me: Connector, member: Member, certificate: bytes) -> _Proving:
     rejection = parse_error(answer)
     if rejection is not None:
         raise rejection
-    if not wire.proofs_equal(wire.parse_proof(answer), proofs.acceptor):
+    if not hmac.compare_digest(wire.parse_proof(answer), proofs.acceptor):
         raise PermissionDenied("the other master does not know the task's secret")
 
 
@@ -251,7 +252,7 @@ async def authenticate(channel: Channel, me: LocalIdentity) -> Hello:
         raise HandshakeRejected(str(error)) from error
     binding = NO_BINDING if me.certificate is None else me.certificate.digest
     proofs = Proofs(me.secret, nonce, binding, me.task.digest, theirs)
-    if not wire.proofs_equal(proof, proofs.connector):
+    if not hmac.compare_digest(proof, proofs.connector):
         raise _rejection(PermissionDenied("the wrong secret"))
     if theirs.identity != me.identity:
         raise _rejection(UsageError("another dataset"))

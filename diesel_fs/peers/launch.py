@@ -88,9 +88,16 @@ def join(
     readers (of a mount that has just ended) makes way. Raises the error that kept the master from
     starting, with the end of its log; UsageError for a bad rank or address."""
     socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
-    if _has_other_options(request, socket_path) and _ends_unless_it_is_read(request, socket_path):
+    running = _running_request(socket_path)
+    if (
+        running is not None
+        and not request.asks_for_the_same(running)
+        and _ends_unless_it_is_read(request, socket_path)
+    ):
         socket_path = _find_or_start(request, program, first_process_wait_s, start_deadline_s)
-    if ignored := _differing_options(request, socket_path):
+        running = _running_request(socket_path)
+    ignored = [] if running is None else request.differing_options(running)
+    if ignored:
         log.warning(
             "%s: ignored, because this node's master of task %r runs with other options; it ends"
             " after some seconds without clients", ", ".join(ignored), request.task,
@@ -136,16 +143,6 @@ def _running_request(socket_path: Path) -> TaskRequest | None:
         return TaskRequest.from_json(options.read_bytes())
     except (OSError, UsageError):
         return None  # it is starting or ending, or has another version of this program
-
-
-def _differing_options(request: TaskRequest, socket_path: Path) -> list[str]:
-    running = _running_request(socket_path)
-    return [] if running is None else request.differing_options(running)
-
-
-def _has_other_options(request: TaskRequest, socket_path: Path) -> bool:
-    running = _running_request(socket_path)
-    return running is not None and not request.asks_for_the_same(running)
 
 
 def _ends_unless_it_is_read(request: TaskRequest, socket_path: Path) -> bool:

@@ -151,11 +151,6 @@ def _proof(secret: bytes, end: bytes, covered: bytes) -> bytes:
     return hmac.digest(secret, b"diesel-fs peer 2 " + end + b"\0" + covered, "sha256")
 
 
-def proofs_equal(proof: bytes, other: bytes) -> bool:
-    """Compare in constant time."""
-    return hmac.compare_digest(proof, other)
-
-
 def hello_frame(hello: Hello, proof: bytes) -> bytes:
     return frame({**hello.to_message(), "proof": proof}, HELLO_LIMITS)
 

@@ -70,7 +70,7 @@ class OwnerTableView:
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
             raise CorruptError("a table of owners that could shrink")
         self.inode = os.fstat(descriptor).st_ino
-        """differs between tables"""
+        """It differs between tables."""
 
         mapped = memoryview(mmap.mmap(descriptor, size, prot=mmap.PROT_READ))
         self.generation_of = mapped[:8].cast("Q")

@@ -167,9 +167,9 @@ class Replacement:
         placement = self.place_free(chunk, may_go_to_disk=not from_disk)
         if placement is not None:
             return placement
-        decision = self._place_by_plan(chunk, from_disk=from_disk)
-        if decision is not None:
-            replaces, placement = decision
+        is_decided, placement = self._place_by_plan(chunk, from_disk=from_disk)
+        if is_decided:
+            replaces = placement is not None
             self._counts["plan_replacements" if replaces else "plan_bypassed"] += is_new or replaces
             return placement
         if not admission.has_credit(chunk, wanted_bytes):
@@ -192,11 +192,8 @@ class Replacement:
     def place_ahead(self, chunk: int) -> Placement | None:
         """Room in memory of chunks needed later, for a chunk of this node that no caller wants
         yet."""
-        replaces, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True) or (
-            False,
-            None,
-        )
-        self._counts["plan_replacements"] += replaces
+        _, placement = self._place_by_plan(chunk, from_disk=False, is_ahead=True)
+        self._counts["plan_replacements"] += placement is not None
         return placement
 
     def _place_by_admission(
@@ -213,12 +210,12 @@ class Replacement:
 
     def _place_by_plan(
         self, chunk: int, *, from_disk: bool, is_ahead: bool = False
-    ) -> tuple[bool, Placement | None] | None:
-        """The place of an absent chunk of this node by future reads. None if future or policy
-        cannot tell: then admission decides."""
+    ) -> tuple[bool, Placement | None]:
+        """Whether future reads decide about an absent chunk of this node, and its place if it then
+        replaces others. If future or policy cannot tell, admission decides."""
         future, ledger = self.future, self._ledger
         if future is None or not ledger.owned[chunk]:
-            return None
+            return False, None
         cost = SSD_COSTS.read_s if from_disk else self._costs.read_s
 
         def uses_min(replaced: Sequence[int]) -> int:
@@ -228,16 +225,16 @@ class Replacement:
 
         replaces, victims = self._planned_victims(chunk, uses_min)
         if replaces is None:
-            return None
+            return False, None
         if replaces:
             return True, Placement(to_memory=True, victims=victims)
         if from_disk or is_ahead:
-            return False, None
+            return True, None
         on_disk = self._disk_victims_by_policy(chunk)
         replaces = on_disk is not None and (
             not on_disk or bool(ledger.tables.disk.replaces(chunk, on_disk, uses_min(on_disk)))
         )
-        return replaces, TO_DISK if replaces else None
+        return True, TO_DISK if replaces else None
 
     def take(self, chunk: int, placement: Placement) -> None:
         """Drop the victims, and reserve the chunk's room. Victims of this node's share are enqueued

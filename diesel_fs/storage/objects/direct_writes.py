@@ -87,7 +87,7 @@ _buffers = _Buffers()
 
 
 def _aligned_buffer() -> memoryview:
-    """Private: a forked child does not share it."""
+    """A private mapping: a forked child does not share it."""
     if _buffers.aligned is None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         _buffers.aligned = memoryview(mmap.mmap(-1, _BUFFER_BYTES, flags))

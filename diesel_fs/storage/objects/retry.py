@@ -274,7 +274,9 @@ class RetryingStore(ReadWrapper):
         self._retrying(len(buffer)).call(lambda: self.inner.read_into(name, start, buffer))
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
-        return self._listing(lambda after: self.inner.list(prefix, after), after, _name_of)
+        return self._listing(
+            lambda after: self.inner.list(prefix, after), after, lambda info: info.name
+        )
 
     def _listing(
         self, begin: Callable[[str], Iterator[Item]], after: str, name_of: Callable[[Item], str]
@@ -352,7 +354,3 @@ class _RetriedHousekeeping(Housekeeping):
 
     def close_idle(self) -> None:
         self._inner.close_idle()
-
-
-def _name_of(info: ObjectInfo) -> str:
-    return info.name

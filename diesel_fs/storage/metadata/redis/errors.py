@@ -26,7 +26,7 @@ only."""
 
 
 class RetryLater(Exception):
-    """May pass. At the deadline, `last_error` is raised instead."""
+    """An error that may pass. At the deadline, `last_error` is raised instead."""
 
     def __init__(self, last_error: DieselError, reason: str = "") -> None:
         super().__init__(str(last_error))
@@ -61,7 +61,7 @@ def _redacted(text: str, where: RedisAddress) -> str:
 
 
 def translate_error(error: Exception, where: RedisAddress) -> DieselError | RetryLater:
-    """RetryLater if the error may pass."""
+    """Returns RetryLater if the error may pass."""
     cause = error.__cause__
     if isinstance(error, errors.RedisClusterException) and isinstance(cause, errors.RedisError):
         return translate_error(cause, where)

@@ -161,7 +161,7 @@ class Generation:
 
     @property
     def chunks(self) -> bytes:
-        """While it is being built."""
+        """Its chunks while it is being built."""
         return HEAD + b"k:" + self.name
 
     @cached_property
@@ -180,7 +180,7 @@ class Generation:
         return self._prefixes[self.bucket(folder)] + b"e:" + folder
 
     def below(self, folder: FolderId) -> bytes:
-        """For the names of a folder's folders."""
+        """The key of the names of a folder's folders."""
         return self._prefixes[self.bucket(folder)] + b"s:" + folder
 
     def script_keys(self, bucket: int) -> list[bytes]:

@@ -116,7 +116,7 @@ class RedisNodes(Protocol):
 
 
 class _Deadline(threading.local):
-    """This thread's, in `with_retries`."""
+    """This thread's deadline in `with_retries`."""
 
     end_s: float = math.inf  # monotonic
     limit_s: float = math.inf  # `extend_deadline` moves it to this long after now
@@ -325,7 +325,7 @@ def _with_retries(work: Callable[[], T], address: RedisAddress, end_s: Callable[
 
 
 def in_portions(items: Iterable[T], size: int) -> Iterator[list[T]]:
-    """So that a pipeline and its replies stay small."""
+    """Portions keep a pipeline and its replies small."""
     rest = iter(items)
     while portion := list(islice(rest, size)):
         yield portion
@@ -450,7 +450,7 @@ class _Cluster:
         raise errors.ClusterDownError("CLUSTERDOWN its nodes redirect commands to each other")
 
     def _follow(self, ask: errors.AskError, command: RedisCommand) -> object:
-        """A command to the node to which its slot is being moved."""
+        """Send a command to the node to which its slot is being moved."""
         node = self._cluster.get_node(ask.host, ask.port)
         if node is None:
             self._update_slots()

@@ -97,7 +97,7 @@ class GenerationReader:
     def entries(
         self, wanted: Mapping[FolderId, Sequence[bytes]]
     ) -> Iterator[tuple[FolderId, bytes, bytes]]:
-        """For the names that exist, in no order."""
+        """Yields those names that exist, in no order."""
         portions = (
             (folder, names)
             for folder, all_names in wanted.items()
@@ -238,8 +238,8 @@ class GenerationReader:
         words: _ScanWords = _HASHES,
         keys_at_once: int = _FOLDERS_AT_ONCE,
     ) -> Iterator[tuple[bytes, dict[bytes, bytes]]]:
-        """Hashes or sets, each page with its key. Names may repeat while Redis resizes the hash.
-        Raises PartialScan."""
+        """Pages of hashes or sets, each with its key. Names may repeat while Redis resizes the
+        hash. Raises PartialScan."""
         cursors = [(key, _START) for key in keys]
         names = dict[bytes, set[bytes]]()  # seen so far, by key, if there are several pages
         while cursors:

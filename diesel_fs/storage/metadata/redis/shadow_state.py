@@ -105,7 +105,7 @@ class RedisShadowState(ShadowState):
         return LiveState(revision, chunks)
 
     def _read_revision(self) -> tuple[bytes, ...]:
-        """The live state's generation and version, if there is one. Raises ConflictError as
+        """The live state's generation and version; empty if there is none. Raises ConflictError as
         `begin`."""
         name, identity = self._name, self._identity
         owner = self._link.execute("HGET", NAMES_KEY, name)
@@ -126,7 +126,7 @@ class RedisShadowState(ShadowState):
         return octets(generation or b""), b"0" if version is None else octets(version)
 
     def _heartbeat(self) -> None:
-        """If it is due. Raises BusyError after a restart of Redis."""
+        """Write a heartbeat if it is due. Raises BusyError after a restart of Redis."""
         if time.monotonic() < self._heartbeat_s + _HEARTBEAT_S:
             return
         words = self._generation.name, self._generation.buckets
@@ -184,7 +184,7 @@ class RedisShadowState(ShadowState):
         return version
 
     def _replace_live(self, expected: LiveState, wanted: int) -> int | None:
-        """The version; None if the live state is not `expected`."""
+        """Returns the version; None if the live state is not `expected`."""
         generation, keys = self._generation, DatasetKeys(self._identity)
         words = list[Word]()
         for bucket, counts in self._counts.items():

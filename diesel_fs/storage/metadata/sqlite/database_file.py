@@ -98,7 +98,7 @@ class SqliteFile:
 
     @property
     def durable_commits(self) -> bool:
-        """The rollback journal: every commit survives a power cut."""
+        """True with the rollback journal: every commit survives a power cut."""
         return self._rollback
 
     @contextmanager

@@ -66,7 +66,7 @@ def fold_chunks(
     batches: Sequence[CommitBatch],
     version: int,
 ) -> DatasetHead:
-    """Chunks that are not known yet. Returns the head at `version`."""
+    """Fold in chunks that are not known yet. Returns the head at `version`."""
     folders = FolderNumbers(db, number)
     files, total = head.files, head.bytes
     for batch in batches:

@@ -34,7 +34,7 @@ def kind_of(record: bytes) -> int:
 
 
 def implied(name: bytes) -> Row:
-    """For an implied folder, which the table does not have."""
+    """A row for an implied folder, which the table does not have."""
     return name, IMPLIED_CHUNK, implied_record(), None
 
 
@@ -105,7 +105,7 @@ class FolderNumbers:
         return sorted((path, number) for number, path in paths.items())
 
     def below(self, number: int) -> list[tuple[bytes, int]]:
-        """One level."""
+        """Direct subfolders."""
         return self._db.execute(
             "SELECT name, number FROM folder WHERE dataset = ? AND parent = ?",
             (self._dataset, number),

@@ -139,7 +139,7 @@ def _write_heartbeat(db: sqlite3.Connection, number: int, beat: float) -> None:
 
 
 def remove_abandoned(file: SqliteFile, clock_ns: ClockNs, seconds: float = float("inf")) -> None:
-    """Rows of dropped datasets and dead rebuilds, for at most `seconds`."""
+    """Remove rows of dropped datasets and dead rebuilds, for at most `seconds`."""
     end_s = time.monotonic() + seconds
     now_s = clock_ns() / 1e9
     with file.writing() as db:

@@ -234,7 +234,7 @@ class CloudRequests:
 
     def pages(self, folder: str, after: str) -> Iterator[list[CloudObject]]:
         """Pages of the store's listing below the key `folder` ("": all) and behind the key `after`,
-        unchecked: unordered, repeated, or outside `folder`, perhaps."""
+        unchecked: they may be unordered, repeated, or outside `folder`."""
         keys, renewed = self._begin_list(folder, after), False
         while True:
             try:
@@ -334,7 +334,7 @@ class CloudRequests:
         return f"{self.location.scheme}://{self.location.bucket}/{key} at {self._host}"
 
     def _translate_error(self, doing: str, key: str, error: Exception) -> DieselError:
-        """Without the addresses in the library's text."""
+        """Leaves out the addresses in the library's text."""
         text = str(error)
         status = int(match[1]) if (match := _STATUS.search(text)) else 0
         code = match[1] if (match := _CODE.search(text)) else ""
@@ -369,7 +369,7 @@ def _fault_of_key(text: str) -> str:
 
 
 def _no_answer(what: str, text: str) -> DieselError:
-    """For a request without an HTTP status."""
+    """The error for a request without an HTTP status."""
     if "169.254.169.254" in text or "metadata.google.internal" in text:
         return ObjectStoreRefused(
             f"{what}: there are no credentials",
@@ -406,7 +406,7 @@ def _no_answer(what: str, text: str) -> DieselError:
 def _make_client(
     location: BucketLocation, options: Mapping[str, str], client: "ClientConfig"
 ) -> _Client:
-    """It repeats nothing. Raises PermanentStoreError."""
+    """A client that repeats nothing. Raises PermanentStoreError."""
     retry: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(0)}
     try:
         match location.scheme:

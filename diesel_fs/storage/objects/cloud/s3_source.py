@@ -113,7 +113,7 @@ class S3Source:
 
     @cached_property
     def _client(self) -> _Client:
-        """With the settings of the environment and of `~/.aws`; it repeats nothing."""
+        """A client with the settings of the environment and of `~/.aws`; it repeats nothing."""
         environ, limits = os.environ, self.limits
         session = botocore.session.get_session()
         style = "virtual" if _is_set("AWS_VIRTUAL_HOSTED_STYLE_REQUEST") else "auto"

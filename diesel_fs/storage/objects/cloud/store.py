@@ -209,7 +209,7 @@ class CloudStore(ObjectStore):
         self._read(name, start, memoryview(buffer).cast("B"), None)
 
     def _read(self, name: str, start: int, view: memoryview, etag: str | None) -> str | None:
-        """From the version with this ETag (None: any); returns its ETag."""
+        """Fill `view` from the version with this ETag (None: any); returns its ETag."""
         key, end, until = self._location.key(name), start + len(view), self._until(len(view))
         if not view:
             self._check_end(key, name, end)
@@ -370,7 +370,7 @@ class CloudStore(ObjectStore):
                     )
 
     def _pages(self, prefix: str, after: str) -> Iterator[Sequence[CloudObject]]:
-        """In the folder of `prefix`, from the first name that can begin with it."""
+        """Pages of the folder of `prefix`, from the first name that can begin with it."""
         folder = prefix.rpartition("/")[0]
         match = _PLAIN.match(max(after, _just_before(prefix)))
         plain = match.group().rstrip("/") if match else ""
@@ -454,7 +454,7 @@ def _fill(body: ResponseBody, view: memoryview, until: float) -> BrokenBody | No
 
 
 def _denied(name: str) -> ObjectStoreError:
-    """For a refused range (HTTP 416) of an object that is long enough."""
+    """The error for a refused range (HTTP 416) of an object that is long enough."""
     return AttemptFailed(
         f"{name}: the bucket refuses a range that the object has", may_have_succeeded=False
     )
@@ -465,7 +465,7 @@ def _info(name: str, found: CloudObject) -> ObjectInfo:
 
 
 def _just_before(prefix: str) -> str:
-    """Before all names with `prefix`, and behind most smaller ones."""
+    """A name before all with `prefix`, and behind most smaller ones."""
     if not prefix or prefix[-1] <= "-":
         return prefix[:-1]
     return prefix[:-1] + chr(ord(prefix[-1]) - 1) + "zz"
