@@ -50,21 +50,15 @@ class ImageTooLarge(NoSpaceError):
 
 
 class ContentColumns(NamedTuple):
-    """An image's data about n entries, of which m have content, in k chunks. The m are ordered by
-    address."""
+    """The columns of an image (FORMAT.md, section 8)."""
 
     first_block: layout.U4
-    """n; each content's first block; 0 without content."""
     order: layout.U4
     start_block: layout.U4
     chunk: layout.U4
-    """m; their origin's chunk, a number in `chunk_id`."""
     offset: layout.U4
-    """m; in the chunk object, in bytes."""
     size: layout.U8
-    """m; in bytes."""
     chunk_id: npt.NDArray[np.bytes_]
-    """k; ascending."""
 
 
 DTYPES = tuple(np.dtype(spec) for spec in ("<u4", "<u4", "<u4", "<u4", "<u4", "<u8", CHUNK_ID))

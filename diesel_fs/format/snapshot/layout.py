@@ -85,43 +85,26 @@ _BLOCK = 1 << 18  # values per step of a sum
 
 
 class SnapshotColumns(NamedTuple):
-    """The sections in the order of the file, for n entries and c chunks."""
+    """The sections in the order of the file (FORMAT.md, section 7)."""
 
     parent: U4
-    """n; each entry's folder; the root's is 0."""
     name_start: U8
-    """n + 1; offsets in `names`, and the end."""
     flags: U4
-    """n; mode, kind, codec, IMPLICIT and MANY_EXTENTS."""
     size: U8
-    """n; for a link its target's length, for a folder 0."""
     mtime_ns: I8
     chunk: U4
-    """n; a file's chunk, as a number; a folder's first child; a link's target, as a number."""
     offset: U4
-    """n; bytes from the start of the chunk object; a folder's number of children; 0 for a link."""
     stored: U4
-    """n; bytes in the chunk."""
     checksum: U8
-    """n; xxh3-64 of the content."""
     fingerprint: U4
-    """n - 1, ascending; the upper half of each hash, without the root's."""
     slot: U4
-    """n - 1; each fingerprint's entry; ascending among equal ones."""
     names: Bytes
-    """All names in the order of entries, then NAME_PADDING."""
     target_start: U8
-    """Number of targets + 1; offsets in `targets`, and the end."""
     targets: Bytes
-    """First of links, in the order of entries, then of shadowed links."""
     extents: Records
-    """STORED_EXTENT; first of files, in the order of entries, then of shadowed files."""
     chunk_id: Bytes
-    """16 c; ascending."""
     chunk_bytes: U8
-    """c; lengths of chunk objects."""
     shadowed: Records
-    """SHADOWED, in the order of `entry`: a file or link at a folder's path."""
 
 
 DTYPES = tuple(

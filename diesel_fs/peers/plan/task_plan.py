@@ -187,8 +187,8 @@ class TaskPlan:
                 if (rank, client) not in self._values and len(self._values) >= VALUED_MAX:
                     return self._refuse(rank, NO_ROOM, "one more table of values")
                 count = self._snapshot.chunk_count
-                mine = self._values.setdefault((rank, client), np.zeros(count, np.float32))
-                mine[first : first + len(values)] = values
+                table = self._values.setdefault((rank, client), np.zeros(count, np.float32))
+                table[first : first + len(values)] = values
                 self._values_changed = True
         self._wake.set()
         return TAKEN
