@@ -1,8 +1,9 @@
-"""Chunk IDs and stamps: their fields, their text, and how a writer makes the next ID.
+"""Chunk IDs (FORMAT.md, section 3) and stamps: their fields, their text, and how a writer makes the
+next ID.
 
-A chunk ID (FORMAT.md, section 3) is 16 bytes that order chunks by time: a timestamp, the **writer
-part** (machine and process), and a counter. A **stamp** orders two entries of one path: it is the
-ID of the chunk in which the entry begins, and the entry's place (its number) in that chunk.
+A chunk ID orders chunks by time: a timestamp, the **writer part** (machine and process), and a
+counter. A **stamp** orders two entries of one path: the ID of the chunk in which the entry begins,
+and the entry's place (its number) there.
 """
 
 import struct
@@ -150,9 +151,7 @@ class IdSource:
             own = IdFields(seconds, first.machine, first.process, counter)
         if own > newest:
             return own
-        # Another writer made `newest` in this second. If each such ID moved to the next second,
-        # writers that take turns would run ahead of the clock. So this writer continues its writer
-        # part.
+        # `newest` is another writer's, of this second (rule 3)
         process = newest.process + 1 + self._random(2) % _FOLLOW_STEP_MAX
         if writer_of is not None or process > _PROCESS_MAX:
             return replace(own, seconds=newest.seconds + 1, counter=0)

@@ -1,8 +1,7 @@
 """Every byte of the local protocol, between a master and the readers on its own node, its clients
 (`PEERS.md`, section 4).
 
-Any bytes give a value or one error, and nothing is allocated for a length before that length is
-known to be allowed. Pure.
+Any bytes give a value or one error; no length is allocated before it is known to be allowed. Pure.
 """
 
 import struct

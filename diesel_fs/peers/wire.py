@@ -42,8 +42,7 @@ READ, PING, WORKING, PLAN = 1, 3, 4, 5
 WORKING_S, WORKING_PART_S, WORKING_S_MAX = 2.5, 0.1, 10.0
 
 LOAD, THROUGH = 1, 2
-"""Flags of a READ, the first also of a PIN: fetch the chunks that are not here; ask the owners of
-other nodes' chunks (only for this node's clients)."""
+"""Flags of a READ, the first also of a PIN (`PEERS.md`, section 3)."""
 
 GIVEN, ABSENT, NOT_MINE, BUSY, FAILED = range(5)
 """Statuses of parts."""
@@ -58,10 +57,10 @@ Sizes = npt.NDArray[np.uint64]
 """Bytes of each chunk."""
 
 SINGLE = struct.Struct("<IBBHIIIII")
-"""A READ of one whole part: ID, kind, flags, 0, 1, 0; chunk, start, bytes."""
+"""A READ of one whole part."""
 
 SINGLE_ANSWER = struct.Struct("<IBBHIIB")
-"""The answer without the payload: ID, kind, 0, 0, 1, payload bytes; status."""
+"""Its answer without the payload."""
 
 _HEAD = struct.Struct("<IBBHII")
 PART = struct.Struct("<III")
@@ -88,9 +87,9 @@ refusal, refusal_error = _GREETINGS.refusal, _GREETINGS.refusal_error
 
 
 def working_s(count: int) -> float:
-    """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`: the
-    master fetches from a slow store, where reads of a chunk on all nodes share one fetch. Each part
-    may be of another chunk. The store has to give twice what the reader then reads itself."""
+    """How much longer a reader waits for the answer to a READ of `count` parts after `WORKING`:
+    reads of a chunk on all nodes share one fetch from a slow store, and each part may be of another
+    chunk. The store has to give twice what the reader then reads itself."""
     return min(WORKING_S + WORKING_PART_S * (count - 1), WORKING_S_MAX)
 
 

@@ -1,13 +1,12 @@
-"""Gives each content of a snapshot its address in the content file. Any thread.
+"""Gives each content of a snapshot its address in the content file (FORMAT.md, section 8). Any
+thread.
 
 An **address** is the number of a block of 4 KiB. Images of one dataset that are built one after
-another form a **chain**: a content that two of them hold keeps its address, and no two contents
-ever get one address. So the pages of the content file that the kernel keeps stay right while a
-mount goes from one version to the next.
+another form a **chain**, in which no two contents ever get one address. So the pages of the content
+file that the kernel keeps stay right while a mount goes from one version to the next. A content's
+**origin** is its chunk, its offset there (for several extents, those of the first), and its size.
 
-A content is identified by its **origin**: its chunk, its offset there, and its size; for a file of
-several extents, the chunk and offset of the first one. The functions work on ranges of chunks, so
-that they need little memory beside their result.
+The functions work on ranges of chunks, so that they need little memory beside their result.
 """
 
 from collections.abc import Iterator

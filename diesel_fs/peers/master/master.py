@@ -500,9 +500,9 @@ class Master:
             await self.cache.fetches.prefetch_owned(chunks[np.argsort(-live, kind="stable")])
 
     async def flush_to_disk(self) -> None:
-        """After `run`: write this node's chunks from memory to its disk, for its next master. That
-        will find all nodes present, so the chunks it will own come first: while nodes leave one by
-        one, those that remain own more and more. May be cancelled anywhere."""
+        """After `run`: write this node's chunks from memory to its disk. The next master will find
+        all nodes present, so the chunks it will own come first: while nodes leave one by one, those
+        that remain own more and more. May be cancelled anywhere."""
         owners = self._owners
         owner = await trio.to_thread.run_sync(
             owners.compute, range(self._world), self._world, abandon_on_cancel=True

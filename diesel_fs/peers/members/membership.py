@@ -3,8 +3,7 @@ messages (`PEERS.md`, section 1; `../../net/WIRE.md`, section 5). Pure.
 
 A task is a training job, a node one of its machines, and a master the process on a node that the
 others reach. A master registers in a member store (Redis, or a server in front of it) and learns
-there which masters are in its task. Values are checked when they arrive: all checks raise
-UsageError.
+there which masters are in its task. Values check themselves, and raise UsageError.
 """
 
 import hashlib

@@ -16,10 +16,9 @@ from ...orders.future import NEVER, FutureUses, Units
 
 READ_FRACTION_MIN = 0.75
 """A chunk that would replace another is fetched whole only if this part of its live bytes will be
-read before the other is needed again. In a chunk-wise order that is all of them, but for the reads
-before the fetch. In a full shuffle, which reads each chunk all the time, it is a small part:
-fetching would read much more from the store than readers want, and time alone would not show that
-if the store is slow to answer."""
+read before the other is needed again (`PEERS.md`, section 2). In a full shuffle fetching would read
+much more from the store than readers want, and time alone would not show that if the store is slow
+to answer."""
 
 Cost = Callable[[int], float]
 """Seconds for one read of `n` bytes."""

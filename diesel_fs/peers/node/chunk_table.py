@@ -5,10 +5,9 @@ The control plane (trio's thread) puts chunks in and takes them out; the data pl
 call is one operation of a dictionary or a queue, so no lock is needed. A view stays valid: the
 memory behind it is never written again.
 
-The control plane reads a chunk on the disk in threads, which a disk may keep waiting. Then it
-*lends* the chunk's open file to the data plane, which reads only bytes in the page cache, and so
-never waits. A loan is for a few requests: then the control plane decides whether the chunk should
-come to memory.
+After the control plane has read a chunk from the disk, in a thread, it *lends* the chunk's open
+file to the data plane, which reads only bytes in the page cache, and so never waits. A loan is for
+a few requests: then the control plane decides whether the chunk should come to memory.
 """
 
 from collections import deque

@@ -1,16 +1,14 @@
-"""Which chunk makes room for which, in a node's memory and on its disk. Pure.
+"""Which chunk makes room for which, in a node's memory and on its disk (`PEERS.md`, section 2).
+Pure.
 
 A chunk that misses comes at once into free room in memory or on the disk, or room that chunks of
 other nodes take. If it would replace a chunk of this node, it must be worth it
-(`cache/admission.py`), and the eviction policy must agree. The same rule holds for a chunk that
-comes from the disk to memory. A chunk of another node is kept only in room that this node's own
-share does not need. Such chunks are replaced first, unless no other node has them and some reader
-is known to need them; then the policy decides.
+(`cache/admission.py`), and the eviction policy must agree; so must a chunk that comes from the disk
+to memory. When it is known what will be read (`set_future`), the policy `plan` decides instead of
+admission (`chunk_future.py`).
 
-When it is known what will be read (`set_future`), the policy `plan` decides instead of admission: a
-chunk replaces others that are needed later, if enough of it is read before they are needed again
-(`chunk_future.py`). On the disk, chunks of other nodes are replaced first, then chunks that are in
-memory too, then the policy's choice.
+Chunks of other nodes are replaced first, unless no other node has them and some reader is known to
+need them; on the disk, then chunks that are in memory too; then the policy's choice.
 
 `take` alone carries a decision out. All calls come from one trio loop.
 """

@@ -1,10 +1,8 @@
 """The messages about the orders in which files will be read (`PEERS.md`, section 5). Pure.
 
 A *stream* is one reader with the epochs that it will read. An order that can be computed travels as
-its parameters; any other travels once, in *pieces* of entry indices with as many bits each as the
-dataset needs, and is known by a digest of all of it. Then come positions, every second, and which
-chunks a node has. When training has ranked its samples by importance, chunks have values. Any bytes
-give a message or one error; no length is allocated before it is known to be allowed.
+its parameters; any other travels once, in *pieces*, and is known by a digest of all of it. Any
+bytes give a message or one error; no length is allocated before it is known to be allowed.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,8 +24,7 @@ from ...orders.shuffle import SEED_MAX, WORLD_MAX
 from ..wire import ABSENT, BUSY, FAILED, GIVEN, NOT_MINE, PLAN_BYTES_MAX
 
 TAKEN, UNKNOWN, REFUSED, NO_ROOM, DAMAGED = GIVEN, ABSENT, NOT_MINE, BUSY, FAILED
-"""Statuses: taken over; about a stream or an order that the receiver does not know, to be announced
-again; for another dataset or version; no room for these orders, or no use for them; no message."""
+"""The statuses of answers (`PEERS.md`, section 5)."""
 
 DIGEST_BYTES = 16
 KEY_CHARS_MAX = 80

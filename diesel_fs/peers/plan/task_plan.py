@@ -1,14 +1,14 @@
-"""The plan of a task: which files all readers of all nodes will read, as one master knows it.
+"""The plan of a task: which files all readers of all nodes will read, as one master knows it
+(`PEERS.md`, section 5).
 
-`TaskPlan` checks the messages of mounts and masters (`PEERS.md`, section 5), keeps the plan within
-limits, makes a `ChunkFuture` of it for the node's cache, and has the cache follow the readers'
-positions. For a stream with a computed order it foresees one epoch more than announced.
+`TaskPlan` checks the messages of mounts and masters, keeps the plan within limits, makes a
+`ChunkFuture` of it for the node's cache, and has the cache follow the readers' positions. For a
+stream with a computed order it foresees one epoch more than announced.
 
 The future is made in a thread, when streams were announced or have ended. It begins at the readers'
-positions then: the next read of each stream has the time 0, as readers advance together. A stream
-without progress for `STILL_S` while others went on is left out until it goes on: a validation set
-that is read later, or a killed job. All else runs in the master's trio loop and never waits. A
-wrong message can cost time, but no reader gets a byte from here.
+positions then, without streams that stand still (`STILL_S`): a validation set that is read later,
+or a killed job. All else runs in the master's trio loop and never waits. A wrong message can cost
+time, but no reader gets a byte from here.
 """
 
 import logging

@@ -1,18 +1,17 @@
-"""Rebuilds a dataset's state in a metadata store while writers go on committing to it.
+"""Rebuilds a dataset's state in a metadata store while writers go on committing to it (FORMAT.md,
+section 5, C18).
 
-A rebuild folds chunks into a shadow state beside the live state, which it then replaces at once.
-This order loses no commit:
+A rebuild folds chunks into a shadow state beside the live state, which it then replaces at once:
 
     1  Read which chunks the live state has.
     2  Fold `batches`, which were listed after step 1, into the shadow state.
     3  Read the chunks committed since step 1 (`read_committed`) and fold them, until few are left.
     4  Lock commits, fold the last of these chunks, and replace the live state.
 
-One thread runs each rebuild. Other processes read throughout, and commit until step 4. The
-replacement succeeds only if the live state is still the one that the rebuild compared with;
-otherwise step 4 is repeated. Several rebuilds of a dataset may run at once: each sees the result of
-another as committed chunks. `sqlite/shadow_state.py` and `redis/shadow_state.py` store and replace
-states.
+One thread runs each rebuild. Other processes commit until step 4. The replacement succeeds only if
+the live state is still the one that the rebuild compared with; otherwise step 4 is repeated.
+Several rebuilds of a dataset may run at once: each sees the result of another as committed chunks.
+`sqlite/shadow_state.py` and `redis/shadow_state.py` store and replace states.
 """
 
 import time

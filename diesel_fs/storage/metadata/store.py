@@ -228,12 +228,11 @@ class MetadataStore(ABC):
     def commit(self, identity: UUID, *batches: CommitBatch) -> int:
         """Fold chunks into a dataset, and return its new version. Atomic: all chunks or none.
 
-        The greatest stamp of a path wins, and among equal stamps the entry in the chunk with the
-        greatest ID; the loser's place becomes a hole. A batch with `by_purge` only replaces entries
-        of equal stamp. A file of several extents replaces its path's entry once all are committed.
-        Places that no row names, below the greatest named one, are holes: the chunk itself replaced
-        them. So the state depends on which chunks were committed, not on their order. Known chunks
-        change nothing; if all are known, the current version is returned.
+        FORMAT.md, section 5, has the rules of the fold. A place becomes a hole when its entry
+        loses, or if no row names it and a greater place has one: the chunk itself replaced it. A
+        batch with `by_purge` only replaces entries of equal stamp. The state does not depend on the
+        order of commits. Known chunks change nothing; if all are known, the current version is
+        returned.
 
         Version and entries change at once for all readers. On return the commit survives a crash of
         this process; after `sync`, a power cut. Raises StoreRestarted (see `needs_repair`), and
