@@ -1,10 +1,7 @@
 """Writes and reads the bytes of a chunk (FORMAT.md, section 4). Any thread.
 
-A **chunk** is one immutable object that packs many files. It has a preamble of 96 bytes, a header
-with one column per attribute, and a body with the contents one after the other. An **entry** is one
-file, link, folder or tombstone in it; its **place** is its number in the chunk, from 0.
-`chunk_builder.py` gathers entries. Lengths and counts are checked against each other before any
-memory is taken for them.
+`chunk_builder.py` gathers a chunk's entries. Lengths and counts are checked against each other
+before any memory is taken for them.
 """
 
 import struct
@@ -59,8 +56,7 @@ _PREAMBLE = struct.Struct("<8sHHI16s16sQQIIIIQQ")
 PREAMBLE_BYTES = _PREAMBLE.size
 _KNOWN_FLAGS = 0
 
-# A header or body decodes to at most ratio * its stored length + slack, so that a small hostile
-# object cannot make a reader take much memory (FORMAT.md, section 4).
+# See FORMAT.md, section 4: a small hostile object cannot make a reader take much memory
 _HEADER_RATIO_MAX = 32
 _HEADER_SLACK_BYTES = 4096
 _BODY_RATIO_MAX = 16

@@ -80,10 +80,8 @@ class FoundSamples(NamedTuple):
 
 
 def parse_manifest(content: bytes, name: str) -> Manifest:
-    """`name` is for messages. The header decides whether commas separate the fields (then they may
-    be in quotes, as in RFC 4180) or tabs do (then nothing is quoted). Lines end in LF or CRLF;
-    empty lines are skipped. Paths are bytes, as in a dataset; targets are UTF-8. Raises UsageError,
-    which names the line, for anything else."""
+    """Raises UsageError, which names the line, unless FORMAT.md, section 10, holds. `name` is for
+    messages."""
     table = _Table(content, name)
     header = table.header
     path_at, target_at, names_files = _columns(header, name)

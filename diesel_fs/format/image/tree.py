@@ -1,10 +1,8 @@
-"""The tree of an image: the bytes of an EROFS file system, without contents. Any thread.
+"""The tree of an image: the bytes of an EROFS file system, without contents (FORMAT.md, section 8).
+Any thread.
 
-EROFS is a read-only file system of the Linux kernel. The tree has an inode for each entry of a
-snapshot and the listings of its folders. Files' inodes name blocks of the content file
-(`addresses.py`), which is mapped behind the tree's own blocks; the blocks of the root folder lie
-between, on a device of their own, so that a mount can hide `.diesel` there. FORMAT.md, section 8,
-has the layout. All work is done by columns, in batches.
+The tree has an inode for each entry of a snapshot and the listings of its folders. Files' inodes
+name blocks of the content file (`addresses.py`). All work is done by columns, in batches.
 """
 
 import struct
@@ -43,7 +41,7 @@ _SLOT_BYTES = 32  # units of an inode's place, which is its number
 _SLOTS = BLOCK_BYTES // _SLOT_BYTES
 _INODE_BYTES = 64
 _INODE_SLOTS = _INODE_BYTES // _SLOT_BYTES
-_ROOT_NUMBER = 2  # programs take an entry with the number 0 for a deleted one
+_ROOT_NUMBER = 2  # not 0, which means a deleted entry
 _INLINE_BYTES_MAX = BLOCK_BYTES - _INODE_BYTES
 _EXTENDED = 1  # the inode has 64 bytes
 # The place of content: in blocks; in blocks, but its end behind the inode; in blocks of a device
@@ -276,8 +274,7 @@ class ImageTree:
         self._place_blocks()
 
     def _number_inodes(self, control: int, tails: Ints) -> None:
-        """First folders and links, each with its data behind it in its block; then the files of at
-        most one block; then all others."""
+        """In the order of FORMAT.md, section 8."""
         is_short = self._link_bytes <= _INLINE_BYTES_MAX
         behind = np.concatenate([tails, np.where(is_short, self._link_bytes, 0)])
         slots = _INODE_SLOTS - (-behind // _SLOT_BYTES)
@@ -306,8 +303,7 @@ class ImageTree:
         self._large_blocks = -(-large // _LARGE_IN_BLOCK)
 
     def _place_blocks(self) -> None:
-        """Addresses of the blocks behind the inodes: folders, links, the root folder (on another
-        device), and then the content file."""
+        """In the order of FORMAT.md, section 8."""
         at = _INODES_AT + self._mixed_blocks + self._small_blocks + self._large_blocks
         in_block = ~self._is_inline
         in_block[: self.root_blocks] = False
@@ -340,7 +336,7 @@ class ImageTree:
 
     def hidden_block(self) -> tuple[int, Bytes]:
         """The number of the root folder's block that lists `.diesel`, and this block without that
-        name. Others are left: `.diesel` is never a block's first."""
+        name."""
         run = int(np.searchsorted(self._run_first, self._items.control, "right")) - 1
         items = np.arange(self._run_first[run], self._run_end[run])
         out = np.zeros(BLOCK_BYTES, np.uint8)
@@ -454,8 +450,6 @@ class ImageTree:
         yield bytes(self._small_blocks * BLOCK_BYTES - written * _INODE_BYTES)
 
     def _large_inodes(self) -> Iterator[Bytes]:
-        """They name their content's device: if the kernel had to find it by the block, it would
-        read each block alone."""
         before = np.zeros(0, np.int64)
         for files in self._files(large=True):
             files = np.concatenate([before, files])

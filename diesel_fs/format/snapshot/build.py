@@ -1,15 +1,14 @@
-"""Builds the next snapshot from the previous one (or none) and changed rows. Any thread.
+"""Builds the next snapshot from the previous one (or none) and changed rows (FORMAT.md, section 7).
+Any thread.
 
 A **row** is one changed entry (`Rows` in `format/entries.py`): a file, link or folder that is new
-or replaced, or a tombstone. A folder without an entry of its own is **implicit**: it exists because
-something is in it. It **shadows** a file or link of the same path, which is stored but not visible.
-`_MergePlan` decides which entry is visible at each path, `_EntryOrder` gives each entry its
-position, and `_Assembly` makes the columns of the result.
+or replaced, or a tombstone. `_MergePlan` decides which entry is visible at each path, `_EntryOrder`
+gives each entry its position, and `_Assembly` makes the columns of the result.
 
-The result depends on the state alone: a merge gives the same bytes as a full build. Surviving
-entries keep their relative order, since that is by depth, folder and name. So the next snapshot is
-the previous one without some entries, with new ones inserted. Python code runs once per changed row
-and per folder that holds one; all other entries stay in arrays.
+A merge gives the same bytes as a full build. Surviving entries keep their relative order, since
+that is by depth, folder and name. So the next snapshot is the previous one without some entries,
+with new ones inserted. Python code runs once per changed row and per folder that holds one; all
+other entries stay in arrays.
 
 A **source** is an array that has, for each item of a result, the number of its origin among
 (previous items, then new ones); each column of the result is one `take` by a source.

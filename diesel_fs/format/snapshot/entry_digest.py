@@ -1,13 +1,13 @@
-"""Checks a new snapshot's data about a chunk's files against the chunk's own header. Any thread.
+"""Checks a new snapshot's data about a chunk's files against the chunk's own header (FORMAT.md,
+section 5, "Order of writing"). Any thread.
 
-A writer computes the **entry digest** of each chunk from its header when it commits the chunk, and
-compares it with the snapshot that it is about to publish. In between, the data passes through the
-metadata store, the merge of snapshots and the memory of this process, none of which has checksums
-of single entries.
+The **entry digest** of a chunk is the number of its file contents, and the sum of a hash of each
+one's attributes, without paths. A writer computes it from the header when it commits the chunk. If
+a snapshot has fewer of a chunk's contents, the others have been replaced since, and the chunk is
+not compared.
 
-The digest is the number of the chunk's file contents, and the sum of a hash of each one's
-attributes, without paths. If a snapshot has fewer of a chunk's contents, the others have been
-replaced since, and the chunk is not compared.
+In between, the data passes through the metadata store, the merge of snapshots and the memory of
+this process, none of which has checksums of single entries.
 """
 
 from bisect import bisect_left

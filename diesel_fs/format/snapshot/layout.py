@@ -44,8 +44,7 @@ KIND_SHIFT, CODEC_SHIFT = 12, 16
 IMPLICIT = 1 << 24
 """The folder has no entry of its own: something is in it."""
 MANY_EXTENTS = 1 << 25
-"""The file has several extents; `chunk` is the index of the first in `extents`, `offset` their
-number."""
+"""`chunk` is the index of the file's first extent in `extents`, `offset` their number."""
 
 EXTENT_BITS = 3 << KIND_SHIFT | 0xFF << CODEC_SHIFT | MANY_EXTENTS
 PLAIN_FILE = Kind.FILE << KIND_SHIFT | Codec.RAW << CODEC_SHIFT

@@ -1,11 +1,10 @@
-"""Reads a snapshot: looks up paths, lists folders, and finds the places of a file's bytes. Any
-thread.
+"""Reads a snapshot: looks up paths, lists folders, and finds the places of a file's bytes
+(FORMAT.md, section 7). Any thread.
 
-An entry's **index** is its position in directory order (by depth, then folder, then name): the root
-is 0, and the children of a folder are contiguous. The **hash** of an entry depends on its path
-alone. A lookup searches the column `fingerprint` (sorted) for the upper half of the hash; the
-column `slot` has the index of the entry of each fingerprint (FORMAT.md, section 7). The buffer (a
-mapped file) stays in use until the snapshot, and every array that it returned, are gone.
+An entry's **index** is its position in directory order, its **hash** depends on its path alone. A
+lookup searches the column `fingerprint` for the upper half of the hash; the column `slot` has the
+index. The buffer (a mapped file) stays in use until the snapshot, and every array that it returned,
+are gone.
 """
 
 import operator
