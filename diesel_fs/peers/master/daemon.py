@@ -5,10 +5,8 @@ master until SIGTERM, SIGINT, a while without clients, or a newer master of its 
 stdout, one JSON object a line: its process number, then that it is ready, or its error. If it is
 killed, its registration expires, and its socket is found dead.
 
-Unless a newer master has taken its rank, it then closes its sockets and leaves the task, so that
-another master of this node can start, and writes the chunks in memory to its disk. That stops after
-`FLUSH_TIMEOUT_S`, at a second signal, and when another master of this node, which needs the memory,
-starts. One trio loop.
+Unless a newer master has taken its rank, it then closes its sockets, leaves the task, and writes
+the chunks in memory to its disk (`PEERS.md`, section 2). One trio loop.
 """
 
 import logging
