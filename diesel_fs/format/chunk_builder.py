@@ -113,7 +113,7 @@ class ChunkBuilder:
         mtimes_ns: Sequence[int],
         sizes: Sequence[int],
     ) -> None:
-        """Files of one folder, whose contents are in `room()`, one after the other. Nearly every
+        """Files of one folder; `room()` has their contents, one after the other. Nearly every
         file of a put comes this way, so no Python statement runs once per file."""
         entries, count = self._entries, len(names)
         ends = [*accumulate(sizes, initial=self.body_bytes)]

@@ -42,7 +42,7 @@ class SnapshotDiff:
 
     @cached_property
     def changed_folders(self) -> Indices:
-        """Indices in `new` of folders of both versions whose listings differ."""
+        """Indices in `new` of folders of both versions with different listings."""
         differs = np.zeros(len(self.new), np.bool_)
         differs[self.new.columns.parent[self.unchanged < 0]] = True
         is_unchanged = self.unchanged >= 0
@@ -56,7 +56,7 @@ class SnapshotDiff:
 
     @cached_property
     def folders_with_new_attributes(self) -> Indices:
-        """Indices in `new` of folders of both versions whose mode or time differs."""
+        """Indices in `new` of folders of both versions with another mode or time."""
         old, new = self.old.columns, self.new.columns
         folders = np.flatnonzero((layout.kinds(new.flags) == Kind.FOLDER) & (self.unchanged >= 0))
         in_old = self.unchanged[folders]
