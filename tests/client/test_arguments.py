@@ -1,4 +1,4 @@
-"""Tests of bad arguments: each call of the Python API says which one is wrong, and what it is."""
+"""Tests of bad arguments: each call of the Python API names the argument and the reason."""
 
 import ast
 import io
@@ -127,7 +127,7 @@ def dataset(url: str) -> Iterator[Dataset]:
 
 
 def refusal(call: object, **arguments: object) -> str:
-    """The message with which a call is refused at once, as an error in its arguments."""
+    """The message of the error with which a call refuses its arguments at once."""
     assert callable(call)
     with pytest.raises(UsageError) as error:
         call(**arguments)
@@ -243,7 +243,7 @@ def test_an_error_has_the_kind_that_files_have_and_names_the_cure(
         assert os.strerror(error.value.errno) == error.value.strerror
 
 
-def test_what_is_missing_names_create_as_the_cure(url: str, tmp_path: Path) -> None:
+def test_a_missing_dataset_or_repository_names_create_as_the_cure(url: str, tmp_path: Path) -> None:
     nowhere = (tmp_path / "none").as_uri()
     with pytest.raises(ObjectMissing, match=r"create=True\) makes a new repository and dataset"):
         connect("pets", nowhere)
@@ -267,7 +267,7 @@ def test_memory_of_any_shape_is_put_whole(dataset: Dataset) -> None:
         dataset.delete(path)
 
 
-def test_D1_metadata_by_index_are_those_of_whole_numbers(dataset: Dataset) -> None:
+def test_D1_metadata_by_index_take_whole_numbers_only(dataset: Dataset) -> None:
     view = dataset.snapshot
     for call in (view.path, view.name, view.stat, view.size, view.children, view.parent):
         for bad in (None, "a.txt", 1.5, [1], object()):
@@ -326,8 +326,8 @@ _ONLY_DLCMD = ("ingest", "forecast", "mounts/options.py", "diesel_hook")
 _KINDS = {name for name, value in vars(errors).items() if isinstance(value, type)}
 
 
-def test_every_message_of_the_library_can_be_said_to_python() -> None:
-    """An option that a message names is a keyword argument, or stands in a command of `dlcmd`."""
+def test_every_message_of_the_library_has_a_form_for_python() -> None:
+    """An option that a message names is a keyword argument, or part of a command of `dlcmd`."""
     left = []
     for path in LIBRARY.rglob("*.py"):
         if any(part in str(path.relative_to(LIBRARY)) for part in _ONLY_DLCMD):

@@ -1,4 +1,4 @@
-"""Tests of `connect` and `Dataset`: what a training script does with them, and forked children."""
+"""Tests of `connect` and `Dataset` as a training script uses them, also in forked children."""
 
 import io
 import os
@@ -117,7 +117,9 @@ def test_a_reader_stays_at_its_version_until_a_path_is_missing(
         writer.flush()
         assert dataset.get("d0/f000") == b"content 0"
         assert dataset.version == before
-        assert dataset.get("new") == b"new"  # missing here, so the newest version is looked at
+        assert (
+            dataset.get("new") == b"new"
+        )  # missing here, so the reader looks for the newest version
         assert dataset.get("d0/f000") == b"changed"
         writer.put(b"newer!", "newer")
         writer.flush()
@@ -159,7 +161,7 @@ def test_load_meta_recognises_an_old_snapshot_after_the_loss_of_the_metadata(
 def test_E1_Z10_a_damaged_snapshot_is_refused_and_one_in_use_may_be_cut(
     dataset: Dataset, tmp_path: Path
 ) -> None:
-    """`load_meta` reads the user's file once; what stays mapped is a copy of our own."""
+    """`load_meta` reads the user's file once, and maps a private copy."""
     saved = tmp_path / "saved.snapshot"
     dataset.save_meta(saved)
     good = saved.read_bytes()
@@ -212,7 +214,7 @@ def test_delete_dataset(filled: str, dataset: Dataset, tmp_path: Path) -> None:
 
 
 def in_child(action: "object") -> int:
-    """Run `action` in a forked child and return its exit code; -14 (SIGALRM) for one that hangs."""
+    """Run `action` in a forked child and return its exit code; -14 (SIGALRM) if it hangs."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -262,7 +264,7 @@ def test_a_forked_child_never_flushes_the_puts_of_its_parent(new: Dataset) -> No
 
 @pytest.fixture
 def large(url: str, tmp_path: Path) -> str:
-    """A dataset of some 60 chunks of 64 KiB, with files of 4 kB and some empty ones."""
+    """A dataset of some 60 chunks of 64 KiB: files of 4 kB and some empty ones."""
     files = {f"{'val' if n % 10 else 'train'}/{n:04}": os.urandom(4000) for n in range(1020)}
     source = write(tmp_path / "large", files | {f"train/empty{n}": b"" for n in range(9)})
     with LocalRepository.open(url, create=True) as repository:
@@ -315,7 +317,7 @@ def test_shuffle_of_a_part_and_a_folder(large: str) -> None:
 
 
 def test_memory_bytes_is_a_limit(large: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without `memory_bytes`, the memory grows to what two groups of chunks need."""
+    """Without `memory_bytes`, the memory grows to the size that two groups of chunks need."""
     with connect("large", large, memory_bytes=3 * CHUNK_BYTES_MIN) as dataset:
         with pytest.raises(UsageError, match="smaller group_size, or open"):
             dataset.shuffle(seed=1, epoch=2, group_size=20)
@@ -374,7 +376,9 @@ def test_put_refuses_a_path_below_a_file(new: Dataset, tmp_path: Path) -> None:
 
 
 def test_put_knows_its_own_entries_in_an_older_version(new: Dataset, tmp_path: Path) -> None:
-    """A version that `load_meta` shows may lack what the same object has put and flushed."""
+    """A version that `load_meta` shows may lack entries that the same object has put and
+    flushed.
+    """
     new.save_meta(tmp_path / "before")
     new.put(b"data", "file")
     new.put(b"data", "folder/in")
@@ -407,11 +411,10 @@ def test_put_refuses_a_path_that_conflicts_with_another_writers_entry(
     assert (new.get("file"), new.ls("folder")) == (b"1", ["else", "in"])
 
 
-def test_O15_a_chunk_that_was_lost_fails_every_flush(
-    url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The disk is full once. A later flush must not succeed, as the caller would take all puts for
-    stored."""
+def test_O15_a_lost_chunk_fails_every_flush(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full once. If a later flush succeeded, the caller would take all puts for
+    stored.
+    """
     real, full = FolderStore.put, [True]
 
     def put(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:
@@ -455,7 +458,7 @@ def test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept(
         one.put(b"a file", "p") if file_first else one.put(b"inside", "p/in")
         two.put(b"inside", "p/in") if file_first else two.put(b"a file", "p")
         one.flush()
-        if file_first:  # else the folder gives way as the older of the two
+        if file_first:  # otherwise the folder gives way, as the older of the two
             with pytest.raises(ConflictError, match="'p': it is a file and a folder now"):
                 two.flush()
         two.put(b"3", "after")
@@ -490,8 +493,8 @@ def test_a_stream_seeks_and_stays_at_its_version(new: Dataset) -> None:
         new.open("none")
 
 
-def test_a_read_is_of_one_version_where_another_thread_moves_on(url: str, new: Dataset) -> None:
-    """The path object refreshes while it is looked up, as another thread might just then."""
+def test_a_read_is_of_one_version_if_another_thread_moves_on(url: str, new: Dataset) -> None:
+    """The path object refreshes the dataset while it is looked up, as another thread might."""
 
     class Refreshing(PurePosixPath):
         def __fspath__(self) -> str:

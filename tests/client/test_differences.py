@@ -1,4 +1,4 @@
-"""Tests of the differences between versions, and from a folder, against the same of plain dicts."""
+"""Tests of differences between versions, and from a folder, against those of plain dicts."""
 
 import os
 from collections.abc import Collection, Mapping
@@ -31,8 +31,7 @@ def summary(found: Differences) -> DifferenceSummary:
 def dicts_differ(
     then: Mapping[bytes, tuple[object, object]], now: Mapping[bytes, tuple[object, object]]
 ) -> DifferenceSummary:
-    """The differences of two dicts, which map a path to an entry's kind and its other
-    attributes."""
+    """The differences of two dicts that map a path to an entry's kind and its other attributes."""
     kept = {path for path in then.keys() & now.keys() if then[path][0] == now[path][0]}
     changed = {path for path in kept if then[path] != now[path]}
     added, removed = sorted(now.keys() - kept), sorted(then.keys() - kept)

@@ -1,5 +1,6 @@
-"""Tests of pickles of a dataset: another process opens the same version, and no secret is in
-them."""
+"""Tests of pickles of a dataset: another process opens the same version, and they hold no
+secret.
+"""
 
 import copy
 import multiprocessing
@@ -43,19 +44,17 @@ def view(url: str) -> Iterator[Snapshot]:
 
 
 def sent(what: object) -> bytes:
-    """The pickle of an object, as multiprocessing makes it."""
     return bytes(ForkingPickler.dumps(what))
 
 
 def _read(dataset: Dataset, results: "Connection[object, object]") -> None:
-    """The worker's part: read everything, and send it back."""
     with dataset:
         contents = {path: dataset.get(path) for path in FILES}
         results.send((dataset.version, contents, [*map(bytes, dataset.read_many([*FILES]))]))
 
 
 def _read_in_a_worker(dataset: Dataset) -> object:
-    """What a spawned process reads, which shares no memory with this one."""
+    """Contents that a spawned process reads, which shares no memory with this one."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     worker = context.Process(target=_read, args=(dataset, theirs))
@@ -88,7 +87,7 @@ def test_a_copy_moves_on_to_newer_versions_by_itself(url: str, tmp_path: Path) -
         with copy.deepcopy(dataset) as other, connect("ds", url) as writer:
             writer.put(b"new", "new")
             writer.flush()
-            assert other.get("new") == b"new"  # a miss looks for a newer version
+            assert other.get("new") == b"new"  # a miss makes it look for a newer version
             with pytest.raises(NoSuchPath):
                 dataset.snapshot.lookup(b"new") >= 0 or dataset.get("none")
         dataset.load_meta(tmp_path / "meta")
@@ -109,13 +108,13 @@ def test_a_copy_has_the_order_of_reading(url: str) -> None:
         assert dataset._order is None  # its indices are of another version
 
 
-def test_S8_a_pickle_has_no_password_of_the_address(
+def test_S8_a_pickle_does_not_hold_the_password_of_the_address(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = f"{url}?meta=redis://me:{SECRET}@127.0.0.1:1"
     with open_repository(url) as repository:
         repository.url = parse_url(whole)
-        with pytest.raises(UsageError, match=REFUSED):  # the password stands in the code
+        with pytest.raises(UsageError, match=REFUSED):  # the password is in the code
             DatasetReference.of(repository, view, NO_TASK)
         monkeypatch.setenv("DIESEL_URL", whole)
         opened = DatasetReference.of(repository, view, NO_TASK)
@@ -126,15 +125,15 @@ def test_S8_a_pickle_has_no_password_of_the_address(
         opened.address()
 
 
-def test_S8_a_pickle_has_no_key_of_an_account(
+def test_S8_a_pickle_does_not_hold_the_key_of_an_account(
     view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seed = b"canary-of-an-account-32-bytes..."
     server, ann = parse_url("diesel://127.0.0.1:1"), Credentials("ann", seed)
     with RemoteRepository.at(server, ann) as repository:
-        with pytest.raises(UsageError, match=REFUSED):  # the key stands in the code
+        with pytest.raises(UsageError, match=REFUSED):  # the key is in the code
             DatasetReference.of(repository, view, NO_TASK)
-        monkeypatch.setenv("DIESEL_KEY", key_text(bytes(32)))  # another's
+        monkeypatch.setenv("DIESEL_KEY", key_text(bytes(32)))  # another account's
         with pytest.raises(UsageError, match=REFUSED):
             DatasetReference.of(repository, view, NO_TASK)
         monkeypatch.setenv("DIESEL_KEY", key_text(seed))
@@ -144,7 +143,7 @@ def test_S8_a_pickle_has_no_key_of_an_account(
     assert opened.address() == (server, ann)
 
 
-def test_S8_a_pickle_has_no_key_of_a_task(
+def test_S8_a_pickle_does_not_hold_the_key_of_a_task(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joins = TaskOptions(task="night", task_key=SECRET, rank=1, world=2)
@@ -159,7 +158,7 @@ def test_S8_a_pickle_has_no_key_of_a_task(
     assert keyless.task_options_with_key.task_key == ""
 
 
-def test_same_view_finds_the_very_version_or_raises(
+def test_same_view_finds_exactly_that_version_or_raises(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     identity, version = view.identity.hex, view.version

@@ -22,7 +22,9 @@ BINDING = bytes(range(32, 64))
 
 
 def test_golden_bytes() -> None:
-    """These bytes must never change: programs of different versions tell each other so by them."""
+    """These bytes must never change: programs of different versions recognise each other by
+    them.
+    """
     assert wire.greeting() == b"\x93DIESNET\1\0\0\0\0\0\0\0"
     assert wire.welcome(NONCE) == b"\x93DIESNET\1\0\0\0\x20\0\0\0" + NONCE
     assert wire.refusal("no") == b"\x93DIESNET\1\0\1\0\2\0\0\0no"
@@ -41,7 +43,7 @@ def test_a_greeting_is_understood() -> None:
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1, 65_535])
 def test_another_version_is_refused_with_a_sentence(version: int) -> None:
-    """G4: the client's next version and the one before, and what an old client makes of it."""
+    """G4: the client's next and previous versions, and the sentence that an old client shows."""
     other = wire.greeting()[:8] + struct.pack("<H", version) + bytes(6)
     assert wire.parse_greeting(other) == version
     sentence = wire.version_mismatch(version)
@@ -54,7 +56,7 @@ def test_another_version_is_refused_with_a_sentence(version: int) -> None:
     assert sentence in str(wire.refusal_error(server, said[16:]))
 
 
-def test_a_server_of_another_version_that_says_nothing_is_named() -> None:
+def test_a_server_of_another_version_that_sends_no_text_is_named() -> None:
     said = b"\x93DIESNET" + struct.pack("<HHI", 9, 1, 0)
     assert wire.parse_welcome(said) == (False, 9, 0)
     assert "version 9" in str(wire.refusal_error(9, b""))

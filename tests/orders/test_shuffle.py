@@ -1,4 +1,4 @@
-"""Laws of every order: which files it has, how it is cut into parts, how chunks are grouped."""
+"""Laws of every order: its files, how it is divided into parts, how chunks are grouped."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -26,9 +26,8 @@ def names(snapshot: Snapshot, order: "np.typing.NDArray[np.int64]") -> list[str]
 
 
 def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list[int]:
-    """The places in the list that a `DistributedSampler` of that many files gives all ranks.
-
-    This is its arithmetic, step by step, except that a rank takes a contiguous piece and not every
+    """The places that a `DistributedSampler` gives each rank in a list of `files` files. This is
+    its arithmetic, step by step, except that a rank takes a contiguous piece instead of every
     `world`-th file.
     """
     places = list(range(files))
@@ -60,7 +59,7 @@ def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list
 def test_parts_are_those_of_the_distributed_sampler(
     seed: int, epoch: int, group_size: int, world: int, drop_last: bool, snapshot: Snapshot
 ) -> None:
-    """The files that are repeated or dropped are the sampler's; all others occur once."""
+    """The sampler repeats or drops the same files; all others occur once."""
     whole = chunk_shuffle(snapshot, seed, epoch, group_size=group_size)
     assert sorted(whole.tolist()) == snapshot.files().tolist()
     parts = []
@@ -81,7 +80,9 @@ def test_parts_are_those_of_the_distributed_sampler(
 
 
 @given(seed=NUMBERS, epoch=NUMBERS, group_size=st.integers(1, 15), position=st.integers(0, 65))
-def test_groups_are_of_whole_chunks(seed: int, epoch: int, group_size: int, position: int) -> None:
+def test_groups_consist_of_whole_chunks(
+    seed: int, epoch: int, group_size: int, position: int
+) -> None:
     order = chunk_order(SMALL, seed, epoch, group_size=group_size)
     seen: set[int] = set()
     start = 0
@@ -122,7 +123,7 @@ def test_every_kind_of_file_occurs_once() -> None:
         assert sorted(names(ODD, order.indices)) == expected
         groups = [set(names(ODD, each)) for each in np.split(order.indices, order.ends)[:-1]]
         assert {"a/empty", "b/also empty"} in groups  # in the chunk of their entries
-        assert {"a/large"} in groups  # in that of its first extent alone
+        assert {"a/large"} in groups  # in the chunk of its first extent alone
         assert {"a/small"} in groups
         assert len(groups) == 4  # two chunks hold no first extent
 
@@ -151,7 +152,7 @@ def test_an_empty_dataset_has_empty_orders() -> None:
 
 def test_full_shuffle_is_one_group() -> None:
     order = full_shuffle(WIDE, 1, 2**63 - 1).tolist()
-    numpys = np.int64(1), np.int64(2**63 - 1)  # which are accepted, too
+    numpys = np.int64(1), np.int64(2**63 - 1)  # also accepted
     assert order == full_shuffle(WIDE, *numpys).tolist()  # type: ignore[arg-type]
     for group_size, is_same in ((10**6, True), (40, True), (39, False)):
         grouped = chunk_shuffle(WIDE, 1, 2**63 - 1, group_size=group_size)

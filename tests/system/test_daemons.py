@@ -1,4 +1,4 @@
-"""The error for a daemon that does not come up: its own, or one with the last lines of its log."""
+"""The error of a daemon that does not start: its own, or one with the last lines of its log."""
 
 import json
 import logging
@@ -63,8 +63,9 @@ def test_a_program_that_ends_without_a_report_is_an_error_with_its_log(tmp_path:
 
 
 class Reporting:
-    """A daemon that reports these lines, each some seconds after the one before, by a clock of its
-    own."""
+    """A daemon that reports these lines, each some seconds after the previous one, by its own
+    clock.
+    """
 
     def __init__(self, *lines: tuple[float, dict[str, object]]) -> None:
         self.lines = [*lines]
@@ -105,7 +106,7 @@ class Reporting:
 def test_each_step_of_a_daemon_has_its_time(
     lines: list[tuple[float, dict[str, object]]], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A warning is no step: a daemon that only says that it tries again does not come up."""
+    """A warning is no step: a daemon that only reports that it tries again does not start."""
     daemon = Reporting(*lines)
     monkeypatch.setattr(time, "monotonic", daemon.monotonic)
     monkeypatch.setattr(select, "select", daemon.select)
