@@ -69,7 +69,7 @@ def _taken(refusals: Refusals, parse: Callable[[], object]) -> bool:
 
 
 def request(content: bytes) -> bool:
-    """A request of the kernel to a FUSE session: a header, then the body that its kind has."""
+    """A request of the kernel to a FUSE session: a header, then the body of its kind."""
     message = memoryview(content)
     bodies = {
         Op.LOOKUP: protocol.parse_name,

@@ -1,4 +1,4 @@
-"""An HTTP server of the tests for archives: with parts or without, and with faults on demand."""
+"""An HTTP server for tests of archives: with or without ranges, and with faults on demand."""
 
 import threading
 from collections import Counter
@@ -10,12 +10,12 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 class _Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
-        """Nothing: a client that has seen enough closes its connection."""
+        """Ignore errors: a client closes its connection when it has enough."""
 
 
 @dataclass
 class ArchiveServer:
-    """Serves `files` by path. The rest says how, and what was asked for."""
+    """Serves `files` by path. The other fields choose its behaviour and record the requests."""
 
     files: dict[str, bytes] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
                 return None
             try:
                 self.wfile.write(body)
-            except ConnectionError:  # the client wanted to see the headers
+            except ConnectionError:  # the client wanted only the headers
                 return None
             state.served[path] += len(body)
             self.close_connection |= not state.says_length

@@ -99,7 +99,7 @@ def test_a_manifest_may_be_gzipped_and_have_tabs(
     assert contents(repository)[b".manifest.csv"] == stored
 
 
-def test_a_manifest_that_cannot_be_had_is_an_error_before_the_put(
+def test_an_unreadable_manifest_is_an_error_before_the_put(
     repository: LocalRepository, server: ArchiveServer, tmp_path: Path
 ) -> None:
     server.files["/cut.csv.gz"] = gzip.compress(MANIFEST)[:-9]
@@ -121,7 +121,7 @@ WRONG = (
 )  # fmt: skip
 
 
-def test_lines_that_name_no_sample_are_told_and_the_manifest_that_is_there_stays(
+def test_lines_that_name_no_sample_are_reported_and_the_existing_manifest_stays(
     repository: LocalRepository, tmp_path: Path
 ) -> None:
     source, labels = written(tmp_path)
@@ -179,7 +179,7 @@ def test_a_manifest_that_is_lost_is_put_again(repository: LocalRepository, tmp_p
     assert contents(repository)[b".manifest.csv"] == MANIFEST
 
 
-def test_the_command_says_what_it_has_stored_and_ends_with_3_where_it_has_not(
+def test_the_command_reports_the_manifest_and_exits_with_3_if_it_stored_none(
     dlcmd: Dlcmd, tmp_path: Path
 ) -> None:
     source, labels = written(tmp_path)
@@ -187,7 +187,7 @@ def test_the_command_says_what_it_has_stored_and_ends_with_3_where_it_has_not(
     assert b"the manifest names 2 samples" in result.out
     assert dlcmd("cat", "pets/train/.manifest.csv").out == MANIFEST
     again = dlcmd("put", source, "pets/train", "--manifest", labels, "--json")
-    done = json.loads(again.out.splitlines()[-1])  # a slow put tells its progress before
+    done = json.loads(again.out.splitlines()[-1])  # a slow put reports its progress before
     assert (done["samples"], done["chunks"]) == (2, 0)
     labels.write_bytes(MANIFEST + b"cats/2,cat\n")
     result = dlcmd("put", source, "pets/train", "--manifest", labels, code=3)
@@ -201,7 +201,7 @@ def test_the_command_says_what_it_has_stored_and_ends_with_3_where_it_has_not(
     assert (tmp_path / "out" / ".manifest.csv").read_bytes() == MANIFEST
 
 
-def test_what_the_command_refuses(dlcmd: Dlcmd, tmp_path: Path) -> None:
+def test_arguments_that_the_command_refuses(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source, labels = written(tmp_path)
     absent = tmp_path / "absent.csv"
     dlcmd("put", source, "pets", "--manifest", absent, code=10)

@@ -1,7 +1,7 @@
 """The laws that every source of a put keeps: a folder, a tar, a bucket and a single file.
 
 A `Kind` of source makes a source that holds given files, with given contents and one mtime, so each
-law stands here once and runs for each source. What only one of them does is in `test_put.py`
+law stands here once and runs for each source. Tests of one source alone are in `test_put.py`
 (folders), `test_tar.py`, `test_bucket.py` and `test_single_file.py`.
 """
 
@@ -44,7 +44,7 @@ MakeSource = Callable[[Files, int], Source]
 
 
 class PutMany(Protocol):
-    """Puts files below `target` from a source of many; options are those of `PutOptions`."""
+    """Puts files from a source of many below `target`; options are those of `PutOptions`."""
 
     def __call__(
         self, files: Files, target: bytes = b"", *, mtime_ns: int = MTIME_NS, **options: object
@@ -89,7 +89,6 @@ def bucket_source(files: Files, mtime_ns: int) -> Source:
 
 @pytest.fixture(params=fast_first(["folder", "tar", "bucket"], 2))
 def many(request: pytest.FixtureRequest, folder_source: MakeSource) -> MakeSource:
-    """Makes a source of many files."""
     return {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}[request.param]
 
 
@@ -114,7 +113,7 @@ def put_one(
     """In a source of many, or as a single file or object."""
 
     def source_of(folder: bytes, name: str, content: bytes, mtime_ns: int) -> tuple[Source, bytes]:
-        """The source, and where it goes in the dataset."""
+        """The source, and its path in the dataset."""
         make = {"folder": folder_source, "tar": tar_source, "bucket": bucket_source}
         if request.param in make:
             return make[request.param]({name: content}, mtime_ns), folder
@@ -217,7 +216,7 @@ def test_without_delete_files_and_folders_do_not_replace_each_other(
 
 
 @pytest.mark.parametrize("kind", ["file", "bucket"])
-def test_a_single_file_needs_a_name_and_says_nothing_about_others(
+def test_a_single_file_needs_a_name_and_leaves_others_alone(
     repository: LocalRepository, tmp_path: Path, kind: str
 ) -> None:
     """A file, or the one object of a bucket. Filters do not apply to it."""
@@ -242,7 +241,9 @@ def test_empty_sources_make_empty_datasets(repository: LocalRepository, put_many
     assert repository.view("ds").entry_count == 1
 
 
-def test_delete_removes_what_sources_lack(repository: LocalRepository, put_many: PutMany) -> None:
+def test_delete_removes_entries_that_sources_lack(
+    repository: LocalRepository, put_many: PutMany
+) -> None:
     put_many({"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
     assert put_many({"keep/x": b"4"}).deleted == 0
     assert len(files(repository)) == 4
@@ -293,7 +294,9 @@ def test_a_glob_that_ends_in_a_slash_is_for_folders(
         put_many(source, include=("cache/",))
 
 
-def test_delete_spares_what_filters_spare(repository: LocalRepository, put_many: PutMany) -> None:
+def test_delete_spares_entries_that_filters_spare(
+    repository: LocalRepository, put_many: PutMany
+) -> None:
     put_many({"a.jpg": b"1", "b.txt": b"2", "x/c.jpg": b"3"})
     report = put_many({"c.jpg": b"3"}, delete=True, include=("*.jpg",), exclude=("x",))
     assert report.deleted == 1
@@ -312,10 +315,10 @@ def test_delete_spares_all_below_a_folder_that_is_left_out(
     )
 
 
-def test_delete_spares_the_folder_of_what_is_left_out(
+def test_delete_spares_the_folder_of_filtered_entries(
     repository: LocalRepository, put_many: PutMany
 ) -> None:
-    """As it is, and no file takes its place: what is left out would be lost under it."""
+    """No file takes its place: the filtered entries would be lost under it."""
     put_many({"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
     before = repository.stat("ds", b"d")
     assert put_many({"e": b"a file"}, delete=True, exclude=("*.tmp",)).deleted == 2
@@ -327,7 +330,7 @@ def test_delete_spares_the_folder_of_what_is_left_out(
     assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
 
 
-def test_delete_spares_a_file_that_is_left_out_where_a_folder_comes(
+def test_delete_spares_a_filtered_file_if_a_folder_comes_in_its_place(
     repository: LocalRepository, put_many: PutMany
 ) -> None:
     put_many({"a": b"1", "b.jpg": b"2"})
@@ -347,7 +350,7 @@ def test_with_delete_files_and_folders_take_each_others_place(
 
 
 def test_the_mounts_own_folder_is_left_out(repository: LocalRepository, put_many: PutMany) -> None:
-    """At the root of the dataset alone: elsewhere the name is a name."""
+    """Only at the root of the dataset; elsewhere the name is an ordinary one."""
     source = {".diesel/x": b"1", "good": b"2", "d/.diesel": b"3"}
     for dry_run in (True, False):
         ((path, reason),) = put_many(source, dry_run=dry_run).failed

@@ -1,4 +1,4 @@
-"""Snapshots against a plain dict: what shows, in which order; and merges against full builds."""
+"""Snapshots against a plain dict: visible entries and their order; merges against full builds."""
 
 import random
 from collections.abc import Mapping
@@ -65,7 +65,7 @@ def apply(state: dict[bytes, OwnEntry], changes: Mapping[bytes, OwnEntry | None]
 
 
 def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
-    """The numbers of the chunks that the state needs, and of some that hold nothing."""
+    """The numbers of the chunks that the state needs, and of some empty ones."""
     table = sorted(
         oracle.chunks_in(state.values())
         | {oracle.HOME}
@@ -76,7 +76,6 @@ def chunks_of(state: Mapping[bytes, OwnEntry], extra: int) -> list[int]:
 
 
 def check(snapshot: Snapshot, state: Mapping[bytes, OwnEntry]) -> None:
-    """Assert that every method of the snapshot agrees with the dict."""
     expected = shown(state)
     everything = list(expected)
     assert shown_by(snapshot) == expected
@@ -181,7 +180,6 @@ def test_a_chunk_number_follows_its_chunk_when_the_table_changes() -> None:
 
 
 def test_an_entry_takes_sixty_bytes_beside_its_name() -> None:
-    """FORMAT.md, section 7."""
     state = {b"f%04d" % i: OwnEntry(Kind.FILE) for i in range(2000)}
     snapshot = Snapshot(build(None, state, [oracle.HOME]))
     columns = snapshot.columns

@@ -98,7 +98,7 @@ def test_impossible_records_are_refused(
 
 
 @pytest.mark.parametrize("own", [FILE, BIG])
-def test_a_file_in_a_chunk_that_the_table_lacks_is_named(own: OwnEntry) -> None:
+def test_a_file_in_a_chunk_that_is_missing_in_the_table_is_named(own: OwnEntry) -> None:
     rows = rows_of({b"d/lost": own, b"d/other": OwnEntry(Kind.FOLDER)})
     with pytest.raises(CorruptError, match="d/lost"):
         merged(rows, chunks=(9,))
