@@ -37,8 +37,7 @@ DEADLINE_S = 120.0
 @pytest.fixture
 def url(s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A new repository in a bucket, with its metadata in Redis, and a dataset of a few chunks that
-    was put from Python. When the test ends, the bucket's helper must end too.
-    """
+    was put from Python. When the test ends, the bucket's helper must end too."""
     # A `dlcmd` that ran in this process opens buckets without a helper
     monkeypatch.setattr(opening, "_opener", opening._by_helper)
     for name, text in s3.environ.items():

@@ -377,8 +377,7 @@ def test_put_refuses_a_path_below_a_file(new: Dataset, tmp_path: Path) -> None:
 
 def test_put_knows_its_own_entries_in_an_older_version(new: Dataset, tmp_path: Path) -> None:
     """A version that `load_meta` shows may lack entries that the same object has put and
-    flushed.
-    """
+    flushed."""
     new.save_meta(tmp_path / "before")
     new.put(b"data", "file")
     new.put(b"data", "folder/in")
@@ -413,8 +412,7 @@ def test_put_refuses_a_path_that_conflicts_with_another_writers_entry(
 
 def test_O15_a_lost_chunk_fails_every_flush(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The disk is full once. If a later flush succeeded, the caller would take all puts for
-    stored.
-    """
+    stored."""
     real, full = FolderStore.put, [True]
 
     def put(self: FolderStore, name: str, parts: Sequence[bytes | memoryview]) -> None:

@@ -207,8 +207,7 @@ def test_implicit_folders_keep_no_time(pets: Pets, source: Path, tmp_path: Path)
 
 def test_existing_folders_keep_their_mode(pets: Pets, tmp_path: Path) -> None:
     """For example `.ssh` of a home keeps its mode although the dataset has an open folder
-    `.ssh`.
-    """
+    `.ssh`."""
     source = write(tmp_path / "src", {".ssh/x": b"1", "implicit/y": b"2", "new/z": b"3"})
     (source / ".ssh").chmod(0o777)
     pets.put(source)

@@ -245,8 +245,7 @@ def test_a_task_whose_caches_hold_all_reads_each_chunk_once() -> None:
 
 def test_owners_fetch_at_the_same_time() -> None:
     """In a full shuffle the first pushes of the first rank need nearly all chunks; each node
-    fetches its own, over its own link.
-    """
+    fetches its own, over its own link."""
     files = made_files([100_000] * 8_000, 20)
     node = ForecastNode(1 << 30, 1 << 30, push_bytes_per_s=1e12, network_bytes_per_s=1e12)
     store = ForecastStore(0.0, 1e8, connection_bytes_per_s=1e12)
@@ -264,8 +263,7 @@ def kept_in_random_order(policy: str, part: float) -> float:
 
 def test_kept_files_in_random_order_match_the_theory() -> None:
     """None can keep more than cache over data. LRU keeps a file if fewer other files than the cache
-    holds were read since; the places of a file in two epochs are uniform and independent.
-    """
+    holds were read since; the places of a file in two epochs are uniform and independent."""
     for part in (0.2, 0.5):
         assert kept_in_random_order("none", part) == pytest.approx(part, abs=0.001)
         assert part - 0.02 < kept_in_random_order("plan", part) <= part + 0.001

@@ -53,8 +53,7 @@ def content(chunk: bytes, header: ChunkHeader, place: int) -> bytes:
 
 def resealed(chunk: bytes, change: Callable[[dict[str, bytes]], None]) -> bytes:
     """A chunk with a changed header and right checksums: only checks of the header's content can
-    find the damage.
-    """
+    find the damage."""
     preamble = parse_preamble(chunk)
     stored = chunk[PREAMBLE_BYTES : preamble.body_start]
     raw = lz4.block.decompress(stored, uncompressed_size=preamble.header_raw)
@@ -284,8 +283,7 @@ def test_rows_keep_the_last_entry_of_a_path() -> None:
 
 def test_Z12_foreign_stamps_are_refused() -> None:
     """A file that takes longer than the put window has another error: a new upload would cure a
-    foreign stamp, not this.
-    """
+    foreign stamp, not this."""
     header = read(build())  # its stamp is of an earlier chunk of the same writer
     age_s = int.from_bytes(ID[:4], "big") - int.from_bytes(EARLIER[:4], "big")
     header.check_stamps(age_s)

@@ -33,8 +33,7 @@ BYTES_PER_ENTRY = 700
 
 def bodyless(entries: int, columns: dict[str, bytes]) -> bytes:
     """A chunk of empty folders, with some columns replaced and right checksums. Noise in the last
-    column that is checked keeps it within the ratio that lz4 may have.
-    """
+    column that is checked keeps it within the ratio that lz4 may have."""
     header = {name: bytes(FIXED[name] * entries) for name in FIXED if name not in columns}
     header |= {"kind": bytes([Kind.FOLDER]) * entries, "folders": b"", "links": b""}
     header |= {"names": b"\0" * (entries - 1), "extents": b"", "stamps": b"", **columns}

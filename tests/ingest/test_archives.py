@@ -515,8 +515,7 @@ def test_I18_in_any_order_the_last_named_of_several_archives_counts(
 ) -> None:
     """Each put leaves the files that extracting its archives would leave, whichever archives it
     need not read and whichever is packed first. No two files have one size, by which a put takes
-    them for the same.
-    """
+    them for the same."""
     folder = tmp_path_factory.mktemp("archives")
     files = [
         [(path, bytes([number]) * (30_000 * number + 9 * at + 1)) for at, path in enumerate(paths)]

@@ -146,8 +146,7 @@ def test_a_dry_run_fetches_nothing(repository: LocalRepository) -> None:
 
 def test_fetching_runs_ahead_within_limits(repository: LocalRepository) -> None:
     """Many requests at once; memory for some pieces only; a million empty objects do not fill a
-    queue.
-    """
+    queue."""
     bucket = FakeBucket({b"%05d" % i: b"x" * 100 for i in range(300)})
     bucket.delay_s = 0.02
     start_s = time.monotonic()

@@ -403,8 +403,7 @@ def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
 
 def test_a_path_is_a_file_or_a_folder(repository: LocalRepository, tmp_path: Path) -> None:
     """Without `--delete` neither takes the other's place, which includes empty folders and
-    links.
-    """
+    links."""
     there = write(tmp_path / "one", {"a/x": b"1", "b": b"2", "deep/f": b"3"})
     (there / "empty").mkdir()
     (there / "link").symlink_to("b")

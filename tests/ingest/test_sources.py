@@ -135,8 +135,7 @@ def test_I6_hard_links_are_stored_per_path(repository: LocalRepository, tmp_path
 def dlcmd_peak_bytes(*arguments: str | Path) -> int:
     """Run the program; the most memory that it and its packing processes took together. It is
     sampled, because the kernel's own maximum for a child begins with that of the process that
-    forked it.
-    """
+    forked it."""
     command = [sys.executable, "-m", "dlcmd", "-q", *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     return peak_pss_bytes(command, environment)
@@ -326,8 +325,7 @@ def test_I15_times_of_files_links_and_folders(repository: LocalRepository, tmp_p
 
 def test_I15_an_implicit_folder(repository: LocalRepository) -> None:
     """A tar need not name its folders: they show as README describes, and go with their last
-    entry.
-    """
+    entry."""
     data = tar_of(("d/e/x", b"1"))
     ingest.put(repository, "ds", TarSource(io.BytesIO(data)), options=SMALL)
     view = repository.view("ds")

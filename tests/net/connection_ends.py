@@ -39,8 +39,7 @@ class NoEndError(Exception):
 
 def promptly(what: str, work: Callable[[], T], within_s: float = PATIENCE_S) -> T:
     """The result or error of `work`, in a thread: an endless loop must fail one test and not stop
-    all others. Raises NoEndError, which names `what`.
-    """
+    all others. Raises NoEndError, which names `what`."""
     outcome: Future[T] = Future()
 
     def run() -> None:
@@ -167,8 +166,7 @@ class RawTls:
 
     def end(self, end: End, last: bytes = b"") -> None:
         """End the connection in this way. `last` are the final bytes; they leave in one segment
-        with the end.
-        """
+        with the end."""
         content = self._encrypted(last) if last else b""
         if end.within_record:
             record = self._encrypted(bytes(100))
@@ -240,8 +238,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 @contextmanager
 def accepting(serve: Callable[[socket.socket], object]) -> Iterator[int]:
     """A port whose connections a thread serves one after the other. A connection that `serve` does
-    not close stays open until the end.
-    """
+    not close stays open until the end."""
     accepted: list[socket.socket] = []
     with socket.create_server(("127.0.0.1", 0)) as listener:
 

@@ -96,8 +96,7 @@ SIZES = [0, 1, 17, 4096, 16_384, 16_385, 100_000, 300_000, 1_000_001]
 @each_row("seed", range(4))
 async def test_a_slow_reader_over_TLS_gets_each_byte_once_and_in_order(seed: int) -> None:
     """Parts of any sizes; each call sends as much as leaves, so some bytes are encrypted long
-    before they count as sent.
-    """
+    before they count as sent."""
     here, there = socket.socketpair()
     for end in (here, there):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 20_000)

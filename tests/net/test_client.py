@@ -271,8 +271,7 @@ def test_the_next_and_the_previous_version_are_refused_with_a_sentence(
 
 class Scripted:
     """A server that logs any client in, reads one request of each connection, and runs an
-    action.
-    """
+    action."""
 
     def __init__(self, *acts: Callable[[socket.socket], object]) -> None:
         self._listening = socket.create_server(("127.0.0.1", 0))

@@ -23,8 +23,7 @@ BINDING = bytes(range(32, 64))
 
 def test_golden_bytes() -> None:
     """These bytes must never change: programs of different versions recognise each other by
-    them.
-    """
+    them."""
     assert wire.greeting() == b"\x93DIESNET\1\0\0\0\0\0\0\0"
     assert wire.welcome(NONCE) == b"\x93DIESNET\1\0\0\0\x20\0\0\0" + NONCE
     assert wire.refusal("no") == b"\x93DIESNET\1\0\1\0\2\0\0\0no"

@@ -45,8 +45,7 @@ def slow_design_effect(classes: list[int], order: list[int], batch_files: int) -
 
 def sorted_dataset(chunks: int, per_chunk: int, chunks_per_class: int) -> Snapshot:
     """Files `train/cC/N` and, in the last chunk, `val/v`: the files of a class are neighbours in
-    chunks.
-    """
+    chunks."""
     state = {
         b"train/c%02d/deep/%05d" % (chunk // chunks_per_class, chunk * per_chunk + place): OwnEntry(
             Kind.FILE, parts=(stored_part(chunk + 1, place),)

@@ -28,8 +28,7 @@ def names(snapshot: Snapshot, order: "np.typing.NDArray[np.int64]") -> list[str]
 def as_torch_cuts(files: int, rank: int, world: int, *, drop_last: bool) -> list[int]:
     """The places that a `DistributedSampler` gives each rank in a list of `files` files. This is
     its arithmetic, step by step, except that a rank takes a contiguous piece instead of every
-    `world`-th file.
-    """
+    `world`-th file."""
     places = list(range(files))
     if drop_last and files % world != 0:
         per_rank = -((world - files) // world)  # math.ceil((files - world) / world)

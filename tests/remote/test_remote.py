@@ -232,8 +232,7 @@ def test_G8_servers_of_different_stores_are_detected(tmp_path: Path) -> None:
 
 def test_S11_errors_do_not_reveal_the_stores_place_to_clients(tmp_path: Path) -> None:
     """A chunk is lost, then the metadata store is away; only the operator's log names the
-    places.
-    """
+    places."""
     reader = Account("reader", b"", grants={"ds": Role.READ})
     source = tree(tmp_path / "source", count=20)
     with server_with_redis(tmp_path / "behind", "root", reader, workers=1) as servers:
@@ -281,8 +280,7 @@ def test_a_python_program_logs_in_as_its_user(servers: ServerWithRedis) -> None:
 @pytest.mark.fuse
 def test_G1_a_mount_outlives_its_server(servers: ServerWithRedis, tmp_path: Path) -> None:
     """Cached contents can still be read; requests that need the server fail, in time, until it is
-    back.
-    """
+    back."""
     source = tree(tmp_path / "source", count=60)
     at = tmp_path / "mount"
     at.mkdir()

@@ -17,6 +17,6 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def filled(repository: LocalRepository, source: Path) -> LocalRepository:
-    """Its dataset `ds` holds `source`, in one chunk."""
+    """A repository whose dataset `ds` holds `source`, in one chunk."""
     put_folder(repository, source)
     return repository

@@ -114,8 +114,7 @@ WRITERS = {"whole": write, "log": append}
 
 def made_shared(tmp_path: Path, mode: int = 0o777) -> Path:
     """A folder that every user may write. Unlike /tmp it has no sticky bit, with which many kernels
-    refuse to follow planted links themselves.
-    """
+    refuse to follow planted links themselves."""
     folder = tmp_path / "shared"
     folder.mkdir()
     folder.chmod(mode)
@@ -139,8 +138,7 @@ def refuses(way: str, path: Path) -> bool:
 @each_row("mode", [0o1777, 0o777, 0o775])
 def test_a_planted_link_is_not_followed(tmp_path: Path, way: str, mode: int) -> None:
     """Nor is a link to a missing file, nor a folder link on the way that everybody may write, even
-    if a link of our own leads there.
-    """
+    if a link of our own leads there."""
     shared = made_shared(tmp_path, mode)
     (tmp_path / "private").mkdir()
     (tmp_path / "ours").write_bytes(b"ours")
@@ -174,8 +172,7 @@ def test_other_links_are_followed(tmp_path: Path, way: str) -> None:
 @needs_root
 def test_a_log_is_not_written_to_a_planted_file(tmp_path: Path) -> None:
     """The owner of the file could read the log, and a hard link could lead to a file of ours. A
-    planted fifo never gets whole content either.
-    """
+    planted fifo never gets whole content either."""
     shared = made_shared(tmp_path)
     (tmp_path / "ours").write_bytes(b"ours")
     os.link(tmp_path / "ours", shared / "linked")

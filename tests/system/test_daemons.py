@@ -64,8 +64,7 @@ def test_a_program_that_ends_without_a_report_is_an_error_with_its_log(tmp_path:
 
 class Reporting:
     """A daemon that reports these lines, each some seconds after the previous one, by its own
-    clock.
-    """
+    clock."""
 
     def __init__(self, *lines: tuple[float, dict[str, object]]) -> None:
         self.lines = [*lines]

@@ -69,8 +69,7 @@ def mounted(image: Image, folder: Path, content: Path, *, hidden: bool) -> Itera
 @contextmanager
 def silence() -> Iterator[None]:
     """Assert that the kernel logs nothing about EROFS except mounts. Its lines do not name the
-    mount, so such a test must run alone.
-    """
+    mount, so such a test must run alone."""
     log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         os.lseek(log, 0, os.SEEK_END)

@@ -72,8 +72,7 @@ class Chain:
 
     def check_new_chunks(self, now: dict[Origin, int]) -> None:
         """In a new chunk, files of one extent have neighbouring addresses, in the order of the
-        chunk.
-        """
+        chunk."""
         old = {chunk for chunk, *_ in self.before}
         of_chunk: defaultdict[int, list[Origin]] = defaultdict(list)
         for origin in sorted(now):

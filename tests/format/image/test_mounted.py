@@ -112,8 +112,7 @@ def test_a_dataset_is_shown_faithfully(tmp_path: Path, state: State, how: Shown)
 
 def test_a_folder_of_100_000_entries(tmp_path: Path) -> None:
     """It is listed in the order of names, a listing can continue at any place, and each name is
-    found.
-    """
+    found."""
     names = [b"%d" % number for number in range(100_000)]
     image = image_of(snapshot_of({b"wide/" + name: OwnEntry(Kind.FILE) for name in names}), ME)
     (tmp_path / "content").touch()

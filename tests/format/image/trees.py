@@ -34,8 +34,7 @@ EXTENT_BYTES = 4 << 20
 @dataclass(frozen=True)
 class Seen:
     """The results that stat, readlink and open must give for a path. A folder's size is not
-    defined.
-    """
+    defined."""
 
     mode: int
     uid: int

@@ -38,8 +38,7 @@ class Part:
 @dataclass(frozen=True)
 class OwnEntry:
     """The entry that a put has put at a path. A file of several parts has a checksum in each part
-    only.
-    """
+    only."""
 
     kind: Kind
     mode: int = 0o644

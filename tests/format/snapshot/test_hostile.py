@@ -315,8 +315,7 @@ def test_E2_any_sealed_bytes_can_be_read_in_full_or_are_refused(data: st.DataObj
 
 def read_unverified(data: bytes) -> None:
     """Read bytes of which only checksums are compared, as of a private copy: errors are allowed,
-    but neither a crash nor an endless loop.
-    """
+    but neither a crash nor an endless loop."""
     try:
         snapshot = Snapshot(data, verify=False)
         snapshot.lookup_many([b"a", b"c/x/shadows", b"none"])

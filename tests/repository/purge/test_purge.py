@@ -94,7 +94,7 @@ def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRep
     with faulty(holed, Fault("delete", "/chunks/", act=lose)), pytest.raises(BusyError):
         holed.purge("ds", NOW)
     assert len(chunks(holed)) == len(before)  # one was written, and one deleted
-    with pytest.raises(BusyError):  # the other has it still
+    with pytest.raises(BusyError):  # the other still has it
         holed.purge("ds", NOW)
     holed.objects.delete(name)
     sound(holed)
@@ -102,10 +102,10 @@ def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRep
 
 @pytest.mark.parametrize("done", [False, True])
 @pytest.mark.parametrize("step", STEPS)
-def test_P1_P5_an_end_at_every_step(
+def test_P1_P5_a_purge_killed_at_any_step_can_be_completed(
     holed: LocalRepository, tmp_path: Path, step: str, done: bool, clock: MovedClock
 ) -> None:
-    """Killed there (the effect before it or not), then a writer, a rebuild, and another purge."""
+    """Killed there (before or after the effect), then a writer, a rebuild, and another purge."""
     expected = facts(tmp_path / "source")
     killed = holed
     with pytest.MonkeyPatch.context() as patch:
@@ -127,7 +127,7 @@ def test_P1_P5_an_end_at_every_step(
             killed.purge("ds", NOW)
     assert dataset_state(holed) == expected
     assert holed.verify("ds").problems == []
-    clock.ahead_s += 2 * HOUR_S  # what is not committed is an orphan now
+    clock.ahead_s += 2 * HOUR_S  # an uncommitted chunk is an orphan now
     with LocalRepository.open(holed.url) as again:
         again.begin("ds")
         assert dataset_state(again) == expected
@@ -139,7 +139,7 @@ def test_P1_P5_an_end_at_every_step(
         assert stored_bytes(again) < 200_000
 
 
-def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(
+def test_P5_a_writer_does_not_bring_back_chunks_that_a_purge_deletes(
     holed: LocalRepository, clock: MovedClock
 ) -> None:
     """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
@@ -160,7 +160,7 @@ def test_P5_a_writer_does_not_bring_back_what_a_purge_is_deleting(
 
 
 def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Path) -> None:
-    """It has read chunks that are gone when it ends: they are forgotten once more."""
+    """It has read chunks that are gone when it ends; the purge forgets them once more."""
 
     def rebuild_beside(_: str) -> None:
         with LocalRepository.open(holed.url) as other:
@@ -173,7 +173,9 @@ def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Pat
     sound(holed)
 
 
-def test_P5_a_purge_beside_a_rebuild_that_has_read(holed: LocalRepository, tmp_path: Path) -> None:
+def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
     """They are gone when the rebuild ends, which forgets them, too."""
     rebuild = holed.meta.rebuild
 
@@ -199,7 +201,7 @@ def test_P5_a_purge_beside_a_rebuild_that_has_read(holed: LocalRepository, tmp_p
     sound(holed)
 
 
-def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> None:
+def test_P6_files_written_while_purge_copies_win(holed: LocalRepository) -> None:
     def write_beside(_: str) -> None:
         writer = Writer(LocalRepository.open(holed.url))
         writer.builder.room(3)[:] = b"new"
@@ -212,7 +214,9 @@ def test_P6_what_is_written_while_purge_copies_wins(holed: LocalRepository) -> N
     sound(holed)
 
 
-def test_P10_a_full_store_leaves_all_as_it_was(holed: LocalRepository, tmp_path: Path) -> None:
+def test_P10_a_full_store_leaves_everything_unchanged(
+    holed: LocalRepository, tmp_path: Path
+) -> None:
     before = chunks(holed)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
     with faulty(holed, full), pytest.raises(NoSpaceError):
@@ -264,8 +268,8 @@ def test_P7_a_chunk_that_could_not_be_deleted_keeps_the_tombstone(
 def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
     repository: LocalRepository, clock: MovedClock
 ) -> None:
-    """A purge that was killed between writing and committing has left a copy, younger than the
-    put window: it will be folded in one day."""
+    """A purge that was killed between writing and committing has left a copy, younger than the put
+    window, which a writer will fold in later."""
     deleted_file(repository)
     first = chunks(repository)[0]
     clock.ahead_s += 2 * HOUR_S
@@ -286,7 +290,7 @@ def test_Z7_an_unknown_chunk_with_an_older_entry_keeps_the_tombstone(
 def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
     repository: LocalRepository, clock: MovedClock, is_durable: bool
 ) -> None:
-    """The put's chunk is sealed, and perhaps not stored yet, while purges go by."""
+    """The put's chunk is sealed, and perhaps not stored yet, during the purges."""
     writer = Writer(repository)
     identity = writer.session.identity
     writer.add(b"f", b"in flight")
@@ -309,7 +313,7 @@ def test_Z7_a_put_in_flight_a_delete_a_purge_and_then_the_commit(
         repository.purge("ds", DROP)
     assert tombstones(repository, b"f") == 0
     repository.objects.put(name, sealed.parts)
-    if is_durable:  # somebody folds it in: it is an orphan, which cannot be told
+    if is_durable:  # a writer folds it in, since nothing distinguishes it from an orphan
         repository.begin("ds")
     else:
         sealed.session = LocalWriteSession(repository, repository.dataset("ds"))
