@@ -418,10 +418,13 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         body = ast.parse(page(name)).body
         readers += [each for each in body if getattr(each, "name", "") in parts]
     found = {name for reader in readers for name in left_out(reader)}
-    said = (
+    omissible = (
         page("diesel_fs/net/WIRE.md")
         .partition("These fields may be left out")[2]
         .partition("Every other field")[0]
     )
     assert len(found) > 8
-    assert set(CODE.findall(said)) == found | {"since_s", "chunks"}  # these two are read by name
+    assert set(CODE.findall(omissible)) == found | {
+        "since_s",
+        "chunks",
+    }  # these two are read by name

@@ -98,7 +98,7 @@ BAD: list[tuple[str, str, list[object]]] = [
     *(("purge", name, [*NO_NUMBER, None, -2, 1 << 80]) for name in ("keep", "grace_s")),
     ("purge", "dry_run", [*NO_FLAG, None]),
 ]
-"""For each argument of each call of a dataset: values that it does not take."""
+"""For each argument of each call of a dataset: values that it refuses."""
 
 CONNECT: list[tuple[str, list[object]]] = [
     ("dataset", [*NOT_TEXT, None, "", "../pets", "n" * 64, "pets@"]),
@@ -131,10 +131,10 @@ def refusal(call: object, **arguments: object) -> str:
     assert callable(call)
     with pytest.raises(UsageError) as error:
         call(**arguments)
-    said = str(error.value)
-    assert len(said) < 1000
-    assert "object at 0x" not in said
-    return said
+    complaint = str(error.value)
+    assert len(complaint) < 1000
+    assert "object at 0x" not in complaint
+    return complaint
 
 
 def test_D1_every_bad_argument_of_a_dataset_is_refused_and_changes_nothing(
@@ -183,7 +183,7 @@ def test_D1_every_bad_argument_of_a_mount_is_refused(url: str, tmp_path: Path) -
 
 
 @each_row(
-    ("arguments", "said"),
+    ("arguments", "complaint"),
     [
         ({"memory": 5}, "is memory_bytes meant"),
         ({"urll": "x"}, "is url meant"),
@@ -193,13 +193,13 @@ def test_D1_every_bad_argument_of_a_mount_is_refused(url: str, tmp_path: Path) -
     ],
 )
 def test_an_unknown_word_is_answered_with_one_that_the_call_takes(
-    url: str, arguments: dict[str, object], said: str
+    url: str, arguments: dict[str, object], complaint: str
 ) -> None:
-    assert said in refusal(connect, **{"dataset": "pets", "url": url, **arguments})
+    assert complaint in refusal(connect, **{"dataset": "pets", "url": url, **arguments})
 
 
 @each_row(
-    ("call", "kind", "system", "said"),
+    ("call", "kind", "system", "complaint"),
     [
         (
             lambda ds: ds.get("/train/x"),
@@ -232,11 +232,11 @@ def test_an_error_has_the_kind_that_files_have_and_names_the_cure(
     call: Callable[[Dataset], object],
     kind: type[Exception],
     system: type[Exception],
-    said: str,
+    complaint: str,
 ) -> None:
     with pytest.raises(kind) as error:
         call(dataset)
-    assert said in str(error.value)
+    assert complaint in str(error.value)
     if issubclass(system, OSError):
         assert isinstance(error.value, system)
         assert isinstance(error.value, DieselError)
@@ -321,7 +321,7 @@ def test_an_error_of_connect_names_keyword_arguments(monkeypatch: pytest.MonkeyP
 
 
 _ONLY_DLCMD = ("ingest", "forecast", "mounts/options.py", "diesel_hook")
-"""What only `dlcmd` reaches: its errors may name options that Python calls do not have."""
+"""Modules that only `dlcmd` uses: their errors may name options that Python calls lack."""
 
 _KINDS = {name for name, value in vars(errors).items() if isinstance(value, type)}
 
@@ -340,9 +340,9 @@ def test_every_message_of_the_library_has_a_form_for_python() -> None:
                     for each in ast.walk(value)
                     if isinstance(each, ast.Constant) and isinstance(each.value, str)
                 ]
-                said = in_keywords(" ".join(texts))
-                outside = "".join(said.split("`")[::2])
+                complaint = in_keywords(" ".join(texts))
+                outside = "".join(complaint.split("`")[::2])
                 commands = ("dlcmd ", "--device", "lazy=True")
                 if "--" in outside and not any(each in outside for each in commands):
-                    left.append(f"{path.name}:{call.lineno}: {said}")
+                    left.append(f"{path.name}:{call.lineno}: {complaint}")
     assert not left, "\n".join(left)

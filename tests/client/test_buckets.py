@@ -133,7 +133,7 @@ def test_Z9_forked_children_share_their_parents_helper(url: str) -> None:
 
 def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
     """The helper ends when the last process that reads from it ends."""
-    told, tells = os.pipe()
+    reports, report = os.pipe()
     waits, go_on = os.pipe()
 
     def parent() -> None:
@@ -143,16 +143,16 @@ def test_Z9_a_child_that_outlives_its_parent_reads_on(url: str) -> None:
         def child() -> None:
             os.read(waits, 1)
             assert all(dataset.get(path) == content for path, content in CONTENTS.items())
-            os.write(tells, b"1")
+            os.write(report, b"1")
 
         if os.fork() == 0:
             os._exit(in_child(child))
 
     assert in_child(parent) == 0
-    os.close(tells)
+    os.close(report)
     assert len(helpers(url)) == 1
     os.write(go_on, b"+")
-    with open(told, "rb") as answer:
+    with open(reports, "rb") as answer:
         assert answer.read() == b"1"
     os.close(waits)
     os.close(go_on)

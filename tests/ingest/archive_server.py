@@ -19,19 +19,19 @@ class ArchiveServer:
 
     files: dict[str, bytes] = field(default_factory=dict)
     etags: dict[str, str] = field(default_factory=dict)
-    """Instead of one made of the content; empty for none."""
+    """Replaces the tag made of the content; empty for no tag."""
     modified: str = "Fri, 13 Feb 2009 23:31:30 GMT"
     sends_parts: bool = True
     says_length: bool = True
     redirects: dict[str, str] = field(default_factory=dict)
     statuses: dict[str, int] = field(default_factory=dict)
-    """Paths that are always answered so."""
+    """The status of every answer for a path."""
     shift: int = 0
-    """So many bytes behind what was asked for are sent."""
+    """The number of bytes by which the sent range lies behind the requested one."""
     failures: list[int] = field(default_factory=list)
     """The next answers: each an error status, or -1 for a body that breaks off in the middle."""
     retry_after: str = "0"
-    """In these answers."""
+    """The field of that name in these answers."""
     served: Counter[str] = field(default_factory=Counter)
     """Bytes of bodies sent, by path."""
     requests: Counter[str] = field(default_factory=Counter)
@@ -67,10 +67,10 @@ def archive_server(**options: object) -> Iterator[ArchiveServer]:
             etag = state.etags.get(path, f'"{hash(content):x}"')
             if self.headers.get("If-Match", etag) != etag:
                 return self._empty(412)
-            asked = self.headers.get("Range")
+            header = self.headers.get("Range")
             start, end = 0, len(content)
-            if asked and state.sends_parts:
-                first, _, last = asked.removeprefix("bytes=").partition("-")
+            if header and state.sends_parts:
+                first, _, last = header.removeprefix("bytes=").partition("-")
                 start, end = int(first) + state.shift, min(int(last) + 1 + state.shift, end)
                 if start >= end:
                     return self._empty(416, **{"Content-Range": f"bytes */{len(content)}"})

@@ -130,23 +130,23 @@ def test_lines_that_name_no_sample_are_reported_and_the_existing_manifest_stays(
     (source / "link").symlink_to("cats/1")
     report = put_folder(repository, tmp_path)
     assert report.samples == 0
-    told = reasons(report)
-    assert len(told) == FAULTS_NAMED + 1
+    named = reasons(report)
+    assert len(named) == FAULTS_NAMED + 1
     name = str(labels)
-    assert told[b"absent"] == f"{name}, line 3: the dataset has no such file"
-    assert told[b"cats"] == f"{name}, line 4: it is a folder, not a file"
-    assert told[b"link"] == f"{name}, line 5: it is a link, not a file"
-    assert told[b"cats/1"] == f"{name}, line 6: line 2 names it, too"
-    assert told[b".manifest.csv"] == ("the manifest is not stored: 24 of 25 lines are at fault")
+    assert named[b"absent"] == f"{name}, line 3: the dataset has no such file"
+    assert named[b"cats"] == f"{name}, line 4: it is a folder, not a file"
+    assert named[b"link"] == f"{name}, line 5: it is a link, not a file"
+    assert named[b"cats/1"] == f"{name}, line 6: line 2 names it, too"
+    assert named[b".manifest.csv"] == ("the manifest is not stored: 24 of 25 lines are at fault")
     assert contents(repository)[b".manifest.csv"] == MANIFEST
     assert contents(repository)[b"link"] == "cats/1"
 
 
 def test_targets_that_are_files_are_checked(repository: LocalRepository, tmp_path: Path) -> None:
     _, labels = written(tmp_path, b"path,target_path\ncats/1,dogs/1\ndogs/1,absent\n")
-    told = reasons(put_folder(repository, tmp_path))
+    named = reasons(put_folder(repository, tmp_path))
     where = f"{labels}, line 3"
-    assert told[b"dogs/1"] == f"{where}: its target absent: the dataset has no such file"
+    assert named[b"dogs/1"] == f"{where}: its target absent: the dataset has no such file"
     labels.write_bytes(b"path,target_path\ncats/1,dogs/1\n")
     assert put_folder(repository, tmp_path).samples == 1
 

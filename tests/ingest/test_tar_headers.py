@@ -14,7 +14,7 @@ from tests.examples import examples
 from tests.rows import each_row
 
 Read = tuple[bytes, int, int, int, int]
-"""Name, mode, mtime_ns, where the content is and how long."""
+"""Name, mode, mtime_ns, offset and length of the content."""
 
 NAMES = st.one_of(
     st.sampled_from(

@@ -189,10 +189,10 @@ def test_kills_and_survivals_are_told_apart(
 
 def test_runs_are_resumed_and_compared(tmp_path: Path) -> None:
     mutants = [Mutant(f"diesel_fs/a/{n}.py", n, "constant", "1", "2") for n in range(1, 6)]
-    said = ["killed", "timed out", "survived", "killed", "unfinished"]
+    statuses = ["killed", "timed out", "survived", "killed", "unfinished"]
     ran = [
         Verdict(mutant, status, "t", 1, 2, 3.0)
-        for mutant, status in zip(mutants, said, strict=True)
+        for mutant, status in zip(mutants, statuses, strict=True)
     ]
     file = tmp_path / "all.jsonl"
     file.write_text("".join(map(as_line, ran)) + as_line(ran[0])[:40], encoding="utf-8")

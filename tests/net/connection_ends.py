@@ -27,7 +27,7 @@ import pytest
 T = TypeVar("T")
 
 PATIENCE_S = 20.0
-"""What a test waits for comes far earlier, on a busy machine too."""
+"""Far longer than any wait of a test, even on a busy machine."""
 
 _CLOSE_NOTIFY = bytes.fromhex("15 03 03 00 02 01 00")  # before the keys: an alert in plain text
 _TLS_BYTES = 64 << 10
@@ -286,7 +286,7 @@ ssl.SSLContext.__new__ = ignoring
 
 
 def ignoring_program(folder: Path) -> Mapping[str, str]:
-    """The environment of a Python program all of whose contexts ignore an unexpected end."""
+    """The environment of a Python program whose contexts all ignore unexpected ends."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "sitecustomize.py").write_text(_AS_DEBIAN, encoding="utf-8")
     paths = (str(folder), os.environ.get("PYTHONPATH", ""))

@@ -71,8 +71,8 @@ async def test_unsent_parts_leave_later_in_their_order(ends: Ends) -> None:
     here, there = ends
     there.setblocking(False)
     channel = Channel(here)
-    said = [bytes([number % 251]) * (number * 37 % 3000) for number in range(2000)]
-    expected = b"".join(said)
+    written = [bytes([number % 251]) * (number * 37 % 3000) for number in range(2000)]
+    expected = b"".join(written)
     got = bytearray()
 
     async def read() -> None:
@@ -80,7 +80,7 @@ async def test_unsent_parts_leave_later_in_their_order(ends: Ends) -> None:
             await trio.lowlevel.wait_readable(there)
             got.extend(there.recv(100_000))
 
-    for some in (said[:1500], said[1500:]):
+    for some in (written[:1500], written[1500:]):
         assert not channel.send_now(some, sum(map(len, some)))
     async with trio.open_nursery() as nursery:
         nursery.start_soon(read)

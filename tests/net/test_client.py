@@ -63,7 +63,7 @@ def echoed(link: ServerLink, *parts: Bytes) -> bytes:
 
 
 def test_a_payload_is_sent_and_received_in_parts(link: ServerLink) -> None:
-    """Of any size and kind, also in a thousand small ones."""
+    """The parts have any size and kind; one payload has a thousand small ones."""
     parts: list[Bytes] = [
         *(b"a" * 3, bytearray(b"b" * 70_000), memoryview(b"c" * 5_000_000), b"", b"d"),
         *(bytes([i % 256]) * (i % 7) for i in range(1000)),
@@ -355,8 +355,8 @@ def test_an_overloaded_server_is_tried_again_within_the_deadline() -> None:
     """G2, the client's side: `retry_after_s`, also for requests that may not be repeated."""
 
     def busy(client: socket.socket, **more: float) -> None:
-        said: Message = {"id": 1, "error": "BusyError", "message": "busy", "advice": "", **more}
-        client.sendall(wire.frame(said, wire.ANSWER_LIMITS))
+        reply: Message = {"id": 1, "error": "BusyError", "message": "busy", "advice": "", **more}
+        client.sendall(wire.frame(reply, wire.ANSWER_LIMITS))
 
     overloaded = partial(busy, retry_after_s=0.05)
     with Scripted(overloaded, overloaded) as scripted:
@@ -371,7 +371,7 @@ def test_an_overloaded_server_is_tried_again_within_the_deadline() -> None:
 
 
 @each_row(
-    "said",
+    "reply",
     [
         wire.frame({"id": 2}, wire.ANSWER_LIMITS),
         wire.frame({}, wire.ANSWER_LIMITS),
@@ -380,8 +380,8 @@ def test_an_overloaded_server_is_tried_again_within_the_deadline() -> None:
         b"\0" * 8,
     ],
 )
-def test_N10_an_answer_that_breaks_the_protocol_is_corrupt(said: bytes) -> None:
-    with Scripted(lambda client: client.sendall(said)) as scripted, pytest.raises(CorruptError):
+def test_N10_an_answer_that_breaks_the_protocol_is_corrupt(reply: bytes) -> None:
+    with Scripted(lambda client: client.sendall(reply)) as scripted, pytest.raises(CorruptError):
         scripted.link().call({"do": "echo"})
 
 

@@ -15,7 +15,7 @@ UNITS = 6
 ORDERS = st.lists(
     st.tuples(st.lists(st.integers(0, UNITS - 1), max_size=12), st.integers(0, 9)), max_size=4
 )
-"""Of each rank: its units, and when it starts."""
+"""For each rank: its units, and the time of its start."""
 
 SEEKS = st.lists(st.tuples(st.integers(0, 3), st.integers(-2, 14)), max_size=12)
 

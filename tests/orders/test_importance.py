@@ -143,7 +143,7 @@ def test_missed_samples_of_low_importance_are_read_in_few_chunks() -> None:
     found = np.unique(chunks[read[low[read]]])
     missed = np.count_nonzero(low[drawn])
     assert len(found) == -(-missed // 32)  # each of them is read whole
-    # What was drawn most often stays
+    # The samples that were drawn most often stay
     own = np.bincount(chunks[drawn[low[drawn]]], minlength=100)
     assert own[found].min() >= np.delete(own, found).max()
 

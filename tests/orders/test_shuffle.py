@@ -171,6 +171,6 @@ BAD: dict[str, tuple[object, ...]] = {
 
 @each_row(("name", "bad"), [(name, bad) for name, values in BAD.items() for bad in values])
 def test_numbers_out_of_range_are_refused(name: str, bad: object) -> None:
-    asked: Callable[..., object] = chunk_shuffle  # type: ignore[explicit-any]  # bad calls
+    unchecked: Callable[..., object] = chunk_shuffle  # type: ignore[explicit-any]  # bad calls
     with pytest.raises(UsageError, match=r"^bad "):
-        asked(SMALL, **{"seed": 1, "epoch": 2, "world": 2, name: bad})
+        unchecked(SMALL, **{"seed": 1, "epoch": 2, "world": 2, name: bad})

@@ -244,15 +244,15 @@ def test_S11_errors_do_not_reveal_the_stores_place_to_clients(tmp_path: Path) ->
         with servers.open("reader") as repository:
             view = repository.view("ds")
             files = [at for at in range(view.entry_count) if view.stat(at).kind == Kind.FILE]
-            said = [error_of(lambda: EntryReader(view, repository.objects, 1).read(files[0]))]
-            assert "the server's store" in said[0]
+            messages = [error_of(lambda: EntryReader(view, repository.objects, 1).read(files[0]))]
+            assert "the server's store" in messages[0]
             assert str(servers.store) in server.log
             servers.redis.kill()
         with servers.open() as repository:
-            said.append(error_of(lambda: repository.begin("new")))
-        assert "metadata store" in said[1]
+            messages.append(error_of(lambda: repository.begin("new")))
+        assert "metadata store" in messages[1]
         for place in (tmp_path, servers.redis.socket):
-            assert str(place) not in "".join(said)
+            assert str(place) not in "".join(messages)
 
 
 def error_of(what: Callable[[], object]) -> str:

@@ -84,8 +84,8 @@ def test_a_version_is_compressed_once_for_many_requests_and_processes(
         return joined(pieces.pieces(view))
 
     with ThreadPoolExecutor(8) as pool:
-        asked = [pool.submit(ask) for _ in range(8)]
-        assert all(each.result(20) == view.buffer for each in asked)
+        requests = [pool.submit(ask) for _ in range(8)]
+        assert all(each.result(20) == view.buffer for each in requests)
     assert pieces.made == 1
     of_another_process = CompressedSnapshots(tmp_path / "pieces")
     assert joined(of_another_process.pieces(view)) == view.buffer

@@ -117,7 +117,7 @@ CALLS = [
     "unlink,unlinkat",
     "mkdir,mkdirat",
 ]
-"""What changes a disk; C libraries differ in which of a pair they use."""
+"""Calls that change a disk; C libraries differ in which of a pair they use."""
 
 
 @pytest.mark.parametrize("call", fast_first(CALLS))

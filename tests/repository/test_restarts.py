@@ -71,7 +71,7 @@ def names(url: str) -> list[bytes]:
 def test_C4_a_put_that_outlives_its_metadata_store(
     server: RedisServer, one: LocalRepository, two: LocalRepository, url: str, when: str
 ) -> None:
-    """A put that succeeds has all its files, and files that others were told of stay."""
+    """A put that succeeds has all its files, and other writers' acknowledged files stay."""
     first = one.begin(NAME)
     add(first, b"base")
     first.finish()

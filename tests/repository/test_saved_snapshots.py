@@ -118,9 +118,9 @@ def test_processes_open_one_file_at_once(
         home = tmp_path / f"node{number % nodes}"
         home.mkdir(exist_ok=True)
         started.append(reading(saved, home))
-    said = [process.communicate("go\n", timeout=60)[0].split() for process in started]
+    outputs = [process.communicate("go\n", timeout=60)[0].split() for process in started]
     assert [process.returncode for process in started] == [0] * 8
-    assert said == [["read", str(sum(map(len, FILES.values()))), str(len(FILES))]] * 8
+    assert outputs == [["read", str(sum(map(len, FILES.values()))), str(len(FILES))]] * 8
     copies = [path for path in tmp_path.glob("node*/diesel/snapshots/*") if path.is_file()]
     assert len(copies) == nodes
     assert {path.read_bytes() for path in copies} == {saved.read_bytes()}

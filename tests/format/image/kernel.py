@@ -74,12 +74,12 @@ def silence() -> Iterator[None]:
     try:
         os.lseek(log, 0, os.SEEK_END)
         yield
-        said = []
+        records = []
         with suppress(BlockingIOError):
             while True:
-                said.append(os.read(log, _KMSG_RECORD_BYTES))
+                records.append(os.read(log, _KMSG_RECORD_BYTES))
     finally:
         os.close(log)
     # Headers of other parts of the kernel are left out; its warnings and faults are not.
-    complaints = [line for line in said if re.search(rb"erofs|WARNING|BUG:|Oops", line)]
+    complaints = [line for line in records if re.search(rb"erofs|WARNING|BUG:|Oops", line)]
     assert [line for line in complaints if not _GREETING.search(line)] == []

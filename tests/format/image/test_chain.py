@@ -30,9 +30,9 @@ class Chain:
     """The addresses given in a chain, as a plain model."""
 
     owner: dict[int, Origin] = field(default_factory=dict)
-    """By block: the content that has ever had it."""
+    """The content of each block that was ever given."""
     before: dict[Origin, int] = field(default_factory=dict)
-    """Addresses in the image before."""
+    """Addresses in the previous image."""
     image: Image | None = None
 
     def follow(self, state: dict[bytes, OwnEntry], how: Shown = ME) -> Image:

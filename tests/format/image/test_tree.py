@@ -73,7 +73,7 @@ def check_image(image: Image, entries: Mapping[bytes, ShownEntry], how: Shown) -
             found[path] = Seen(inode.mode, inode.uid, inode.gid, inode.mtime_ns, size, target)
         assert differences(found, seen_of(entries, how, hidden=hidden)) == []
         assert tree.inodes == len(entries) + 1
-        # `.diesel` has an inode also where it is not listed, with which a mount covers it.
+        # `.diesel` has an inode even if no list names it: a mount covers it with that.
         root = tree.inode(tree.root)
         assert (tree.lookup(root, b".diesel") is None) == hidden
 

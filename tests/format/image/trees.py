@@ -185,7 +185,7 @@ def in_root(names: Iterable[bytes]) -> State:
 
 
 def differences(found: Mapping[bytes, Seen], wanted: Mapping[bytes, Seen]) -> list[str]:
-    """What is different, as text: two dicts of thousands would take minutes to print."""
+    """The differing entries as text: printing two dicts of thousands would take minutes."""
     keys = sorted({*found, *wanted})
     return [
         f"{key!r}: {found.get(key)} instead of {wanted.get(key)}"

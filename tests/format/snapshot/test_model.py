@@ -84,10 +84,10 @@ def check(snapshot: Snapshot, state: Mapping[bytes, OwnEntry]) -> None:
     missing = [path + tail for path in everything for tail in (b"/", b"/no", b"no", b"/a/b/c")]
     missing += [b"/" + path for path in everything]
     missing = [path for path in missing if path not in expected]
-    asked = [*missing, *everything, *missing]
-    answers = [everything.index(path) if path in expected else -1 for path in asked]
-    assert [snapshot.lookup(path) for path in asked] == answers
-    assert snapshot.lookup_many(asked).tolist() == answers
+    wanted = [*missing, *everything, *missing]
+    answers = [everything.index(path) if path in expected else -1 for path in wanted]
+    assert [snapshot.lookup(path) for path in wanted] == answers
+    assert snapshot.lookup_many(wanted).tolist() == answers
     stats = snapshot.stat_many(everything)
     files = [i for i, each in enumerate(expected.values()) if each.kind == Kind.FILE]
     assert list(stats) == [snapshot.stat(i) for i in range(len(snapshot))]
@@ -162,10 +162,10 @@ def test_a_large_merge_has_the_bytes_of_a_full_build() -> None:
         assert merged == build(None, state, list(CHUNKS), version=version)
         previous = Snapshot(merged)
         assert shown_by(previous) == shown(state)
-        asked = [*every, *pool]
-        rng.shuffle(asked)
+        wanted = [*every, *pool]
+        rng.shuffle(wanted)
         expected = {path: i for i, path in enumerate(shown(state))}
-        assert previous.lookup_many(asked).tolist() == [expected.get(path, -1) for path in asked]
+        assert previous.lookup_many(wanted).tolist() == [expected.get(path, -1) for path in wanted]
 
 
 def test_a_chunk_number_follows_its_chunk_when_the_table_changes() -> None:

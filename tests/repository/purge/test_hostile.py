@@ -267,7 +267,7 @@ def test_L5_files_of_a_writer_to_a_deleted_dataset_are_removed(
         writer.seal().commit()
 
 
-ASKED = [
+PURGES = [
     ([0, HOUR_S, -1][(one + other) % 3], keep, hours)
     for one, keep in enumerate([0, 1, 2, 5])
     for other, hours in enumerate([0, 2, 50])
@@ -276,7 +276,7 @@ ASKED = [
 stand together."""
 
 
-@pytest.mark.parametrize(("grace_s", "keep", "hours"), ASKED)
+@pytest.mark.parametrize(("grace_s", "keep", "hours"), PURGES)
 def test_a_dry_run_reports_the_same_as_the_purge(
     holed: LocalRepository, clock: MovedClock, tmp_path: Path, grace_s: int, keep: int, hours: int
 ) -> None:
@@ -285,11 +285,11 @@ def test_a_dry_run_reports_the_same_as_the_purge(
         clock.ahead_s += hours * HOUR_S
         (source / f"d{number % 3}/{number}").unlink()
         put_folder(holed, source, delete=True)
-        said = holed.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
-        assert PurgeReport.from_message(said.to_message()) == said
+        planned = holed.purge("ds", PurgeOptions(0, keep, grace_s, dry_run=True))
+        assert PurgeReport.from_message(planned.to_message()) == planned
         done = holed.purge("ds", PurgeOptions(0, keep, grace_s))
         assert done.rewritten
-        assert said == replace(done, written=0, copied_bytes=0)
+        assert planned == replace(done, written=0, copied_bytes=0)
 
 
 def test_P2_the_grace_period_begins_when_the_next_version_is_published(

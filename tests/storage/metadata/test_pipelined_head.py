@@ -174,11 +174,11 @@ def test_random_histories_prove_the_right_head_or_nothing(setup: ReadSetup) -> N
 
 
 @each_row(
-    "said", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01", b"+OK\r\n+OK\r\n", b"*-5\r\n"]
+    "reply", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\x15\x03\x01", b"+OK\r\n+OK\r\n", b"*-5\r\n"]
 )
-def test_malformed_replies_raise(said: bytes) -> None:
+def test_malformed_replies_raise(reply: bytes) -> None:
     with pytest.raises(MalformedReply):
-        Replies(1).feed(said)
+        Replies(1).feed(reply)
 
 
 def test_surplus_replies_raise() -> None:

@@ -176,14 +176,14 @@ def test_late_chunks_without_a_batch_are_requested_once(
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 0)
     store = with_chunks(meta, files(1, b"a"))
     batches = store.listed(then=lambda: commit(meta, files(2, b"damaged")))
-    asked = list[Collection[ChunkId]]()
+    calls = list[Collection[ChunkId]]()
 
     def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
-        asked.append(chunks)
+        calls.append(chunks)
         yield from ()
 
     meta.rebuild(NAME, IDENTITY, batches, read_committed)
-    assert asked == [[chunk_id(2)]]
+    assert calls == [[chunk_id(2)]]
     check(meta, NAME, store.there)
 
 

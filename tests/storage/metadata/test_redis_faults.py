@@ -103,8 +103,8 @@ def test_S8_no_password_is_repeated(tmp_path: Path) -> None:
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         with pytest.raises(MetadataError, match="AUTH") as caught:
             RedisMetadata.open(server.tcp_url, environment=env)
-        told = "".join(traceback.format_exception(caught.value))
-        assert SECRET not in told
+        shown = "".join(traceback.format_exception(caught.value))
+        assert SECRET not in shown
     where = parse_redis_url("redis://h", env)
     for error in (
         errors.ResponseError(f"what is {SECRET}?"),
@@ -532,8 +532,8 @@ def test_C13_a_hung_redis_fails_at_the_deadline(
     with closing(filled(server.url, deadline_s=2)) as meta:
         server.signal(signal.SIGSTOP)
         with within(6):
-            asked = [pool.submit(meta.head, NAME) for _ in range(8)]
-            assert [type(each.exception(30)) for each in asked] == [DeadlineError] * 8
+            pending = [pool.submit(meta.head, NAME) for _ in range(8)]
+            assert [type(each.exception(30)) for each in pending] == [DeadlineError] * 8
         server.signal(signal.SIGCONT)
         assert meta.head(NAME).files == 2
 

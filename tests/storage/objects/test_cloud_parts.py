@@ -35,7 +35,7 @@ def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
 
 def part_requests(server: ScriptedS3) -> list[int]:
     """The numbers of the parts that the server got, ascending."""
-    queries = [each.query for each in server.asked]
+    queries = [each.query for each in server.requests]
     return sorted(int(query["partNumber"]) for query in queries if "partNumber" in query)
 
 
@@ -53,8 +53,8 @@ def test_a_large_object_on_a_complete_s3_server(s3: Server) -> None:
 
 def test_only_a_new_object_that_fits_no_request_is_put_in_parts(bucket: ScriptedBucket) -> None:
     bucket.store.put(NAME, [CONTENT[:PART]])
-    assert [each.method for each in bucket.server.asked] == ["PUT"]
-    bucket.server.asked.clear()
+    assert [each.method for each in bucket.server.requests] == ["PUT"]
+    bucket.server.requests.clear()
     with pytest.raises(ObjectExists):
         bucket.store.put(NAME, PIECES)
     assert bucket.server.objects[key(NAME)].content == CONTENT[:PART]

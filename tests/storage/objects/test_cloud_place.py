@@ -134,10 +134,10 @@ def test_the_users_aws_profile_is_read(tmp_path: Path) -> None:
         resolve_access(S3, {**environ, "AWS_PROFILE": "none"})
 
 
-def giver(folder: Path, **said: object) -> str:
+def giver(folder: Path, **fields: object) -> str:
     """A program that gives credentials, as the AWS tools call it. It says how often it has run."""
     program = folder / "giver"
-    text = json.dumps({"Version": 1, "SecretAccessKey": "secret", **said})
+    text = json.dumps({"Version": 1, "SecretAccessKey": "secret", **fields})
     program.write_text(f"#!/bin/sh\necho x >> {folder}/runs\ncat <<'END'\n{text}\nEND\n")
     program.chmod(0o700)
     return str(program)
