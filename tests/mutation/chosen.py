@@ -74,7 +74,6 @@ class Chosen:
         self._report({"collected": [item.nodeid for item in items]})
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """A module that cannot be imported has failed."""
         if report.failed:
             self._report({"ended": report.nodeid, "outcome": "failed", "seconds": 0.0})
 
@@ -106,7 +105,6 @@ class Chosen:
         self._tell_coverage()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Combine the three phases of a test."""
         self._seconds += report.duration
         if not report.passed and self._outcome != "failed":
             self._outcome = report.outcome
@@ -116,7 +114,6 @@ class Chosen:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, exitstatus: int) -> None:
-        """Report that pytest was not cut off."""
         self._report({"finished": int(exitstatus), "stopped": self._stopped})
 
 

@@ -41,7 +41,6 @@ def open_meta(
 
 @pytest.fixture
 def meta(open_meta: Opener) -> Iterator[MetadataStore]:
-    """A store with one empty dataset."""
     store = open_meta()
     store.create(NAME, IDENTITY)
     yield store
@@ -50,6 +49,5 @@ def meta(open_meta: Opener) -> Iterator[MetadataStore]:
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
-    """Threads for a test's work in parallel."""
     with ThreadPoolExecutor(8) as pool:
         yield pool

@@ -22,12 +22,10 @@ def fork(do: Callable[[], object]) -> int:
 
 
 def exit_code(child: int) -> int:
-    """Wait for a child; 0 if its function returned."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def in_child(do: Callable[[], object]) -> int:
-    """Run a function in a forked child; 0 if it returned."""
     return exit_code(fork(do))
 
 

@@ -194,7 +194,6 @@ def test_recover_neither_makes_nor_removes_accounts() -> None:
 
 @pytest.fixture
 def file(tmp_path: Path) -> AccountFile:
-    """A file with one user."""
     table = AccountFile(tmp_path / "accounts")
     table.change(add(ANN))
     return table
@@ -364,7 +363,6 @@ def server(tmp_path: Path) -> Iterator[RedisServer]:
 
 @pytest.fixture
 def in_redis(server: RedisServer) -> Iterator[RedisAccounts]:
-    """A table with two users."""
     with closing(RedisAccounts.open(server.url, store=STORE, deadline_s=10)) as table:
         table.change(put([ANN, BOB]))
         yield table
@@ -376,7 +374,7 @@ def test_another_repositorys_redis_is_refused(server: RedisServer, in_redis: Red
 
 
 def test_a_lost_reply_counts_once(in_redis: RedisAccounts, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reply to the script was lost: the token shows that the change was made."""
+    """The reply to the script is lost; the token shows that the change was made."""
     scripts, lost = RedisLink.run_scripts, list[bool]()
 
     def loses_an_answer(link: RedisLink, runs: Iterable[ScriptCommand]) -> list[object]:
@@ -429,7 +427,6 @@ def test_damaged_text_is_an_error(
 
 
 def test_S8_a_table_has_no_secrets(server: RedisServer, in_redis: RedisAccounts) -> None:
-    """It has names, public keys and roles only."""
     found = server.client().hgetall(USERS_KEY)
     assert isinstance(found, dict)
     assert found.keys() == {b"=", b"ann", b"bob"}

@@ -308,7 +308,7 @@ HISTORIES: dict[str, list[Chunk]] = {
 def test_L3_Z4_Z6_Z7_each_commit_gives_the_state_of_all_chunks(
     meta: MetadataStore, history: list[Chunk]
 ) -> None:
-    """`changes` has the entries that are not as they were before."""
+    """`changes` returns exactly the changed entries."""
     meta.drop(IDENTITY)
     meta.create(NAME, IDENTITY)
     for number, chunk in enumerate(history):
@@ -420,7 +420,6 @@ def test_changes_name_all_chunks_and_only_new_entries(meta: MetadataStore) -> No
 
 
 def test_H9_paths_may_have_a_thousand_levels(meta: MetadataStore) -> None:
-    """The names are short to keep the test quick."""
     deep = b"/".join(b"%d" % level for level in range(1000))
     commit(meta, files(1, deep + b"/f", deep))
     check(meta, NAME, [files(1, deep + b"/f", deep)])

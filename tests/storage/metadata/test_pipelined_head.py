@@ -49,7 +49,6 @@ class ReadSetup:
         return self.pipelined.head
 
     def learn(self) -> DatasetHead:
-        """Read until a head is proved."""
         for _ in range(READS_TO_LEARN):
             found = self.read()
         assert found is not None
@@ -86,7 +85,6 @@ def test_it_learns_its_commands_and_then_sees_every_commit(setup: ReadSetup) -> 
 
 
 def first_bucket(setup: ReadSetup) -> bytes:
-    """The key of the counts of the first bucket."""
     (key,) = setup.redis.keys("dfs:{*.0}:t")
     assert isinstance(key, bytes)
     return key

@@ -54,7 +54,6 @@ class Chunks:
 
 
 def with_chunks(meta: MetadataStore, *chunks: Chunk) -> Chunks:
-    """Chunks that are committed already."""
     commit(meta, *chunks)
     return Chunks(*chunks)
 

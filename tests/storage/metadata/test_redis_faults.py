@@ -364,7 +364,9 @@ def test_C3_a_rebuild_across_a_restart_fails(server: RedisServer, own: RedisMeta
     check(own, NAME, [FIRST])
 
 
-def test_C7_a_full_memory_stops_commits_not_reads(server: RedisServer, own: RedisMetadata) -> None:
+def test_C7_a_full_memory_stops_commits_and_no_reads(
+    server: RedisServer, own: RedisMetadata
+) -> None:
     client = server.client()
     chunks, fault = [FIRST], None
     used = int(client.info("memory")["used_memory"])

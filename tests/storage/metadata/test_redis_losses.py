@@ -39,12 +39,10 @@ MORE = files(2, b"c")
 
 
 def pieces(client: Redis) -> int:
-    """The number of pieces that wait to be applied."""
     return sum(int(client.hlen(key)) for key in client.keys("dfs:*}:x"))
 
 
 def reads(meta: RedisMetadata, since: int = 0) -> dict[str, Callable[[], object]]:
-    """All ways to read the dataset."""
     paths = [b"a/x", b"big", b"new/file", *(b"%d/x" % i for i in range(7))]
     return {
         "heads": meta.heads,
@@ -173,8 +171,8 @@ def test_C7_a_rebuild_in_a_full_memory_leaves_no_keys(server: RedisServer) -> No
 def test_C10_removing_an_incomplete_file_takes_time_by_present_extents(
     shared: RedisServer, stored: RedisMetadata
 ) -> None:
-    """Not by the number of extents of the whole file: looking for a million extents takes
-    seconds."""
+    """Its time does not follow the number of extents of the whole file: looking for a million
+    extents takes seconds."""
     client = shared.client()
     last = (1 << 20) - 1
     late = [

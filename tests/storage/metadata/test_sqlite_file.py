@@ -123,7 +123,6 @@ def test_a_readonly_store_refuses_changes(meta: SqliteMetadata, path: Path) -> N
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
     with small_disk(tmp_path / "disk", "size=1m") as point:
         yield point
 

@@ -137,11 +137,9 @@ class ScriptedS3(FaultScript[Rule]):
             self._thread.join(10)
 
     def put(self, key: str, content: bytes) -> None:
-        """Write an object without a request."""
         self.objects[key] = Stored(content, time.time())
 
     def count(self, method: str, where: str = "") -> int:
-        """The number of such requests that the server got."""
         return sum(each.method == method and where in each.key for each in self.requests)
 
     def enter(self, request: RecordedRequest) -> None:
@@ -196,7 +194,6 @@ class ScriptedS3(FaultScript[Rule]):
         return ScriptedAnswer(200, headers={"ETag": stored.etag})
 
     def _upload(self, request: RecordedRequest) -> ScriptedAnswer:
-        """Begin or complete an upload in parts."""
         if "uploads" in request.query:
             number = f"upload-{len(self.requests)}"
             self.uploads[number] = request.key
@@ -272,7 +269,6 @@ class ScriptedS3(FaultScript[Rule]):
 
 
 def problem(status: int, code: str = "", **headers: str) -> ScriptedAnswer:
-    """An error in the XML of S3."""
     code = code or _CODES.get(status, "Unknown")
     text = f"<Error><Code>{code}</Code><Message>scripted</Message></Error>"
     return ScriptedAnswer(status, text.encode(), headers)

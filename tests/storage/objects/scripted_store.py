@@ -25,7 +25,6 @@ def chunk(text: str) -> str:
 
 
 def key(name: str) -> str:
-    """The key of an object of the store at `URL`."""
     return f"{PREFIX}/{name}"
 
 

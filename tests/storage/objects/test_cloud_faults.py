@@ -296,7 +296,6 @@ def test_O4_a_broken_read_resumes_behind_the_last_good_byte(
 
 def test_O5_a_request_that_stalls_is_given_up_and_repeated(bucket: ScriptedBucket) -> None:
     def hold(s3: ScriptedS3) -> None:
-        """Do not answer for longer than any client waits."""
         s3.stopped.wait(10 * LIMITS.stall_s)
 
     bucket.server.plan(

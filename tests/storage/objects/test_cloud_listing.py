@@ -36,7 +36,6 @@ _CONTENTS = re.compile(r"<Contents>.*?</Contents>", re.DOTALL)
 
 @pytest.fixture
 def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
-    """A store that holds `NAMES`, on a server that lists five names in a page."""
     store = store_on(server, sleeps, limits=PAGES)
     for name in NAMES:
         server.put(key(name), b"x")
@@ -45,7 +44,6 @@ def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
 
 
 def always(edit: Callable[[str], str]) -> Rule:
-    """A rule for every listing."""
     return Rule("GET", "list-type=2", edit=edit, times=None)
 
 

@@ -34,7 +34,6 @@ def bucket(server: ScriptedS3, sleeps: VirtualSleep) -> ScriptedBucket:
 
 
 def part_requests(server: ScriptedS3) -> list[int]:
-    """The numbers of the parts that the server got, ascending."""
     queries = [each.query for each in server.requests]
     return sorted(int(query["partNumber"]) for query in queries if "partNumber" in query)
 

@@ -118,7 +118,7 @@ def profiles(home: Path) -> dict[str, str]:
     return {"HOME": str(home)}
 
 
-def test_the_users_aws_profile_is_read(tmp_path: Path) -> None:
+def test_the_aws_profile_of_the_user_is_read(tmp_path: Path) -> None:
     environ = profiles(tmp_path)
     assert resolve_access(S3, environ).options == {
         "region": "eu-west-1",
@@ -135,7 +135,7 @@ def test_the_users_aws_profile_is_read(tmp_path: Path) -> None:
 
 
 def giver(folder: Path, **fields: object) -> str:
-    """A program that gives credentials, as the AWS tools call it. It says how often it has run."""
+    """A program that gives credentials, as the AWS tools call it, and counts its runs."""
     program = folder / "giver"
     text = json.dumps({"Version": 1, "SecretAccessKey": "secret", **fields})
     program.write_text(f"#!/bin/sh\necho x >> {folder}/runs\ncat <<'END'\n{text}\nEND\n")
@@ -143,7 +143,7 @@ def giver(folder: Path, **fields: object) -> str:
     return str(program)
 
 
-def test_all_that_a_profile_may_say_is_honoured(tmp_path: Path) -> None:
+def test_all_settings_of_a_profile_are_honoured(tmp_path: Path) -> None:
     environ = profiles(tmp_path)
     with (tmp_path / ".aws" / "config").open("a") as config:
         config.write(
@@ -178,7 +178,7 @@ def test_a_role_is_assumed(s3: Server, tmp_path: Path, monkeypatch: pytest.Monke
     assert not access.is_over()
 
 
-def test_O1_credentials_that_end_are_read_again_before_they_do(s3: Server, tmp_path: Path) -> None:
+def test_O1_expiring_credentials_are_read_again_in_time(s3: Server, tmp_path: Path) -> None:
     environ = {"HOME": str(tmp_path), "AWS_ENDPOINT_URL": s3.environ["AWS_ENDPOINT_URL"]}
     (tmp_path / ".aws").mkdir()
 

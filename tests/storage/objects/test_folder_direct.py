@@ -49,14 +49,12 @@ class Writes:
 
 
 def pretend_file_system(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every folder appear to lie on a file system of this kind."""
     found = FileSystem(kind, frozenset())
     monkeypatch.setattr("diesel_fs.storage.objects.direct_writes.file_system_of", lambda _: found)
 
 
 @pytest.fixture
 def writes(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> Writes:
-    """The writes of a store on a file system with O_DIRECT."""
     pretend_file_system("ext4", monkeypatch)
     probe = os.open(store.root, os.O_RDWR | os.O_TMPFILE)
     try:
@@ -77,7 +75,6 @@ def parts_of(size: int) -> list[Bytes]:
 
 
 def put_and_check(store: FolderStore, size: int = SIZES[-1]) -> None:
-    """Put an object of this size anew."""
     store.delete(NAME)
     store.put(NAME, parts_of(size))
     assert store.get(NAME) == b"".join(parts_of(size))

@@ -282,7 +282,6 @@ def test_a_put_interrupted_is_undone(store: FolderStore, monkeypatch: pytest.Mon
 
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
     with small_disk(tmp_path / "disk", "size=1m") as point:
         yield point
 

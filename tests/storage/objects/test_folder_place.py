@@ -39,7 +39,6 @@ OPEN_FOLDER, READ_ONLY_FOLDER = 0o755, 0o555
 
 @pytest.fixture
 def store(tmp_path: Path) -> FolderStore:
-    """A store with one chunk."""
     made = FolderStore.create(tmp_path / "store")
     made.put(NAME, [b"chunk"])
     return made
@@ -176,7 +175,6 @@ def another_user() -> Iterator[None]:
 
 @pytest.fixture
 def public() -> Iterator[FolderStore]:
-    """A store that every user may read and only root may write."""
     with tempfile.TemporaryDirectory() as above, ExitStack() as undo:
         os.chmod(above, OPEN_FOLDER)
         made = FolderStore.create(f"{above}/store")
@@ -206,6 +204,7 @@ def test_O16_a_read_only_folder_of_another_user_is_read(public: FolderStore) -> 
 
 
 def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore) -> None:
+    """A folder without read permission is an error, not an empty one."""
     os.chmod(f"{public.root}/{CHUNKS}", 0o700 if os.geteuid() == 0 else 0)
     with another_user():
         store = FolderStore.open(public.root)

@@ -71,7 +71,6 @@ def time() -> Time:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> FolderStore:
-    """The store behind the others, with the object `NAME`."""
     made = FolderStore.create(tmp_path / "store")
     made.put(NAME, [b"0123456789"])
     return made
@@ -255,8 +254,8 @@ def _public(members: type) -> set[str]:
 
 
 def test_every_method_that_can_fail_is_retried(store: RetryingStore) -> None:
-    """`fork_safe` asks nothing of a store; `FastReads` reads by the store's own `read_into` unless
-    it is overridden."""
+    """`fork_safe` sends a store nothing; `FastReads` reads by the store's own `read_into` unless it
+    is overridden."""
     assert _public(ObjectStore) - _public(RetryingStore) == {"fork_safe"}
     assert _public(Housekeeping) - _public(type(store.housekeeping)) == set()
     assert _public(type(store.fast_reads)) == {"read_ranges", "read_uncached"}
@@ -272,8 +271,6 @@ def test_reads_of_parts_are_retried(time: Time, faulty: FaultyStore, store: Retr
 
 
 class NotedPauses(LongPauses):
-    """Pauses that are recorded, and take no time."""
-
     def __init__(self) -> None:
         super().__init__()
         self.noted: list[float] = []
