@@ -88,8 +88,8 @@ def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> dict[str, 
 
 
 def lasting_rows(by_name: Mapping[str, list[Row]], *, whole: bool) -> list[Row]:
-    """The rows of a run with inputs of full size that go to the page of results: all rows of a
-    `whole` run, otherwise only those that do not depend on rounds or on a busy machine."""
+    """The rows for the page of results: all of a `whole` run, otherwise only those that depend
+    neither on rounds nor on a busy machine."""
     return [row for name, rows in by_name.items() if whole or name in UNTIMED for row in rows]
 
 

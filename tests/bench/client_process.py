@@ -1,6 +1,6 @@
 """Programs that read on a node of a task by orders: ours, and those of the peers.
 
-Each reads orders as lines of JSON, and answers each with a line of JSON. They stay for a whole
+Each reads orders as lines of JSON, and answers each with a line of JSON. They run during a whole
 benchmark, so that no start of a program is in a figure.
 """
 
@@ -19,7 +19,7 @@ HEAD_START_S = 0.5
 """The time for clients that begin together to draw their files."""
 
 RATE = "files/s"
-_ANSWER_S = 600.0  # to fill a memcached file by file, and to refill it, takes minutes
+_ANSWER_S = 600.0  # filling a memcached file by file, and refilling it, takes minutes
 _END_S = 20.0
 
 
@@ -61,7 +61,6 @@ class ClientProcess:
         return self.answer()
 
     def close(self) -> None:
-        """End the program as a training process ends."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -75,7 +74,7 @@ class ClientProcess:
 def answers_of(
     clients: Sequence[ClientProcess], orders: Sequence[Mapping[str, object]]
 ) -> list[dict[str, float]]:
-    """Give each client its order, all at once, and wait for their answers."""
+    """Send each client its order, all at once, and wait for their answers."""
     for client, order in zip(clients, orders, strict=True):
         client.send_order(order)
     return [client.answer() for client in clients]
@@ -84,9 +83,8 @@ def answers_of(
 def rate_together(
     clients: Sequence[ClientProcess], seconds: float, order: Mapping[str, object]
 ) -> dict[str, float]:
-    """The files a second that all clients read together: for some seconds, from the same moment on,
-    each in an order of its own. A client may report a number of files that it `missed`: it must be
-    0."""
+    """The files a second that all clients read together from one moment on. Clients may report the
+    files that they `missed`: there must be none."""
     order = {**order, "seconds": seconds, "start_s": time.monotonic() + HEAD_START_S}
     said = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
     assert not any(each.get("missed") for each in said), "files are missing from a cache"

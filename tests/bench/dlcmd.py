@@ -70,17 +70,15 @@ class Dlcmd:
         return [str(PROGRAM), "-q", *arguments]
 
     def seconds(self, *arguments: str) -> float:
-        """Run a command, and return the seconds that it took. Raises CalledProcessError."""
+        """Run a command; the seconds that it took. Raises CalledProcessError."""
         start_s = time.perf_counter()
         self._run(*arguments)
         return time.perf_counter() - start_s
 
     def stored_bytes(self) -> int:
-        """The bytes of all files in the repository."""
         return sum(path.stat().st_size for path in self.store.rglob("*") if path.is_file())
 
     def output(self, *arguments: str) -> bytes:
-        """Run a command, and return its output. Raises CalledProcessError."""
         return self._run(*arguments, kept=subprocess.PIPE).stdout
 
     @contextmanager

@@ -41,7 +41,6 @@ class NotMeasured:
     reason: str
 
     def map(self, convert: Callable[[float], float]) -> "NotMeasured":
-        """Itself, since there is no value to convert."""
         return self
 
 

@@ -45,7 +45,6 @@ class Workbench:
         shutil.rmtree(self._work, ignore_errors=True)
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape to use instead of `shape`: a smaller one if the bench is only tried."""
         return shape if self.divisor == 1 else shape.scaled(self.divisor)
 
     def input(self, shape: Shape) -> Path:

@@ -53,7 +53,6 @@ def snapshot(bench: Workbench) -> list[Row]:
         numbers, caches = count(), count()
 
         def put_ten() -> dict[str, float]:
-            """Ten new files, with the new snapshot: the time of the whole command."""
             number = next(numbers)
             source = folder / f"ten{number}"
             source.mkdir()

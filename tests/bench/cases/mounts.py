@@ -334,7 +334,7 @@ def native_file(bench: Workbench) -> list[Row]:
                 with data.mounted(OURS, *options):
                     return rate(on_mount)
             finally:
-                _end_users_of(chunks)  # the next round must find them only on the
+                _end_users_of(chunks)  # so that the next round finds them only on the disk
 
         def theirs() -> dict[str, float]:
             bench.drop_page_cache(data.source)
@@ -374,7 +374,6 @@ def kernel_ls(bench: Workbench) -> list[Row]:
 
 
 def native_ls(bench: Workbench) -> list[Row]:
-    """The same over `bench.session`."""
     rounds = _listed(bench, {OURS: bench.session_options})
     return _ls_rows(rounds, OURS, bench.session, at_most(1.4), at_most(0.85))
 

@@ -78,11 +78,9 @@ class Serving:
         self.dlcmd.url = self.dlcmd.environment["DIESEL_URL"] = url
 
     def clients(self, *arguments: str | int) -> dict[str, float]:
-        """The figures of some clients (`probes/clients.py`)."""
         return probes.run("clients", self.dlcmd, D4.name, *map(str, arguments))
 
     def chunk_urls(self, endpoint: str) -> list[str]:
-        """The URLs of D4's chunks at the S3 server."""
         server = self.start()
         with open_configured(load_settings({"url": server.url}, self.user)) as repository:
             view = repository.view(D4.name)

@@ -1,17 +1,14 @@
 """Benchmarks of importance sampling, beside the tables of iCache (HPCA 2023).
 
-- `accuracy`: the accuracy of a network trained with half of the samples in each epoch, chosen by
-  importance, at random, and with substitutes (tables I and III).
-- `accuracy_of_less`: the same with 30 % of the samples, chosen by importance and at random.
-- `hits`: the part of an epoch's samples that is in memory already (figures 11 and 16), by the
-  prefetch planner of a mount itself, at the numbers of samples of CIFAR-10 and ImageNet. The losses
-  are those that a network has left in each epoch of `accuracy`'s images, drawn again with
-  replacement; time is not simulated.
-- `jobs`: two jobs train on one dataset and share a cache for 20 % (figure 14). It keeps the samples
-  that are important to one of them, or to both by percentile and benefit: on a real mount as
-  `epochs`, and with the losses of two networks simulated as in `hits`.
-- `epochs`: a training loop on a real mount of a store with 5 ms and 200 MB/s, without a model.
-- `overhead`: time and memory of the sampler and the mount for 1.28 million samples.
+`accuracy` and `accuracy_of_less` train a network with half of the samples of each epoch, or 30 %,
+chosen by importance, at random, and with substitutes (tables I and III). `hits` is the part of an
+epoch's samples in memory (figures 11 and 16) by the prefetch planner of a mount, at the sizes of
+CIFAR-10 and ImageNet, with the losses that a network has left in each epoch of `accuracy`, drawn
+again with replacement; time is not simulated. `jobs` trains two jobs on one dataset with a shared
+cache for 20 % (figure 14), which keeps the samples that are important to one of them, or to both by
+percentile and benefit: on a real mount, and simulated. `epochs` is a training loop without a model
+on a real mount of a store with 5 ms and 200 MB/s, `overhead` the time and memory for 1.28 million
+samples.
 
 The paper's samples lie one by one on a file system; ours lie in chunks.
 """
