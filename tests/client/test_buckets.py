@@ -23,7 +23,7 @@ from diesel_fs.storage.objects.cloud import opening
 from diesel_fs.storage.objects.cloud.proxy import CloudProxy
 from tests.cli.conftest import program_environment
 from tests.cli.conftest import redis_server as redis_server
-from tests.client.test_client import in_child
+from tests.forks import in_child
 from tests.storage.conftest import s3 as s3
 from tests.storage.metadata.redis_servers import RedisServer, until
 from tests.storage.objects.s3_server import Server

@@ -2,8 +2,6 @@
 
 import io
 import os
-import signal
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path, PurePosixPath
 
@@ -29,10 +27,8 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.urls import parse_url
 
+from ..forks import in_child
 from ..trees import write
-
-HANG_S = 120
-"""Seconds after which a forked child counts as hung; enough for any test on a busy machine."""
 
 
 @pytest.fixture
@@ -211,23 +207,6 @@ def test_delete_dataset(filled: str, dataset: Dataset, tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "store/datasets").rglob("*") if path.is_file()]
     with connect("ds", filled, create=True) as again:  # another dataset of the same name
         assert again.ls() == []
-
-
-def in_child(action: "object") -> int:
-    """Run `action` in a forked child and return its exit code; -14 (SIGALRM) if it hangs."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            signal.alarm(HANG_S)
-            assert callable(action)
-            action()
-            status = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_Z9_parent_and_child_both_read(dataset: Dataset) -> None:

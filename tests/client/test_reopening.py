@@ -22,19 +22,12 @@ from diesel_fs.remote.open import open_repository, same_view
 from diesel_fs.remote.repository import RemoteRepository
 from diesel_fs.urls import parse_url
 
-FILES = {f"d{i % 3}/f{i:02}": b"content %d" % i * (i + 1) for i in range(30)}
+from .test_addressing import CONTENTS
+from .test_addressing import url as url
+
 SECRET = "canary-09d1-and-long-enough"  # noqa: S105
 REFUSED = "a pickle holds no key and no password"
 DEADLINE_S = 60
-
-
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    found = (tmp_path / "store").as_uri()
-    with connect("ds", found, create=True) as dataset:
-        for path, content in FILES.items():
-            dataset.put(content, path)
-    return found
 
 
 @pytest.fixture
@@ -49,8 +42,8 @@ def sent(what: object) -> bytes:
 
 def _read(dataset: Dataset, results: "Connection[object, object]") -> None:
     with dataset:
-        contents = {path: dataset.get(path) for path in FILES}
-        results.send((dataset.version, contents, [*map(bytes, dataset.read_many([*FILES]))]))
+        contents = {path: dataset.get(path) for path in CONTENTS}
+        results.send((dataset.version, contents, [*map(bytes, dataset.read_many([*CONTENTS]))]))
 
 
 def _read_in_a_worker(dataset: Dataset) -> object:
@@ -75,7 +68,7 @@ def test_a_spawned_worker_reads_the_version_that_its_parent_shows(url: str) -> N
         writer.put(b"more", "new")
         writer.flush()
         dataset.put(b"of the parent alone", "d1/f01")
-        assert _read_in_a_worker(dataset) == (dataset.version, FILES, [*FILES.values()])
+        assert _read_in_a_worker(dataset) == (dataset.version, CONTENTS, [*CONTENTS.values()])
         dataset.close()
     with connect("ds", url) as dataset:
         assert dataset.get("d1/f01") == b"of the parent alone"

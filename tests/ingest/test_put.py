@@ -30,6 +30,7 @@ from diesel_fs.repository.stored import LocalWriteSession
 from diesel_fs.repository.validation import PUT_WINDOW_S, ValidatedChunk
 
 from ..datasets import dataset_state
+from ..forks import in_child
 from ..storage.objects.faulty_store import Fault, FaultyStore
 from ..trees import facts, odd_tree, write
 
@@ -383,22 +384,16 @@ def test_I3_unreadable_files_and_folders_are_named(tmp_path: Path) -> None:
         if path.is_relative_to("/tmp"):  # where pytest's folders belong to this user alone
             path.chmod(path.stat().st_mode | 0o055)
     store.chmod(0o777)
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            os.environ["XDG_CACHE_HOME"] = str(store / "cache")
-            os.setuid(65534)
-            with LocalRepository.open((store / "repository").as_uri(), create=True) as repository:
-                report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
-                named = sorted(path for path, _ in report.failed)
-                if named == [b"closed", b"secret"] and files(repository.view("ds")) == [b"good"]:
-                    status = 0
-                else:
-                    print(report.failed)
-        finally:
-            os._exit(status)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+    def put_as_nobody() -> None:
+        os.environ["XDG_CACHE_HOME"] = str(store / "cache")
+        os.setuid(65534)
+        with LocalRepository.open((store / "repository").as_uri(), create=True) as repository:
+            report = ingest.put(repository, "ds", FolderSource(source), options=SMALL)
+            assert sorted(path for path, _ in report.failed) == [b"closed", b"secret"]
+            assert files(repository.view("ds")) == [b"good"]
+
+    assert in_child(put_as_nobody) == 0
 
 
 def test_a_path_is_a_file_or_a_folder(repository: LocalRepository, tmp_path: Path) -> None:

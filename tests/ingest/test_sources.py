@@ -22,6 +22,7 @@ from diesel_fs.repository.stored import LocalWriteSession
 
 from ..bench.memory import peak_pss_bytes
 from ..datasets import dataset_state, stored_bytes
+from ..forks import in_child
 from ..trees import Facts, facts, odd_tree, write
 from .test_tar import tar_of
 
@@ -90,14 +91,12 @@ def test_A7_killed_after_the_commit_and_before_the_acknowledgement(
     """All committed files are there, and another put is a no-op, or an equal newer version."""
     source = write(tmp_path / "source", {"large": os.urandom(150_000), "d/small": b"1"})
     url = (tmp_path / "store").as_uri()
-    child = os.fork()
-    if child == 0:
-        try:
-            end_by_kill(step)
-            put(url, source)
-        finally:
-            os._exit(0)
-    ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def killed_put() -> None:
+        end_by_kill(step)
+        put(url, source)
+
+    ended = in_child(killed_put)
     assert ended == -signal.SIGKILL, "A16: the kill came after the end: proves nothing"
     with LocalRepository.open(url) as repository:
         before = dataset_state(repository)

@@ -34,8 +34,8 @@ from diesel_fs.net.messages import Message
 from diesel_fs.urls import parse_url
 from diesel_server.limits import ConnectionLimits
 from diesel_server.requests.dispatcher import Reply, Request
+from tests.forks import in_child, within
 from tests.rows import each_row
-from tests.storage.forks import in_child, within
 
 from ..server.fake_server import ME, STORE, ThreadedServer, links
 from ..server.program import until

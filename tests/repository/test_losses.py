@@ -42,7 +42,6 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.recover import recover
 from tests.examples import examples
 from tests.rows import each_row
-from tests.tiers import fast_first
 
 from ..datasets import content, dataset_state, file_contents, forget_private_copies
 from ..storage.metadata.redis_servers import emptied_server
@@ -54,12 +53,9 @@ from .purge.purged import ShortListing
 NOW = PurgeOptions(grace_s=0)
 
 
-@pytest.fixture(params=fast_first(["sqlite", "redis"]))
-def repository(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LocalRepository]:
-    url = (tmp_path / "store").as_uri()
-    if request.param == "redis":
-        url += f"?meta={emptied_server().url}"
-    with LocalRepository.open(url, create=True) as opened:
+@pytest.fixture
+def repository(url_of_both: str) -> Iterator[LocalRepository]:
+    with LocalRepository.open(url_of_both, create=True) as opened:
         yield opened
 
 

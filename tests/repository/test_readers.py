@@ -5,6 +5,7 @@ import shutil
 import sqlite3
 import threading
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 from uuid import UUID
@@ -32,8 +33,8 @@ from diesel_fs.repository.validation import batch_of
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore
 
-from ..client.test_client import in_child
 from ..datasets import dataset_state
+from ..forks import exit_code, fork, in_child
 from ..small_disks import fill, small_disk
 from ..trees import facts, write
 from .folder_puts import put_folder
@@ -273,20 +274,15 @@ def test_L1_L2_two_puts_at_once(repository: LocalRepository, tmp_path: Path) -> 
         )
         for name in ("one", "two")
     ]
-    children = []
-    for source in sources:
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                with LocalRepository.open(repository.url) as mine:
-                    options = PutOptions(chunk_bytes=65536, jobs=2)
-                    status = len(put(mine, "ds", FolderSource(source), options=options).failed)
-            finally:
-                os._exit(status)
-        children.append(child)
+
+    def put_one(source: Path) -> None:
+        with LocalRepository.open(repository.url) as mine:
+            options = PutOptions(chunk_bytes=65536, jobs=2)
+            assert put(mine, "ds", FolderSource(source), options=options).failed == []
+
+    children = [fork(partial(put_one, source)) for source in sources]
     repository.begin("ds")
-    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+    assert [*map(exit_code, children)] == [0, 0]
     found = dataset_state(repository)
     wanted = [facts(source) for source in sources]
     for path in wanted[0].keys() | wanted[1].keys():

@@ -1,6 +1,5 @@
 """Entries, chunks and tombstones of the dataset `ds`, which tests of purge compare."""
 
-import os
 import time
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import Housekeeping, ObjectInfo, ObjectStore, StoreWrapper
 from tests.storage.objects.faulty_store import ListedHousekeeping
 
+from ...forks import exit_code, fork
 from ..test_interleavings import Writer
 
 NOW = PurgeOptions(grace_s=0)
@@ -98,10 +98,8 @@ def deleted_file(repository: LocalRepository) -> None:
 
 def dead_process() -> int:
     """The process ID of a process that has ended."""
-    child = os.fork()
-    if not child:
-        os._exit(0)
-    os.waitpid(child, 0)
+    child = fork(int)
+    assert exit_code(child) == 0
     return child
 
 

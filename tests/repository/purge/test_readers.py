@@ -27,6 +27,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.repository.retention import RetentionPolicy, write_retention_policy
 
 from ...datasets import dataset_state
+from ...forks import in_child
 from ...storage.objects.faulty_store import FaultyStore
 from ...trees import facts
 from ...waiting import wait_until
@@ -194,12 +195,12 @@ def age(top: Path, identity: UUID, name: str, hours: float) -> None:
 def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) -> None:
     view = holed.view("ds")
     lease = ReadLease.take(holed.objects, view.identity, view.version)
-    child = os.fork()
-    if not child:
+
+    def change() -> None:
         lease.switch_version(7)
         lease.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+
+    assert in_child(change) == 0
     assert leased(holed) == {view.version}
     lease.close()
 

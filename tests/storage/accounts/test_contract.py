@@ -48,8 +48,8 @@ from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.storage.open_stores import open_accounts
 from diesel_fs.urls import parse_url
+from tests.forks import exit_code, fork, within
 from tests.rows import each_row
-from tests.storage.forks import exit_code, fork, within
 from tests.storage.metadata.batches import files
 from tests.storage.metadata.redis_servers import RedisServer, emptied_server, shared_cluster
 from tests.tiers import fast_first

@@ -26,8 +26,8 @@ from diesel_fs.format.chunk_id import stamp as chunk_stamp
 from diesel_fs.format.entries import EXTENT, RECORD, Kind
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import CommitBatch, MetadataStore, chunks_digest
+from tests.forks import exit_code, fork, in_child
 from tests.rows import each_row
-from tests.storage.forks import exit_code, fork, in_child
 from tests.storage.metadata.batches import (
     Chunk,
     Entry,

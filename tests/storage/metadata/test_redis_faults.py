@@ -35,8 +35,8 @@ from diesel_fs.storage.metadata.redis.bucket_scripts import NOTE_SYNC
 from diesel_fs.storage.metadata.redis.errors import RetryLater, safe_cause, translate_error
 from diesel_fs.storage.metadata.redis.link import RedisLink
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
+from tests.forks import within
 from tests.rows import each_row
-from tests.storage.forks import within
 from tests.storage.metadata.batches import (
     Chunk,
     Entry,

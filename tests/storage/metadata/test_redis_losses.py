@@ -20,8 +20,8 @@ from diesel_fs.storage.metadata.redis.keys import DatasetKeys
 from diesel_fs.storage.metadata.redis.link import RedisCommand
 from diesel_fs.storage.metadata.redis.store import RedisMetadata
 from diesel_fs.storage.metadata.store import StoreRestarted
+from tests.forks import within
 from tests.rows import each_row
-from tests.storage.forks import within
 from tests.storage.metadata.batches import Chunk, Entry, big, check, commit_and_repair, files
 from tests.storage.metadata.metadata_stores import FIRST, IDENTITY, NAME, commit, filled
 from tests.storage.metadata.redis_servers import RedisServer, execute, free_port, once

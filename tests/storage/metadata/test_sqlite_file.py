@@ -23,8 +23,8 @@ from diesel_fs.errors import (
 )
 from diesel_fs.storage.metadata.sqlite.database_file import SqliteFile
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
-from tests.small_disks import remount, small_disk
-from tests.storage.forks import in_child
+from tests.forks import in_child
+from tests.small_disks import remount
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, edit
 
@@ -119,12 +119,6 @@ def test_a_readonly_store_refuses_changes(meta: SqliteMetadata, path: Path) -> N
             reader.sync()
     with pytest.raises(MetadataBehind):
         SqliteMetadata.open(path.with_name("none"), create=True, readonly=True)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "size=1m") as point:
-        yield point
 
 
 def test_C8_a_full_disk_stops_commits_whole(disk: Path) -> None:

@@ -21,8 +21,8 @@ from diesel_fs.storage.metadata.sqlite.host_lease import (
 )
 from diesel_fs.storage.metadata.sqlite.store import SqliteMetadata
 from diesel_fs.system.mountinfo import file_system_of
+from tests.forks import in_child
 from tests.rows import each_row
-from tests.storage.forks import in_child
 from tests.storage.metadata.batches import check, files
 from tests.storage.metadata.metadata_stores import IDENTITY, NAME, Clock
 

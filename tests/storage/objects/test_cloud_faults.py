@@ -25,8 +25,8 @@ from diesel_fs.storage.objects.cloud import requests as cloud_requests
 from diesel_fs.storage.objects.cloud.answers import AttemptLimits
 from diesel_fs.storage.objects.cloud.store import CloudStore, open_cloud
 from diesel_fs.storage.objects.retry import RetryingStore, RetryPolicy
+from tests.forks import within
 from tests.rows import each_row
-from tests.storage.forks import within
 from tests.storage.objects.s3_server import credentials
 from tests.storage.objects.scripted_s3 import BUCKET, Rule, ScriptedS3
 from tests.storage.objects.scripted_store import (

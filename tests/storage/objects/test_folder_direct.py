@@ -15,8 +15,8 @@ from diesel_fs.errors import NoSpaceError
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.folder import FolderStore
 from diesel_fs.system.mountinfo import FileSystem, file_system_of
+from tests.forks import exit_code, fork
 from tests.rows import each_row
-from tests.storage.forks import exit_code, fork
 
 NAME = "datasets/" + "ab" * 16 + "/chunks/aaaa/aaaa" + "0" * 18
 MIB = 1 << 20

@@ -3,7 +3,7 @@
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,7 @@ from diesel_fs.errors import (
 from diesel_fs.format.entries import Bytes
 from diesel_fs.storage.objects.folder import FolderStore
 from tests.rows import each_row
-from tests.small_disks import remount, small_disk
+from tests.small_disks import remount
 
 DATASET = "datasets/" + "ab" * 16
 CHUNKS = f"{DATASET}/chunks/aaaa"
@@ -278,12 +278,6 @@ def test_a_put_interrupted_is_undone(store: FolderStore, monkeypatch: pytest.Mon
     with pytest.raises(KeyboardInterrupt):
         store.put(NAME, PARTS)
     assert_untouched(store)
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    with small_disk(tmp_path / "disk", "size=1m") as point:
-        yield point
 
 
 def test_a_full_disk_is_an_error_and_leaves_nothing(disk: Path) -> None:
