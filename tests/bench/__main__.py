@@ -21,7 +21,7 @@ from . import results
 from .benchmarks import BENCHMARKS, UNTIMED, Benchmark, chosen
 from .machine import described, is_busy, machine
 from .report import Json, Row, failed, table
-from .samples import say
+from .samples import progress
 from .workbench import NATIVE, Workbench
 
 ROUNDS = 5
@@ -83,7 +83,7 @@ def run_all(bench: Workbench, benchmarks: Mapping[str, Benchmark]) -> dict[str, 
         except Exception as error:
             traceback.print_exc()
             rows[name] = [failed(name, f"{type(error).__name__}: {error}")]
-        say(f"{name} took {time.monotonic() - start_s:.0f} s")
+        progress(f"{name} took {time.monotonic() - start_s:.0f} s")
     return rows
 
 

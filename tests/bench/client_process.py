@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tests.peers.nodes import NodeHost, end
 
-from .samples import say
+from .samples import progress
 
 HEAD_START_S = 0.5
 """The time for clients that begin together to draw their files."""
@@ -53,8 +53,8 @@ class ClientProcess:
         if not line:
             self._log.seek(0)
             raise self._failure(f"a reader ended: {self._log.read()[-2000:]!r}")
-        said: dict[str, float] = json.loads(line)
-        return said
+        answer: dict[str, float] = json.loads(line)
+        return answer
 
     def run(self, **order: object) -> dict[str, float]:
         self.send_order(order)
@@ -66,7 +66,7 @@ class ClientProcess:
         try:
             self._process.wait(_END_S)
         except subprocess.TimeoutExpired:
-            say("a reader does not end")
+            progress("a reader does not end")
         end(self._process)
         self._log.close()
 
@@ -86,6 +86,6 @@ def rate_together(
     """The files a second that all clients read together from one moment on. Clients may report the
     files that they `missed`: there must be none."""
     order = {**order, "seconds": seconds, "start_s": time.monotonic() + HEAD_START_S}
-    said = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
-    assert not any(each.get("missed") for each in said), "files are missing from a cache"
-    return {RATE: sum(each[RATE] for each in said)}
+    answers = answers_of(clients, [{**order, "seed": seed} for seed in range(len(clients))])
+    assert not any(each.get("missed") for each in answers), "files are missing from a cache"
+    return {RATE: sum(each[RATE] for each in answers)}

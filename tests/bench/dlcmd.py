@@ -12,7 +12,7 @@ from pathlib import Path
 
 from .control_group import ControlGroup
 from .mounts import Mount, is_mounted
-from .samples import say
+from .samples import progress
 
 PROGRAM = Path(sys.executable).parent / "dlcmd"
 TREE = Path(__file__).resolve().parents[2]
@@ -99,7 +99,7 @@ class Dlcmd:
             yield Mount(mountpoint, ready_s - start_s, ready_s)
         except Exception:
             for log in Path(self.environment["XDG_STATE_HOME"]).rglob("*.log"):
-                say(f"{log.name} ends so:\n{log.read_text(errors='replace')[-LOG_CHARS:]}")
+                progress(f"{log.name} ends so:\n{log.read_text(errors='replace')[-LOG_CHARS:]}")
             raise
         finally:
             if is_mounted(mountpoint):

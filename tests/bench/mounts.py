@@ -59,11 +59,11 @@ class Mount:
         new statistics. So call it before and after the measured work, and begin the work right
         after the first call."""
         time.sleep(max(0.0, self._looked_s + STILL_S - time.monotonic()))
-        said = json.loads(self._stats())
+        stats = json.loads(self._stats())
         self._looked_s = time.monotonic()
-        requests, reads = said["requests"], sum(map(said["reads"].get, ("hits", "misses")))
-        asked = reads + requests.get("open", 0) + requests.get("getattr", 0)
-        return Counts(reads, asked, sum(requests.values()), said["pid"], said["server_pid"])
+        requests, reads = stats["requests"], sum(map(stats["reads"].get, ("hits", "misses")))
+        counted = reads + requests.get("open", 0) + requests.get("getattr", 0)
+        return Counts(reads, counted, sum(requests.values()), stats["pid"], stats["server_pid"])
 
     def wait_until_loaded(self) -> None:
         """Wait until all files have been pushed (`--policy oneshot`)."""

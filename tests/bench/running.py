@@ -19,7 +19,7 @@ from .client_process import ClientProcess, answers_of, rate_together
 from .inputs import Shape
 from .peers.clusters import Memcached
 from .reading import write_list
-from .samples import PeerMissing, Side, say
+from .samples import PeerMissing, Side, progress
 from .workbench import Workbench
 
 NODES = 4
@@ -175,7 +175,7 @@ def filled_if_installed(stack: ExitStack, task: Running, *, copies: int = 1) -> 
     try:
         return filled(stack, task, copies=copies)
     except PeerMissing as error:
-        say(f"NOT MEASURED: {error}")
+        progress(f"NOT MEASURED: {error}")
         return None
 
 

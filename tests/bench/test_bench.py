@@ -238,7 +238,7 @@ def rows_of(folder: Path, names: str, *options: str) -> list[JsonRow]:
     problems = [problem for row in rows for problem in row["not_measured"]]
     assert [problem for problem in problems if ": ours: " in problem] == []
     lost = [row for row in rows if row["against"] and row["other"] is None]
-    assert all(row["not_measured"] for row in lost), "a peer is missing, and it is not said"
+    assert all(row["not_measured"] for row in lost), "a peer is missing, and no row reports it"
     assert not list((folder / "work" / "work").glob("*"))
     return rows
 
@@ -263,8 +263,8 @@ def test_the_group_native_measures_every_row_of_a_session(
     loops = [name for name, unit in measured if "second epoch, open()" in name]
     assert len(loops) in (3, 6)
     if requests_an_open is not None:
-        files, asked = D4.scaled(100).files, measured[f"{session} D4, second epoch", "requests"]
-        more = asked - requests_an_open * len(loops) * files
+        files, counted = D4.scaled(100).files, measured[f"{session} D4, second epoch", "requests"]
+        more = counted - requests_an_open * len(loops) * files
         # The requests that reading the statistics makes are subtracted, which may differ by a few;
         # and the kernel may have reclaimed some pages.
         assert abs(more) < files / 4

@@ -150,10 +150,10 @@ def _redis_benchmark(url: str, pipeline: int) -> dict[str, float]:
     socket = url.partition("://")[2]
     command = [program("redis-benchmark"), "-s", socket, "-t", "get", "-r", "20000", "-q", "--csv"]
     command += ["-c", str(STAT_CLIENTS), "-P", str(pipeline), "-n", "1000000"]
-    said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
-    found = re.search(r'"GET","([0-9.]+)"', said)
+    output = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout
+    found = re.search(r'"GET","([0-9.]+)"', output)
     if found is None:
-        raise PeerMissing(f"redis-benchmark said {said[:200]!r}")
+        raise PeerMissing(f"redis-benchmark printed {output[:200]!r}")
     return {ENTRIES: float(found[1])}
 
 
@@ -168,7 +168,7 @@ def snapshot(bench: Workbench) -> list[Row]:
 
         rounds = alternate(bench.rounds, {OURS: partial(each, most), ALONE: partial(each, 1)})
     name = f"look-ups in a snapshot, {most} clients, each"
-    return against(rounds, name, ENTRIES, {ALONE: at_least(0.8)}, "the server is not asked")
+    return against(rounds, name, ENTRIES, {ALONE: at_least(0.8)}, "no requests to the server")
 
 
 def read(bench: Workbench) -> list[Row]:
@@ -255,7 +255,7 @@ def _curl(urls: list[str]) -> dict[str, float]:
     words += ["-u", "testing:testing-secret", "-w", "%{size_download} %{time_total}\\n"]
     for url in (urls[0], *urls):
         words += ["-o", "/dev/null", url]
-    said = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout
-    lines = [line.split() for line in said.splitlines()][1:]
+    output = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300).stdout
+    lines = [line.split() for line in output.splitlines()][1:]
     assert len(lines) == len(urls)
     return {"B/s": sum(int(size) for size, _ in lines) / sum(float(time) for _, time in lines)}

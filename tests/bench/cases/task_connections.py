@@ -128,9 +128,9 @@ def _read_by_all(clients: Sequence[ClientProcess]) -> float:
     """Let each client read a file of each chunk. Returns the number of files of all reads until now
     that came from the store because a master did not answer in time."""
     from_store = 0.0
-    for said in answers_of(clients, [{"do": "read"}] * len(clients)):
-        assert said["right"] == said["files"], f"not every read was answered: {said}"
-        from_store += said["from_store"]
+    for answer in answers_of(clients, [{"do": "read"}] * len(clients)):
+        assert answer["right"] == answer["files"], f"not every read was answered: {answer}"
+        from_store += answer["from_store"]
     return from_store
 
 

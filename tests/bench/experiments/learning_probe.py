@@ -173,7 +173,7 @@ def in_orders(
             report[name] = percent_right(model, test)
             effect = design_effect(images[1].numpy(), first, numbers["batch"])
             report[f"{name}, design effect"] = math.nan if effect is None else effect
-            say(seed, name, report[name])
+            progress(seed, name, report[name])
     return report
 
 
@@ -275,11 +275,11 @@ def in_ways(
             report |= {way: percent_right(model, test), f"{way}, samples": count}
             if losses_file:
                 Path(losses_file).write_bytes(np.stack(left).tobytes())
-            say(seed, way, report[way])
+            progress(seed, way, report[way])
     return report
 
 
-def say(seed: int, what: str, percent: float) -> None:
+def progress(seed: int, what: str, percent: float) -> None:
     print(f"  seed {seed}, {what}: {percent:.2f} %", file=sys.stderr, flush=True)
 
 

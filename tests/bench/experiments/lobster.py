@@ -28,7 +28,7 @@ from diesel_fs.forecast.simulate import EpochForecast, forecast, read_epochs, ti
 from diesel_fs.orders.shuffle import ChunkedFiles
 
 from ..report import Row, at_least, at_most, no_less_than, no_more_than
-from ..samples import Samples, say
+from ..samples import Samples, progress
 from ..workbench import Workbench
 
 SEED = 1
@@ -152,8 +152,8 @@ def hit_ratios(bench: Workbench) -> list[Row]:
     rate = nopfs.calibrated()
     theirs = nopfs.timed(rate)
     job = job_of(files, rate)
-    asked = files.bytes / len(files) * RANKS * IMAGES_PER_S
-    say(f"the store gives {rate / 1e6:.0f} MB/s; the model asks for {asked / 1e6:.0f} MB/s")
+    wanted = files.bytes / len(files) * RANKS * IMAGES_PER_S
+    progress(f"the store gives {rate / 1e6:.0f} MB/s; the model asks for {wanted / 1e6:.0f} MB/s")
     reads = read_epochs(job, files)
     plan, none, lru = (
         forecast(job, files, policy, reads=reads, layout="files").later

@@ -42,7 +42,7 @@ from diesel_fs.cache.lrfu import Attenuation, Values, eviction_order
 
 from ..plot import Line, Plot, draw
 from ..report import Row, at_most
-from ..samples import Samples, say
+from ..samples import Samples, progress
 from ..workbench import Workbench
 
 TRAFFIC, IMAGENET, INTRUSIONS, SPEECH = range(4)
@@ -250,7 +250,7 @@ def simulate(bench: Workbench) -> list[Row]:
     jobs = workloads(bench, blocks, ORDERS)
     hours = _hours(blocks, jobs)
     _plot(bench, blocks, hours)
-    say(_deciles_table("the main run", hours))
+    progress(_deciles_table("the main run", hours))
     further = {
         "jobs that share a dataset start at once": blocks,
         "all blocks cost the same for each byte": Blocks.drawn({}, cost_sigma=0.0),
@@ -261,8 +261,8 @@ def simulate(bench: Workbench) -> list[Row]:
     }
     for what, drawn in further.items():
         some = workloads(bench, drawn, FURTHER_ORDERS, at_once=drawn is blocks)
-        say(_deciles_table(what, _hours(drawn, some)))
-    say(grid_table(blocks, workloads(bench, blocks, FURTHER_ORDERS)))
+        progress(_deciles_table(what, _hours(drawn, some)))
+    progress(grid_table(blocks, workloads(bench, blocks, FURTHER_ORDERS)))
     return _compared(f"lrfu, {len(jobs):,} workloads", hours)
 
 

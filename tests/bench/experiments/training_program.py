@@ -162,9 +162,9 @@ def decode(seconds: str) -> None:
 
 
 def train_stock(text: str) -> None:
-    said = json.loads(text)
-    source = said.pop("source")
-    options = Options(**said)
+    fields = json.loads(text)
+    source = fields.pop("source")
+    options = Options(**fields)
     kind = Objects if source.startswith("http://") else Folder
     loader = DataLoader(
         kind(source, paths_of(options.list)),

@@ -118,15 +118,15 @@ class Client:
 
     def _read(self, files: npt.NDArray[np.int64], buffers: Sequence[memoryview]) -> None:
         size, servers = self._size, len(self._sockets)
-        asked = []
+        pending = []
         for server, peer in enumerate(self._sockets):
             mine = files[files % servers == server] // servers
             if len(mine):
                 records = np.empty((len(mine), 2), "<u4")
                 records[:, 0], records[:, 1] = mine, size
                 peer.sendall(_HEAD.pack(len(mine)) + records.tobytes())
-                asked.append((server, mine))
-        for server, mine in asked:
+                pending.append((server, mine))
+        for server, mine in pending:
             buffer = buffers[server]
             _receive(self._sockets[server], buffer[: size * len(mine)])
             for place, expected in enumerate(self._sums[server][mine].tolist()):
