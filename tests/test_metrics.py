@@ -76,7 +76,7 @@ def test_unlisted_label_values_make_no_new_lines() -> None:
     assert "evil" not in page
 
 
-def test_another_process_goes_on_counting_in_the_same_cells() -> None:
+def test_another_process_continues_counting_in_the_same_cells() -> None:
     memory = memoryview(bytearray(cells_bytes()))
     before = MetricCells(memory)
     before.add("diesel_logins_total")

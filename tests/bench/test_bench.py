@@ -107,7 +107,7 @@ def test_a_target_is_met_or_not(row: Row, met: bool | None) -> None:
         assert row.against != "limit" or "= 0" in table([row])
 
 
-def test_a_missing_peer_is_reported_and_the_others_go_on() -> None:
+def test_a_missing_peer_is_reported_and_the_others_are_measured() -> None:
     def missing() -> dict[str, float]:
         raise PeerMissing("not installed")
 
@@ -185,9 +185,7 @@ def test_loops_of_python_read_all_files_on_the_signal(
         run_loop(sys.executable, order, loop, processes=processes)
 
 
-def test_another_python_is_found_where_pyenv_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_python_is_found_in_pyenv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = tmp_path / "versions" / "3.99.1" / "bin" / "python3.99"
     shim = tmp_path / "shims" / "python3.99"
     for program, code in ((installed, "echo 3.99"), (shim, "echo no such version >&2; exit 127")):

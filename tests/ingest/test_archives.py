@@ -434,7 +434,7 @@ def test_deleted_hard_links_come_back(repository: LocalRepository, tmp_path: Pat
     assert contents(repository) == {b"a": b"1", b"b": b"1"}
 
 
-def test_a_put_that_was_killed_goes_on_at_the_archive(
+def test_a_killed_put_continues_at_its_archive(
     repository: LocalRepository, tmp_path: Path, server: ArchiveServer
 ) -> None:
     for i in range(4):

@@ -158,7 +158,7 @@ def test_a_copy_is_apart_from_the_tree_and_ends_its_daemons(toy: Path) -> None:
 
 @pytest.mark.deep
 @needs_copies
-def test_kills_and_survivals_are_told_apart(
+def test_kills_and_survivals_are_distinguished(
     toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verdicts, "HANG_S_MIN", 2.0)

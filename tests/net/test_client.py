@@ -483,7 +483,7 @@ def test_excess_connections_are_refused_with_a_reason() -> None:
         assert server.link().call({"do": "echo"})
 
 
-def test_Z9_a_forked_child_has_connections_of_its_own(link: ServerLink) -> None:
+def test_Z9_a_forked_child_opens_its_own_connections(link: ServerLink) -> None:
     """Both continue, and the child's end breaks no connection of the parent."""
     parent_peer = link.call({"do": "echo"}).message["peer"]
     stream = link.stream({"do": "count", "n": 50})

@@ -83,7 +83,7 @@ def test_C3_lost_metadata_is_rebuilt_whole_or_not_at_all(
         assert dataset_state(again) == facts(source)
 
 
-def test_C4_Z8_an_older_database_never_hides_what_was_acknowledged(
+def test_C4_Z8_an_older_database_never_hides_acknowledged_files(
     filled: LocalRepository, source: Path, tmp_path: Path
 ) -> None:
     filled.close()
@@ -299,7 +299,7 @@ def test_verify_beside_a_put_finds_nothing(
     assert hits[0]
 
 
-def test_I3_one_chunk_with_EIO_is_named_and_the_rest_goes_on(
+def test_I3_one_chunk_with_EIO_is_named_and_the_others_are_read(
     filled: LocalRepository, source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write(source, {"more": b"3"})

@@ -58,7 +58,7 @@ def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_pat
     assert holed.purge("ds", NOW).rewritten == 0
 
 
-def test_P12_nobody_who_opens_the_dataset_is_sent_to_a_deleted_chunk(
+def test_P12_no_new_reader_is_sent_to_a_deleted_chunk(
     holed: LocalRepository, tmp_path: Path
 ) -> None:
     """At the first deletion the newest snapshot and the metadata name other chunks."""

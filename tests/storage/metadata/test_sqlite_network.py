@@ -112,7 +112,7 @@ def test_a_damaged_lease_is_valid_until_it_must_have_expired(
     lease("host-2").keep()
 
 
-def test_a_forked_child_is_a_holder_of_its_own(lease: Lease) -> None:
+def test_a_forked_child_is_a_separate_holder(lease: Lease) -> None:
     parents = lease("host-1")
     parents.keep()
     assert in_child(parents.keep) == 0  # without a release

@@ -49,7 +49,7 @@ def store_on(
     limits: AttemptLimits = LIMITS,
     policy: RetryPolicy = POLICY,
 ) -> RetryingStore:
-    """A new store that has found out all about the server, and `server.requests` is empty again."""
+    """A new store that has already probed the server; `server.requests` is empty again."""
     store = open_cloud(
         URL,
         create=True,

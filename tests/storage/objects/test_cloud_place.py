@@ -182,7 +182,7 @@ def test_O1_expiring_credentials_are_read_again_in_time(s3: Server, tmp_path: Pa
     environ = {"HOME": str(tmp_path), "AWS_ENDPOINT_URL": s3.environ["AWS_ENDPOINT_URL"]}
     (tmp_path / ".aws").mkdir()
 
-    def say(seconds: float) -> None:
+    def expire_in(seconds: float) -> None:
         until = datetime.now(UTC) + timedelta(seconds=seconds)
         program = giver(tmp_path, AccessKeyId="given", Expiration=until.isoformat())
         (tmp_path / ".aws/config").write_text(f"[default]\ncredential_process = {program}\n")
@@ -190,12 +190,12 @@ def test_O1_expiring_credentials_are_read_again_in_time(s3: Server, tmp_path: Pa
     def runs() -> int:
         return len((tmp_path / "runs").read_text())
 
-    say(30)
+    expire_in(30)
     store = open_cloud(s3.place(), create=True, environ=environ)
     before = runs()
     store.put(NAME, [b"1"])
     assert runs() > before
-    say(7200)
+    expire_in(7200)
     store.put(LEASE, [b"1"])
     before = runs()
     for name in (NAME, LEASE):

@@ -216,7 +216,7 @@ def test_a_listing_never_skips_a_folder_that_it_may_not_read(public: FolderStore
     os.chmod(f"{public.root}/{CHUNKS}", READ_ONLY_FOLDER)
 
 
-def test_objects_are_readable_as_the_umask_says(store: FolderStore) -> None:
+def test_objects_get_the_modes_of_the_umask(store: FolderStore) -> None:
     before = os.umask(0o027)
     try:
         store.put(f"datasets/{'0' * 32}/DATASET", [b"x"])

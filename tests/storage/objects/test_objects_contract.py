@@ -80,7 +80,7 @@ def reads(store: ObjectStore, name: str) -> list[Callable[[], object]]:
     ]
 
 
-def test_get_returns_what_was_put(store: ObjectStore) -> None:
+def test_get_returns_the_bytes_of_the_put(store: ObjectStore) -> None:
     """Even with more parts than one system call takes."""
     numbers = array.array("I", range(1000))
     parts: list[bytes | bytearray | memoryview] = [

@@ -128,7 +128,7 @@ def test_the_deadline_holds_whatever_attempts_take(time: Time, faulty: FaultySto
     assert fault.hits > 4
 
 
-def test_a_store_that_asks_for_a_pause_gets_it(time: Time, faulty: FaultyStore) -> None:
+def test_a_store_that_requests_a_pause_gets_it(time: Time, faulty: FaultyStore) -> None:
     busy = AttemptFailed("503", may_have_succeeded=False, pause_s_min=5)
     faulty.plan(Fault("get", error=busy, times=2))
     RetryingStore(faulty, POLICY, clock=time.clock(0)).get(NAME)
@@ -280,7 +280,7 @@ class NotedPauses(LongPauses):
 
 
 @each_row("may_wait", [True, False])
-def test_O3_a_store_that_asks_for_a_long_pause_gets_it_from_callers_who_may_wait(
+def test_O3_callers_that_may_wait_grant_long_pauses(
     may_wait: bool,
 ) -> None:
     time, pauses, answers = Time(), NotedPauses(), [90.0, 70.0, 0.0]
@@ -301,7 +301,7 @@ def test_O3_a_store_that_asks_for_a_long_pause_gets_it_from_callers_who_may_wait
             loop.call(act)
 
 
-def test_O3_a_store_that_asks_for_pauses_without_end_gets_an_hour() -> None:
+def test_O3_endless_requests_for_pauses_get_an_hour() -> None:
     pauses = NotedPauses()
     loop = RetryLoop(POLICY, Time().clock(0), deadline_s=60, attempt_s=1, pauses=pauses)
 
@@ -313,7 +313,7 @@ def test_O3_a_store_that_asks_for_pauses_without_end_gets_an_hour() -> None:
     assert sum(pauses.noted) == 3000 < ASKED_S_MAX
 
 
-def test_O3_a_long_pause_is_logged_once_and_ends_when_nobody_waits_any_more(
+def test_O3_a_long_pause_is_logged_once_and_ends_with_its_last_waiter(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pauses, ended = LongPauses(), Queue[DieselError]()
