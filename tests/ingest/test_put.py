@@ -97,19 +97,6 @@ def test_put_again_takes_only_changed_files(repository: LocalRepository, tmp_pat
     assert dataset_state(repository) == facts(source)
 
 
-def test_delete_removes_entries_that_the_source_lacks(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
-    source = write(tmp_path / "source", {"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
-    put(repository, source)
-    for gone in ("a", "d/b", "d/e/c"):
-        (source / gone).unlink()
-    (source / "d/e").rmdir()
-    (source / "d").rmdir()
-    assert put(repository, source, delete=True).deleted == 5
-    assert dataset_state(repository) == facts(source)
-
-
 def test_I3_delete_spares_a_folder_that_cannot_be_opened_again(
     repository: LocalRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -279,17 +266,6 @@ def test_a_ctrl_c_while_a_chunk_is_stored_leaves_the_chunk_as_it_was(
         packer.close()
 
 
-def test_dry_run_changes_nothing(repository: LocalRepository, tmp_path: Path) -> None:
-    source = write(tmp_path / "source", {"a": b"1"})
-    put(repository, source)
-    version = repository.view("ds").version
-    (source / "a").unlink()
-    (source / "b").write_bytes(b"2")
-    report = put(repository, source, dry_run=True, delete=True)
-    assert (report.entries_found, report.deleted) == (2, 1)  # the file, and the root's new time
-    assert repository.view("ds").version == version
-
-
 def test_M10_a_glob_cannot_take_for_ever(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a" * 250: b""})
     put(repository, source, exclude=("*a" * 60 + "b", "(((((*)*)*"))
@@ -451,15 +427,6 @@ def test_I13_bad_numbers() -> None:
     for jobs in (-1, 10**6):
         with pytest.raises(UsageError):
             PutOptions(jobs=jobs)
-
-
-def test_an_empty_dataset_and_one_empty_file(repository: LocalRepository, tmp_path: Path) -> None:
-    (tmp_path / "empty").mkdir()
-    put(repository, tmp_path / "empty")
-    assert repository.view("ds").entry_count == 1
-    source = write(tmp_path / "one", {"empty": b""})
-    put(repository, source)
-    assert dataset_state(repository) == facts(source)
 
 
 def test_links_are_never_followed(repository: LocalRepository, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 A `Kind` of source makes a source that holds given files, with given contents and one mtime, so each
 law stands here once and runs for each source. Tests of one source alone are in `test_put.py`
-(folders), `test_tar.py`, `test_bucket.py` and `test_single_file.py`.
+(folders), `test_tar.py` and `test_bucket.py`.
 """
 
 import io

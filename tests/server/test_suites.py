@@ -34,12 +34,19 @@ from tests.client.test_client import (  # noqa: F401
 )
 from tests.ingest.test_put import (  # noqa: F401
     test_a_tree_of_all_oddities,
-    test_an_empty_dataset_and_one_empty_file,
-    test_delete_removes_entries_that_the_source_lacks,
-    test_dry_run_changes_nothing,
     test_empty_folders_go_in_many_messages,
     test_large_files_in_extents,
     test_put_again_takes_only_changed_files,
+)
+from tests.ingest.test_source_contract import (  # noqa: F401
+    folder_source,
+    many,
+    put_many,
+    put_one,
+    test_a_dry_run_counts_and_changes_nothing,
+    test_a_file_is_put_with_content_mode_and_mtime,
+    test_delete_removes_entries_that_sources_lack,
+    test_empty_sources_make_empty_datasets,
 )
 from tests.repository.test_interleavings import (  # noqa: F401
     test_Z4_file_in_two_writers_and_a_folder_of_its_name,
