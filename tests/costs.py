@@ -12,11 +12,9 @@ make one, only processes that have ended are counted.
 Counts hardly depend on how busy the machine is, so they guard the suite against growth:
 `tests/budget.json` has the programs, mounts and torch processes that each folder may start in the
 fast tier, and `python -m tests.costs --check FILE` fails beyond them. If a change needs more,
-`--write` writes the table anew, and the change shows it. It leaves some room: some tests start a
-program again and again until something has happened.
-
-Programs that a test starts from its own process are counted, and daemons that it starts without a
-program; programs that these start are only in the processor time.
+`--write` writes the table anew, with some room for tests that start programs until something has
+happened. Programs and daemons that a test starts from its own process are counted; programs that
+these start are only in the processor time.
 """
 
 import argparse

@@ -1,15 +1,13 @@
 """Benchmark of the forecast against real runs: four nodes in network namespaces mount a dataset as
 a task and train on it, with memory for all of it, half, or a tenth.
 
-The forecast is that of `dlcmd forecast`. It gets the rates of this run: the store's latency and
-bandwidth, as a node measures them, and the pace of the readers. Each row is the difference of the
-run from the forecast, relative to the forecast: requests to the store and their bytes, as the store
-counts them, and hits, the part of the bytes that readers read which the store did not give (in
-points). These are sums over two epochs, since a mount loads files of the second one before the
-first is over. The times are those of each epoch. The first one begins with empty caches.
-
-A node reads ahead within the window of its memory, which is a 30th of an epoch if a tenth of the
-dataset fits. With few files that is little time; so the readers are slow.
+`dlcmd forecast` gets the rates of this run: the store's latency and bandwidth, as a node measures
+them, and the pace of the readers. Each row is the difference of the run relative to the forecast:
+requests to the store and their bytes, as the store counts them, and hits, the part of the bytes
+read that the store did not give (in points). These are sums over two epochs, since a mount loads
+files of the second before the first is over. The first epoch begins with empty caches. A node reads
+ahead within the window of its memory, a 30th of an epoch if a tenth of the dataset fits; with few
+files that is little time, so the readers are slow.
 """
 
 import itertools
