@@ -145,29 +145,19 @@ def test_the_options_of_all_verbs_are_documented() -> None:
         assert options_of(command).items() >= SHARED.items()
 
 
-def test_the_options_of_the_server_are_documented() -> None:
-    cells = [row[0] for row in rows(page("server/diesel_server/README.md"), "Options")]
-    known = options_of(server.program)
-    for name in ("--version", "-h", "--help"):
-        del known[name]
-    assert documented_options(" ".join(cells)) == known
-
-
-def test_the_options_of_the_csi_driver_are_documented() -> None:
-    cells = [row[0] for row in rows(page("server/diesel_kubernetes/README.md"), "Options")]
-    known = options_of(csi.program)
-    for name in ("--version", "-h", "--help"):
-        del known[name]
-    assert documented_options(" ".join(cells)) == known
-
-
-def test_the_options_of_the_operator_are_documented() -> None:
-    cells = [
-        row[0] for row in rows(page("server/diesel_kubernetes/operator/OPERATOR.md"), "Options")
-    ]
-    known = options_of(operator.program)
-    for name in ("--version", "-h", "--help"):
-        del known[name]
+@each_row(
+    ("name", "program"),
+    [
+        ("server/diesel_server/README.md", server.program),
+        ("server/diesel_kubernetes/README.md", csi.program),
+        ("server/diesel_kubernetes/operator/OPERATOR.md", operator.program),
+    ],
+)
+def test_the_options_of_each_program_are_documented(name: str, program: click.Command) -> None:
+    cells = [row[0] for row in rows(page(name), "Options")]
+    known = options_of(program)
+    for option in ("--version", "-h", "--help"):
+        del known[option]
     assert documented_options(" ".join(cells)) == known
 
 

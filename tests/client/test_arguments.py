@@ -33,32 +33,13 @@ NO_NUMBER = ["3", b"3", 1.5, float("nan"), True, [], object(), np.zeros(2), 1j]
 NO_FLAG = ["yes", "", b"", 1, 0, 1.5, [], object(), np.zeros(2)]
 NO_ENTRY = [None, 1.5, True, [], {}, object(), bytearray(b"a"), io.BytesIO(b"a"), np.zeros((2, 2))]
 NO_LIST = [
-    None,
-    3,
-    1.5,
-    True,
-    object(),
-    bytearray(b"a"),
-    memoryview(b"a"),
-    io.BytesIO(b"a"),
-    {},
-    int,
+    *(None, 3, 1.5, True, object(), {}, int),
+    *(bytearray(b"a"), memoryview(b"a"), io.BytesIO(b"a")),
 ]
 NO_FILE = [None, b"x", 3, 1.5, [], object(), "", "a\0b", "\ud800"]
 NO_PATH = [
-    None,
-    3,
-    1.5,
-    [],
-    object(),
-    "a\0b",
-    "\ud800",
-    "n" * 256,
-    "/a",
-    "a//b",
-    "a/",
-    ".",
-    "a/../b",
+    *(None, 3, 1.5, [], object()),
+    *("a\0b", "\ud800", "n" * 256, "/a", "a//b", "a/", ".", "a/../b"),
 ]
 NO_SOURCE = [None, 3, 1.5, [], {}, object(), np.zeros(2), iter(["a"]), io.StringIO("text"), "a\0b"]
 NO_INDICES = [None, "ab", b"ab", 3, 1.5, [[1], [2, 3]], ["a"], [1.5], object(), np.zeros((2, 2))]
