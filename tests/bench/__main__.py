@@ -39,7 +39,9 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help=f"{ROUNDS_QUICK} round, not {ROUNDS}")
     parser.add_argument(
-        "--session", default=NATIVE, help="what the group native measures; default: %(default)s"
+        "--session",
+        default=NATIVE,
+        help="the session that the group native measures; default: %(default)s",
     )
     parser.add_argument(
         "--json", type=Path, default=TREE / "build" / "bench.json", help="default: %(default)s"

@@ -78,7 +78,7 @@ def with_header(chunk: bytes, stored: bytes, raw: bytes, codec: int, **fields: i
 
 def test_golden_chunk_decodes_for_ever() -> None:
     chunk = GOLDEN.read_bytes()
-    assert build() == chunk, "what is built today"
+    assert build() == chunk, "the current code builds another chunk"
     header = read(chunk)
     assert [header.path(place) for place in range(len(header))] == [
         b"", b"a", b"a/text", b"a/noise", b"a/empty", b"a/b/\xff\nnot utf-8", b"a/link",

@@ -97,7 +97,7 @@ def cover(tests: tuple[str, ...], jobs: int, tree: Path, work: Path) -> None:
 
 @main.command()
 @click.option("--seed", default=37, show_default=True)
-@click.option("--count", default=200, show_default=True, help="At least so many.")
+@click.option("--count", default=200, show_default=True, help="The least number of mutants.")
 @click.option("--package", "packages", multiple=True, default=PACKAGES, help="Default: all seven.")
 @tree_option
 @work_option

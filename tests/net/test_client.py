@@ -414,7 +414,7 @@ def test_another_server_is_used_when_one_hangs() -> None:
                 assert link.call({"do": "echo"}, [b"x"], deadline_s=12).payload.tobytes() == b"x"
             if hangs.requests:
                 return
-    raise AssertionError("it was never asked: proves nothing")
+    raise AssertionError("no request came: the test proves nothing")
 
 
 @pytest.mark.parametrize("hello", [True, False])

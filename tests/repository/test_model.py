@@ -64,7 +64,7 @@ class DatasetModel(RuleBasedStateMachine):
             except NoSuchPath:
                 pass
             else:
-                raise AssertionError("deleted what was not there")
+                raise AssertionError("deleted a missing path")
 
     @rule()
     def delete_folder(self) -> None:

@@ -221,7 +221,7 @@ def _small(bench: Workbench, serving: Serving, objects: str, keys: int, tier: st
     by_file = alternate(bench.rounds, {OURS: files, OBJECTS: partial(singles, CLIENTS, count)})
     by_batch = alternate(bench.rounds, {OURS: batch, SINGLES: partial(singles, 1, BATCH)})
     name = f"4 KB files through a server, tier {tier}"
-    memory = "without a folder, a server keeps in memory what is read again and again"
+    memory = "without a folder, a server keeps contents in memory that are read often"
     some, note = f"{name}, {CLIENTS} clients", memory if tier == "off" else ""
     return [
         Row(f"{some}, first {CLIENTS * count:,} reads", RATE, first.ours(RATE), OBJECTS, None),

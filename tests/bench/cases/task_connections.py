@@ -27,7 +27,7 @@ RANKS = {"of its own node": 0, "of other nodes": 1}
 """The node with all clients, and another one."""
 
 GROWTH = "the growth of Rss in smaps_rollup of its processes, for {:,} more connections"
-CHARGED = "the growth of what the kernel charges to a control group that has the master alone"
+CHARGED = "the growth of the memory charged to a control group with the master alone"
 CLOCKS = "processor time of the master's processes by their own clocks"
 
 

@@ -76,7 +76,7 @@ PLOT = Plot(
     "lrfu",
     "waiting for datasets, by eviction policy (beside figure 7 of DLCache)",
     "total time of preparation, hours",
-    "% of the workloads that took at most so long",
+    "% of the workloads that took at most this time",
     (),
     over_time=True,
 )

@@ -108,7 +108,7 @@ class _Setting:
             progress(f"{read:.2f} times a rank's files were read from the store")
             misses = cache_of != self.full_cache
             assert (read >= MISSED_MIN) == misses, "the first rank's files are elsewhere"
-            assert starts.exists() == by_turns, "the other side is not what it should be"
+            assert starts.exists() == by_turns, "the other side does not serve by turns"
             return figures
 
     def _read(self, lists: list[str]) -> dict[str, float]:

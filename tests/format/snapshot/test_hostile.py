@@ -158,7 +158,7 @@ FORGERIES: dict[str, Forge] = {
     "chunks out of order": put("chunk_id", 0, 255),
     "a chunk of 64 GiB": put("chunk_bytes", 0, 2**36),
     "a chunk shorter than its preamble": put("chunk_bytes", 0, 95),
-    "a raw file that is larger than what is stored": put("shadowed", 1, 5, "size"),
+    "a raw file that is larger than its stored bytes": put("shadowed", 1, 5, "size"),
     "a raw file of which less is stored": put("stored", UNDER, 6),
     "a compressed file of more than it can be": put("size", A, 2**36),
     "a file with a size of which nothing is stored": put("stored", A, 0),

@@ -77,7 +77,7 @@ def test_P12_no_new_reader_is_sent_to_a_deleted_chunk(
 
     with faulty(holed, Fault("delete", "/chunks/", act=look)):
         holed.purge("ds", NOW)
-    assert seen, "proves nothing"
+    assert seen, "nothing was deleted: proves nothing"
 
 
 def test_P4_one_purge_at_a_time_and_a_lost_lease_deletes_nothing(holed: LocalRepository) -> None:

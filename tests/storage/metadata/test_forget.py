@@ -192,5 +192,5 @@ def test_a_slow_removal_does_not_undo_a_later_commit(
 
     link.before = at(READ_PIECE_FOLDERS, once(meanwhile))
     stored.forget(IDENTITY, [FIRST.id])
-    assert done, "proves nothing"
+    assert done, "nothing happened between the steps: proves nothing"
     check(stored, NAME, [FIRST, *rest])

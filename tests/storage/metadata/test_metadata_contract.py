@@ -287,7 +287,7 @@ HISTORIES: dict[str, list[Chunk]] = {
         Chunk(3, (Entry(b"half", 50, number=1, extents=2, first=(2, 1)),)),
     ],
     "an entry copied by purge": [ONE, files(2, b"b"), chunk_by_purge(9, (ONE, 0))],
-    "copies by purge of what was overwritten or deleted": [
+    "copies by purge of overwritten or deleted entries": [
         *(ONE, files(5, b"a"), tombstones(6, b"b")),
         chunk_by_purge(9, (ONE, 0), (ONE, 1), (ONE, 2)),
     ],
