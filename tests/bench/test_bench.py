@@ -165,9 +165,7 @@ def test_orders_of_folders_with_one_name_are_files_of_their_own(tmp_path: Path) 
 
 
 @each_row(("loop", "processes"), [(loop, processes) for loop in LOOPS for processes in (1, 3)])
-def test_loops_of_python_read_all_files_on_the_signal(
-    tmp_path: Path, loop: str, processes: int
-) -> None:
+def test_python_loops_read_all_files_on_a_signal(tmp_path: Path, loop: str, processes: int) -> None:
     folder = make(SMALL, tmp_path)
     order = whole_order(SMALL, folder, SMALL.paths(), tmp_path / "list")
     with waiting_loop(sys.executable, order, loop, processes=processes, walk=folder) as run:

@@ -91,9 +91,7 @@ def test_a_dataset_in_a_bucket_is_read_written_and_purged(url: str) -> None:
 @pytest.mark.deep
 @pytest.mark.real_start  # the program finds out whether it was imported
 @pytest.mark.parametrize("start", ["fork", "spawn"])
-def test_forked_and_spawned_workers_of_a_data_loader_read_from_a_bucket(
-    url: str, start: str
-) -> None:
+def test_workers_of_a_data_loader_read_from_a_bucket(url: str, start: str) -> None:
     ended = subprocess.run(
         [sys.executable, TRAIN, url, start, "2"],
         env=program_environment(),

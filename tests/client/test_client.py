@@ -103,9 +103,7 @@ def test_an_exception_flushes_nothing(url: str, new: Dataset) -> None:
     assert new.ls() == []
 
 
-def test_a_reader_stays_at_its_version_until_a_path_is_missing(
-    filled: str, dataset: Dataset
-) -> None:
+def test_a_reader_keeps_its_version_until_a_path_is_missing(filled: str, dataset: Dataset) -> None:
     before = dataset.version
     with connect("ds", filled) as writer:
         writer.put(b"changed", "d0/f000")
@@ -375,9 +373,7 @@ def test_put_knows_its_own_entries_in_an_older_version(new: Dataset, tmp_path: P
     assert new.get("gone") == new.get("folder/also") == b"x"
 
 
-def test_put_refuses_a_path_that_conflicts_with_another_writers_entry(
-    url: str, new: Dataset
-) -> None:
+def test_put_refuses_a_conflict_with_another_writers_entry(url: str, new: Dataset) -> None:
     with connect("ds", url) as other:
         other.put(b"1", "file")
         other.put(b"2", "folder/in")
@@ -426,9 +422,7 @@ def test_O15_a_lost_chunk_fails_every_flush(url: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("file_first", [True, False])
-def test_a_file_and_a_folder_that_two_writers_put_at_once_are_both_kept(
-    url: str, file_first: bool
-) -> None:
+def test_a_file_and_a_folder_of_two_writers_are_both_kept(url: str, file_first: bool) -> None:
     with connect("ds", url, create=True) as one, connect("ds", url) as two:
         one.put(b"1", "before")
         two.put(b"2", "before too")

@@ -101,7 +101,7 @@ def test_a_copy_has_the_order_of_reading(url: str) -> None:
         assert dataset._order is None  # its indices are of another version
 
 
-def test_S8_a_pickle_does_not_hold_the_password_of_the_address(
+def test_S8_a_pickle_has_no_password_of_the_address(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = f"{url}?meta=redis://me:{SECRET}@127.0.0.1:1"
@@ -136,7 +136,7 @@ def test_S8_a_pickle_does_not_hold_the_key_of_an_account(
     assert opened.address() == (server, ann)
 
 
-def test_S8_a_pickle_does_not_hold_the_key_of_a_task(
+def test_S8_a_pickle_has_no_key_of_a_task(
     url: str, view: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joins = TaskOptions(task="night", task_key=SECRET, rank=1, world=2)

@@ -82,9 +82,7 @@ def test_a_table_with_tabs_means_the_same_as_its_csv(rows: list[tuple[str, str]]
         (["1.5", "10", "9"], ["1.5", "10", "9"]),
     ],
 )
-def test_classes_are_sorted_as_numbers_if_all_are_numbers(
-    texts: list[str], classes: list[str]
-) -> None:
+def test_classes_are_sorted_as_numbers_if_they_are(texts: list[str], classes: list[str]) -> None:
     lines = "".join(f"{at},{text}\n" for at, text in enumerate(texts))
     found = parse_manifest(f"path,target\n{lines}".encode(), "x")
     assert found.classes == classes

@@ -210,9 +210,7 @@ TWO_FILES = tar_of(("a", b"1" * 3000), ("b", b"2" * 3000))
     ],
     ids=["frames to be skipped", "two members"],
 )
-def test_several_frames_are_one_stream(
-    repository: LocalRepository, tmp_path: Path, data: bytes
-) -> None:
+def test_frames_form_one_stream(repository: LocalRepository, tmp_path: Path, data: bytes) -> None:
     reports = [
         put(repository, local(tmp_path / "x", data)),
         ingest.put(repository, "tar", ingest.TarSource(io.BytesIO(data))),
@@ -261,9 +259,7 @@ def test_a_file_of_another_format_is_named(repository: LocalRepository, tmp_path
     assert contents(repository) == {b"a": b"1"}
 
 
-def test_a_path_without_an_archive_creates_no_dataset(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_missing_archive_creates_no_dataset(repository: LocalRepository, tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="missing"):
         put(repository, LocalArchive(str(tmp_path / "missing")))
     with pytest.raises(UsageError, match="is no file"):
@@ -291,9 +287,7 @@ def test_a_damaged_archive_is_named_and_not_recorded(
     assert put(repository, archive).archives_skipped == 0
 
 
-def test_M1_hostile_members_of_zips_are_refused(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_M1_hostile_zip_members_are_refused(repository: LocalRepository, tmp_path: Path) -> None:
     pipe = zipfile.ZipInfo("pipe")
     pipe.external_attr = (stat.S_IFIFO | 0o644) << 16
     locked = bytearray(zip_of(("locked", b"secret")))
@@ -320,9 +314,7 @@ def test_M1_hostile_members_of_zips_are_refused(
     assert contents(repository) == {b"good": b"4"}
 
 
-def test_a_zip_of_overlapping_members_is_refused(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_overlapping_zip_members_are_refused(repository: LocalRepository, tmp_path: Path) -> None:
     """As in a bomb whose thousands of members share their bytes."""
     data = bytearray(zip_of(("a", b"1" * 100), ("b", b"1" * 100)))
     second = data.rindex(b"PK\x01\x02")
@@ -332,9 +324,7 @@ def test_a_zip_of_overlapping_members_is_refused(
     assert b"b" not in contents(repository)
 
 
-def test_the_sha256_of_an_address_is_checked(
-    repository: LocalRepository, server: ArchiveServer
-) -> None:
+def test_the_sha256_in_a_url_is_checked(repository: LocalRepository, server: ArchiveServer) -> None:
     data = tar_of(("a", b"1"))
     server.files["/x.tar"] = data
     right = hashlib.sha256(data).hexdigest()
@@ -535,9 +525,7 @@ def test_I18_in_any_order_the_last_named_of_several_archives_counts(
         assert put(repository, *archives, jobs=jobs).archives_skipped == len(named)
 
 
-def test_filtered_entries_come_with_the_next_put(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_filtered_entries_come_in_the_next_put(repository: LocalRepository, tmp_path: Path) -> None:
     archive = local(tmp_path / "a.tar", tar_of(("a.jpg", b"1"), ("b.txt", b"2")))
     put(repository, archive, include=("*.jpg",))
     assert put(repository, archive).archives_skipped == 0
@@ -664,9 +652,7 @@ def test_parts_are_fetched_concurrently_and_once(
 
 
 @pytest.mark.parametrize("says_length", [True, False])
-def test_a_server_without_ranges_sends_the_whole_file(
-    repository: LocalRepository, says_length: bool
-) -> None:
+def test_a_server_without_ranges_sends_all(repository: LocalRepository, says_length: bool) -> None:
     with archive_server(sends_parts=False, says_length=says_length) as server:
         server.files |= {"/x.tgz": gzip.compress(tar_of(("a", b"1"))), "/y.zip": zip_of(("b", b""))}
         report = put(
@@ -800,9 +786,7 @@ def test_O3_an_interrupted_put_does_not_wait_for_a_server(
     assert "3000 s" in caplog.text
 
 
-def test_an_unrequested_part_is_refused(
-    server: ArchiveServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unrequested_part_fails(server: ArchiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(archive_file, "PIECE_BYTES", 4096)
     monkeypatch.setattr(archive_places, "_POLICY", RetryPolicy(deadline_s=10.5))
     server.files["/x.tar"] = random_bytes(0, 1 << 16)

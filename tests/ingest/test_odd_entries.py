@@ -66,9 +66,7 @@ def put_both_ways(repository: LocalRepository, folder: Path, data: bytes) -> dic
         zstd.compress(A) + b"\x50\x2a\x4d\x18\x03\0\0\0abc" + zstd.compress(B),
     ],
 )
-def test_I17_concatenated_tars_are_read(
-    repository: LocalRepository, tmp_path: Path, data: bytes
-) -> None:
+def test_I17_joined_tars_are_read(repository: LocalRepository, tmp_path: Path, data: bytes) -> None:
     for name, report in put_both_ways(repository, tmp_path, data).items():
         assert report.failed == []
         assert contents(repository, name) == BOTH

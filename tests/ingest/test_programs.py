@@ -68,9 +68,7 @@ def test_a_program_without_a_store_reports_the_reason(
     assert not children()
 
 
-def test_a_program_that_does_not_pack_is_an_error(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_program_that_cannot_pack_fails(repository: LocalRepository, tmp_path: Path) -> None:
     source = write(tmp_path / "source", {"a": b"1"})
     with pytest.raises(DieselError, match="a packing process died"):
         put(repository, source, (sys.executable, "-c", "raise SystemExit"))

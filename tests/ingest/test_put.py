@@ -226,9 +226,7 @@ def test_durable_chunks_are_committed_after_a_ctrl_c(
     assert repository.meta.head("ds").chunks == sum(commit_sizes)
 
 
-def test_a_store_error_is_not_taken_for_a_file_error(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_a_store_error_is_not_one_of_a_file(repository: LocalRepository, tmp_path: Path) -> None:
     """The store raises an OSError while files are being read."""
     source = write(tmp_path / "source", {f"{i}": os.urandom(60_000) for i in range(20)})
     error = OSError(errno.EIO, "Input/output error")

@@ -241,9 +241,7 @@ def test_empty_sources_make_empty_datasets(repository: LocalRepository, put_many
     assert repository.view("ds").entry_count == 1
 
 
-def test_delete_removes_entries_that_sources_lack(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_removes_missing_entries(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a": b"1", "d/b": b"2", "d/e/c": b"3", "keep/x": b"4"})
     assert put_many({"keep/x": b"4"}).deleted == 0
     assert len(files(repository)) == 4
@@ -294,9 +292,7 @@ def test_a_glob_that_ends_in_a_slash_is_for_folders(
         put_many(source, include=("cache/",))
 
 
-def test_delete_spares_entries_that_filters_spare(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_spares_filtered_entries(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a.jpg": b"1", "b.txt": b"2", "x/c.jpg": b"3"})
     report = put_many({"c.jpg": b"3"}, delete=True, include=("*.jpg",), exclude=("x",))
     assert report.deleted == 1

@@ -73,9 +73,7 @@ def reasons(report: PutReport) -> dict[bytes, str]:
     return dict(report.failed)
 
 
-def test_tars_of_gnu_tar_give_the_original_files(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_gnu_tars_give_the_original_files(repository: LocalRepository, tmp_path: Path) -> None:
     source = odd_tree(tmp_path / "src")
     for form in ("gnu", "posix"):
         command = ["tar", "c", f"--format={form}", "-C", str(source), "."]

@@ -64,9 +64,7 @@ def check(uses: FutureUses, listed: ListedUses) -> None:
 
 
 @given(orders=ORDERS, seeks=SEEKS)
-def test_uses_equal_those_of_a_plain_list(
-    orders: list[tuple[list[int], int]], seeks: object
-) -> None:
+def test_uses_equal_those_of_a_list(orders: list[tuple[list[int], int]], seeks: object) -> None:
     """Readers advance and go back, one by one, also beyond their ends."""
     uses = FutureUses([UnitOrder(np.array(u, np.int64), s) for u, s in orders], UNITS)
     listed = ListedUses(orders)

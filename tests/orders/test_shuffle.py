@@ -79,9 +79,7 @@ def test_parts_are_those_of_the_distributed_sampler(
 
 
 @given(seed=NUMBERS, epoch=NUMBERS, group_size=st.integers(1, 15), position=st.integers(0, 65))
-def test_groups_consist_of_whole_chunks(
-    seed: int, epoch: int, group_size: int, position: int
-) -> None:
+def test_groups_are_whole_chunks(seed: int, epoch: int, group_size: int, position: int) -> None:
     order = chunk_order(SMALL, seed, epoch, group_size=group_size)
     seen: set[int] = set()
     start = 0
@@ -100,9 +98,7 @@ def test_groups_consist_of_whole_chunks(
 
 
 @given(seed=NUMBERS, group_size=st.integers(1, 15), world=st.integers(1, 30), data=st.data())
-def test_a_part_can_begin_anywhere(
-    seed: int, group_size: int, world: int, data: st.DataObject
-) -> None:
+def test_parts_begin_anywhere(seed: int, group_size: int, world: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, world - 1))
     numbers = {"group_size": group_size, "rank": rank, "world": world}
     part = chunk_order(SMALL, seed, 1, **numbers)  # type: ignore[arg-type]  # by name

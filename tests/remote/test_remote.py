@@ -133,9 +133,7 @@ def test_A6_A7_G1_a_server_is_killed_in_the_middle_of_a_put(
 
 
 @pytest.mark.deep
-def test_G1_readers_continue_with_the_other_server(
-    servers: ServerWithRedis, tmp_path: Path
-) -> None:
+def test_G1_readers_continue_with_another_server(servers: ServerWithRedis, tmp_path: Path) -> None:
     """Each of the two is killed and started again in turn."""
     servers.add()
     source = tree(tmp_path / "source")

@@ -168,9 +168,7 @@ def test_C18_a_put_that_is_acknowledged_while_a_rebuild_begins(
     assert content(repository, b"f") == b"1"
 
 
-def test_C18_puts_continue_while_recover_reads_headers(
-    filled: LocalRepository, source: Path
-) -> None:
+def test_C18_puts_continue_beside_a_recovery(filled: LocalRepository, source: Path) -> None:
     """They may replace anything; a chunk that was uncommitted when it was listed counts once."""
     for i in range(3):
         write(source, {f"more{i}": b"%d" % i, "a": b"%d" % i})
@@ -264,9 +262,7 @@ def test_a_damaged_database_stops_no_reader_and_is_made_again(
         assert put_folder(repository, source).files == 0
 
 
-def test_a_bad_snapshot_is_made_again(
-    filled: LocalRepository, source: Path, tmp_path: Path
-) -> None:
+def test_a_bad_snapshot_is_remade(filled: LocalRepository, source: Path, tmp_path: Path) -> None:
     info = filled.dataset("ds")
     assert info.head is not None
     file = tmp_path / "store" / snapshot_object(info.identity, info.head.version)

@@ -289,9 +289,7 @@ def test_putting_the_source_again_heals_a_loss(
     assert dataset_state(again) == everything
 
 
-def test_putting_with_checksum_heals_damage(
-    repository: LocalRepository, first: Path, lost: ChunkId
-) -> None:
+def test_checksum_puts_heal_damage(repository: LocalRepository, first: Path, lost: ChunkId) -> None:
     victim = object_file(repository, lost)
     flip(victim, victim.read_bytes().rindex(b"22"))
     assert put_folder(repository, first).files == 0

@@ -109,9 +109,7 @@ def test_E9_a_full_disk_leaves_the_previous_snapshot(
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
-def test_processes_open_one_file_at_once(
-    view: Snapshot, saved: Path, tmp_path: Path, nodes: int
-) -> None:
+def test_processes_share_one_file(view: Snapshot, saved: Path, tmp_path: Path, nodes: int) -> None:
     """On a shared file system: each node keeps a copy, which its processes share."""
     started = []
     for number in range(8):

@@ -148,9 +148,7 @@ def test_E2_a_forged_snapshot_is_refused_or_shown_faithfully(data: st.DataObject
 @pytest.mark.alone
 @examples(100, suppress=(HealthCheck.function_scoped_fixture,))
 @given(data=st.data())
-def test_E2_the_kernel_accepts_images_of_forged_snapshots(
-    tmp_path: Path, data: st.DataObject
-) -> None:
+def test_E2_the_kernel_accepts_images_of_forgeries(tmp_path: Path, data: st.DataObject) -> None:
     made = image_of_forged(data)
     if made is not None and made[0].byte_count < 1 << 24:
         check_mount(made[1], shown_by(made[0]), ME, tmp_path)

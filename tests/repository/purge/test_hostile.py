@@ -49,9 +49,7 @@ from .purged import (
 LOOK = replace(NOW, dry_run=True)
 
 
-def test_P7_a_store_restored_from_a_backup_loses_nothing_more(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P7_a_restored_store_loses_nothing_more(holed: LocalRepository, tmp_path: Path) -> None:
     """The metadata know of chunks that the backup lacks, into which contents have moved."""
     store = tmp_path / "store"
     shutil.copytree(store / "datasets", tmp_path / "backup")
@@ -125,9 +123,7 @@ def test_verify_of_a_dataset_that_is_purged_continuously(
         holed.verify("ds")
 
 
-def test_recover_beside_a_drop_of_tombstones(
-    repository: LocalRepository, clock: MovedClock
-) -> None:
+def test_recover_beside_dropped_tombstones(repository: LocalRepository, clock: MovedClock) -> None:
     """It reads a chunk of tombstones after the purge forgot it and before it deletes it."""
     deleted_file(repository)
     clock.ahead_s += 2 * HOUR_S
@@ -223,9 +219,7 @@ def test_a_purge_by_a_clock_that_is_ahead_is_refused(
     lease.close()
 
 
-def test_P10_a_purge_of_a_full_store_frees_as_much_as_it_can(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P10_a_purge_frees_space_of_a_full_store(holed: LocalRepository, tmp_path: Path) -> None:
     """Otherwise the store would stay full, as the next purge would find no room to begin either."""
     holed.purge("ds")
     writer = Writer(holed)

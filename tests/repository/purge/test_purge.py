@@ -58,9 +58,7 @@ def test_P1_space_comes_back_and_nothing_is_lost(holed: LocalRepository, tmp_pat
     assert holed.purge("ds", NOW).rewritten == 0
 
 
-def test_P12_no_new_reader_is_sent_to_a_deleted_chunk(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P12_no_reader_is_sent_to_a_deleted_chunk(holed: LocalRepository, tmp_path: Path) -> None:
     """At the first deletion the newest snapshot and the metadata name other chunks."""
     expected = facts(tmp_path / "source")
     seen: list[int] = []
@@ -173,9 +171,7 @@ def test_P5_a_rebuild_beside_the_deletions(holed: LocalRepository, tmp_path: Pat
     sound(holed)
 
 
-def test_P5_a_purge_beside_a_rebuild_that_has_read_its_chunks(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P5_a_purge_beside_a_rebuild_that_has_read(holed: LocalRepository, tmp_path: Path) -> None:
     """They are gone when the rebuild ends, which forgets them, too."""
     rebuild = holed.meta.rebuild
 
@@ -214,9 +210,7 @@ def test_P6_files_written_while_purge_copies_win(holed: LocalRepository) -> None
     sound(holed)
 
 
-def test_P10_a_full_store_leaves_everything_unchanged(
-    holed: LocalRepository, tmp_path: Path
-) -> None:
+def test_P10_a_full_store_leaves_all_unchanged(holed: LocalRepository, tmp_path: Path) -> None:
     before = chunks(holed)
     full = Fault("put", "/chunks/", error=NoSpaceError("the store is full"))
     with faulty(holed, full), pytest.raises(NoSpaceError):

@@ -70,9 +70,7 @@ def test_a_lease_holds_the_chunks_of_its_version(holed: LocalRepository, clock: 
     assert leased(holed) == frozenset()
 
 
-def test_a_lease_taken_just_before_the_deletion_holds(
-    holed: LocalRepository, clock: MovedClock
-) -> None:
+def test_a_lease_taken_before_the_deletion_holds(holed: LocalRepository, clock: MovedClock) -> None:
     reader = Reader(holed)
     taken = list[ReadLease]()
     forget = holed.meta.forget
@@ -125,9 +123,7 @@ def test_a_lease_on_nothing_holds_nothing(holed: LocalRepository) -> None:
 
 
 @pytest.mark.parametrize("version", [-1, -(1 << 63)])
-def test_a_lease_on_an_impossible_version_counts_for_every_version(
-    holed: LocalRepository, version: int
-) -> None:
+def test_a_lease_on_an_impossible_version_holds_all(holed: LocalRepository, version: int) -> None:
     identity = holed.dataset("ds").identity
     lease = Lease.own("0" * 32, version)
     holed.objects.replace(lease_object(identity, "0" * 32), [lease.to_json()])
@@ -244,9 +240,7 @@ def test_kept_versions_can_be_read_until_they_are_released(
         b'{"keep": -1, "grace_s": 0}',
     ],
 )
-def test_a_malformed_policy_is_named_and_can_be_replaced(
-    holed: LocalRepository, policy: bytes
-) -> None:
+def test_a_malformed_policy_is_named_and_replaced(holed: LocalRepository, policy: bytes) -> None:
     holed.objects.replace(lease_object(holed.dataset("ds").identity, "policy"), [policy])
     with pytest.raises(CorruptError, match=r"policy is damaged.*--keep"):
         holed.purge("ds")

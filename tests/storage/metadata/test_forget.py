@@ -147,9 +147,7 @@ def test_forgetting_waits_for_a_lock(meta: MetadataStore, open_meta: Opener) -> 
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("kind", ["redis", "redis-buckets", "redis-cluster"])
-def test_P1_a_client_killed_while_it_forgets(
-    kind: str, step: str, tmp_path: Path, clock: Clock
-) -> None:
+def test_P1_a_client_killed_in_forget(kind: str, step: str, tmp_path: Path, clock: Clock) -> None:
     """Before COMMIT ran in the head, nothing has happened; after it, the next client applies it."""
     other = STORES[kind](tmp_path, clock)()
     link = watched_link((shared_cluster() if kind == "redis-cluster" else shared_server()).url)

@@ -370,9 +370,7 @@ def test_a_rebuild_that_is_being_removed_fails(embedded: SqliteMetadata, path: P
     check(embedded, NAME, store.there)
 
 
-def test_a_rebuild_without_its_lock_includes_late_commits(
-    embedded: SqliteMetadata, path: Path
-) -> None:
+def test_a_rebuild_without_lock_includes_late_commits(embedded: SqliteMetadata, path: Path) -> None:
     store = with_chunks(embedded, files(1, b"a"))
 
     def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:

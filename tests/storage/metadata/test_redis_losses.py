@@ -115,9 +115,7 @@ def test_C4_a_store_that_comes_back_older_takes_commits_after_repair_only(tmp_pa
         assert pieces(server.client()) == 0
 
 
-def test_C11_an_error_after_COMMIT_does_not_undo_it(
-    link: WatchedLink, stored: RedisMetadata
-) -> None:
+def test_C11_an_error_after_COMMIT_undoes_nothing(link: WatchedLink, stored: RedisMetadata) -> None:
     def fail() -> None:
         raise CorruptError("whatever")
 
@@ -240,9 +238,7 @@ def test_C15_any_damaged_value_is_an_error_until_a_rebuild(shared: RedisServer) 
         assert faults == []
 
 
-def test_C15_a_commit_over_damage_changes_nothing(
-    shared: RedisServer, stored: RedisMetadata
-) -> None:
+def test_C15_commits_over_damage_change_nothing(shared: RedisServer, stored: RedisMetadata) -> None:
     version = stored.head(NAME).version
     shared.client().hset(KEYS.head, "digest", b"AAA")
     with pytest.raises(CorruptError, match="recover"):
@@ -293,9 +289,7 @@ def test_pieces_of_a_dead_writer_are_removed(shared: RedisServer, stored: RedisM
     assert stored.lookup(IDENTITY, [b"lost"]).names == []
 
 
-def test_C12_readers_fetch_no_pieces_of_a_commit(
-    shared: RedisServer, stored: RedisMetadata
-) -> None:
+def test_C12_readers_fetch_no_piece_of_a_commit(shared: RedisServer, stored: RedisMetadata) -> None:
     more = files(2, *(b"d%d/%06d-%s" % (i % 3, i, b"n" * 60) for i in range(8000)))
     commit_without_applying(shared.url, more.batch())
     before = int(shared.client().info()["total_net_output_bytes"])

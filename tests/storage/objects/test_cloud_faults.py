@@ -166,9 +166,7 @@ def test_O1_a_forbidden_store_is_not_a_missing_one(server: ScriptedS3) -> None:
     assert len(server.requests) == 2
 
 
-def test_O1_expired_credentials_are_read_once_more(
-    server: ScriptedS3, sleeps: VirtualSleep
-) -> None:
+def test_O1_expired_credentials_are_read_again(server: ScriptedS3, sleeps: VirtualSleep) -> None:
     environ = credentials(server.endpoint)
     store = open_cloud(URL, create=True, environ=environ, limits=LIMITS, clock=sleeps.clock())
     store.put(NAME, [CONTENT])
@@ -463,9 +461,7 @@ def test_O11_a_conflict_is_not_a_lost_answer(bucket: ScriptedBucket) -> None:
         bucket.store.put(NAME, [CONTENT])
 
 
-def test_O20_requests_at_once_are_bounded(
-    bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_O20_requests_are_bounded(bucket: ScriptedBucket, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cloud_requests, "_slots", threading.BoundedSemaphore(4))
     bucket.server.put(key(NAME), CONTENT)
     bucket.server.busiest, bucket.server.delay_s = 0, 0.005

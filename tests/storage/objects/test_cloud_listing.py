@@ -89,9 +89,7 @@ def test_pages_are_fetched_as_they_are_needed(bucket: ScriptedBucket) -> None:
     ],
     ids=["ends too early", "500", "503", "breaks off", "refused token"],
 )
-def test_O12_a_listing_continues_after_a_failure(
-    bucket: ScriptedBucket, rule: Rule, pauses: int
-) -> None:
+def test_O12_a_listing_survives_a_failure(bucket: ScriptedBucket, rule: Rule, pauses: int) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.plan(rule)
     assert [*bucket.store.housekeeping.names(CHUNKS)] == NAMES

@@ -72,9 +72,7 @@ def test_only_a_new_object_that_fits_no_request_is_put_in_parts(bucket: Scripted
         Rule("POST", "uploadId", status=503),
     ],
 )
-def test_O3_after_a_failed_request_the_whole_put_is_repeated(
-    bucket: ScriptedBucket, rule: Rule
-) -> None:
+def test_O3_a_failed_request_repeats_the_whole_put(bucket: ScriptedBucket, rule: Rule) -> None:
     bucket.sleeps.slept.clear()
     bucket.server.objects.pop(key(NAME), None)
     bucket.server.plan(rule)

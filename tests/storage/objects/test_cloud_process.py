@@ -85,9 +85,7 @@ def run(code: str, endpoint: str, more: Mapping[str, str] = MappingProxyType({})
         ("get(); printed = in_child(get); print(get().decode(), printed)", f"content {FORKED}"),
     ],
 )
-def test_Z9_a_forked_child_works_or_gets_an_error(
-    server: ScriptedS3, code: str, printed: str
-) -> None:
+def test_Z9_a_forked_child_works_or_fails(server: ScriptedS3, code: str, printed: str) -> None:
     server.put(key(NAME), b"content")
     begin = "store = unused(); get = lambda: store.get(NAME); assert not store.fork_safe\n"
     assert printed in run(begin + code, server.endpoint)

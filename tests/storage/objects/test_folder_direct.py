@@ -81,9 +81,7 @@ def put_and_check(store: FolderStore, size: int = SIZES[-1]) -> None:
 
 
 @each_row("size", SIZES)
-def test_large_objects_pass_by_the_page_cache(
-    store: FolderStore, writes: Writes, size: int
-) -> None:
+def test_large_objects_bypass_the_page_cache(store: FolderStore, writes: Writes, size: int) -> None:
     writes.direct.clear()
     put_and_check(store, size)
     assert sum(writes.direct) == (size - size % BLOCK if size >= MIB else 0)

@@ -219,9 +219,7 @@ def test_every_errno_becomes_an_error_of_the_tree(
     assert_untouched(store)
 
 
-def test_short_reads_and_writes_are_continued(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_short_reads_and_writes_resume(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     writev, preadv = os.writev, os.preadv
     monkeypatch.setattr(os, "writev", lambda fd, views: writev(fd, [views[0][:3]]))
     monkeypatch.setattr(os, "preadv", lambda fd, views, at: preadv(fd, [views[0][:2]], at))
