@@ -105,9 +105,7 @@ def test_many_entries_are_named_in_any_way(dataset: Dataset) -> None:
 
 
 @each_row("missing", ["nowhere", b"d1/x", 10**6, -1, 2**70, np.int64(34)])
-def test_every_call_raises_the_same_error_for_a_missing_entry(
-    dataset: Dataset, missing: EntryKey
-) -> None:
+def test_calls_raise_one_error_for_a_missing_entry(dataset: Dataset, missing: EntryKey) -> None:
     """The error is also a FileNotFoundError, the kind that programs expect of files."""
     for call in (dataset.get, dataset.stat, dataset.ls, dataset.delete):
         with pytest.raises(NoSuchPath):

@@ -137,9 +137,7 @@ def test_save_and_load_meta(filled: str, dataset: Dataset, tmp_path: Path) -> No
         other.load_meta(saved)
 
 
-def test_load_meta_recognises_an_old_snapshot_after_the_loss_of_the_metadata(
-    filled: str, tmp_path: Path
-) -> None:
+def test_load_meta_recognises_old_snapshots_without_metadata(filled: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved.snapshot"
     with connect("ds", filled) as dataset:
         dataset.save_meta(saved)
@@ -152,9 +150,7 @@ def test_load_meta_recognises_an_old_snapshot_after_the_loss_of_the_metadata(
         assert dataset.load_meta(saved) is False
 
 
-def test_E1_Z10_a_damaged_snapshot_is_refused_and_one_in_use_may_be_cut(
-    dataset: Dataset, tmp_path: Path
-) -> None:
+def test_E1_Z10_a_damaged_or_truncated_saved_snapshot(dataset: Dataset, tmp_path: Path) -> None:
     """`load_meta` reads the user's file once, and maps a private copy."""
     saved = tmp_path / "saved.snapshot"
     dataset.save_meta(saved)

@@ -182,9 +182,7 @@ def test_a_full_disk_ends_get_and_leaves_no_partial_file(
     assert os.listdir(tmp_path / "out") == ["a"]
 
 
-def test_a_lost_store_ends_get_and_lost_chunks_fail_their_files(
-    pets: Pets, source: Path, tmp_path: Path
-) -> None:
+def test_lost_stores_and_lost_chunks_in_get(pets: Pets, source: Path, tmp_path: Path) -> None:
     view, store = pets.put(source), tmp_path / "store"
     store.rename(tmp_path / "elsewhere")
     with pytest.raises(ObjectStoreError, match="the store has gone"):

@@ -159,7 +159,7 @@ def test_fetching_runs_ahead_within_limits(repository: LocalRepository) -> None:
     assert len(huge.reads) == 3 * AHEAD_BYTES_MAX // PIECE_BYTES
 
 
-def test_a_prefix_without_objects_is_not_found_unless_empty_sources_are_allowed(
+def test_a_prefix_without_objects_is_not_found(
     repository: LocalRepository,
 ) -> None:
     bucket = FakeBucket({})

@@ -59,9 +59,7 @@ def put_folder(repository: Repository, folder: Path, **options: bool) -> PutRepo
     )
 
 
-def test_a_manifest_is_a_file_of_the_dataset_and_stored_once(
-    repository: LocalRepository, server: ArchiveServer
-) -> None:
+def test_a_manifest_is_stored_once(repository: LocalRepository, server: ArchiveServer) -> None:
     report = put(repository, server)
     assert (report.failed, report.samples, report.files) == ([], 2, 3)
     assert contents(repository)[b".manifest.csv"] == MANIFEST
@@ -179,9 +177,7 @@ def test_a_manifest_that_is_lost_is_put_again(repository: LocalRepository, tmp_p
     assert contents(repository)[b".manifest.csv"] == MANIFEST
 
 
-def test_the_command_reports_the_manifest_and_exits_with_3_if_it_stored_none(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_the_command_exits_with_3_without_a_manifest(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source, labels = written(tmp_path)
     result = dlcmd("put", source, "pets/train", "--manifest", labels)
     assert b"the manifest names 2 samples" in result.out

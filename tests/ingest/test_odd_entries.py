@@ -108,9 +108,7 @@ def test_a_compressed_file_is_put_although_bytes_follow_it(
 
 
 @each_row("form", ["gnu", "posix"])
-def test_an_incremental_tar_gives_the_files_that_tar_gives(
-    repository: LocalRepository, tmp_path: Path, form: str
-) -> None:
+def test_incremental_tars_are_put(repository: LocalRepository, tmp_path: Path, form: str) -> None:
     """In GNU's format its headers have times at the place of a part of the name."""
     source = write(tmp_path / "src", {"d/1": b"1", "d/e/" + "n" * 120: b"2", "d/e/3": b"3"})
     options = [f"--format={form}", "--listed-incremental", str(tmp_path / "state"), "-V", "label"]
@@ -286,9 +284,7 @@ def test_names_in_zips(
     assert report.backslashes == (b"\\" in data and b"/cat/" in expected)
 
 
-def test_an_empty_folder_of_a_zip_with_backslashes_is_a_folder(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_an_empty_folder_named_by_backslashes(repository: LocalRepository, tmp_path: Path) -> None:
     archive = local(tmp_path / "x.zip", zip_with(b"train\\empty\\", 0, content=b""))
     ingest.put(repository, "pets", ArchivesSource([archive]))
     assert contents(repository) == {b"train": "0o755", b"train/empty": "0o755"}

@@ -216,9 +216,7 @@ def test_without_delete_files_and_folders_do_not_replace_each_other(
 
 
 @pytest.mark.parametrize("kind", ["file", "bucket"])
-def test_a_single_file_needs_a_name_and_leaves_others_alone(
-    repository: LocalRepository, tmp_path: Path, kind: str
-) -> None:
+def test_a_single_file_needs_a_name(repository: LocalRepository, tmp_path: Path, kind: str) -> None:
     """A file, or the one object of a bucket. Filters do not apply to it."""
     (tmp_path / "a").write_bytes(b"content")
     objects = FakeBucket({b"": b"content"})
@@ -326,9 +324,7 @@ def test_delete_spares_the_folder_of_filtered_entries(
     assert names(repository.view("ds")) == [b"d/x.tmp", b"e"]
 
 
-def test_delete_spares_a_filtered_file_if_a_folder_comes_in_its_place(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_replaces_no_filtered_file(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"a": b"1", "b.jpg": b"2"})
     report = put_many({"a/x.jpg": b"3", "b.jpg/x.jpg": b"4"}, delete=True, include=("*.jpg",))
     assert report.failed[0][0] in (b"a", b"a/x.jpg")  # a folder's walk stops at `a`
@@ -336,9 +332,7 @@ def test_delete_spares_a_filtered_file_if_a_folder_comes_in_its_place(
     assert names(repository.view("ds")) == [b"a", b"b.jpg/x.jpg"]
 
 
-def test_with_delete_files_and_folders_take_each_others_place(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_lets_files_and_folders_swap(repository: LocalRepository, put_many: PutMany) -> None:
     put_many({"f": b"1", "d/in": b"2", "gone": b""})
     assert put_many({"f/in": b"was a file", "d": b"was a folder"}, delete=True).failed == []
     assert files(repository) == {b"d": b"was a folder", b"f/in": b"was a file"}

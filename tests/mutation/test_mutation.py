@@ -158,9 +158,7 @@ def test_a_copy_is_apart_from_the_tree_and_ends_its_daemons(toy: Path) -> None:
 
 @pytest.mark.deep
 @needs_copies
-def test_kills_and_survivals_are_distinguished(
-    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_and_survivals(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts, "HANG_S_MIN", 2.0)
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # a toy needs none
     folder = tmp_path / "cover"

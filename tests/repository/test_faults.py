@@ -318,9 +318,7 @@ def test_I3_one_chunk_with_EIO_is_named_and_the_others_are_read(
     assert content(filled, b"more") == b"3"
 
 
-def test_one_damaged_name_stops_no_other_dataset(
-    filled: LocalRepository, source: Path, tmp_path: Path
-) -> None:
+def test_a_damaged_name_is_skipped(filled: LocalRepository, source: Path, tmp_path: Path) -> None:
     ingest.put(filled, "other", FolderSource(source), options=ONE)
     identity = filled.dataset("ds").identity
     file = tmp_path / "store" / dataset_object(identity)

@@ -242,9 +242,7 @@ def test_Z4_a_file_of_one_writer_and_a_folder_of_another(
 
 
 @pytest.mark.parametrize("how", ["deleted", "not ours"])
-def test_Z4_a_file_that_was_replaced_on_purpose_stays_replaced(
-    repository: LocalRepository, how: str
-) -> None:
+def test_Z4_a_file_replaced_on_purpose_is_gone(repository: LocalRepository, how: str) -> None:
     a, b, looker = Writer(repository), Writer(repository), Writer(repository)
     for writer in (a, b, looker):
         assert writer.session.view.entry_count == 1

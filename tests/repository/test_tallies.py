@@ -133,9 +133,7 @@ def _newest(repository: LocalRepository) -> tuple[UUID, int]:
     return identity, repository.snapshots.newest(identity)
 
 
-def test_files_replaced_before_they_are_published_are_no_damage(
-    repository: LocalRepository, source: Path
-) -> None:
+def test_early_replaced_files_are_no_damage(repository: LocalRepository, source: Path) -> None:
     """Their chunk has fewer places by then."""
     first, second = repository.begin("ds"), repository.begin("ds")
     put_folder(repository, source)

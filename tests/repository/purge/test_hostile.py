@@ -235,9 +235,7 @@ def test_P10_a_purge_frees_space_of_a_full_store(holed: LocalRepository, tmp_pat
     sound(holed)
 
 
-def test_L5_files_of_a_writer_to_a_deleted_dataset_are_removed(
-    repository: LocalRepository, tmp_path: Path
-) -> None:
+def test_L5_files_of_a_late_writer_are_removed(repository: LocalRepository, tmp_path: Path) -> None:
     """The writer did not know of the deletion; the dataset has been made again since, or has
     not."""
     writer = Writer(repository)

@@ -137,9 +137,7 @@ def test_P1_P5_a_purge_killed_at_any_step_can_be_completed(
         assert stored_bytes(again) < 200_000
 
 
-def test_P5_a_writer_does_not_bring_back_chunks_that_a_purge_deletes(
-    holed: LocalRepository, clock: MovedClock
-) -> None:
+def test_P5_a_writer_folds_in_no_forgotten_chunk(holed: LocalRepository, clock: MovedClock) -> None:
     """It sees forgotten chunks that are not deleted yet, and leaves them alone."""
     old = chunks(holed)
 

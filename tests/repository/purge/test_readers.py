@@ -201,9 +201,7 @@ def test_a_forked_child_neither_renews_nor_ends_a_lease(holed: LocalRepository) 
     lease.close()
 
 
-def test_kept_versions_can_be_read_until_they_are_released(
-    repository: LocalRepository, clock: MovedClock
-) -> None:
+def test_kept_versions_can_be_read(repository: LocalRepository, clock: MovedClock) -> None:
     versions = {}
     with dataset_of(repository) as ds:
         for i in range(5):
@@ -254,9 +252,7 @@ def test_numbers_beyond_any_clock_are_refused(keep: int, grace_s: int) -> None:
         PurgeOptions(keep=keep, grace_s=grace_s)
 
 
-def test_publishing_keeps_young_versions_within_a_bound(
-    repository: LocalRepository, clock: MovedClock
-) -> None:
+def test_publishing_keeps_bounded_versions(repository: LocalRepository, clock: MovedClock) -> None:
     """Frequent puts do not accumulate snapshots, and a leased one stays."""
     with dataset_of(repository) as ds:
         ds.put(b"0", "f")

@@ -325,9 +325,7 @@ def test_a_change_that_cannot_be_synced_fails(
     assert sorted(os.listdir(tmp_path)) == ["accounts", "accounts.lock"]
 
 
-def test_the_temporary_file_of_a_crash_is_a_leftover_of_the_store(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_crash_leaves_a_known_leftover(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = FolderStore.create(tmp_path / "store")
     table = AccountFile(tmp_path / "store/accounts")
 

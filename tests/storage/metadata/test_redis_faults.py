@@ -537,9 +537,7 @@ def test_C13_a_hung_redis_fails_in_time(server: RedisServer, pool: ThreadPoolExe
 
 
 @pytest.mark.deep
-def test_C13_a_read_of_a_hung_redis_fails_soon_and_a_commit_waits(
-    server: RedisServer, pool: ThreadPoolExecutor
-) -> None:
+def test_C13_reads_of_a_hung_redis_fail_soon(server: RedisServer, pool: ThreadPoolExecutor) -> None:
     with closing(filled(server.url, deadline_s=30)) as meta:
         server.signal(signal.SIGSTOP)
         threading.Timer(11, lambda: server.signal(signal.SIGCONT)).start()

@@ -198,9 +198,7 @@ FORKS_WITH_THREADS = "ignore:.*multi-threaded.*fork:DeprecationWarning"
 
 
 @pytest.mark.filterwarnings(FORKS_WITH_THREADS)
-def test_Z9_a_fork_waits_for_the_transactions_of_other_threads(
-    meta: SqliteMetadata, pool: ThreadPoolExecutor
-) -> None:
+def test_Z9_a_fork_waits_for_transactions(meta: SqliteMetadata, pool: ThreadPoolExecutor) -> None:
     stop = threading.Event()
     numbers: list[int] = []
 

@@ -101,9 +101,7 @@ def test_L8_an_expired_lease_is_taken_and_its_holder_refused(lease: Lease, clock
         dead.keep()
 
 
-def test_a_damaged_lease_is_valid_until_it_must_have_expired(
-    tmp_path: Path, lease: Lease, clock: Clock
-) -> None:
+def test_a_damaged_lease_is_valid_for_its_term(tmp_path: Path, lease: Lease, clock: Clock) -> None:
     (tmp_path / "meta.lease").write_bytes(b'{"host": "ho')
     os.utime(tmp_path / "meta.lease", (clock.seconds(), clock.seconds()))
     with pytest.raises(BusyError, match="unknown host"):

@@ -108,9 +108,7 @@ def test_O3_O4_O11_after_an_error_that_passes_the_request_is_repeated(
         (Rule("GET", NAME, ignore="range", times=None), r"not of the range .* attempts in"),
     ],
 )
-def test_O3_O4_O5_a_deadline_ends_lasting_faults(
-    bucket: ScriptedBucket, rule: Rule, complaint: str
-) -> None:
+def test_O3_O4_O5_deadlines_end_faults(bucket: ScriptedBucket, rule: Rule, complaint: str) -> None:
     bucket.sleeps.slept.clear()
     with within(POLICY.deadline_s + 1), pytest.raises(ObjectStoreError, match=complaint):
         call(bucket, rule)

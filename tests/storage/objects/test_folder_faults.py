@@ -80,9 +80,7 @@ def assert_untouched(store: FolderStore) -> None:
     assert sorted(os.listdir(f"{store.root}/{CHUNKS}")) == [OTHER.rpartition("/")[2]]
 
 
-def test_a_file_is_synced_before_its_folder_and_new_folders_in_their_parents(
-    store: FolderStore, syncs: Syncs
-) -> None:
+def test_files_are_synced_before_folders_and_parents_too(store: FolderStore, syncs: Syncs) -> None:
     store.put(NAME, PARTS)
     assert syncs.paths == [*syncs.temporaries(), CHUNKS]
     assert syncs.paths[0].startswith(f"{CHUNKS}/.tmp-")

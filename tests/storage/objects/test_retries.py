@@ -313,7 +313,7 @@ def test_O3_endless_requests_for_pauses_get_an_hour() -> None:
     assert sum(pauses.noted) == 3000 < ASKED_S_MAX
 
 
-def test_O3_a_long_pause_is_logged_once_and_ends_with_its_last_waiter(
+def test_O3_a_long_pause_logs_once_and_can_be_ended(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     pauses, ended = LongPauses(), Queue[DieselError]()
