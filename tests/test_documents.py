@@ -414,7 +414,5 @@ def test_fields_that_a_request_may_leave_out_are_documented() -> None:
         .partition("Every other field")[0]
     )
     assert len(found) > 8
-    assert set(CODE.findall(omissible)) == found | {
-        "since_s",
-        "chunks",
-    }  # these two are read by name
+    # these two are read by name
+    assert set(CODE.findall(omissible)) == found | {"since_s", "chunks"}

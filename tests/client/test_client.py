@@ -111,9 +111,8 @@ def test_a_reader_keeps_its_version_until_a_path_is_missing(filled: str, dataset
         writer.flush()
         assert dataset.get("d0/f000") == b"content 0"
         assert dataset.version == before
-        assert (
-            dataset.get("new") == b"new"
-        )  # missing here, so the reader looks for the newest version
+        # missing here, so the reader looks for the newest version
+        assert dataset.get("new") == b"new"
         assert dataset.get("d0/f000") == b"changed"
         writer.put(b"newer!", "newer")
         writer.flush()

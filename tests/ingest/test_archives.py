@@ -269,9 +269,8 @@ def test_a_missing_archive_creates_no_dataset(repository: LocalRepository, tmp_p
 
 @pytest.mark.parametrize("form", [*COMPRESS, "zip"])
 def test_a_damaged_archive_is_named(repository: LocalRepository, tmp_path: Path, form: str) -> None:
-    files = [
-        (f"f{i:02}", random_bytes(i, 20_000)) for i in range(100)
-    ]  # bzip2 gives 900 kB at once
+    # more than bzip2 gives at once (900 kB)
+    files = [(f"f{i:02}", random_bytes(i, 20_000)) for i in range(100)]
     data = zip_of(*files) if form == "zip" else COMPRESS[form](tar_of(*files))
     damaged = data[: len(data) * 2 // 3]
     if form == "zip":  # the table of contents is at the end
@@ -636,11 +635,8 @@ def test_parts_are_fetched_concurrently_and_once(
 ) -> None:
     data = tar_of(*((f"f{i}", random_bytes(i, 1 << 20)) for i in range(20)))
     server.files["/x.tar"] = data
-    server.failures = [
-        0,
-        503,
-        -1,
-    ]  # after the first request: an overload, and a body that breaks off
+    # after the first request: an overload, and a body that breaks off
+    server.failures = [0, 503, -1]
     assert not put(repository, HttpArchive(server.url("/x.tar")), chunk_bytes=4 << 20).failed
     assert server.requests["/x.tar"] == 1 + -(-len(data) // archive_file.PIECE_BYTES) + 2
     assert server.served["/x.tar"] == len(data) + 1

@@ -77,9 +77,8 @@ def test_put_again_reads_nothing(
     def never(*_: object) -> int:
         raise AssertionError("a file was read")
 
-    monkeypatch.setattr(
-        os, "readv", never
-    )  # the packing processes are forks, so it holds for them too
+    # the packing processes are forks, so this holds for them too
+    monkeypatch.setattr(os, "readv", never)
     again = put(repository, source)
     assert (again.files, again.chunks, again.failed) == (0, 0, [])
     assert again.version == first.version

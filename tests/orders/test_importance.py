@@ -88,9 +88,8 @@ def test_samples_are_drawn_with_the_frequency_of_their_chances(rule: DrawRule) -
 def test_weights_make_the_mean_unbiased() -> None:
     chance = np.random.default_rng(2)
     values = chance.exponential(1, 1000).astype(np.float32)
-    terms = values + chance.normal(
-        0, 0.1, 1000
-    )  # samples that are drawn more often have greater values
+    # samples that are drawn more often have greater values
+    terms = values + chance.normal(0, 0.1, 1000)
     rule = DrawRule(0.4, 0.05)
     chances = rule.probabilities(values, 0, 0)
     corrected, plain = [], []

@@ -30,11 +30,8 @@ from .trees import (
     snapshot_of,
 )
 
-pytestmark = [
-    pytest.mark.deep,
-    needs_erofs,
-    pytest.mark.alone,
-]  # otherwise other tests' mounts disturb `silence`
+# `alone`: other tests' mounts would disturb `silence`
+pytestmark = [pytest.mark.deep, needs_erofs, pytest.mark.alone]
 ME = Shown(uid=1000, gid=1001, umask=0o022)
 
 
