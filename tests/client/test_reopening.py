@@ -118,9 +118,7 @@ def test_S8_a_pickle_has_no_password_of_the_address(
         opened.address()
 
 
-def test_S8_a_pickle_does_not_hold_the_key_of_an_account(
-    view: Snapshot, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_S8_pickles_hold_no_accounts_key(view: Snapshot, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = b"canary-of-an-account-32-bytes..."
     server, ann = parse_url("diesel://127.0.0.1:1"), Credentials("ann", seed)
     with RemoteRepository.at(server, ann) as repository:

@@ -146,9 +146,7 @@ def names(view: Snapshot) -> list[bytes]:
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES_MIN, 3 * CHUNK_BYTES_MIN + 1])
-def test_a_file_is_put_with_content_mode_and_mtime(
-    repository: LocalRepository, put_one: PutOne, size: int
-) -> None:
+def test_content_mode_and_mtime(repository: LocalRepository, put_one: PutOne, size: int) -> None:
     content = os.urandom(size)
     report = put_one("in/here/a", content)
     assert (report.files, report.content_bytes, report.failed) == (1, size, [])
@@ -309,9 +307,7 @@ def test_delete_spares_all_below_a_folder_that_is_left_out(
     )
 
 
-def test_delete_spares_the_folder_of_filtered_entries(
-    repository: LocalRepository, put_many: PutMany
-) -> None:
+def test_delete_spares_filtered_folders(repository: LocalRepository, put_many: PutMany) -> None:
     """No file takes its place: the filtered entries would be lost under it."""
     put_many({"d/x.tmp": b"1", "d/y": b"2", "e/z": b"3"})
     before = repository.stat("ds", b"d")

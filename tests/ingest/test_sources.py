@@ -249,9 +249,7 @@ def test_I11_two_sources_with_the_same_names(repository: LocalRepository, tmp_pa
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o077, 0o777])
-def test_I15_modes_are_permission_bits_whatever_the_umask(
-    repository: LocalRepository, tmp_path: Path, umask: int
-) -> None:
+def test_I15_modes_under_any_umask(repository: LocalRepository, tmp_path: Path, umask: int) -> None:
     source = write(tmp_path / "source", {f"{mode:04o}": b"x" for mode in range(0, 0o10000, 0o111)})
     for path in source.iterdir():
         path.chmod(int(path.name, 8))

@@ -86,9 +86,7 @@ def orders() -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("skews", [(TOLERATED_S, 0.0), (0.0, -TOLERATED_S), (-120.0, 120.0)])
 @pytest.mark.parametrize("order", orders())
-def test_K1_K2_two_writers_with_skewed_clocks(
-    url: str, order: tuple[int, ...], skews: tuple[float, float]
-) -> None:
+def test_K1_K2_skewed_writers(url: str, order: tuple[int, ...], skews: tuple[float, float]) -> None:
     """The greatest stamp wins; a writer that begins after another's commit wins, whatever the
     clocks."""
     hosts = [Host(url, skews[0], b"A"), Host(url, skews[1], b"B")]

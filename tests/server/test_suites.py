@@ -44,7 +44,7 @@ from tests.ingest.test_source_contract import (  # noqa: F401
     put_many,
     put_one,
     test_a_dry_run_counts_and_changes_nothing,
-    test_a_file_is_put_with_content_mode_and_mtime,
+    test_content_mode_and_mtime,
     test_delete_removes_missing_entries,
     test_empty_sources_make_empty_datasets,
 )

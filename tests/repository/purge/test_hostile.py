@@ -112,9 +112,7 @@ def test_verify_beside_a_purge_finds_nothing_wrong(holed: LocalRepository, opera
     assert findings.files == 30
 
 
-def test_verify_of_a_dataset_that_is_purged_continuously(
-    holed: LocalRepository, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_verify_beside_many_purges(holed: LocalRepository, monkeypatch: pytest.MonkeyPatch) -> None:
     known = type(holed.meta).chunks
     monkeypatch.setattr(type(holed.meta), "chunks", lambda *a: known(*a)[1:])
     first = chunk_object(holed.dataset("ds").identity, chunks(holed)[0])

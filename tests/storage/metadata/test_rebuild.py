@@ -68,9 +68,7 @@ def commits_are_locked(opened: Opener) -> bool:
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_C18_commits_during_a_rebuild_are_in_the_new_state(
-    meta: MetadataStore, open_meta: Opener, before: int
-) -> None:
+def test_C18_a_rebuild_has_new_commits(meta: MetadataStore, open_meta: Opener, before: int) -> None:
     """Also commits that replace or delete entries which the rebuild has read."""
     store = Chunks(files(1, b"a", b"d/b"), files(2, b"c"))
     for chunk in store.there[: before + 1]:

@@ -157,9 +157,7 @@ def test_the_documents_list_the_commands_that_an_acl_needs() -> None:
     assert f"~dfs:* {' '.join(COMMANDS)}`" in " ".join(words)
 
 
-def test_C14_S8_wrong_passwords_and_missing_rights_are_errors(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_C14_S8_bad_passwords_and_rights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"requirepass": SECRET}
     with RedisServer(tmp_path / "redis", options, port=free_port()) as server:
         place = f"127.0.0.1:{server.port}"
@@ -193,9 +191,7 @@ def test_C14_S8_wrong_passwords_and_missing_rights_are_errors(
             meta.drop(IDENTITY)
 
 
-def test_S14_a_redis_without_a_password_is_warned_of(
-    server: RedisServer, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_S14_open_redis_is_warned_of(server: RedisServer, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     address = outer_address()
     RedisMetadata.open(server.tcp_url).close()

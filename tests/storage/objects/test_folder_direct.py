@@ -200,9 +200,7 @@ def test_direct_writes_are_synced_before_the_object_is_visible(
     assert os.stat(Path(store.root, NAME)).st_ino in synced
 
 
-def test_each_thread_and_forked_child_has_its_own_buffer(
-    store: FolderStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_and_forks_own_buffers(store: FolderStore, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_file_system("ext4", monkeypatch)
     names = [NAME[:-1] + f"{number}" for number in range(8)]
 

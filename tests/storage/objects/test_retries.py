@@ -185,9 +185,7 @@ def test_an_object_of_another_writer_is_never_taken_for_ours(
     assert folder.get(NAME) == theirs
 
 
-def test_the_comparison_after_a_lost_answer_is_retried_too(
-    time: Time, faulty: FaultyStore, store: RetryingStore
-) -> None:
+def test_comparisons_are_retried_too(time: Time, faulty: FaultyStore, store: RetryingStore) -> None:
     faulty.plan(
         Fault("put", error=FAILED, done=True),
         Fault("stat", error=FAILED),
