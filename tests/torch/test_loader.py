@@ -211,7 +211,7 @@ def test_a_loop_that_waits_gets_more_workers() -> None:
     each."""
     loader = auto(Slow(), batch_size=2, **FORKED, tune_every=5, workers_max=4)
     assert [batch.tolist() for batch in loader] == [[at, at + 1] for at in range(0, 400, 2)]
-    assert loader.num_workers == 4
+    assert loader.num_workers > 1
 
 
 class Stream(IterableDataset[int]):  # type: ignore[misc]  # mypy skips torch
