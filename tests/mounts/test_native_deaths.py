@@ -34,8 +34,8 @@ VICTIMS = ("server", "supervisor", "worker", "supervisor,server", "server,superv
 
 @pytest.fixture
 def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The test leaves no mount, process, loop device or connection behind. Images are its own, and
-    no other test uses loop devices meanwhile."""
+    """The test leaves no mount, process, loop device or connection behind. Its images are its own,
+    and no other test uses loop devices meanwhile."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
@@ -88,7 +88,7 @@ def test_a_mount_whose_processes_are_killed_while_it_starts_leaves_nothing(
 def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
     source: Path, tmp_path: Path, victims: str
 ) -> None:
-    """Before that its tree looks alive, and `is_alive` and `stats` tell that it is not."""
+    """Before that its tree looks alive; `is_alive` and `stats` report that it is not."""
     at = tmp_path / "mount"
     mount(request_for(source, at, "native"), program=PROGRAM)
     pids = Processes.of(at)
@@ -110,14 +110,13 @@ def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_a_mount_that_does_not_answer_is_named(
+def test_a_mount_that_does_not_answer_is_named_and_ended_by_force(
     source: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its server is stopped: `mount` and `stats` say so, also while they wait. `umount --force`
-    ends it."""
+    """`mount` and `stats` name it, even while they wait."""
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
     monkeypatch.setattr(mountpoint, "ANSWER_NOTICE_S", 0.1)
     before = zombies()  # of other tests
@@ -143,7 +142,7 @@ def test_a_mount_that_does_not_answer_is_named(
 def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At whatever moment its time is over; and its log has no error."""
+    """At any moment of its start; its log has no error."""
     at = tmp_path / "mount"
     for deadline_s in (0.01, 0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.7):
         monkeypatch.setattr(launcher, "START_DEADLINE_S", deadline_s)
@@ -161,7 +160,7 @@ def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_many_mounts_side_by_side(source: Path, tmp_path: Path) -> None:
-    """Each is its own: where some are killed the others go on, and each is unmounted alone."""
+    """If some are killed the others go on, and each is unmounted alone."""
     places = [tmp_path / f"mount{number}" for number in range(10)]
     pids = []
     for at in places:

@@ -34,7 +34,7 @@ def native(source: Path, tmp_path: Path) -> Iterator[LiveMount]:
 
 
 def run(*command: object) -> "subprocess.CompletedProcess[str]":
-    """Runs a tool of the system; the test is skipped where there is none."""
+    """Run a tool of the system; the test is skipped if it is not installed."""
     words = list(map(str, command))
     if shutil.which(words[0]) is None:
         pytest.skip(f"there is no {words[0]}")
@@ -42,7 +42,7 @@ def run(*command: object) -> "subprocess.CompletedProcess[str]":
 
 
 def serves(at: Path) -> bool:
-    """Whether everything of the mount is there, and `.diesel` is listed nowhere."""
+    """Whether the whole mount is there, and `.diesel` is listed nowhere."""
     return (
         (at / "b").read_bytes() == b"beta"
         and os.listdir(at) == ["a", "b", "folder"]
@@ -51,8 +51,8 @@ def serves(at: Path) -> bool:
 
 
 def test_umount_8_finds_the_mount_busy_and_takes_it_away_innermost_first(native: LiveMount) -> None:
-    """Because of the mount on `.diesel`; as systemd does it at shutdown. Between, the tree goes on
-    serving."""
+    """It is busy because of the mount on `.diesel`. systemd does the same at shutdown. Between the
+    two steps, the tree goes on serving."""
     pids = Processes.of(native.at)
     found = run("umount", native.at)
     assert found.returncode == 32
@@ -95,7 +95,7 @@ def test_a_tree_without_its_hidden_folder_is_unmounted(native: LiveMount, again:
 
 
 def test_a_mount_in_which_another_one_is_mounted_is_busy(native: LiveMount) -> None:
-    """But its own one on `.diesel` belongs to it."""
+    """Its own mount on `.diesel` does not count."""
     assert run("mount", "-t", "tmpfs", "none", native.at / "folder").returncode == 0
     try:
         with pytest.raises(BusyError, match="or another mount"):
@@ -110,7 +110,7 @@ def test_a_mount_in_which_another_one_is_mounted_is_busy(native: LiveMount) -> N
     assert not mounts_below(native.at)
 
 
-def test_two_umounts_at_once_leave_nothing(native: LiveMount) -> None:
+def test_two_umounts_at_once_take_everything_away(native: LiveMount) -> None:
     """The slower one may find nothing, but does no harm."""
     program = "import sys; from diesel_fs.mounts import umount; umount(sys.argv[1])"
     both = [
@@ -127,7 +127,7 @@ def test_two_umounts_at_once_leave_nothing(native: LiveMount) -> None:
 
 
 def test_tools_see_all_and_no_hidden_folder(native: LiveMount, tmp_path: Path) -> None:
-    """Also those that do not stay on one file system."""
+    """Also tools that do not stay on one file system."""
     names = ["", "/a", "/b", "/folder", "/folder/file"]
     found = run("find", native.at, "-xdev")
     assert found.stdout.split() == [f"{native.at}{name}" for name in names]
@@ -140,7 +140,7 @@ def test_tools_see_all_and_no_hidden_folder(native: LiveMount, tmp_path: Path) -
     assert (tmp_path / "copy" / "a").read_bytes() == b"alpha" * 1000
 
 
-def test_tools_name_the_dataset_and_who_uses_it(native: LiveMount) -> None:
+def test_tools_name_the_dataset_and_its_users(native: LiveMount) -> None:
     """The tree is one mount, and the hidden folder is another one below it."""
     shown = run("df", "--output=source,fstype,target", native.at / "b").stdout.splitlines()[1]
     assert shown.split() == ["folder@7", "erofs", str(native.at)]
@@ -168,7 +168,8 @@ def second(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_bind_mount_shows_the_tree_with_no_hidden_files(native: LiveMount, second: Path) -> None:
-    """It keeps the mount alive, and is ended by `umount`. A recursive one shows them, too."""
+    """It keeps the mount alive, and is ended by `umount`. A recursive one shows the hidden files,
+    too."""
     assert run("mount", "--rbind", native.at, second).returncode == 0
     assert serves(second)
     umount(second)

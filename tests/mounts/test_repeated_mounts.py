@@ -1,6 +1,6 @@
 """Mounting, reading and unmounting many times leaves nothing behind.
 
-`DIESEL_ROUNDS=1000` sets the number of rounds. What one round leaves behind, a few show.
+`DIESEL_ROUNDS=1000` sets the number of rounds; a few show most leaks.
 """
 
 import faulthandler
@@ -25,7 +25,8 @@ HANG_S = 300.0
 
 
 def resources_of(place: Path) -> Iterator[str]:
-    """What mounts at a place may leave behind: processes, mounts, descriptors, threads, memory."""
+    """The resources that mounts at a place may leave behind: processes, mounts, descriptors,
+    threads, memory."""
     for pid in filter(str.isdigit, os.listdir("/proc")):
         try:
             command = Path(f"/proc/{pid}/cmdline").read_bytes()

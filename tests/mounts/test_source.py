@@ -35,7 +35,7 @@ def saved(tmp_path: Path) -> MountRequest:
 
 
 def content(request: MountRequest, source: OpenedSnapshot, path: bytes) -> bytes:
-    """The content of a file, read as the mount does."""
+    """Read a file as the mount does."""
     reader = MountSource().reader(request, source.snapshot, 1 << 20, pushes=False)
     index = source.snapshot.lookup(path)
     try:
@@ -56,7 +56,7 @@ def open_with(request: MountRequest, **changes: object) -> OpenedSnapshot:
 def test_only_the_first_version_waits_for_a_master_that_ends(
     saved: MountRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Later the master serves this mount, and stays until it is told of the new version."""
+    """Later the master serves this mount, and stays until it learns of the new version."""
     waits: list[float] = []
 
     def joined(inner: ObjectStore, *_: object, wait_s: float) -> ObjectStore:
@@ -194,7 +194,7 @@ def test_the_memory_limit_is_the_smallest_of_the_control_groups(
 def test_a_mount_takes_a_part_of_the_memory_of_its_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a part of the host's memory it would be killed."""
+    """With a part of the host's memory the mount would be killed."""
     groups = Path("/proc/self/cgroup").read_text().splitlines()
     v1 = [line.split(":", 2)[2] for line in groups if ":memory:" in line]
     name = f"memory{v1[0]}/memory.limit_in_bytes" if v1 else "memory.max"
@@ -208,9 +208,9 @@ def test_a_mount_takes_a_part_of_the_memory_of_its_container(
 
 
 def test_the_parts_of_the_memory_add_up() -> None:
-    """The parts for pushes and for the server are together what was asked for."""
-    for asked_bytes in (64 << 20, 1 << 30, 64 << 30):
-        shares = MemorySplit(asked_bytes)
-        assert shares.server_bytes(pushes=False) == asked_bytes
-        assert shares.server_bytes(pushes=True) + shares.push_bytes == asked_bytes
-        assert shares.push_bytes > asked_bytes // 2
+    """The parts for pushes and for the server add up to the requested memory."""
+    for total_bytes in (64 << 20, 1 << 30, 64 << 30):
+        shares = MemorySplit(total_bytes)
+        assert shares.server_bytes(pushes=False) == total_bytes
+        assert shares.server_bytes(pushes=True) + shares.push_bytes == total_bytes
+        assert shares.push_bytes > total_bytes // 2

@@ -37,11 +37,11 @@ def group_of(thread: int) -> ReaderGroup | None:
 
 
 Tick = list[tuple[ReaderGroup, WaitCause]]
-"""The oracle of one unit of time: what each request waits for in it."""
+"""The oracle for one unit of time: the cause that each request waits for."""
 
 
 def shares(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
-    """Unit by unit, each request has the same part; of all readers or of one."""
+    """Each request gets an equal share of each unit; of all readers or of one."""
     found = dict.fromkeys(CAUSE_NAMES, 0.0)
     for tick in ticks:
         causes = [cause for of, cause in tick if group in (None, of)]
@@ -144,15 +144,15 @@ class Model:
 def test_each_moment_is_divided_among_waiting_requests(
     steps: list[tuple[object, ...]],
 ) -> None:
-    """Any overlap of requests, of threads that mark what they wait for, and of answers given at
-    once, compared with a count unit by unit. The mount's own requests count nowhere."""
+    """Any overlap of requests, of threads that mark their cause, and of answers given at once,
+    compared with a count unit by unit. The mount's own requests count nowhere."""
     model = Model()
     for step in steps:
         model.run(step)
     model.check()
 
 
-def test_decompression_is_told_apart_also_where_a_request_is_answered_at_once() -> None:
+def test_decompression_has_its_own_figure_even_for_a_request_that_is_answered_at_once() -> None:
     clock = Clock()
     waits = Waits(group_of, now=clock)
     begun_s = clock()
@@ -165,8 +165,8 @@ def test_decompression_is_told_apart_also_where_a_request_is_answered_at_once() 
     assert (causes["decompression"], causes["mount"]) == (3.0, 1.0)
 
 
-def test_what_was_counted_for_a_process_goes_to_its_rank_when_that_is_known() -> None:
-    """Also where a request of it waits meanwhile: then after that one has been answered."""
+def test_waits_of_a_process_are_added_to_its_rank_once_that_is_known() -> None:
+    """If a request of it waits meanwhile, then after that one has been answered."""
     clock, known = Clock(), list[ReaderGroup]()
     alone, rank = ReaderGroup(None, 7, "python"), ReaderGroup(3, 5, "python")
     waits = Waits(lambda _: known[0] if known else alone, now=clock)

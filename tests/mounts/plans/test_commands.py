@@ -236,7 +236,7 @@ def test_N3_a_hostile_list_of_importances_changes_nothing(change: Message, match
 
 
 def nested(depth: int) -> Message:
-    """A message of maps in maps, so deep."""
+    """A message of `depth` nested maps."""
     found: Message = {}
     for _ in range(depth):
         found = {"a": found}
@@ -294,7 +294,7 @@ NAMES = st.sampled_from(
 
 @given(st.dictionaries(NAMES, VALUES | st.sampled_from(["announce", "replace", "value"])))
 def test_any_message_is_answered(message: Message) -> None:
-    """With a result or a named error; handlers raise nothing else."""
+    """The answer is a result or a named error; handlers raise nothing else."""
     body = msgpack.packb(message)
     try:
         read = unpack(body)
@@ -392,24 +392,24 @@ def test_lists_leave_streams_for_announced_plans(bench: Bench) -> None:
     assert names == {f"shuffle:{number}" for number in last}
 
 
-def test_check_asks_the_kernel_of_what_was_pushed_and_is_not_watched(bench: Bench) -> None:
-    """A watched file must not be opened: that would look like a reader's open."""
-    asked: list[int] = []
+def test_check_queries_the_kernel_about_pushed_files_that_are_not_watched(bench: Bench) -> None:
+    """Opening a watched file would look like a reader's open."""
+    checked: list[int] = []
 
     def ask_kernel(entries: Sequence[int]) -> list[bool]:
-        asked.extend(entries)
+        checked.extend(entries)
         return [entry % 2 == 0 for entry in entries]
 
     bench.messages = PlanCommands(bench.snapshot, bench.residency, ask_kernel)
     files = bench.snapshot.files()
     few = pack_entries(files[:60])
     assert not any(bits_of(bench.ask(do="check", **OF_VERSION, **few)))
-    assert asked == []
+    assert checked == []
     bench.ask(do="announce", stream="s", **OF_VERSION, epochs=[{"epoch": 0, **pack_entries(files)}])
     bench.settle()
     watched = {int(files[0]), int(files[-1]), *files[::256].tolist()}
     found = bits_of(bench.ask(do="check", **OF_VERSION, **few))
-    assert sorted(asked) == sorted({*files[:60].tolist()} - watched)
+    assert sorted(checked) == sorted({*files[:60].tolist()} - watched)
     expected = [entry % 2 == 0 or entry in watched for entry in files[:60].tolist()]
     assert found == expected
     assert bits_of(bench.ask(do="resident", **OF_VERSION, **few)) == expected

@@ -1,4 +1,5 @@
-"""Whatever a client sends to the control socket, and when: it gets answers, or its connection ends.
+"""Any bytes that a client sends to the control socket, at any time, get answers or end its
+connection.
 
 The socket is the real one, in this process; behind it is a real `PlanCommands` as the worker.
 """
@@ -51,8 +52,6 @@ FRAMES = (
 
 
 class Client:
-    """A connection to the socket."""
-
     def __init__(self, stream: trio.SocketStream) -> None:
         self.stream = stream
 
@@ -64,7 +63,7 @@ class Client:
                 await self.stream.send_eof()
 
     async def answer(self) -> Message | None:
-        """The next message; None where the connection has ended."""
+        """The next message; None if the connection has ended."""
         try:
             length = await self._received(LENGTH.size)
             return unpack(await self._received(*LENGTH.unpack(length))) if length else None
@@ -89,20 +88,20 @@ class Client:
         return found
 
     async def is_served(self) -> None:
-        """Asserts that this new connection works."""
+        """Assert that this new connection works."""
         progress = framed({"do": "progress", "stream": "nobody", "position": 1})
         await self.send(HELLO, progress, STATS)
-        hello, refused, told = [await self.answer() for _ in range(3)]
+        hello, refused, answer = [await self.answer() for _ in range(3)]
         assert hello is not None
         assert hello["dataset"] == "ds"
         assert refused is not None
         assert "no stream" in str(refused["message"])
-        assert told is not None
-        assert "stats" in told
+        assert answer is not None
+        assert "stats" in answer
 
 
 class ServedSocket:
-    """A control socket, and a worker that carries its requests out."""
+    """A control socket, and a worker that carries out its requests."""
 
     def __init__(self, folder: Path, frame_deadline_s: float = DEADLINE_S) -> None:
         self._ours, self._theirs = socket.socketpair()
@@ -191,7 +190,8 @@ GARBAGE = [
     [*((frames, 0) for frames in WITHOUT_HELLO), *(([HELLO, STATS, each], 2) for each in GARBAGE)],
 )
 async def test_garbage_ends_its_connection(folder: Path, frames: list[bytes], answers: int) -> None:
-    """After the answers to what came before it. A frame that is too long is not waited for."""
+    """The messages before it are answered first. The socket does not wait for a frame that is too
+    long."""
     served = ServedSocket(folder)
     async with served.serving(), served.connected() as client, served.connected() as other:
         is_too_long = frames[-1] in (GARBAGE[0], *WITHOUT_HELLO[1], *WITHOUT_HELLO[2])
@@ -223,14 +223,14 @@ async def test_internal_requests_are_refused_and_the_connection_stays(
     served = ServedSocket(folder)
     async with served.serving(), served.connected() as client:
         await client.send(HELLO, framed(message), STATS, eof=True)
-        hello, refused, told = await client.answers()
+        hello, refused, answer = await client.answers()
         assert hello["diesel_control"] == PROTOCOL
         assert refused["error"] == "UsageError"
-        assert "stats" in told
+        assert "stats" in answer
 
 
 async def test_connections_keep_their_limit(folder: Path) -> None:
-    """Those who have gone do not count."""
+    """Clients that have gone do not count."""
     served = ServedSocket(folder)
     async with served.serving(), AsyncExitStack() as stack:
         talking = [

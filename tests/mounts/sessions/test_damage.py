@@ -1,7 +1,7 @@
-"""Damaged entries, lost stores, killed readers: only reads of what is lost fail, and others are
+"""Damaged entries, lost stores, killed readers: only reads of lost bytes fail, and others are
 right.
 
-The datasets are real ones, whose chunks the tests damage on the disk.
+The datasets are real ones; the tests damage their chunks on the disk.
 """
 
 import errno
@@ -33,13 +33,11 @@ DAMAGED = "17"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A dataset, its contents by name, and the folder of its store."""
-
     contents: dict[str, bytes]
     store: Path
 
     def place(self, content: bytes) -> tuple[Path, int]:
-        """The chunk in which these bytes lie, and where."""
+        """The chunk in which these bytes lie, and their place in it."""
         for path in self.store.glob("datasets/*/chunks/*/*"):
             if (at := path.read_bytes().find(content)) >= 0:
                 return path, at
@@ -47,7 +45,8 @@ class Stored:
 
     @contextmanager
     def damaged(self, content: bytes) -> Iterator[str]:
-        """Flips some bytes of this content in its chunk, whose name it gives; mends them again."""
+        """Flip some bytes of this content in its chunk, yield the chunk's name, and mend them at
+        the end."""
         path, at = self.place(content)
         whole = path.read_bytes()
         middle = at + len(content) // 2
@@ -60,7 +59,7 @@ class Stored:
 
 
 def replace(path: Path, content: bytes) -> None:
-    """Writes a chunk, which a reader may have mapped, in the place of the one that was there."""
+    """Replace a chunk, which a reader may have mapped, by a new file."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
     new.rename(path)
@@ -156,8 +155,8 @@ def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
 
 
 def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_path: Path) -> None:
-    """Also right after the failure, and where a read crosses the boundary it gets all until it. The
-    kernel repeats READs that failed, page by page; the store is not asked each time."""
+    """Also right after the failure. A read that crosses the boundary gets all bytes up to it. The
+    kernel repeats READs that failed, page by page; not each of them reaches the store."""
     content = stored.contents["large"]
     with (
         stored.damaged(content[5_000_000:5_000_300]),
@@ -177,7 +176,9 @@ def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_
         assert os.pread(file.fileno(), 10_000, readable[-1]) == content[readable[-1] :][:10_000]
 
 
-def test_what_was_read_outlives_the_store(stored: Stored, session: str, tmp_path: Path) -> None:
+def test_contents_that_were_read_outlive_the_store(
+    stored: Stored, session: str, tmp_path: Path
+) -> None:
     away = stored.store.with_name("away")
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
         assert (at / "00").read_bytes() == stored.contents["00"]

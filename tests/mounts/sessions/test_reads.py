@@ -35,7 +35,8 @@ def faulty(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[L
 
 
 def deadline_of(session: str) -> float:
-    """In a native mount a READ of several files fails earlier, and the file is asked for again."""
+    """The read deadline. In a native mount a READ of several files fails earlier, and the kernel
+    requests the file again."""
     return 2.0 if session == "native" else 1.0
 
 
@@ -98,7 +99,8 @@ def test_a_waiting_read_delays_no_other_and_ends_in_time(faulty: LiveMount, sess
     assert 0.9 * deadline_s < waited_s < most * deadline_s, "the reader waited for two deadlines"
 
     def is_logged() -> bool:
-        """The line may be left out, after so many of its kind; a later one is not."""
+        """Whether such a line is logged. After some of a kind, lines may be left out, but later
+        ones are not."""
         if f"no answer within {deadline_s:g} s" in log_of(faulty):
             return True
         assert errno_of(faulty.at / "wait0") == errno.EIO
@@ -139,9 +141,8 @@ INTERRUPTED = """if True:
 def test_a_signal_that_kills_no_reader_fails_no_read(
     tmp_path: Path, session: str, number: signal.Signals
 ) -> None:
-    """The store is slow, and the signals come while the kernel waits for a READ of the reader's
-    own, in which it tells the mount of them. They may also stop the reader for a while.
-    """
+    """The store is slow, and the signals come while the kernel waits for a READ of the reader's own
+    and reports them to the mount. They may also stop the reader for a while."""
     source = tmp_path / "source"
     source.mkdir()
     # A READ ahead fails first: in a native mount that of several files, else the first of the file.

@@ -1,5 +1,4 @@
-"""How a session waits for requests: most take no turn of trio's stand_in, other tasks get
-theirs."""
+"""How a session waits for requests: most take no turn of trio's, and other tasks get theirs."""
 
 import os
 import time
@@ -18,7 +17,7 @@ LATE_S = 20 * (SLICE_S + POLL_S)  # far more than needed: only a hang takes long
 
 @pytest.fixture
 def pipe() -> Iterator[tuple[int, int]]:
-    """The ends of a pipe: what is written to it stands for a request."""
+    """The ends of a pipe: bytes written to it stand for a request."""
     ends = os.pipe()
     yield ends
     for end in ends:
@@ -26,7 +25,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 
 
 async def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int, int]) -> None:
-    """A request that is there is returned without a turn of trio, which comes only now and then."""
+    """A request that is there is returned without a turn of trio, except now and then."""
     os.write(pipe[1], b"request")
     stand_in, requests, turns = TrioStandIn(RequestWait(lambda: True)), 0, 0
 

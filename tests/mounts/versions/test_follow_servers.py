@@ -142,7 +142,7 @@ def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
 
 @pytest.mark.only_session("native", "kernel")
 def test_umount_waits_for_no_server(prepared: FollowedMount, server: ServerWithRedis) -> None:
-    """Also while the mount waits for its answer."""
+    """Even while the mount waits for its answer."""
     (stopped,) = server.servers
     with mounted(prepared.request):
         assert (prepared.at / "kept").read_bytes() == FILES["kept"]
@@ -158,7 +158,7 @@ def test_umount_waits_for_no_server(prepared: FollowedMount, server: ServerWithR
                 os.kill(pid, signal.SIGCONT)
 
 
-# What is fetched ----------------------------------------------------------------------------------
+# Fetched bytes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.only_session("kernel")
@@ -168,7 +168,7 @@ def test_a_node_fetches_a_snapshot_from_a_server_once(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The second mount only asks which version is current."""
+    """The second mount only requests the number of the current version."""
     with prepared.connected() as dataset:
         for number in range(3000):
             dataset.put(b"", f"many/{number:05}")

@@ -1,4 +1,4 @@
-"""Readers of retired versions: however many have open files, their memory has one bound."""
+"""Readers of retired versions: their memory has one bound for any number of open files."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""The leases of a mount, tested without a mount: on which versions, and what failures do."""
+"""The leases of a mount, without a mount: their versions, and the effect of failures."""
 
 from pathlib import Path
 from types import SimpleNamespace
