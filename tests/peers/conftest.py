@@ -68,14 +68,13 @@ class Counting(ReadWrapper):
 
 @pytest.fixture
 def jumping_clock() -> MockClock:
-    """It jumps when no task has run for a while; sockets and the data plane's thread are real, and
-    need far less than this while."""
+    """It jumps when no task has run for some time; sockets and the data plane's thread are real,
+    and need far less than that."""
     return MockClock(autojump_threshold=0.1)
 
 
 @pytest.fixture
 def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The runtime folder of this machine's user, as on a node that no launcher has named."""
     for name in ("SLURM_NODEID", "GROUP_RANK", "LOCAL_RANK", "SLURM_LOCALID"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "run").mkdir(mode=0o700)
@@ -184,7 +183,6 @@ class Client:
         return cast("dict[str, int]", self.store.stats()["client"])
 
     def read_one(self, chunk: int) -> None:
-        """Read a part of a chunk and check it."""
         room = bytearray(100)
         self.store.read_into(self.name(chunk), 500, room)
         assert room == self.chunks[chunk][500:600]
@@ -205,7 +203,7 @@ class Client:
         return found
 
     def begin(self, seed: int, count: int = 200) -> tuple[Iterator[memoryview], list[bytes]]:
-        """Begin to read random parts; and the right ones."""
+        """Begin to read random parts. Returns the read and the right parts."""
         parts = self.parts(seed, count)
         found = self.store.fast_reads.read_parts(
             [(self.name(chunk), start, size) for chunk, start, size in parts]

@@ -1,4 +1,4 @@
-"""Masters that talk over real sockets, with made-up chunks and no dataset."""
+"""Masters connected by real sockets, with made-up chunks and no dataset."""
 
 import functools
 import os
@@ -37,7 +37,6 @@ Part = tuple[int, int, int]
 
 
 def content(chunk: int, start: int, size: int) -> bytes:
-    """Bytes of a chunk."""
     at = np.arange(start // 8, (start + size) // 8 + 1, dtype=np.uint64) * 0x9E3779B97F4A7C15
     return (at + np.uint64(chunk)).tobytes()[start % 8 :][:size]
 
@@ -53,7 +52,6 @@ def asked(number: int, *records: Part, flags: int = 0) -> bytes:
 
 @functools.cache
 def whole(chunk: int) -> memoryview:
-    """All bytes of a chunk."""
     return memoryview(content(chunk, 0, int(SIZES[chunk])))
 
 
@@ -112,8 +110,6 @@ def member(port: int, certificate: bytes = b"") -> Member:
 
 @dataclass
 class Node:
-    """A running acceptor of rank 1."""
-
     acceptor: Acceptor
     answers: FakeAnswers
     port: int
@@ -149,7 +145,7 @@ async def asking(
 
 
 async def read(peer: Peer, *records: Part, load: bool = False) -> list[int]:
-    """Read parts; checks the bytes that are given, and returns the statuses."""
+    """Read parts and check their bytes. Returns the statuses."""
     room = memoryview(bytearray(sum(size for _, _, size in records)))
     statuses = await peer.read(parts(*records), room, load=load)
     at = 0
@@ -180,7 +176,7 @@ def hello(
 
 
 def proof(mine: LocalIdentity, nonce: bytes, heard: bytes, binding: bytes = NO_BINDING) -> bytes:
-    """What an acceptor answers to a hello."""
+    """The proof with which an acceptor answers a hello."""
     said, _ = wire.parse_hello(heard)
     proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
     return wire.proof_frame(proofs.acceptor)
@@ -205,7 +201,7 @@ class RawPeer:
         return bytes(found)
 
     async def receive_all(self) -> bytes:
-        """Until the other end closes, however it does that."""
+        """Receive until the other end closes, in any way."""
         found = b""
         try:
             while some := await self.stream.receive_some(65536):
@@ -226,7 +222,7 @@ class RawPeer:
         to: int = 1,
         is_client: bool = False,
     ) -> dict[str, object]:
-        """Say hello as a connector; returns the answer."""
+        """Send a hello as a connector. Returns the answer."""
         await self.send(wire.greeting())
         await self.exactly(GREETING_BYTES)
         nonce = await self.exactly(NONCE_BYTES)
@@ -234,7 +230,7 @@ class RawPeer:
         return await self.frame()
 
     async def welcome(self, mine: LocalIdentity) -> None:
-        """As an acceptor."""
+        """The same as an acceptor."""
         await self.exactly(GREETING_BYTES)
         nonce = os.urandom(NONCE_BYTES)
         await self.send(wire.welcome(nonce))
@@ -269,7 +265,6 @@ async def open_raw(port: int, tls: ssl.SSLContext | None = None) -> RawPeer:
 
 
 async def authenticated_raw(port: int, rank: int = 0, *, is_client: bool = False) -> RawPeer:
-    """A connection after its handshake."""
     raw_peer = await open_raw(port)
     assert "proof" in await raw_peer.handshake(replace(me(0), rank=rank), is_client=is_client)
     return raw_peer
@@ -277,8 +272,7 @@ async def authenticated_raw(port: int, rank: int = 0, *, is_client: bool = False
 
 @asynccontextmanager
 async def scripted_master(behave: Callable[[RawPeer], Awaitable[object]]) -> AsyncIterator[int]:
-    """A master with connections that a test answers by hand after the handshake; yields its
-    port."""
+    """A master whose connections a test answers by hand after the handshake; yields its port."""
 
     async def one(stream: trio.SocketStream) -> None:
         raw_peer = RawPeer(stream)
@@ -304,5 +298,4 @@ async def gather(*works: Callable[[], Awaitable[None]]) -> None:
 
 
 def lines(messages: Sequence[str]) -> list[str]:
-    """The log lines about refused connections."""
     return [line for line in messages if line.startswith("refused")]

@@ -18,7 +18,7 @@ _AT_ONCE = 8
 
 
 def worker(path: str, identity: bytes, version: int, number: int) -> None:
-    """The life of one client."""
+    """Connect, send requests, and exit at one of the points."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
     window = os.memfd_create("window", os.MFD_ALLOW_SEALING)
@@ -48,7 +48,6 @@ def worker(path: str, identity: bytes, version: int, number: int) -> None:
 
 
 def main() -> None:
-    """Runs several clients at once."""
     path, identity, version, count = sys.argv[1:]
     alive = 0
     for number in range(int(count)):

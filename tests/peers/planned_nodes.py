@@ -32,7 +32,7 @@ SEED = 1  # of `reader_program.py`
 
 
 class PlannedEgress:
-    """Epochs of a task; its nodes hold half of the dataset together."""
+    """Epochs of a task whose nodes hold half of the dataset together."""
 
     def __init__(
         self, task: RunningTask, *, group: int, pace_s: float, announced: str = "computed"

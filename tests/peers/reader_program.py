@@ -42,7 +42,7 @@ def checked(
     batch: int,
     pause: Callable[[int], None],
 ) -> dict[str, object]:
-    """Read files in batches; returns how many were right, and how long the slowest batch took.
+    """Read files in batches. Returns how many were right, and how long the slowest batch took.
     `pause` is called with the first place of the next batch."""
     right, wrong, worst_s, errors = 0, 0, 0.0, []
     start_s = time.monotonic()
@@ -63,7 +63,6 @@ def checked(
 
 
 def epoch(read: Read, files: int, seed: int, batch: int, pace_s: float) -> dict[str, object]:
-    """Read all files in random order."""
     order = random.Random(seed).sample(range(files), files)
 
     def read_numbers(numbers: list[int]) -> Iterable[bytes | memoryview]:
@@ -85,7 +84,7 @@ class PlannedReader:
         self, epoch: int, group: int, rank: int, world: int, batch: int, pace_s: float,
         announced: str,
     ) -> dict[str, object]:  # fmt: skip
-        """Read all files of the rank; as the other `epoch`."""
+        """Read all files of the rank. Returns as the other `epoch`."""
         snapshot = self._dataset.snapshot
         orders = [ComputedOrder(1, each, group, rank, world) for each in (epoch, epoch + 1)]
         entries = [each.entries(snapshot).astype(np.uint32) for each in orders]
@@ -112,7 +111,6 @@ class PlannedReader:
 
 
 def main() -> None:
-    """Follows orders."""
     open_buckets_directly()  # it never forks
     opened = json.loads(sys.stdin.readline())
     if "mount" in opened:

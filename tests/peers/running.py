@@ -38,8 +38,7 @@ DATASET = "images"
 TASK = "training"
 CHUNK_BYTES = 64 << 10
 OWN_BYTES = 1 << 20
-"""The memory of a reader alone: no dataset is to fit it, or a second epoch would make no
-request."""
+"""The memory of a reader alone: if a dataset fitted it, a second epoch would make no request."""
 
 ANSWER_S = 90.0
 PUT_S = 300.0
@@ -53,8 +52,6 @@ WAIT_MAX_S = 90.0  # every awaited event comes much earlier, on a busy machine t
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The result of an epoch."""
-
     right: int
     wrong: int
     errors: list[str]
@@ -78,7 +75,6 @@ class Reader:
         self._tell(opened)
 
     def ready(self) -> Self:
-        """Wait until it has opened its dataset."""
         assert self._answer() == {"ready": True}
         return self
 
@@ -112,7 +108,7 @@ class Reader:
         return self._log_path.read_text(errors="replace")
 
     def close(self) -> None:
-        """Its stdin ends, and so does it; whoever does not is killed."""
+        """Close its stdin, at which it ends; kill it if it does not end."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.close()
@@ -139,8 +135,6 @@ class Reader:
 
 
 class RunningTask:
-    """A dataset, and its readers."""
-
     def __init__(
         self,
         nodes: Nodes,
@@ -195,7 +189,7 @@ class RunningTask:
         self._stack.close()
 
     def end(self) -> None:
-        """All that runs in nodes ends as in a crash; what begins next is another task."""
+        """End all processes on nodes as a crash does. The next readers are another task."""
         for reader in self._readers:
             end(reader.process)
         self._readers.clear()
@@ -213,7 +207,7 @@ class RunningTask:
     # Readers
 
     def mount(self, rank: int, *options: str) -> Path:
-        """The dataset on a node, mounted as a user does it."""
+        """Mount the dataset on a node, as a user does it."""
         place = self.nodes[rank]
         folder = place.folder / f"mount-{self.name}"
         folder.mkdir(exist_ok=True)
@@ -275,7 +269,6 @@ class RunningTask:
         return found[0]
 
     def figure(self, rank: int, *names: str) -> int:
-        """One figure of `stats`."""
         found: object = self.stats(rank)
         for name in names:
             found = cast("dict[str, object]", found)[name]
@@ -283,12 +276,12 @@ class RunningTask:
         return found
 
     def damaged(self, rank: int) -> int:
-        """How often a node was given wrong bytes by others."""
+        """How often other nodes gave a node wrong bytes."""
         peers = cast("dict[str, dict[str, int]]", self.stats(rank)["peers"])
         return sum(each["damaged"] for each in peers.values())
 
     def gathered(self, ranks: "range | list[int] | None" = None, count: int = 0) -> None:
-        """Wait until these masters know as many members."""
+        """Wait until each of these masters knows all of them."""
         wanted = list(range(self.world) if ranks is None else ranks)
         for rank in wanted:
             until(
@@ -298,7 +291,7 @@ class RunningTask:
             )
 
     def forget(self) -> None:
-        """Count from here."""
+        """Start all counts at zero."""
         self.s3.asked.clear()
 
     def gets(self) -> Counter[str]:
@@ -323,7 +316,7 @@ class RunningTask:
 
 @contextlib.contextmanager
 def connected(path: Path) -> Iterator[socket.socket]:
-    """A connection to the master that listens at a socket, however long its path is."""
+    """A connection to the master that listens at a socket, at a path of any length."""
     with socket.socket(socket.AF_UNIX) as link:
         folder = os.open(path.parent, os.O_PATH)
         try:
@@ -335,7 +328,6 @@ def connected(path: Path) -> Iterator[socket.socket]:
 
 
 def stats_at(path: Path) -> dict[str, object]:
-    """The statistics of the master that listens at a socket."""
     with connected(path) as link:
         link.sendall(_STATS)
         with link.makefile("rb") as stream:

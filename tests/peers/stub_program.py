@@ -15,7 +15,6 @@ from diesel_fs.peers.members.options import TaskRequest
 
 
 def main() -> None:
-    """Starts, and stays for a minute."""
     text = sys.stdin.buffer.read()
     with open(os.environ["STUB_STARTS"], "a", encoding="utf-8") as starts:
         starts.write(json.dumps({"pid": os.getpid(), "request": json.loads(text)}) + "\n")

@@ -69,7 +69,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerWithRedis]:
 
 
 def at(two: ServerWithRedis, name: str, server: int) -> RemoteRepository:
-    """The repository behind one of the servers."""
     kept, two.servers = two.servers, [two.servers[server]]
     try:
         return two.open(name)
@@ -88,14 +87,14 @@ def ranks(registry: Registry, me: Member) -> list[int]:
 
 @contextmanager
 def nothing_left(two: ServerWithRedis) -> Iterator[None]:
-    """Ends every registration."""
     yield
     assert two.redis.client().keys("dfs:{task.*") == []
 
 
 @contextmanager
 def registered(registries: Sequence[Registry]) -> Iterator[Membership]:
-    """A master by each of these, while the `with` lasts; the last one's answer."""
+    """Register a master through each of these while the `with` lasts. Yields the last one's
+    answer."""
     yield [each.renew(master(rank)) for rank, each in enumerate(registries)][-1]
     for rank, each in enumerate(registries):
         each.leave(master(rank))
@@ -128,7 +127,7 @@ def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
 def test_S14_S17_another_user_cannot_see_or_join_the_task(
     two: ServerWithRedis, as_whom: str
 ) -> None:
-    """Whatever user the message names: the server uses the account that is logged in."""
+    """For any user that the message names: the server uses the account that is logged in."""
     anns, bobs = (open_registry(two.open(user), task_of(two, user=as_whom))
                   for user in ("ann", "bob"))  # fmt: skip
     with nothing_left(two):
@@ -202,7 +201,7 @@ def test_G1_a_hanging_server_costs_no_registration(two: ServerWithRedis) -> None
     other.leave(master(1))
 
 
-def test_servers_report_soon_that_redis_is_away(two: ServerWithRedis) -> None:
+def test_servers_soon_report_that_redis_is_away(two: ServerWithRedis) -> None:
     registries = [open_registry(two.open("ann"), task_of(two)) for _ in range(3)]
 
     def are_back() -> bool:
@@ -273,13 +272,12 @@ def test_S1_a_secret_is_sent_over_private_links_only(url: str, may: bool) -> Non
     assert registry_module._is_private_link(parse_url(url)) is may
 
 
-# Who may learn the secret
+# Which links may carry the secret
 
 
 def asked(
     tasks: TaskHandlers, message: Message, peer: str, *, secured: bool, do: str = "join"
 ) -> Message:
-    """The answer to a request over that server."""
     known = DatasetRef("ds", UUID(int=7), 0)
     request = Request(message, memoryview(b""), Account("ann", b""), peer, secured)
     handler = tasks.join if do == "join" else tasks.leave
@@ -334,7 +332,7 @@ def test_a_task_with_a_key_file_works_over_any_link(two: ServerWithRedis) -> Non
         assert len(found.members) == 2
 
 
-def test_a_connection_says_whether_it_is_secured(
+def test_a_connection_knows_whether_it_is_secured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def way(request: Request) -> Reply:

@@ -1,5 +1,6 @@
 """Joining a task: the node's master is found, or started exactly once, with the given options. A
-master that nobody reads from ends."""
+master without readers ends.
+"""
 
 import json
 import os
@@ -86,7 +87,7 @@ class Node:
         return [json.loads(line) for line in self.starts_file.read_text().splitlines()]
 
     def left(self) -> list[Path]:
-        """What of tasks lies on this node."""
+        """All files of tasks on this node."""
         return list((self._run / "diesel" / "tasks").glob("*/**"))
 
     def kill(self) -> None:
@@ -263,7 +264,7 @@ def test_options_that_the_running_master_ignores_are_warned_of_once(
     assert caplog.messages[0].startswith("--policy: ignored")
 
 
-def test_the_options_of_a_killed_master_are_not_taken_for_its_successors(
+def test_the_options_of_a_killed_master_are_not_those_of_its_successor(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """For a moment they lie beside the socket of the new master."""
@@ -311,7 +312,7 @@ def test_other_processes_wait_for_the_first_one_of_a_node(
     assert len(node.starts()) == 1
 
 
-# What keeps one from coming up --------------------------------------------------------------------
+# Reasons why a master does not come up
 
 
 def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(node: Node) -> None:
@@ -328,7 +329,7 @@ def test_a_masters_error_is_raised_and_without_one_the_end_of_its_log(node: Node
     assert is_alive(node.join())
 
 
-def test_the_lock_of_a_removed_folder_is_worth_nothing(node: Node) -> None:
+def test_the_lock_of_a_removed_folder_keeps_nobody_out(node: Node) -> None:
     """A process that holds the lock of a removed folder does not keep others from the new
     folder."""
     place = socket_path(node.asks(rank=0, world=1))
@@ -370,7 +371,7 @@ def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node) -> None:
         wait()
 
 
-def test_a_process_stopped_at_the_folders_is_not_waited_for_forever(node: Node) -> None:
+def test_nobody_waits_forever_for_a_process_that_is_stopped_at_the_folders(node: Node) -> None:
     place = socket_path(node.asks(rank=0, world=1))
     with launch._folders_locked():
         with (
@@ -545,7 +546,7 @@ async def test_an_idle_master_ends_unless_a_reader_of_its_version_follows_one_of
 def test_a_reader_restarts_a_master_only_at_its_own_socket(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A new master may have another socket, for example as another rank: the reader, which knows
+    """A new master may have another socket, for example as another rank. The reader, which knows
     only its own, must not start masters again and again."""
     monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")
     monkeypatch.setattr(client, "join", lambda _: tmp_path / "other")

@@ -69,7 +69,9 @@ async def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> No
     assert source.fetches == {1: 1}
 
 
-async def test_F10_one_fetch_however_many_wait_and_eight_of_all(simulated_time: MockClock) -> None:
+async def test_F10_one_fetch_for_any_number_of_callers_and_eight_at_once(
+    simulated_time: MockClock,
+) -> None:
     source = ChunkSource(range(30))
     source.seconds = 1.0
 
@@ -204,7 +206,7 @@ async def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str)
 
 
 async def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
-    """Also where such a chunk is pinned at once, so that it could not be replaced."""
+    """Even if such a chunk is pinned at once, so that it could not be replaced."""
     source = ChunkSource(range(6))
     async with running(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
         cache.set_owned(np.array([True, True, True, False, False, False]))
@@ -362,7 +364,7 @@ def runs_alone(request: pytest.FixtureRequest) -> bool:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         check=False,
-        timeout=240,  # to import a test module takes long while the machine is busy
+        timeout=240,  # importing a test module takes long on a busy machine
     )
     assert done.returncode == 0, done.stdout.decode()
     assert b"1 passed" in done.stdout

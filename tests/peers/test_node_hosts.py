@@ -1,5 +1,6 @@
 """The nodes that tests of a task run on: which of them reach each other, and that nothing of them
-is left."""
+is left.
+"""
 
 import socket
 import subprocess
@@ -43,7 +44,7 @@ def answering(place: NodeHost) -> socket.socket:
 
 
 def fetch_s(origin: NodeHost, target: NodeHost, timeout_s: float = 5.0) -> float:
-    """How long it takes to receive what `answering` sends."""
+    """The seconds that receiving these bytes takes."""
     start_s = time.monotonic()
     with origin.entered():
         connection = socket.create_connection((target.address, PORT), timeout_s)

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.deep
 FILES = 1_200
 NODES = 4
 SETTLED_S = 12.0  # TTL, a renewal, and a busy machine
-ITS_SHARE = 0.5  # of the dataset: a node's own, and some more where another has left
+ITS_SHARE = 0.5  # of the dataset: a node's own, and some more after another node has left
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def all_right(outcomes: list[Outcome]) -> bool:
 
 @pytest.mark.parametrize("part", [0, 1.4], ids=["everywhere", "shares"])
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_store_is_read_once_however_many_nodes_there_are(
+def test_the_store_is_read_once_by_any_number_of_nodes(
     task: RunningTask, count: int, part: float
 ) -> None:
     task.world, task.part = count, part / count
@@ -131,7 +131,7 @@ def test_F1_kill_9_of_a_master_costs_no_reader_a_byte(task: RunningTask) -> None
     outcomes = [reader.outcome() for reader in readers]
     assert all_right(outcomes)
     assert task.egress_bytes() > 0, "it was killed too late to matter"
-    # Its readers have another one, which all use as the one before.
+    # Its readers have started another one, which all use like the one before.
     until(lambda: readers[3].epoch(9) and task.masters(3), "another master", WAIT_MAX_S)
     assert task.masters(3) != killed
     task.gathered()
@@ -165,13 +165,12 @@ def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(task: RunningTask)
 
 
 def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
-    """Whether an epoch of all these readers needs no read from the store."""
     task.forget()
     assert all_right(epochs(readers))
     return task.egress_bytes() == 0
 
 
-def test_F2_a_hanging_master_is_paused_and_later_asked_again(task: RunningTask) -> None:
+def test_F2_a_hanging_master_is_paused_and_later_used_again(task: RunningTask) -> None:
     readers = joined(task, range(NODES))
     assert all_right(epochs(readers, batch=16, pace_s=0.05))
     for seed, reader in enumerate(readers):
@@ -273,7 +272,7 @@ def test_F3_a_slow_link_costs_only_time_outs(task: RunningTask) -> None:
 
 
 @pytest.mark.parametrize("lie", ["flipped", "zeros", "another"])
-def test_F5_a_lying_peer_is_found_out_and_not_asked_any_more(task: RunningTask, lie: str) -> None:
+def test_F5_a_lying_peer_is_detected_and_gets_no_more_requests(task: RunningTask, lie: str) -> None:
     liar = task.reader(3, master="tests.peers.corrupting_master", lies=lie)
     readers = [task.reader(rank) for rank in range(3)]
     for reader in (liar, *readers):
@@ -281,12 +280,12 @@ def test_F5_a_lying_peer_is_found_out_and_not_asked_any_more(task: RunningTask, 
     task.gathered()
     assert is_right(
         liar.epoch(1), FILES
-    )  # it holds the chunks that it owns, and is honest to its own
+    )  # it holds the chunks that it owns, and gives its own clients right bytes
     outcomes = epochs(readers)
     assert all_right(outcomes)
     assert sum(task.damaged(rank) for rank in range(3)) >= 3
     assert "quarantined" in [link_to(reader, 3)["state"] for reader in readers]
-    # The others have checked the chunks that it gave them whole, too.
+    # The others have checked the whole chunks that it gave them, too.
     assert all_right(epochs(readers))
 
 

@@ -25,8 +25,6 @@ KEY = "a key that all nodes of this test have been given"
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Two nodes, a server for each, and a dataset in their store."""
-
     nodes: Nodes
     scheme: str
     bytes: int
@@ -50,7 +48,7 @@ class Served:
         return stats_at(next(runtime.rglob("socket")))
 
     def sent_bytes(self) -> float:
-        """What both servers have read for others."""
+        """The bytes that both servers have read for others."""
         total = 0.0
         for port in METRICS:
             with self.nodes.shared.entered():

@@ -243,7 +243,7 @@ def test_bad_local_answers_are_refused(kind: int, head: tuple[int, ...]) -> None
         local_wire.parse_answer(struct.pack("<BBHIII", *head), kind, 1)
 
 
-def test_a_client_of_another_version_is_told() -> None:
+def test_a_client_of_another_version_gets_ours() -> None:
     with pytest.raises(UsageError, match="run the same"):
         local_wire.parse_hello(struct.pack("<HH16sQ", 1, 0, bytes(16), 1))
 

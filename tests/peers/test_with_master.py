@@ -38,8 +38,6 @@ TREE = Path(__file__).resolve().parents[2]
 
 
 class Node:
-    """This machine as a node, with a repository."""
-
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.url = (folder / "store").as_uri()
@@ -52,7 +50,7 @@ class Node:
         return self.connect(task="training", **more)
 
     def sockets(self) -> list[Path]:
-        """Where masters of rank 0 listen."""
+        """The sockets at which masters of rank 0 listen."""
         return list((self.folder / "run/diesel/tasks").glob("*/0/socket"))
 
     @property
@@ -61,11 +59,10 @@ class Node:
         return found
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """The master's statistics, without being a reader."""
+        """The master's statistics, for a process that is no reader."""
         return cast("dict[str, dict[str, int]]", stats_at(self.socket))
 
     def master(self) -> int:
-        """The master's process."""
         with connected(self.socket) as link:
             credentials = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         pid: int = struct.unpack("3i", credentials)[0]
@@ -99,7 +96,7 @@ def check(dataset: Dataset, seed: int) -> None:
 
 
 def test_workers_of_a_node_share_chunks_that_were_fetched_once(node: Node) -> None:
-    """Forked processes, as a DataLoader's, and one that was started separately."""
+    """Forked processes, like a DataLoader's, and one that was started separately."""
     with node.join() as dataset:
         check(dataset, 0)
 
@@ -143,7 +140,7 @@ def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(node: Nod
 
         def let_go() -> bool:
             files_now, lent_now = held()
-            return files_now <= files + 1 and lent_now == lent  # one may have just come to ask
+            return files_now <= files + 1 and lent_now == lent  # one may just have sent a request
 
         crash(500)
         until(let_go, "the master to let go of everything")
@@ -185,7 +182,7 @@ def test_F1_a_killed_master_costs_no_reader_a_read(node: Node, version: str) -> 
         check(dataset, 3)
 
 
-def test_a_reader_does_not_restart_a_master_that_was_told_to_end(node: Node) -> None:
+def test_a_reader_does_not_restart_a_master_that_was_ended(node: Node) -> None:
     with node.join() as dataset:
         check(dataset, 0)
         os.kill(node.master(), signal.SIGTERM)
@@ -212,8 +209,6 @@ def test_a_task_leaves_nothing_on_its_node(node: Node) -> None:
 
 
 class Cached:
-    """A node with a cache folder for its tasks, and memory for all chunks."""
-
     def __init__(self, node: Node) -> None:
         self.node = node
         self.folder = node.folder / "cache"
@@ -223,18 +218,18 @@ class Cached:
         return self.node.connect(task=task, rank=0, world=1, **how)
 
     def kept(self) -> set[Path]:
-        """The chunks that stand there."""
+        """The chunks in the folder."""
         return {each for each in self.folder.rglob("*") if len(each.name) == 32 and each.is_file()}
 
     def ends(self, pid: int) -> None:
-        """Ask a master to end, and wait until it serves nobody any more."""
+        """Ask a master to end, and wait until it serves no client any more."""
         os.kill(pid, signal.SIGTERM)
         until(lambda: not self.node.sockets(), "it")
 
     @contextmanager
     def ending(self) -> Iterator[int]:
-        """A master that was asked to end, and cannot write its chunks, as each waits for
-        some seconds: its process."""
+        """The process of a master that is ending and still has chunks to write, each of which takes
+        seconds."""
         with self.join() as dataset:
             check(dataset, 0)
             master = self.node.master()
@@ -250,7 +245,6 @@ class Cached:
 
 
 def from_store(dataset: Dataset) -> object:
-    """How many chunks the dataset's master has read from the store."""
     return dataset.task_stats()["chunks_from_store"]
 
 
@@ -380,7 +374,7 @@ def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
 ) -> None:
     """Even if it reads nothing for a while."""
     with diesel_fs.connect("ds", node.url, task="training") as dataset:
-        check(dataset, 0)  # mapped: there is memory for that
+        check(dataset, 0)  # mapped: memory has room for it
         with node.connect() as writer:
             writer.put(b"new", "new")
         dataset.refresh()
@@ -403,7 +397,7 @@ def test_a_reader_that_joins_after_a_put_gets_a_master_at_once(node: Node) -> No
         assert node.master() != before
 
 
-def test_a_reader_of_another_version_gets_a_master_when_others_have_gone(node: Node) -> None:
+def test_a_reader_of_another_version_gets_a_master_when_all_others_have_gone(node: Node) -> None:
     with ExitStack() as others:
         first = others.enter_context(node.join())
         check(first, 0)

@@ -1,7 +1,7 @@
 """A training script with datasets that do not list their files.
 
-`learned.py ROOT WORKERS START [NAME...]` iterates a loader of each, or of those of these names, in
-four epochs with a pause between them, and prints as JSON the samples that they gave.
+`learned.py ROOT WORKERS START [NAME...]` iterates a loader of each dataset, or only of the named
+ones, in four epochs with a pause between them, and prints their samples as JSON.
 """
 
 import json
@@ -46,15 +46,11 @@ class Native(Pairs):
 
 
 class Batches(Pairs):
-    """Reads a batch at a time."""
-
     def __getitems__(self, indices: list[int]) -> list[tuple[int, int]]:
         return [super(Batches, self).__getitem__(index) for index in indices]
 
 
 class Memory(Pairs):
-    """Reads no file."""
-
     def __getitem__(self, index: int) -> tuple[int, int]:
         return index, index
 

@@ -35,9 +35,7 @@ def test_the_first_batch_does_not_wait_for_a_hundred_million_others(
     assert 5000 <= len(order.indices) < 7000
 
 
-class Said:
-    """A link that keeps the messages."""
-
+class Recorded:
     def __init__(self) -> None:
         self.messages: list[tuple[str, list[int]]] = []
 
@@ -60,7 +58,7 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     monkeypatch.setattr(loaders, "_DROPPED_MIN", 100)
     samples = RandomSampler(range(5000))
     sampler = BatchSampler(samples, batch, drop_last=False) if batch else samples
-    said = Said()
+    said = Recorded()
     link = cast("Link", said)
     watch = cast("loaders.Watch", SimpleNamespace(link=link, ahead=1, end=lambda: None))
     epoch = loaders.LoaderEpoch(

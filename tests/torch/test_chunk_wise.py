@@ -101,7 +101,7 @@ def test_a_subset_keeps_members(chunks: list[int], group_size: int, data: st.Dat
     assert has_groups(order, chunks, group_size)
 
 
-def test_a_chunk_wise_order_is_foreseen() -> None:
+def test_a_chunk_wise_order_is_predicted() -> None:
     chunks = [index // 5 for index in range(100)]
     sampler = marked(RandomSampler(range(100), generator=torch.Generator()), chunks, 3)
     [now, later] = predict(BatchSampler(sampler, 7, drop_last=False), 1)

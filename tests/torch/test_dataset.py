@@ -77,7 +77,7 @@ def pets(url: str) -> Iterator[DieselDataset]:
 
 
 def relative(dataset: DatasetFolder) -> list[tuple[str, int]]:
-    """The samples of a folder on disk, with paths as a dataset has them."""
+    """The samples of a folder on disk, with the paths that a dataset has for them."""
     return [(os.path.relpath(path, dataset.root), target) for path, target in dataset.samples]
 
 
@@ -208,7 +208,6 @@ def test_any_tree_has_the_samples_of_image_folder(
 
 
 def binary(url: str, name: str = "pets", memory_bytes: int | None = None) -> DieselDataset:
-    """A dataset of files that are no images."""
     return DieselDataset(name, loader=bytes, extensions=".bin", url=url, memory_bytes=memory_bytes)
 
 
@@ -296,7 +295,7 @@ def test_without_torch_the_package_can_be_imported() -> None:
         _ = diesel_fs.torch.Absent
 
 
-def test_without_pil_the_error_says_what_to_do(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pil_the_error_names_the_remedy(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
     with pytest.raises(ImportError, match="loader=bytes"):
         DieselDataset("pets", url=url)

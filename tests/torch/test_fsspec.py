@@ -92,7 +92,7 @@ Packed = Callable[[Scenario], str]
 
 
 class Writable(DieselFileSystem):
-    """With the two calls by which one test of fsspec's suite makes a file of its own."""
+    """Adds the two calls with which one test of fsspec's suite makes a file of its own."""
 
     def mkdir(self, path: str) -> None:  # type: ignore[override]  # ours refuses
         pass
@@ -103,9 +103,9 @@ class Writable(DieselFileSystem):
 
 
 class TestOfFsspec(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]  # it has no types
-    """fsspec's own suite for `get`. Its others (copy, put, open, pipe) write.
+    """fsspec's own suite for `get`; its others (copy, put, open, pipe) write.
 
-    The scenarios are made as on a local disk, and then packed.
+    The scenarios are made on a local disk, and then packed.
     """
 
     @pytest.fixture
@@ -118,7 +118,7 @@ class TestOfFsspec(AbstractFixtures, AbstractGetTests):  # type: ignore[misc]  #
 
     @pytest.fixture
     def packed(self, tmp_path: Path) -> Packed:
-        """Makes a scenario and packs it; the path of its folder in the dataset."""
+        """Make a scenario and pack it. Returns the path of its folder in the dataset."""
 
         def pack(scenario: Scenario) -> str:
             folder = tmp_path / "scenario"
@@ -247,7 +247,6 @@ _SLICES = st.none() | st.integers(-len(LARGE) - 9, len(LARGE) + 9) | st.integers
 
 @pytest.fixture(scope="module")
 def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that no test changes, with a repository in `store` that has it packed."""
     folder = write(tmp_path_factory.mktemp("constant") / "src", FILES)
     put_folder((folder.parent / "store").as_uri(), folder)
     return folder
@@ -424,10 +423,10 @@ def test_it_opens_as_connect_does(
     assert fsspec.filesystem("diesel", repository=url, use_listings_cache=False).exists("pets")
 
 
-def test_options_of_other_file_systems_are_passed_over(
+def test_options_of_other_file_systems_are_ignored(
     url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Libraries pass the options of one protocol to all; a pickle does not carry them on."""
+    """Libraries pass the options of one protocol to all. A pickle does not contain them."""
     others = {"client_kwargs": {"trust_env": True}, "token": "of the hub", "anon": False}
     fs = fsspec.filesystem("diesel", repository=url, **others)
     assert fs.cat_file("pets/lines") == FILES["lines"]
@@ -440,8 +439,8 @@ def test_options_of_other_file_systems_are_passed_over(
     assert caplog.messages == ["diesel:// has no option 'memory'; is memory_bytes meant?"]
 
 
-def test_a_path_below_a_file_is_no_folders(fs: DieselFileSystem) -> None:
-    """As on a disk; for programs that know no more, it is a FileNotFoundError, too."""
+def test_a_path_below_a_file_is_not_found(fs: DieselFileSystem) -> None:
+    """As on a disk; the error is a FileNotFoundError, too, for programs that know only that."""
     for path in ("pets/lines/x", "pets/lines/..", "pets/to_file/x/y"):
         for read in (fs.info, fs.open, fs.cat_file, fs.ls):
             with pytest.raises(NotADirectoryError) as error:

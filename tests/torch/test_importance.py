@@ -53,7 +53,6 @@ def losses_of(indices: list[int]) -> torch.Tensor:
 
 
 def train(sampler: ImportanceSampler, epoch: int) -> list[int]:
-    """One epoch in which the loss of a sample is its index."""
     sampler.set_epoch(epoch)
     given = list(sampler)
     sampler.update(given, losses_of(given))
@@ -91,7 +90,7 @@ def test_the_order_of_the_drawn_samples_is_chunk_wise(pets: DieselDataset) -> No
 @pytest.mark.parametrize("workers", [0, 2])
 def test_batches_come_with_the_indices_of_their_samples(pets: DieselDataset, workers: int) -> None:
     """A loop may set the next epoch before an epoch has ended. Batches out of order are refused:
-    their losses would be taken for those of other samples."""
+    their losses would be counted for other samples."""
     sampler = ImportanceSampler(pets, seed=3)
 
     def loader(**named: bool) -> "DataLoader[list[torch.Tensor]]":
@@ -114,7 +113,7 @@ def test_batches_come_with_the_indices_of_their_samples(pets: DieselDataset, wor
             next(iter(sampler.enumerate(loader(in_order=False))))
 
 
-def test_weights_are_of_the_draw(pets: DieselDataset) -> None:
+def test_weights_belong_to_the_draw(pets: DieselDataset) -> None:
     sampler = ImportanceSampler(pets, share=0.5, floor=0.25)
     with pytest.raises(UsageError, match="epoch 0 has not begun"):
         sampler.weights([0])
@@ -259,7 +258,6 @@ def test_losses_that_are_nan_log_a_warning(
 def run_ranks(
     url: str, tmp_path: Path, world: int, *fault: str, local_worlds: str = ""
 ) -> list[tuple[int, str, str]]:
-    """The exit code of each rank of `importance_ranks.py`, and its output."""
     program = Path(__file__).with_name("importance_ranks.py")
     command = [sys.executable, str(program), url, str(tmp_path / "meeting"), str(world)]
     ranks = [
@@ -342,9 +340,7 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
 
 
 @each_row("workers", [0, 2])
-def test_T2_enumerate_counts_the_samples_that_it_has_delivered(
-    pets: DieselDataset, workers: int
-) -> None:
+def test_T2_enumerate_counts_the_delivered_samples(pets: DieselDataset, workers: int) -> None:
     """Also after the last batch, and after the loop has left."""
     options: dict[str, object] = {"num_workers": workers}
     if workers:
@@ -439,11 +435,11 @@ def test_an_important_sample_stays_on_its_node(
     high = range(FILES - FILES // 5, FILES)
     assert all(len(nodes[sample]) == 1 for sample in high)
     assert {min(nodes[sample]) for sample in high} == {0, 1}
-    assert any(len(found) == 2 for found in nodes.values())  # the others go anywhere
+    assert any(len(found) == 2 for found in nodes.values())  # the others go to any node
 
 
 @each_row("ranks_of_a_node", ["", "1"])
-def test_the_rest_of_an_epoch_is_dealt_to_another_world(
+def test_the_remaining_samples_of_an_epoch_are_dealt_to_another_world(
     pets: DieselDataset, monkeypatch: pytest.MonkeyPatch, ranks_of_a_node: str
 ) -> None:
     """The ranks are all on one node, or on several nodes."""
@@ -463,8 +459,8 @@ def test_the_rest_of_an_epoch_is_dealt_to_another_world(
     assert len(given) == len({*given}) == FILES * 2 // 5
 
 
-def test_the_hook_foresees_an_epoch_without_a_trace(pets: DieselDataset) -> None:
-    """It foresees only this epoch: the next one depends on the reports of this one."""
+def test_the_hook_predicts_an_epoch_without_a_trace(pets: DieselDataset) -> None:
+    """It predicts only this epoch: the next one depends on the reports of this one."""
     sampler = ImportanceSampler(pets, seed=4)
     train(sampler, 0)
     for epoch, foreseen in ((1, BatchSampler(sampler, 8, drop_last=False)), (2, sampler)):

@@ -101,7 +101,6 @@ def read_epoch(data: Files, sampler: ImportanceSampler, epoch: int, control: Con
 
 
 def frontier(control: Control, name: str) -> int:
-    """The position of its epoch up to which a stream has been pushed."""
     streams = residency(control)["streams"]
     assert isinstance(streams, list)
     [found] = [each["frontier"] for each in streams if each["name"] == name]
@@ -155,8 +154,8 @@ def test_nodes_keep_no_file_twice(
 
 
 def test_two_jobs_measure_their_gain(at: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another job on the mount, an epoch begins with the batches that are timed, and has the
-    same samples as without."""
+    """While another job uses the mount, an epoch begins with the batches that are timed, and has
+    the same samples as without."""
     data = Files(at)
     entries = Snapshot((at / ".diesel/snapshot").read_bytes()).files()
     monkeypatch.setenv("SLURM_JOB_ID", "ours")

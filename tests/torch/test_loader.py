@@ -96,7 +96,6 @@ def indices(given_: list[Batches]) -> list[list[list[int]]]:
 
 
 def options(kind: str) -> dict[str, object]:
-    """Arguments of a loader for a kind of test."""
     match kind:
         case "random":
             return {"batch_size": 7, "shuffle": True}

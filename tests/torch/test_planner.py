@@ -57,7 +57,7 @@ def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_messages_without_meaning_are_noted(tmp_path: Path) -> None:
-    """And a launcher that is gone is no error."""
+    """A launcher that has ended is no error."""
     gone = Link(str(tmp_path / "none"))
     for _ in range(3):
         gone.send({"do": "hello"})
@@ -111,7 +111,7 @@ def expected(samples: list[list[int]], indices: list[int]) -> list[list[int]]:
 def test_subsets_and_concatenations_are_those_of_lists(
     first: list[list[int]], second: list[list[int]], of: list[int], indices: list[int]
 ) -> None:
-    """As with Python's own lists: negative indices count from the end, others have no files."""
+    """Negative indices count from the end, others outside have no files."""
     whole = table_of(first)
     assert whole.files == sum(map(len, first))
     assert whole.found == sum(map(bool, first))

@@ -49,7 +49,7 @@ def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
 def ended(
     *command: str | Path, environment: Mapping[str, str], code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """A program that has run to its end, which must be this one."""
+    """Wait for a program's end. Asserts its exit code."""
     done = subprocess.run(
         command, env=environment, text=True, capture_output=True, timeout=DEADLINE_S, check=False
     )
@@ -142,7 +142,7 @@ print(json.dumps(seen))
 @pytest.mark.real_start
 @pytest.mark.fuse
 def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) -> None:
-    """And a report shows each loop."""
+    """A report shows each loop."""
     page = tmp_path / "run.html"
     joined = run(*python(PLANNED), mounted, options=("--report", page))
     for streams in json.loads(joined.stdout):
@@ -179,11 +179,11 @@ GENERATOR = ("shuffle=True", "shuffle=True, generator=torch.Generator()")
     ),
     ids=["generator", "global generator", "not ahead", "another draw"],
 )
-def test_the_mount_prepares_the_next_epoch_where_it_can_be_foreseen(
+def test_the_mount_prepares_the_next_epoch_if_it_can_be_predicted(
     mounted: Path, ahead: str, change: tuple[str, str], is_foreseen: list[bool]
 ) -> None:
-    """With the global generator, it is known only from the second epoch on that the program draws
-    nothing in between."""
+    """With the global generator, the next epoch can be predicted only from the second one on: then
+    the hook knows that the program draws nothing in between."""
     joined = run(*python(PLANNED.replace(*change, 1)), mounted, options=("--ahead", ahead))
     told = json.loads(joined.stdout)
     assert [stream["length"] for [stream] in told] == [FILES, FILES]
@@ -269,9 +269,9 @@ assert received(late.sampler) is None
 
 
 @pytest.mark.deep
-def test_T2_the_samples_that_a_loop_has_received_are_counted() -> None:
-    """With `join`, under `dlcmd run`, and with both: then `join` does nothing. Samples that are not
-    the beginning of the order are not counted."""
+def test_T2_the_samples_that_a_loop_received_are_counted() -> None:
+    """By `join`, by `dlcmd run`, or by both: then `join` does nothing. Samples that are not the
+    beginning of the order are not counted."""
     ended(*python(COUNTED), environment=program_environment())
     both = run(*python(COUNTED), PYTHONPATH=program_environment()["PYTHONPATH"])
     assert "diesel_fs.torch:" not in both.stderr
@@ -379,7 +379,7 @@ def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Pa
 
 
 def test_a_report_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
-    """Before the command runs; at the end it changes no exit code."""
+    """The error comes before the command runs; a later failure changes no exit code."""
     page = tmp_path / "run.html"
     run("true", os.fsdecode(b"\xff"), options=("--report", page))
     assert "true " in page.read_text(encoding="utf-8")
@@ -416,7 +416,7 @@ LEARNED_FILES = {"pairs": 200, "native": 100, "batches": 200, "subset": 100, "pa
     fast_first([(2, "fork", ()), (0, "fork", ()), (1, "spawn", ("pairs", "parts"))]),
     ids=["2-fork", "0-fork", "1-spawn"],
 )
-def test_which_files_a_dataset_opens_is_learned_in_its_first_epoch(
+def test_the_files_that_a_dataset_opens_are_learned_in_its_first_epoch(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> None:
     expected, given, said = alone_and_joined(LEARNED, mounted, workers, start, names)
@@ -469,7 +469,6 @@ def test_exit_codes_and_output_pass_through() -> None:
 
 
 def test_a_long_temporary_folder_and_leftovers_in_one(tmp_path: Path) -> None:
-    """The path of a socket has 107 bytes at most."""
     deep, flat = tmp_path / ("x" * 120), Path(tempfile.mkdtemp(prefix="flat"))
     deep.mkdir()
     for folder in (deep, flat):
@@ -511,7 +510,6 @@ def test_another_sitecustomize_runs_and_nothing_is_left_on_the_path(tmp_path: Pa
 
 
 def test_a_launcher_that_is_killed_does_not_end_the_command(tmp_path: Path) -> None:
-    """The command goes on without announcing anything."""
     script, go = tmp_path / "script.py", tmp_path / "go"
     script.write_text(
         "import os, time, torch\n"
@@ -563,8 +561,8 @@ for data in Files(), DieselDataset("pets", loader=len, is_valid_file=bool, url=s
 
 @pytest.mark.fuse
 def test_a_loader_that_tunes_itself_is_one_stream(mounted: Path, dlcmd: Dlcmd) -> None:
-    """Its orders are announced whole, although its workers change. A dataset that reads from no
-    mount is none of the mounts' business."""
+    """Its orders are announced whole, although its workers change. A dataset that reads no mount is
+    not announced to any."""
     joined = run(*python(TUNED), mounted, dlcmd.store.as_uri())
     assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
     assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"

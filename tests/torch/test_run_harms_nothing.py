@@ -52,7 +52,7 @@ for _ in range(4): next(iter(loader))
 
 @pytest.mark.fuse
 def test_H23_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
-    """Also if the script has closed all descriptors, and its own file has the number of ours. The
+    """Even if the script has closed all descriptors, and its own file has the number of ours. The
     user gets one note on each plan that is useless or too late."""
     done = run(*python(LEFT_LOOPS), mounted, tmp_path / "mine")
     assert done.stdout == "[]\n"
@@ -105,7 +105,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.fuse
-def test_H23_workers_that_cannot_join_do_what_the_script_says(
+def test_H23_workers_that_cannot_join_still_do_the_scripts_work(
     mounted: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "train.py"
@@ -168,7 +168,7 @@ for kind, workers, wanted in (
 @pytest.mark.deep
 @pytest.mark.fuse
 def test_T1_a_dataset_that_does_not_read_its_listed_files(mounted: Path, tmp_path: Path) -> None:
-    """The files that it opens are planned, or none, and the user gets one note."""
+    """Either the files that it opens are planned, or none, and the user gets one note."""
     said = run(*python(UNLIKE_ITS_LIST), mounted, tmp_path / "zip").stderr
     for kind, expected in (
         ("Cached", "does not open most of its files"),
@@ -188,7 +188,7 @@ def test_a_lost_path_is_reported_while_the_command_runs(tmp_path: Path) -> None:
 
 
 def test_many_processes_join_at_once() -> None:
-    """Before the launcher has taken the first connection."""
+    """They connect before the launcher has accepted the first connection."""
     with PlanServer() as planner:
         links = [Link(str(planner.socket_path)) for _ in range(300)]
         threads = [threading.Thread(target=link.send, args=({"do": "hello"},)) for link in links]

@@ -55,7 +55,6 @@ Loader: TypeAlias = "DataLoader[object]"
 
 
 def loaders(files: Folder, workers: int, start: str) -> Iterator[tuple[str, Loader]]:
-    """Loaders by name, each with a sampler of another kind."""
     count = len(files)
     own = torch.Generator().manual_seed(3)
     parts = torch_data.ConcatDataset([Subset(files, range(n, count, 3)) for n in range(2)])
@@ -86,7 +85,6 @@ def loaders(files: Folder, workers: int, start: str) -> Iterator[tuple[str, Load
 
 
 def states() -> Sequence[object]:
-    """The next numbers of the generators."""
     return [random.random(), np.random.rand(), torch.rand(2).tolist()]
 
 

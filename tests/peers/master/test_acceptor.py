@@ -84,7 +84,7 @@ async def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
     assert is_logged == isinstance(error, RuntimeError)
 
 
-async def test_F6_a_refused_connector_is_told_the_reason(
+async def test_F6_a_refused_connector_gets_the_reason(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The reasons are another task's secret, another dataset, another version and another rank.
@@ -132,7 +132,7 @@ async def test_switching_the_version_ends_all_connections(node: Node) -> None:
 
 
 async def test_clients_of_this_node_are_served_on_a_socket_that_is_handed_over(node: Node) -> None:
-    """They alone may have other nodes asked."""
+    """Only they may have the master ask other nodes."""
     ours, theirs = socket.socketpair()
     node.acceptor.adopt_local(theirs)
     ours.setblocking(False)
@@ -157,8 +157,8 @@ def test_a_socket_that_is_handed_over_too_late_is_closed() -> None:
         assert ours.recv(1) == b""
 
 
-async def test_a_request_for_a_version_that_is_no_more_is_answered_NOT_MINE(node: Node) -> None:
-    """Its chunks have other numbers now. The source is not asked."""
+async def test_a_request_for_a_retired_version_is_answered_NOT_MINE(node: Node) -> None:
+    """Its chunks have other numbers now. The request does not reach the source."""
     raw_peer = await authenticated_raw(node.port)
     node.answers.hold(hot=False)
     node.answers.table = ChunkTable(SIZES)
@@ -175,13 +175,11 @@ TLS_HELLO = bytes.fromhex("16030102000100") + bytes(200)
 
 
 async def check_served(node: Node) -> None:
-    """Check that a proper master is served."""
     async with asking(node.port) as peer:
         assert await read(peer, SMALL) == [GIVEN]
 
 
 async def greeted(node: Node) -> tuple[RawPeer, bytes]:
-    """A connection after the greetings, and the acceptor's nonce."""
     raw_peer = await open_raw(node.port)
     await raw_peer.send(wire.greeting())
     return raw_peer, (await raw_peer.exactly(48))[16:]
@@ -225,7 +223,7 @@ async def test_S1_F7_nothing_beyond_a_small_hello_is_read_or_answered_before_the
 
 
 async def test_S2_replayed_and_reflected_proofs_are_rejected(node: Node) -> None:
-    """A hello is sent again; a connector sends the acceptor's own proof back."""
+    """A connector sends a hello twice, or sends the acceptor's own proof back."""
 
     def hello(nonce: bytes, own: bytes, *, is_reflected: bool = False) -> bytes:
         said = Hello(0, False, bytes(16), 1, me(0).identity, 3, own)
@@ -296,7 +294,7 @@ async def test_S12_connections_without_a_hello_are_limited_and_do_not_block_othe
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The oldest are closed: a real master's hello takes milliseconds. The log does not grow with
-    them."""
+    their number."""
     async with answering(pending_handshakes_max=40, pending_handshakes_per_address=10) as node:
         held = [await open_raw(node.port) for _ in range(300)]
         before = time.perf_counter()
@@ -365,7 +363,7 @@ async def secure(answers: FakeAnswers) -> AsyncIterator[Node]:
 
 @each_row("digest", [THEIRS.digest, b""])
 async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
-    """With a registered digest, and with `--peers`, where only the proofs are bound to the
+    """With a registered digest, and with `--peers`, when only the proofs are bound to the
     certificate."""
     secure.answers.hold()
     secure.answers.ready = wait_for(0.002)
@@ -387,8 +385,8 @@ async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
 
 @asynccontextmanager
 async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[bytes]]]:
-    """A process in the middle: it speaks TLS with a certificate of its own and forwards all that it
-    receives."""
+    """A process in the middle: it speaks TLS with a certificate of its own and forwards all
+    bytes."""
     heard: list[bytes] = []
 
     async def pass_on(source: trio.abc.Stream, target: trio.abc.Stream) -> None:
@@ -416,7 +414,7 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 async def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before the first byte, if the digest is registered; otherwise by the proofs, which a process
+    """If the digest is registered, before the first byte; otherwise by the proofs, which a process
     in the middle cannot make."""
     theirs = me(1, THEIRS if to_tls else None)
     async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, heard):
@@ -468,7 +466,7 @@ async def test_S3_F7_plaintext_and_old_TLS_are_refused(
 
 
 async def test_S3_a_proof_is_bound_to_the_certificate(secure: Node) -> None:
-    """A connector that has the secret, but has seen another certificate, is not let in."""
+    """A connector that has the secret, but has seen another certificate, is refused."""
     for binding in (THEIRS.digest, BETWEEN.digest, NO_BINDING):
         raw_peer = await open_raw(secure.port, client_context())
         told = await raw_peer.handshake(me(0), binding=binding)

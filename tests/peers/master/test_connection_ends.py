@@ -1,5 +1,6 @@
-"""However a node ends its TLS connection to another node's master, and at whatever byte, the other
-end notices at once: no reader waits, and no thread runs without end."""
+"""When a node ends its TLS connection to another node's master, in any way and at any byte, the
+other end notices at once: no reader waits, and no thread runs without end.
+"""
 
 import os
 import socket
@@ -56,7 +57,7 @@ NOT_IN_MEMORY = (1, 0, 1000)
 
 @pytest.fixture(autouse=True)
 def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No deadline ends a connection or a read here: an end must be noticed by itself."""
+    """No deadline ends a connection or a read here, so an end must be noticed by itself."""
     for module, name in (
         (acceptor, "HELLO_S"),
         (handshake, "HELLO_S"),
@@ -87,7 +88,7 @@ def greeted(port: int) -> RawTls:
     return raw
 
 
-def let_in(port: int) -> RawTls:
+def authenticated(port: int) -> RawTls:
     """A client's connection after its handshake."""
     raw = greeted(port)
     nonce, binding = raw.exactly(NONCE_BYTES), certificate_digest(raw.peer_certificate)
@@ -100,13 +101,13 @@ STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last byt
     "after the TLS handshake": (secured, b""),
     "within the greeting": (secured, wire.greeting()[:7]),
     "after the greeting": (greeted, b""),
-    "after the hello": (let_in, b""),
-    "within the head of a request": (let_in, asked(1, SOME, FEW)[:9]),
-    "between head and parts of a request": (let_in, asked(1, SOME, FEW)[: HEAD.size]),
-    "within the parts of a request": (let_in, asked(1, SOME, FEW)[:-3]),
-    "after a request": (let_in, asked(1, SOME, FEW)),
-    "after a request and a half": (let_in, (2 * asked(1, SOME, FEW))[:-3]),
-    "while a request waits": (let_in, asked(1, NOT_IN_MEMORY)),
+    "after the hello": (authenticated, b""),
+    "within the head of a request": (authenticated, asked(1, SOME, FEW)[:9]),
+    "between head and parts of a request": (authenticated, asked(1, SOME, FEW)[: HEAD.size]),
+    "within the parts of a request": (authenticated, asked(1, SOME, FEW)[:-3]),
+    "after a request": (authenticated, asked(1, SOME, FEW)),
+    "after a request and a half": (authenticated, (2 * asked(1, SOME, FEW))[:-3]),
+    "while a request waits": (authenticated, asked(1, NOT_IN_MEMORY)),
 }
 
 ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
@@ -165,7 +166,6 @@ def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpecte
 
 
 def _is_alone(master: acceptor.Acceptor) -> bool:
-    """Whether one connection is left."""
     stats = master.stats()
     return (stats["connections"], stats["pending_handshakes"]) == (1, 0)
 
@@ -185,7 +185,7 @@ SENT = {  # bytes of the answer before the end
 @contextmanager
 def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) -> Iterator[int]:
     """A master with TLS, at a port. It ends the first connections in these ways, each after a
-    number of bytes of the first answer, and all others not at all."""
+    number of bytes of the first answer, and no others."""
     left = list(ways)
 
     def serve(plain: socket.socket) -> None:
@@ -211,7 +211,6 @@ def a_master(certificate: Certificate, *ways: tuple[End | HandshakeEnd, int]) ->
 
 
 def _welcome(raw: RawTls, certificate: Certificate) -> None:
-    """The master's part of the handshake."""
     raw.exactly(GREETING_BYTES)
     nonce = os.urandom(NONCE_BYTES)
     raw.send(wire.welcome(nonce))
@@ -243,7 +242,7 @@ def check_owner_link(certificate: Certificate, way: End | HandshakeEnd, sent: in
             assert _read(link) is None
             if isinstance(way, HandshakeEnd):
                 assert (link.counts["connections"], link.is_refused) == (0, False)
-            else:  # it asks once more itself
+            else:  # it sends the request once more itself
                 assert (link.counts["connections"], link.counts["failed"]) == (2, 1)
                 assert _read(link) == content(*SOME)
                 assert link.read_one(*FEW) == content(*FEW)

@@ -1,7 +1,8 @@
 """The data plane on real sockets: answers from memory, requests that it leaves to the control
 plane, its limits, and the ends of connections. Also its table of chunks, and random requests
-against a plain list of bytes, which are packed and parsed here again, from the description in
-PEERS.md."""
+against a plain list of bytes; these are packed and parsed independently, from the description in
+PEERS.md.
+"""
 
 import random
 import socket
@@ -29,7 +30,6 @@ from ..planes import HOPE_S, KINDS, Plane, answer, exactly, is_closed, running_p
 
 
 def check_served(plane: Plane) -> None:
-    """Check that a new connection is served."""
     end = plane.connect(rank=99)
     end.sendall(asked(1, SMALL))
     assert answer(end).payload == content(*SMALL)
@@ -67,8 +67,8 @@ def test_parts_in_memory_come_in_their_order(
 def send_all(
     end: socket.socket, stream: bytes, before: threading.Thread | None = None
 ) -> threading.Thread | None:
-    """Send in a thread, behind the bytes of the thread `before`; with TLS, as its sockets are for
-    one thread, at once: the kernel has room for the answers."""
+    """Send in a thread, behind the bytes of the thread `before`. With TLS, send at once, since its
+    sockets are for one thread: the kernel has room for the answers."""
 
     def send() -> None:
         if before is not None:
@@ -137,7 +137,7 @@ def test_S12_endless_requests_of_one_connection_do_not_delay_others(kind: str) -
 
 
 def test_an_answer_leaves_as_fast_as_its_reader_takes_it(plane: Plane) -> None:
-    """With small buffers in the kernel; further requests wait."""
+    """The kernel has small buffers here; further requests wait."""
     end = plane.connect(send_buffer=50_000)
     records = [(2, i * 11_000, 10_000) for i in range(100)]
     for number in range(3):
@@ -201,10 +201,10 @@ def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(k
     ids=["64 requests", "64 MiB"],
 )
 @each_row("kind", KINDS)
-def test_a_connection_has_at_most_so_much_in_flight(
+def test_the_bytes_in_flight_of_a_connection_are_limited(
     kind: str, count: int, record: tuple[int, int, int], in_flight: int
 ) -> None:
-    """Further requests are left in the socket, at no cost; other connections are answered."""
+    """Further requests stay in the socket, at no cost; other connections are answered."""
     with running_plane() as plane:
         end = plane.connect_as(kind)
         del plane.table.views[record[0]]
@@ -244,7 +244,7 @@ def test_F15_nothing_is_left_of_the_requests_of_a_closed_connection(plane: Plane
     check_served(plane)
 
 
-def test_only_local_clients_may_have_other_nodes_asked(plane: Plane) -> None:
+def test_only_local_clients_may_make_the_master_ask_other_nodes(plane: Plane) -> None:
     local, remote = plane.connect(is_local=True), plane.connect()
     del plane.table.views[1]
     local.sendall(asked(1, SMALL, flags=LOAD | THROUGH))
@@ -317,10 +317,10 @@ def test_F7_a_reader_that_takes_no_answers_is_disconnected_and_its_memory_releas
         check_served(plane)
 
 
-def test_F7_a_reader_that_is_slow_all_the_same_keeps_its_connection(
+def test_F7_a_slow_reader_keeps_its_connection(
     monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
-    """It takes longer than the grace, but more than the least rate."""
+    """It takes longer than the grace time, but more than the least rate."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.3)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)
     end = plane.connect(send_buffer=50_000)
@@ -336,7 +336,7 @@ def test_F7_a_reader_that_is_slow_all_the_same_keeps_its_connection(
 def test_F7_slow_loris_one_byte_at_a_time_does_not_help(
     monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
-    """A request must come whole within its time, however long the connection was idle before."""
+    """A request must arrive within its time, even after a long idle time."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.6)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)
     said = asked(1, *[SMALL] * 9)
@@ -433,7 +433,7 @@ def test_an_unexpected_error_ends_its_connection_alone(
 
 
 def test_a_view_that_is_being_sent_outlives_its_chunk(plane: Plane) -> None:
-    """The control plane gives a chunk up while its bytes leave."""
+    """The control plane drops a chunk while its bytes are sent."""
     end = plane.connect(send_buffer=50_000)
     end.sendall(asked(1, (2, 0, 6 << 20)))
     exactly(end, wire.HEAD_BYTES + 1)
@@ -446,7 +446,7 @@ def test_a_view_that_is_being_sent_outlives_its_chunk(plane: Plane) -> None:
 # The table of chunks that the two threads of a master share
 
 
-def test_of_very_many_reads_the_oldest_are_forgotten() -> None:
+def test_the_oldest_of_very_many_reads_are_forgotten() -> None:
     table = ChunkTable(SIZES)
     table.records_reads = True
     for size in range(100_000):
@@ -537,7 +537,6 @@ def test_every_request_gets_its_own_bytes_once(
 
 
 def wanted(records: Records, statuses: bytes) -> bytes:
-    """The bytes of the parts that are given."""
     return b"".join(
         CHUNKS[chunk][start : start + size]
         for (chunk, start, size), status in zip(records, statuses, strict=True)

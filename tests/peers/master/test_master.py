@@ -1,5 +1,6 @@
-"""Several masters in one loop: which node gives a chunk, and the consequences when members come
-and go."""
+"""Several masters in one loop: which node gives a chunk, and the consequences when members come and
+go.
+"""
 
 import socket
 import threading
@@ -64,8 +65,6 @@ class Reads(ReadWrapper):
 
 @dataclass
 class FakeRegistry(Registry):
-    """A registry in this process's memory."""
-
     members: dict[int, Member] = field(default_factory=dict)
     is_unavailable: bool = False
     silent: set[int] = field(default_factory=set)  # their renewals are still under way
@@ -100,7 +99,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class RecordingCache(NodeCache):
-    """A node's cache that writes nothing to a disk, and records the chunks that it would write."""
+    """A node's cache that records the chunks that it would write to a disk."""
 
     flushed: list[list[Mask]]
 
@@ -110,8 +109,7 @@ class RecordingCache(NodeCache):
 
 class Task:
     """A dataset, and masters that read it. `ttl_s` is how long registrations last. `flushed` has
-    what caches wrote to disk at the end: the chunks to write first, and all chunks of the node.
-    """
+    what caches wrote to disk at the end: the chunks to write first, and all chunks of the node."""
 
     def __init__(self, folder: Path) -> None:
         self.url = (folder / "store").as_uri()
@@ -138,7 +136,6 @@ class Task:
     async def node(
         self, rank: int, *, world: int = 3, oneshot: bool = False, policy: str = "lru"
     ) -> AsyncIterator[Master]:
-        """A master while the `with` lasts, or until `kill`."""
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = f"127.0.0.1:{listener.getsockname()[1]}"
             version, sizes = self.snapshot.version, self.snapshot.chunk_sizes
@@ -185,8 +182,8 @@ class Task:
         self._lives[rank].cancel()
 
     async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
-        """Read a part of each chunk as a client that asks through its master, and compare; how many
-        came from where."""
+        """Read a part of each chunk through a master as its client, and compare. Returns how many
+        parts came from each source."""
         snapshot, owner = node.snapshot, node.owner
         records = [(chunk, 100 + chunk, 20_000) for chunk in range(snapshot.chunk_count)]
         statuses, views = await node.answer(node.rank, parts(*records), load=True, through=True)
@@ -213,8 +210,8 @@ def members(*nodes: Master) -> Callable[[], bool]:
     return lambda: all(node.stats()["members"] == len(nodes) for node in nodes)
 
 
-async def test_F10_the_store_is_read_once_however_many_nodes_read(task: Task) -> None:
-    """Even if all of them miss a chunk at once. No node holds what another one owns."""
+async def test_F10_the_store_is_read_once_for_any_number_of_nodes(task: Task) -> None:
+    """Even if all of them miss a chunk at once. No node holds another node's chunk."""
     async with task.nodes(3) as nodes:
         async with trio.open_nursery() as nursery:
             for node in nodes * 3:
@@ -354,7 +351,7 @@ async def test_C3_after_an_outage_members_have_a_TTL_to_renew(
 async def test_C3_a_master_that_was_forgotten_keeps_the_other_members(
     task: Task, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Redis was away so shortly that no renewal failed, and has lost everything."""
+    """Redis was away for so short a time that no renewal failed, and has lost everything."""
     caplog.set_level("INFO", "diesel.task")
     task.ttl_s = 1.0
     async with task.nodes(2) as [a, _]:
@@ -476,7 +473,7 @@ async def test_another_version_has_owners_before_the_next_renewal(
         task.registry.silent.clear()
 
 
-async def test_F5_a_node_that_sends_damaged_parts_is_not_asked(task: Task) -> None:
+async def test_F5_a_node_that_sends_damaged_parts_gets_no_more_requests(task: Task) -> None:
     async with task.nodes(2) as [a, _]:
         assert (await task.check(a))[1] > 0
         for _ in range(3):
@@ -503,7 +500,7 @@ async def test_a_node_keeps_first_the_chunks_it_owns_when_all_nodes_are_present(
         assert first.tolist() == share.tolist()
 
 
-async def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: Task) -> None:
+async def test_a_request_for_a_chunk_in_memory_waits_for_no_other_node(task: Task) -> None:
     """Otherwise two nodes that fetch one chunk from each other would wait until a time-out."""
     async with task.nodes(2) as [a, b]:
         theirs = [chunk for chunk in range(CHUNKS) if a.owner[chunk] == 1]
@@ -520,10 +517,11 @@ async def test_a_request_for_a_chunk_that_is_here_waits_for_no_other_node(task: 
 
 
 @pytest.mark.parametrize(("count", "status"), [(1, ABSENT), (CHUNKS, GIVEN)])
-async def test_many_chunks_of_a_slow_store_are_waited_for_longer_than_one(
+async def test_masters_wait_longer_for_many_chunks_of_a_slow_store_than_for_one(
     task: Task, count: int, status: int
 ) -> None:
-    """The asker would read all of them from the store itself, which has begun to give them."""
+    """Otherwise the reader would read all of them from the store itself, which has begun to give
+    them."""
     async with task.nodes(1) as [node]:
         task.reads.pause.clear()
         wanted = parts(*((chunk, 0, 20_000) for chunk in range(count)))

@@ -134,7 +134,8 @@ async def test_small_reads_go_on_beside_large_ones(peer: Peer) -> None:
 
 
 async def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None:
-    """Not even the rest of an answer that was just arriving; the next answer is right again."""
+    """Not even the remainder of an answer that was just arriving; the next answer is right
+    again."""
     go_on = trio.Event()
     whole = content(2, 0, 4 << 20)
 
@@ -197,7 +198,7 @@ async def test_WORKING_extends_the_deadline_once() -> None:
 async def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests(
     jumping_clock: MockClock,
 ) -> None:
-    """The answered WORKING is waited for; later requests count as failures."""
+    """The reader waits after WORKING; later requests count as failures."""
 
     async def behave(raw_peer: RawPeer) -> None:
         for _ in range(8):
@@ -299,7 +300,7 @@ async def test_a_peer_with_a_slow_store_has_not_failed(
     assert peer.stats()["state"] == "closed"
 
 
-async def test_after_its_end_a_peer_is_not_asked(node: Node) -> None:
+async def test_a_closed_peer_sends_no_requests(node: Node) -> None:
     async with asking(node.port) as peer:
         await read(peer, SMALL)
     assert await read(peer, SMALL) == [BUSY]
@@ -315,10 +316,10 @@ async def test_after_its_end_a_peer_is_not_asked(node: Node) -> None:
         assert found == [[FAILED]]
 
 
-async def test_F3_over_a_slow_link_no_read_waits_longer_than_its_bytes_are_worth(
+async def test_F3_a_read_over_a_slow_link_waits_no_longer_than_its_bytes_need(
     node: Node,
 ) -> None:
-    """1 Mbit/s, and 200 ms there and back: after three reads the peer is not asked for a while."""
+    """1 Mbit/s, and 200 ms there and back: after three reads the peer is paused."""
 
     async def slow(source: trio.SocketStream, target: trio.SocketStream) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):

@@ -80,7 +80,7 @@ TORCH = {"GROUP_RANK": "1", "GROUP_WORLD_SIZE": "2"}
         ({"RANK": "7", "WORLD_SIZE": "8", "LOCAL_RANK": "3"}, None, None, (0, 1)),  # no nodes'
     ],
 )
-def test_which_node_this_is(
+def test_the_rank_and_world_of_a_node(
     environment: dict[str, str], rank: int | None, world: int | None, node: tuple[int, int]
 ) -> None:
     assert resolve_node(environment, rank, world) == node
@@ -154,7 +154,7 @@ def test_S17_tasks_differ_if_dataset_user_or_name_does(one: TaskName, other: Tas
     assert (one.digest == other.digest) == (one == other)
 
 
-def test_the_digest_is_as_PEERS_md_says() -> None:
+def test_the_digest_is_that_of_PEERS_md() -> None:
     said = b"diesel-fs task 1\0" + bytes(15) + b"\7" + b"ann\0resnet"
     assert TASK.digest == hashlib.sha256(said).digest()
 
@@ -250,7 +250,7 @@ def test_a_key_is_the_same_with_a_newline_at_its_end() -> None:
     assert secret_from_key(key) != secret_from_key(key + b"1")
 
 
-# As they are kept, and as they travel
+# In the registry and in messages
 
 
 @given(members)

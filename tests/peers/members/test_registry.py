@@ -83,8 +83,8 @@ def test_masters_see_each_other(place: RedisPlace) -> None:
 
 
 def test_C3_F8_masters_register_again_after_redis_lost_everything(place: RedisPlace) -> None:
-    """Each learns once that it was forgotten. The newer of two instances of a rank is known,
-    though the older one, which may have been stopped for a while, renews first."""
+    """Each learns once that it was forgotten. The newer of two instances of a rank is known, though
+    the older one, which may have been stopped for some time, renews first."""
     masters = [(place.registry(), master(rank)) for rank in range(3)]
     for registry, me in masters:
         assert not registry.renew(me).was_forgotten
@@ -132,7 +132,7 @@ def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
 
 
 def test_F1_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
-    """Also the one of a master that was killed."""
+    """Also that of a master that was killed."""
     stays, goes = place.registry(ttl_s=0.5), place.registry(ttl_s=0.5)
     goes.renew(master(1))
     assert ranks(stays.renew(master(0))) == [0, 1]
@@ -213,7 +213,7 @@ def test_a_clock_that_jumped_back_extends_no_registration(alone: RedisPlace) -> 
 def test_while_redis_is_away_renewals_fail_and_afterwards_the_task_goes_on(
     breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
-    """With its secret. A master may also be started meanwhile."""
+    """It keeps its secret. A master may also be started meanwhile."""
     server, place = breakable
     registry, late = place.registry(), place.registry()
     before = registry.renew(master(0))
@@ -240,7 +240,7 @@ def test_while_redis_is_away_renewals_fail_and_afterwards_the_task_goes_on(
     assert ranks(late.renew(master(1))) == [0, 1]
 
 
-def test_S14_tasks_of_other_users_datasets_and_names_are_others(place: RedisPlace) -> None:
+def test_S14_tasks_of_other_users_datasets_and_names_are_separate(place: RedisPlace) -> None:
     others = [
         replace(TASK, user="bob"),
         replace(TASK, name="other"),
@@ -318,7 +318,7 @@ def test_foreign_values_in_redis_are_ignored(alone: RedisPlace) -> None:
         registry.renew(master(0))
 
 
-def test_S14_a_redis_account_needs_no_more_than_the_readme_says(
+def test_S14_a_redis_account_needs_no_more_than_the_documented_rights(
     breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
     server, _ = breakable
@@ -366,7 +366,7 @@ def test_nodes_with_and_without_a_key_file_cannot_be_in_one_task(
     assert ranks(one.renew(master(0))) == [0]
 
 
-# Which place it is
+# The kind of registry
 
 
 def test_the_members_are_the_given_peers() -> None:

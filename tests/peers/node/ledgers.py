@@ -43,7 +43,6 @@ def ids(names: list[int]) -> list[ChunkId]:
 
 
 def sizes(names: list[int]) -> npt.NDArray[np.uint64]:
-    """A chunk has the same size in all versions."""
     return np.array([100 + 10 * name for name in names], np.uint64)
 
 

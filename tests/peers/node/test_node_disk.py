@@ -1,5 +1,6 @@
-"""The chunks on a node's disk: more than its memory has room for, and never a reader's error. Those
-in memory are written there at the end of a node."""
+"""The chunks on a node's disk: more than its memory has room for, and never a reader's error. At
+the end of a node, the chunks in memory are written there.
+"""
 
 import errno
 import itertools
@@ -62,7 +63,6 @@ class Shelf:
         self.source = ChunkSource(range(CHUNKS))
 
     def room(self, chunks: int) -> int:
-        """Bytes for `chunks` chunks."""
         return total(self.source, *[CHUNKS - 1] * chunks)
 
     def memory(self, chunks: int | None) -> int:
@@ -70,14 +70,13 @@ class Shelf:
         return 0 if chunks is None else self.room(chunks + 1)
 
     def tier(self, chunks: int = 1000) -> DiskTier:
-        """A disk with room for `chunks` chunks."""
         return tier_at(self.place, self.room(chunks))
 
     @asynccontextmanager
     async def cache(
         self, chunks: int | None, disk: DiskTier | None = None, policy: str = "lru"
     ) -> AsyncIterator[NodeCache]:
-        """A cache with memory for these chunks and a disk, once it has scanned the folder."""
+        """A cache with memory for these chunks and a disk, after it has scanned the folder."""
         disk = disk or self.tier()
         cache = make_cache(self.source, self.memory(chunks), policy=policy, disk=disk)
         async with running(cache):
@@ -86,7 +85,7 @@ class Shelf:
 
     @asynccontextmanager
     async def full_cache(self, disk: DiskTier) -> AsyncIterator[NodeCache]:
-        """A cache that has read all chunks, and runs no more: all its chunks are in memory."""
+        """A stopped cache that has read all chunks: all its chunks are in memory."""
         cache = make_cache(self.source, self.room(3 * CHUNKS), disk=disk)
         try:
             async with run_cache(cache):
@@ -115,7 +114,7 @@ class Shelf:
         return files(self.place)
 
     def on_disk(self) -> set[int]:
-        """Which whole chunks are on the disk, as another process sees them."""
+        """The whole chunks on the disk, as another process sees them."""
         tier = self.tier()
         found = set()
         for number in range(CHUNKS):
@@ -168,7 +167,8 @@ async def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on
 
 
 async def test_S13_J6_chunks_on_the_disk_at_the_start_are_adopted_and_checked(shelf: Shelf) -> None:
-    """Whatever a crash has left, or somebody has written there, is checked before it is given."""
+    """Chunks that a crash has left, or another user has written there, are checked before they are
+    given."""
     async with shelf.cache(0) as cache:
         assert await shelf.read_all(cache) == CHUNKS
     assert len(shelf.files()) == CHUNKS
@@ -202,7 +202,7 @@ async def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_
         await settled(cache)
         assert in_memory(cache) == {2, 6}
         on_disk = np.flatnonzero(cache.ledger.readable).tolist()
-        assert on_disk == [0, 1, 5, 7]  # without 3, 2, and the oldest
+        assert on_disk == [0, 1, 5, 7]  # without 3, 2 and the oldest
         assert len(shelf.files()) == 4
 
 
@@ -221,10 +221,10 @@ class Late(DiskTier):
 
 
 @pytest.mark.parametrize(("tier", "room", "held"), [(DiskTier, 3, 5), (Late, CHUNKS, CHUNKS)])
-async def test_a_share_fills_the_disk_and_then_stops(
+async def test_the_share_fills_the_disk_and_then_stops(
     tier: type[DiskTier], room: int, held: int, shelf: Shelf
 ) -> None:
-    """Also a disk that answers late."""
+    """Also on a disk that answers late."""
     disk = tier(shelf.place, IDENTITY, shelf.room(room))
     async with (
         running(make_cache(shelf.source, shelf.memory(2), disk=disk)) as cache,
@@ -251,7 +251,7 @@ async def test_another_version_finds_its_chunks_on_the_disk(shelf: Shelf) -> Non
 
 
 def plane_reads(cache: NodeCache, chunk: int, most: int = 1000) -> int:
-    """How many requests for a chunk the data plane answers until it does not any more."""
+    """The number of requests for a chunk that the data plane answers before it stops."""
     for number in range(most):
         if read_in_plane(cache, (chunk, 5, 100)) is None:
             return number
@@ -259,7 +259,7 @@ def plane_reads(cache: NodeCache, chunk: int, most: int = 1000) -> int:
 
 
 def open_files(place: Path) -> list[str]:
-    """The files of a cache's folder that this process has open, by their names."""
+    """The names of the files of a cache's folder that this process has open."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -380,8 +380,8 @@ def use_up_inodes(point: Path) -> None:
 async def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     use_up: Callable[[Path], None], floor: float, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start and later; with a negative floor for free space, as another program may fill the
-    disk between the check and the write."""
+    """At the start and later. The floor for free space is negative, since another program may fill
+    the disk between the check and the write."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
     shelf = Shelf(small)
     async with shelf.cache(2, policy="none") as cache:
@@ -468,7 +468,7 @@ async def test_J2_a_failing_disk_is_paused_and_tried_again(
 
 
 @pytest.mark.parametrize("where", ["find", "reserve"])
-async def test_a_disk_that_hangs_costs_a_second_once(
+async def test_a_disk_that_hangs_delays_reads_once_by_a_second(
     where: str, shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goes_on = threading.Event()
@@ -506,7 +506,7 @@ async def test_a_disk_that_hangs_costs_a_second_once(
 async def test_evictions_and_writes_of_other_tasks_are_noticed(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An eviction is a miss; a chunk that another one wrote is found at the next scan."""
+    """An eviction is a miss; a chunk that another task wrote is found at the next scan."""
     other = shelf.tier()
     async with shelf.cache(2) as cache:
         assert await shelf.read_all(cache) == CHUNKS
@@ -555,7 +555,7 @@ async def test_the_queue_stays_within_its_part_of_the_memory(shelf: Shelf) -> No
 async def test_reads_of_many_chunks_that_begin_together_share_threads(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To enter a thread costs more than to read some files."""
+    """Entering a thread costs more than reading some files."""
     entered = 0
 
     def counting(call: Callable[Words, Awaitable[Result]]) -> Callable[Words, Awaitable[Result]]:
@@ -616,7 +616,7 @@ OTHER = UUID(int=99)
 
 
 def fill_for_others(shelf: Shelf, limit_bytes: int) -> DiskTier:
-    """A tier that is full of chunks of another dataset, which nobody has used for a while."""
+    """A tier that is full of chunks of another dataset, which no job has used for some time."""
     tier, size = tier_at(shelf.place, limit_bytes), len(shelf.source.contents[-1]) // 4
     for number in range(limit_bytes // size):
         put(tier, ChunkKey(OTHER, ChunkId(bytes([number] * 16))), bytes(size))
@@ -625,7 +625,7 @@ def fill_for_others(shelf: Shelf, limit_bytes: int) -> DiskTier:
 
 
 async def read_until_all_are_here(cache: NodeCache, shelf: Shelf) -> None:
-    """Reads go past the cache while room is being made for it."""
+    """Reads go past the cache while it makes room."""
     came = 0
     with trio.fail_after(20):
         while came < CHUNKS:
@@ -633,7 +633,7 @@ async def read_until_all_are_here(cache: NodeCache, shelf: Shelf) -> None:
     assert cache.stats()["disk_chunks"] == CHUNKS
 
 
-async def test_a_node_takes_the_room_of_chunks_that_no_job_uses_and_no_more(shelf: Shelf) -> None:
+async def test_a_node_takes_only_the_room_of_chunks_that_no_job_uses(shelf: Shelf) -> None:
     """It does so bit by bit, and evicts none of its own chunks meanwhile."""
     limit_bytes = 2 * total_bytes(shelf.source)
     tier = fill_for_others(shelf, limit_bytes)
@@ -680,7 +680,7 @@ def used_s(place: Path) -> float:
 async def test_a_dataset_cools_down_from_the_end_of_its_job(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where memory serves all reads: the job says each minute that it lives."""
+    """Even if memory serves all reads: the job reports each minute that it lives."""
     monkeypatch.setattr(disk, "NOTE_USE_S", 0.01)
     tier = tier_at(shelf.place, clock=itertools.count(0, 1000).__next__)
     async with shelf.cache(None, tier) as cache:
@@ -693,7 +693,6 @@ async def test_a_dataset_cools_down_from_the_end_of_its_job(
 
 
 async def ended(cache: NodeCache, share: set[int]) -> None:
-    """The end of a master, after `running`."""
     await cache.flush_to_disk(np.isin(np.arange(CHUNKS), [*share]))
 
 

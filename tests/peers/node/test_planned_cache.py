@@ -59,7 +59,7 @@ async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
 async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
     autojump_clock: MockClock,
 ) -> None:
-    """Up to a third of an epoch late."""
+    """Positions are up to a third of an epoch late."""
     egress = await PlannedTask(lag_s=10.0).run(3)
     assert all(each.total < CHUNKS for each in egress[1:]), "less than without a cache"
 
@@ -68,7 +68,7 @@ async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
 
 
 async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str, int]]:
-    """The decisions of a cache in a random history. `hears`: it gets a future that it cannot
+    """The decisions of a cache in a random history. With `hears`, it gets a future that it cannot
     use."""
     source = ChunkSource(range(12), 2000)
     cache = make_cache(source, 5 * len(source.contents[6]), policy=policy, costs=costs())
@@ -97,7 +97,7 @@ async def test_without_a_plan_every_decision_is_that_of_lru(simulated_time: Mock
 
 @pytest.fixture
 async def cache() -> AsyncIterator[NodeCache]:
-    """It has six chunks, and room for two of them."""
+    """Make a cache with six chunks, and room for two of them."""
     source, cost = ChunkSource(range(6), 2000), costs()
     cost.latency_s = 0.05  # four reads cost as much as to fetch two chunks
     made = make_cache(source, 2 * len(source.contents[5]), policy="plan", costs=cost)

@@ -1,4 +1,6 @@
-"""Which chunk makes room for which: laws over random states, without a cache that fetches."""
+"""The choice of chunks that make room for others: laws over random states, without a cache that
+fetches.
+"""
 
 from collections.abc import Sequence
 

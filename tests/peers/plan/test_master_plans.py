@@ -1,5 +1,6 @@
-"""Masters that tell each other what their nodes' readers will read, over real sockets; and a client
-that tells its master."""
+"""Masters that send each other the orders of their nodes' readers, over real sockets; and a client
+that sends its order to its master.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +42,7 @@ def order_of(task: Task, seed: int) -> "np.ndarray[tuple[int], np.dtype[np.uint3
 
 
 class Reader:
-    """Tells a master of one stream, in this thread, as a client does in a thread of its own."""
+    """Sends one stream to a master, in this thread; a client does this in a thread of its own."""
 
     def __init__(self, task: Task, master: Master, client: int) -> None:
         self.sender = PlanSender(
@@ -64,7 +65,7 @@ def plan(node: Master) -> dict[str, int]:
 
 
 async def end(task: Task, rank: int) -> None:
-    """A master ends at once, and is forgotten by the registry; a renewal may be on its way."""
+    """End a master at once; the registry forgets it. A renewal may be on its way."""
     task.kill(rank)
     for _ in range(10):
         await trio.sleep(0.05)
@@ -133,7 +134,7 @@ async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
 
 
 async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
-    """Also one that was started anew."""
+    """Also a master that was started anew."""
     values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
 
     def is_known(node: Master, times: int) -> bool:
@@ -160,15 +161,15 @@ async def test_with_another_policy_a_master_passes_plans_on_and_uses_none(task: 
         assert plan(first)["planned_streams"] == 0
 
 
-async def test_without_a_plan_masters_tell_each_other_nothing(task: Task) -> None:
+async def test_without_a_plan_masters_send_each_other_nothing(task: Task) -> None:
     async with task.nodes(2, "plan") as nodes:
         await trio.sleep(0.5)
         for node in nodes:
             assert all(not each.peer.stats()["connections"] for each in node._peers.values())
 
 
-async def test_a_master_of_another_version_is_told_nothing_and_tells_nothing(task: Task) -> None:
-    """Its readers' orders have the indices of another snapshot."""
+async def test_masters_of_other_versions_exchange_no_plans(task: Task) -> None:
+    """Their readers' orders have the indices of another snapshot."""
     async with task.node(0, policy="plan") as first:
         task.put("more", 99)
         task.snapshot = task.dataset.snapshot
@@ -206,7 +207,7 @@ async def test_messages_about_plans_and_reads_share_a_connection(
     assert peer.stats()["connections"] == 1
 
 
-async def test_a_master_that_takes_long_over_a_plan_is_asked_for_chunks_all_the_same(
+async def test_a_master_that_is_slow_with_a_plan_still_gets_requests_for_chunks(
     node: Node, peer: Peer
 ) -> None:
     assert await peer.ping()
@@ -215,9 +216,7 @@ async def test_a_master_that_takes_long_over_a_plan_is_asked_for_chunks_all_the_
     assert peer.stats()["state"] == "closed"
 
 
-async def test_clients_of_other_nodes_and_connections_for_reads_may_not_speak_about_plans(
-    node: Node, plane: Plane
-) -> None:
+async def test_clients_of_other_nodes_and_connections_for_reads_may_not_send_plans(node: Node, plane: Plane) -> None:
     raw = await authenticated_raw(node.port, is_client=True)
     await raw.send(wire.plan_request(1, b"said"))
     assert await raw.receive_all() == b""
@@ -242,7 +241,7 @@ class SlowMaster:
         return self.status
 
 
-def test_the_sender_sends_the_newest_state_and_tells_a_new_master_all_again(task: Task) -> None:
+def test_the_sender_sends_the_newest_state_and_sends_a_new_master_everything(task: Task) -> None:
     master = SlowMaster()
     sender = PlanSender(task.snapshot, master.tell, send_s=0.01)
     epoch = Epoch(0, order_of(task, 1))

@@ -1,5 +1,6 @@
-"""Messages about plans: whole ones round-trip, all other bytes are one error, and no length is
-believed before it is checked."""
+"""Messages about plans: whole ones round-trip, all other bytes are one error, and each length is
+checked before it is used.
+"""
 
 import random
 from contextlib import suppress
@@ -170,7 +171,7 @@ def test_a_computed_order_out_of_range_is_refused() -> None:
             parse_plan(msgpack.packb({**said, "epochs": epochs}), ENTRIES, CHUNKS)
 
 
-def test_a_message_that_is_too_long_is_not_looked_at() -> None:
+def test_a_message_that_is_too_long_is_not_parsed() -> None:
     with pytest.raises(CorruptError, match="at most"):
         parse_plan(bytes(PLAN_BYTES_MAX + 1), ENTRIES, CHUNKS)
 

@@ -45,8 +45,6 @@ from tests.examples import examples
 
 
 class FakeCache:
-    """The calls of a plan to the cache."""
-
     def __init__(self) -> None:
         self.uses_future = True
         self.future: ChunkFuture | None = None
@@ -159,7 +157,7 @@ async def test_a_reader_that_begins_in_the_middle_is_planned_from_there(
     assert here.cache.futures == 2, "what is before the first future needs another"
 
 
-async def test_of_a_computed_order_one_more_epoch_is_foreseen(
+async def test_one_more_epoch_of_a_computed_order_is_predicted(
     view: Snapshot, here: Receiver, jumping_clock: MockClock
 ) -> None:
     order = ComputedOrder(1, 5, 10, rank=1, world=3)
@@ -190,7 +188,7 @@ async def test_a_computed_order_of_another_length_is_left_out(
     assert "cannot be computed" in caplog.text
 
 
-async def test_another_version_or_dataset_is_refused_and_named_once(
+async def test_another_version_or_dataset_is_refused_and_logged_once(
     view: Snapshot, caplog: pytest.LogCaptureFixture, here: Receiver, jumping_clock: MockClock
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -349,13 +347,13 @@ EVENTS = st.one_of(
     st.tuples(st.just("drop"), KEYS),
     st.tuples(st.just("chunk"), st.integers(0, 9)),
     st.tuples(st.just("lose"), st.integers(0, 6)),  # the connection, after this number of messages
-    st.tuples(st.just("restart")),  # the receiver has forgotten all
+    st.tuples(st.just("restart")),  # the receiver has lost its state
 )
 
 
 @examples(60)
 @given(events=st.lists(EVENTS, max_size=12))
-async def test_whatever_fails_the_receiver_knows_all_in_the_end(
+async def test_after_any_failures_the_receiver_has_the_whole_plan(
     view: Snapshot, events: list[tuple[object, ...]]
 ) -> None:
     here = Receiver(view)
@@ -367,7 +365,7 @@ async def test_whatever_fails_the_receiver_knows_all_in_the_end(
     values = np.zeros(view.chunk_count, np.float32)
 
     def news(most: int) -> bool:
-        """Whether the receiver knows all after at most `most` messages."""
+        """Whether the receiver has the whole plan after at most `most` messages."""
         plan = Announcement(streams, lambda epoch: by_digest.get(epoch.digest), values, held)
         talk = publisher.news(plan)
         status: int | None = TAKEN

@@ -38,8 +38,6 @@ Wrap = Callable[[socket.socket, socket.socket], tuple[TlsSocket, socket.socket]]
 
 
 class Request:
-    """A READ that the master has received."""
-
     def __init__(self, number: int, flags: int, records: list[Part]) -> None:
         self.number, self.flags, self.records = number, flags, records
 
@@ -59,7 +57,7 @@ class Request:
 
 
 class Requests:
-    """One connection, as the master has it."""
+    """One connection, at the master's side."""
 
     def __init__(self, connected: socket.socket) -> None:
         self.socket = connected
@@ -80,8 +78,8 @@ def answer_all(requests: Requests) -> None:
 
 
 class PatientBreaker(PeerBreaker):
-    """No answer is late, however long a busy machine lets no thread run. A link learns how fast
-    answers come, and waits 50 ms for one then."""
+    """No answer is late, even if a busy machine runs no thread for long. A link measures how fast
+    answers come, and would wait only 50 ms here."""
 
     def timeout_s(self, size: int) -> float:
         return PATIENCE_S
@@ -89,7 +87,7 @@ class PatientBreaker(PeerBreaker):
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
-    """The breaker of a link that waits as long as it must."""
+    """The breaker of a link that waits without end."""
     monkeypatch.setattr(owner_link, "CONNECT_WAIT_S", PATIENCE_S)
     monkeypatch.setattr(owner_link, "_SEND_WAIT_S", PATIENCE_S)
     return PatientBreaker()
@@ -99,7 +97,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
 def linked(
     *scripts: Script, wrap: Wrap | None = None, breaker: PeerBreaker | None = None
 ) -> Iterator[OwnerLink]:
-    """A link; the n-th connection is served by the n-th script, all others by the last one."""
+    """A link whose connection number n is served by script n, all later ones by the last script."""
     left = list(scripts)
     ends: list[socket.socket] = []
 
@@ -153,7 +151,7 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
 # Answers ------------------------------------------------------------------------------------------
 
 
-def test_parts_come_in_their_order_and_requests_ask_to_load() -> None:
+def test_parts_come_in_their_order_and_requests_have_the_load_flag() -> None:
     flags = []
 
     def script(requests: Requests) -> None:
@@ -349,7 +347,7 @@ def test_late_answers_are_skipped_and_the_link_goes_on(one: bool) -> None:
 @pytest.mark.parametrize("one", [False, True])
 @pytest.mark.parametrize("begun", [0, 5, 40])
 def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
-    """The time limit is one for the whole answer: each byte that comes does not make a new one."""
+    """One time limit applies to the whole answer: a byte that arrives does not restart it."""
 
     def script(requests: Requests) -> None:
         answer = requests.next().answer()
@@ -365,7 +363,7 @@ def test_F3_an_answer_that_trickles_is_late(one: bool, begun: int) -> None:
         assert link.counts["timed_out"] == 1
 
 
-def test_F2_a_master_that_hangs_is_not_asked_for_a_while() -> None:
+def test_F2_a_master_that_hangs_is_paused() -> None:
     with linked(lambda requests: time.sleep(30)) as link:
         for _ in range(FAILURES_MAX):
             assert read(link, *SOME) is None
@@ -505,7 +503,7 @@ def test_a_forked_child_uses_a_connection_of_its_own() -> None:
 
 
 def test_a_signal_handler_reads_in_the_middle_of_a_read() -> None:
-    """It runs in the thread that receives, and asks for parts itself."""
+    """It runs in the thread that receives, and requests parts itself."""
     inner: list[bytes | None] = []
 
     def script(requests: Requests) -> None:

@@ -1,4 +1,4 @@
-"""`TaskStore` reads chunks through a master; whatever the master does, no read fails."""
+"""`TaskStore` reads chunks through a master; no fault of the master fails a read."""
 
 import gc
 import math
@@ -37,7 +37,7 @@ from ..conftest import FILES, LITTLE_MEMORY, Client
 from ..fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster
 
 READ_S = TIMEOUT_MAX_S
-"""How long a reader waits for an answer of a master of which it does not know how fast it is."""
+"""How long a reader waits for an answer of a master whose speed it does not know."""
 
 
 def check_files(reader: EntryReader) -> None:
@@ -49,7 +49,7 @@ def check_files(reader: EntryReader) -> None:
         assert reader.read(index) == FILES[name], name
 
 
-# Whatever a master does, bytes are right ----------------------------------------------------------
+# Bytes are right with any fault of the master -----------------------------------------------------
 
 
 def flip(chunk: int, start: int, content: bytearray) -> None:
@@ -134,7 +134,7 @@ def test_every_byte_is_right_and_no_read_fails(
 def test_F9_without_a_master_all_bytes_come_from_the_store(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one, from a store that is fast, though the machine may be busy. Its errors are
+    """One by one, from a fast store, though the machine may be busy. The store's errors are
     raised."""
     monkeypatch.setattr(costs, "SLOW_READ_S", math.inf)
     client.check_parts(1)
@@ -169,7 +169,7 @@ def test_chunks_that_no_node_has_are_read_at_once_from_a_slow_store(
     client.check_parts(4)
 
 
-# Where bytes come from ----------------------------------------------------------------------------
+# Sources of bytes ---------------------------------------------------------------------------------
 
 
 def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
@@ -188,7 +188,7 @@ def test_no_whole_chunk_is_copied_into_private_memory(client: Client, master: Fa
     small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
 
     def read_few(seed: int) -> None:
-        """Less than would make reading whole chunks worth it."""
+        """Read too few for whole chunks to pay."""
         few = np.random.default_rng(seed).choice(small, 6, replace=False)
         for index, content in zip(few.tolist(), reader.read_many(few), strict=True):
             assert content == FILES[view.path(index).decode()]
@@ -291,7 +291,7 @@ def test_the_next_group_of_parts_is_requested_ahead(
 def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
     client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(breaker, "TIMEOUT_MIN_S", 1.0)  # a busy machine is no late master
+    monkeypatch.setattr(breaker, "TIMEOUT_MIN_S", 1.0)  # on a busy machine the master is not late
     master.behaviour.pins = False
     for seed in range(30):
         found, _ = client.begin(seed, 5)
@@ -309,7 +309,7 @@ def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
 
 @pytest.fixture
 def quick_store(client: Client) -> Iterator[TaskStore]:
-    """A store that often tells the master which chunks it has unmapped."""
+    """A store that reports unmapped chunks to the master often."""
     made = TaskStore(client.inner, client.path, client.view, heartbeat_s=0.02)
     yield made
     made.close()
@@ -370,7 +370,7 @@ def test_a_pinned_chunk_cannot_be_written_and_outlives_the_store(client: Client)
 def test_F5_a_pinned_chunk_that_is_another_one_is_not_used(
     client: Client, master: FakeMaster
 ) -> None:
-    """Its preamble says which chunk it is; the master has verified the rest."""
+    """Its preamble names the chunk; the master has verified the rest."""
     index = client.view.lookup(b"n007")
     [extent] = client.view.extents(index)
     other = next(each for each in client.chunks if each != extent.chunk)
@@ -449,10 +449,10 @@ def test_a_mapped_chunk_keeps_no_descriptor(client: Client, master: FakeMaster) 
 def test_F2_many_threads_wait_for_a_master_that_hangs_once(
     client: Client, master: FakeMaster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the pause one thread asks again, and the others do not wait for it."""
+    """After the pause one thread sends a request again, and the others do not wait for it."""
     client.check_parts(1)
     master.behaviour.pins, master.behaviour.hangs = False, 5.0
-    monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # nothing is worth pinning
+    monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # pinning does not pay
 
     def read_times_s() -> list[float]:
         """How long each of 8 threads took for a read, ordered."""
@@ -529,7 +529,6 @@ def test_F1_a_failed_restart_of_a_master_is_tried_again(
 def test_a_master_that_rejects_reads_is_paused_and_still_receives_unpins(
     client: Client, master: FakeMaster
 ) -> None:
-    """During the pause, unpinned chunks are still reported."""
     client.check_parts(1)
     whole = client.pin(1)
     master.behaviour.refuses = "the task reads another version"
@@ -589,7 +588,7 @@ def test_another_version_is_announced_and_read_through_the_same_master(
 
 
 def test_statistics_are_the_masters_and_the_readers(client: Client, master: FakeMaster) -> None:
-    """Each read is counted once, by its source, also the one for which a chunk is mapped."""
+    """Each read is counted once, by its source; so is the one for which a chunk is mapped."""
     master.behaviour.has = lambda chunk: chunk != 2
     for chunk in [1] * 20 + [2] * 20:
         client.read_one(chunk)

@@ -31,7 +31,7 @@ def owner(client: Client, master: FakeMaster) -> Iterator[FakeOwner]:
         yield made
 
 
-def test_another_node_is_asked_directly_and_nothing_of_it_is_mapped(
+def test_requests_go_directly_to_another_node_and_nothing_of_it_is_mapped(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     for _ in range(20):
@@ -59,7 +59,7 @@ def test_parts_of_all_sources_come_in_their_order(
     assert client.inner.reads == 2
 
 
-def test_a_chunk_that_is_given_up_between_request_and_read_is_read_elsewhere(
+def test_a_chunk_that_is_unmapped_between_request_and_read_is_read_elsewhere(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     master.set_owners({0: RANK, 1: RANK, 2: OTHER}, owner)
@@ -77,7 +77,7 @@ def test_a_chunk_that_is_given_up_between_request_and_read_is_read_elsewhere(
     assert found == dict(enumerate(right))
 
 
-def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much(
+def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much_as_that(
     client: Client, master: FakeMaster
 ) -> None:
     each_s = task_chunks.READ_COST_S + task_chunks.PART_S
@@ -99,7 +99,7 @@ def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much(
     assert client.inner.reads == 0
 
 
-def test_owners_change_and_other_nodes_are_asked(
+def test_after_owners_change_requests_go_to_other_nodes(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     client.read(0, 1)
@@ -113,7 +113,7 @@ def test_owners_change_and_other_nodes_are_asked(
     assert client.inner.reads == 0
 
 
-def test_a_node_that_refuses_is_asked_through_the_own_master(
+def test_requests_to_a_node_that_refuses_go_through_the_own_master(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     owner.behaviour.refuses = "too many connections"
@@ -126,7 +126,7 @@ def test_a_node_that_refuses_is_asked_through_the_own_master(
     assert master.flags == [wire.LOAD | wire.THROUGH] * 2
 
 
-def test_a_closed_connection_is_made_again_and_a_node_that_has_gone_costs_no_reader_a_read(
+def test_a_closed_connection_is_made_again_and_the_end_of_a_node_costs_no_read(
     client: Client, owner: FakeOwner
 ) -> None:
     client.read(0)
@@ -141,7 +141,7 @@ def test_a_closed_connection_is_made_again_and_a_node_that_has_gone_costs_no_rea
     assert client.inner.reads == client.counts()["store_reads"] == 10
 
 
-def test_with_through_master_only_the_own_master_is_asked(
+def test_with_through_master_all_requests_go_to_the_own_master(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     client.store._chunks._through_master = True

@@ -150,7 +150,7 @@ class Client:
             self._dlcmd("umount", "--force", self.mount)
 
     def _run(self, *flags: str) -> Sequence[str]:
-        """The installed program: a PYTHONPATH with our packages would reach the script as well."""
+        """The installed program; a PYTHONPATH with our packages would reach the script, too."""
         return [str(Path(sys.executable).with_name("dlcmd")), "run", *flags, "--"]
 
     def _environment(self, seen: Path) -> dict[str, str]:

@@ -63,7 +63,7 @@ LATER_CLIENTS = {
 
 
 def trained(client: Client, command: tuple[str, ...]) -> tuple[Training, Training]:
-    """The training without and under `dlcmd run`; both gave the same samples."""
+    """Train without and under `dlcmd run`; both must give the same samples."""
     alone = client.train(PYTHON, *command, client.mount, joined=False)
     joined = client.train(PYTHON, *command, client.mount, joined=True)
     print(f"READs of each epoch: {alone.reads} without, {joined.reads} with a plan", joined.said)

@@ -22,7 +22,6 @@ class Seen:
         self._samples: list[tuple[int, int]] = []
 
     def add(self, images: torch.Tensor, labels: Iterable[int]) -> None:
-        """The loop got this batch."""
         for image, label in zip(images, labels, strict=True):
             self._samples.append((zlib.crc32(image.contiguous().numpy().tobytes()), int(label)))
 
