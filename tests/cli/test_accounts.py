@@ -36,7 +36,7 @@ def users(dlcmd: Dlcmd) -> dict[str, dict[str, object]]:
 
 
 def test_the_first_account_needs_no_repository(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
-    """`user add` makes the repository. stdout has the key alone; stderr says how to use it."""
+    """`user add` makes the repository. stdout has the key alone; stderr explains its use."""
     result = dlcmd("user", "add", "root", "--admin")
     seed = parse_key(result.out.decode())
     assert result.out.decode().count("\n") == 1
@@ -47,11 +47,11 @@ def test_the_first_account_needs_no_repository(dlcmd: Dlcmd, tmp_path: Path, pla
     assert found["admin"] is True
     assert parse_public_key(str(found["public_key"])) == keys.public_key(seed)
     FolderStore.open(dlcmd.store)
-    (told,) = dlcmd("--json", "user", "add", "ann", "--admin").objects
-    public = public_key_text(keys.public_key(parse_key(str(told["key"]))))
-    assert told == {"user": "ann", "admin": True, "public_key": public, "key": told["key"]}
-    (told,) = dlcmd("--json", "user", "add", "bo", "--key-out", tmp_path / "key").objects
-    assert (told["key_file"], "key" in told) == (str(tmp_path / "key"), False)
+    (added,) = dlcmd("--json", "user", "add", "ann", "--admin").objects
+    public = public_key_text(keys.public_key(parse_key(str(added["key"]))))
+    assert added == {"user": "ann", "admin": True, "public_key": public, "key": added["key"]}
+    (added,) = dlcmd("--json", "user", "add", "bo", "--key-out", tmp_path / "key").objects
+    assert (added["key_file"], "key" in added) == (str(tmp_path / "key"), False)
     assert dlcmd("-q", "user", "add", "eve").err == ""
     assert dlcmd("user", "add", "joe", "--public-key", public).out == b"added joe\n"
     assert users(dlcmd)["joe"]["public_key"] == public
@@ -117,7 +117,7 @@ def test_a_key_goes_to_a_new_file_of_its_owner(dlcmd: Dlcmd, tmp_path: Path, pla
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     public = users(dlcmd)["ann"]["public_key"]
     assert public_key_text(keys.public_key(parse_key(file.read_text()))) == public
-    # One that is there is not written over, and no account is made; where none is, no file is left
+    # An existing file is not written over, and no account is made; no new file is left either
     assert "exists; name a new file" in dlcmd("user", "add", "bo", "--key-out", file, code=12).err
     dlcmd("user", "add", "ann", "--key-out", tmp_path / "other", code=12)
     assert set(users(dlcmd)) == {"ann"}

@@ -19,7 +19,6 @@ from .conftest import Dlcmd
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """The folder that the dataset `pets` was put from."""
     source = write(tmp_path / "src", {"a": b"1" * 9000, "sub/b": b"22", "sub/in/c": b"333"})
     (source / "link").symlink_to("a")
     os.utime(source / "a", ns=(0, 1_700_000_000_123_456_789))
@@ -75,7 +74,7 @@ def test_H10_names_are_raw_in_a_pipe_and_marked_in_json(dlcmd: Dlcmd, tmp_path: 
 def test_recover_since_prints_how_it_understood_the_time(
     dlcmd: Dlcmd, pets: Path, monkeypatch: pytest.MonkeyPatch, text: str, understood: str
 ) -> None:
-    """And refuses one in the future."""
+    """It refuses one in the future."""
     assert pets.exists()
     monkeypatch.setenv("TZ", "America/New_York")
     time.tzset()
@@ -156,7 +155,7 @@ def test_rm_deletes_all_or_nothing(dlcmd: Dlcmd, pets: Path) -> None:
     assert dlcmd("ls", "-R", "pets").out == b"link\n"
 
 
-def test_delete_dataset_wants_to_be_sure(dlcmd: Dlcmd, pets: Path) -> None:
+def test_delete_dataset_needs_a_confirmation(dlcmd: Dlcmd, pets: Path) -> None:
     assert "--yes" in dlcmd("delete-dataset", "pets", code=2).err
     dlcmd("delete-dataset", "gone", code=10)
     (result,) = dlcmd("delete-dataset", "--json", "pets", "--yes").objects
@@ -243,7 +242,7 @@ def test_recover_names_chunks_that_it_cannot_read(dlcmd: Dlcmd, pets: Path) -> N
     "name",
     ["../other", "a/b", "-rf", "", "a" * 300, "%2e%2e", ".", "a b", "pets\n", "\u0661", "a\udcff"],
 )
-def test_M9_for_bad_names_nothing_is_made(dlcmd: Dlcmd, tmp_path: Path, name: str) -> None:
+def test_M9_bad_names_make_nothing(dlcmd: Dlcmd, tmp_path: Path, name: str) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     verbs = [
         ["delete-dataset", "--yes", "--", name],

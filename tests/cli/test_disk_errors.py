@@ -1,5 +1,4 @@
-"""Tests of errors that disks return at odd moments, and of killed processes; strace injects
-them."""
+"""Errors that disks return at unusual moments, and killed processes; strace injects the errors."""
 
 import os
 import re
@@ -70,7 +69,9 @@ def test_an_error_of_close_in_the_store_names_the_object(
     assert ended(verb, *words, inject=CLOSE, path=path) == (13, result)
 
 
-def test_of_errors_of_close_those_of_files_say(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
+def test_an_error_of_close_of_a_file_is_reported_before_that_of_its_folder(
+    dlcmd: Dlcmd, source: Path, tmp_path: Path
+) -> None:
     out = tmp_path / "out"
     for folder in (source, source / "sub"):
         assert ended("put", source, "more", inject=CLOSE, path=folder) == (0, "")
@@ -132,7 +133,9 @@ def of_a_stranger() -> str:
     return re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
 
 
-def test_files_of_strangers_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_unknown_processes_are_removed_after_a_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for left in (of_a_stranger(), ".dlcmd-0123456789abcdef", ".dlcmd-mine"):
         (tmp_path / left).touch()
     remove_leftovers(tmp_path)

@@ -1,4 +1,4 @@
-"""Tests of `dlcmd get` and `cat`: which files are written where, and which are left alone."""
+"""Tests of `dlcmd get` and `cat`: which files they write where, and which they leave alone."""
 
 import io
 import os
@@ -20,14 +20,13 @@ NOBODY = 65534
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """The folder that the dataset `pets` was put from."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"22", "sub/in/c": b"333"})
     (source / "link").symlink_to("../outside")
     dlcmd("put", source, "pets")
     return source
 
 
-def test_a_folder_comes_back_and_again_nothing_is_written(
+def test_a_folder_comes_back_and_a_second_get_writes_nothing(
     dlcmd: Dlcmd, pets: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "new/out"
@@ -51,26 +50,28 @@ def test_a_file_or_link_comes_back_under_a_name(dlcmd: Dlcmd, pets: Path, tmp_pa
     assert "make it first" in dlcmd("get", "pets/a", tmp_path / "gone/x", code=10).err
 
 
-def test_M4_something_different_needs_force(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
-    """A folder is not even replaced then."""
+def test_M4_replacing_something_different_needs_force(
+    dlcmd: Dlcmd, pets: Path, tmp_path: Path
+) -> None:
+    """Even with `--force`, a folder is not replaced."""
     out = write(tmp_path / "out", {"a": b"mine", "sub/b": b"22"})
     (out / "a").chmod(0o400)
     os.mkfifo(out / "link")  # opening it would wait for ever
-    said = dlcmd("get", "pets", out, code=3).err
-    assert "dlcmd: a: something different is there; --force replaces it" in said
-    assert "dlcmd: link: something different is there" in said
-    assert "dlcmd: sub/b: something different is there" in said  # of another time
+    errors = dlcmd("get", "pets", out, code=3).err
+    assert "dlcmd: a: something different is there; --force replaces it" in errors
+    assert "dlcmd: link: something different is there" in errors
+    assert "dlcmd: sub/b: something different is there" in errors  # of another time
     assert (out / "a").read_bytes() == b"mine"
     assert (out / "sub/in/c").read_bytes() == b"333"
     dlcmd("get", "--force", "pets", out)
     assert facts(out, times=False) == facts(pets, times=False)
     out = write(tmp_path / "other", {"a/keep": b"", "sub": b"a file"})
-    said = dlcmd("get", "pets", out, code=3).err
-    assert "dlcmd: a: a folder is there" in said
-    assert "dlcmd: sub: a file is there; --force replaces it" in said
-    assert "dlcmd: sub/b: a link or file stands where its folder should" in said
-    said = dlcmd("get", "--force", "pets", out, code=3).err
-    assert said.splitlines()[0] == "dlcmd: a: a folder is there; remove it first"
+    errors = dlcmd("get", "pets", out, code=3).err
+    assert "dlcmd: a: a folder is there" in errors
+    assert "dlcmd: sub: a file is there; --force replaces it" in errors
+    assert "dlcmd: sub/b: a link or file stands where its folder should" in errors
+    errors = dlcmd("get", "--force", "pets", out, code=3).err
+    assert errors.splitlines()[0] == "dlcmd: a: a folder is there; remove it first"
     assert (out / "a/keep").exists()
     assert (out / "sub/in/c").read_bytes() == b"333"
 
@@ -122,7 +123,7 @@ def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, ordinary: P
     (tmp_path / "out/closed").chmod(0o755)
     (tmp_path / "out/closed/b").unlink()
     (tmp_path / "out/closed").chmod(0o000)
-    dlcmd("get", "pets", tmp_path / "out", code=3)  # nobody asked to open it
+    dlcmd("get", "pets", tmp_path / "out", code=3)  # no option opens it
     assert stat.S_IMODE((tmp_path / "out/closed").stat().st_mode) == 0
     result = dlcmd("get", "--force", "pets", tmp_path / "out")
     assert result.out.startswith(b"got 1 file")
@@ -201,7 +202,7 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
 
 
 def test_E9_a_full_disk_names_the_file_that_is_not_written(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Of each verb that writes a file that its user names; no partial file is left."""
+    """For each verb that writes a file that its user names; no partial file is left."""
     dlcmd("put", write(tmp_path / "src", {"a": os.urandom(1 << 20)}), "pets")
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         tar = disk / "x.tar"

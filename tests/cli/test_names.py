@@ -21,7 +21,8 @@ NAMES = [
     b"\xc0\xae" * 2,
     b"\xe2\x80\xae",
 ]
-"""No UTF-8: a stray byte, surrogates, a cut character, an overlong `..`; and text run backwards."""
+"""Names that are not UTF-8: a stray byte, surrogates, a cut character, an overlong `..`; and
+right-to-left text."""
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_N4_lists_and_filters_take_bytes(dlcmd: Dlcmd, odd: Path) -> None:
 
 
 def test_I11_a_path_that_is_listed_twice_is_put_once(dlcmd: Dlcmd, odd: Path) -> None:
-    """However the list spells it."""
+    """Even in different spellings."""
     names = odd.with_name("names")
     names.write_bytes(b"\xff\n./\xff\n\xff\n\xff/\n\xc3\n")
     done = dlcmd("put", "--json", "--files-from", names, odd, "ds").objects[-1]

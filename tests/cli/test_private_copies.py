@@ -12,7 +12,7 @@ from tests.trees import Facts, facts, odd_tree, write
 
 from .conftest import Dlcmd
 
-# FORMAT.md, section 7, written down a second time
+# FORMAT.md, section 7, implemented a second time
 TABLE_AT, ROW_BYTES = 160, 24
 SECTIONS = {"name_start": 1, "flags": 2, "size": 3, "checksum": 8, "names": 11, "chunk_id": 15}
 CHUNK_BYTES = 1 << 16
@@ -56,7 +56,7 @@ class User:
         assert facts(top / "before") == facts(self.source)
 
     def flip(self, place: Callable[[bytes], range]) -> None:
-        """Turn a bit of the copy around."""
+        """Flip a bit of the copy."""
         (copy,) = (self.cache / "diesel/snapshots").iterdir()
         data = bytearray(copy.read_bytes())
         where = place(bytes(data))
@@ -64,7 +64,7 @@ class User:
         copy.write_bytes(data)  # into the file that is there
 
     def others_see(self) -> Facts:
-        """The dataset, as somebody without any private copy gets it."""
+        """The dataset, as a user without any private copy gets it."""
         self._patch.setenv("XDG_CACHE_HOME", str(self.top / "another"))
         self.dlcmd("get", "pets", self.top / "others")
         return facts(self.top / "others")

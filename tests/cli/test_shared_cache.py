@@ -1,4 +1,6 @@
-"""`dlcmd mount --evict lrfu`: what real mounts of several datasets leave in one `--cache-dir`."""
+"""`dlcmd mount --evict lrfu`: the chunks that mounts of several datasets leave in one
+`--cache-dir`.
+"""
 
 import os
 import signal
@@ -43,7 +45,7 @@ class Machine:
         return {each.name for each in self.folders[name].iterdir() if len(each.name) == 32}
 
     def begin(self, name: str) -> None:
-        """Mount, and read all."""
+        """Mount, and read all files."""
         sockets, before = self._sockets(), {*self._cache.glob("*/*/")}
         at = self._folder / f"{name}.mount"
         self._dlcmd(
@@ -66,7 +68,7 @@ class Machine:
         wait_until(lambda: not is_running(master))
 
     def seem_unused(self, name: str, hours: int) -> None:
-        """As if nobody had used a dataset for some hours."""
+        """Make a dataset look as if no job had used it for some hours."""
         assert hours * 3600 > IDLE_S
         long_ago = time.time() - hours * 3600
         for each in self.folders[name].iterdir():
@@ -86,7 +88,6 @@ class Machine:
 
 
 def _process_of(opened: Path) -> int:
-    """The process that listens at a socket."""
     here = os.open(opened.parent, os.O_PATH)  # a short path
     try:
         with socket.socket(socket.AF_UNIX) as link:

@@ -43,7 +43,6 @@ def shared(
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """The files below a folder."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in folder.rglob("*")
@@ -68,7 +67,8 @@ def test_a_tree_is_put_listed_and_written_back(shared: Dlcmd, tmp_path: Path) ->
 def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared: Dlcmd, redis_server: RedisServer, tmp_path: Path
 ) -> None:
-    """Readers use the snapshot; recovery brings back also what only the newest chunks have."""
+    """Readers use the snapshot; recovery also restores the files that only the newest chunks
+    have."""
     source = write(tmp_path / "source", {f"d{i % 3}/{i}": os.urandom(100) for i in range(100)})
     shared.program("put", source, "pets")
     write(source, {"d0/newer": b"newer"})
@@ -189,7 +189,7 @@ def test_a_mount_of_a_bucket(shared: Dlcmd, redis_server: RedisServer, tmp_path:
 
 
 def test_archives_in_a_bucket_are_put_once(shared: Dlcmd, s3: Server) -> None:
-    """A glob matches no slash; a prefix stands for all below it."""
+    """A glob matches no slash; a prefix stands for all objects below it."""
     place = s3.place()
     prefix = place.removeprefix(f"s3://{s3.bucket}/")
     client = boto3.client("s3", endpoint_url=s3.environ["AWS_ENDPOINT_URL"])
@@ -237,7 +237,7 @@ def test_the_objects_of_a_bucket_are_put(shared: Dlcmd, s3: Server, tmp_path: Pa
     assert f"there is no object below {place}/d/nowhere, nor at that key" in nowhere
 
 
-def test_C1_where_redis_is_down_a_put_fails_and_readers_note_it(
+def test_C1_while_redis_is_down_a_put_fails_and_readers_note_it(
     shared: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A put fails before any chunk. Reading goes on, and the note is printed once, unless -q is

@@ -1,8 +1,7 @@
-"""Tests of signals and lost readers while a put of a folder has packing processes (A15 in
-FAULTS.md).
+"""Signals and lost readers while a put of a folder has packing processes (A15 in FAULTS.md).
 
-The put is stopped (SIGSTOP) in its middle, so that what ends it always comes then; a test whose put
-got through before proves nothing, and fails.
+The put is stopped (SIGSTOP) in its middle, so the event that ends it always comes then. A test
+whose put is done before that fails.
 """
 
 import os
@@ -49,7 +48,7 @@ class Put:
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def end(self) -> tuple[int, str]:
-        """Let the put go on to its end; return its exit code and stderr."""
+        """Let the put go on to its end. Returns its exit code and stderr."""
         self.process.send_signal(signal.SIGCONT)
         _, err = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, err.decode()
@@ -96,8 +95,7 @@ def stopped_put(
 
 
 def check_whole(dlcmd: Dlcmd, there: Facts) -> int:
-    """Check that all files of the dataset are whole, also after a rebuild; return their
-    number."""
+    """Check that all files of the dataset are whole, also after a rebuild. Returns their number."""
     dlcmd("verify", "ds")
     with LocalRepository.open(dlcmd.store.as_uri()) as repository:
         showing = dataset_state(repository)
@@ -109,7 +107,7 @@ def check_whole(dlcmd: Dlcmd, there: Facts) -> int:
 
 
 def put_again(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> int:
-    """Put the folder again, check that all files are there, and return how many were put now."""
+    """Put the folder again, and check that all files are there. Returns how many were put now."""
     put = dlcmd("put", "--json", *OPTIONS, source, "ds").objects[-1]["files"]
     dlcmd("get", "ds", tmp_path / "back")
     assert facts(tmp_path / "back") == facts(source)
@@ -152,8 +150,8 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
     assert 0 < put_again(dlcmd, source, tmp_path) <= FILES - shows
 
 
-def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """A put that ignores SIGHUP goes on, with its packing processes."""
+def test_A15_a_put_under_nohup_ignores_SIGHUP(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
+    """Its packing processes do, too."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopped_put(dlcmd, source) as put:
@@ -167,7 +165,7 @@ def test_A15_nohup_means_nohup(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> No
 
 
 def test_A15_a_killed_packer_ends_the_put(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """As by the kernel when memory runs out: the put names the reason, and ends the other
+    """The kernel kills it when memory runs out: the put names the reason, and ends the other
     processes."""
     with stopped_put(dlcmd, source) as put:
         os.kill(put.packers[0], signal.SIGKILL)
@@ -186,7 +184,7 @@ def test_A15_EPIPE_in_the_middle_of_a_folder(
     """The reader of the progress has ended: the put goes on to its end, and puts everything. If
     errors cannot be printed either, only the exit code shows them."""
     if errors_too:
-        os.mkfifo(source / "pipe")  # will be named, although nobody reads it
+        os.mkfifo(source / "pipe")  # it will be named, although no process reads that
     receiver, sender = os.pipe()
     try:
         with stopped_put(dlcmd, source, *options, stdout=sender) as put:

@@ -25,7 +25,7 @@ from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.objects.store import ObjectStore, ReadWrapper
 
 from ..trees import write
-from .connected_masters import FakeAnswers, Node, answering, asking
+from .connected_masters import FakeAnswers, Node, answering, connected_peer
 from .fake_master import Behaviour, FakeMaster
 from .node_caches import run_inline
 from .planes import Plane, running_plane
@@ -109,7 +109,7 @@ async def node(answers: FakeAnswers) -> AsyncIterator[Node]:
 
 @pytest.fixture
 async def peer(node: Node) -> AsyncIterator[Peer]:
-    async with asking(node.port) as found:
+    async with connected_peer(node.port) as found:
         yield found
 
 

@@ -45,7 +45,7 @@ def parts(*records: Part) -> Parts:
     return np.array(records, "<u4").reshape(-1, 3)
 
 
-def asked(number: int, *records: Part, flags: int = 0) -> bytes:
+def read_request(number: int, *records: Part, flags: int = 0) -> bytes:
     """A READ."""
     return wire.request(number, wire.READ, flags, parts(*records))
 
@@ -61,7 +61,7 @@ class FakeAnswers:
     def __init__(self) -> None:
         self.table = ChunkTable(SIZES)
         self.ready: Callable[[], Awaitable[None]] = trio.lowlevel.checkpoint
-        self.asked: list[tuple[int, int, bool, bool]] = []
+        self.requested: list[tuple[int, int, bool, bool]] = []
         self.plans: list[tuple[int, bytes]] = []
         self.plan_status = GIVEN
         self.slow = self.slow_most = 0
@@ -83,7 +83,7 @@ class FakeAnswers:
     async def answer(
         self, rank: int, parts: Parts, *, load: bool, through: bool
     ) -> tuple[bytes, list[memoryview]]:
-        self.asked.append((rank, len(parts), load, through))
+        self.requested.append((rank, len(parts), load, through))
         self.slow += 1
         self.slow_most = max(self.slow, self.slow_most)
         try:
@@ -134,7 +134,7 @@ async def answering(
 
 
 @asynccontextmanager
-async def asking(
+async def connected_peer(
     port: int, mine: LocalIdentity | None = None, certificate: bytes = b""
 ) -> AsyncIterator[Peer]:
     peer = Peer(mine or me(0), member(port, certificate))
@@ -170,15 +170,15 @@ def hello(
 ) -> bytes:
     """The message of a connector that knows the acceptor's nonce."""
     own = os.urandom(NONCE_BYTES)
-    said = Hello(mine.rank, is_client, mine.instance, to, mine.identity, mine.version, own)
-    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
-    return wire.hello_frame(said, proofs.connector)
+    sent = Hello(mine.rank, is_client, mine.instance, to, mine.identity, mine.version, own)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, sent)
+    return wire.hello_frame(sent, proofs.connector)
 
 
-def proof(mine: LocalIdentity, nonce: bytes, heard: bytes, binding: bytes = NO_BINDING) -> bytes:
+def proof(mine: LocalIdentity, nonce: bytes, received: bytes, binding: bytes = NO_BINDING) -> bytes:
     """The proof with which an acceptor answers a hello."""
-    said, _ = wire.parse_hello(heard)
-    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, said)
+    parsed, _ = wire.parse_hello(received)
+    proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, parsed)
     return wire.proof_frame(proofs.acceptor)
 
 
@@ -244,8 +244,8 @@ class RawPeer:
 
     async def give(self, head: wire.RequestHead, part: Part = SMALL) -> None:
         """Answer a request for this part."""
-        said = wire.answer_head(head.id, wire.READ, b"\0", part[2])
-        await self.send(said, content(*part))
+        answered = wire.answer_head(head.id, wire.READ, b"\0", part[2])
+        await self.send(answered, content(*part))
 
     async def answer(self) -> tuple[wire.AnswerHead, bytes, bytes]:
         """The next answer, with its statuses and bytes."""

@@ -207,8 +207,8 @@ class NodeHost:
 
     def sockets(self, *, listening: bool = False) -> list[Socket]:
         """TCP sockets that listen, or those of established connections."""
-        asked = ["-l"] if listening else ["state", "established"]
-        text = self.run("ss", "-H", "-t", "-n", "-p", *asked).stdout
+        options = ["-l"] if listening else ["state", "established"]
+        text = self.run("ss", "-H", "-t", "-n", "-p", *options).stdout
         found = []
         for line in text.splitlines():
             ends = re.findall(r"(\S+):(\d+|\*)(?=\s|$)", line)

@@ -94,19 +94,19 @@ class PlannedReader:
             epochs = [Epoch(epoch + at, each) for at, each in enumerate(entries)]
         order, start_s = entries[0].tolist(), time.monotonic()
 
-        def tell(first: int) -> None:
+        def announce(first: int) -> None:
             at = min(first, len(order))
             self._sender.set_streams({"train": StreamProgress(tuple(epochs), epoch, at)})
 
         def pause(following: int) -> None:
             due_s = start_s + pace_s * following / batch
             time.sleep(max(due_s - time.monotonic(), 0))
-            tell(following)
+            announce(following)
 
         def number_of(entry: int) -> int:
             return int(snapshot.path(entry)[-5:])
 
-        tell(0)
+        announce(0)
         return checked(self._dataset.read_many, order, number_of, batch, pause)
 
 

@@ -72,7 +72,7 @@ class Reader:
                 *(sys.executable, "-m", "tests.peers.reader_program"),
                 log=log, stdin=subprocess.PIPE,
             )  # fmt: skip
-        self._tell(opened)
+        self._send(opened)
 
     def ready(self) -> Self:
         assert self._answer() == {"ready": True}
@@ -81,7 +81,7 @@ class Reader:
     def begin(self, seed: int, *, batch: int = 64, pace_s: float = 0.0) -> None:
         """Start an epoch; `outcome` waits for its end."""
         order = {"do": "epoch", "files": self._files, "seed": seed, "batch": batch}
-        self._tell({**order, "pace_s": pace_s})
+        self._send({**order, "pace_s": pace_s})
 
     def begin_planned(
         self, epoch: int, rank: int, world: int, *, group: int, batch: int, pace_s: float,
@@ -90,7 +90,7 @@ class Reader:
         """Start an epoch of the rank's files, announced to the master; `outcome` waits."""
         numbers = {"epoch": epoch, "rank": rank, "group": group, "batch": batch}
         more = {"world": world, "pace_s": pace_s, "announced": announced}
-        self._tell({"do": "planned", **numbers, **more})
+        self._send({"do": "planned", **numbers, **more})
 
     def outcome(self) -> Outcome:
         return Outcome(**self._answer())  # type: ignore[arg-type]  # as the program says it
@@ -100,7 +100,7 @@ class Reader:
         return self.outcome()
 
     def stats(self) -> dict[str, object]:
-        self._tell({"do": "stats"})
+        self._send({"do": "stats"})
         return self._answer()
 
     @property
@@ -116,7 +116,7 @@ class Reader:
             self.process.wait(15)
         end(self.process)
 
-    def _tell(self, order: Mapping[str, object]) -> None:
+    def _send(self, order: Mapping[str, object]) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(order).encode() + b"\n")
         self.process.stdin.flush()
@@ -334,8 +334,8 @@ def stats_at(path: Path) -> dict[str, object]:
             _, _, status, _, size, _ = struct.unpack("<BBHIII", stream.read(16))
             body = stream.read(size)
     assert status == 0, body
-    said: dict[str, object] = json.loads(body)
-    return said
+    figures: dict[str, object] = json.loads(body)
+    return figures
 
 
 def is_right(outcome: Outcome, files: int) -> bool:

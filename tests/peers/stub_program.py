@@ -26,8 +26,8 @@ def main() -> None:
     if how == "silent":
         time.sleep(30)
     if how == "error":
-        said = {"error": "MetadataError", "message": "no Redis here", "advice": "start it"}
-        print(json.dumps(said), flush=True)
+        error = {"error": "MetadataError", "message": "no Redis here", "advice": "start it"}
+        print(json.dumps(error), flush=True)
         return
     path = socket_path(TaskRequest.from_json(text))
     with socket.socket(socket.AF_UNIX) as listener:

@@ -285,7 +285,7 @@ def asked(
 
 
 @pytest.mark.parametrize(
-    ("peer", "secured", "told"),
+    ("peer", "secured", "is_given"),
     [
         ("192.0.2.7:1", False, False),
         ("192.0.2.7:1", True, True),
@@ -301,13 +301,13 @@ def asked(
     ],
 )
 def test_S1_a_server_gives_the_secret_over_private_links_only(
-    two: ServerWithRedis, peer: str, secured: bool, told: bool
+    two: ServerWithRedis, peer: str, secured: bool, is_given: bool
 ) -> None:
     task = TaskName(UUID(int=7), "ann", "t")
     with nothing_left(two), two.direct() as repository:
         tasks = TaskHandlers(repository)
         open_message = join_message(task, master(0), MemberRecord())
-        if told:
+        if is_given:
             answer = parse_join_reply(asked(tasks, open_message, peer, secured=secured))
             assert len(answer.secret) == 32
             asked(tasks, open_message, peer, secured=secured, do="leave")

@@ -82,8 +82,8 @@ async def test_F10_one_fetch_for_any_number_of_callers_and_eight_at_once(
             assert raw(await cache.get(number, 10, load=True)) == source.contents[number]
 
         async with trio.open_nursery() as nursery:
-            for asked in [*range(30)] * 3:
-                nursery.start_soon(ask, asked)
+            for number in [*range(30)] * 3:
+                nursery.start_soon(ask, number)
         assert trio.current_time() - begun_s < 4.5
     assert set(source.fetches.values()) == {1}
     assert source.most == fetches.FETCHES
@@ -296,10 +296,10 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
         nursery.start_soon(cache.fetches.prefetch_owned, np.arange(40))
         await trio.sleep(0.5)
         began_s = trio.current_time()
-        async with trio.open_nursery() as asking:
+        async with trio.open_nursery() as callers:
             for number in range(20, 20 + fetches.FETCHES):
-                asking.start_soon(ask, cache, number)
-            asking.start_soon(none_begins)
+                callers.start_soon(ask, cache, number)
+            callers.start_soon(none_begins)
         assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
         await trio.sleep(100)
         assert cache.stats()["share_held_chunks"] == 40

@@ -114,5 +114,5 @@ def test_every_process_computes_the_same_owners() -> None:
         "print(o.owners(np.array([1, 1, 0, 1, 1], np.bool_)).tolist())\n"
     )
     command = [sys.executable, "-c", code]
-    said = {subprocess.run(command, check=True, capture_output=True).stdout for _ in range(2)}
-    assert said == {b"[1, 0, 0, 3, 0, 4, 4, 1, 1, 3, 4, 4, 0, 0, 1, 3, 1, 3, 3, 4]\n"}
+    outputs = {subprocess.run(command, check=True, capture_output=True).stdout for _ in range(2)}
+    assert outputs == {b"[1, 0, 0, 3, 0, 4, 4, 1, 1, 3, 4, 4, 0, 0, 1, 3, 1, 3, 3, 4]\n"}

@@ -112,8 +112,8 @@ def test_workers_of_a_node_share_chunks_that_were_fetched_once(node: Node) -> No
         with deepcopy(dataset) as other:  # as in a process that is spawned
             check(other, 8)
             assert other.task_stats()["answers"]
-        told = node.stats()
-        assert told["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # one is a number
+        figures = node.stats()
+        assert figures["chunks_from_store"] == len(dataset.snapshot.chunk_sizes)  # type: ignore[comparison-overlap]  # one is a number
         assert dataset._reader.stats()["chunk_fetches"] == 0
 
 
@@ -260,8 +260,8 @@ def test_a_job_starts_with_the_chunks_of_the_previous_one(node: Node, task: str)
     assert len(cached.kept()) == chunks
     with cached.join(task) as dataset:
         check(dataset, 0)
-        told = dataset.task_stats()
-        assert (told["chunks_from_store"], told["client"]["store_reads"]) == (0, 0)  # type: ignore[index]  # a document
+        figures = dataset.task_stats()
+        assert (figures["chunks_from_store"], figures["client"]["store_reads"]) == (0, 0)  # type: ignore[index]  # a document
         assert node.master() != master
 
 
@@ -318,11 +318,11 @@ def test_J4_a_restarted_master_keeps_the_cache_of_the_previous_one(
     assert "is only read: Read-only file system" in caplog.text
 
 
-@pytest.mark.parametrize("takes", ["size=64k,mode=700", "size=64k,mode=700,ro"])
+@pytest.mark.parametrize("options", ["size=64k,mode=700", "size=64k,mode=700,ro"])
 def test_J1_F11_an_unusable_disk_at_the_start_is_a_warning(
-    node: Node, takes: str, caplog: pytest.LogCaptureFixture
+    node: Node, options: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with small_disk(node.folder / "disk", takes) as point:
+    with small_disk(node.folder / "disk", options) as point:
         with suppress(OSError), (point / "lost+found").open("wb", 0) as file:
             file.write(bytes(1 << 20))
         for folder in (point, point / "new"):
@@ -363,9 +363,9 @@ def test_a_writer_switches_the_version_and_common_chunks_stay(node: Node) -> Non
         dataset.flush()
         assert dataset.get("d0/new") == b"new"
         check(dataset, 1)
-        told = node.stats()
-        assert told["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
-        assert told["chunks_from_store"] == fetched + 1  # type: ignore[operator]  # numbers
+        figures = node.stats()
+        assert figures["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
+        assert figures["chunks_from_store"] == fetched + 1  # type: ignore[operator]  # numbers
         assert dataset.task_stats()["answers"]
 
 
@@ -436,12 +436,12 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
     second = node.folder / "second"
     second.mkdir()
     options[3] = "128M"
-    said = subprocess.run(
+    errors = subprocess.run(
         [*command, "mount", *options, "ds", second],
         check=True, timeout=60, capture_output=True, text=True,
     ).stderr  # fmt: skip
     launcher.umount(second)
-    assert said.count("--memory: ignored") == 1, said
+    assert errors.count("--memory: ignored") == 1, errors
     try:
         for path, content in FILES.items():
             assert (folder / path).read_bytes() == content
@@ -451,11 +451,11 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
             budget = node.stats()["node_cache"]["memory_budget_bytes"]
             assert budget == (256 - 32 << 20) * 3 // 4
 
-        def told() -> dict[str, object]:
+        def figures() -> dict[str, object]:
             task: dict[str, object] = launcher.stats(folder)["task"]  # type: ignore[assignment]  # as it is
             return task
 
-        until(lambda: told().get("answers"), "the mount to tell of the task")
+        until(lambda: figures().get("answers"), "the task in the mount's figures")
         shown = subprocess.run(
             [*command, "stats", folder], check=True, timeout=60, capture_output=True, text=True
         )
@@ -464,7 +464,7 @@ def test_a_mount_reads_through_the_task(node: Node, session: str) -> None:
             writer.put(b"new", "d0/new")
         until((folder / "d0/new").exists, "the mount to follow")
         assert (folder / "d0/new").read_bytes() == b"new"
-        until(lambda: node.stats()["version"] == told().get("version"), "the master to follow")
+        until(lambda: node.stats()["version"] == figures().get("version"), "the master to follow")
         for path, content in list(FILES.items())[::50]:
             assert (folder / path).read_bytes() == content
     finally:
@@ -495,4 +495,6 @@ def test_a_dataset_in_a_task_is_mounted_through_it(node: Node) -> None:
         for path, content in list(FILES.items())[::10]:
             assert (folder / path).read_bytes() == content
         assert len(list((node.folder / "run/diesel/tasks").glob("*/*/socket"))) == 1
-        until(lambda: "answers" in str(launcher.stats(folder).get("task")), "it to tell")
+        until(
+            lambda: "answers" in str(launcher.stats(folder).get("task")), "the task in the figures"
+        )

@@ -47,22 +47,19 @@ class InProcessServer:
         return DirectLink(self.loop, self.handlers, account, self.store.objects.store_id)
 
     def with_role(self, role: Role, *names: str) -> RemoteRepository:
-        """A user with this role for some datasets."""
         return self.client(Account("somebody", KEY, grants=dict.fromkeys(names, role)))
 
     @property
     def identity(self) -> UUID:
-        """That of the dataset `ds`."""
+        """The identity of the dataset `ds`."""
         return self.store.dataset("ds").identity
 
     def chunks(self, name: str = "ds") -> list[ChunkId]:
-        """The chunks of a dataset in the store."""
         return list(self.store.chunk_ids(self.store.dataset(name).identity))
 
 
 @contextmanager
 def in_process_server(folder: Path) -> Iterator[InProcessServer]:
-    """A server over a repository in a folder."""
     loop = Loop()
     with (
         LocalRepository.open(folder.as_uri(), create=True) as store,
@@ -77,8 +74,6 @@ def in_process_server(folder: Path) -> Iterator[InProcessServer]:
 
 
 class ChunkMaker:
-    """Makes chunks as one writer."""
-
     def __init__(self, repository: RemoteRepository, name: str = "ds") -> None:
         session = repository.begin(name)
         assert isinstance(session, RemoteWriteSession)
@@ -107,7 +102,6 @@ class ChunkMaker:
         self.session.objects.put(chunk_object(self.session.identity, chunk), parts)
 
     def file(self, path: bytes, content: bytes) -> ChunkId:
-        """Put a chunk of one file."""
         chunk, parts = self.sealed(path, content)
         self.put(chunk, parts)
         return chunk
@@ -138,7 +132,6 @@ def link_of(client: RemoteRepository) -> DirectLink:
 
 
 def read(client: RemoteRepository, identity: UUID, chunk: ChunkId, size: int) -> bytes:
-    """The first bytes of a chunk."""
     answer = link_of(client).call(
         {"do": "read", "identity": identity.bytes, "parts": parts_message([(chunk, 0, size)])}
     )

@@ -24,7 +24,6 @@ READY = re.compile(r"accepts connections at (\S+)")
 
 
 def until(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
-    """Wait for something."""
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end, f"in vain waited for: {what}"
@@ -32,7 +31,7 @@ def until(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
 
 
 def new_repository(url: str, *users: Account | str) -> dict[str, Credentials]:
-    """Make a repository with accounts (a name alone is an admin's); how each logs in."""
+    """Make a repository with accounts (a name alone is an admin's). Returns how each logs in."""
     with LocalRepository.open(url, create=True) as repository:
         table = open_accounts(repository.url, repository.objects)
         made, accounts = {}, {}
@@ -79,7 +78,7 @@ class Server:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait for the line that says that it accepts connections."""
+        """Wait for the line with which it begins to accept connections."""
         timer = threading.Timer(START_S, self.process.kill)
         timer.start()
         try:
@@ -95,7 +94,7 @@ class Server:
 
     @property
     def log(self) -> str:
-        """All that it has said on stderr."""
+        """Its whole output on stderr."""
         return self.log_path.read_text(errors="replace")
 
     @property
@@ -116,12 +115,11 @@ class Server:
         return self.process.pid
 
     def workers(self) -> list[int]:
-        """The processes of its workers."""
         threads = Path(f"/proc/{self.pid}/task").glob("*/children")  # any of them may be a parent
         return [int(word) for each in threads for word in each.read_text().split()]
 
     def resident_bytes(self) -> int:
-        """The memory of its workers, of each by itself."""
+        """The memory of each of its workers."""
         return sum(resident_bytes(pid) for pid in self.workers())
 
     def signal(self, number: int) -> None:

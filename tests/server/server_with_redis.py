@@ -43,7 +43,7 @@ class ServerWithRedis:
 
     @property
     def url(self) -> str:
-        """For all servers."""
+        """The URL of all servers."""
         return "diesel://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
 
     def open(self, name: str = "root") -> RemoteRepository:
@@ -57,13 +57,12 @@ class ServerWithRedis:
         return LocalRepository.open(self.direct_url)
 
     def empty(self) -> None:
-        """Delete all datasets."""
         with self.open() as repository:
             for info in repository.datasets():
                 repository.delete_dataset(info.name)
 
     def environment(self, name: str = "root") -> dict[str, str]:
-        """What makes a program of ours this user."""
+        """The environment that makes a program of ours this user."""
         who = self.credentials[name]
         return {"DIESEL_URL": self.url, "DIESEL_USER": who.user, "DIESEL_KEY": who.key_text}
 
@@ -77,7 +76,7 @@ class ServerWithRedis:
 def server_with_redis(
     folder: Path, *users: Account | str, workers: int = 2
 ) -> Iterator[ServerWithRedis]:
-    """A server over a folder and a Redis, for a while."""
+    """A server over a folder and a Redis."""
     found = ServerWithRedis(folder, *users, workers=workers)
     try:
         yield found

@@ -1,5 +1,6 @@
-"""However a client ends its TLS connection, and at whatever byte, the server forgets it at once and
-goes on serving the others."""
+"""When a client ends its TLS connection, in any way and at any byte, the server forgets it at once
+and goes on serving the others.
+"""
 
 import socket
 import time
@@ -83,7 +84,7 @@ STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last byt
 def end_one(
     port: int, begin: Callable[[int], RawTls], last: bytes, way: End | HandshakeEnd
 ) -> RawTls:
-    """Open a connection and end it; the caller keeps the result as long as it is to stay open."""
+    """Open a connection and end it; the caller keeps the result while it must stay open."""
     raw = begin(port)
     if isinstance(way, HandshakeEnd):
         raw.end_handshake(way)
@@ -101,7 +102,6 @@ for stage, (begin, last) in STAGES.items():
 
 @pytest.fixture
 def pair_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A certificate and its key, which clients trust."""
     authority = Authority(tmp_path / "authority")
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     pair = authority.issue()
@@ -114,8 +114,8 @@ def test_each_end_ends_its_connection_and_no_other(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No deadline of the server ends a connection here. A client that goes away, as a probe of the
-    port does, is not logged."""
+    """No deadline of the server ends a connection here. A client that goes away, like a probe of
+    the port, is not logged."""
     for name in ("GREETING_S", "LOGIN_S", "FRAME_S", "IDLE_S"):
         monkeypatch.setattr(limits, name, 3600.0)
     with ThreadedServer(certificate=load_certificate(*pair_files)) as server, ExitStack() as opened:
@@ -140,8 +140,8 @@ def test_each_end_ends_its_connection_and_no_other(
 
 
 def _assert_alone(server: ThreadedServer, link: ServerLink, before: float) -> None:
-    """After the connections of a row, which was after `before` connections, that of the link is the
-    only one left, and is served."""
+    """Assert that the connection of the link is the only one left after the connections of a row,
+    and is served. There were `before` connections earlier."""
     cells = server.cells
     wait_until(lambda: cells.get("diesel_connections_total") == before + EACH, PATIENCE_S)
     wait_until(lambda: cells.get("diesel_connections") == 1, PATIENCE_S)
@@ -165,7 +165,7 @@ def test_the_workers_of_the_program_outlive_each_end(
             for _ in range(100):
                 opened.enter_context(end_one(server.port, secured, b"", end))
         address = f"diesel+tls://localhost:{server.port}"
-        for _ in range(10):  # of either worker
+        for _ in range(10):  # of both workers
             with open_repository(address, root, create=False) as repository:
                 assert repository.datasets() == []
         assert sorted(server.workers()) == workers

@@ -1,5 +1,6 @@
-"""F7, S12, G2, G6: clients that lie, stall, connect too often, or speak another protocol; and N10,
-S8: a server that lies does its clients no harm."""
+"""F7, S12, G2, G6: clients that lie, stall, connect too often, or speak another protocol. N10, S8:
+a server that lies does its clients no harm.
+"""
 
 import json
 import os
@@ -105,12 +106,11 @@ def ask(
 
 
 def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """The lines of the log about refusals."""
     return [line for line in caplog.messages if "refused" in line]
 
 
 def assert_serving(server: ThreadedServer) -> None:
-    """Others are served."""
+    """Assert that other clients are served."""
     link = server.link()
     assert link.call({"do": "echo"}, [b"x"], deadline_s=10).payload.tobytes() == b"x"
     link.close()
@@ -169,7 +169,7 @@ def test_S1_nothing_but_a_small_login_is_read(
 
 
 def test_S2_a_recorded_login_is_refused_on_another_connection() -> None:
-    """Each byte of it again, to the same server: its nonce is another."""
+    """With each byte of it again, to the same server: its nonce is another."""
     with ThreadedServer() as server:
         client, nonce = greeted(server)
         recorded, nonces = login(nonce), {nonce}
@@ -261,7 +261,7 @@ def test_S12_the_network_with_most_connections_without_a_login_loses_one() -> No
     assert not count._greeting
 
 
-def test_S12_a_connection_too_many_is_refused_with_a_sentence() -> None:
+def test_S12_a_connection_beyond_the_limit_is_refused_with_a_message() -> None:
     with ThreadedServer(count=ConnectionLimits(20)) as server:
         link = server.link()
         link.call({"do": "echo"})
@@ -311,11 +311,11 @@ def test_a_refusal_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None
 # Memory
 
 
-def test_G2_all_requests_succeed_in_the_end_after_an_overload(
+def test_G2_after_an_overload_all_requests_succeed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ten times as much as fits: all is done in the end, nothing is lost, and it is quick again
-    once the load has dropped."""
+    """Ten times as much as fits: all requests are done, nothing is lost, and the server is quick
+    again once the load has dropped."""
     monkeypatch.setattr(limits, "BUDGET_WAIT_S", 0.2)
     monkeypatch.setattr(limits, "RETRY_AFTER_S", 0.1)
     budget = FairByteBudget(16 << 20, 8 << 20)
@@ -337,7 +337,7 @@ def test_G2_all_requests_succeed_in_the_end_after_an_overload(
         assert resident_bytes(os.getpid()) - before < 32 * (6 << 20) + (64 << 20)
 
 
-def test_G2_a_request_that_finds_no_thread_is_told_to_come_again(
+def test_G2_a_request_that_finds_no_thread_gets_a_retry_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("diesel_server.requests.dispatcher.THREAD_WAIT_S", 0.2)
@@ -392,7 +392,7 @@ def test_S12_only_users_who_may_write_send_payloads(
 
 
 async def test_the_budget_is_fair(autojump_clock: trio.testing.MockClock) -> None:
-    """First come, first served; a user with a whole share waits without keeping others waiting."""
+    """First come, first served; a user with a whole share waits without delaying others."""
     budget = FairByteBudget(100, 60)
     assert await budget.acquire("a", 60, 1)
     assert not await budget.acquire("a", 1, 1)
@@ -420,7 +420,7 @@ async def test_the_budget_is_fair(autojump_clock: trio.testing.MockClock) -> Non
     assert budget.held == 0
 
 
-def test_G7_requests_that_outlast_the_drain_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_G7_requests_that_outlast_the_drain_are_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "DRAIN_S", 0.5)
     server = ThreadedServer()
     with logged_in(server) as client:

@@ -1,4 +1,4 @@
-"""The chunk cache of a real server: clients get the right bytes whatever happens to its folder."""
+"""The chunk cache of a real server: clients get the right bytes with any change to its folder."""
 
 import os
 import urllib.request

@@ -132,7 +132,7 @@ def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
 def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
     between: tuple[ThreadedServer, Between],
 ) -> None:
-    """A server that is being stopped does so: another worker, or the next server, takes over."""
+    """A stopping server causes this: another worker, or the next server, takes over."""
     _, middle = between
     url = parse_url(f"diesel+tls://localhost:{middle.port}")
     middle.cuts = 2
@@ -159,7 +159,7 @@ def test_the_binding_is_the_first_certificate_of_the_chain(
 def test_certificates_that_cannot_be_loaded_are_refused(
     authority: Authority, tmp_path: Path
 ) -> None:
-    """An encrypted key is an error, too, and no prompt."""
+    """An encrypted key is an error, too, without a prompt."""
     pair, other = authority.issue(), authority.issue()
     empty, locked = tmp_path / "empty", tmp_path / "locked.key"
     empty.touch()
@@ -186,6 +186,6 @@ def test_a_new_certificate_is_for_new_connections(authority: Authority) -> None:
         link.call({"do": "echo"})
         assert server._listener is not None
         server._listener.certificate = load_certificate(second.certificate, second.key)
-        assert link.call({"do": "echo"})  # the connection that there is goes on
+        assert link.call({"do": "echo"})  # the existing connection goes on
         link.close_idle()
         assert link.call({"do": "echo"})

@@ -68,7 +68,7 @@ def datasets(root: str) -> Iterator[tuple[str, Dataset[tuple[int, int]]]]:
 def main() -> None:
     root, workers, start, *names = sys.argv[1:]
     os.chdir(root)
-    said: dict[str, list[object]] = {}
+    found: dict[str, list[object]] = {}
     pause_s = 0.2 if "DIESEL_JOIN" in os.environ else 0.0  # `dlcmd run` learns meanwhile
     for name, dataset in datasets("."):
         if names and name not in names:
@@ -79,11 +79,11 @@ def main() -> None:
             persistent_workers=name == "parts" and int(workers) > 0,
             generator=torch.Generator().manual_seed(1),
         )  # fmt: skip
-        said[name] = given = []
+        found[name] = given = []
         for _ in range(EPOCHS):
             given += [[each.tolist() for each in batch] for batch in loader]
             time.sleep(pause_s)
-    print(json.dumps(said))
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

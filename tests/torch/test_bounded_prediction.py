@@ -58,8 +58,8 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     monkeypatch.setattr(loaders, "_DROPPED_MIN", 100)
     samples = RandomSampler(range(5000))
     sampler = BatchSampler(samples, batch, drop_last=False) if batch else samples
-    said = Recorded()
-    link = cast("Link", said)
+    recorded = Recorded()
+    link = cast("Link", recorded)
     watch = cast("loaders.Watch", SimpleNamespace(link=link, ahead=1, end=lambda: None))
     epoch = loaders.LoaderEpoch(
         watch, sampler, KnownDataset(1, (), 5000), loaders._LoaderStream(1, link), 0
@@ -73,10 +73,12 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
         epoch.received(0.0, time.monotonic())
         assert epoch.position() == len(drawn)
     epoch.tell(time.monotonic(), is_over=True)
-    kinds = [kind for kind, _ in said.messages]
+    kinds = [kind for kind, _ in recorded.messages]
     assert kinds.count("order") == 1
     assert "cut" not in kinds
-    announced = [index for kind, order in said.messages if kind != "progress" for index in order]
+    announced = [
+        index for kind, order in recorded.messages if kind != "progress" for index in order
+    ]
     assert announced == drawn
     assert len(drawn) == 5000
     assert len(epoch._drawn.between(0)) < 1000, "the beginning is dropped"

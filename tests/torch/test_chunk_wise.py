@@ -114,10 +114,10 @@ def test_only_random_unweighted_samplers_become_chunk_wise() -> None:
     in_order = SequentialSampler(range(10))
     assert mark(in_order, grouping) is None
     assert [*in_order] == [*range(10)]
-    for sampler, is_whole, said in (
+    for sampler, is_whole, shown in (
         (WeightedRandomSampler([1.0] * 10, 10), True, "a WeightedRandomSampler keeps its order"),
         (RandomSampler(range(10), replacement=True), True, "with replacement keeps its order"),
         (DistributedSampler(range(10), 2, 0), False, "files that are learned keeps its order"),
         (RandomSampler(range(9)), True, "other indices"),
     ):
-        assert said in str(mark(sampler, grouping, is_whole=is_whole))
+        assert shown in str(mark(sampler, grouping, is_whole=is_whole))

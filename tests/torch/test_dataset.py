@@ -286,11 +286,11 @@ except ImportError as error:
 
 
 def test_without_torch_the_package_can_be_imported() -> None:
-    said = subprocess.run(
+    message = subprocess.run(
         [sys.executable, "-c", IMPORTS], env=program_environment(), text=True, check=True,
         stdout=subprocess.PIPE,
     ).stdout  # fmt: skip
-    assert said == "diesel_fs.torch.DieselDataset needs PyTorch: install torch\n"
+    assert message == "diesel_fs.torch.DieselDataset needs PyTorch: install torch\n"
     with pytest.raises(AttributeError, match="no attribute"):
         _ = diesel_fs.torch.Absent
 
@@ -304,7 +304,7 @@ def test_without_pil_the_error_names_the_remedy(url: str, monkeypatch: pytest.Mo
 
 
 @each_row(
-    ("root", "options", "said"),
+    ("root", "options", "message"),
     [
         ("pets", {"transfrom": str}, "is transform meant"),
         ("pets", {"memory": 1 << 20}, "is memory_bytes meant"),
@@ -315,7 +315,7 @@ def test_without_pil_the_error_names_the_remedy(url: str, monkeypatch: pytest.Mo
     ],
 )
 def test_D1_a_bad_argument_is_named(
-    url: str, root: object, options: dict[str, object], said: str
+    url: str, root: object, options: dict[str, object], message: str
 ) -> None:
-    with pytest.raises(UsageError, match=said):
+    with pytest.raises(UsageError, match=message):
         DieselDataset(root, url=url, **options)  # type: ignore[arg-type]  # on purpose

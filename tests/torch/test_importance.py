@@ -218,9 +218,9 @@ def test_a_forgotten_set_epoch_logs_a_warning(
     for _ in range(3):
         sampler.update(first, losses_of(first))
         assert list(sampler) == first
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert "epoch 0 begins again" in told
-    assert "call set_epoch" in told
+    (logged,) = (record.getMessage() for record in caplog.records)
+    assert "epoch 0 begins again" in logged
+    assert "call set_epoch" in logged
     sampler.set_epoch(1)
     assert len(list(sampler)) < len(first)
     assert len(caplog.records) == 1
@@ -251,8 +251,8 @@ def test_losses_that_are_nan_log_a_warning(
         sampler.set_epoch(epoch)
         samples = list(sampler)
         sampler.update(samples, torch.full((len(samples),), torch.nan))
-    (told,) = (record.getMessage() for record in caplog.records)
-    assert f"all {FILES} reported losses are infinite, negative or NaN" in told
+    (logged,) = (record.getMessage() for record in caplog.records)
+    assert f"all {FILES} reported losses are infinite, negative or NaN" in logged
 
 
 def run_ranks(

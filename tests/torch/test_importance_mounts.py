@@ -191,9 +191,9 @@ def test_training_goes_on_without_the_mount(at: Path, caplog: pytest.LogCaptureF
             sampler.set_epoch(epoch)
             given = list(sampler)
             sampler.update(given, torch.rand(len(given)))
-    said = [record.message for record in caplog.records]
-    assert len(said) == 1
-    assert f"the mount on {at} did not get the importances" in said[0]
+    messages = [record.message for record in caplog.records]
+    assert len(messages) == 1
+    assert f"the mount on {at} did not get the importances" in messages[0]
 
 
 def test_substitutes_come_from_the_memory_of_the_mount(at: Path) -> None:

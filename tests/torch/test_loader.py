@@ -64,10 +64,10 @@ class Script:
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = list(numbers)
-        self.heard: list[Measured] = []
+        self.measurements: list[Measured] = []
 
     def decide(self, measured: Measured) -> int:
-        self.heard.append(measured)
+        self.measurements.append(measured)
         return self.numbers.pop(0) if self.numbers else measured.workers
 
 
@@ -163,7 +163,7 @@ def test_spawned_workers_change_too() -> None:
         found = [each for [batch] in loader for each in batch.tolist()]
         assert found == list(range(SAMPLES))
         assert loader.num_workers == 1
-    assert script.heard[0].workers == 2
+    assert script.measurements[0].workers == 2
 
 
 def test_the_processes_change_with_the_number() -> None:
@@ -172,11 +172,11 @@ def test_the_processes_change_with_the_number() -> None:
     processes = [int(batch[2][0]) for batch in loader]
     assert len(set(processes)) == 5
     assert len(set(processes[:3])) == 1
-    for heard in script.heard:
-        assert heard.batch_samples == pytest.approx(4, abs=1)
-        assert 0 < heard.fetch_s < 10
-        assert 0 <= heard.request_s < 10
-        assert 0 < heard.worker_bytes < 1 << 32
+    for measured in script.measurements:
+        assert measured.batch_samples == pytest.approx(4, abs=1)
+        assert 0 < measured.fetch_s < 10
+        assert 0 <= measured.request_s < 10
+        assert 0 < measured.worker_bytes < 1 << 32
 
 
 def test_a_failing_sample_is_raised_and_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:

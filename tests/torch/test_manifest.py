@@ -207,7 +207,7 @@ def test_a_mount_has_the_samples_and_their_pictures(dlcmd: Dlcmd, tmp_path: Path
         plain = ManifestFolder(at / "train", loader=content, target_loader=int)
         assert plain[8] == (file.getvalue(), 2)
         assert "90" in repr(plain)
-        said = dlcmd.program("run", "--", sys.executable, "-c", SCRIPT, at / "train").err
-        assert "announced 1 of 1 epochs" in said
+        errors = dlcmd.program("run", "--", sys.executable, "-c", SCRIPT, at / "train").err
+        assert "announced 1 of 1 epochs" in errors
     finally:
         dlcmd("umount", "--force", at)

@@ -93,8 +93,8 @@ def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None
     assert report_opened(table, lambda at: [at] if at % 2 else [], range(CHECKS_MAX)) == "", (
         "half of it"
     )
-    said = [report_opened(table, lambda _: [], range(at, at + 1)) for at in range(CHECKS_MIN + 1)]
-    [note] = [each for each in said if each]
+    notes = [report_opened(table, lambda _: [], range(at, at + 1)) for at in range(CHECKS_MIN + 1)]
+    [note] = [each for each in notes if each]
     assert "does not open most of its files" in note
     assert (planned(table), table.failures, table.describe()) == ([], 1, "")
     assert report_opened(table, lambda _: [], range(50)) == "", "it is report_opened once"

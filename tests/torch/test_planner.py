@@ -35,9 +35,9 @@ def test_a_process_never_waits_for_a_mount(monkeypatch: pytest.MonkeyPatch) -> N
     """Here the mount never answers; the messages are handled later, in their order."""
     goes_on, handled = threading.Event(), list[object]()
 
-    def handle(_: object, said: dict[str, object], payload: bytes) -> None:
+    def handle(_: object, message: dict[str, object], payload: bytes) -> None:
         goes_on.wait(HOPE_S)
-        handled.append((said.get("number"), len(payload)))
+        handled.append((message.get("number"), len(payload)))
 
     monkeypatch.setattr(server._Process, "handle", handle)
     with PlanServer() as planner:
@@ -142,7 +142,7 @@ def test_parts_and_sums_of_files(samples: list[list[int]], count: int, indices: 
     assert joined.ends.tolist() == files.ends.tolist()
 
 
-TOLD = """
+LOADS = """
 import sys, torch
 class Files(torch.utils.data.Dataset):
     samples = [(sys.executable, 0)] * 100
@@ -159,17 +159,21 @@ def test_files_and_the_distance_of_workers_are_sent(
     """Two workers have three batches of five in hand: they read 30 positions apart at most."""
     handled = list[dict[str, object]]()
     monkeypatch.setattr(
-        server._Process, "handle", lambda _, said, payload: handled.append(dict(said))
+        server._Process, "handle", lambda _, message, payload: handled.append(dict(message))
     )
     with PlanServer() as planner:
         planner.start()
-        told = {"PYTHONPATH": str(HOOK), VARIABLE: json.dumps(planner.settings(ahead=0))}
+        environment = {"PYTHONPATH": str(HOOK), VARIABLE: json.dumps(planner.settings(ahead=0))}
         ended = subprocess.run(
-            [sys.executable, "-c", TOLD], env=os.environ | told, capture_output=True, text=True,
-            timeout=120, check=True,
-        )  # fmt: skip
+            [sys.executable, "-c", LOADS],
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        )
         assert ended.stdout == "20\n"
-    verbs = [said["do"] for said in handled]
+    verbs = [message["do"] for message in handled]
     assert verbs[:5] == ["process", "hello", "files", "paths", "order"]
-    [order] = [said for said in handled if said["do"] == "order"]
+    [order] = [message for message in handled if message["do"] == "order"]
     assert order["lag"] == 30

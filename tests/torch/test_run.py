@@ -101,14 +101,14 @@ def alone_and_joined(
 def test_each_sampler_gives_the_same_order_and_is_announced(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> None:
-    expected, given, said = alone_and_joined(TRAINING, mounted, workers, start, names)
+    expected, given, messages = alone_and_joined(TRAINING, mounted, workers, start, names)
     assert given.keys() == expected.keys()
     for name in expected:
         assert given[name] == expected[name], name
     epochs = 2 * len(expected)
-    assert f"announced {epochs} of {epochs} epochs" in said
+    assert f"announced {epochs} of {epochs} epochs" in messages
     # The only note is on an unknown order without workers.
-    assert len(said.splitlines()) == (2 if workers else 3), said
+    assert len(messages.splitlines()) == (2 if workers else 3), messages
 
 
 FILES_OF_THE_MOUNT = """
@@ -185,9 +185,9 @@ def test_the_mount_prepares_the_next_epoch_if_it_can_be_predicted(
     """With the global generator, the next epoch can be predicted only from the second one on: then
     the hook knows that the program draws nothing in between."""
     joined = run(*python(PLANNED.replace(*change, 1)), mounted, options=("--ahead", ahead))
-    told = json.loads(joined.stdout)
-    assert [stream["length"] for [stream] in told] == [FILES, FILES]
-    found = [stream["frontier"] > FILES for [stream] in told]
+    streams = json.loads(joined.stdout)
+    assert [stream["length"] for [stream] in streams] == [FILES, FILES]
+    found = [stream["frontier"] > FILES for [stream] in streams]
     assert found[: len(is_foreseen)] == is_foreseen
 
 
@@ -364,9 +364,9 @@ def test_an_order_can_be_chunk_wise_and_a_generator_the_samplers_own(mounted: Pa
     assert plain not in orders
     assert orders_of("--own-seed", mounted=mounted)[0] == orders
     by_chunks = ("--own-seed", "--shuffle", "chunk", "--group-size", "1")
-    chunk_wise, said = orders_of(*by_chunks, mounted=mounted)
-    assert "announced 2 of 2 epochs" in said
-    assert "keeps its order" not in said
+    chunk_wise, messages = orders_of(*by_chunks, mounted=mounted)
+    assert "announced 2 of 2 epochs" in messages
+    assert "keeps its order" not in messages
     snapshot = Snapshot((mounted / ".diesel" / "snapshot").read_bytes())
     paths = [f"c{index % 5}/{index:04}".encode() for index in range(FILES)]
     chunk_of = snapshot.chunk_of(snapshot.lookup_many(paths))
@@ -400,9 +400,9 @@ for number, _ in enumerate(DataLoader(Files(), batch_size=10)):
 @pytest.mark.fuse
 def test_a_mount_that_goes_away_is_named(mounted: Path, dlcmd: Dlcmd) -> None:
     path = program_environment()["PYTHONPATH"]
-    said = run(*python(GONE), mounted, PYTHONPATH=path, code=1).stderr
-    assert "FileNotFoundError" in said
-    assert f"the mount on {mounted} has gone" in said.splitlines()[-1]
+    messages = run(*python(GONE), mounted, PYTHONPATH=path, code=1).stderr
+    assert "FileNotFoundError" in messages
+    assert f"the mount on {mounted} has gone" in messages.splitlines()[-1]
     dlcmd("mount", "pets", mounted)
 
 
@@ -419,13 +419,13 @@ LEARNED_FILES = {"pairs": 200, "native": 100, "batches": 200, "subset": 100, "pa
 def test_the_files_that_a_dataset_opens_are_learned_in_its_first_epoch(
     mounted: Path, workers: int, start: str, names: tuple[str, ...]
 ) -> None:
-    expected, given, said = alone_and_joined(LEARNED, mounted, workers, start, names)
+    expected, given, messages = alone_and_joined(LEARNED, mounted, workers, start, names)
     assert given == expected
-    [(epochs, files)] = re.findall(r"announced (\d+) of \d+ epochs, ([\d,]+) files", said)
+    [(epochs, files)] = re.findall(r"announced (\d+) of \d+ epochs, ([\d,]+) files", messages)
     # The files that workers learn at the end of the first epoch may come too late for the second.
     assert int(epochs) >= 3 * len(given.keys() & LEARNED_FILES)
     assert int(files.replace(",", "")) >= 2 * sum(LEARNED_FILES.get(name, 0) for name in given)
-    assert "reads: those of 100 of 100 samples, 2 files each" in said
+    assert "reads: those of 100 of 100 samples, 2 files each" in messages
 
 
 PARTLY = """
@@ -472,8 +472,8 @@ def test_a_long_temporary_folder_and_leftovers_in_one(tmp_path: Path) -> None:
     deep, flat = tmp_path / ("x" * 120), Path(tempfile.mkdtemp(prefix="flat"))
     deep.mkdir()
     for folder in (deep, flat):
-        told = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
-        assert (json.loads(told.stdout)["socket"].startswith(str(folder))) == (folder == flat)
+        result = run(*python("import os; print(os.environ['DIESEL_JOIN'])"), TMPDIR=str(folder))
+        assert (json.loads(result.stdout)["socket"].startswith(str(folder))) == (folder == flat)
         assert os.listdir(folder) == []
     flat.rmdir()
 

@@ -169,16 +169,16 @@ for kind, workers, wanted in (
 @pytest.mark.fuse
 def test_T1_a_dataset_that_does_not_read_its_listed_files(mounted: Path, tmp_path: Path) -> None:
     """Either the files that it opens are planned, or none, and the user gets one note."""
-    said = run(*python(UNLIKE_ITS_LIST), mounted, tmp_path / "zip").stderr
+    messages = run(*python(UNLIKE_ITS_LIST), mounted, tmp_path / "zip").stderr
     for kind, expected in (
         ("Cached", "does not open most of its files"),
         ("Zipped", "does not open most of its files"),
         ("Turned", "opens other files than those that it lists: they are learned"),
         ("Hidden", "opens other files in each epoch: nothing is planned for it"),
     ):
-        assert said.count(f"dlcmd run: {kind} {expected}") == 1, said
-    assert "learned which files Pairs reads: those of 100 of 100 samples, 2 files each" in said
-    assert "Redrawn" not in said
+        assert messages.count(f"dlcmd run: {kind} {expected}") == 1, messages
+    assert "learned which files Pairs reads: those of 100 of 100 samples, 2 files each" in messages
+    assert "Redrawn" not in messages
     wait_until(lambda: streams_of(mounted) == [])
 
 

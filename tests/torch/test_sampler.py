@@ -209,9 +209,9 @@ def test_T2_a_state_that_would_lose_samples_is_not_saved(pets: DieselDataset, ar
     sampler = ChunkShuffleSampler(pets)
     assert sampler.state_dict()["position"] == 0
     next(iter(sampler if around is list else around(sampler, 4, False)))
-    with pytest.raises(UsageError, match="it is not known how many") as told:
+    with pytest.raises(UsageError, match="it is not known how many") as caught:
         sampler.state_dict()
-    assert "state_dict(received=batches * batch_size)" in str(told.value.advice)
+    assert "state_dict(received=batches * batch_size)" in str(caught.value.advice)
     assert sampler.state_dict(received=4 if around is BatchSampler else 0)["epoch"] == 0
     sampler.set_epoch(1)
     assert sampler.state_dict()["position"] == 0
@@ -248,8 +248,8 @@ def test_T2_resuming_a_finished_epoch_logs_a_warning_unless_the_loop_set_it(
         assert list(resumed) == []
         assert list(resumed) == whole
         assert bool(caplog.records) != sets_epoch
-    [told] = [record.getMessage() for record in caplog.records]
-    assert "gives nothing: call set_epoch(1)" in told
+    [logged] = [record.getMessage() for record in caplog.records]
+    assert "gives nothing: call set_epoch(1)" in logged
 
 
 def test_impossible_numbers_are_refused(pets: DieselDataset) -> None:

@@ -93,7 +93,7 @@ def main() -> None:
     seeds: list[Callable[[int], object]] = [random.seed, np.random.seed, torch.manual_seed]
     for seed in seeds:
         seed(5)
-    said: dict[str, object] = {}
+    found: dict[str, object] = {}
     for name, loader in loaders(Folder(root), int(workers), start):
         if names and name not in names:
             continue
@@ -103,8 +103,8 @@ def main() -> None:
                 loader.sampler.set_epoch(epoch)
             given += [[names, torch.as_tensor(sums).tolist()] for names, sums in loader]
             torch.rand(1)
-        said[name] = [given, states()]
-    print(json.dumps(said))
+        found[name] = [given, states()]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

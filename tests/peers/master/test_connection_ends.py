@@ -38,14 +38,14 @@ from ...waiting import soon
 from ..connected_masters import (
     FakeAnswers,
     answering,
-    asked,
-    asking,
+    connected_peer,
     content,
     hello,
     me,
     member,
     proof,
     read,
+    read_request,
 )
 from ..fake_owner import HEAD, READ, RECORD
 
@@ -102,12 +102,12 @@ STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last byt
     "within the greeting": (secured, wire.greeting()[:7]),
     "after the greeting": (greeted, b""),
     "after the hello": (authenticated, b""),
-    "within the head of a request": (authenticated, asked(1, SOME, FEW)[:9]),
-    "between head and parts of a request": (authenticated, asked(1, SOME, FEW)[: HEAD.size]),
-    "within the parts of a request": (authenticated, asked(1, SOME, FEW)[:-3]),
-    "after a request": (authenticated, asked(1, SOME, FEW)),
-    "after a request and a half": (authenticated, (2 * asked(1, SOME, FEW))[:-3]),
-    "while a request waits": (authenticated, asked(1, NOT_IN_MEMORY)),
+    "within the head of a request": (authenticated, read_request(1, SOME, FEW)[:9]),
+    "between head and parts of a request": (authenticated, read_request(1, SOME, FEW)[: HEAD.size]),
+    "within the parts of a request": (authenticated, read_request(1, SOME, FEW)[:-3]),
+    "after a request": (authenticated, read_request(1, SOME, FEW)),
+    "after a request and a half": (authenticated, (2 * read_request(1, SOME, FEW))[:-3]),
+    "while a request waits": (authenticated, read_request(1, NOT_IN_MEMORY)),
 }
 
 ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
@@ -142,7 +142,7 @@ def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpecte
         answers.ready = trio.sleep_forever
         async with (
             answering(me(1, certificate), answers) as node,
-            asking(node.port, me(0, certificate), certificate.digest) as peer,
+            connected_peer(node.port, me(0, certificate), certificate.digest) as peer,
         ):
             assert await read(peer, FEW) == [GIVEN]
             with ExitStack() as opened:
@@ -214,15 +214,15 @@ def _welcome(raw: RawTls, certificate: Certificate) -> None:
     raw.exactly(GREETING_BYTES)
     nonce = os.urandom(NONCE_BYTES)
     raw.send(wire.welcome(nonce))
-    heard = raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
-    raw.send(proof(me(1), nonce, heard, certificate.digest))
+    sent = raw.exactly(parse_lengths(raw.exactly(LENGTHS_BYTES), wire.HELLO_LIMITS).head)
+    raw.send(proof(me(1), nonce, sent, certificate.digest))
 
 
 def check_peer(certificate: Certificate, way: End | HandshakeEnd, sent: int) -> None:
     async def main() -> None:
         mine = me(0, certificate)
         with a_master(certificate, (way, sent)) as port:
-            async with asking(port, mine, certificate.digest) as peer:
+            async with connected_peer(port, mine, certificate.digest) as peer:
                 assert await read(peer, SOME) != [GIVEN]
                 stats = peer.stats()
                 if isinstance(way, HandshakeEnd):

@@ -279,8 +279,8 @@ async def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: T
     async with task.node(0, world=1, oneshot=True) as node:
         await soon(lambda: node.cache.stats()["share_held_chunks"] == count - len(dead))
         await trio.sleep(0.1)  # more would come
-        told = node.cache.stats()
-        assert told["share_held_chunks"] == told["share_chunks"] == count - len(dead)
+        figures = node.cache.stats()
+        assert figures["share_held_chunks"] == figures["share_chunks"] == count - len(dead)
         assert len(task.reads.of) == count - len(dead)
         assert kept_numbers(node.cache).isdisjoint(dead)
         order = [names.index(name) for name in task.reads.of]

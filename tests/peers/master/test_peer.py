@@ -23,7 +23,7 @@ from ..connected_masters import (
     FakeAnswers,
     Node,
     RawPeer,
-    asking,
+    connected_peer,
     content,
     gather,
     listening,
@@ -60,7 +60,7 @@ async def test_given_parts_lie_at_their_offsets(
     wanted = [GIVEN if each else ABSENT for each in pattern]
     assert await read(peer, *records, load=True) == wanted
     if 0 in pattern:
-        assert answers.asked[-1] == (0, len(pattern), True, False)
+        assert answers.requested[-1] == (0, len(pattern), True, False)
 
 
 async def test_reads_beyond_the_limits_are_split(peer: Peer, node: Node) -> None:
@@ -147,7 +147,7 @@ async def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None
         await raw_peer.give(await raw_peer.request())
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         room = memoryview(bytearray(4 << 20))
         with trio.move_on_after(0.5):
             await peer.read(parts((2, 0, 4 << 20)), room, load=False)
@@ -168,7 +168,7 @@ async def test_a_late_answer_is_dropped_and_the_next_ones_are_right() -> None:
         await raw_peer.give(await raw_peer.request())
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         begun_s = trio.current_time()
         assert await read(peer, SMALL) == [FAILED]
         assert 0.95 < trio.current_time() - begun_s < 1.15
@@ -186,7 +186,7 @@ async def test_WORKING_extends_the_deadline_once() -> None:
             await raw_peer.give(head)
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         usual_ms = peer.stats()["timeout_ms"]
         assert await gives(peer, load=True)
         assert peer.stats()["timeout_ms"] == usual_ms, "a store's time is not the peer's"
@@ -206,7 +206,7 @@ async def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests
             await raw_peer.send(wire.answer_head(head.id, wire.WORKING, b"", 0))
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
 
         async def one() -> None:
             assert await read(peer, SMALL, load=True) == [FAILED]
@@ -243,7 +243,7 @@ async def test_F5_F7_a_garbled_answer_ends_the_connection_and_pauses_the_peer(
         await raw_peer.send(LIES[lie](await raw_peer.request()))
         await raw_peer.receive_all()
 
-    async with scripted_master(behave) as port, asking(port) as peer:
+    async with scripted_master(behave) as port, connected_peer(port) as peer:
         with trio.fail_after(5):
             assert await read(peer, SMALL) == [ABSENT if lie == "twice" else FAILED]
         await soon(lambda: not peer.stats()["connected"], 5)
@@ -263,7 +263,7 @@ async def test_F5_a_peer_is_quarantined_after_three_damaged_parts(peer: Peer) ->
 async def test_an_unreachable_peer_costs_one_attempt_and_recovers() -> None:
     with listening() as closed:
         port = closed.getsockname()[1]
-    async with asking(port) as peer:
+    async with connected_peer(port) as peer:
         assert not await peer.ping()
         assert await read(peer, SMALL) == [BUSY]
         assert peer.stats()["state"] == "open"
@@ -301,7 +301,7 @@ async def test_a_peer_with_a_slow_store_has_not_failed(
 
 
 async def test_a_closed_peer_sends_no_requests(node: Node) -> None:
-    async with asking(node.port) as peer:
+    async with connected_peer(node.port) as peer:
         await read(peer, SMALL)
     assert await read(peer, SMALL) == [BUSY]
     found: list[list[int]] = []
@@ -310,7 +310,7 @@ async def test_a_closed_peer_sends_no_requests(node: Node) -> None:
         found.append(await read(peer, SMALL))
 
     async with scripted_master(RawPeer.receive_all) as port:
-        async with trio.open_nursery() as nursery, asking(port) as peer:
+        async with trio.open_nursery() as nursery, connected_peer(port) as peer:
             nursery.start_soon(ask)
             await trio.sleep(0.1)
         assert found == [[FAILED]]
@@ -335,7 +335,7 @@ async def test_F3_a_read_over_a_slow_link_waits_no_longer_than_its_bytes_need(
 
     async with trio.open_nursery() as nursery:
         [listener] = await nursery.start(partial(trio.serve_tcp, one, 0, host="127.0.0.1"))
-        async with asking(listener.socket.getsockname()[1]) as peer:
+        async with connected_peer(listener.socket.getsockname()[1]) as peer:
             took = []
             for _ in range(20):
                 before = time.perf_counter()

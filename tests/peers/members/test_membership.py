@@ -155,8 +155,8 @@ def test_S17_tasks_differ_if_dataset_user_or_name_does(one: TaskName, other: Tas
 
 
 def test_the_digest_is_that_of_PEERS_md() -> None:
-    said = b"diesel-fs task 1\0" + bytes(15) + b"\7" + b"ann\0resnet"
-    assert TASK.digest == hashlib.sha256(said).digest()
+    text = b"diesel-fs task 1\0" + bytes(15) + b"\7" + b"ann\0resnet"
+    assert TASK.digest == hashlib.sha256(text).digest()
 
 
 # Addresses
@@ -285,8 +285,8 @@ def test_a_registration_answer_comes_back(
     found: list[Member] | None, since: int, state: int, secret: bytes, replaced: str, lost: bool
 ) -> None:
     members = None if found is None else tuple(found)
-    told = JoinReply(since, state, secret, members, replaced, lost)
-    assert parse_join_reply(unpack(msgpack.packb(join_reply_message(told)))) == told
+    reply = JoinReply(since, state, secret, members, replaced, lost)
+    assert parse_join_reply(unpack(msgpack.packb(join_reply_message(reply)))) == reply
 
 
 values = st.recursive(

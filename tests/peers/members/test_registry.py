@@ -120,15 +120,15 @@ def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
     """Thousands of masters renew every two seconds: changes are worth sending, all members each
     time are not. A registration without an answer may be repeated."""
     tasks = place.open()
-    told = tasks.join(TASK, master(0), MemberRecord())
-    assert tasks.join(TASK, master(0), MemberRecord()) == told
-    answers = MemberRecord(told.since, told.state, told.secret)
+    joined = tasks.join(TASK, master(0), MemberRecord())
+    assert tasks.join(TASK, master(0), MemberRecord()) == joined
+    answers = MemberRecord(joined.since, joined.state, joined.secret)
     again = tasks.join(TASK, master(0), answers)
-    assert again == replace(told, members=None)
+    assert again == replace(joined, members=None)
     tasks.join(TASK, master(1), MemberRecord())
     changed = tasks.join(TASK, master(0), answers)
     assert set(changed.members or ()) == {master(0), master(1)}
-    assert changed.state > told.state
+    assert changed.state > joined.state
 
 
 def test_F1_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
@@ -190,9 +190,9 @@ def test_a_new_instance_is_newer_even_if_the_clock_jumped_back(place: RedisPlace
     tasks = place.open()
     ahead = MemberRecord(since=1 << 51)
     assert tasks.join(TASK, master(0, 10), ahead).since == 1 << 51
-    told = tasks.join(TASK, master(0, 20), MemberRecord())
-    assert told.members == (master(0, 20),)
-    assert told.since == (1 << 51) + 1
+    joined = tasks.join(TASK, master(0, 20), MemberRecord())
+    assert joined.members == (master(0, 20),)
+    assert joined.since == (1 << 51) + 1
     with pytest.raises(ConflictError):
         tasks.join(TASK, master(0, 10), ahead)
 
@@ -290,12 +290,12 @@ def test_the_greatest_number_of_masters_can_register(alone: RedisPlace) -> None:
     until_us = time.time() * 1e6 + 50e6
     client.zadd(ends, dict.fromkeys(map(str, range(MEMBERS_MAX - 1)), until_us))
     me = master(MEMBERS_MAX - 1)
-    told = tasks.join(TASK, me, MemberRecord())
-    assert told.members is not None
-    assert sorted(each.rank for each in told.members) == [*range(MEMBERS_MAX)]
+    joined = tasks.join(TASK, me, MemberRecord())
+    assert joined.members is not None
+    assert sorted(each.rank for each in joined.members) == [*range(MEMBERS_MAX)]
     start = time.monotonic()
     for _ in range(100):
-        assert tasks.join(TASK, me, MemberRecord(told.since, told.state)).members is None
+        assert tasks.join(TASK, me, MemberRecord(joined.since, joined.state)).members is None
     assert time.monotonic() - start < 1  # and not that of all masters, each time
 
 
@@ -331,8 +331,8 @@ def test_S14_a_redis_account_needs_no_more_than_the_documented_rights(
         tasks.join(TASK, master(0), MemberRecord())
         tasks.join(TASK, master(1), MemberRecord())
         time.sleep(0.3)
-        told = tasks.join(TASK, master(1), MemberRecord())
-        assert told.members == (master(1),)
+        joined = tasks.join(TASK, master(1), MemberRecord())
+        assert joined.members == (master(1),)
         tasks.leave(TASK, master(1))
 
 

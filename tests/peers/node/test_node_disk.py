@@ -640,12 +640,12 @@ async def test_a_node_takes_only_the_room_of_chunks_that_no_job_uses(shelf: Shel
     others = [len(shelf.files())]
     async with shelf.cache(None, tier) as cache:
         await read_until_all_are_here(cache, shelf)
-        told = cache.stats()
-        assert (told["disk_chunks"], told["disk_refused"]) == (CHUNKS, 0)
-        assert told["disk_evictions"] == 0
+        figures = cache.stats()
+        assert (figures["disk_chunks"], figures["disk_refused"]) == (CHUNKS, 0)
+        assert figures["disk_evictions"] == 0
         others.append(len(shelf.files()) - CHUNKS)
-        assert told["disk_room_evictions"] == others[0] - others[1] > 0
-        freed = told["disk_room_evicted_bytes"]
+        assert figures["disk_room_evictions"] == others[0] - others[1] > 0
+        freed = figures["disk_room_evicted_bytes"]
         assert 0.9 * total_bytes(shelf.source) < freed < 0.8 * limit_bytes
 
     idle(shelf.place)

@@ -67,7 +67,7 @@ async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
 # Without a plan
 
 
-async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str, int]]:
+async def decisions(policy: str, *, has_future: bool) -> tuple[list[object], dict[str, int]]:
     """The decisions of a cache in a random history. With `hears`, it gets a future that it cannot
     use."""
     source = ChunkSource(range(12), 2000)
@@ -78,7 +78,7 @@ async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str
             chunk = min(int(chance.expovariate(0.3)), 11)
             if chance.random() < 0.01:
                 cache.set_owned(np.array([chance.random() < 0.8 for _ in range(12)]))
-                if hears:
+                if has_future:
                     cache.set_positions([3])
                     cache.set_future(None)
                     cache.set_held_elsewhere(np.zeros(12, np.bool_))
@@ -88,8 +88,10 @@ async def decisions(policy: str, *, hears: bool) -> tuple[list[object], dict[str
 
 
 async def test_without_a_plan_every_decision_is_that_of_lru(simulated_time: MockClock) -> None:
-    for hears in (False, True):
-        assert await decisions("plan", hears=hears) == await decisions("lru", hears=hears)
+    for has_future in (False, True):
+        assert await decisions("plan", has_future=has_future) == await decisions(
+            "lru", has_future=has_future
+        )
 
 
 # A plan

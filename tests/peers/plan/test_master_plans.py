@@ -49,7 +49,7 @@ class Reader:
             task.snapshot, lambda body: master.plan.take(master.rank, body, client=client)
         )
 
-    def tell(
+    def send(
         self, epoch: Epoch, position: int = 0,
         values: "np.ndarray[tuple[int], np.dtype[np.float32]] | None" = None,
     ) -> None:  # fmt: skip
@@ -80,18 +80,18 @@ async def test_all_masters_know_all_streams_and_follow_their_positions(task: Tas
     async with task.nodes(3, "plan") as nodes:
         orders = [order_of(task, rank) for rank in range(3)]
         readers = [Reader(task, node, 5) for node in nodes]
-        readers[0].tell(Epoch(0, orders[0]))
-        readers[1].tell(Epoch(0, orders[1]))
+        readers[0].send(Epoch(0, orders[0]))
+        readers[1].send(Epoch(0, orders[1]))
         computed = ComputedOrder(7, 0, 4)
         entries = computed.entries(task.snapshot).astype(np.uint32)
-        readers[2].tell(Epoch(0, entries, computed=computed))
+        readers[2].send(Epoch(0, entries, computed=computed))
         for node in nodes:
             await soon(knows(node, 3))
             assert plan(node)["nodes"] == 3
         total = 4 * len(entries)  # of the computed one, an epoch more
         assert {plan(node)["uses_left"] for node in nodes} == {total}
         for position in (10, 4):  # it has gone back
-            readers[0].tell(Epoch(0, orders[0]), position)
+            readers[0].send(Epoch(0, orders[0]), position)
             for node in nodes:
                 await soon(partial(is_left, node, total - position))
 
@@ -104,9 +104,9 @@ async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next
     task: Task,
 ) -> None:
     async with task.node(0, policy="plan") as first:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)))
         async with task.node(1, policy="plan") as second:
-            Reader(task, second, 5).tell(Epoch(0, order_of(task, 2)))
+            Reader(task, second, 5).send(Epoch(0, order_of(task, 2)))
             await soon(knows(first, 2))
             await soon(knows(second, 2))
             await end(task, 1)
@@ -116,13 +116,13 @@ async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next
             # Its client goes on as if nothing had happened, and learns that something has
             body = plan_body(Positions({"train": (0, 3)}), len(task.snapshot))
             assert again.plan.take(1, body, client=5) == UNKNOWN
-            Reader(task, again, 5).tell(Epoch(0, order_of(task, 2)), 3)
+            Reader(task, again, 5).send(Epoch(0, order_of(task, 2)), 3)
             await soon(knows(first, 2))
 
 
 async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
     async with task.nodes(2, "plan") as [first, second]:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)))
         await task.check(first)
 
         def is_known() -> bool:
@@ -142,10 +142,10 @@ async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
         return found is not None and bool((found == times * values).all())
 
     async with task.node(0, policy="plan") as first:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)), values=values)
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)), values=values)
         async with task.node(1, policy="plan") as second:
             await soon(partial(is_known, second, 1))
-            Reader(task, second, 5).tell(Epoch(0, order_of(task, 2)), values=values)
+            Reader(task, second, 5).send(Epoch(0, order_of(task, 2)), values=values)
             for node in (first, second):
                 await soon(partial(is_known, node, 2))
             await end(task, 1)
@@ -156,7 +156,7 @@ async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
 
 async def test_with_another_policy_a_master_passes_plans_on_and_uses_none(task: Task) -> None:
     async with task.node(0) as first, task.node(1, policy="plan") as second:
-        Reader(task, first, 5).tell(Epoch(0, order_of(task, 1)))
+        Reader(task, first, 5).send(Epoch(0, order_of(task, 1)))
         await soon(knows(second, 1))
         assert plan(first)["planned_streams"] == 0
 
@@ -174,7 +174,7 @@ async def test_masters_of_other_versions_exchange_no_plans(task: Task) -> None:
         task.put("more", 99)
         task.snapshot = task.dataset.snapshot
         async with task.node(1, policy="plan") as second:
-            Reader(task, second, 5).tell(Epoch(0, order_of(task, 1)))
+            Reader(task, second, 5).send(Epoch(0, order_of(task, 1)))
             await soon(knows(second, 1))
             await trio.sleep(0.3)
             assert plan(first)["streams"] == 0
@@ -216,7 +216,9 @@ async def test_a_master_that_is_slow_with_a_plan_still_gets_requests_for_chunks(
     assert peer.stats()["state"] == "closed"
 
 
-async def test_clients_of_other_nodes_and_connections_for_reads_may_not_send_plans(node: Node, plane: Plane) -> None:
+async def test_clients_of_other_nodes_and_connections_for_reads_may_not_send_plans(
+    node: Node, plane: Plane
+) -> None:
     raw = await authenticated_raw(node.port, is_client=True)
     await raw.send(wire.plan_request(1, b"said"))
     assert await raw.receive_all() == b""
@@ -236,14 +238,14 @@ class SlowMaster:
         self.bodies: list[bytes] = []
         self.status: int | None = TAKEN
 
-    def tell(self, body: bytes) -> int | None:
+    def send(self, body: bytes) -> int | None:
         self.bodies.append(body)
         return self.status
 
 
 def test_the_sender_sends_the_newest_state_and_sends_a_new_master_everything(task: Task) -> None:
     master = SlowMaster()
-    sender = PlanSender(task.snapshot, master.tell, send_s=0.01)
+    sender = PlanSender(task.snapshot, master.send, send_s=0.01)
     epoch = Epoch(0, order_of(task, 1))
     sender.set_streams({})
     assert sender._thread is None, "who has no plan gets no thread"
@@ -271,7 +273,7 @@ def test_the_sender_sends_the_newest_state_and_sends_a_new_master_everything(tas
 
 def test_an_order_of_the_same_entries_is_known_by_its_digest(task: Task) -> None:
     master = SlowMaster()
-    sender = PlanSender(task.snapshot, master.tell)
+    sender = PlanSender(task.snapshot, master.send)
     epoch = Epoch(0, order_of(task, 1))
     assert sender._send({"train": StreamProgress((epoch,), 0, 0)})
     count = len(master.bodies)

@@ -295,12 +295,12 @@ async def test_values_of_all_nodes_are_added_up(
 ) -> None:
     count = view.chunk_count
 
-    def told(values: "Sequence[float]", rank: int, client: int = 0, first: int = 0) -> int:
+    def send_values(values: "Sequence[float]", rank: int, client: int = 0, first: int = 0) -> int:
         return here.take(ChunkValues(first, np.array(values, np.float32)), rank, client)
 
-    assert told([1] * count, 1) == TAKEN
-    assert told([0.5] * count, 0, client=7) == TAKEN
-    assert told([3], 0, client=7, first=count - 1) == TAKEN
+    assert send_values([1] * count, 1) == TAKEN
+    assert send_values([0.5] * count, 0, client=7) == TAKEN
+    assert send_values([3], 0, client=7, first=count - 1) == TAKEN
     await trio.sleep(1)
     assert here.cache.values is not None
     assert here.cache.values.tolist() == [1.5] * (count - 1) + [4]
@@ -314,7 +314,7 @@ async def test_values_of_all_nodes_are_added_up(
     await trio.sleep(1)
     assert here.cache.values is None
     assert here.plan.announcement().values is None
-    assert [told([1], 1, client) for client in range(300)] == [TAKEN] * 256 + [NO_ROOM] * 44
+    assert [send_values([1], 1, client) for client in range(300)] == [TAKEN] * 256 + [NO_ROOM] * 44
 
 
 async def test_another_version_forgets_all(view: Snapshot) -> None:
@@ -407,9 +407,9 @@ async def test_after_any_failures_the_receiver_has_the_whole_plan(
     known = {key: each.stream for (_, key), each in here.plan._streams.items()}
     assert known.keys() == streams.keys()
     for key, stream in streams.items():
-        told = known[key]
-        assert told.epochs[len(told.epochs) - len(stream.epochs) :] == stream.epochs
-        assert (told.at_epoch, told.position) == (stream.at_epoch, stream.position)
+        stored = known[key]
+        assert stored.epochs[len(stored.epochs) - len(stream.epochs) :] == stream.epochs
+        assert (stored.at_epoch, stored.position) == (stream.at_epoch, stream.position)
     assert (here.plan._held[1] == held).all()
     assert (here.plan._values[1, 0] == values).all()
 

@@ -241,20 +241,20 @@ def test_answers_split_and_reordered_arbitrarily(
     ungiven: set[tuple[int, int]],
 ) -> None:
     """All requests are in flight; the oracle makes each answer from its request."""
-    asked = [
+    wanted = [
         [(request, 10 * part, size) for part, size in enumerate(parts)]
         for request, parts in enumerate(sizes)
     ]
 
     def statuses(request: int) -> bytes:
-        return bytes((request, part) in ungiven for part in range(len(asked[request])))
+        return bytes((request, part) in ungiven for part in range(len(wanted[request])))
 
     def script(requests: Requests) -> None:
-        received_requests = [requests.next() for _ in asked]
+        received_requests = [requests.next() for _ in wanted]
         answers = []
         for request in received_requests:
             which = request.records[0][0]
-            assert request.records == asked[which]
+            assert request.records == wanted[which]
             if which in working:
                 requests.send(request.working())
             answers.append(request.answer(statuses(which)))
@@ -267,8 +267,10 @@ def test_answers_split_and_reordered_arbitrarily(
         received(requests.socket, 1)
 
     with linked(script) as link:
-        begun = [link.begin(np.array(each, "<u4"), sum(part[2] for part in each)) for each in asked]
-        taken = list(range(len(asked)))
+        begun = [
+            link.begin(np.array(each, "<u4"), sum(part[2] for part in each)) for each in wanted
+        ]
+        taken = list(range(len(wanted)))
         random.Random(seed + 1).shuffle(taken)
         for request in taken:
             pending = begun[request]
@@ -277,11 +279,11 @@ def test_answers_split_and_reordered_arbitrarily(
             assert answer is not None
             given_parts = [
                 part
-                for part, status in zip(asked[request], statuses(request), strict=True)
+                for part, status in zip(wanted[request], statuses(request), strict=True)
                 if not status
             ]
             assert bytes(answer[0]) == right(*given_parts)
-            if len(given_parts) < len(asked[request]):
+            if len(given_parts) < len(wanted[request]):
                 assert answer[1] == statuses(request)
             else:
                 assert not any(answer[1])

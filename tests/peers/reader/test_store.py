@@ -533,17 +533,17 @@ def test_a_master_that_rejects_reads_is_paused_and_still_receives_unpins(
     whole = client.pin(1)
     master.behaviour.refuses = "the task reads another version"
     client.check_parts(2)
-    said = len(master.requests)
+    before = len(master.requests)
     client.check_parts(3)
     client.check_parts(4)
-    assert len(master.requests) == said
+    assert len(master.requests) == before
     del whole
     master.behaviour.refuses = ""
     client.store._mapped.release_all()
     gc.collect()
     client.store._link.return_unmapped()
     assert struct.pack("<I", 1) in master.bodies(UNPIN)
-    until(lambda: is_used(client, master, said), "the master to be asked again")
+    until(lambda: is_used(client, master, before), "the master to be asked again")
 
 
 # Forked children, other versions ------------------------------------------------------------------
@@ -593,8 +593,8 @@ def test_statistics_are_the_masters_and_the_readers(client: Client, master: Fake
     for chunk in [1] * 20 + [2] * 20:
         client.read_one(chunk)
     assert 1 in master.pinned
-    told, counts = client.store.stats(), client.counts()
-    assert (told["rank"], told["answers"]) == (3, True)
+    figures, counts = client.store.stats(), client.counts()
+    assert (figures["rank"], figures["answers"]) == (3, True)
     assert counts["mapped_reads"] + counts["local_reads"] == counts["store_reads"] == 20
     assert STATS in master.kinds()
     master.behaviour.refuses = "no"

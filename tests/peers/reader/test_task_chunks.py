@@ -43,8 +43,8 @@ def test_requests_go_directly_to_another_node_and_nothing_of_it_is_mapped(
     [hello] = owner.hellos
     assert (hello.rank, hello.is_client, hello.to) == (RANK, True, OTHER)
     assert {flags for flags, _ in owner.reads} == {wire.LOAD}
-    told = client.counts()
-    assert (told["peer_reads"], told["local_reads"], told["store_reads"]) == (60, 0, 0)
+    counts = client.counts()
+    assert (counts["peer_reads"], counts["local_reads"], counts["store_reads"]) == (60, 0, 0)
 
 
 def test_parts_of_all_sources_come_in_their_order(
@@ -53,9 +53,9 @@ def test_parts_of_all_sources_come_in_their_order(
     master.set_owners({0: RANK, 1: RANK, 2: OTHER, 3: 9}, owner)
     assert client.pin(0) is not None
     client.read(3, 2, 1, 0, 2, 3, 0, 1)
-    told = client.counts()
+    counts = client.counts()
     names = ("mapped_reads", "local_reads", "peer_reads", "store_reads")
-    assert [told[name] for name in names] == [2, 2, 2, 2]
+    assert [counts[name] for name in names] == [2, 2, 2, 2]
     assert client.inner.reads == 2
 
 

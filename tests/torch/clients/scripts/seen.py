@@ -29,12 +29,12 @@ class Seen:
         """Report to the test, and wait until it has read the mount's counters."""
         with socket.socket(socket.AF_UNIX) as test:
             test.connect(os.environ["SEEN"])
-            said = {
+            report = {
                 "rank": int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))),
                 "epoch": f"{self._name} {self._epoch}",
                 "samples": self._samples,
             }
-            test.sendall(json.dumps(said).encode() + b"\n")
+            test.sendall(json.dumps(report).encode() + b"\n")
             test.recv(1)
         self._epoch += 1
         self._samples = []
