@@ -39,7 +39,6 @@ def render(folder: Path) -> list[Json]:
 
 
 def key(each: Json) -> tuple[str, str, str]:
-    """Kind, namespace and name."""
     metadata = fields(each, "metadata")
     return text(each, "kind"), text(metadata, "namespace"), text(metadata, "name")
 
@@ -58,7 +57,6 @@ def containers(template: Json) -> list[Json]:
 
 
 def container(objects: list[Json], name: str) -> Json:
-    """The only container of a name."""
     found = [one for _, each in pod_templates(objects) for one in containers(each)]
     (chosen,) = [one for one in found if one["name"] == name]
     return chosen

@@ -17,7 +17,6 @@ from tests.test_house import FILES, TREE
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All pages, gathered into a folder."""
     folder = tmp_path_factory.mktemp("pages") / "pages"
     gather(folder)
     return folder

@@ -1,6 +1,4 @@
-"""The commands and manifests of `deploy/KUBERNETES.md` are right, as far as no cluster is
-needed.
-"""
+"""The commands and manifests of `deploy/KUBERNETES.md` are right, as far as this needs no cluster."""
 
 import itertools
 import re
@@ -134,7 +132,7 @@ def test_the_secrets_are_those_that_pods_read(
     assert [text(each, "metadata", "namespace") for each in tls] == ["diesel"]
 
 
-def test_the_manifests_are_taken_by_the_operator_and_the_driver() -> None:
+def test_the_operator_and_the_driver_accept_the_manifests() -> None:
     data, job = (cast("Json", yaml.safe_load(each)) for each in blocks("yaml"))
     spec = parse_dataset(decode_dataset(data), DEFAULTS)
     training = parse_training(decode_training(job))

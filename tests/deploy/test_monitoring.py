@@ -63,8 +63,8 @@ def get(address: str) -> bytes:
 
 @contextmanager
 def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[str], list[object]]]:
-    """A Prometheus with the configuration of the tree, for a server and a mount of this machine:
-    returns the series of a query."""
+    """A Prometheus with the configuration of the tree, for a server and a mount of this machine.
+    Returns a function that gets the series of a query."""
     found = yaml.safe_load((MONITORING / "prometheus.yaml").read_text())
     for job in found["scrape_configs"]:
         job["static_configs"] = [{"targets": [addresses.pop(job["job_name"])]}]
@@ -149,7 +149,7 @@ def test_the_dashboards_show_every_metric() -> None:
     assert shown == {metric.name for table in tables for metric in table}
 
 
-def test_promtool_accepts_the_alerts_and_what_makes_them_fire(tmp_path: Path) -> None:
+def test_promtool_accepts_the_alerts_and_the_series_that_fire_them(tmp_path: Path) -> None:
     rules, fires = ALERTS, Path(__file__).with_name("alerts_test.yaml")
     for file in (rules, MONITORING / "prometheus.yaml", fires):
         shutil.copy(file, tmp_path)

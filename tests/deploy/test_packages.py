@@ -31,9 +31,7 @@ PROJECT = tomllib.loads((TREE / "pyproject.toml").read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def dist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the packages of a copy of this tree that has exactly the files that git
-    has.
-    """
+    """The folder with the packages of a copy of this tree, made of exactly the files in git."""
     tree = tmp_path_factory.mktemp("copy") / "tree"
     for path in FILES:
         copy = tree / path.relative_to(TREE)
@@ -131,14 +129,14 @@ def _shown(path: Path) -> str:
     return re.sub(".\b", "", done.stdout)
 
 
-def test_mandoc_finds_nothing_wrong_in_the_pages(share: Path) -> None:
+def test_mandoc_accepts_the_pages(share: Path) -> None:
     pages = sorted(map(str, share.rglob("*.[1-8]")))
     command = ["mandoc", "-Tlint", "-Wwarning", *pages]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     assert (done.stdout, done.returncode) == ("", 0)
 
 
-def test_a_page_is_made_of_the_text_of_the_help() -> None:
+def test_a_page_is_made_from_the_text_of_the_help() -> None:
     @click.command("tool", help="Do `this -n`.\n\n\b\nExample:\n  .tool 'x' \\n\n\n'Quoted.")
     @click.option("--long", help="What it does.", metavar="N")
     def tool() -> None: ...

@@ -65,7 +65,6 @@ class Machine:
         self._pid = pid
 
     def __call__(self, *command: str) -> subprocess.CompletedProcess[str]:
-        """Run a command there."""
         enter = ["nsenter", f"--target={self._pid}", "--mount", "--pid", "--ipc", "--uts"]
         return subprocess.run(
             [*enter, "--cgroup", *command],
@@ -136,7 +135,7 @@ def test_the_unit_of_a_mount_that_was_killed_mounts_again(machine: Machine) -> N
     assert machine("systemctl", "stop", unit).returncode == 0
 
 
-def test_the_unit_of_a_missing_dataset_fails_and_is_not_tried_again(
+def test_the_unit_of_a_missing_dataset_fails_and_is_not_started_again(
     machine: Machine,
 ) -> None:
     unit = "diesel-mount@gone"

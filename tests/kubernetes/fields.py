@@ -28,13 +28,11 @@ def text(value: object, *path: str | int) -> str:
 
 
 def whole(value: object, *path: str | int, default: int = 0) -> int:
-    """The whole number below a path."""
     found = at(value, *path)
     return found if isinstance(found, int) and not isinstance(found, bool) else default
 
 
 def flag(value: object, *path: str | int, default: bool = False) -> bool:
-    """The truth value below a path."""
     found = at(value, *path)
     return found if isinstance(found, bool) else default
 

@@ -56,7 +56,8 @@ def installed(client: Client) -> None:
 
 @pytest.fixture
 def resources(client: Client) -> Iterator[Resources]:
-    """A namespace of the test's own. Its pods go with the test, so that no other test runs them."""
+    """A namespace of the test's own. Its pods end with the test, so that no other test runs
+    them."""
     name = planes.make_namespace(client)
     yield Resources(client, name)
     client.delete(Namespace, name)  # from now on no controller can make a pod in it
@@ -65,7 +66,7 @@ def resources(client: Client) -> Iterator[Resources]:
 
 @pytest.fixture
 def images() -> dict[str, Environment]:
-    """Images in which a shell and this tree's programs are found."""
+    """Images that have a shell and this tree's programs."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**program_environment(), "PATH": path}
     return {IMAGE: environment, OWN_IMAGE: environment}
@@ -73,7 +74,8 @@ def images() -> dict[str, Environment]:
 
 @contextmanager
 def served_archive(folder: Path, name: str, files: dict[str, bytes]) -> Iterator[str]:
-    """A server that gives an archive of these files, compressed if it is named so; its address."""
+    """A server that gives an archive of these files, compressed if its name says so. Yields its
+    address."""
     served = folder / "served"
     served.mkdir()
     with tarfile.open(served / name, "w:gz" if name.endswith(".gz") else "w") as tar:

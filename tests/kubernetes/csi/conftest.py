@@ -36,7 +36,6 @@ def put_files(url: str, files: dict[str, bytes], name: str = "pets") -> int:
 
 
 def shown(target: Path) -> dict[str, bytes]:
-    """The files at a target."""
     found = [path for path in target.rglob("*") if path.is_file()]
     return {str(path.relative_to(target)): path.read_bytes() for path in found}
 
@@ -59,7 +58,6 @@ def clean_plugin(folder: Path, file_root: Path) -> Iterator[Plugin]:
 
 @pytest.fixture(scope="module")
 def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
-    """A plugin for all tests of a module."""
     folder = tmp_path_factory.mktemp("plugin")
     with clean_plugin(folder, folder.parent) as plugin:
         yield plugin
@@ -100,6 +98,5 @@ def publish(
 
 @pytest.fixture
 def cluster() -> Iterator[ApiStandIn]:
-    """A cluster of one node."""
     with closing(ApiStandIn()) as cluster:
         yield cluster

@@ -53,7 +53,6 @@ class Kubelet:
         flags: tuple[str, ...] = (),
         volume: str = "volume",
     ) -> None:
-        """Publish a volume of a pod."""
         capability = csi.VolumeCapability(
             mount=csi.VolumeCapability.MountVolume(mount_flags=flags),
             access_mode=csi.VolumeCapability.AccessMode(mode="SINGLE_NODE_WRITER"),
@@ -68,7 +67,6 @@ class Kubelet:
         self.call("Node/NodePublishVolume", request, csi.NodePublishVolumeResponse)
 
     def unpublish(self, target: Path, volume: str = "volume") -> None:
-        """Unpublish a volume."""
         request = csi.NodeUnpublishVolumeRequest(volume_id=volume, target_path=str(target))
         self.call("Node/NodeUnpublishVolume", request, csi.NodeUnpublishVolumeResponse)
 
@@ -78,7 +76,6 @@ class Kubelet:
         return self.call("Node/NodeGetVolumeStats", request, csi.NodeGetVolumeStatsResponse)
 
     def probe(self) -> bool:
-        """Whether the plugin is ready."""
         found = self.call("Identity/Probe", csi.ProbeRequest(), csi.ProbeResponse)
         return found.ready.value
 
@@ -95,12 +92,10 @@ class Plugin:
 
     @property
     def state(self) -> Path:
-        """The state folder."""
         return self.folder / "state"
 
     @property
     def log(self) -> Path:
-        """The plugin's output on stderr."""
         return self.folder / "plugin.log"
 
     def start(self) -> None:
@@ -123,7 +118,7 @@ class Plugin:
         self.kubelet = Kubelet(grpc.insecure_channel(f"unix:{socket}"))
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """End the process group by a signal; returns its exit code."""
+        """End the process group by a signal. Returns its exit code."""
         self.kubelet.channel.close()
         os.killpg(self.process.pid, number)
         code = self.process.wait(DEADLINE_S)
@@ -138,8 +133,8 @@ class Plugin:
         return [each.path for each in mounts() if re.fullmatch(f"{place}[^/]+/root", each.path)]
 
     def processes(self) -> dict[int, str]:
-        """All processes with the state folder in their arguments, without the plugin: those of
-        mounts."""
+        """The processes of mounts: all with the state folder in their arguments, without the
+        plugin."""
         found = {}
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with suppress(OSError):
@@ -149,7 +144,6 @@ class Plugin:
         return found
 
     def descriptors(self) -> list[str]:
-        """The plugin's open files."""
         found = []
         for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
             with suppress(OSError):
@@ -172,7 +166,7 @@ class Plugin:
 def running_plugin(
     folder: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Plugin]:
-    """A plugin, which is ended whatever happened to it."""
+    """Start a plugin, and end it also if the test fails."""
     folder.mkdir(exist_ok=True)
     plugin = Plugin(folder, options, environment or {})
     plugin.start()

@@ -1,4 +1,4 @@
-"""Odd fields in requests, and odd things at targets: the status that CSI names, over the socket."""
+"""Odd fields in requests, and odd files at targets: the status that CSI names, over the socket."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def bad_targets(plugin: Plugin, folder: Path) -> Iterator[str]:
 
 
 def capability(**more: object) -> csi.VolumeCapability:
-    """What kubelet sends for a folder that one node writes to."""
+    """The capability that kubelet sends for a folder that one node writes to."""
     return csi.VolumeCapability(
         mount=csi.VolumeCapability.MountVolume(**more),  # type: ignore[arg-type]  # its fields
         access_mode=Modes(mode=Modes.SINGLE_NODE_WRITER),
@@ -40,7 +40,7 @@ def capability(**more: object) -> csi.VolumeCapability:
 
 
 def status(plugin: Plugin, method: str, **fields: object) -> grpc.StatusCode:
-    """How a call of Node ends."""
+    """The status with which a call of Node ends."""
     request = getattr(csi, f"{method}Request")(**fields)
     try:
         plugin.kubelet.call(f"Node/{method}", request, getattr(csi, f"{method}Response"))
@@ -109,8 +109,10 @@ def test_D2_a_bad_field_is_an_invalid_argument(
     assert not plugin.roots, "no mount was started in vain"
 
 
-def test_D2_what_lies_at_a_target_stays(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
-    """Nothing of others is hidden or removed; a target that cannot be there is unpublished."""
+def test_D2_existing_files_at_a_target_stay(
+    plugin: Plugin, pets: dict[str, str], folder: Path
+) -> None:
+    """No foreign file is hidden or removed; a target that cannot be there is unpublished."""
     outside = folder / "outside"
     outside.mkdir()
     (folder / "file").write_bytes(b"kept")
@@ -139,7 +141,7 @@ def test_D2_what_lies_at_a_target_stays(plugin: Plugin, pets: dict[str, str], fo
     assert not plugin.roots, "no mount was started in vain"
 
 
-def test_D2_a_target_is_one_place_however_it_is_spelled(
+def test_D2_a_target_is_one_place_in_any_spelling(
     plugin: Plugin, pets: dict[str, str], folder: Path
 ) -> None:
     """An empty folder and one behind a link are fine; each call may come again, with each mode."""

@@ -44,7 +44,7 @@ def daemon(target: Path) -> int:
 def test_a_volume_is_read_only_and_published_once_for_the_same_calls(
     plugin: Plugin, pets: dict[str, str], tmp_path: Path
 ) -> None:
-    """Kubelet publishes again with the Secret of now; the mount goes on with that of before."""
+    """Kubelet publishes again with the current Secret; the mount goes on with the earlier one."""
     kubelet, target = plugin.kubelet, tmp_path / "mount"
     kubelet.publish(target, pets, secrets={"redisPassword": "before"})
     assert shown(target) == FILES
@@ -111,7 +111,7 @@ def test_a_volume_follows_its_dataset(plugin: Plugin, tmp_path: Path) -> None:
 
 
 @each_row(
-    ("attributes", "code", "said"),
+    ("attributes", "code", "message"),
     [
         ({"dataset": "no-such"}, Code.NOT_FOUND, "no-such"),
         ({"url": "diesel://127.0.0.1:1"}, Code.INVALID_ARGUMENT, "user"),
@@ -125,10 +125,10 @@ def test_an_error_has_its_code_and_leaves_nothing(
     tmp_path: Path,
     attributes: dict[str, str],
     code: grpc.StatusCode,
-    said: str,
+    message: str,
 ) -> None:
     target = tmp_path / "mount"
-    assert said in refused(code, plugin.kubelet.publish, target, {**pets, **attributes})
+    assert message in refused(code, plugin.kubelet.publish, target, {**pets, **attributes})
     assert not target.exists()
     plugin.wait_until_clean()
 
@@ -204,7 +204,7 @@ def test_identity_and_node(plugin: Plugin) -> None:
     refused(Code.UNIMPLEMENTED, call, unknown, csi.ProbeRequest(), csi.ProbeResponse)
 
 
-def test_probe_says_what_is_wrong(own_plugin: Plugin) -> None:
+def test_probe_reports_the_fault(own_plugin: Plugin) -> None:
     """The state folder is put on a file system that turns read-only."""
     assert own_plugin.kubelet.probe()
     state = own_plugin.state

@@ -55,7 +55,7 @@ def test_a_key_opens_a_server_and_is_seen_nowhere(
 
 
 @each_row(
-    ("dataset", "name", "secret", "code", "said"),
+    ("dataset", "name", "secret", "code", "message"),
     [
         ("no-such", "key", key_text(b"canary--" * 4), Code.PERMISSION_DENIED, ""),
         ("no-such", "taskKey", "canary-of-task", Code.NOT_FOUND, "no-such"),
@@ -73,15 +73,15 @@ def test_an_error_repeats_no_secret(
     name: str,
     secret: str,
     code: Code,
-    said: str,
+    message: str,
 ) -> None:
-    """Errors of a server that refuses a key, of a dataset that does not exist, whatever its name
-    is, and of a secret that nobody knows."""
+    """Errors of a server that refuses a key, of a dataset that does not exist under any name, and
+    of an unknown secret."""
     url, credentials = users
     attributes = {"dataset": dataset, "url": url}
     secrets = {"user": "trainer", "key": credentials.key_text, name: secret}
     text = refused(code, plugin.kubelet.publish, tmp_path / "mount", attributes, secrets=secrets)
-    assert said in text
+    assert message in text
     for each in {*secrets.values()} - {"trainer"}:
         assert each not in text
         assert each not in plugin.log.read_text()

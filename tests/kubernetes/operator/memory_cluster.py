@@ -1,9 +1,9 @@
 """A cluster in memory: a dictionary with the rules that matter to the operator.
 
 Names are unique, a status is replaced only by a client that has read the last version, finalizers
-hold objects, and a deleted owner takes its objects with it. A Job or pod ends as the test says.
+hold objects, and a deleted owner takes its objects with it. The test ends Jobs and pods.
 
-Nothing of it waits, nor does a controller that no pod tells its progress. So tests call both as
+Nothing in it waits, nor does a controller without progress reports of pods. So tests call both as
 coroutines, although the operator's loop is asyncio's.
 """
 
@@ -160,7 +160,7 @@ class MemoryCluster(Cluster):
                 del self.objects[key]
 
     def end_jobs(self, report: Json) -> None:
-        """All Jobs end well, and their pods report this."""
+        """All Jobs succeed, and their pods report this."""
         done = {"conditions": [{"type": "Complete", "status": "True"}]}
         for (kind, name), each in list(self.objects.items()):
             if kind == "Job" and "status" not in each:
@@ -181,11 +181,9 @@ class MemoryCluster(Cluster):
                 self.put({**each, "status": {"phase": phase}})
 
     def of_kind(self, kind: str) -> list[str]:
-        """The names of all objects of a kind."""
         return sorted(name for each, name in self.objects if each == kind)
 
     def status(self, kind: str, name: str) -> Json:
-        """The status of an object."""
         return fields(self.objects[kind, name], "status")
 
 
