@@ -133,11 +133,7 @@ IN_A_CONTAINER = "; a container needs --device /dev/fuse --cap-add SYS_ADMIN"
         ("nodev 229", "auto", f"cannot open /dev/fuse: Permission denied{IN_A_CONTAINER}"),
         ("dev 254", "kernel", "; `modprobe fuse` as root loads FUSE; a container needs"),
         ("no capability", "auto", IN_A_CONTAINER),
-        (
-            "no capability",
-            "native",
-            "the native session cannot be used: it needs root with CAP",
-        ),
+        ("no capability", "native", "the native session cannot be used: it needs root with CAP"),
         ("no capability", "pyfuse3", IN_A_CONTAINER),
     ],
 )

@@ -102,8 +102,7 @@ def test_without_a_verb_it_prints_its_help(dlcmd: Dlcmd) -> None:
 
 
 @each_row(
-    ("word", "meant"),
-    [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")],
+    ("word", "meant"), [("list", "ls"), ("unmount", "umount"), ("mout", "mount"), ("remove", "rm")]
 )
 def test_an_unknown_verb_gets_a_suggestion(dlcmd: Dlcmd, word: str, meant: str) -> None:
     result = dlcmd("--json", word, "pets", code=2).err.splitlines()

@@ -135,9 +135,7 @@ def test_the_unit_of_a_mount_that_was_killed_mounts_again(machine: Machine) -> N
     assert machine("systemctl", "stop", unit).returncode == 0
 
 
-def test_the_unit_of_a_missing_dataset_fails_and_is_not_started_again(
-    machine: Machine,
-) -> None:
+def test_the_unit_of_a_missing_dataset_fails_and_is_not_started_again(machine: Machine) -> None:
     unit = "diesel-mount@gone"
     assert machine("systemctl", "start", unit).returncode == 1
     state = machine.state(unit)

@@ -182,10 +182,7 @@ def settings(objects: list[Json], name: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def deployed(
-    trusting: Stage,
-    network: Network,
-    certificates: Path,
-    tmp_path_factory: pytest.TempPathFactory,
+    trusting: Stage, network: Network, certificates: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployed]:
     """Redis, a bucket, and the server, as in a cluster; the administrator's account is `root`."""
     folder = tmp_path_factory.mktemp("deployed")

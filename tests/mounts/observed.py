@@ -153,11 +153,7 @@ class Program:
     """A Python program in a process of its own, which has printed a first line."""
 
     def __init__(
-        self,
-        text: str,
-        *arguments: object,
-        by: Sequence[str] = (),
-        python: str = sys.executable,
+        self, text: str, *arguments: object, by: Sequence[str] = (), python: str = sys.executable
     ) -> None:
         """`by` are the words of a program that starts it."""
         self._process = subprocess.Popen(

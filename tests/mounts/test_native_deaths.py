@@ -111,10 +111,7 @@ def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
 
 @pytest.mark.usefixtures("nothing_left")
 def test_a_mount_that_does_not_answer_is_named_and_ended_by_force(
-    source: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """`mount` and `stats` name it, even while they wait."""
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)

@@ -139,9 +139,7 @@ def test_H6_reads_go_on_while_the_worker_is_stopped(mounted: tuple[LiveMount, Pr
     assert all(map(is_gone, pids))
 
 
-def test_H6_a_pause_of_all_processes_ends_nothing(
-    mounted: tuple[LiveMount, Processes],
-) -> None:
+def test_H6_a_pause_of_all_processes_ends_nothing(mounted: tuple[LiveMount, Processes]) -> None:
     """After Ctrl-Z, or in a container that was frozen, everything goes on."""
     found, pids = mounted
     for pid in pids:

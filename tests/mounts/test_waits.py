@@ -141,9 +141,7 @@ class Model:
 
 
 @given(STEPS)
-def test_each_moment_is_divided_among_waiting_requests(
-    steps: list[tuple[object, ...]],
-) -> None:
+def test_each_moment_is_divided_among_waiting_requests(steps: list[tuple[object, ...]]) -> None:
     """Any overlap of requests, of threads that mark their cause, and of answers given at once,
     compared with a count unit by unit. The mount's own requests count nowhere."""
     model = Model()

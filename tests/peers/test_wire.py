@@ -253,11 +253,7 @@ def test_any_bytes_give_a_body_or_an_error() -> None:
     for _ in range(3000):
         body = chance.randbytes(chance.choice([0, 1, 2, 4, 8, 14, 28, 30]))
         for parse in (
-            *(
-                local_wire.parse_hello,
-                local_wire.parse_welcome,
-                local_wire.parse_pinned,
-            ),
+            *(local_wire.parse_hello, local_wire.parse_welcome, local_wire.parse_pinned),
             *(local_wire.parse_members, local_wire.parse_switch_version),
             lambda body: local_wire.parse_chunks(body, 4),
             lambda body: local_wire.parse_damaged(body, SIZES),

@@ -42,10 +42,7 @@ class ShellUser:
         return result
 
     def run(
-        self,
-        *words: str | Path,
-        stdin: bytes = b"",
-        environment: Mapping[str, str] | None = None,
+        self, *words: str | Path, stdin: bytes = b"", environment: Mapping[str, str] | None = None
     ) -> CommandResult:
         """Run `dlcmd`, and accept any exit code."""
         own = {"DIESEL_URL": self.url}

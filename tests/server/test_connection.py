@@ -362,9 +362,7 @@ async def test_S12_one_user_cannot_use_all_requests(
         assert "error" not in await client.answer()
 
 
-async def test_a_stopping_connection_finishes_requests_under_way(
-    clock: MockClock,
-) -> None:
+async def test_a_stopping_connection_finishes_requests_under_way(clock: MockClock) -> None:
     async with conversation() as client:
         await client.send_request(1, "sleep", seconds=20)
         await trio.sleep(1)

@@ -311,9 +311,7 @@ def test_a_refusal_cannot_forge_a_line(caplog: pytest.LogCaptureFixture) -> None
 # Memory
 
 
-def test_G2_after_an_overload_all_requests_succeed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_G2_after_an_overload_all_requests_succeed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten times as much as fits: all requests are done, nothing is lost, and the server is quick
     again once the load has dropped."""
     monkeypatch.setattr(limits, "BUDGET_WAIT_S", 0.2)

@@ -160,9 +160,7 @@ class Deployment:
         for kind in ("CACHE", "CONFIG", "DATA", "STATE"):
             self.home[f"XDG_{kind}_HOME"] = str(home / kind.lower())
         self.search = Search(
-            key=self.seed,
-            redis=self.redis_password.encode(),
-            bucket=self.s3_secret.encode(),
+            key=self.seed, redis=self.redis_password.encode(), bucket=self.s3_secret.encode()
         )
 
     def user(self, url: str) -> ShellUser:

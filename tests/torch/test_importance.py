@@ -166,8 +166,7 @@ def test_losses_of_any_kind_are_taken(pets: DieselDataset, losses: torch.Tensor)
 
 
 @each_row(
-    "indices",
-    [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]],
+    "indices", [[0.5, 1], torch.zeros(2), torch.tensor([True, False]), ["a", "b"], [[1], [2, 3]]]
 )
 def test_indices_must_be_whole_numbers(pets: DieselDataset, indices: list[int]) -> None:
     sampler = ImportanceSampler(pets)

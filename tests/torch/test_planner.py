@@ -153,9 +153,7 @@ print(len(list(loader)))
 """
 
 
-def test_files_and_the_distance_of_workers_are_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_files_and_the_distance_of_workers_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two workers have three batches of five in hand: they read 30 positions apart at most."""
     handled = list[dict[str, object]]()
     monkeypatch.setattr(

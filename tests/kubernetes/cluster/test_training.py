@@ -27,13 +27,7 @@ from tests.kubernetes.cluster.conftest import served_archive
 from tests.kubernetes.cluster.containers import CsiVolume, Environment, VolumeError
 from tests.kubernetes.cluster.control_plane import ControlPlane
 from tests.kubernetes.cluster.nodes import SimulatedNode
-from tests.kubernetes.cluster.operators import (
-    DRIVER_ACCOUNT,
-    IMAGE,
-    SYSTEM,
-    Operator,
-    Resources,
-)
+from tests.kubernetes.cluster.operators import DRIVER_ACCOUNT, IMAGE, SYSTEM, Operator, Resources
 from tests.kubernetes.csi.plugin import Plugin, running_plugin
 from tests.kubernetes.fields import Json, at, fields, items, text, whole
 from tests.server.program import Server, new_repository

@@ -155,9 +155,7 @@ def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
 
 @fuse
 @as_root
-def test_memory_counts_while_the_mount_lives_and_only_for_its_namespace(
-    node: MeasuredNode,
-) -> None:
+def test_memory_counts_while_the_mount_lives_and_only_for_its_namespace(node: MeasuredNode) -> None:
     one = node.publish("one", policy="oneshot")
     other = node.publish("other", namespace="others")
     found = node.held(lambda found: max(each.share for each in found) == 100)

@@ -65,10 +65,7 @@ def report(
 
 
 def nodes_of(
-    *reports: NodeReport,
-    status: Json = READY,
-    pods: Sequence[Json] = (),
-    now_s: float = NOW_S,
+    *reports: NodeReport, status: Json = READY, pods: Sequence[Json] = (), now_s: float = NOW_S
 ) -> list[Json]:
     """The nodes in the status of `pets` after these reports."""
     decision = decided(dataset(status=status), pods=pods, now_s=now_s, reports=reports)

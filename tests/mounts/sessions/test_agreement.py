@@ -89,10 +89,7 @@ class Trees:
         return self.at[names[0]], self.at[names[1]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=fast_first(SEEDS),
-)
+@pytest.fixture(scope="module", params=fast_first(SEEDS))
 def trees(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Trees]:

@@ -61,8 +61,7 @@ def test_H5_a_fault_in_a_read_is_EIO_and_a_log_line(faulty: LiveMount, fault: st
 
 
 @each_row(
-    "fault",
-    "KeyError OSError MemoryError RuntimeError Cancelled ExceptionGroup SystemExit".split(),
+    "fault", "KeyError OSError MemoryError RuntimeError Cancelled ExceptionGroup SystemExit".split()
 )
 @pytest.mark.only_session("kernel", "pyfuse3")
 def test_H5_a_fault_in_a_handler_is_EIO_and_the_mount_lives(faulty: LiveMount, fault: str) -> None:

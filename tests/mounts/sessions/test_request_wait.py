@@ -46,9 +46,7 @@ async def test_requests_that_keep_coming_take_few_turns_of_trio(pipe: tuple[int,
     assert requests > 3 * turns
 
 
-async def test_a_wait_for_a_request_delays_other_tasks_little(
-    pipe: tuple[int, int],
-) -> None:
+async def test_a_wait_for_a_request_delays_other_tasks_little(pipe: tuple[int, int]) -> None:
     stand_in = TrioStandIn(RequestWait(lambda: True))
     with trio.move_on_after(0.05):
         while True:
@@ -62,9 +60,7 @@ async def test_a_wait_for_a_request_delays_other_tasks_little(
     assert time.monotonic() - start_s < LATE_S
 
 
-async def test_while_a_read_waits_poll_waits_for_no_request(
-    pipe: tuple[int, int],
-) -> None:
+async def test_while_a_read_waits_poll_waits_for_no_request(pipe: tuple[int, int]) -> None:
     """The bytes of the read probably come first, and they come through trio."""
     wait = RequestWait(lambda: False, slice_s=1e6, poll_s=1e6)
     os.write(pipe[1], b"one")

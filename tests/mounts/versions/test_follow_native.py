@@ -21,15 +21,7 @@ from diesel_fs.mounts.sessions.session import SessionUnsupported
 from diesel_fs.mounts.vfs import STATS_MAX_AGE_S
 from diesel_fs.system import syscalls
 from tests.mounts.dying_daemon import DIES, MOMENT, PAUSE_S
-from tests.mounts.observed import (
-    Processes,
-    Program,
-    bound,
-    mounted,
-    mounts_below,
-    noise,
-    put,
-)
+from tests.mounts.observed import Processes, Program, bound, mounted, mounts_below, noise, put
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.versions.followed_dataset import (
     FILES,

@@ -3,11 +3,7 @@
 import random
 import threading
 
-from diesel_fs.mounts.versions.versioned_vfs import (
-    RETIRED_READERS_MAX,
-    LazyReader,
-    RetiredReaders,
-)
+from diesel_fs.mounts.versions.versioned_vfs import RETIRED_READERS_MAX, LazyReader, RetiredReaders
 
 VERSIONS = 15
 

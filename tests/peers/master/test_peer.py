@@ -316,9 +316,7 @@ async def test_a_closed_peer_sends_no_requests(node: Node) -> None:
         assert found == [[FAILED]]
 
 
-async def test_F3_a_read_over_a_slow_link_waits_no_longer_than_its_bytes_need(
-    node: Node,
-) -> None:
+async def test_F3_a_read_over_a_slow_link_waits_no_longer_than_its_bytes_need(node: Node) -> None:
     """1 Mbit/s, and 200 ms there and back: after three reads the peer is paused."""
 
     async def slow(source: trio.SocketStream, target: trio.SocketStream) -> None:
