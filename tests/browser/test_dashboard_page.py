@@ -170,9 +170,7 @@ def check_accessibility(page: Page) -> None:
     assert faults == []
 
 
-def test_it_shows_waiting_readers_and_pictures_are_taken(
-    browser: Browser, board: Dashboard, scene: Scene
-) -> None:
+def test_it_shows_waiting_readers(browser: Browser, board: Dashboard, scene: Scene) -> None:
     """In light, dark and on a phone: no fault of accessibility, and nothing wider than the
     screen."""
     PICTURES.mkdir(parents=True, exist_ok=True)

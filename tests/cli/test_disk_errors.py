@@ -133,9 +133,7 @@ def of_a_stranger() -> str:
     return re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
 
 
-def test_files_of_unknown_processes_are_removed_after_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unknown_files_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for left in (of_a_stranger(), ".dlcmd-0123456789abcdef", ".dlcmd-mine"):
         (tmp_path / left).touch()
     remove_leftovers(tmp_path)

@@ -172,9 +172,7 @@ def test_the_worst_comes_first_and_the_cure_stands_below() -> None:
     assert summary([enough]) == "a job would run well here"
 
 
-def test_a_new_user_can_begin(
-    doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_new_user_begins(doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
     doctor().one("store", "warning", "there is no repository yet", cure="dlcmd put")
     assert not (tmp_path / "data").exists()
@@ -437,9 +435,7 @@ def test_a_folder_of_somebody_else(open_home: Mapping[str, str], tmp_path: Path)
 
 
 @needs_root
-def test_a_cache_whose_disk_is_full_and_one_that_nobody_uses(
-    doctor: Doctor, tmp_path: Path
-) -> None:
+def test_a_cache_on_a_full_disk_and_an_unused_one(doctor: Doctor, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "size=10m") as disk:
         cache = prepare_cache_folder(disk / "cache")
         dataset = cache / ("1" * 32) / ("2" * 32)

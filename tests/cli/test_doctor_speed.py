@@ -55,9 +55,7 @@ def test_all_rates_are_measured(dlcmd: Dlcmd) -> None:
 
 
 @pytest.mark.usefixtures("few_files", "state")
-def test_if_nothing_can_be_mounted_a_finding_has_the_reason(
-    dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_mount_is_a_finding(dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(_: object) -> None:
         raise PermissionDenied("there is no /dev/fuse", advice="run `modprobe fuse`")
 

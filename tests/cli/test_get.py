@@ -26,9 +26,7 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
     return source
 
 
-def test_a_folder_comes_back_and_a_second_get_writes_nothing(
-    dlcmd: Dlcmd, pets: Path, tmp_path: Path
-) -> None:
+def test_a_second_get_of_a_folder_writes_nothing(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
     out = tmp_path / "new/out"
     assert dlcmd("get", "pets", out).out == b"got 3 files (6 B); 0 unchanged\n"
     assert facts(out) == facts(pets)
@@ -50,9 +48,7 @@ def test_a_file_or_link_comes_back_under_a_name(dlcmd: Dlcmd, pets: Path, tmp_pa
     assert "make it first" in dlcmd("get", "pets/a", tmp_path / "gone/x", code=10).err
 
 
-def test_M4_replacing_something_different_needs_force(
-    dlcmd: Dlcmd, pets: Path, tmp_path: Path
-) -> None:
+def test_M4_replacing_other_files_needs_force(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> None:
     """Even with `--force`, a folder is not replaced."""
     out = write(tmp_path / "out", {"a": b"mine", "sub/b": b"22"})
     (out / "a").chmod(0o400)

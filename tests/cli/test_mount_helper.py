@@ -183,9 +183,7 @@ class TestMount:
         assert "noexec" in machine("findmnt", "-no", "VFS-OPTIONS", at)
         machine("umount", at)
 
-    def test_the_environment_comes_from_a_file_that_only_root_can_read(
-        self, machine: Machine
-    ) -> None:
+    def test_the_environment_comes_from_a_file_of_root(self, machine: Machine) -> None:
         at, file = machine.made("environment"), machine.folder / "pets.env"
         url = (machine.folder / "store").as_uri()
         file.write_text(f"# as for systemd\n\nDIESEL_URL='{url}'\n", encoding="utf-8")

@@ -110,9 +110,7 @@ def test_an_unknown_verb_gets_a_suggestion(dlcmd: Dlcmd, word: str, meant: str) 
     assert json.loads(result[1])["exit_code"] == 2
 
 
-def test_a_path_in_the_place_of_a_dataset_shows_the_right_order(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_a_path_in_place_of_a_dataset_shows_the_order(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b""})
     swapped: dict[str, list[str | Path]] = {
         "put": ["pets", source], "mount": [source, "pets"], "ls": [source]

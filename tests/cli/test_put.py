@@ -61,9 +61,7 @@ def test_odd_names_survive_put_and_get(dlcmd: Dlcmd, tmp_path: Path) -> None:
         ("into/there", "there/cat.jpg"),
     ],
 )
-def test_a_file_takes_the_name_of_its_address(
-    dlcmd: Dlcmd, tmp_path: Path, address: str, path: str
-) -> None:
+def test_a_file_is_named_by_address(dlcmd: Dlcmd, tmp_path: Path, address: str, path: str) -> None:
     dataset = address.partition("/")[0]
     dlcmd("put", write(tmp_path / "src", {"there/old": b""}), dataset)
     (tmp_path / "cat.jpg").write_bytes(b"meow")
@@ -222,9 +220,7 @@ def test_checksum_finds_a_change_that_size_and_mtime_hide(dlcmd: Dlcmd, tmp_path
     assert dlcmd("cat", "pets/a").out == b"new"
 
 
-def test_entries_that_cannot_be_put_are_named_and_the_others_are_put(
-    dlcmd: Dlcmd, tmp_path: Path
-) -> None:
+def test_bad_entries_are_named_and_the_others_are_put(dlcmd: Dlcmd, tmp_path: Path) -> None:
     source = write(tmp_path / "src", {"a": b"1"})
     os.mkfifo(source / "pipe")
     result = dlcmd("put", source, "pets", code=3)

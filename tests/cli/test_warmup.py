@@ -135,9 +135,7 @@ def test_loaded_files_need_no_store(dlcmd: Dlcmd, pets: Path, mounted: Mount, se
 
 
 @pytest.mark.parametrize("session", fast_first(["native", "kernel"]))
-def test_H22_pages_of_failed_reads_are_not_taken_for_contents(
-    dlcmd: Dlcmd, mounted: Mount, session: str
-) -> None:
+def test_H22_pages_of_failed_reads_are_no_hits(dlcmd: Dlcmd, mounted: Mount, session: str) -> None:
     """The kernel keeps the page of a READ that has failed, without contents."""
     at = mounted("--session", session, "--memory", "256M")
     dlcmd("warmup", at)
@@ -257,9 +255,7 @@ def test_a_damaged_file_is_named(dlcmd: Dlcmd, mounted: Mount) -> None:
     assert b"600 files" in result.out
 
 
-def test_warmup_does_not_wait_for_other_plans_that_hold_the_memory(
-    dlcmd: Dlcmd, mounted: Mount
-) -> None:
+def test_warmup_waits_for_no_other_plan_that_has_the_memory(dlcmd: Dlcmd, mounted: Mount) -> None:
     at = mounted("--memory", "4M")
     with Control.connect(at) as control:
         snapshot = Snapshot((at / ".diesel/snapshot").read_bytes())
@@ -295,9 +291,7 @@ def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess
         yield process
 
 
-def test_ctrl_c_ends_the_plan(
-    dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_a_plan(dlcmd: Dlcmd, mounted: Mount, monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that fails ends the wait, too."""
     at = mounted("--memory", "256M")
     with _waiting_for_a_failing_store(dlcmd, at) as process:

@@ -1,4 +1,6 @@
-"""The commands and manifests of `deploy/KUBERNETES.md` are right, as far as this needs no cluster."""
+"""The commands and manifests of `deploy/KUBERNETES.md` are right, if that can be tested without
+a cluster.
+"""
 
 import itertools
 import re
@@ -100,9 +102,7 @@ def test_dlcmd_has_the_verbs_and_options() -> None:
             pass
 
 
-def test_the_secrets_are_those_that_pods_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_secrets_are_those_of_pods(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """kubectl itself makes them; their names and keys are those of the overlays and the driver."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl is missing, and this system has no package of it")

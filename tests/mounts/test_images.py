@@ -193,9 +193,7 @@ def name_of_another(kind: str, ours: str, tag: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["boot", "dataset", "chain"])
-def test_images_unused_for_a_week_are_removed_unless_a_node_has_them_open(
-    folder: Path, kind: str
-) -> None:
+def test_images_unused_for_a_week_are_removed_unless_they_are_open(folder: Path, kind: str) -> None:
     """Nodes may share the folder, and it holds files from before a boot."""
     opened(snapshot_of(FIRST))
     [kept_image] = kept(folder)
@@ -210,7 +208,7 @@ def test_images_unused_for_a_week_are_removed_unless_a_node_has_them_open(
         assert (used.exists(), unused.exists(), recent.exists()) == (True, False, True)
 
 
-def test_an_image_of_before_a_boot_is_not_used(
+def test_an_image_of_an_earlier_boot_is_not_used(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = opened(snapshot_of(FIRST)).chain

@@ -55,7 +55,7 @@ def waiting(at: Path, count: int = 1) -> Program:
     return readers
 
 
-def test_a_mount_is_ready_when_mount_returns_and_gone_after_umount(
+def test_a_mount_is_ready_after_mount_and_gone_after_umount(
     source: Path, tmp_path: Path, session: str
 ) -> None:
     """Meanwhile it stands in no folder of the user's, and SIGHUP does not end it (H4)."""
@@ -108,9 +108,7 @@ REMOVED = """if True:
 """
 
 
-def test_a_folder_that_an_earlier_mount_removes_is_made_again(
-    source: Path, tmp_path: Path, session: str
-) -> None:
+def test_a_folder_that_is_removed_is_made_again(source: Path, tmp_path: Path, session: str) -> None:
     """After `umount --lazy` the former mount removes the folder that it has made, perhaps after the
     next one has found it."""
     at = tmp_path / "mount"
@@ -162,7 +160,7 @@ def test_H4_the_end_of_a_used_mount_is_no_logged_error(live_mount: LiveMount, nu
 
 
 @pytest.mark.parametrize("come", [True, False])
-def test_H4_reads_under_way_get_their_bytes_within_the_grace_time_or_an_error(
+def test_H4_reads_under_way_get_bytes_in_time_or_an_error(
     live_mount: LiveMount, come: bool
 ) -> None:
     with waiting(live_mount.at) as reader:

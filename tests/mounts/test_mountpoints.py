@@ -127,9 +127,7 @@ def test_the_options_are_a_fixed_list() -> None:
     ]
 
 
-def test_entries_have_the_requested_owner_and_umask(
-    source: Path, tmp_path: Path, session: str
-) -> None:
+def test_the_requested_owner_and_umask(source: Path, tmp_path: Path, session: str) -> None:
     """Links have mode 0777."""
     (source / "folder").mkdir(mode=0o755)
     (source / "link").symlink_to("a")
@@ -230,7 +228,7 @@ def by_user(open_place: Path, device_for_all: None) -> Iterator[list[str]]:
 
 @needs_root
 @pytest.mark.only_session("kernel", "pyfuse3")  # an ordinary user has no native mounts
-def test_an_ordinary_user_mounts_and_others_stay_out(
+def test_other_users_stay_out_of_a_mount(
     by_user: list[str], open_place: Path, session: str
 ) -> None:
     """It mounts by fusermount3, which gets only the environment variables that it needs, since a
@@ -361,9 +359,7 @@ def test_H18_allow_other_needs_user_allow_other(
 
 
 @pytest.mark.only_session("kernel")
-def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
-    source: Path, tmp_path: Path, session: str
-) -> None:
+def test_the_log_is_in_the_users_state_folder(source: Path, tmp_path: Path, session: str) -> None:
     """It is one file for each mount point, readable by its owner alone."""
     with mounting(source, tmp_path / "mount", session) as mounted:
         assert launcher.log_path(request_for(source, mounted.at)).parent == state_folder()
@@ -374,7 +370,7 @@ def test_the_log_is_in_the_users_state_folder_unless_another_is_named(
         assert stat.S_IMODE(own.stat().st_mode) == 0o600
 
 
-def test_the_reason_of_a_failed_mount_is_once_in_the_error_and_once_in_the_log(
+def test_the_reason_of_a_failed_mount_is_in_error_and_log_once(
     source: Path, tmp_path: Path
 ) -> None:
     at, log = tmp_path / "mount", tmp_path / "own.log"

@@ -85,7 +85,7 @@ def test_a_mount_whose_processes_are_killed_while_it_starts_leaves_nothing(
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("victims", [*VICTIMS, "server,worker"])
-def test_one_umount_takes_away_a_mount_whose_processes_were_killed(
+def test_one_umount_removes_a_mount_that_was_killed(
     source: Path, tmp_path: Path, victims: str
 ) -> None:
     """Before that its tree looks alive; `is_alive` and `stats` report that it is not."""

@@ -221,9 +221,7 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_mounts_come_to_and_go_from_other_namespaces(
-    source: Path, shared: Path, before: bool
-) -> None:
+def test_mounts_reach_and_leave_other_namespaces(source: Path, shared: Path, before: bool) -> None:
     """Whether the namespace was made before the mount or after it. A file that is open there keeps
     the mount busy here, and everything stays in both."""
     at = shared / "mount"

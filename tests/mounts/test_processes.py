@@ -98,9 +98,7 @@ def test_Z1_readers_are_freed_when_a_process_is_killed_while_a_push_waits(
     assert mounted_at(str(found.at)) is None
 
 
-def test_Z1_a_killed_worker_that_can_end_harms_no_read(
-    mounted: tuple[LiveMount, Processes],
-) -> None:
+def test_Z1_a_killed_worker_that_ends_harms_no_read(mounted: tuple[LiveMount, Processes]) -> None:
     """Reads go on, nothing is pushed, and the log reports it."""
     found, pids = mounted
     with reading(found.at / PUSHED, CONTENT, READERS) as readers:

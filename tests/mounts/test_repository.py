@@ -56,7 +56,7 @@ def test_an_empty_dataset_is_an_empty_folder(url: str, at: Path, session: str) -
         assert raised.value.errno == errno.EROFS
 
 
-def test_H16_a_dataset_that_changes_or_is_deleted_keeps_its_version_in_a_mount(
+def test_H16_a_changed_or_deleted_dataset_stays_in_a_mount(
     url: str, at: Path, session: str
 ) -> None:
     """Even if another dataset with the same name, paths and sizes has taken its place."""

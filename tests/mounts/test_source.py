@@ -143,9 +143,7 @@ def test_without_metadata_a_warning_says_that_the_version_may_be_old(
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_a_snapshot_is_never_mounted_under_another_name(
-    saved: MountRequest, tmp_path: Path, offline: bool
-) -> None:
+def test_a_snapshot_keeps_its_own_name(saved: MountRequest, tmp_path: Path, offline: bool) -> None:
     """T28: `--offline --snapshot dogs.snap cats` showed the files of dogs as cats."""
     with pytest.raises(ForeignError, match=r"is a snapshot of 'dogs' .* not of 'cats'"):
         open_with(saved, dataset="cats", offline=offline)
@@ -191,7 +189,7 @@ def test_the_memory_limit_is_the_smallest_of_the_control_groups(
     assert memory.cgroup_limit_bytes(tmp_path, listed) == limit
 
 
-def test_a_mount_takes_a_part_of_the_memory_of_its_container(
+def test_a_mount_takes_a_part_of_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a part of the host's memory the mount would be killed."""

@@ -164,7 +164,7 @@ def test_a_worker_may_be_ended_before_it_has_begun(source: Path, tmp_path: Path)
 
 
 @pytest.mark.only_session("native")
-def test_a_daemon_that_neither_ends_nor_does_anything_is_named(
+def test_an_idle_daemon_that_does_not_end_is_named(
     source: Path, tmp_path: Path, session: str
 ) -> None:
     """The supervisor is stopped, so it cannot end, although its mount is unmounted."""

@@ -84,9 +84,7 @@ def read(*paths: Path, **environment: str) -> None:
         ),
     ],
 )
-def test_waits_name_the_slow_part(
-    request_of: MountRequest, slow: str, cause: str, name: str
-) -> None:
+def test_waits_name_their_cause(request_of: MountRequest, slow: str, cause: str, name: str) -> None:
     """A node of the task is this node's own master here."""
     if cause == "peer":
         options = TaskOptions(task="night", rank=0, world=1)

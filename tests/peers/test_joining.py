@@ -124,9 +124,7 @@ def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
 
 
 @pytest.mark.parametrize("as_whom", ["bob", "ann"])
-def test_S14_S17_another_user_cannot_see_or_join_the_task(
-    two: ServerWithRedis, as_whom: str
-) -> None:
+def test_S14_S17_other_users_cannot_see_or_join_a_task(two: ServerWithRedis, as_whom: str) -> None:
     """For any user that the message names: the server uses the account that is logged in."""
     anns, bobs = (open_registry(two.open(user), task_of(two, user=as_whom))
                   for user in ("ann", "bob"))  # fmt: skip
@@ -332,9 +330,7 @@ def test_a_task_with_a_key_file_works_over_any_link(two: ServerWithRedis) -> Non
         assert len(found.members) == 2
 
 
-def test_a_connection_knows_whether_it_is_secured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_knows_its_security(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def way(request: Request) -> Reply:
         return Reply({"secured": request.secured})
 

@@ -175,9 +175,7 @@ def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
 
 
 @pytest.mark.parametrize("how", ["who reads", "who comes"])
-def test_F8_a_killed_master_is_restarted_as_the_same_node(
-    node: Node, tmp_path: Path, how: str
-) -> None:
+def test_F8_a_killed_master_restarts_as_its_node(node: Node, tmp_path: Path, how: str) -> None:
     """Also by a process that gives no rank, while another master of the task has rank 0."""
     folder = str(tmp_path / "cache")
     given = node.request_with(rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
@@ -237,9 +235,7 @@ def test_a_master_that_ended_by_itself_is_not_restarted(node: Node) -> None:
     assert node.join().parent.name == "0"
 
 
-def test_options_that_the_running_master_ignores_are_warned_of_once(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_ignored_options_are_warned_of_once(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     given = node.request_with(rank=1, world=2, listen="127.0.0.1:0", evict="lfu", task_key=SECRET)
     node.join(given)
     assert "127.0.0.1 is this machine alone" in caplog.text
@@ -302,9 +298,7 @@ def test_S8_saved_options_hold_no_secret(node: Node) -> None:
         assert first[name] == second[name]
 
 
-def test_other_processes_wait_for_the_first_one_of_a_node(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_other_processes_wait_for_the_first(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_LOCALID", "2")
     start_s = time.monotonic()
     join(node.request, program=STUB, first_process_wait_s=0.5)
@@ -401,9 +395,7 @@ def test_a_master_that_reports_nothing_is_killed(node: Node) -> None:
     until(lambda: not is_running(int(str(started["pid"]))), "it to be killed")
 
 
-def test_a_socket_in_a_deep_folder(
-    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sockets_in_deep_paths(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The address of a socket has at most 107 bytes."""
     deep = tmp_path / ("d" * 60) / ("e" * 60)
     deep.mkdir(parents=True, mode=0o700)
@@ -545,9 +537,7 @@ async def test_an_idle_master_ends_unless_a_reader_of_its_version_follows_one_of
     assert "no client for 0.01 s: the master ends" in caplog.text
 
 
-def test_a_reader_restarts_a_master_only_at_its_own_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_restarts_only_its_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new master may have another socket, for example as another rank. The reader, which knows
     only its own, must not start masters again and again."""
     monkeypatch.setattr(client, "is_alive", lambda place: place.name == "other")

@@ -69,9 +69,7 @@ async def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> No
     assert source.fetches == {1: 1}
 
 
-async def test_F10_one_fetch_for_any_number_of_callers_and_eight_at_once(
-    simulated_time: MockClock,
-) -> None:
+async def test_F10_one_fetch_for_all_callers_and_eight_at_once(simulated_time: MockClock) -> None:
     source = ChunkSource(range(30))
     source.seconds = 1.0
 
@@ -132,9 +130,7 @@ async def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptur
     assert "unexpected error while fetching a chunk" in caplog.text
 
 
-async def test_a_fetcher_that_keeps_its_buffer_cannot_change_the_chunk(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_a_fetcher_cannot_change_its_chunk_later(caplog: pytest.LogCaptureFixture) -> None:
     source, kept = ChunkSource(range(1)), []
 
     async def fetch(number: int, room: memoryview) -> None:
@@ -248,9 +244,7 @@ async def test_a_chunk_that_has_no_room_or_is_not_admitted_is_not_fetched(
 # Fetching ahead
 
 
-async def test_prefetch_owned_fetches_the_share_until_memory_is_full(
-    simulated_time: MockClock,
-) -> None:
+async def test_prefetch_owned_fetches_until_memory_is_full(simulated_time: MockClock) -> None:
     source = ChunkSource(range(10))
     source.seconds = 1.0
     async with (

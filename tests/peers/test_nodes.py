@@ -70,9 +70,7 @@ def all_right(outcomes: list[Outcome]) -> bool:
 
 @pytest.mark.parametrize("part", [0, 1.4], ids=["everywhere", "shares"])
 @pytest.mark.parametrize("count", [1, 4])
-def test_the_store_is_read_once_by_any_number_of_nodes(
-    task: RunningTask, count: int, part: float
-) -> None:
+def test_the_store_is_read_once_for_all_nodes(task: RunningTask, count: int, part: float) -> None:
     task.world, task.part = count, part / count
     readers = joined(task, range(count))
     task.forget()
@@ -92,9 +90,7 @@ def test_each_process_makes_one_connection_to_each_other_node_at_most(task: Runn
     assert max(made.values()) <= 3 + 1  # readers of a node, and its master
 
 
-def test_if_readers_may_not_connect_to_other_nodes_their_master_asks_for_them(
-    task: RunningTask,
-) -> None:
+def test_if_readers_may_not_connect_to_nodes_their_master_does(task: RunningTask) -> None:
     """`--peers-through-master`, for processes and mounts: only masters make connections."""
     task.world = 3
     readers = [task.reader(rank, peers_through_master=True).ready() for rank in range(2)]

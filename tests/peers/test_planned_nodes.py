@@ -43,9 +43,7 @@ def plan(task: RunningTask, rank: int) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(("group", "announced"), [(4, "explicit"), (FULL, "computed")])
-def test_the_store_gives_little_more_than_it_must(
-    task: RunningTask, group: int, announced: str
-) -> None:
+def test_the_store_gives_little_too_much(task: RunningTask, group: int, announced: str) -> None:
     """Little by an optimum that knows when each rank reads. Real ranks do not keep in step, so here
     the store gives less than halfway between that and the bytes that it would give without plans.
     Simulated nodes (`test_planned_cache.py`) and the bench (`task-plan`) show how near the optimum

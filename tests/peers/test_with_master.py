@@ -294,7 +294,7 @@ def test_a_new_master_does_not_wait_for_one_that_flushes(node: Node) -> None:
             assert node.master() != master
 
 
-def test_J4_a_restarted_master_keeps_the_cache_of_the_previous_one(
+def test_J4_a_restarted_master_keeps_the_cache(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     """By default the cache may take half of the free disk: chunks that it holds already count as
@@ -334,9 +334,7 @@ def test_J1_F11_an_unusable_disk_at_the_start_is_a_warning(
             assert "this node keeps nothing on a disk" in caplog.text
 
 
-def test_only_room_for_no_chunk_is_a_warning_at_the_start(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_room_for_no_chunk_is_a_warning(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     with node.connect() as dataset:
         largest = int(dataset.snapshot.chunk_sizes.max())
     with node.join(task_memory_bytes=largest) as dataset:

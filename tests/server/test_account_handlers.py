@@ -146,9 +146,7 @@ def test_exports_are_imported(administration: Administration, table: MemoryTable
     assert table.accounts == before
 
 
-def test_malformed_input_changes_nothing(
-    administration: Administration, table: MemoryTable
-) -> None:
+def test_bad_input_changes_nothing(administration: Administration, table: MemoryTable) -> None:
     before = table.accounts
     for text, error in (
         (b"", DieselError),
@@ -203,9 +201,7 @@ def test_each_request_needs_its_role(user: Account, allowed: set[str], do: str) 
     assert served.table.accounts is before
 
 
-def test_an_administrator_of_one_dataset_grants_roles_on_that_one_only(
-    served: ServedAccounts,
-) -> None:
+def test_an_administrator_of_a_dataset_grants_roles_on_that_one(served: ServedAccounts) -> None:
     bob = served.remote(BOB)
     bob.grant("pets", "eve", Role.ADMIN)
     for dataset, user, error in (
@@ -300,9 +296,7 @@ def test_through_a_server_alone_the_last_administrator_stays(served: ServedAccou
         {"do": "grant", "dataset": b"pets", "user": "eve", "role": "read"},
     ],
 )
-def test_malformed_requests_change_nothing(
-    served: ServedAccounts, message: dict[str, object]
-) -> None:
+def test_bad_requests_change_nothing(served: ServedAccounts, message: dict[str, object]) -> None:
     before = served.table.accounts
     with pytest.raises(UsageError):
         served.link(ANN).call(cast(dict[str, Value], message))

@@ -121,9 +121,7 @@ def test_S8_an_unknown_user_and_a_wrong_key_get_the_same_answer_without_a_secret
 
 
 @each_row("user", ["", "eve", "x" * 1000, "Ä" * 64, "../x", "\0", "bob ", "="])
-def test_an_unknown_user_is_refused_after_the_same_work(
-    monkeypatch: pytest.MonkeyPatch, user: str
-) -> None:
+def test_unknown_users_cost_the_same_work(monkeypatch: pytest.MonkeyPatch, user: str) -> None:
     """One signature is verified for any name, over words of the same kind."""
     verified = []
     real = keys.verify
@@ -254,7 +252,7 @@ def test_an_unchanged_copy_of_the_accounts_is_used_again(at: Logins) -> None:
 # While the table is away
 
 
-def test_C1_logged_in_users_read_on_while_the_accounts_are_away(
+def test_C1_users_read_on_without_the_accounts(
     at: Logins, caplog: pytest.LogCaptureFixture
 ) -> None:
     """At first everything works, so a Redis that restarts ends no put; then reading alone; then
@@ -297,9 +295,7 @@ def test_unknown_users_cannot_log_in_while_the_accounts_are_away(at: Logins) -> 
     assert at.enter() == BOB  # they did not count as failures
 
 
-def test_a_server_that_never_read_the_accounts_refuses_every_login(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_server_without_accounts_refuses_every_login(caplog: pytest.LogCaptureFixture) -> None:
     """It fails closed with any fault of the table, and reads the table once that is possible."""
     at, away = Logins(BOB), [True]
     at.table.fault = ZeroDivisionError("a bug")

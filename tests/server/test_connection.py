@@ -191,9 +191,7 @@ def clock() -> MockClock:
 
 
 @each_row("said", [b"", b"\x93DIES", wire.greeting()[:15]])
-async def test_F7_a_connection_without_a_greeting_in_time_ends(
-    clock: MockClock, said: bytes
-) -> None:
+async def test_F7_a_connection_without_greeting_in_time_ends(clock: MockClock, said: bytes) -> None:
     async with conversation(logs_in=False) as client:
         await client.send(said)
         assert await client.end() == pytest.approx(limits.GREETING_S, abs=0.1)
@@ -219,9 +217,7 @@ async def test_F7_a_greeting_byte_by_byte_gains_no_time(clock: MockClock) -> Non
         assert client.over_s == pytest.approx(limits.GREETING_S, abs=0.1)
 
 
-async def test_an_idle_connection_ends_but_not_one_that_waits_for_an_answer(
-    clock: MockClock,
-) -> None:
+async def test_an_idle_connection_ends_but_not_one_that_has_a_request(clock: MockClock) -> None:
     async with conversation() as client:
         await client.send_request(1, "sleep", seconds=3 * limits.IDLE_S)
         assert (await client.answer())["slept"]
@@ -267,7 +263,7 @@ def payloads(monkeypatch: pytest.MonkeyPatch) -> Payloads:
     return found
 
 
-async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
+async def test_F7_a_lost_clients_memory_is_freed_at_once(
     clock: MockClock, payloads: Payloads
 ) -> None:
     """It does not wait for the collector of cycles, which does not count the megabytes."""
@@ -283,9 +279,7 @@ async def test_F7_the_memory_of_a_client_that_goes_is_freed_at_once(
         gc.enable()
 
 
-async def test_G6_a_client_that_does_not_take_its_answers_loses_the_connection(
-    clock: MockClock,
-) -> None:
+async def test_G6_a_client_that_takes_no_answers_loses_the_connection(clock: MockClock) -> None:
     """Its answers are not made ahead."""
     made, size = [], 1 << 20
 
@@ -349,9 +343,7 @@ async def test_the_requests_under_way_of_one_connection_are_limited(clock: MockC
             assert (await client.answer())["slept"]
 
 
-async def test_S12_one_user_cannot_use_all_requests(
-    clock: MockClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_S12_users_share_requests(clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "REQUESTS_PER_USER_MAX", 5)
     async with conversation() as client:
         for number in range(8):

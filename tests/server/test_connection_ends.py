@@ -149,9 +149,7 @@ def _assert_alone(server: ThreadedServer, link: ServerLink, before: float) -> No
         assert link.call({"do": "echo"}, [b"x"], deadline_s=PATIENCE_S).payload.tobytes() == b"x"
 
 
-def test_the_workers_of_the_program_outlive_each_end(
-    pair_files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_the_workers_outlive_each_end(pair_files: tuple[Path, Path], tmp_path: Path) -> None:
     """The program runs as with Debian's Python, which ignores an unexpected end."""
     url = (tmp_path / "store").as_uri()
     root = new_repository(url)["root"]

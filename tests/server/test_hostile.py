@@ -155,9 +155,7 @@ def test_F7_another_protocol_gets_no_answer_and_one_log_line(
         (wire.frame({"id": 1, "do": "echo"}, wire.BEFORE_LOGIN_LIMITS), "PermissionDenied"),
     ],
 )
-def test_S1_nothing_but_a_small_login_is_read(
-    server: ThreadedServer, said: bytes, error: str
-) -> None:
+def test_S1_only_a_small_login_is_read(server: ThreadedServer, said: bytes, error: str) -> None:
     client, _ = greeted(server)
     with client:
         client.sendall(said)
@@ -216,9 +214,7 @@ def test_F7_N10_a_bad_frame_ends_its_connection_with_one_error_and_one_line(
     assert_serving(server)
 
 
-def test_the_log_line_of_a_refusal_has_user_address_request_and_dataset(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_the_log_line_of_a_refusal_has_all_four_facts(caplog: pytest.LogCaptureFixture) -> None:
     ask: Message = {"do": "fail", "kind": "PermissionDenied", "message": "only readers may"}
     with ThreadedServer() as server:
         for dataset in ("pets", "two words"):
@@ -335,9 +331,7 @@ def test_G2_after_an_overload_all_requests_succeed(monkeypatch: pytest.MonkeyPat
         assert resident_bytes(os.getpid()) - before < 32 * (6 << 20) + (64 << 20)
 
 
-def test_G2_a_request_that_finds_no_thread_gets_a_retry_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_G2_a_request_without_a_thread_gets_a_retry_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("diesel_server.requests.dispatcher.THREAD_WAIT_S", 0.2)
     handlers = {"blocking_sleep": blocking_sleep(HandlerThreads(1))}
     with ThreadedServer(handlers) as server, logged_in(server) as client:
@@ -383,9 +377,7 @@ def test_S12_answers_about_entries_are_counted_before_they_are_made() -> None:
         (ADMIN, "stat", 1, False),
     ],
 )
-def test_S12_only_users_who_may_write_send_payloads(
-    account: Account, do: str, size: int, takes: bool
-) -> None:
+def test_S12_only_writers_send_payloads(account: Account, do: str, size: int, takes: bool) -> None:
     assert takes_payload(account, do, size) is takes
 
 

@@ -83,9 +83,7 @@ async def test_heads_are_read_over_connections_of_the_loop(
         assert await reads.head("another") is None
 
 
-async def test_many_reads_at_once_share_few_connections(
-    reads: PipelinedHeadReads, meta: RedisMetadata
-) -> None:
+async def test_reads_share_few_connections(reads: PipelinedHeadReads, meta: RedisMetadata) -> None:
     names = [f"d{n}" for n in range(20)]
     for name in names:
         meta.create(name, uuid.uuid4())
@@ -102,9 +100,7 @@ async def test_many_reads_at_once_share_few_connections(
     assert found == {name: meta.head(name) for name in names}
 
 
-async def test_closed_connections_are_replaced(
-    redis: RedisServer, reads: PipelinedHeadReads
-) -> None:
+async def test_lost_connections_are_replaced(redis: RedisServer, reads: PipelinedHeadReads) -> None:
     """When one is found closed, all are: only one attempt fails."""
     true = await _learnt(reads)
     async with trio.open_nursery() as nursery:
@@ -190,9 +186,7 @@ async def test_reads_of_heads_take_no_thread_after_the_first(
         await heads.now("another")
 
 
-async def test_a_head_is_read_after_the_call_began(
-    repository: LocalRepository, heads: HeadCache
-) -> None:
+async def test_heads_are_read_after_the_call(repository: LocalRepository, heads: HeadCache) -> None:
     """While another client commits all the time, and others ask."""
     identity = repository.dataset(NAME).identity
     done, versions, looks = threading.Event(), [0], [0]

@@ -132,9 +132,7 @@ def put(repository: Repository, source: Path) -> None:
         ([*STORE, "--listen", "192.0.2.1:0"], "no TLS"),
     ],
 )
-def test_S5_bad_options_give_one_line_and_exit_code_2(
-    tmp_path: Path, arguments: list[str], word: str
-) -> None:
+def test_S5_bad_options_give_one_line(tmp_path: Path, arguments: list[str], word: str) -> None:
     result = run(tmp_path, *arguments)
     assert (result.returncode, result.stdout) == (2, "")
     assert word in result.stderr
@@ -244,9 +242,7 @@ def test_a_missing_store_is_not_created(tmp_path: Path, url: str) -> None:
     assert list((tmp_path / "store").iterdir()) == []
 
 
-def test_only_for_a_missing_store_the_advice_is_to_create_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_only_a_missing_store_has_the_advice_to_create(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that does not answer may exist."""
     monkeypatch.setattr(cloud, "RetryPolicy", partial(RetryPolicy, deadline_s=0.0))  # no retries
     open_buckets_directly()
@@ -284,9 +280,7 @@ def test_S14_a_key_that_all_users_can_read_gives_a_warning(tmp_path: Path) -> No
     assert parsed(*ANY_PORT, *STORE, *missing)[1] == []
 
 
-async def test_J9_a_worker_that_cannot_be_started_does_not_end_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_J9_a_worker_that_cannot_start_ends_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory or descriptors are short: that start fails, and is tried again."""
 
     async def fails(*_: object, **__: object) -> object:
@@ -348,9 +342,7 @@ def test_C3_C4_commits_that_the_metadata_lack_are_committed_again_at_the_start(
 
 
 @pytest.mark.deep
-def test_C3_a_Redis_that_comes_back_empty_is_filled_again(
-    tmp_path: Path, url: str, source: Path
-) -> None:
+def test_C3_a_Redis_that_comes_back_empty_is_filled(tmp_path: Path, url: str, source: Path) -> None:
     """The server notices the restart by itself, and never reports a file as missing meanwhile."""
     with RedisServer(tmp_path / "redis") as redis:
         whole = f"{url}?meta={redis.url}"
@@ -491,9 +483,7 @@ def test_a_worker_that_cannot_start_ends_the_server_with_its_error(tmp_path: Pat
     assert "/none" in result.stderr
 
 
-def test_SIGHUP_loads_the_certificate_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_SIGHUP_reloads_the_certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority = Authority(tmp_path / "ca")
     monkeypatch.setenv("SSL_CERT_FILE", str(authority.path))
     bad, good = authority.issue("other.example"), authority.issue()

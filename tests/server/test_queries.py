@@ -76,9 +76,7 @@ PATHS = [b"", b"a", b"d", b"d/b", b"d/e", b"d/e/c", b"nothing", b"d/nothing", b"
 
 
 @pytest.mark.parametrize("mapped", [False, True])
-def test_snapshot_and_metadata_store_give_equal_entries(
-    filled: InProcessServer, mapped: bool
-) -> None:
+def test_snapshot_and_metadata_store_are_equal(filled: InProcessServer, mapped: bool) -> None:
     if mapped:
         filled.patch.setattr(queries, "FEW_PATHS", 0)
     else:
@@ -234,7 +232,7 @@ def test_N10_a_list_of_names_that_does_not_advance_is_an_error(filled: InProcess
             filled.admin.list("ds")
 
 
-def test_C3_C4_lost_commits_are_an_error_and_never_a_missing_file(
+def test_C3_C4_lost_commits_are_never_a_missing_file(
     filled: InProcessServer, tmp_path: Path
 ) -> None:
     """The metadata store lost its newest commits, then all of them; the answer is never "no such
@@ -407,7 +405,7 @@ def fetched(version: int, content: bytes, identity: UUID) -> Snapshot:
     return RemoteSnapshots(cast(RpcClient, LyingLink(version, content))).current(identity)
 
 
-def test_a_snapshot_that_is_damaged_or_another_is_refused(
+def test_a_damaged_or_other_snapshot_is_refused(
     filled: InProcessServer, clients_cache: Path
 ) -> None:
     """It is checked whole before any of it is used, and is not kept. Another one is intact, but of

@@ -428,9 +428,7 @@ def test_a_put_can_be_repeated(filled: InProcessServer) -> None:
     assert filled.store.objects.get(name) == b"".join(parts)
 
 
-def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(
-    filled: InProcessServer,
-) -> None:
+def test_A5_a_put_with_a_lost_commit_is_completed_by_a_repeat(filled: InProcessServer) -> None:
     sealer = ChunkMaker(filled.admin)
     chunk, parts = sealer.sealed(b"f", b"1")
     filled.store.objects.put(chunk_object(sealer.session.identity, chunk), parts)
@@ -440,9 +438,7 @@ def test_A5_a_put_whose_commit_was_lost_is_completed_by_sending_it_again(
     assert filled.admin.stat("ds", b"f").size == 1
 
 
-def test_commits_that_arrive_together_are_one_commit_and_a_bad_one_fails_alone(
-    filled: InProcessServer,
-) -> None:
+def test_commits_of_one_moment_are_one_and_a_bad_one_fails_alone(filled: InProcessServer) -> None:
     sealer = ChunkMaker(filled.admin)
     sealed = [sealer.sealed(b"f%d" % i, b"x" * i) for i in range(16)]
     real, bad, sizes = filled.store.commit_all, sealed[14][0], list[int]()
@@ -513,9 +509,7 @@ def test_L5_a_put_into_a_deleted_dataset_leaves_nothing(filled: InProcessServer)
         sealer.session.finish()
 
 
-def test_C4_commits_lost_in_the_middle_of_a_put_are_committed_again(
-    filled: InProcessServer,
-) -> None:
+def test_C4_commits_lost_during_a_put_are_committed_again(filled: InProcessServer) -> None:
     """Redis came back with an older state; the writer goes on and gets success."""
     meta, objects = filled.store.meta, filled.store.objects
     sealer = ChunkMaker(filled.admin)
@@ -537,9 +531,7 @@ def test_C4_commits_lost_in_the_middle_of_a_put_are_committed_again(
     assert filled.admin.verify("ds").problems == []
 
 
-def test_O2_a_lost_chunk_is_named_healed_and_forgotten_through_a_server(
-    filled: InProcessServer, tmp_path: Path
-) -> None:
+def test_O2_a_lost_chunk_is_named_healed_forgotten(filled: InProcessServer, tmp_path: Path) -> None:
     identity, view = filled.identity, filled.store.view("ds")
     files = [view.path(i) for i in view.files().tolist()]
     source = tmp_path / "source"

@@ -278,9 +278,7 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
     assert not search.found
 
 
-def test_S8_the_error_of_a_server_that_cannot_start_has_no_secret(
-    day: Deployment, tmp_path: Path
-) -> None:
+def test_S8_the_error_of_a_failed_start_has_no_secret(day: Deployment, tmp_path: Path) -> None:
     """With a wrong password, and with one in its URL (which stands only in its own command line:
     its workers have none)."""
     wrong = f"canary-{secrets.token_hex(16)}"

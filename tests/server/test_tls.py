@@ -117,9 +117,7 @@ def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
         yield server, middle
 
 
-def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
-    between: tuple[ThreadedServer, Between],
-) -> None:
+def test_S2_S3_a_man_in_the_middle_cannot_log_in(between: tuple[ThreadedServer, Between]) -> None:
     """Even if the proxy's certificate is trusted: the signature binds the certificate that was
     seen."""
     server, middle = between
@@ -129,7 +127,7 @@ def test_S2_S3_a_login_passed_on_by_a_man_in_the_middle_is_refused(
     assert server.link().call({"do": "echo"})
 
 
-def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
+def test_a_connection_that_breaks_early_is_made_again(
     between: tuple[ThreadedServer, Between],
 ) -> None:
     """A stopping server causes this: another worker, or the next server, takes over."""
@@ -144,9 +142,7 @@ def test_a_connection_that_breaks_during_the_TLS_handshake_is_made_again(
         ServerLink(url, ME, open_s=1.0).call({"do": "echo"})
 
 
-def test_the_binding_is_the_first_certificate_of_the_chain(
-    authority: Authority, tmp_path: Path
-) -> None:
+def test_the_binding_is_the_first_certificate(authority: Authority, tmp_path: Path) -> None:
     pair = authority.issue()
     chain = tmp_path / "chain.pem"
     chain.write_bytes(pair.certificate.read_bytes() + authority.path.read_bytes())
@@ -156,9 +152,7 @@ def test_the_binding_is_the_first_certificate_of_the_chain(
         assert server.link().call({"do": "echo"})
 
 
-def test_certificates_that_cannot_be_loaded_are_refused(
-    authority: Authority, tmp_path: Path
-) -> None:
+def test_unloadable_certificates_are_refused(authority: Authority, tmp_path: Path) -> None:
     """An encrypted key is an error, too, without a prompt."""
     pair, other = authority.issue(), authority.issue()
     empty, locked = tmp_path / "empty", tmp_path / "locked.key"

@@ -18,9 +18,7 @@ from diesel_fs.torch.hook.diesel_hook.prediction import DrawnIndices, predict
 from tests.examples import examples
 
 
-def test_the_first_batch_does_not_wait_for_a_hundred_million_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_first_batch_does_not_wait_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the memory of the process grow with them."""
     monkeypatch.setattr(prediction, "DRAWING_S_MAX", 0.05)
     sampler = RandomSampler(range(10), replacement=True, num_samples=10**8)
@@ -90,7 +88,7 @@ def test_an_order_that_was_not_predicted_is_announced_as_it_is_drawn(
     | st.lists(st.integers(0, 99), max_size=60),
     drops=st.lists(st.integers(-1, 40), max_size=5),
 )
-def test_dropping_batches_changes_no_position(
+def test_dropped_batches_keep_places(
     batches: list[list[int]] | list[int], drops: list[int]
 ) -> None:
     drawn, model, ends = DrawnIndices(), list[int](), [0]

@@ -254,9 +254,7 @@ def constant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @examples(60)
 @given(st.lists(st.tuples(st.sampled_from([*FILES]), _SLICES, _SLICES), max_size=4))
-def test_parts_are_those_of_a_slice(
-    constant: Path, parts: list[tuple[str, int | None, int | None]]
-) -> None:
+def test_parts_are_slices(constant: Path, parts: list[tuple[str, int | None, int | None]]) -> None:
     fs = fsspec.filesystem("diesel", repository=(constant.parent / "store").as_uri())
     expected = [FILES[name][i:j] for name, i, j in parts]
     paths = [f"pets/{name}" for name, _, _ in parts]
@@ -406,9 +404,7 @@ def test_writing_is_refused(fs: DieselFileSystem, way: str, arguments: tuple[obj
     assert fs.find("pets") == before
 
 
-def test_it_opens_as_connect_does(
-    url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_it_opens_like_connect(url: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DIESEL_URL", url)
     with fsspec.open("diesel://pets/lines") as file:
         assert file.read() == FILES["lines"]
@@ -423,9 +419,7 @@ def test_it_opens_as_connect_does(
     assert fsspec.filesystem("diesel", repository=url, use_listings_cache=False).exists("pets")
 
 
-def test_options_of_other_file_systems_are_ignored(
-    url: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_options_of_other_protocols_are_ignored(url: str, caplog: pytest.LogCaptureFixture) -> None:
     """Libraries pass the options of one protocol to all. A pickle does not contain them."""
     others = {"client_kwargs": {"trust_env": True}, "token": "of the hub", "anon": False}
     fs = fsspec.filesystem("diesel", repository=url, **others)

@@ -207,9 +207,7 @@ def test_one_bad_index_loses_no_other_report(pets: DieselDataset) -> None:
     assert sampler.importance[[1, 2, 5]].tolist() == [3, 4, 6]
 
 
-def test_a_forgotten_set_epoch_logs_a_warning(
-    pets: DieselDataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_missing_set_epoch_warns(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
     sampler = ImportanceSampler(pets)
     first = list(sampler)
     assert list(sampler) == first  # iterating alone is no training
@@ -225,7 +223,7 @@ def test_a_forgotten_set_epoch_logs_a_warning(
     assert len(caplog.records) == 1
 
 
-def test_a_forgotten_update_logs_a_warning(
+def test_a_missing_update_logs_warnings(
     pets: DieselDataset, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A sampler that gets updates, and is on no mount, logs nothing."""
@@ -242,9 +240,7 @@ def test_a_forgotten_update_logs_a_warning(
     ]
 
 
-def test_losses_that_are_nan_log_a_warning(
-    pets: DieselDataset, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_losses_of_nan_log_warnings(pets: DieselDataset, caplog: pytest.LogCaptureFixture) -> None:
     sampler = ImportanceSampler(pets, warm_up=1)
     for epoch in range(2):
         sampler.set_epoch(epoch)
@@ -277,9 +273,7 @@ def run_ranks(
         ("report", ["rank 1 has reported samples that do not exist", "a sample 60; there are 60"]),
     ],
 )
-def test_ranks_that_do_not_fit_are_refused_on_all_of_them(
-    url: str, tmp_path: Path, fault: str, said: list[str]
-) -> None:
+def test_differing_ranks_are_refused(url: str, tmp_path: Path, fault: str, said: list[str]) -> None:
     for expected, (code, _, error) in zip(said, run_ranks(url, tmp_path, 2, fault), strict=True):
         assert code == 1
         assert expected in error

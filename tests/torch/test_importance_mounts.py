@@ -129,9 +129,7 @@ def test_the_mount_keeps_important_files(at: Path) -> None:
     assert ranks[is_kept].mean() > ranks[~is_kept].mean() + 0.3
 
 
-def test_nodes_keep_no_file_twice(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_is_kept_twice(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two mounts stand for two nodes, with a rank each."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     losses = torch.from_numpy(np.random.default_rng(0).permutation(FILES).astype(np.float32))

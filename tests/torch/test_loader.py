@@ -265,9 +265,7 @@ def first_bytes(rows: list[tuple[bytes, int]]) -> list[int]:
 
 
 @pytest.mark.parametrize("workers", range(3))
-def test_it_counts_the_samples_that_the_loop_has_received(
-    pets: DieselDataset, workers: int
-) -> None:
+def test_it_counts_the_samples_that_the_loop_receives(pets: DieselDataset, workers: int) -> None:
     pets.loader = bytes
 
     def loader() -> AutoDataLoader[list[torch.Tensor]]:

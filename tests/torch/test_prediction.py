@@ -134,9 +134,7 @@ def test_a_sampler_that_is_not_known_is_not_iterated() -> None:
 
 
 @each_row("batch", [None, 4])
-def test_a_chunk_wise_order_and_its_remainder_are_predicted(
-    batch: int | None, tmp_path: Path
-) -> None:
+def test_a_chunk_wise_order_and_its_rest_are_predicted(batch: int | None, tmp_path: Path) -> None:
     files = {f"c{n % 3}/{n:03}.bin": bytes([n]) * 9000 for n in range(30)}
     url = packed(write(tmp_path / "src", files), tmp_path / "store")
     with DieselDataset("pets", loader=len, extensions=".bin", url=url) as dataset:

@@ -105,9 +105,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.fuse
-def test_H23_workers_that_cannot_join_still_do_the_scripts_work(
-    mounted: Path, tmp_path: Path
-) -> None:
+def test_H23_workers_that_cannot_join_still_do_their_work(mounted: Path, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SPAWNED)
     done = run(*python("")[:1], script, mounted)

@@ -40,9 +40,7 @@ def test_the_limits_are_kept(
     ("fetch_s", "request_s", "expected"),
     [(0.8, 0.3, 3), (0.8, 0.1, 9), (0.8, 0.01, 16), (0.8, 9.0, 1), (0.8, 0.0, 16), (0.0, 0.0, 1)],
 )
-def test_the_first_decision_is_dlcaches_rule(
-    fetch_s: float, request_s: float, expected: int
-) -> None:
+def test_the_first_number_is_dlcaches_rule(fetch_s: float, request_s: float, expected: int) -> None:
     """Time to fetch / time between requests, rounded up, with a tenth to spare; all cores if they
     do not suffice."""
     controller = WorkerController(WorkerLimits(16, BIG))

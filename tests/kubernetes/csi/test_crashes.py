@@ -83,9 +83,7 @@ def test_a_kill_while_a_mount_starts_makes_no_second_one(
     own_plugin.kubelet.unpublish(target)
 
 
-def test_a_late_mount_is_joined_by_the_next_call(
-    own_plugin: Plugin, pets: Attributes, tmp_path: Path
-) -> None:
+def test_the_next_call_joins_a_mount(own_plugin: Plugin, pets: Attributes, tmp_path: Path) -> None:
     own_plugin.end()
     own_plugin.options = (*own_plugin.options, "--idle=60")  # the last one counts
     own_plugin.start()

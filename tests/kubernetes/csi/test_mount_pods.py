@@ -135,7 +135,7 @@ def test_a_mount_pod_outlives_the_plugin_and_gets_a_successor_if_it_is_killed(
         wait_until(lambda: not cluster.objects)
 
 
-def test_an_api_that_is_away_is_an_error(
+def test_a_missing_api_is_an_error(
     cluster: ApiStandIn, volumes: NodeVolumes, tmp_path: Path
 ) -> None:
     cluster.close()

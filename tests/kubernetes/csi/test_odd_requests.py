@@ -60,9 +60,7 @@ def folder(plugin: Plugin, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_D2_a_bad_field_is_an_invalid_argument(
-    plugin: Plugin, pets: dict[str, str], folder: Path
-) -> None:
+def test_D2_bad_fields_are_invalid_args(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
     good: dict[str, object] = {
         "volume_id": "v", "target_path": str(folder / "at"), "volume_context": pets,
         "volume_capability": capability(),
@@ -109,9 +107,7 @@ def test_D2_a_bad_field_is_an_invalid_argument(
     assert not plugin.roots, "no mount was started in vain"
 
 
-def test_D2_existing_files_at_a_target_stay(
-    plugin: Plugin, pets: dict[str, str], folder: Path
-) -> None:
+def test_D2_files_at_a_target_stay(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
     """No foreign file is hidden or removed; a target that cannot be there is unpublished."""
     outside = folder / "outside"
     outside.mkdir()

@@ -133,9 +133,7 @@ def test_an_error_has_its_code_and_leaves_nothing(
     plugin.wait_until_clean()
 
 
-def test_a_request_that_is_no_volume_is_refused(
-    plugin: Plugin, pets: dict[str, str], tmp_path: Path
-) -> None:
+def test_bad_volumes_are_refused(plugin: Plugin, pets: dict[str, str], tmp_path: Path) -> None:
     kubelet, code = plugin.kubelet, Code.INVALID_ARGUMENT
     for target, volume, flag, wanted in (
         (tmp_path / "mount", "", "ro", "names no volume"),
@@ -153,7 +151,7 @@ def test_a_request_that_is_no_volume_is_refused(
     assert "Filesystem" in refused(code, kubelet.call, "Node/NodePublishVolume", block, answer)
 
 
-def test_another_file_system_at_the_target_stays(
+def test_other_mounts_at_a_target_stay(
     plugin: Plugin, pets: dict[str, str], tmp_path: Path
 ) -> None:
     target = tmp_path / "mount"

@@ -116,9 +116,7 @@ def read(target: Path, count: int) -> None:
 @pytest.mark.deep
 @fuse
 @as_root
-def test_a_cache_folder_is_measured_in_use_afterwards_and_when_it_is_emptied(
-    node: MeasuredNode,
-) -> None:
+def test_a_cache_folder_is_measured_in_use_afterwards_and_when_emptied(node: MeasuredNode) -> None:
     def entry(share: int, disk: int, *, used: bool = False, of: int = node.version) -> HeldDataset:
         return HeldDataset("team", node.identity, of, share, disk, used)
 
@@ -228,7 +226,7 @@ def test_a_report_is_written_after_a_noticeable_change(cluster: ApiStandIn, clie
     assert report_in(cluster).is_complete
 
 
-def test_a_report_goes_with_the_plugins_pod_and_has_the_name_of_its_node(
+def test_a_report_has_its_nodes_name_and_ends_with_the_pod(
     cluster: ApiStandIn, client: Client
 ) -> None:
     pod = cluster.put("pods", {"metadata": {"name": "diesel-csi-x"}})

@@ -297,9 +297,7 @@ def test_a_pod_may_report_anything(message: str) -> None:
 
 
 @each_row(("version", "is_done"), [(0, True), (7, False)])
-def test_a_missing_store_holds_a_dataset_only_if_it_was_there_before(
-    version: int, is_done: bool
-) -> None:
+def test_a_missing_store_holds_only_an_existing_dataset(version: int, is_done: bool) -> None:
     gone = dataset(DELETE, {"version": version}, finalizers=[RECLAIM_FINALIZER], deleted=True)
     (reclaim,) = decided(gone).create
     report: Json = {"error": "ObjectMissing", "message": "no store"}

@@ -244,9 +244,7 @@ class Operated:
         return [(at(each, "name"), at(each, "share")) for each in nodes]
 
 
-async def test_reports_reach_the_datasets_that_they_concern(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+async def test_reports_reach_their_datasets(caplog: pytest.LogCaptureFixture) -> None:
     made = Operated()
     cluster, refresh = made.cluster, made.controller.refresh_holdings
     cluster.put(dataset(status=READY).raw)

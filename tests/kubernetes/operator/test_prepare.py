@@ -80,7 +80,5 @@ def test_progress_has_percents_only_if_the_total_is_known() -> None:
 
 
 @each_row(("code", "is_reported"), [(1, True), (-9, False), (143, False)])
-def test_an_end_without_an_error_is_reported_unless_it_was_a_signal(
-    code: int, is_reported: bool
-) -> None:
+def test_an_end_without_an_error_is_reported_but_no_signal(code: int, is_reported: bool) -> None:
     assert bool(error_report(["Traceback\n"], code)) == is_reported

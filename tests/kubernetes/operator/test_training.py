@@ -190,9 +190,7 @@ def test_a_template_keeps_its_own_fields() -> None:
         ("file:///data/store", False, "account"),
     ],
 )
-def test_a_task_has_a_key_of_its_own_only_if_no_secret_gives_one(
-    url: str, task: bool, secret: str
-) -> None:
+def test_a_task_has_its_own_key_if_no_secret_gives_one(url: str, task: bool, secret: str) -> None:
     decision = decided(status=admitted(url=url))
     csi = fields(pods_of(decision)[0], "spec", "volumes", 0, "csi")
     assert ("task" in texts(csi, "volumeAttributes")) == task

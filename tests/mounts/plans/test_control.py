@@ -216,9 +216,7 @@ def empty(tmp_path: Path, session: str) -> MountRequest:
 
 
 @pytest.mark.only_session("native")
-def test_unmounting_removes_the_socket_and_the_next_mount_removes_dead_ones(
-    empty: MountRequest,
-) -> None:
+def test_umount_removes_the_socket_and_the_next_mount_dead_ones(empty: MountRequest) -> None:
     dead, new = (runtime_folder() / name for name in ("control-dead", ".new-control-late"))
     for each in (dead, new):
         with socket.socket(socket.AF_UNIX) as left:

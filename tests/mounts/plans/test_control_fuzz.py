@@ -153,9 +153,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 @examples(150, suppress=(HealthCheck.function_scoped_fixture,))
 @given(frames=st.lists(FRAMES, max_size=6), greeted=st.booleans())
-def test_any_frames_are_answered_or_end_their_connection(
-    folder: Path, frames: list[bytes], greeted: bool
-) -> None:
+def test_any_frames_get_answers_or_an_end(folder: Path, frames: list[bytes], greeted: bool) -> None:
     async def talk() -> None:
         socket = ServedSocket(folder)
         async with socket.serving(), socket.connected() as client:
@@ -217,9 +215,7 @@ async def test_another_protocol_version_is_refused_with_ours(folder: Path) -> No
         {"do": "stats", "id": 1}, {"do": "withdraw"}, {"do": "withdraw", "stream": None},
     ],
 )  # fmt: skip
-async def test_internal_requests_are_refused_and_the_connection_stays(
-    folder: Path, message: dict[str, object]
-) -> None:
+async def test_internal_requests_are_only_refused(folder: Path, message: dict[str, object]) -> None:
     served = ServedSocket(folder)
     async with served.serving(), served.connected() as client:
         await client.send(HELLO, framed(message), STATS, eof=True)

@@ -176,9 +176,7 @@ def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_
         assert os.pread(file.fileno(), 10_000, readable[-1]) == content[readable[-1] :][:10_000]
 
 
-def test_contents_that_were_read_outlive_the_store(
-    stored: Stored, session: str, tmp_path: Path
-) -> None:
+def test_read_contents_outlive_the_store(stored: Stored, session: str, tmp_path: Path) -> None:
     away = stored.store.with_name("away")
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
         assert (at / "00").read_bytes() == stored.contents["00"]
@@ -220,7 +218,7 @@ def kill(reader: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.parametrize("program", [READ, MAP], ids=["read", "map"])
 @pytest.mark.parametrize("size", [3000, 300_000])
-def test_readers_killed_in_a_read_leave_no_zeros(
+def test_killed_readers_leave_no_zeros(
     session: str, tmp_path: Path, program: str, size: int
 ) -> None:
     """Others that wait for the same pages, and later ones, get the right bytes."""

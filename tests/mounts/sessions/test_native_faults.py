@@ -113,9 +113,7 @@ def test_a_stopped_server_lets_resident_files_be_read(unpushed: tuple[LiveMount,
 
 
 @pytest.mark.parametrize("victim", ["server", "supervisor", "all"])
-def test_resident_files_stay_readable_when_processes_are_killed(
-    unpushed: tuple[LiveMount, int], victim: str
-) -> None:
+def test_resident_files_outlive_the_processes(unpushed: tuple[LiveMount, int], victim: str) -> None:
     """Other reads, also waiting ones, fail at once, and mounting there again works."""
     mounted, server = unpushed
     pids = {"server": [server], "supervisor": [mounted.pid], "all": [mounted.pid, server]}[victim]

@@ -222,7 +222,7 @@ async def test_an_interrupted_read_ends_only_when_its_thread_is_killed(
         assert replies == [(1005, 0, b"w" * 4096), (1007, 0, b"w" * 4096)]
 
 
-async def test_a_reply_that_the_kernel_rejects_becomes_EIO(
+async def test_a_rejected_reply_becomes_EIO(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Such a reply is a bug; the request fails, and the session goes on."""

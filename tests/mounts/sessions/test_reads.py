@@ -137,9 +137,7 @@ INTERRUPTED = """if True:
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGCHLD, signal.SIGSTOP])
 @pytest.mark.only_session("kernel", "native")
-def test_a_signal_that_kills_no_reader_fails_no_read(
-    tmp_path: Path, session: str, number: signal.Signals
-) -> None:
+def test_handled_signals_fail_no_read(tmp_path: Path, session: str, number: signal.Signals) -> None:
     """The store is slow, and the signals come while the kernel waits for a READ of the reader's own
     and reports them to the mount. They may also stop the reader for a while."""
     source = tmp_path / "source"

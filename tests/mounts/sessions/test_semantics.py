@@ -217,9 +217,7 @@ def answer(call: Callable[P, object], *args: P.args, **named: P.kwargs) -> objec
 
 
 @each_row("name", ["sparse", "page"])
-def test_H13_rare_calls_are_refused_or_give_true_answers(
-    tree: LiveMount, session: str, name: str
-) -> None:
+def test_H13_rare_calls_are_refused_or_right(tree: LiveMount, session: str, name: str) -> None:
     """RWF_NOWAIT is refused, whether the kernel has the pages or not; holes are data (zeros) and
     count as blocks; no call reveals where bytes lie, except within a native mount."""
     with (tree.at / name).open("rb", buffering=0) as file:
@@ -284,9 +282,7 @@ REQUESTS_A_FILE = {
 
 
 @pytest.mark.deep
-def test_the_number_of_requests_for_reading_a_file(
-    source: Path, tmp_path: Path, session: str
-) -> None:
+def test_the_requests_for_reading_a_file(source: Path, tmp_path: Path, session: str) -> None:
     """With pyfuse3: OPEN, READ and RELEASE; while its pages are kept, OPEN and RELEASE. With the
     kernel session one READ, in a native mount one to three, since the kernel reads ahead over the
     file's end; while its pages are kept, no request."""

@@ -95,7 +95,7 @@ def test_Z3_open_files_keep_the_old_version_and_names_lead_on(followed: Followed
 
 
 @pytest.mark.only_session("kernel")
-def test_a_switch_keeps_and_counts_pages_of_unchanged_files_and_pushes_new_ones(
+def test_a_switch_keeps_pages_of_unchanged_files_and_pushes_new_ones(
     followed: FollowedMount,
 ) -> None:
     """In the new version entries have other indices, and nodes are no indices."""
@@ -193,9 +193,7 @@ def test_a_removed_folder_can_be_used_from_within(followed: FollowedMount) -> No
     followed.wait_for_retirement()
 
 
-def test_a_folder_whose_mode_and_time_change_shows_them_in_listings_too(
-    followed: FollowedMount, tmp_path: Path
-) -> None:
+def test_listings_show_a_folders_new_mode_and_time(followed: FollowedMount, tmp_path: Path) -> None:
     """Even if the folder above lists the same names: its listing contains attributes."""
     (source := tmp_path / "source").mkdir()
     for path in ("above/inner/f", "above/g"):
@@ -335,9 +333,7 @@ def test_a_store_that_is_away_changes_nothing_and_is_logged_once(followed: Follo
     assert (at / "0new").read_bytes() == b"0"
 
 
-def test_E11_a_purged_chunk_is_EIO_and_the_log_names_the_old_snapshot(
-    followed: FollowedMount,
-) -> None:
+def test_E11_a_purged_chunk_is_EIO_and_the_log_has_the_reason(followed: FollowedMount) -> None:
     """It is never other bytes, even if a file of the same name and size has taken its place."""
     store = Path(followed.url.removeprefix("file://"))
     held = os.open(followed.at / "gone", os.O_RDONLY)

@@ -118,9 +118,7 @@ def test_a_working_folder_stays_in_the_old_version(followed: FollowedMount) -> N
 
 
 @pytest.mark.parametrize("what", fast_first(["file", "mapping", "working folder"]))
-def test_open_files_of_an_old_version_keep_the_mount_busy(
-    followed: FollowedMount, what: str
-) -> None:
+def test_open_files_of_an_old_version_are_busy(followed: FollowedMount, what: str) -> None:
     """The error names the process. With `--lazy`, the mount goes at once, and the daemon with its
     last user."""
     program = """if True:

@@ -84,9 +84,7 @@ async def test_an_answer_that_fails_is_a_status_and_the_connection_goes_on(
     assert is_logged == isinstance(error, RuntimeError)
 
 
-async def test_F6_a_refused_connector_gets_the_reason(
-    node: Node, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_F6_refusals_have_the_reason(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     """The reasons are another task's secret, another dataset, another version and another rank.
     They are logged, without the secrets."""
     caplog.set_level("DEBUG")
@@ -277,9 +275,7 @@ async def test_F7_a_connector_without_a_hello_has_five_seconds(
     assert len(lines(caplog.messages)) == 1
 
 
-async def test_F7_slow_loris_one_byte_a_second_does_not_help(
-    node: Node, jumping_clock: MockClock
-) -> None:
+async def test_F7_slow_loris_a_byte_a_second_is_late(node: Node, jumping_clock: MockClock) -> None:
     """`test_data_plane.py` has the same law for requests."""
     raw_peer = await open_raw(node.port)
     begun_s = trio.current_time()
@@ -473,7 +469,7 @@ async def test_S3_a_proof_is_bound_to_the_certificate(secure: Node) -> None:
         assert ("proof" in reply) is (binding == THEIRS.digest)
 
 
-def test_keys_are_new_each_time_and_in_no_file(
+def test_keys_are_always_new_and_in_no_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -48,9 +48,7 @@ def check_served(plane: Plane) -> None:
     ids=["one part", "no bytes", "40 MB", "128 parts", "some empty", "2500 parts", "most parts",
          "30 MiB"],
 )  # fmt: skip
-def test_parts_in_memory_come_in_their_order(
-    kind: str, records: list[tuple[int, int, int]]
-) -> None:
+def test_parts_in_memory_come_in_order(kind: str, records: list[tuple[int, int, int]]) -> None:
     with running_plane() as plane:
         end = plane.connect_as(kind)
         for number in (7, 0xFFFFFFFF):
@@ -335,9 +333,7 @@ def test_F7_a_slow_reader_keeps_its_connection(
     assert found == content(2, 0, 1 << 20)
 
 
-def test_F7_slow_loris_one_byte_at_a_time_does_not_help(
-    monkeypatch: pytest.MonkeyPatch, plane: Plane
-) -> None:
+def test_F7_slow_loris_byte_by_byte_is_late(monkeypatch: pytest.MonkeyPatch, plane: Plane) -> None:
     """A request must arrive within its time, even after a long idle time."""
     monkeypatch.setattr(data_plane, "GRACE_S", 0.6)
     monkeypatch.setattr(data_plane, "_CHECK_S", 0.05)
@@ -417,9 +413,7 @@ def test_F7_a_bad_request_ends_its_connection_alone_with_one_line(
     assert "node 4" in line
 
 
-def test_an_unexpected_error_ends_its_connection_alone(
-    caplog: pytest.LogCaptureFixture, plane: Plane
-) -> None:
+def test_an_error_ends_its_connection_alone(caplog: pytest.LogCaptureFixture, plane: Plane) -> None:
     good, end = plane.connect(), plane.connect()
     del plane.table.views[1]
 

@@ -318,9 +318,7 @@ async def test_members_stay_while_the_registry_cannot_be_reached(task: Task) -> 
         assert members(a, b)()
 
 
-async def test_C3_after_an_outage_members_have_a_TTL_to_renew(
-    task: Task, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_C3_members_have_a_TTL_to_renew(task: Task, caplog: pytest.LogCaptureFixture) -> None:
     """Redis has lost all registrations, and each master renews in its own time. One that does not
     renew within a TTL is gone; one that leaves or is replaced, at once."""
     caplog.set_level("INFO", "diesel.task")
@@ -386,9 +384,7 @@ async def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
                     await soon(partial(is_given, node, other))
 
 
-async def test_F8_F9_silent_nodes_from_peers_lose_their_share_and_the_last_one_reads_alone(
-    task: Task,
-) -> None:
+async def test_F8_F9_silent_nodes_lose_their_share_and_the_last_one_reads_alone(task: Task) -> None:
     class Listed(FakeRegistry):
         def renew(self, me: Member) -> Membership:
             self.members[me.rank] = me
@@ -428,7 +424,7 @@ async def test_nodes_of_another_version_do_not_count_until_they_switch(task: Tas
         assert task.reads.of.total() - before <= reads + 1, "what is in both stays"
 
 
-async def test_another_version_has_owners_before_the_next_renewal(
+async def test_a_new_version_has_owners_at_once(
     task: Task, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The owners are this node and those that have switched before it; otherwise all chunks would

@@ -51,7 +51,7 @@ async def test_parts_in_memory_come_at_once(peer: Peer, node: Node) -> None:
 
 
 @each_row("pattern", [[1], [0, 1], [1, 0], [1, 0, 0, 1, 1], [0] * 5, [1, 0] * 700])
-async def test_given_parts_lie_at_their_offsets(
+async def test_parts_are_at_their_offsets(
     pattern: list[int], answers: FakeAnswers, peer: Peer
 ) -> None:
     """Absent parts leave gaps between them."""
@@ -74,9 +74,7 @@ async def test_reads_beyond_the_limits_are_split(peer: Peer, node: Node) -> None
         assert node.acceptor.stats()["requests"] - before == requests
 
 
-async def test_many_reads_at_once_get_their_own_answers(
-    answers: FakeAnswers, node: Node, peer: Peer
-) -> None:
+async def test_many_reads_get_their_own_parts(answers: FakeAnswers, node: Node, peer: Peer) -> None:
     """From memory or fetched, small and large, in any order of answers."""
     chance = random.Random(1)
 
@@ -195,9 +193,7 @@ async def test_WORKING_extends_the_deadline_once() -> None:
         assert 2.4 < trio.current_time() - begun_s < 4
 
 
-async def test_F2_a_peer_that_stops_after_WORKING_is_paused_by_the_next_requests(
-    jumping_clock: MockClock,
-) -> None:
+async def test_F2_a_peer_that_stops_after_WORKING_is_soon_paused(jumping_clock: MockClock) -> None:
     """The reader waits after WORKING; later requests count as failures."""
 
     async def behave(raw_peer: RawPeer) -> None:
@@ -345,7 +341,7 @@ async def test_F3_a_read_over_a_slow_link_waits_no_longer_than_its_bytes_need(no
         nursery.cancel_scope.cancel()
 
 
-async def test_many_reads_of_a_lost_peer_leave_nothing_behind(
+async def test_reads_of_a_lost_peer_leave_nothing(
     answers: FakeAnswers, node: Node, peer: Peer
 ) -> None:
     answers.hold(hot=False)

@@ -267,7 +267,7 @@ def test_any_bytes_give_a_member_or_an_error(rank: int, instance: bytes, packed:
 
 
 @given(members, times, times, secrets)
-def test_a_registration_message_comes_back(
+def test_registration_messages_round_trip(
     me: Member, since: int, state: int, secret: bytes
 ) -> None:
     answers = MemberRecord(since, state, secret)

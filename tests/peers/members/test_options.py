@@ -135,7 +135,7 @@ def test_None_means_not_given(calls: dict[str, Call]) -> None:
     opened.close()
 
 
-def test_a_mount_of_an_open_dataset_uses_its_task_by_default(
+def test_a_mount_uses_the_datasets_task_by_default(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     requests: list[MountRequest] = []
@@ -157,9 +157,7 @@ def test_arguments_may_be_text_from_the_environment() -> None:
     assert of(task="t", peers=["h:1"]).peers == ("h:1",)
 
 
-def test_a_blank_key_in_the_environment_is_an_error_of_a_task_only(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_blank_key_in_the_environment_fails_only_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIESEL_TASK_KEY", "  ")
     assert not of()  # it is about nothing
     with pytest.raises(ConfigError, match="key is empty"):

@@ -150,9 +150,7 @@ def test_F1_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
     until(lambda: not place.keys(), "the end of the last registration", 5)
 
 
-def test_S2_the_last_leave_deletes_everything_and_the_secret_dies_with_the_task(
-    place: RedisPlace,
-) -> None:
+def test_S2_the_last_leave_deletes_everything_and_ends_the_secret(place: RedisPlace) -> None:
     masters = [(place.registry(ttl_s=0.3), master(rank)) for rank in range(3)]
     for registry, me in masters:
         secret = registry.renew(me).secret
@@ -251,9 +249,7 @@ def test_S14_tasks_of_other_users_datasets_and_names_are_separate(place: RedisPl
     assert len({each.secret for each in found}) == 4
 
 
-def test_the_number_of_masters_is_limited(
-    place: RedisPlace, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_masters_are_limited(place: RedisPlace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_tasks, "MEMBERS_MAX", 2)
     registries = [place.registry() for _ in range(3)]
     for rank in range(2):
@@ -318,7 +314,7 @@ def test_foreign_values_in_redis_are_ignored(alone: RedisPlace) -> None:
         registry.renew(master(0))
 
 
-def test_S14_a_redis_account_needs_no_more_than_the_documented_rights(
+def test_S14_the_documented_rights_in_redis_suffice(
     breakable: tuple[RedisServer, RedisPlace],
 ) -> None:
     server, _ = breakable
@@ -353,7 +349,7 @@ def test_with_a_key_file_redis_has_no_secret(place: RedisPlace) -> None:
 
 
 @pytest.mark.parametrize("first", [None, secret_from_key(KEY)])
-def test_nodes_with_and_without_a_key_file_cannot_be_in_one_task(
+def test_nodes_of_a_task_all_have_a_key_file_or_none(
     place: RedisPlace, first: bytes | None
 ) -> None:
     """They would all be registered, and could not talk to each other."""

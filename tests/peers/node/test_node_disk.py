@@ -181,9 +181,7 @@ async def test_S13_J6_chunks_on_the_disk_at_the_start_are_adopted_and_checked(sh
     assert shelf.source.fetches == {0: 2, 1: 2} | dict.fromkeys(range(2, CHUNKS), 1)
 
 
-async def test_a_full_disk_evicts_chunks_of_others_then_those_in_memory_then_by_policy(
-    shelf: Shelf,
-) -> None:
+async def test_a_full_disk_evicts_others_chunks_then_copies_then_by_policy(shelf: Shelf) -> None:
     tier = shelf.tier(4)
     async with shelf.cache(2, tier) as cache:
         assert await shelf.read_all(cache) == 6
@@ -221,7 +219,7 @@ class Late(DiskTier):
 
 
 @pytest.mark.parametrize(("tier", "room", "held"), [(DiskTier, 3, 5), (Late, CHUNKS, CHUNKS)])
-async def test_the_share_fills_the_disk_and_then_stops(
+async def test_the_share_fills_the_disk(
     tier: type[DiskTier], room: int, held: int, shelf: Shelf
 ) -> None:
     """Also on a disk that answers late."""
@@ -294,9 +292,7 @@ async def test_the_data_plane_reads_a_lent_file_for_a_number_of_requests(shelf: 
     await soon(lambda: not open_files(shelf.place))  # a thread of trio's may still have its result
 
 
-async def test_a_chunk_that_the_data_plane_often_reads_from_its_file_comes_to_memory(
-    shelf: Shelf,
-) -> None:
+async def test_a_chunk_that_is_often_read_from_its_file_comes_to_memory(shelf: Shelf) -> None:
     async with shelf.cache(2) as cache:
         await shelf.read_all(cache)
         assert 7 not in in_memory(cache)
@@ -340,9 +336,7 @@ async def test_files_are_lent_for_a_time_and_the_oldest_of_too_many_is_taken_bac
         assert plane_reads(cache, 0) == 0
 
 
-async def test_a_file_system_without_reads_from_the_page_cache_is_read_in_threads(
-    small: Path,
-) -> None:
+async def test_a_file_system_without_page_cache_reads_is_read_in_threads(small: Path) -> None:
     shelf = Shelf(small)
     async with shelf.cache(None) as cache:
         for _ in range(2):
@@ -503,7 +497,7 @@ async def test_a_disk_that_hangs_delays_reads_once_by_a_second(
         goes_on.set()
 
 
-async def test_evictions_and_writes_of_other_tasks_are_noticed(
+async def test_changes_by_other_tasks_are_noticed(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An eviction is a miss; a chunk that another task wrote is found at the next scan."""
@@ -677,7 +671,7 @@ def used_s(place: Path) -> float:
     return used.stat().st_mtime
 
 
-async def test_a_dataset_cools_down_from_the_end_of_its_job(
+async def test_a_dataset_cools_down_after_jobs(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Even if memory serves all reads: the job reports each minute that it lives."""

@@ -46,9 +46,7 @@ async def test_in_a_full_shuffle_chunks_in_memory_stay(autojump_clock: MockClock
     assert all(each.total <= 1.02 * CHUNKS / 2 for each in egress[1:])
 
 
-async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
-    autojump_clock: MockClock,
-) -> None:
+async def test_a_full_shuffle_from_a_slow_store_reads_parts(autojump_clock: MockClock) -> None:
     """If time alone counted, a fetch would pay after two reads."""
     task = PlannedTask(full)
     for cache in task.caches:
@@ -56,9 +54,7 @@ async def test_a_slow_store_does_not_make_a_full_shuffle_fetch_whole_chunks(
     assert (await task.run(2))[1].total <= 1.02 * CHUNKS / 2
 
 
-async def test_positions_that_are_old_cost_reads_of_the_store_and_no_bytes(
-    autojump_clock: MockClock,
-) -> None:
+async def test_old_positions_cost_reads_and_no_wrong_bytes(autojump_clock: MockClock) -> None:
     """Positions are up to a third of an epoch late."""
     egress = await PlannedTask(lag_s=10.0).run(3)
     assert all(each.total < CHUNKS for each in egress[1:]), "less than without a cache"
@@ -120,7 +116,7 @@ async def load(cache: NodeCache, *chunks: int) -> None:
         await cache.read(chunk, [(0, 500)], load=True)
 
 
-async def test_a_chunk_without_further_reads_is_replaced_first(
+async def test_unneeded_chunks_are_replaced_first(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
     await load(cache, 0, 1)

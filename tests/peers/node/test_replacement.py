@@ -110,9 +110,7 @@ def test_the_last_copy_that_a_reader_needs_does_not_leave_first(
 
 @examples(200)
 @given(wanted=CHUNKS, here=SETS, order=st.lists(CHUNKS, min_size=1, max_size=30))
-def test_the_plan_replaces_only_chunks_that_are_needed_later(
-    wanted: int, here: set[int], order: list[int]
-) -> None:
+def test_the_plan_replaces_later_chunks_only(wanted: int, here: set[int], order: list[int]) -> None:
     here -= {wanted}
     ledger, replacement = filled(here, set(range(COUNT)), set(), policy="plan")
     replacement.set_future(future_of(ledger, [order]))

@@ -100,9 +100,7 @@ def is_left(node: Master, uses: int) -> bool:
     return plan(node)["uses_left"] == uses
 
 
-async def test_the_streams_of_a_master_that_died_end_and_come_back_with_the_next(
-    task: Task,
-) -> None:
+async def test_the_streams_of_a_dead_master_end_and_come_back_with_the_next(task: Task) -> None:
     async with task.node(0, policy="plan") as first:
         Reader(task, first, 5).send(Epoch(0, order_of(task, 1)))
         async with task.node(1, policy="plan") as second:
@@ -195,9 +193,7 @@ async def test_a_message_about_plans_comes_whole_and_is_answered(
     assert answers.plans[-1] == (0, bytes(size))
 
 
-async def test_messages_about_plans_and_reads_share_a_connection(
-    answers: FakeAnswers, peer: Peer
-) -> None:
+async def test_plans_and_reads_share_one_connection(answers: FakeAnswers, peer: Peer) -> None:
     async with trio.open_nursery() as nursery:
         for number in range(100):
             nursery.start_soon(peer.send_plan, bytes([number]) * 30_000)
@@ -207,18 +203,14 @@ async def test_messages_about_plans_and_reads_share_a_connection(
     assert peer.stats()["connections"] == 1
 
 
-async def test_a_master_that_is_slow_with_a_plan_still_gets_requests_for_chunks(
-    node: Node, peer: Peer
-) -> None:
+async def test_a_master_slow_with_a_plan_still_gets_requests(node: Node, peer: Peer) -> None:
     assert await peer.ping()
     node.acceptor._plane = None  # no answer
     assert await peer.send_plan(b"x") is None
     assert peer.stats()["state"] == "closed"
 
 
-async def test_clients_of_other_nodes_and_connections_for_reads_may_not_send_plans(
-    node: Node, plane: Plane
-) -> None:
+async def test_other_clients_and_connections_may_not_send_plans(node: Node, plane: Plane) -> None:
     raw = await authenticated_raw(node.port, is_client=True)
     await raw.send(wire.plan_request(1, b"said"))
     assert await raw.receive_all() == b""

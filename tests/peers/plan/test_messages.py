@@ -63,9 +63,7 @@ def test_messages_round_trip(message: PlanMessage) -> None:
 
 
 @given(st.integers(1, 1 << 32), st.integers(1, 30_000), st.randoms(use_true_random=False))
-def test_an_order_in_pieces_is_the_order(
-    entry_count: int, length: int, chance: random.Random
-) -> None:
+def test_pieces_give_the_whole_order(entry_count: int, length: int, chance: random.Random) -> None:
     draw = np.random.default_rng(chance.randrange(1 << 32))
     order = draw.integers(0, entry_count, length).astype(np.uint32)
     found: list[Entries] = []

@@ -290,7 +290,7 @@ async def test_the_chunks_of_all_other_nodes_are_put_together(
     assert np.flatnonzero(here.cache.held).tolist() == [1]
 
 
-async def test_values_of_all_nodes_are_added_up(
+async def test_values_are_added_up(
     view: Snapshot, here: Receiver, jumping_clock: MockClock
 ) -> None:
     count = view.chunk_count

@@ -176,7 +176,7 @@ def in_tls(ours: socket.socket, theirs: socket.socket) -> tuple[TlsSocket, socke
 
 
 @pytest.mark.parametrize("wrap", [None, in_tls])
-def test_many_threads_get_their_own_answers_in_any_order(
+def test_threads_get_their_own_answers_in_any_order(
     wrap: Wrap | None, patient: PeerBreaker
 ) -> None:
     def script(requests: Requests) -> None:

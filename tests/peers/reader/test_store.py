@@ -131,7 +131,7 @@ def test_every_byte_is_right_and_no_read_fails(
     read(client)
 
 
-def test_F9_without_a_master_all_bytes_come_from_the_store(
+def test_F9_without_a_master_the_store_serves(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One by one, from a fast store, though the machine may be busy. The store's errors are
@@ -148,9 +148,7 @@ def test_F9_without_a_master_all_bytes_come_from_the_store(
 
 
 @pytest.mark.parametrize("in_child", [False, True])
-def test_chunks_that_no_node_has_are_read_at_once_from_a_slow_store(
-    client: Client, in_child: bool
-) -> None:
+def test_chunks_of_no_node_are_read_at_once_from_the_store(client: Client, in_child: bool) -> None:
     """Also by a forked child, which has none of its parent's threads."""
     client.inner.delay_s = 0.02
     client.check_parts(1)
@@ -172,7 +170,7 @@ def test_chunks_that_no_node_has_are_read_at_once_from_a_slow_store(
 # Sources of bytes ---------------------------------------------------------------------------------
 
 
-def test_many_parts_are_one_request_and_nothing_is_read_from_the_store(
+def test_many_parts_are_one_request_and_no_read_of_the_store(
     client: Client, master: FakeMaster
 ) -> None:
     client.check_parts(2)
@@ -231,9 +229,7 @@ def test_other_objects_come_from_the_store(client: Client, master: FakeMaster) -
     assert master.kinds().count(READ) == 1
 
 
-def test_a_version_without_chunks_has_none_to_ask_for(
-    repository: LocalRepository, client: Client
-) -> None:
+def test_a_version_may_have_no_chunks(repository: LocalRepository, client: Client) -> None:
     repository.begin("empty")
     store = TaskStore(client.inner, client.path, repository.view("empty"))
     assert list(map(bytes, store.fast_reads.read_parts([(STORE_MARKER, 0, 4)]))) == [
@@ -244,9 +240,7 @@ def test_a_version_without_chunks_has_none_to_ask_for(
 
 @pytest.mark.usefixtures("master")
 @each_row(("start", "size"), [(-1, 5), (1 << 40, 5), (1, 0)])
-def test_a_part_outside_its_chunk_is_an_error_of_the_store(
-    client: Client, start: int, size: int
-) -> None:
+def test_a_part_outside_its_chunk_is_an_error(client: Client, start: int, size: int) -> None:
     """The last case is one byte more than the chunk has."""
     name, size = client.name(0), size or len(client.chunks[0])
     with pytest.raises(DieselError):
@@ -367,9 +361,7 @@ def test_a_pinned_chunk_cannot_be_written_and_outlives_the_store(client: Client)
     assert bytes(theirs) == bytes(mine) == client.chunks[0]
 
 
-def test_F5_a_pinned_chunk_that_is_another_one_is_not_used(
-    client: Client, master: FakeMaster
-) -> None:
+def test_F5_a_wrong_pinned_chunk_is_not_used(client: Client, master: FakeMaster) -> None:
     """Its preamble names the chunk; the master has verified the rest."""
     index = client.view.lookup(b"n007")
     [extent] = client.view.extents(index)
@@ -389,9 +381,7 @@ def test_F5_a_pinned_chunk_that_is_another_one_is_not_used(
     assert bytes(whole) == client.chunks[extent.chunk]
 
 
-def test_F5_damaged_parts_are_read_from_the_store_and_reported(
-    client: Client, master: FakeMaster
-) -> None:
+def test_F5_damaged_parts_are_read_again_and_reported(client: Client, master: FakeMaster) -> None:
     index = client.view.lookup(b"n007")
     [extent] = client.view.extents(index)
     master.behaviour.pins, master.behaviour.change = False, flip
@@ -506,7 +496,7 @@ def test_F1_a_master_that_dies_and_comes_back(client: Client) -> None:
         assert len(unpinned) == len({*unpinned})
 
 
-def test_F1_a_failed_restart_of_a_master_is_tried_again(
+def test_F1_a_failed_restart_is_repeated(
     path: Path, view: Snapshot, chunks: dict[int, bytes]
 ) -> None:
     """A failed start leaves nothing behind, no socket either."""
@@ -526,9 +516,7 @@ def test_F1_a_failed_restart_of_a_master_is_tried_again(
     link.close()
 
 
-def test_a_master_that_rejects_reads_is_paused_and_still_receives_unpins(
-    client: Client, master: FakeMaster
-) -> None:
+def test_a_master_that_rejects_reads_still_gets_unpins(client: Client, master: FakeMaster) -> None:
     client.check_parts(1)
     whole = client.pin(1)
     master.behaviour.refuses = "the task reads another version"
@@ -573,9 +561,7 @@ def test_a_forked_child_uses_connections_of_its_own(client: Client, master: Fake
     assert bytes(whole) == client.chunks[1]
 
 
-def test_another_version_is_announced_and_read_through_the_same_master(
-    client: Client, master: FakeMaster
-) -> None:
+def test_another_version_is_read_through_the_master(client: Client, master: FakeMaster) -> None:
     client.check_parts(1)
     first, client.store = client.store, client.store.at_version(client.view)
     [body] = master.bodies(SWITCH_VERSION)

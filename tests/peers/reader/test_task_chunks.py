@@ -47,7 +47,7 @@ def test_requests_go_directly_to_another_node_and_nothing_of_it_is_mapped(
     assert (counts["peer_reads"], counts["local_reads"], counts["store_reads"]) == (60, 0, 0)
 
 
-def test_parts_of_all_sources_come_in_their_order(
+def test_parts_of_all_sources_in_order(
     client: Client, master: FakeMaster, owner: FakeOwner
 ) -> None:
     master.set_owners({0: RANK, 1: RANK, 2: OTHER, 3: 9}, owner)
@@ -99,9 +99,7 @@ def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much_as_that
     assert client.inner.reads == 0
 
 
-def test_after_owners_change_requests_go_to_other_nodes(
-    client: Client, master: FakeMaster, owner: FakeOwner
-) -> None:
+def test_requests_follow_the_owners(client: Client, master: FakeMaster, owner: FakeOwner) -> None:
     client.read(0, 1)
     with owner_of_all(client, 6) as other:
         master.set_owners(dict.fromkeys(client.chunks, 6), other)
@@ -126,9 +124,7 @@ def test_requests_to_a_node_that_refuses_go_through_the_own_master(
     assert master.flags == [wire.LOAD | wire.THROUGH] * 2
 
 
-def test_a_closed_connection_is_made_again_and_the_end_of_a_node_costs_no_read(
-    client: Client, owner: FakeOwner
-) -> None:
+def test_a_closed_connection_and_a_nodes_end_cost_no_read(client: Client, owner: FakeOwner) -> None:
     client.read(0)
     owner.disconnect()
     client.read(1)

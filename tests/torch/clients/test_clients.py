@@ -96,9 +96,7 @@ def test_the_samples_are_the_same_and_nearly_all_are_pushed(client: Client, name
 
 
 @pytest.mark.parametrize("name", LATER_CLIENTS)
-def test_the_samples_are_the_same_and_from_epoch_2_nearly_all_are_pushed(
-    client: Client, name: str
-) -> None:
+def test_the_samples_are_the_same_and_pushed_from_epoch_2(client: Client, name: str) -> None:
     _, joined = trained(client, LATER_CLIENTS[name])
     assert reads_after_the_first_epoch(joined) <= READS_MAX
 
