@@ -285,7 +285,6 @@ def test_figures_equal_those_of_stats(page: Page, scene: Scene) -> None:
 def test_a_lost_server_and_dashboard_are_reported(
     page: Page, scene: Scene, board: Dashboard
 ) -> None:
-    """A server that is killed, and then the dashboard itself."""
     scene.server.kill()
     page.wait_for_selector("#server-table .badge.lost")
     assert "Connection refused" in page.locator("#problems").inner_text()

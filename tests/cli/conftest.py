@@ -42,7 +42,6 @@ def children(process: int) -> list[int]:
 
 
 def program_environment() -> dict[str, str]:
-    """The environment in which a test's program finds the packages of this tree."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
@@ -65,7 +64,6 @@ class Dlcmd:
     def start(
         self, *words: str | Path, stdin: int = subprocess.DEVNULL, stdout: int = subprocess.PIPE
     ) -> "subprocess.Popen[bytes]":
-        """Start it as a program."""
         return subprocess.Popen(
             [sys.executable, "-m", "dlcmd", *words],
             stdin=stdin, stdout=stdout, stderr=subprocess.PIPE, env=program_environment(),
@@ -74,7 +72,6 @@ class Dlcmd:
     def program(
         self, *arguments: str | Path, stdin: bytes | None = None, code: int = 0
     ) -> CommandResult:
-        """Run it as a program, to its end."""
         with self.start(*arguments, stdin=subprocess.PIPE) as process:
             out, err = process.communicate(stdin or b"", timeout=60)
         result = CommandResult(process.returncode, out, err.decode())
@@ -82,7 +79,6 @@ class Dlcmd:
         return result
 
     def fifo(self, *arguments: str | Path) -> bytes:
-        """The bytes that the command writes to a fifo, its last argument."""
         fifo = self.store.parent / "fifo"
         os.mkfifo(fifo)
         reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)

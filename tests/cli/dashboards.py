@@ -60,14 +60,12 @@ class Dashboard:
             link.close()
 
     def state(self, after: int = 0) -> Object:
-        """The state that the page gets each second."""
         got = self.get(f"/state?after={after}")
         assert (got.status, got.headers["content-type"]) == (200, "application/json")
         found: Object = json.loads(got.body)
         return found
 
     def until(self, holds: Callable[[Object], object]) -> Object:
-        """The first state for which a condition holds."""
         newest: Object = {}
 
         def check() -> object:
@@ -97,7 +95,6 @@ def item(state: Object, kind: str, **values: Value) -> Object:
 
 
 def at(found: Value, *names: str | int) -> Value:
-    """The value in JSON at a path."""
     for name in names:
         if isinstance(found, list) and isinstance(name, int):
             found = found[name]

@@ -22,7 +22,6 @@ from .conftest import Dlcmd
 
 @pytest.fixture(params=fast_first(["file", "redis"]))
 def place(request: pytest.FixtureRequest, dlcmd: Dlcmd, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The place of the accounts: a file of the repository, or Redis."""
     url = dlcmd.store.as_uri()
     if request.param == "redis":
         server = emptied_server()

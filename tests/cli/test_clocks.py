@@ -49,7 +49,6 @@ def clock(when: str) -> dict[str, str]:
 
 
 def by_clock(when: str, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """`dlcmd` on a host whose clock shows `when`."""
     return subprocess.run(
         [sys.executable, "-m", "dlcmd", *map(str, words)],
         check=False, capture_output=True, text=True, timeout=60, env=os.environ | clock(when),

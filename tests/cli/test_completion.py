@@ -79,7 +79,6 @@ def _read(terminal: int, screen: bytearray) -> None:
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> str:
-    """A dataset in two versions, and the older version."""
     files = {"train/cat/1.jpg": b"a", "it's $x/deep er/file": b"b", "README": b"c"}
     source = write(tmp_path / "source", files)
     dlcmd("put", source, "pets")

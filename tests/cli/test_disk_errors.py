@@ -129,7 +129,6 @@ def test_the_next_get_tidies_up(dlcmd: Dlcmd, source: Path, tmp_path: Path, word
 
 
 def of_a_stranger() -> str:
-    """The name of a temporary file of a process that is not known here."""
     return re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
 
 

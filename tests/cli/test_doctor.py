@@ -350,7 +350,6 @@ def test_folders_of_the_user(
 
 @contextmanager
 def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
-    """A mount of the dataset, with the processes that serve it."""
     pets("mount", "pets", at)
     try:
         pid = stats(at)["pid"]
@@ -362,7 +361,6 @@ def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
 
 @each_row("is_named", [True, False])
 def test_a_fault_of_a_mount_that_was_not_named_is_a_warning(is_named: bool) -> None:
-    """Also if it hangs: other mounts do not affect a job here."""
     tree = MountEntry(9, 1, "0:9", "/mnt/theirs", "fuse.diesel", "pets@7", frozenset())
     [probe] = mount_probes([DatasetMount(tree, tree)], is_named=is_named)
     bad, good = Finding("mount", "fault", "it is dead", "end it"), Finding("mount", "ok", "alive")
@@ -499,7 +497,6 @@ def test_redis_faults(
 
 
 def marker() -> Stored:
-    """The object that makes a prefix of a bucket a store."""
     return Stored(encode_marker(uuid.uuid4()), time.time())
 
 
@@ -590,7 +587,6 @@ def test_the_roles_of_a_user(site: Site, doctor: Doctor, monkeypatch: pytest.Mon
 def test_logins(
     site: Site, doctor: Doctor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No user, a key file that others may read, another's key."""
     url, users = site
     doctor(url).one("store", "fault", "no user is named", cure="--user and --key-file")
     key = tmp_path / "key"

@@ -107,7 +107,6 @@ def test_without_pyfuse3_only_its_session_is_missing(
 
 
 def put_private(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """Put a folder as a native mount without `--allow-other` shows it."""
     source = write(tmp_path / "src", {"a": b"1", "sub/b": b"2"})
     source.chmod(0o700)
     dlcmd("put", source, "pets")

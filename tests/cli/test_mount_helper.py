@@ -99,7 +99,6 @@ class Machine:
 
 @pytest.fixture(scope="module")
 def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
-    """A machine with our programs, and a repository with the dataset `pets`."""
     folder = tmp_path_factory.mktemp("machine")
     (folder / "programs").mkdir()
     for name, function in (("mount.diesel", "main"), ("umount.diesel", "umount_main")):

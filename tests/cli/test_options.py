@@ -30,7 +30,6 @@ BY_FUNCTION = ["4 parrots", "nan", "-5M", "١٢", "1_000", " 5", "0x10", "9" * 3
 
 
 def taken(command: click.Command, option: click.Option, text: str) -> object:
-    """The value of an option, or the error."""
     try:
         given = (text,) if option.multiple else text
         return option.type_cast_value(click.Context(command), given)

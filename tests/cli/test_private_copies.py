@@ -56,7 +56,6 @@ class User:
         assert facts(top / "before") == facts(self.source)
 
     def flip(self, place: Callable[[bytes], range]) -> None:
-        """Flip a bit of the copy."""
         (copy,) = (self.cache / "diesel/snapshots").iterdir()
         data = bytearray(copy.read_bytes())
         where = place(bytes(data))
@@ -64,7 +63,6 @@ class User:
         copy.write_bytes(data)  # into the file that is there
 
     def others_see(self) -> Facts:
-        """The dataset, as a user without any private copy gets it."""
         self._patch.setenv("XDG_CACHE_HOME", str(self.top / "another"))
         self.dlcmd("get", "pets", self.top / "others")
         return facts(self.top / "others")

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.real_start
 
 
 def commands() -> dict[str, click.Command]:
-    """All commands, by the words that call them."""
     context = click.Context(main.program)
     found = {name: main.program.get_command(context, name) for name in main.VERBS}
     whole = dict[str, click.Command]()
@@ -209,7 +208,6 @@ def test_the_recipe_for_a_verb_makes_one(
 
 
 def test_every_option_is_explained_by_a_sentence() -> None:
-    """The default may follow the sentence."""
     for name, command in commands().items():
         for parameter in command.params:
             if isinstance(parameter, click.Option):
@@ -230,7 +228,6 @@ def test_start_up_imports_little() -> None:
 
 
 def by_shell(script: str, folder: Path, *words: str | Path) -> "subprocess.CompletedProcess[str]":
-    """Run a shell's script, in which `$dlcmd` is a command, in a folder."""
     dlcmd = shlex.join([sys.executable, "-m", "dlcmd", *map(str, words)])
     return subprocess.run(
         ["sh", "-c", script.replace("$dlcmd", f"exec {dlcmd}")], cwd=folder,

@@ -22,8 +22,6 @@ from .conftest import Dlcmd
 
 
 def wait_for_reader(pipe: int, pid: int) -> None:
-    """Wait until a process has read everything in a pipe, and waits for more."""
-
     def has_read_all() -> bool:
         unread = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]

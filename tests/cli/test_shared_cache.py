@@ -45,7 +45,6 @@ class Machine:
         return {each.name for each in self.folders[name].iterdir() if len(each.name) == 32}
 
     def begin(self, name: str) -> None:
-        """Mount, and read all files."""
         sockets, before = self._sockets(), {*self._cache.glob("*/*/")}
         at = self._folder / f"{name}.mount"
         self._dlcmd(
@@ -68,7 +67,6 @@ class Machine:
         wait_until(lambda: not is_running(master))
 
     def seem_unused(self, name: str, hours: int) -> None:
-        """Make a dataset look as if no job had used it for some hours."""
         assert hours * 3600 > IDLE_S
         long_ago = time.time() - hours * 3600
         for each in self.folders[name].iterdir():

@@ -24,7 +24,6 @@ from .conftest import Dlcmd
 
 @pytest.fixture(autouse=True)
 def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests to the test's own server must not go through a proxy of this machine."""
     for name in [name for name in os.environ if "proxy" in name.lower()]:
         monkeypatch.delenv(name)
 
@@ -33,7 +32,6 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 def shared(
     dlcmd: Dlcmd, s3: Server, redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> Dlcmd:
-    """A repository in a bucket, with its metadata in a Redis."""
     for name, text in s3.environ.items():
         monkeypatch.setenv(name, text)
     with redis_server.client() as client:

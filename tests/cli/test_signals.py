@@ -31,7 +31,6 @@ OPTIONS = ("--jobs", "2", "--chunk-size", "64K")
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder of some 70 chunks, with files of several extents."""
     small = {f"d{i % 10}/{i}": os.urandom(9000) for i in range(FILES - 3)}
     return write(tmp_path / "source", small | {f"large{i}": os.urandom(200_000) for i in range(3)})
 
@@ -44,17 +43,14 @@ class Put:
     packers: list[int]
 
     def send(self, number: int, *, group: bool) -> None:
-        """Send a signal to all processes of the terminal, as Ctrl-C does, or to the put alone."""
         (os.killpg if group else os.kill)(self.process.pid, number)
 
     def end(self) -> tuple[int, str]:
-        """Let the put go on to its end. Returns its exit code and stderr."""
         self.process.send_signal(signal.SIGCONT)
         _, err = self.process.communicate(timeout=DEADLINE_S)
         return self.process.returncode, err.decode()
 
     def left(self) -> list[int]:
-        """The packing processes that still run after the time in which they should have ended."""
         with suppress(AssertionError):
             wait_until(lambda: not any(map(is_running, self.packers)), DEADLINE_S / 3)
         return list(filter(is_running, self.packers))
@@ -72,7 +68,6 @@ def _has_committed(dlcmd: Dlcmd) -> bool:
 def stopped_put(
     dlcmd: Dlcmd, source: Path, *options: str, stdout: int = subprocess.DEVNULL
 ) -> Iterator[Put]:
-    """A put in a session of its own, stopped when some of its chunks are committed, not all."""
     with subprocess.Popen(
         [sys.executable, "-m", "dlcmd", "put", *OPTIONS, *options, str(source), "ds"],
         stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE,
@@ -95,7 +90,6 @@ def stopped_put(
 
 
 def check_whole(dlcmd: Dlcmd, there: Facts) -> int:
-    """Check that all files of the dataset are whole, also after a rebuild. Returns their number."""
     dlcmd("verify", "ds")
     with LocalRepository.open(dlcmd.store.as_uri()) as repository:
         showing = dataset_state(repository)
@@ -151,7 +145,6 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
 
 
 def test_A15_a_put_under_nohup_ignores_SIGHUP(dlcmd: Dlcmd, source: Path, tmp_path: Path) -> None:
-    """Its packing processes do, too."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with stopped_put(dlcmd, source) as put:

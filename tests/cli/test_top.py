@@ -31,7 +31,6 @@ def figures(seconds: float, cause: str = "store", requests: int = 0) -> dict[str
 def sample(
     clock_s: float, waited_s: float = 0.0, position: int = 0, **requests: int
 ) -> dict[str, object]:
-    """Statistics of a mount with a rank, a process `cat`, and the one that takes the samples."""
     readers: list[dict[str, object]] = [
         {"rank": 0, "pid": 5, "command": "python"},
         {"rank": None, "pid": 6, "command": "cat\x1b[31m"},

@@ -35,7 +35,6 @@ class Mount(Protocol):
 
 @pytest.fixture
 def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
-    """A folder that has been put as the dataset `pets`, with an empty file, links and folders."""
     source = write(tmp_path / "src", {**FILES, "a/empty file": b""})
     (source / "empty").mkdir()
     (source / "link").symlink_to("b")
@@ -46,7 +45,6 @@ def pets(dlcmd: Dlcmd, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mounted(dlcmd: Dlcmd, pets: Path, tmp_path: Path) -> Iterator[Mount]:
-    """Mount `pets` with these options, and unmount it also if the test fails."""
     at = tmp_path / "mnt"
 
     def mount(*options: str) -> Path:
@@ -77,12 +75,10 @@ def moved_away(found: Iterable[Path], *, behind_folders: bool = False) -> Iterat
 
 
 def without_contents(store: Path) -> AbstractContextManager[None]:
-    """Meanwhile the store has no chunks, so reads that need them fail."""
     return moved_away(store.glob("datasets/*/chunks"))
 
 
 def with_failing_store(store: Path) -> AbstractContextManager[None]:
-    """Meanwhile reading a chunk is an error."""
     return moved_away(store.glob("datasets/*/chunks/*/*"), behind_folders=True)
 
 
@@ -281,7 +277,6 @@ def _streams(control: Control) -> list[dict[str, object]]:
 
 @contextmanager
 def _waiting_for_a_failing_store(dlcmd: Dlcmd, at: Path) -> Iterator["subprocess.Popen[bytes]"]:
-    """A warmup that waits, since the mount cannot read its store."""
     with (
         with_failing_store(dlcmd.store),
         dlcmd.start("warmup", at) as process,

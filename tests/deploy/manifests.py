@@ -44,7 +44,6 @@ def key(each: Json) -> tuple[str, str, str]:
 
 
 def pod_templates(objects: list[Json]) -> Iterator[tuple[str, Json]]:
-    """The namespace and template of each pod that Deployments and the like make."""
     for each in objects:
         if fields(each, "spec", "template", "spec"):
             yield key(each)[1], fields(each, "spec", "template")

@@ -23,7 +23,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def targets(found: object) -> Iterator[str]:
-    """The pages in the navigation of mkdocs.yaml."""
     if isinstance(found, str):
         yield found
     elif isinstance(found, dict):

@@ -210,7 +210,6 @@ def test_secrets_of_the_examples_are_placeholders() -> None:
 
 
 def references(template: Json) -> set[tuple[str, str]]:
-    """The kinds and names of the objects that a pod needs in its namespace."""
     spec = fields(template, "spec")
     found = {("ServiceAccount", text(spec, "serviceAccountName"))}
     for volume in items(spec, "volumes"):
@@ -322,7 +321,6 @@ def test_a_patch_changes_the_driver_for_gpu_nodes_alone() -> None:
 
 
 def rights(folder: str) -> set[tuple[str, str]]:
-    """The verbs that the roles of a base allow, each with its resource."""
     found = set()
     for path in (KUBERNETES / "base" / folder).glob("*.yaml"):
         for each in read(path):

@@ -46,7 +46,6 @@ with Control.connect(sys.argv[1]) as control:
 
 
 def queries(dashboard: Path) -> list[str]:
-    """The queries of a dashboard, with Grafana's variables replaced."""
     found = json.loads(dashboard.read_text())
     texts = [target["expr"] for panel in found["panels"] for target in panel["targets"]]
     for variable in found["templating"]["list"]:
@@ -97,7 +96,6 @@ def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[st
 
 @contextmanager
 def reading(at: Path) -> Iterator[None]:
-    """A rank that has announced its reads, and reads."""
     program = subprocess.Popen(
         [sys.executable, "-c", READER, str(at)], env={**program_environment(), "RANK": "0"}
     )

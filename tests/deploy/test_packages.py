@@ -85,7 +85,6 @@ def test_the_wheel_has_the_packages_and_no_tests(dist: Path) -> None:
 
 @pytest.fixture(scope="module")
 def share(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The man pages and the completions."""
     folder = tmp_path_factory.mktemp("share")
     write_share(folder)
     return folder
@@ -123,7 +122,6 @@ def test_every_command_has_a_man_page_that_describes_its_options(share: Path) ->
 
 
 def _shown(path: Path) -> str:
-    """A page as a reader sees it, without bold."""
     command = ["mandoc", "-Tutf8", "-Owidth=900", str(path)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return re.sub(".\b", "", done.stdout)

@@ -72,14 +72,12 @@ class Machine:
         )  # fmt: skip
 
     def state(self, unit: str) -> dict[str, str]:
-        """The properties of a unit, from systemd."""
         lines = self("systemctl", "show", unit).stdout.splitlines()
         return {name: value for name, _, value in (line.partition("=") for line in lines)}
 
 
 @pytest.fixture(scope="module")
 def machine() -> Iterator[Machine]:
-    """A systemd with our units, and a repository with one dataset."""
     groups = [Path(each.path) for each in mounts() if each.kind == "cgroup2"]
     if not (SYSTEMD.exists() and groups and shutil.which("nsenter")):
         pytest.skip("no systemd, no control groups of version 2, or no nsenter here")

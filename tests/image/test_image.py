@@ -36,7 +36,6 @@ URL = "diesel+tls://diesel-server.diesel.svc:9300"
 
 @pytest.fixture(scope="module")
 def image() -> Stage:
-    """All steps of the Dockerfile have been run, with this tree as their context."""
     if os.geteuid() != 0:
         pytest.fail("only root can run the steps of an image: sudo make test-image")
     return build((TREE / "deploy/Dockerfile").read_text(), TREE, BUILD / "stages")
@@ -58,7 +57,6 @@ class Network:
     def running(
         self, words: list[str], log: Path, port: int, environment: dict[str, str] | None = None
     ) -> Iterator["subprocess.Popen[bytes]"]:
-        """A program that listens at a port of loopback; it ends with the `with`."""
         with log.open("ab") as file:
             process = subprocess.Popen(
                 self.command("setpriv", "--pdeathsig", "KILL", *words),
@@ -164,7 +162,6 @@ class Deployed:
 
 
 def in_container(image: Stage, network: Network, *words: str, environment: dict[str, str]) -> str:
-    """The output of a command in a container with a read-only root."""
     binds = {network.hosts: "/etc/hosts"}
     command = image.command(*words, environment=environment, writable=["/tmp"], binds=binds)
     return run(network.command(*command)).stdout

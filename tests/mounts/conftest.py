@@ -67,7 +67,6 @@ class LiveMount:
     pid: int
 
     def release_reads(self) -> None:
-        """Let reads of files called `wait*` end."""
         self.source.with_name(self.source.name + RELEASE_SUFFIX).touch()
 
 
@@ -88,7 +87,6 @@ def request_for(source: Path, at: Path, session: str = "auto", **options: object
 def mounting(
     source: Path, at: Path, session: str = "auto", **options: object
 ) -> Iterator[LiveMount]:
-    """Mount a source folder, and end the mount also if the test fails."""
     at.mkdir(exist_ok=True)
     mount(request_for(source, at, session, **options), program=PROGRAM)
     try:

@@ -38,7 +38,6 @@ class FaultySnapshot(Snapshot):
     """A snapshot in which looking up some names raises an exception, as a bug would."""
 
     def child(self, folder: int, name: bytes) -> int:
-        """The index, or the exception that the name requests."""
         match name:
             case b"raise KeyError":
                 raise KeyError(name)
@@ -78,7 +77,6 @@ def cancelled() -> trio.Cancelled:
 
 class FolderMountSource(MountSource):
     def open(self, request: MountRequest) -> OpenedSnapshot:
-        """Return the snapshot, or raise the fault that the dataset's name requests."""
         if request.dataset == "absent":
             raise NoSuchDataset("no dataset absent", advice="put it first")
         if request.dataset == "broken":

@@ -98,7 +98,6 @@ def _merged(
 
 
 def many_names(count: int) -> list[bytes]:
-    """The names in the folder `many` of a dataset of N empty files, in order."""
     return [b"%07d-%s" % (number, b"x" * (number % 40)) for number in range(count)]
 
 
@@ -166,7 +165,6 @@ class FolderReader:
         self._at_once = self._at_once_max = 0
 
     def read(self, index: int, offset: int, size: int) -> memoryview:
-        """Return the bytes, or raise the fault that the file's name requests."""
         with self._lock:
             self._at_once += 1
             self._at_once_max = max(self._at_once_max, self._at_once)
@@ -214,7 +212,6 @@ class FolderReader:
         return None if content is None else content[offset : offset + size]
 
     def stats(self) -> dict[str, int]:
-        """How many files are in memory, and how many reads were under way at once."""
         return {"entries": len(self._contents), "at_once_max": self._at_once_max}
 
     def close(self) -> None:

@@ -59,7 +59,6 @@ def locked_in_memory(*paths: Path) -> Iterator[None]:
 def put(
     url: str, files: Mapping[str, bytes], dataset: str = "ds", *, one_each: bool = False
 ) -> None:
-    """Put files into a dataset, into one chunk or a chunk for each."""
     with connect(dataset, url, create=True) as written:
         for path, content in files.items():
             written.put(content, path)
@@ -69,7 +68,6 @@ def put(
 
 @contextmanager
 def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[Path]:
-    """Mount, and end the mount also if the test fails."""
     mount(request, program=program)
     try:
         yield Path(request.mountpoint)
@@ -79,7 +77,6 @@ def mounted(request: MountRequest, program: Sequence[str] = DAEMON) -> Iterator[
 
 
 def current_stats(at: Path) -> dict[str, object]:
-    """Ask the worker, by the control socket, for the current statistics."""
     with Control.connect(at) as control:
         return dict(control.stats())
 
@@ -180,7 +177,6 @@ class Program:
         return self._process.stdout.readline().strip()
 
     def ask(self, question: str) -> str:
-        """Send a line. Returns the line of the answer."""
         assert self._process.stdin is not None
         print(question, file=self._process.stdin, flush=True)
         return self._read_line()
@@ -206,7 +202,6 @@ HOLD = """if True:
 
 
 def holding(hold: str, after: str = "") -> Program:
-    """A process that uses a mount in some way until its input ends."""
     return Program(HOLD.format(hold=hold, after=after))
 
 

@@ -21,7 +21,6 @@ attach_mount, copy_mount = syscalls.attach_mount, syscalls.copy_mount
 
 
 def meet(names: str) -> None:
-    """Run this program as if on such a kernel from now on."""
     for name in names.split():
         _KINDS[name]()
 

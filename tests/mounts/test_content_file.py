@@ -58,7 +58,6 @@ class Reader:
         return memoryview((self._source / name).read_bytes())[offset : offset + size]
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """Files that a test has put into memory."""
         name = self._name(index)
         if name not in self.in_memory:
             return None
@@ -101,7 +100,6 @@ class Content:
             return error.errno
 
     def span(self, first: str, last: str) -> tuple[int, int]:
-        """Offset and size of the READ of two files and all between them."""
         start, end = self.starts[first], self.starts[last] + BLOCK_BYTES
         return start, end - start
 

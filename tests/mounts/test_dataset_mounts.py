@@ -16,7 +16,6 @@ HIDDEN = "51 50 0:41 / /mnt/a/.diesel ro,nosuid - fuse.diesel pets@7 ro,user_id=
 
 
 def found_in(*lines: str) -> dict[str, DatasetMount]:
-    """The mounts of datasets in a table with these lines, by path, for any order of the lines."""
     found = [
         {each.path: each for each in dataset_mounts(parse_mounts("\n".join(order).encode()))}
         for order in ([ROOT, *lines], [ROOT, *lines][::-1])

@@ -183,7 +183,6 @@ def test_the_images_used_last_are_kept_and_those_that_are_open(folder: Path) -> 
 
 
 def name_of_another(kind: str, ours: str, tag: str) -> str:
-    """The name of a file of another boot or dataset, made from that of one of ours."""
     rest, boot = ours.split(".")
     return {
         "boot": f"{rest}.{tag}",
@@ -269,7 +268,6 @@ images.open_image(snapshot_of(FIRST), Shown(uid=1000, gid=1001))
 
 @pytest.fixture
 def builder() -> Iterator[subprocess.Popen[bytes]]:
-    """Another process that is building the image."""
     process = subprocess.Popen([sys.executable, "-c", BUILDER], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None

@@ -49,7 +49,6 @@ def live_mount(source: Path, tmp_path: Path, session: str) -> Iterator[LiveMount
 
 
 def waiting(at: Path, count: int = 1) -> Program:
-    """A process with threads whose reads wait. It prints how each ends."""
     readers = reading(at / "wait", b"w" * 4992, count)
     wait_until(lambda: waiting_reads(at))
     return readers

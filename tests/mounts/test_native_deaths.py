@@ -51,7 +51,6 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
 
 
 def zombies() -> set[int]:
-    """The children of this process that have ended and were not waited for."""
     return {pid for pid in children_of(os.getpid()) if state_of(pid) == "Z"}
 
 

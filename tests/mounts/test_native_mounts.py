@@ -34,7 +34,6 @@ def native(source: Path, tmp_path: Path) -> Iterator[LiveMount]:
 
 
 def run(*command: object) -> "subprocess.CompletedProcess[str]":
-    """Run a tool of the system; the test is skipped if it is not installed."""
     words = list(map(str, command))
     if shutil.which(words[0]) is None:
         pytest.skip(f"there is no {words[0]}")
@@ -42,7 +41,6 @@ def run(*command: object) -> "subprocess.CompletedProcess[str]":
 
 
 def serves(at: Path) -> bool:
-    """Whether the whole mount is there, and `.diesel` is listed nowhere."""
     return (
         (at / "b").read_bytes() == b"beta"
         and os.listdir(at) == ["a", "b", "folder"]
@@ -159,7 +157,6 @@ def test_tools_name_the_dataset_and_its_users(native: LiveMount) -> None:
 
 @pytest.fixture
 def second(tmp_path: Path) -> Iterator[Path]:
-    """A second place, with nothing mounted there at the end."""
     at = tmp_path / "second"
     at.mkdir()
     yield at

@@ -44,7 +44,6 @@ def names_of(files: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Stores with some files, and with many."""
     folder = tmp_path_factory.mktemp("stores")
     for files in (FEW, FILES):
         contents = (noise(number, FILE_BYTES) for number in range(files))
@@ -54,7 +53,6 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def store(filled: Path, tmp_path: Path) -> Path:
-    """A copy of the store with many files, which the test may take away."""
     return Path(shutil.copytree(filled / str(FILES), tmp_path / "store", symlinks=True))
 
 
@@ -88,7 +86,6 @@ class Training:
         self.control.extend("train", [explicit(epoch=epoch, entries=order)])
 
     def read(self, epoch: int) -> None:
-        """Read an epoch in another process, and check every byte."""
         program = (
             "import json, sys, hashlib\n"
             "for path in json.load(sys.stdin):\n"
@@ -106,7 +103,6 @@ class Training:
             assert digest == hashlib.blake2b(noise(each, FILE_BYTES)).hexdigest()
 
     def read_in_step(self, epoch: int) -> None:
-        """Read an epoch as fast as the mount pushes it, and check every byte."""
         order = self.order(epoch).tolist()
         for at in range(0, self.files, STEP):
             some = order[at : at + STEP]
@@ -121,7 +117,6 @@ class Training:
                 self.control.progress("train", at + len(some), epoch)
 
     def pushed(self, epoch: int) -> int:
-        """How many files of an epoch the mount has pushed."""
         streams = figures(self.control.stats(), "residency")["streams"]
         [stream] = cast("list[dict[str, int]]", streams)
         is_before = stream["epoch"] == epoch - 1  # its last files are about to be noticed

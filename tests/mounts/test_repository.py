@@ -161,7 +161,6 @@ def test_H19_killed_readers_leave_no_handle_behind(url: str, at: Path, session: 
 
 @pytest.fixture
 def saved(url: str, at: Path, session: str, tmp_path: Path) -> MountRequest:
-    """A request for a saved snapshot of a version that is not the current one."""
     put(url, {"a": b"old"})
     with connect("ds", url) as dataset:
         dataset.save_meta(tmp_path / "snap")

@@ -35,7 +35,6 @@ def saved(tmp_path: Path) -> MountRequest:
 
 
 def content(request: MountRequest, source: OpenedSnapshot, path: bytes) -> bytes:
-    """Read a file as the mount does."""
     reader = MountSource().reader(request, source.snapshot, 1 << 20, pushes=False)
     index = source.snapshot.lookup(path)
     try:
@@ -206,7 +205,6 @@ def test_a_mount_takes_a_part_of_the_memory(
 
 
 def test_the_parts_of_the_memory_add_up() -> None:
-    """The parts for pushes and for the server add up to the requested memory."""
     for total_bytes in (64 << 20, 1 << 30, 64 << 30):
         shares = MemorySplit(total_bytes)
         assert shares.server_bytes(pushes=False) == total_bytes

@@ -41,7 +41,6 @@ Tick = list[tuple[ReaderGroup, WaitCause]]
 
 
 def shares(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
-    """Each request gets an equal share of each unit; of all readers or of one."""
     found = dict.fromkeys(CAUSE_NAMES, 0.0)
     for tick in ticks:
         causes = [cause for of, cause in tick if group in (None, of)]
@@ -51,7 +50,6 @@ def shares(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
 
 
 def sums(ticks: list[Tick], group: ReaderGroup | None) -> dict[str, float]:
-    """The units of all requests, added up."""
     found = dict.fromkeys(CAUSE_NAMES, 0.0)
     for tick in ticks:
         for of, cause in tick:

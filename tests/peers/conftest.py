@@ -188,12 +188,10 @@ class Client:
         assert room == self.chunks[chunk][500:600]
 
     def read(self, *chunks: int) -> None:
-        """Read a part of each of these chunks, in one request, and check them."""
         found = self.store.fast_reads.read_parts([(self.name(chunk), 500, 100) for chunk in chunks])
         assert list(map(bytes, found)) == [self.chunks[chunk][500:600] for chunk in chunks]
 
     def parts(self, seed: int, count: int) -> list[tuple[int, int, int]]:
-        """Random parts (chunk, start, bytes)."""
         random = np.random.default_rng(seed)
         found = []
         for chunk in random.integers(0, self.view.chunk_count, count).tolist():
@@ -203,7 +201,6 @@ class Client:
         return found
 
     def begin(self, seed: int, count: int = 200) -> tuple[Iterator[memoryview], list[bytes]]:
-        """Begin to read random parts. Returns the read and the right parts."""
         parts = self.parts(seed, count)
         found = self.store.fast_reads.read_parts(
             [(self.name(chunk), start, size) for chunk, start, size in parts]

@@ -46,7 +46,6 @@ def parts(*records: Part) -> Parts:
 
 
 def read_request(number: int, *records: Part, flags: int = 0) -> bytes:
-    """A READ."""
     return wire.request(number, wire.READ, flags, parts(*records))
 
 
@@ -145,7 +144,6 @@ async def connected_peer(
 
 
 async def read(peer: Peer, *records: Part, load: bool = False) -> list[int]:
-    """Read parts and check their bytes. Returns the statuses."""
     room = memoryview(bytearray(sum(size for _, _, size in records)))
     statuses = await peer.read(parts(*records), room, load=load)
     at = 0
@@ -176,7 +174,6 @@ def hello(
 
 
 def proof(mine: LocalIdentity, nonce: bytes, received: bytes, binding: bytes = NO_BINDING) -> bytes:
-    """The proof with which an acceptor answers a hello."""
     parsed, _ = wire.parse_hello(received)
     proofs = Proofs(mine.secret, nonce, binding, mine.task.digest, parsed)
     return wire.proof_frame(proofs.acceptor)
@@ -201,7 +198,6 @@ class RawPeer:
         return bytes(found)
 
     async def receive_all(self) -> bytes:
-        """Receive until the other end closes, in any way."""
         found = b""
         try:
             while some := await self.stream.receive_some(65536):
@@ -230,7 +226,6 @@ class RawPeer:
         return await self.frame()
 
     async def welcome(self, mine: LocalIdentity) -> None:
-        """The same as an acceptor."""
         await self.exactly(GREETING_BYTES)
         nonce = os.urandom(NONCE_BYTES)
         await self.send(wire.welcome(nonce))
@@ -243,12 +238,10 @@ class RawPeer:
         return head
 
     async def give(self, head: wire.RequestHead, part: Part = SMALL) -> None:
-        """Answer a request for this part."""
         answered = wire.answer_head(head.id, wire.READ, b"\0", part[2])
         await self.send(answered, content(*part))
 
     async def answer(self) -> tuple[wire.AnswerHead, bytes, bytes]:
-        """The next answer, with its statuses and bytes."""
         head = wire.parse_answer(await self.exactly(wire.HEAD_BYTES))
         return head, await self.exactly(head.counted), await self.exactly(head.payload_bytes)
 

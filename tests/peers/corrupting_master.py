@@ -19,7 +19,6 @@ _send, _adopt = DataPlane._send, DataPlane._adopt
 
 
 def corrupted(payload: bytes) -> bytes:
-    """Wrong bytes, as many as in the answer."""
     match os.environ["LIES"]:
         case "flipped":
             lie = bytearray(payload)

@@ -18,7 +18,6 @@ _AT_ONCE = 8
 
 
 def worker(path: str, identity: bytes, version: int, number: int) -> None:
-    """Connect, send requests, and exit at one of the points."""
     link = socket.socket(socket.AF_UNIX)
     link.connect(path)
     window = os.memfd_create("window", os.MFD_ALLOW_SEALING)

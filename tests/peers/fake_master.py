@@ -71,7 +71,6 @@ class FakeMaster(FakeServer):
         super().__exit__()
 
     def set_owners(self, owners: Mapping[int, int], *members: FakeOwner) -> None:
-        """Set the owners of some chunks, and all other nodes."""
         self.members = list(members)
         for chunk, rank in owners.items():
             struct.pack_into("<i", self._owners, 16 + 4 * chunk, rank)

@@ -102,7 +102,6 @@ def make_cache(
     costs: ReadCosts | None = None,
     mine: bool = True,
 ) -> NodeCache:
-    """A cache of this node's own chunks; by default with memory for all of them."""
     make_policy = POLICIES[policy] if isinstance(policy, str) else policy
     cache = NodeCache(
         IDENTITY,
@@ -122,7 +121,6 @@ def make_cache(
 
 @asynccontextmanager
 async def run_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
-    """Run the cache; its chunks stay afterwards."""
     async with trio.open_nursery() as nursery:
         await nursery.start(cache.run)
         yield cache
@@ -131,7 +129,6 @@ async def run_cache(cache: NodeCache) -> AsyncIterator[NodeCache]:
 
 @asynccontextmanager
 async def running(cache: NodeCache) -> AsyncIterator[NodeCache]:
-    """Run the cache, and release its memory and descriptors afterwards."""
     try:
         async with run_cache(cache):
             yield cache
@@ -184,7 +181,6 @@ def total_bytes(source: ChunkSource) -> int:
 
 
 def read_in_plane(cache: NodeCache, *records: tuple[int, int, int]) -> list[memoryview] | None:
-    """The data plane's answer to a request for these parts (chunk, start, bytes)."""
     packed = np.array(records, "<u4").tobytes()
     return cache.table.find(memoryview(packed))[0]
 

@@ -112,7 +112,6 @@ class NodeHost:
     # Programs
 
     def command(self, *words: str | Path) -> list[str]:
-        """The words that run a program here, from any place."""
         inside = ["nsenter", f"--net={_NAMESPACES / self.name}"] if self._switch else []
         return [*inside, *map(str, words)]
 
@@ -123,7 +122,6 @@ class NodeHost:
         log: IO[bytes] | None = None,
         stdin: int = subprocess.DEVNULL,
     ) -> "subprocess.Popen[bytes]":
-        """Start a program that runs until it ends or the nodes end."""
         return subprocess.Popen(
             self.command(*words),
             env=self.environment,
@@ -166,7 +164,6 @@ class NodeHost:
         return self.run("dlcmd", "-q", *words, timeout_s=timeout_s)
 
     def pids(self) -> list[int]:
-        """All processes here, daemons too."""
         if self._switch:
             words = _ip("netns", "pids", self.name).split()
             return [pid for pid in map(int, words) if pid != os.getpid()]
@@ -174,7 +171,6 @@ class NodeHost:
         return [pid for pid in _processes() if mark in _environment(pid)]
 
     def matching(self, text: str) -> list[int]:
-        """Those with this text in their command line."""
         return [pid for pid in self.pids() if text in command_line(pid)]
 
     def kill(self) -> None:

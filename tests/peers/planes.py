@@ -100,7 +100,6 @@ class Plane:
         return end
 
     def connect_as(self, kind: str) -> socket.socket:
-        """The other end of a new connection of this kind, one of `KINDS`."""
         certificate = make_certificate() if kind == "TLS" else None
         return self.connect(is_local=kind == "Unix", certificate=certificate)
 
@@ -136,7 +135,6 @@ def answer(end: socket.socket) -> Answer:
 
 
 def is_closed(end: socket.socket) -> bool:
-    """Whether the data plane closes the connection without another byte."""
     try:
         return end.recv(1) == b""
     except ConnectionResetError:

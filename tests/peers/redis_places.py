@@ -28,7 +28,6 @@ class RedisPlace:
         self._opened: list[RedisMemberStore] = []
 
     def open(self, ttl_s: float = 6.0, deadline_s: float = 2.0) -> RedisMemberStore:
-        """Registrations that last `ttl_s`."""
         found = RedisMemberStore.open(self.url, store=STORE, ttl_s=ttl_s, deadline_s=deadline_s)
         self._opened.append(found)
         return found
@@ -36,7 +35,6 @@ class RedisPlace:
     def registry(
         self, task: TaskName = TASK, secret: bytes | None = None, ttl_s: float = 6.0
     ) -> RedisRegistry:
-        """The registry of one master."""
         return RedisRegistry(task, secret, lambda: self.open(ttl_s))
 
     def keys(self) -> list[object]:

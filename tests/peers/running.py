@@ -79,7 +79,6 @@ class Reader:
         return self
 
     def begin(self, seed: int, *, batch: int = 64, pace_s: float = 0.0) -> None:
-        """Start an epoch; `outcome` waits for its end."""
         order = {"do": "epoch", "files": self._files, "seed": seed, "batch": batch}
         self._send({**order, "pace_s": pace_s})
 
@@ -207,7 +206,6 @@ class RunningTask:
     # Readers
 
     def mount(self, rank: int, *options: str) -> Path:
-        """Mount the dataset on a node, as a user does it."""
         place = self.nodes[rank]
         folder = place.folder / f"mount-{self.name}"
         folder.mkdir(exist_ok=True)
@@ -219,7 +217,6 @@ class RunningTask:
         self.nodes[rank].dlcmd("umount", self.nodes[rank].folder / f"mount-{self.name}")
 
     def reader(self, rank: int, mount: Path | None = None, **more: object) -> Reader:
-        """A process that reads from a mount, or without one from its node's master."""
         opened: dict[str, object] = {"mount": str(mount)}
         if mount is None:
             given = {name.replace("-", "_"): text for name, text in self._given(rank).items()}
@@ -247,11 +244,9 @@ class RunningTask:
     # Results
 
     def masters(self, rank: int) -> list[int]:
-        """The processes that are masters on a node."""
         return self.nodes[rank].matching("diesel_fs.peers")
 
     def socket(self, rank: int) -> Path:
-        """The socket at which the master of a node serves its clients."""
         runtime = Path(self.nodes[rank].environment["XDG_RUNTIME_DIR"])
         until(lambda: [*runtime.rglob("socket")], "a master's socket")
         return next(runtime.rglob("socket"))
@@ -276,7 +271,6 @@ class RunningTask:
         return found
 
     def damaged(self, rank: int) -> int:
-        """How often other nodes gave a node wrong bytes."""
         peers = cast("dict[str, dict[str, int]]", self.stats(rank)["peers"])
         return sum(each["damaged"] for each in peers.values())
 
@@ -299,7 +293,6 @@ class RunningTask:
         return Counter(each.key for each in self._chunk_reads())
 
     def egress_bytes(self) -> int:
-        """The bytes of chunks that the store gave."""
         return sum(self._size(each.key, each.headers.get("range")) for each in self._chunk_reads())
 
     def _chunk_reads(self) -> list[RecordedRequest]:
@@ -339,5 +332,4 @@ def stats_at(path: Path) -> dict[str, object]:
 
 
 def is_right(outcome: Outcome, files: int) -> bool:
-    """Whether all bytes of all files were right, without an error."""
     return (outcome.right, outcome.wrong, outcome.errors) == (files, 0, [])

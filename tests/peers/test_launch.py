@@ -87,7 +87,6 @@ class Node:
         return [json.loads(line) for line in self.starts_file.read_text().splitlines()]
 
     def left(self) -> list[Path]:
-        """All files of tasks on this node."""
         return list((self._run / "diesel" / "tasks").glob("*/**"))
 
     def kill(self) -> None:
@@ -96,7 +95,6 @@ class Node:
                 os.kill(each["pid"], signal.SIGKILL)  # type: ignore[arg-type]  # as it is written
 
     def die(self, place: Path) -> None:
-        """Kill all masters, and wait for the end of the one at this socket."""
         self.kill()
         until(lambda: not is_alive(place), "its end")
 

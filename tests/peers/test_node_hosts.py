@@ -26,7 +26,6 @@ def nodes(tmp_path: Path) -> Iterator[Nodes]:
 
 
 def answering(place: NodeHost) -> socket.socket:
-    """A listener that sends 64 KiB to each connection."""
     with place.entered():
         listener = socket.create_server((place.address, PORT))
 
@@ -44,7 +43,6 @@ def answering(place: NodeHost) -> socket.socket:
 
 
 def fetch_s(origin: NodeHost, target: NodeHost, timeout_s: float = 5.0) -> float:
-    """The seconds that receiving these bytes takes."""
     start_s = time.monotonic()
     with origin.entered():
         connection = socket.create_connection((target.address, PORT), timeout_s)

@@ -45,7 +45,6 @@ def task(ground: RunningTask) -> Iterator[RunningTask]:
 
 
 def joined(task: RunningTask, ranks: "range | list[int]") -> list[Reader]:
-    """A reader on each node, after all masters know each other."""
     readers = [task.reader(rank) for rank in ranks]
     for reader in readers:
         reader.ready()
@@ -54,7 +53,6 @@ def joined(task: RunningTask, ranks: "range | list[int]") -> list[Reader]:
 
 
 def epochs(readers: list[Reader], *, pace_s: float = 0.0, batch: int = 64) -> list[Outcome]:
-    """One epoch of each reader, at once, in different orders."""
     for seed, reader in enumerate(readers):
         reader.begin(seed, pace_s=pace_s, batch=batch)
     return [reader.outcome() for reader in readers]
@@ -193,13 +191,11 @@ def client_figures(reader: Reader) -> dict[str, int]:
 
 
 def link_to(reader: Reader, rank: int) -> dict[str, object]:
-    """A reader's counters of its link to a node's master."""
     client = cast("dict[str, dict[str, dict[str, object]]]", reader.stats()["client"])
     return client["links"].get(str(rank), {"bytes": 0})
 
 
 def is_used_again(task: RunningTask, readers: list[Reader]) -> bool:
-    """Whether node 0 gets from node 3 the chunks that node 3 owns."""
     before, reads = given_bytes(readers[0], 3), client_figures(readers[0])["store_reads"]
     assert is_right(readers[0].epoch(5), FILES)
     return (
@@ -208,7 +204,6 @@ def is_used_again(task: RunningTask, readers: list[Reader]) -> bool:
 
 
 def given_bytes(reader: Reader, rank: int) -> int:
-    """The bytes that a reader got from a node's master."""
     return cast(int, link_to(reader, rank)["bytes"])
 
 

@@ -48,7 +48,6 @@ class Served:
         return stats_at(next(runtime.rglob("socket")))
 
     def sent_bytes(self) -> float:
-        """The bytes that both servers have read for others."""
         total = 0.0
         for port in METRICS:
             with self.nodes.shared.entered():

@@ -50,7 +50,6 @@ class Node:
         return self.connect(task="training", **more)
 
     def sockets(self) -> list[Path]:
-        """The sockets at which masters of rank 0 listen."""
         return list((self.folder / "run/diesel/tasks").glob("*/0/socket"))
 
     @property
@@ -59,7 +58,6 @@ class Node:
         return found
 
     def stats(self) -> dict[str, dict[str, int]]:
-        """The master's statistics, for a process that is no reader."""
         return cast("dict[str, dict[str, int]]", stats_at(self.socket))
 
     def master(self) -> int:
@@ -133,7 +131,6 @@ def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(node: Nod
             subprocess.run(command, check=True, timeout=400, cwd=node.folder, env=environment)
 
         def held() -> tuple[int, int]:
-            """Descriptors, and bytes that are lent."""
             return len(os.listdir(f"/proc/{master}/fd")), node.stats()["node_cache"]["pinned_bytes"]
 
         files, lent = held()
@@ -218,11 +215,9 @@ class Cached:
         return self.node.connect(task=task, rank=0, world=1, **how)
 
     def kept(self) -> set[Path]:
-        """The chunks in the folder."""
         return {each for each in self.folder.rglob("*") if len(each.name) == 32 and each.is_file()}
 
     def ends(self, pid: int) -> None:
-        """Ask a master to end, and wait until it serves no client any more."""
         os.kill(pid, signal.SIGTERM)
         until(lambda: not self.node.sockets(), "it")
 
@@ -239,7 +234,6 @@ class Cached:
                 yield master
 
     def is_over(self, pid: int) -> None:
-        """Ask a master to end, and wait until it has written its chunks to the disk."""
         self.ends(pid)
         until(lambda: not is_running(pid), "its end")
 

@@ -64,5 +64,4 @@ def seed(name: str) -> bytes:
 
 
 def account(name: str, *, admin: bool = False, **grants: Role) -> Account:
-    """An account with that key."""
     return Account(name, keys.public_key(seed(name)), admin, grants)

@@ -37,7 +37,6 @@ class Loop:
         await self._end.wait()
 
     def run(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Run an `async` function. Returns its result."""
         return trio.from_thread.run(work, trio_token=self._token)
 
     def close(self) -> None:

@@ -207,13 +207,11 @@ class ThreadedServer:
 def links(
     servers: Sequence[ThreadedServer], credentials: Credentials = ME, *, first: int | None = None
 ) -> ServerLink:
-    """A client of several servers, which tries the one at the index `first` first."""
     url = "diesel://" + ",".join(server.place for server in servers)
     return ServerLink(parse_url(url), credentials, first=first)
 
 
 def wire_stand_in(config: WorkerConfig, cells: MetricCells) -> Wiring:
-    """The wiring of the program's workers."""
     limits = ConnectionLimits(most_connections())
     return Wiring(ConnectionContext(STORE, OneUser(), Dispatcher(HANDLERS), cells, limits))
 

@@ -40,7 +40,6 @@ class InProcessServer:
         self.admin = self.client(Account("admin", KEY, admin=True))
 
     def client(self, account: Account) -> RemoteRepository:
-        """The repository as a user of the server sees it."""
         return RemoteRepository(self.link(account), URL, None)
 
     def link(self, account: Account) -> DirectLink:
@@ -51,7 +50,6 @@ class InProcessServer:
 
     @property
     def identity(self) -> UUID:
-        """The identity of the dataset `ds`."""
         return self.store.dataset("ds").identity
 
     def chunks(self, name: str = "ds") -> list[ChunkId]:
@@ -86,7 +84,6 @@ class ChunkMaker:
         self.builder.add_file((folder, name), 0o644, 1, len(content))
 
     def seal(self, chunk: ChunkId | None = None) -> tuple[ChunkId, list[bytes]]:
-        """A chunk of the files that were added, and its parts."""
         made = chunk or self.session.new_id()
         parts, _ = self.builder.seal(made)
         copied = [bytes(part) for part in parts]
@@ -94,7 +91,6 @@ class ChunkMaker:
         return made, copied
 
     def sealed(self, path: bytes, content: bytes) -> tuple[ChunkId, list[bytes]]:
-        """A chunk of one file, and its parts."""
         self.add(path, content)
         return self.seal()
 
@@ -115,7 +111,6 @@ def server(tmp_path: Path) -> Iterator[InProcessServer]:
 
 @pytest.fixture
 def filled(server: InProcessServer) -> InProcessServer:
-    """A server with three files in one chunk of dataset `ds`."""
     sealer = ChunkMaker(server.admin)
     for path, content in ((b"a", b"1"), (b"d/b", b"22"), (b"d/e/c", b"333")):
         sealer.add(path, content)

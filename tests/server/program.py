@@ -78,7 +78,6 @@ class Server:
             self.wait_ready()
 
     def wait_ready(self) -> None:
-        """Wait for the line with which it begins to accept connections."""
         timer = threading.Timer(START_S, self.process.kill)
         timer.start()
         try:
@@ -94,7 +93,6 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Its whole output on stderr."""
         return self.log_path.read_text(errors="replace")
 
     @property
@@ -119,14 +117,12 @@ class Server:
         return [int(word) for each in threads for word in each.read_text().split()]
 
     def resident_bytes(self) -> int:
-        """The memory of each of its workers."""
         return sum(resident_bytes(pid) for pid in self.workers())
 
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = 40.0) -> int:
-        """Its exit code."""
         return self.process.wait(seconds)
 
     def kill(self) -> None:
@@ -158,7 +154,6 @@ class Server:
 
 
 def resident_bytes(pid: int) -> int:
-    """The private memory of a process."""
     for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) << 10
@@ -166,7 +161,6 @@ def resident_bytes(pid: int) -> int:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process that is no zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -43,17 +43,14 @@ class ServerWithRedis:
 
     @property
     def url(self) -> str:
-        """The URL of all servers."""
         return "diesel://" + ",".join(f"127.0.0.1:{server.port}" for server in self.servers)
 
     def open(self, name: str = "root") -> RemoteRepository:
-        """The repository as a user."""
         found = open_repository(self.url, self.credentials[name])
         assert isinstance(found, RemoteRepository)
         return found
 
     def direct(self) -> LocalRepository:
-        """The repository without a server."""
         return LocalRepository.open(self.direct_url)
 
     def empty(self) -> None:
@@ -62,7 +59,6 @@ class ServerWithRedis:
                 repository.delete_dataset(info.name)
 
     def environment(self, name: str = "root") -> dict[str, str]:
-        """The environment that makes a program of ours this user."""
         who = self.credentials[name]
         return {"DIESEL_URL": self.url, "DIESEL_USER": who.user, "DIESEL_KEY": who.key_text}
 
@@ -76,7 +72,6 @@ class ServerWithRedis:
 def server_with_redis(
     folder: Path, *users: Account | str, workers: int = 2
 ) -> Iterator[ServerWithRedis]:
-    """A server over a folder and a Redis."""
     found = ServerWithRedis(folder, *users, workers=workers)
     try:
         yield found

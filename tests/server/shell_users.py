@@ -44,7 +44,6 @@ class ShellUser:
     def run(
         self, *words: str | Path, stdin: bytes = b"", environment: Mapping[str, str] | None = None
     ) -> CommandResult:
-        """Run `dlcmd`, and accept any exit code."""
         own = {"DIESEL_URL": self.url}
         if self.name:
             own["DIESEL_USER"] = self.name

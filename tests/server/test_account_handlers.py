@@ -97,7 +97,6 @@ class Handled:
 
 @pytest.fixture(params=fast_first(["direct", "server"]))
 def administration(request: pytest.FixtureRequest, served: ServedAccounts) -> Administration:
-    """An administrator's interface: the same by both ways."""
     if request.param == "direct":
         return DirectAdministration(served.table)
     return served.remote(ANN)

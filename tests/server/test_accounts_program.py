@@ -50,7 +50,6 @@ class AccountsSite:
         self._gets = 0
 
     def got(self, user: ShellUser, name: str) -> object:
-        """All contents of a dataset that a user can read."""
         self._gets += 1
         copy = self.folder / f"copy{self._gets}"
         user("get", name, copy)
@@ -206,7 +205,6 @@ def test_a_server_without_redis_has_accounts_too(tmp_path: Path) -> None:
 
 
 def commands_in(section: str) -> str:
-    """The shell commands of a section of the README."""
     text = README.read_text(encoding="utf-8")
     body = re.split(rf"^#+ {re.escape(section)}$", text, flags=re.MULTILINE)[1]
     return "".join(re.findall(r"```sh\n(.*?)```", body.split("\n## ")[0], re.DOTALL))

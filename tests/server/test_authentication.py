@@ -62,7 +62,6 @@ class Logins:
         *,
         address: str = "192.0.2.1",
     ) -> DieselError:
-        """The error of a login with eve's key."""
         with pytest.raises(error) as caught:
             self.enter(user, "eve", address=address)
         return caught.value

@@ -72,7 +72,6 @@ class WireClient:
         return self.service.cells.get(metric, *labels)
 
     def stop(self) -> None:
-        """Stop as a server that shuts down."""
         self.service.is_draining = True
         self.connection.stop()
 
@@ -91,7 +90,6 @@ class WireClient:
         await self.send(request(number, do, payload, **more))
 
     async def some(self, size: int) -> bytes:
-        """The received bytes; none at the end of the connection."""
         try:
             return bytes(await self.stream.receive_some(size))
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -118,7 +116,6 @@ class WireClient:
         assert (await self.answer())["user"] == "me"
 
     async def end(self) -> float:
-        """Receive until the server ends the connection. Returns its age then."""
         while await self.some(65536):
             pass
         age_s = self.age_s

@@ -68,7 +68,6 @@ def answer(client: socket.socket) -> tuple[dict[str, object], bytes]:
 
 
 def greeted(server: ThreadedServer) -> tuple[socket.socket, bytes]:
-    """A connection without a login, and its nonce."""
     client = connect(server)
     client.sendall(wire.greeting())
     return client, exactly(client, wire.parse_welcome(exactly(client, 16))[2])
@@ -90,7 +89,6 @@ def logged_in(server: ThreadedServer) -> socket.socket:
 
 
 def ended(client: socket.socket) -> bytes:
-    """The bytes that are received until the server closes the connection."""
     received = b""
     with suppress(ConnectionResetError):
         while some := client.recv(65536):
@@ -110,7 +108,6 @@ def refusals(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 
 def assert_serving(server: ThreadedServer) -> None:
-    """Assert that other clients are served."""
     link = server.link()
     assert link.call({"do": "echo"}, [b"x"], deadline_s=10).payload.tobytes() == b"x"
     link.close()

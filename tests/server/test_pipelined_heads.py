@@ -164,7 +164,6 @@ def repository(tmp_path: Path, redis: RedisServer) -> Iterator[LocalRepository]:
 
 @pytest.fixture
 def heads(repository: LocalRepository) -> Iterator[HeadCache]:
-    """The heads as a server reads them."""
     with closing(HeadCache(repository, pipelined=pipelined_heads(repository.url))) as found:
         yield found
 
@@ -239,7 +238,6 @@ async def test_a_redis_that_is_away_is_an_error_and_comes_back(
     redis.start()
 
     async def has_forgotten_all() -> bool:
-        """The long read reports it."""
         try:
             await heads.now(NAME)
         except NoSuchDataset:

@@ -59,7 +59,6 @@ ANY_PORT = ("--listen", "127.0.0.1:0")
 def stand_in(
     folder: Path, *arguments: str, workers: int = 1, listen: str = "127.0.0.1:0"
 ) -> Server:
-    """A server with the requests of `fake_server.py`."""
     store = "file:///nowhere"
     return Server(folder, "--store", store, *arguments, workers=workers, listen=listen,
                   program=PROGRAM, environment=STAND_IN)  # fmt: skip
@@ -75,7 +74,6 @@ def run(
     program: Sequence[str] = (sys.executable, "-m", "diesel_server"),
     **environment: str,
 ) -> "subprocess.CompletedProcess[str]":
-    """Run a server that must end at once."""
     return subprocess.run(
         [*program, *arguments],
         check=False, capture_output=True, text=True, timeout=60, cwd=folder,

@@ -220,7 +220,6 @@ def test_S12_a_fresh_read_is_of_one_chunk_only(filled: InProcessServer) -> None:
 
 
 def test_N10_a_list_of_names_that_does_not_advance_is_an_error(filled: InProcessServer) -> None:
-    """It comes from a server that lies."""
     columns = columns_message(filled.store.view("ds").stat_many([b"a"]))
     for names in (b"a", b"../x", b"", b"a/b"):
 
@@ -383,7 +382,6 @@ def test_a_snapshot_is_fetched_once(filled: InProcessServer, tmp_path: Path) -> 
 
 @pytest.fixture
 def clients_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The private copies of a client that has none yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "client's"))
     return tmp_path / "client's"
 
@@ -433,7 +431,6 @@ def test_a_damaged_or_other_snapshot_is_refused(
 
 
 def hold_verify(patch: pytest.MonkeyPatch) -> tuple[threading.Event, list[int]]:
-    """Keep each `verify` waiting for an event, and count them in the list."""
     real, go, runs = LocalRepository.verify, threading.Event(), list[int]()
 
     def slow(*arguments: object, **named: object) -> object:

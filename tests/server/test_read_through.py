@@ -43,8 +43,6 @@ class CachedServer:
         return [path for path in self.cache.glob("*/*/*") if len(path.name) == 32]
 
     def read_all(self, server: Server, seed: int = 1) -> dict[str, int]:
-        """Read every file, one by one and then together, in a client with a tiny cache of its
-        own."""
         with open_repository(server.url, self.user) as repository:
             view = repository.view("ds")
             reader = EntryReader(view, repository.objects, 100_000)
@@ -66,7 +64,6 @@ def place(tmp_path: Path) -> CachedServer:
 
 
 def counts(server: Server) -> dict[str, float]:
-    """The number of reads by the tier that answered them."""
     url = f"http://127.0.0.1:{server.metrics_port}/metrics"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with opener.open(url, timeout=20) as answer:

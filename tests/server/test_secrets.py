@@ -61,7 +61,6 @@ class Search:
         self.found += [(name, where) for name, needle in self.needles.items() if needle in content]
 
     def look_at_files(self, folder: Path, *excepted: str) -> None:
-        """Search all files below a folder, and their names."""
         for path in folder.rglob("*"):
             if path.name in excepted or path.is_symlink() or not path.is_file():
                 continue
@@ -111,7 +110,6 @@ class Search:
 
 @contextmanager
 def watched(search: Search, *excepted: int) -> Iterator[None]:
-    """Search the command lines of all processes, again and again, at least once."""
     ended, searched = threading.Event(), threading.Event()
 
     def watch() -> None:
@@ -172,7 +170,6 @@ class Deployment:
             return bytes(it.read())
 
     def look_at_remains(self) -> None:
-        """Files, objects, Redis, metrics, and the current processes."""
         search = self.search
         search.look_at_files(self.folder, "root.key", "near.key", "redis.conf")
         search.look_at_bucket(self.s3)
@@ -194,7 +191,6 @@ def day(tmp_path: Path, s3: S3) -> Iterator[Deployment]:
 
 
 def test_S8_a_planted_secret_is_found(tmp_path: Path) -> None:
-    """In each form and place."""
     secret = secrets.token_bytes(32)
     for number, needle in enumerate(forms("key", secret).values()):
         search = Search(key=secret)

@@ -48,7 +48,6 @@ ODD = [
 
 
 def odd_folder(top: Path) -> Path:
-    """Images with odd names, beside other files, and links of each kind."""
     write(top, {name: picture(number) for number, name in enumerate(ODD)})
     (top / "cat" / "link.png").symlink_to("1.png")
     (top / "cat" / "up.png").symlink_to("../Dog/1.webp")

@@ -44,7 +44,6 @@ FILES = {
 
 
 def put_folder(url: str, source: Path, dataset: str = "pets") -> None:
-    """Pack a folder into a dataset of the repository at `url`, with chunks of 1 MiB."""
     with LocalRepository.open(url, create=True) as repository:
         put(repository, dataset, FolderSource(source), options=PutOptions(chunk_bytes=1 << 20))
 
@@ -61,7 +60,6 @@ def nothing_stays_open() -> Iterator[None]:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """A folder with files, links of all kinds, and a name that is not UTF-8."""
     folder = write(tmp_path / "src", FILES)
     (folder / "to_file").symlink_to("train/cat/1.jpg")
     (folder / "train/to_folder").symlink_to("../train/cat")
@@ -457,7 +455,6 @@ def test_a_denial_by_the_server_is_a_permission_error(tmp_path: Path, source: Pa
 def served(
     tmp_path: Path, source: Path, *arguments: str | Path
 ) -> Iterator[tuple[Server, dict[str, str]]]:
-    """A server of the folder as `pets`, and the options of a user."""
     store = (tmp_path / "served").as_uri()
     account = new_repository(store)["root"]
     put_folder(store, source)

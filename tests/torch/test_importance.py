@@ -407,7 +407,6 @@ def rank_of(pets: DieselDataset, rank: int, world: int) -> ImportanceSampler:
 def test_an_important_sample_stays_on_its_node(
     pets: DieselDataset, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
-    """Four ranks on two nodes."""
     monkeypatch.setenv(variable, "2")
     ranks = [rank_of(pets, rank, 4) for rank in range(4)]
     losses = torch.arange(FILES).float()

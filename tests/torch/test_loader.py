@@ -75,7 +75,6 @@ Batches = list[tuple[list[int], list[float]]]
 
 
 def batches(loader: "DataLoader[object]", epochs: int = 2) -> tuple[list[Batches], object]:
-    """The indices and random numbers of the batches, and the next numbers of the generators."""
     random.seed(5)
     torch.manual_seed(5)
     given_: list[Batches] = []

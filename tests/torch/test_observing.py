@@ -181,7 +181,6 @@ class WithLabels(Files):
 def rows_of(
     data: Files, *, is_listed: bool = True, may_learn: bool = True
 ) -> list[tuple[int, bool, list[str]]]:
-    """The rows that are sent when all samples are read once, with numbers for files."""
     link, kind = Recorded(), type(data)
     before = kind.__getitem__
     learner = Learner(link)

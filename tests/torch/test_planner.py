@@ -81,7 +81,6 @@ A, B = ShownVersion("a", "", 1), ShownVersion("b", "", 1)
 
 
 def table_of(samples: list[list[int]], *others: tuple[ShownVersion, list[list[int]]]) -> FileTable:
-    """A table with samples that are added one by one, from the last to the first."""
     table = FileTable(len(samples))
     for shown, column in ((A, samples), *others):
         for index in reversed(range(len(column))):

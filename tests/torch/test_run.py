@@ -49,7 +49,6 @@ def mounted(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Path]:
 def ended(
     *command: str | Path, environment: Mapping[str, str], code: int = 0
 ) -> subprocess.CompletedProcess[str]:
-    """Wait for a program's end. Asserts its exit code."""
     done = subprocess.run(
         command, env=environment, text=True, capture_output=True, timeout=DEADLINE_S, check=False
     )
@@ -142,7 +141,6 @@ print(json.dumps(seen))
 @pytest.mark.real_start
 @pytest.mark.fuse
 def test_the_mount_follows_the_reader_to_the_end(mounted: Path, tmp_path: Path) -> None:
-    """A report shows each loop."""
     page = tmp_path / "run.html"
     joined = run(*python(PLANNED), mounted, options=("--report", page))
     for streams in json.loads(joined.stdout):

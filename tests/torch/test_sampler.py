@@ -93,7 +93,6 @@ def stopped(sampler: ChunkShuffleSampler, batch: int, batches: int, workers: int
 
 
 def ranks(data: object, world: int, drop_last: bool, state: object) -> list[ChunkShuffleSampler]:
-    """The samplers of all ranks, resumed from a state."""
     made = [
         ChunkShuffleSampler(data, rank=rank, world=world, group_size=2, drop_last=drop_last)
         for rank in range(world)
@@ -145,7 +144,6 @@ def test_after_any_stops_and_changes_the_remaining_samples_are_read(
 
 
 def _part(sampler: ChunkShuffleSampler) -> Iterator[int]:
-    """All samples of the sampler's latest iteration."""
     again = copy.copy(sampler)
     again.load_state_dict(sampler.state_dict(received=0))
     return iter(again)

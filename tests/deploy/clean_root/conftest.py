@@ -39,7 +39,6 @@ class CleanRoot:
         self._packages = packages
 
     def __call__(self, script: str) -> str:
-        """Run the script, which must succeed. Returns its output."""
         namespaces = ["--mount", "--pid", "--fork", "--kill-child"]
         done = subprocess.run(
             ["unshare", *namespaces, "sh", "-c", START, "sh",
@@ -52,7 +51,6 @@ class CleanRoot:
 
 
 def _suite() -> str:
-    """The Debian release of this machine, and so of the clean system."""
     text = Path("/etc/os-release").read_text(encoding="utf-8")
     return next(
         line.partition("=")[2] for line in text.splitlines() if line.startswith("VERSION_CODENAME=")

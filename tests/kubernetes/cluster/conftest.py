@@ -43,14 +43,12 @@ def control_plane() -> Iterator[ControlPlane]:
 
 @pytest.fixture(scope="session")
 def client(control_plane: ControlPlane) -> Iterator[Client]:
-    """An administrator's client."""
     with control_plane.client() as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def installed(client: Client) -> None:
-    """The definitions, and the rights of the operator and the plugin."""
     install(client)
 
 
@@ -66,7 +64,6 @@ def resources(client: Client) -> Iterator[Resources]:
 
 @pytest.fixture
 def images() -> dict[str, Environment]:
-    """Images that have a shell and this tree's programs."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**program_environment(), "PATH": path}
     return {IMAGE: environment, OWN_IMAGE: environment}

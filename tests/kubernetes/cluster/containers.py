@@ -57,7 +57,6 @@ def translate(text: str, paths: Mapping[str, Path]) -> str:
 
 
 def secret_of(client: Client, name: str | None, namespace: str | None) -> dict[str, str]:
-    """The content of a Secret. Raises ApiError if there is none."""
     data = client.get(Secret, name or "", namespace=namespace).data or {}
     return {key: base64.b64decode(text).decode() for key, text in data.items()}
 
@@ -183,7 +182,6 @@ class PodVolumes:
     _published: dict[str, tuple[CsiDriver, CsiVolume]] = field(default_factory=dict)
 
     def make(self) -> None:
-        """Make the missing volumes. Raises VolumeError, ApiError."""
         assert self.pod.spec is not None
         for volume in self.pod.spec.volumes or []:
             if volume.name not in self.folders:

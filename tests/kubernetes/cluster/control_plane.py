@@ -189,7 +189,6 @@ class ControlPlane:
         assert program.is_running(), f"{name} has ended:\n{program.last_lines()}"
 
     def client(self, kubeconfig: Path | None = None) -> Client:
-        """A client with the rights of a kubeconfig: without one, an administrator's."""
         config = KubeConfig.from_file(kubeconfig or self.kubeconfig)
         return Client(config, timeout=Timeout(REQUEST_S), trust_env=False)
 
@@ -228,7 +227,6 @@ class ControlPlane:
 
 @contextlib.contextmanager
 def control_plane() -> Iterator[ControlPlane]:
-    """A control plane during the `with`, ready for pods. It leaves no process and no file."""
     with tempfile.TemporaryDirectory(prefix="kubernetes-") as folder:
         running = ControlPlane(Path(folder))
         try:
@@ -241,7 +239,6 @@ def control_plane() -> Iterator[ControlPlane]:
 
 
 def make_namespace(client: Client) -> str:
-    """Make a namespace that is ready for pods. Returns its name."""
     name = f"test-{uuid.uuid4().hex[:8]}"
     client.create(Namespace(metadata=ObjectMeta(name=name)))
     wait_for_service_account(client, name)

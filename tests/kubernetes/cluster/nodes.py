@@ -213,7 +213,6 @@ class _PodRun:
             self._leave.set()
 
     def abandon(self) -> None:
-        """Begin the end because the node ends."""
         self._grace_s = NODE_GRACE_S
         self._abandoned.set()
         self._leave.set()
@@ -349,7 +348,6 @@ def _has_ended(pod: Pod) -> bool:
 
 
 def _identity(pod: Pod) -> tuple[str, str, str]:
-    """The name, namespace and UID of a pod that the API server knows."""
     metadata = pod.metadata
     assert metadata is not None
     assert metadata.name

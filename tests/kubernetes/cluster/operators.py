@@ -132,20 +132,16 @@ class Resources:
         self.client.create(made, namespace=self.namespace)
 
     def dataset(self, name: str) -> Json:
-        """A Dataset; {} if it is gone."""
         return self._found(DatasetResource, name)
 
     def job(self, name: str) -> Json:
-        """A TrainingJob; {} if it is gone."""
         return self._found(TrainingJobResource, name)
 
     def dataset_in(self, phase: str, name: str, operator: Operator) -> Json:
-        """Wait until a Dataset is in a phase. Returns its status."""
         self.wait(lambda: text(self.dataset(name), "status", "phase") == phase, operator)
         return fields(self.dataset(name), "status")
 
     def job_in(self, phase: str, name: str, operator: Operator) -> Json:
-        """Wait until a TrainingJob is in a phase. Returns its status."""
         self.wait(lambda: text(self.job(name), "status", "phase") == phase, operator)
         return fields(self.job(name), "status")
 

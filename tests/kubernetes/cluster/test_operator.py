@@ -48,7 +48,6 @@ def store(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def archive(tmp_path: Path) -> Iterator[str]:
-    """The address of an archive with `FILES`."""
     with served_archive(tmp_path, "images.tar", FILES) as address:
         yield address
 
@@ -57,7 +56,6 @@ def archive(tmp_path: Path) -> Iterator[str]:
 def node(
     control_plane: ControlPlane, images: dict[str, Environment], tmp_path: Path
 ) -> Iterator[None]:
-    """A node that runs the pods of the operator's Jobs."""
     name = f"node-{tmp_path.name[-20:]}".replace("_", "-")
     with SimulatedNode(control_plane, name, tmp_path / "node", images):
         yield
@@ -100,7 +98,6 @@ def reason_of(status: Json) -> str:
 
 
 def dlcmd(store: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """The output of `dlcmd --json` for the repository."""
     return subprocess.run(
         [sys.executable, "-m", "dlcmd", "--json", f"--url=file://{store}", *arguments],
         env=program_environment(),
@@ -116,7 +113,6 @@ def job_names(resources: Resources) -> list[str]:
 
 
 def events_of_pets(resources: Resources) -> list[str]:
-    """The reasons of all events of the Dataset `pets`, sorted."""
     found = resources.client.list(
         Event, namespace=resources.namespace, fields={"involvedObject.name": "pets"}
     )

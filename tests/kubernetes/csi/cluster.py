@@ -34,7 +34,6 @@ VERBS = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}
 
 
 def rights() -> set[tuple[object, object]]:
-    """The rights of the plugin's Role: kinds of objects, and verbs."""
     access = read(KUBERNETES / "base/csi/access.yaml")
     (role,) = [each for each in access if each["kind"] == "Role"]
     return {
@@ -181,7 +180,6 @@ class ApiStandIn:
         pod["status"] = {"phase": "Running"}
 
     def _refresh(self, name: str) -> None:
-        """Report how a pod has ended, if it has."""
         process = self._processes.get(name)
         if process is None or process.poll() is None:
             return

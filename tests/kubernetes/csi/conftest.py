@@ -65,7 +65,6 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Plugin]:
 
 @pytest.fixture
 def own_plugin(tmp_path: Path) -> Iterator[Plugin]:
-    """A plugin for one test, which may kill it."""
     with clean_plugin(tmp_path / "plugin", tmp_path.parent.parent) as plugin:
         yield plugin
 
@@ -74,7 +73,6 @@ def own_plugin(tmp_path: Path) -> Iterator[Plugin]:
 def node_volumes(
     state: StateFolder, mounter: Mounter, limits: VolumeLimits
 ) -> Iterator[NodeVolumes]:
-    """The logic of a plugin, in this process; it ends idle mounts at once."""
     volumes = NodeVolumes(state, mounter, limits, idle_s=0, starts_max=2)
     try:
         yield volumes

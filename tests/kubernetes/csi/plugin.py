@@ -71,7 +71,6 @@ class Kubelet:
         self.call("Node/NodeUnpublishVolume", request, csi.NodeUnpublishVolumeResponse)
 
     def stats(self, target: Path) -> csi.NodeGetVolumeStatsResponse:
-        """The statistics and condition of a volume."""
         request = csi.NodeGetVolumeStatsRequest(volume_id="volume", volume_path=str(target))
         return self.call("Node/NodeGetVolumeStats", request, csi.NodeGetVolumeStatsResponse)
 
@@ -157,7 +156,6 @@ class Plugin:
         wait_until(lambda: not self.processes(), otherwise=lambda: f"run: {self.processes()}")
 
     def restart(self, number: signal.Signals = signal.SIGKILL) -> None:
-        """End the process, and start it again on the same state folder."""
         self.end(number)
         self.start()
 
@@ -166,7 +164,6 @@ class Plugin:
 def running_plugin(
     folder: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Plugin]:
-    """Start a plugin, and end it also if the test fails."""
     folder.mkdir(exist_ok=True)
     plugin = Plugin(folder, options, environment or {})
     plugin.start()

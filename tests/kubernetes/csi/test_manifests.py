@@ -22,7 +22,6 @@ def of_kind(kind: str, folder: Path = BASE) -> Json:
 
 
 def pods_in(manifest: Json) -> Iterator[Json]:
-    """The specifications of pods at any depth of an object."""
     for key, value in manifest.items():
         if key == "spec" and isinstance(value, dict) and "containers" in value:
             yield value

@@ -48,7 +48,6 @@ def state(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def plugin_in(folder: Path, cluster: ApiStandIn, url: str) -> Iterator[NodeVolumes]:
-    """The logic of a plugin with pods as mounts, in this process."""
     state = StateFolder(folder)
     with cluster.client() as client:
         mounter = PodMounter(state, client, OPTIONS)

@@ -40,7 +40,6 @@ def capability(**more: object) -> csi.VolumeCapability:
 
 
 def status(plugin: Plugin, method: str, **fields: object) -> grpc.StatusCode:
-    """The status with which a call of Node ends."""
     request = getattr(csi, f"{method}Request")(**fields)
     try:
         plugin.kubelet.call(f"Node/{method}", request, getattr(csi, f"{method}Response"))
@@ -55,7 +54,6 @@ def status(plugin: Plugin, method: str, **fields: object) -> grpc.StatusCode:
 
 @pytest.fixture
 def folder(plugin: Plugin, tmp_path: Path) -> Path:
-    """A folder for targets, with a link to the plugin's own folder."""
     (tmp_path / "to_state").symlink_to(plugin.state)
     return tmp_path
 

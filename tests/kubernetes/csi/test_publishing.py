@@ -28,7 +28,6 @@ Code = grpc.StatusCode
 def refused(
     code: grpc.StatusCode, call: Callable[P, object], *args: P.args, **more: P.kwargs
 ) -> str:
-    """The message of a call that ends with this status."""
     with pytest.raises(grpc.RpcError) as error:
         call(*args, **more)
     assert isinstance(error.value, grpc.Call)
@@ -37,7 +36,6 @@ def refused(
 
 
 def daemon(target: Path) -> int:
-    """The process of the mount that a target shows."""
     return int(json.loads((target / ".diesel/stats").read_text())["pid"])
 
 

@@ -64,7 +64,6 @@ class MeasuredNode:
         wait_until(lambda: not MountTable.read(self.state).roots)
 
     def publish(self, name: str = "mount", *, namespace: str = "team", **attributes: str) -> Path:
-        """Publish `pets` to a pod of a namespace. Returns the target."""
         target = self.folder / name
         publish(self.volumes, target, {POD_NAMESPACE: namespace, **attributes})
         return target
@@ -193,7 +192,6 @@ def client(cluster: ApiStandIn) -> Iterator[Client]:
 
 
 def report_in(cluster: ApiStandIn, node: str = "node-1") -> NodeReport:
-    """The report of a node as the operator reads it."""
     return parse_config_map(cluster.objects["configmaps", report_name(node)])
 
 

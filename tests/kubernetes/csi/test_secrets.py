@@ -19,7 +19,6 @@ pytestmark = MOUNTS_AS_ROOT
 
 @pytest.fixture(scope="module")
 def users(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Credentials]]:
-    """The URL of a server, and the account `trainer` on it."""
     folder = tmp_path_factory.mktemp("served")
     url = (folder / "store").as_uri()
     credentials = new_repository(url, "trainer")["trainer"]

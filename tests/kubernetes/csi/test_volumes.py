@@ -25,7 +25,6 @@ NODE_KEY = b"k" * 32
 def parsed(
     attributes: dict[str, str], secrets: dict[str, str] | None = None, limits: VolumeLimits = LIMITS
 ) -> Volume:
-    """The volume with some attributes, and a dataset if they name none."""
     return parse_volume({"dataset": "pets", **attributes}, secrets or {}, limits)
 
 

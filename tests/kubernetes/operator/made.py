@@ -59,7 +59,6 @@ def dataset(
 
 
 def training_job(spec: Json | None = None, status: TrainingStatus | None = None) -> TrainingObject:
-    """A TrainingJob of two pods that read `pets`."""
     container: Json = {"name": "train", "image": "image", "command": ["train"]}
     given: Json = {
         "replicas": 2,
@@ -75,12 +74,10 @@ def training_job(spec: Json | None = None, status: TrainingStatus | None = None)
 
 
 def view(job: Json, pods: Sequence[Json] = ()) -> JobView:
-    """A Job of the API, and its pods."""
     return view_of_job(decode(Job, job), [decode(Pod, each) for each in pods])
 
 
 def ended(job: Json, report: Json, *, failed: bool = False) -> JobView:
-    """A Job that the operator has made, after its end."""
     return replace(
         view(job),
         succeeded=not failed,
@@ -100,7 +97,6 @@ def decided(
     now_s: float = NOW_S,
     reports: Sequence[NodeReport] = (),
 ) -> DatasetDecision:
-    """The decision on a Dataset in a cluster with these Jobs and readers."""
     readers = tuple(decode(Pod, each) for each in pods)
     holdings = ReportedHoldings(reports, now_s)
     situation = DatasetSituation(seen, tuple(jobs), readers, progress, now_s, 10.0, holdings)

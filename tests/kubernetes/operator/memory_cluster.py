@@ -41,7 +41,6 @@ class ManualClock:
 
 
 def refusal(code: int, message: str) -> ApiError:
-    """The API server's answer to a request that it refuses."""
     request = httpx2.Request("PUT", "http://x")
     content = {"code": code, "message": message}
     return ApiError(request=request, response=httpx2.Response(code, json=content, request=request))
@@ -62,7 +61,6 @@ class MemoryCluster(Cluster):
         self.calls: Counter[str] = Counter()
 
     def put(self, raw: Json) -> None:
-        """Make an object as a user does."""
         self.versions += 1
         metadata = {**fields(raw, "metadata"), "resourceVersion": str(self.versions)}
         name = str(metadata["name"])
@@ -143,7 +141,6 @@ class MemoryCluster(Cluster):
         self.put({**there, **change})
 
     def mark_deleted(self, kind: str, name: str) -> None:
-        """Delete an object as a user does."""
         there = self.objects[kind, name]
         metadata = {**fields(there, "metadata"), "deletionTimestamp": "2026-01-01T00:00:00Z"}
         self.put({**there, "metadata": metadata})
@@ -175,7 +172,6 @@ class MemoryCluster(Cluster):
                 self.put({"kind": "Pod", "metadata": metadata, "status": state})
 
     def set_pods(self, phase: str) -> None:
-        """All pods of TrainingJobs are in a phase."""
         for (kind, _), each in list(self.objects.items()):
             if kind == "Pod" and "operator.diesel-fs.dev/rank" in texts(each, "metadata", "labels"):
                 self.put({**each, "status": {"phase": phase}})

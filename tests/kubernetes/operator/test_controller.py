@@ -48,7 +48,6 @@ async def life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
 
 
 async def short_life_of_a_dataset(cluster: MemoryCluster) -> list[object]:
-    """A Dataset that is deleted in the middle of its preparation."""
     cluster.put(dataset({"reclaimPolicy": "Delete"}).raw)
     await settle(cluster, PETS)
     return await deletion(cluster)
@@ -63,7 +62,6 @@ def put_job(cluster: MemoryCluster, restarts: int = 0) -> None:
 
 
 async def life_of_a_job(cluster: MemoryCluster) -> list[object]:
-    """A TrainingJob from its creation, over a restart, to its end."""
     put_job(cluster, restarts=1)
     await settle(cluster, TRAIN)
     key = at(cluster.objects["Secret", "train-task-0"], "stringData", "taskKey")
@@ -102,7 +100,6 @@ async def test_the_end_is_the_same_wherever_the_controller_is_killed(
 
 
 async def tried(cluster: MemoryCluster) -> Json:
-    """The status of the TrainingJob after the operator has tried twice."""
     controller = Reconciler(cluster, DEFAULTS, clock=ManualClock())
     for _ in range(2):
         with suppress(Exception):  # the queue logs it, and tries again
@@ -116,7 +113,6 @@ def made(status: Json) -> tuple[str, str]:
 
 
 async def check_goes_on(cluster: MemoryCluster) -> None:
-    """Nothing hinders the job any more: all objects are made."""
     cluster.forbidden.clear()
     await settle(cluster, TRAIN)
     assert made(await tried(cluster)) == ("True", "AllMade")

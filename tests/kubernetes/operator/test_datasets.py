@@ -23,7 +23,6 @@ def after(seen: DatasetObject, status: DatasetStatus) -> DatasetObject:
 
 
 def started(spec: Json | None = None) -> tuple[DatasetObject, Json]:
-    """A Dataset after its first Job was made, and that Job."""
     seen = dataset(spec)
     decision = decided(seen)
     (job,) = decision.create

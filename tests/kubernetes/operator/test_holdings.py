@@ -53,27 +53,23 @@ held_datasets = st.builds(
 
 
 def held(share: int, disk: int = 0, *, version: int = 7, used: bool = False) -> HeldDataset:
-    """The share of `pets` on a node, for pods of its namespace."""
     return HeldDataset("default", IDENTITY, version, share, disk, used)
 
 
 def report(
     node: str, *datasets: HeldDataset, complete: bool = True, at_s: float = NOW_S
 ) -> NodeReport:
-    """The report of a node."""
     return make_report(node, at_s, datasets, is_complete=complete)
 
 
 def nodes_of(
     *reports: NodeReport, status: Json = READY, pods: Sequence[Json] = (), now_s: float = NOW_S
 ) -> list[Json]:
-    """The nodes in the status of `pets` after these reports."""
     decision = decided(dataset(status=status), pods=pods, now_s=now_s, reports=reports)
     return [encode(each) for each in decision.status.nodes or ()]
 
 
 def measured(name: str, state: str, share: int, disk: int, *, keeps: bool) -> Json:
-    """A node of a status that was measured."""
     return {
         "name": name, "state": state, "share": share, "keeps": keeps, "diskShare": disk,
         "measured": True,
@@ -236,7 +232,6 @@ class Operated:
         self.cluster.put(config_map(given, "diesel-system", None))
 
     async def shares(self) -> list[object]:
-        """The nodes of `pets` and their shares, after all Datasets were handled."""
         for key in (PETS, OTHERS):
             await self.controller.handle(key)
             await self.controller.handle(key)

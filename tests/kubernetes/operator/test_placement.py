@@ -23,7 +23,6 @@ NAMES = [f"node-{number}" for number in range(6)]
 
 
 def node(name: str, free: int, cpu: int = 8, preemptible: int = 0) -> NodeState:
-    """A node with free bytes, beside the preemptible ones."""
     return NodeState(
         name=name,
         hostname=name,

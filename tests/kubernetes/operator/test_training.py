@@ -39,7 +39,6 @@ def decided(
     pods: Sequence[Json] = (),
     nodes: Sequence[NodeState] | None = NODES,
 ) -> TrainingDecision:
-    """The decision on a TrainingJob of two pods."""
     found = {each.name: each for each in datasets}
     given = tuple(decode(Pod, each) for each in pods)
     there = None if nodes is None else tuple(nodes)
@@ -59,7 +58,6 @@ def pods_of(decision: TrainingDecision) -> list[Json]:
 
 
 def names(status: TrainingStatus) -> list[str]:
-    """The nodes in the order of their scores."""
     return [each.name for each in status.nodes or ()]
 
 

@@ -47,7 +47,6 @@ class Bench:
         return answer
 
     def settle(self) -> list[int]:
-        """Report all decisions as done. Returns the entries pushed, in order."""
         pushed: list[int] = []
         for _ in range(1000):
             match self.residency.next(self.now_s):
@@ -236,7 +235,6 @@ def test_N3_a_hostile_list_of_importances_changes_nothing(change: Message, match
 
 
 def nested(depth: int) -> Message:
-    """A message of `depth` nested maps."""
     found: Message = {}
     for _ in range(depth):
         found = {"a": found}
@@ -419,7 +417,6 @@ def test_check_queries_the_kernel_about_pushed_files_that_are_not_watched(bench:
 
 
 def bits_of(answer: Message) -> list[bool]:
-    """The bits of an answer, as CONTROL.md describes them."""
     bitmap, count = answer["bitmap"], answer["count"]
     assert isinstance(bitmap, bytes)
     assert isinstance(count, int)

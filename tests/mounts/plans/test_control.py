@@ -45,7 +45,6 @@ def at(tmp_path_factory: pytest.TempPathFactory, session: str) -> Iterator[Path]
 
 @pytest.fixture
 def control(at: Path) -> Iterator[Control]:
-    """A connection to a mount that takes plans."""
     with Control.connect(at) as made:
         yield made
 
@@ -207,7 +206,6 @@ def test_S6_another_user_gets_no_answer(at: Path) -> None:
 
 @pytest.fixture
 def empty(tmp_path: Path, session: str) -> MountRequest:
-    """A request for a dataset without files."""
     url = (tmp_path / "store").as_uri()
     put(url, {})
     return MountRequest(

@@ -63,7 +63,6 @@ class Client:
                 await self.stream.send_eof()
 
     async def answer(self) -> Message | None:
-        """The next message; None if the connection has ended."""
         try:
             length = await self._received(LENGTH.size)
             return unpack(await self._received(*LENGTH.unpack(length))) if length else None
@@ -88,7 +87,6 @@ class Client:
         return found
 
     async def is_served(self) -> None:
-        """Assert that this new connection works."""
         progress = framed({"do": "progress", "stream": "nobody", "position": 1})
         await self.send(HELLO, progress, STATS)
         hello, refused, answer = [await self.answer() for _ in range(3)]
@@ -135,7 +133,6 @@ class ServedSocket:
             yield Client(stream)
 
     async def _work(self) -> None:
-        """Answer messages as the worker does."""
         stream = trio.SocketStream(trio.socket.from_stdlib_socket(self._theirs))
         decoder = MessageDecoder()
         async for received in stream:

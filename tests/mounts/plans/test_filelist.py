@@ -179,7 +179,6 @@ def at(tmp_path: Path, session: str) -> Iterator[Path]:
 
 
 def expected(at: Path, epoch: int, rank: int = 0, world: int = 1) -> bytes:
-    """The list of an epoch, made from the snapshot."""
     view = Snapshot((at / ".diesel/snapshot").read_bytes())
     order = chunk_shuffle(view, SEED, epoch, group_size=GROUP, rank=rank, world=world)
     return b"".join(path + b"\n" for path in view.paths(order))

@@ -37,7 +37,6 @@ class Stored:
     store: Path
 
     def place(self, content: bytes) -> tuple[Path, int]:
-        """The chunk in which these bytes lie, and their place in it."""
         for path in self.store.glob("datasets/*/chunks/*/*"):
             if (at := path.read_bytes().find(content)) >= 0:
                 return path, at
@@ -138,7 +137,6 @@ def test_a_damaged_entry_is_EIO_and_its_neighbours_are_whole(
 def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
     stored: Stored, session: str, tmp_path: Path
 ) -> None:
-    """When the store is mended, the entry can be read again."""
     with mounted_anew(stored, tmp_path, session, pushes=False) as at:
         with stored.damaged(stored.contents[DAMAGED]):
             command = [sys.executable, "-I", "-S", "-c", MAP, str(at / DAMAGED)]
@@ -203,7 +201,6 @@ def open_files(pid: int) -> list[str]:
 
 
 def started_reader(command: list[str], path: Path) -> subprocess.Popen[bytes]:
-    """A reader that has the file open, and waits for its content."""
     started = subprocess.Popen(command, stdout=subprocess.PIPE)
     wait_until(lambda: str(path) in open_files(started.pid))
     wait_until(lambda: state_of(started.pid) in "DS")

@@ -38,7 +38,6 @@ def fuse(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveMount]:
 
 @pytest.fixture(scope="module")
 def native(fuse: LiveMount) -> Iterator[LiveMount]:
-    """A native mount of the same folder."""
     with mounting(fuse.source, fuse.at.parent / "native", "native", allow_other=True) as mounted:
         yield mounted
 

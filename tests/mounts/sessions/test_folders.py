@@ -44,7 +44,6 @@ class Folder:
         self._stream = ctypes.c_void_p(libc.fdopendir(os.open(path, os.O_RDONLY)))
 
     def read(self) -> bytes:
-        """The next name; empty at the end."""
         found = libc.readdir(self._stream)
         return bytes(found.contents.name) if found else b""
 
@@ -75,7 +74,6 @@ SERVER_BYTES_MAX = 32 << 20
 def many(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, session: str
 ) -> Iterator[tuple[Path, list[bytes]]]:
-    """A folder of `count` entries, without files behind them, and their names."""
     base, count = tmp_path_factory.mktemp("many"), request.param
     (base / "source").mkdir()
     with mounting(base / "source", base / "mount", session, dataset=f"{MANY}{count}") as mounted:

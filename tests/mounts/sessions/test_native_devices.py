@@ -120,7 +120,6 @@ def test_a_kernel_without_native_mounts_gives_an_error(
 def test_loop_devices_end_with_a_mount_whose_processes_were_killed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`umount` of the dead mount frees them."""
     monkeypatch.setenv(KERNEL, "no-file-mounts")
     with mounting(source, tmp_path / "mount", "native") as mounted:
         for pid in Processes.of(mounted.at)[:2]:

@@ -68,7 +68,6 @@ def path_of(mounted: LiveMount, number: int) -> Path:
 
 
 def read_resident(mounted: LiveMount) -> None:
-    """Read the resident files, or check that they can be read."""
     for number in RESIDENT:
         assert path_of(mounted, number).read_bytes() == content_of(number)
 
@@ -78,7 +77,6 @@ def resident_paths(mounted: LiveMount) -> list[Path]:
 
 
 def outcomes(*calls: tuple[str, Path]) -> list[str]:
-    """The errno of each call, made by another process, which must end in time."""
     arguments = json.dumps([(name, str(path)) for name, path in calls])
     command = [sys.executable, "-I", "-S", "-c", TRY, arguments]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=CALL_S)

@@ -125,7 +125,6 @@ class Device:
 
 @pytest.fixture
 async def device(source: Path) -> AsyncIterator[Device]:
-    """A session over a small folder, which does not show its log of bad requests."""
     (source / "link").symlink_to("a")
     (source / "folder").mkdir()
     logging.disable(logging.CRITICAL)
@@ -188,7 +187,6 @@ async def test_a_read_that_is_held_waits_for_the_prefetch_worker(device: Device)
 
 
 async def test_garbage_is_dropped(device: Device) -> None:
-    """Bytes that are no request get no reply."""
     noise = random.Random(4)
     for _ in range(500):
         await device.send(noise.randbytes(noise.choice([1, 4, 39, 40, 41, 80, 1000])))

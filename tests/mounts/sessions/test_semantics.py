@@ -108,7 +108,6 @@ def requests(mounted: LiveMount) -> Counter[str]:
 
 
 def requests_of_statistics(mounted: LiveMount) -> Counter[str]:
-    """The number of requests that `requests` itself causes."""
     before = requests(mounted)
     return requests(mounted) - before
 
@@ -209,7 +208,6 @@ _FIEMAP = struct.Struct("=QQLLLL")  # start, length, flags, extents found, room 
 
 
 def answer(call: Callable[P, object], *args: P.args, **named: P.kwargs) -> object:
-    """The result of a call, or the name of its errno."""
     try:
         return call(*args, **named)
     except OSError as error:
@@ -258,7 +256,6 @@ def test_H13_statfs_is_plausible(tree: LiveMount, session: str) -> None:
 
 
 def test_H15_inode_numbers_are_unique_and_stable(tree: LiveMount) -> None:
-    """They are unique, stable and not 0; each entry has one link; `..` leads to the parent."""
     found = {path: os.lstat(tree.at / path) for path in everything_below(tree.at)}
     numbers = [each.st_ino for each in found.values()]
     assert 0 not in numbers

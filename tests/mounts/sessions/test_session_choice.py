@@ -47,7 +47,6 @@ def mounted_as(place: Path, session: str, *by: str) -> tuple[dict[str, object], 
 
 
 def notes(found: dict[str, object]) -> str:
-    """The only note on the session."""
     values = found["session_notes"]
     assert isinstance(values, list)
     (value,) = values

@@ -62,29 +62,23 @@ class FollowedMount:
         return cast("dict[str, object]", self.stats()["follow"])
 
     def residency(self) -> Counter[str]:
-        """The numbers in the worker's statistics, also those of its reads of the store."""
         found = figures(self.stats(), "residency")
         store = cast("dict[str, int]", found.get("store", {}))
         return Counter({k: v for k, v in {**found, **store}.items() if isinstance(v, int)})
 
     def retired_versions(self) -> list[object]:
-        """The versions that the mount still answers from, without the current one."""
         return cast("list[object]", self.follow()["retired_versions"])
 
     def wait_for_retirement(self) -> None:
-        """Wait until the mount answers from the current version alone."""
         wait_until(lambda: self.retired_versions() == [])
 
     def wait_for(self, version: int) -> None:
-        """Wait until the mount has switched to a version, and the kernel knows it."""
         wait_until(lambda: self.follow()["told"] == version)
 
     def change(self, files: dict[str, bytes], gone: tuple[str, ...] = ()) -> None:
-        """Delete and put files, and wait until the mount shows the change."""
         self.wait_for(self.put(files, gone))
 
     def put_together(self, files: Mapping[str, bytes]) -> None:
-        """Put files by one commit, and wait until the mount shows them."""
         with self.connected() as dataset:
             for path, content in files.items():
                 dataset.put(content, path)
@@ -95,7 +89,6 @@ class FollowedMount:
         return sum(text in line for line in self.log.read_text().splitlines())
 
     def read_bytes(self) -> int:
-        """The bytes of READs that have reached the mount."""
         return figures(self.stats(), "reads")["bytes"]
 
     def snapshot(self) -> Snapshot:
@@ -126,7 +119,6 @@ FILES = {
 def begin(
     folder: Path, session: str, url: str = "", credentials: Credentials | None = None
 ) -> FollowedMount:
-    """A new dataset, not mounted yet, by default in a repository in the folder."""
     at, log = folder / "mount", folder / "log"
     at.mkdir()
     url = url or (folder / "store").as_uri()

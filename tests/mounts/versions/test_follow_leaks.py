@@ -57,7 +57,6 @@ ROOM = Figures(10, 10, 30, 16 << 10)
 
 
 def master_of(runtime: Path) -> int:
-    """The process ID of the only master with a socket in this runtime folder."""
     [place] = runtime.glob("diesel/tasks/*/0/socket")
     with socket.socket(socket.AF_UNIX) as link:
         connect_unix(link, str(place))
@@ -82,7 +81,6 @@ def processes_of(followed: FollowedMount, runtime: Path) -> dict[str, int]:
 
 
 def switch(followed: FollowedMount, number: int) -> None:
-    """Make the mount switch to another version, and read all of it."""
     changed = noise(number, CHANGED_BYTES)
     followed.change({"changed": changed})
     for path, content in {**FILES, "changed": changed}.items():

@@ -227,7 +227,6 @@ def test_resident_files_survive_a_switch_without_the_store(prepared: FollowedMou
 
 
 def umount_by_system(at: Path, pid: int) -> None:
-    """By umount(8), which takes one tree at a time, and may find it in use for a moment."""
     command = ["umount", "--recursive", str(at)]
     wait_until(lambda: subprocess.run(command, check=False).returncode == 0 or not mounts_below(at))
 

@@ -76,8 +76,7 @@ def test_no_process_hangs_when_one_of_the_mount_is_killed_during_a_switch(
     prepared: FollowedMount, moment: str, victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed after a part of the notifications, and the server sends the rest for the worker;
-    or while there are two trees. Then one umount takes all away.
-    """
+    or while there are two trees. Then one umount takes all away."""
     followed = prepared
     put(followed.url, many_names(3000, "a"))
     monkeypatch.setenv(DIES, victim)

@@ -48,7 +48,6 @@ def prepared(server: ServerWithRedis, tmp_path: Path, session: str) -> FollowedM
 
 @pytest.fixture
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache folder of this test, as a new node has."""
     cache = tmp_path / "cache"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     return cache
@@ -66,7 +65,6 @@ def check_pages_stay(prepared: FollowedMount, number: int) -> None:
 
 
 def check_following(prepared: FollowedMount) -> None:
-    """Open files stay, names lead to the new version, pages of unchanged files stay."""
     at = prepared.at
     assert (at / "kept").read_bytes() == FILES["kept"]
     node = os.stat(at / "kept").st_ino

@@ -241,7 +241,6 @@ async def test_S2_replayed_and_reflected_proofs_are_rejected(node: Node) -> None
 
 
 async def test_S1_S2_an_acceptor_without_the_secret_gets_no_requests() -> None:
-    """It sends the connector's own proof back."""
     got = []
 
     async def echo(stream: trio.SocketStream) -> None:
@@ -276,7 +275,6 @@ async def test_F7_a_connector_without_a_hello_has_five_seconds(
 
 
 async def test_F7_slow_loris_a_byte_a_second_is_late(node: Node, jumping_clock: MockClock) -> None:
-    """`test_data_plane.py` has the same law for requests."""
     raw_peer = await open_raw(node.port)
     begun_s = trio.current_time()
     with suppress(trio.BrokenResourceError):

@@ -89,7 +89,6 @@ def greeted(port: int) -> RawTls:
 
 
 def authenticated(port: int) -> RawTls:
-    """A client's connection after its handshake."""
     raw = greeted(port)
     nonce, binding = raw.exactly(NONCE_BYTES), certificate_digest(raw.peer_certificate)
     raw.send(hello(me(0), nonce, binding, is_client=True))

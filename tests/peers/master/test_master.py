@@ -128,7 +128,6 @@ class Task:
         self.dataset.flush()
 
     def whole(self, snapshot: Snapshot, chunk: int) -> bytes:
-        """A chunk as it lies in the store, read past all counters."""
         name = chunk_object(snapshot.identity, snapshot.chunk_ids[chunk])
         return bytes(self.reads.inner.get(name))
 
@@ -170,7 +169,6 @@ class Task:
 
     @asynccontextmanager
     async def nodes(self, count: int, policy: str = "lru") -> AsyncIterator[list[Master]]:
-        """The masters of all nodes of a world, which know each other."""
         async with AsyncExitStack() as stack:
             made = [self.node(rank, world=count, policy=policy) for rank in range(count)]
             found = [await stack.enter_async_context(each) for each in made]
@@ -178,7 +176,6 @@ class Task:
             yield found
 
     def kill(self, rank: int) -> None:
-        """End a node's master at once. It is still registered."""
         self._lives[rank].cancel()
 
     async def check(self, node: Master, *, given: bool = True) -> Counter[int]:
@@ -369,7 +366,6 @@ async def test_C3_all_members_take_over_a_new_secret(task: Task) -> None:
     afterwards."""
 
     async def is_given(node: Master, rank: int) -> bool:
-        """Whether another node gives a chunk; for a moment their owners may differ."""
         return (await task.check(node, given=False))[rank] > 0
 
     async with task.node(0) as a, task.node(1) as b:

@@ -26,7 +26,6 @@ def listening_at(
     peers: Sequence[str] = (),
     url: RepositoryUrl = FILE,
 ) -> tuple[str, int]:
-    """The address at which a node with these options listens."""
     request = TaskRequest(listen=listen, advertise=advertise, peers=tuple(peers), url=url.full_url)
     return listen_address(request, rank, world)
 

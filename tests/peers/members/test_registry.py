@@ -59,7 +59,6 @@ def alone() -> Iterator[RedisPlace]:
 
 @pytest.fixture
 def breakable(tmp_path: Path) -> Iterator[tuple[RedisServer, RedisPlace]]:
-    """A Redis that only this test uses."""
     with RedisServer(tmp_path / "redis") as server, redis_place(server) as found:
         yield server, found
 

@@ -199,7 +199,6 @@ class Model:
             self.order.append((pinner, number, inode))
 
     def unpin(self, pinner: int, number: int) -> None:
-        """Unpin the first memory that this pinner has of the chunk number."""
         for each in self.order:
             if each[:2] == (pinner, number):
                 self.order.remove(each)

@@ -76,7 +76,6 @@ class Shelf:
     async def cache(
         self, chunks: int | None, disk: DiskTier | None = None, policy: str = "lru"
     ) -> AsyncIterator[NodeCache]:
-        """A cache with memory for these chunks and a disk, after it has scanned the folder."""
         disk = disk or self.tier()
         cache = make_cache(self.source, self.memory(chunks), policy=policy, disk=disk)
         async with running(cache):
@@ -85,7 +84,6 @@ class Shelf:
 
     @asynccontextmanager
     async def full_cache(self, disk: DiskTier) -> AsyncIterator[NodeCache]:
-        """A stopped cache that has read all chunks: all its chunks are in memory."""
         cache = make_cache(self.source, self.room(3 * CHUNKS), disk=disk)
         try:
             async with run_cache(cache):
@@ -114,7 +112,6 @@ class Shelf:
         return files(self.place)
 
     def on_disk(self) -> set[int]:
-        """The whole chunks on the disk, as another process sees them."""
         tier = self.tier()
         found = set()
         for number in range(CHUNKS):
@@ -131,7 +128,6 @@ def shelf(tmp_path: Path) -> Shelf:
 
 
 async def settled(cache: NodeCache) -> None:
-    """Wait until all queued chunks are on the disk."""
     await soon(lambda: not cache.stats()["disk_queued_bytes"] and cache.stats()["disk_looks"] > 0)
 
 
@@ -257,7 +253,6 @@ def plane_reads(cache: NodeCache, chunk: int, most: int = 1000) -> int:
 
 
 def open_files(place: Path) -> list[str]:
-    """The names of the files of a cache's folder that this process has open."""
     found = []
     for number in os.listdir("/proc/self/fd"):
         with suppress(FileNotFoundError):
@@ -666,7 +661,6 @@ async def test_if_jobs_use_all_of_the_folder_a_newcomer_reads_past_it(shelf: She
 
 
 def used_s(place: Path) -> float:
-    """When the only dataset of a folder was last used."""
     [used] = place.glob("*/*/.used")
     return used.stat().st_mtime
 

@@ -95,7 +95,6 @@ async def test_without_a_plan_every_decision_is_that_of_lru(simulated_time: Mock
 
 @pytest.fixture
 async def cache() -> AsyncIterator[NodeCache]:
-    """Make a cache with six chunks, and room for two of them."""
     source, cost = ChunkSource(range(6), 2000), costs()
     cost.latency_s = 0.05  # four reads cost as much as to fetch two chunks
     made = make_cache(source, 2 * len(source.contents[5]), policy="plan", costs=cost)

@@ -38,7 +38,6 @@ def future_of(ledger: Ledger, orders: Sequence[Sequence[int]]) -> ChunkFuture:
 def filled(
     here: set[int], owned: set[int], pinned: set[int], *, free_bytes: int = 0, policy: str = "lru"
 ) -> tuple[Ledger, Replacement]:
-    """A memory that is full with these chunks but for `free_bytes`."""
     budget = sum(100 + 10 * each for each in here) + free_bytes
     ledger, _ = make_ledger([*range(COUNT)], budget, policy=policy)
     ledger.set_owned(mask(owned))

@@ -73,7 +73,6 @@ class FakeCache:
         self.values = values
 
     def next_chunks(self) -> set[int]:
-        """The chunks that some reader reads next."""
         assert self.future is not None
         chunks = np.arange(len(self.future.uses))
         return {*chunks[self.future.uses.next_time(chunks) == self.future.uses.now].tolist()}
@@ -100,7 +99,6 @@ class Receiver:
 
 @pytest.fixture
 async def here(view: Snapshot) -> AsyncIterator[Receiver]:
-    """A receiver with a running plan."""
     made = Receiver(view)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(made.plan.run)
@@ -365,7 +363,6 @@ async def test_after_any_failures_the_receiver_has_the_whole_plan(
     values = np.zeros(view.chunk_count, np.float32)
 
     def news(most: int) -> bool:
-        """Whether the receiver has the whole plan after at most `most` messages."""
         plan = Announcement(streams, lambda epoch: by_digest.get(epoch.digest), values, held)
         talk = publisher.news(plan)
         status: int | None = TAKEN

@@ -87,7 +87,6 @@ class PatientBreaker(PeerBreaker):
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> PeerBreaker:
-    """The breaker of a link that waits without end."""
     monkeypatch.setattr(owner_link, "CONNECT_WAIT_S", PATIENCE_S)
     monkeypatch.setattr(owner_link, "_SEND_WAIT_S", PATIENCE_S)
     return PatientBreaker()
@@ -126,7 +125,6 @@ def linked(
 
 
 def read(link: OwnerLink, *records: Part) -> bytes | None:
-    """The bytes of parts that are all given; None if they are not."""
     size = sum(each[2] for each in records)
     parts = np.array(records, "<u4")
     pending = link.begin(parts, size)
@@ -142,7 +140,6 @@ SOME = (3, 5, 40), (1, 0, 7)
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:
-    """Run `work` in threads, and raise the error of any of them."""
     with ThreadPoolExecutor(count) as threads:
         for _ in threads.map(work, range(count), timeout=2 * PATIENCE_S):
             pass

@@ -186,7 +186,6 @@ def test_no_whole_chunk_is_copied_into_private_memory(client: Client, master: Fa
     small = view.lookup_many([name.encode() for name in FILES if name.startswith("n")])
 
     def read_few(seed: int) -> None:
-        """Read too few for whole chunks to pay."""
         few = np.random.default_rng(seed).choice(small, 6, replace=False)
         for index, content in zip(few.tolist(), reader.read_many(few), strict=True):
             assert content == FILES[view.path(index).decode()]
@@ -303,7 +302,6 @@ def test_abandoned_reads_keep_their_connections_and_mix_no_answers(
 
 @pytest.fixture
 def quick_store(client: Client) -> Iterator[TaskStore]:
-    """A store that reports unmapped chunks to the master often."""
     made = TaskStore(client.inner, client.path, client.view, heartbeat_s=0.02)
     yield made
     made.close()
@@ -445,7 +443,6 @@ def test_F2_many_threads_wait_for_a_master_that_hangs_once(
     monkeypatch.setattr(task_chunks, "PIN_COST_S", 1e9)  # pinning does not pay
 
     def read_times_s() -> list[float]:
-        """How long each of 8 threads took for a read, ordered."""
         took: list[float] = []
 
         def read(seed: int) -> None:
@@ -470,7 +467,6 @@ def test_F2_many_threads_wait_for_a_master_that_hangs_once(
 
 
 def is_used(client: Client, master: FakeMaster, since: int = 0) -> bool:
-    """Whether the master gets requests for parts."""
     client.check_parts(3)
     return READ in master.kinds()[since:]
 

@@ -25,7 +25,6 @@ def owner_of_all(client: Client, rank: int) -> FakeOwner:
 
 @pytest.fixture
 def owner(client: Client, master: FakeMaster) -> Iterator[FakeOwner]:
-    """Another node, which owns all chunks."""
     with owner_of_all(client, OTHER) as made:
         master.set_owners(dict.fromkeys(client.chunks, OTHER), made)
         yield made

@@ -133,7 +133,6 @@ class Client:
     def train(
         self, *command: str | Path, joined: bool, memory: str = "256M", flags: Sequence[str] = ()
     ) -> Training:
-        """Run a command of the clients' environment to its end, on a fresh mount."""
         self._dlcmd("mount", "--memory", memory, "pets", self.mount)
         seen = self._folder / "seen"
         try:
