@@ -111,8 +111,8 @@ def test_K2_behind_a_server_only_its_clock_counts(
         assert "ahead of the repository's" in result.err
         assert objects(dlcmd.store) == before
     with Server(tmp_path / "right", "--store", url) as server:
-        result = by_clock("2099-01-01 00:00:00", "put", source, "pets", "--url", server.url)
-        assert result.returncode == 0, result.stderr
+        ahead = by_clock("2099-01-01 00:00:00", "put", source, "pets", "--url", server.url)
+        assert ahead.returncode == 0, ahead.stderr
     with LocalRepository.open(url) as repository:
         chunk = repository.view("pets").chunk_ids[-1]
         assert abs(id_seconds(chunk) - time.time()) < 3600

@@ -60,11 +60,11 @@ def view(dlcmd: Dlcmd, tmp_path: Path) -> Iterator[Snapshot]:
 
 
 def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot) -> None:
-    printed: Printed = json.loads(
+    parsed: Printed = json.loads(
         dlcmd("forecast", "pets", *SIZES, "--ranks", "2", "--json").out.splitlines()[-1]
     )
-    assert (printed["files"], printed["bytes"]) == (view.file_count, view.byte_count)
-    rows = printed["forecasts"]
+    assert (parsed["files"], parsed["bytes"]) == (view.file_count, view.byte_count)
+    rows = parsed["forecasts"]
     names = [(row["shuffle"], row["policy"]) for row in rows]
     assert names == [(order, name) for order in ("full", "chunk") for name in NAMES]
     assert {row["layout"] for row in rows if row["policy"] == "order"} == {"log"}
@@ -76,17 +76,17 @@ def test_plan_compares_all_policies_in_both_orders(dlcmd: Dlcmd, view: Snapshot)
             assert len(epoch["stall_s"]) == 2
     best = next(
         row for row in rows
-        if row["policy"] == printed["recommended"]["policy"]
-        and row["shuffle"] == printed["recommended"]["shuffle"]
+        if row["policy"] == parsed["recommended"]["policy"]
+        and row["shuffle"] == parsed["recommended"]["shuffle"]
     )  # fmt: skip
     assert best["seconds"] <= 1.02 * min(row["seconds"] for row in rows)
-    assert "--batch 64" in printed["assumed"]
-    assert not [each for each in printed["assumed"] if each.startswith(("--ranks", "--memory"))]
+    assert "--batch 64" in parsed["assumed"]
+    assert not [each for each in parsed["assumed"] if each.startswith(("--ranks", "--memory"))]
     printed = dlcmd("forecast", "pets", *SIZES, "--ranks", "2")
     sentence, *lines = printed.out.decode().splitlines()
-    assert sentence == printed["recommended"]["text"]
+    assert sentence == parsed["recommended"]["text"]
     assert [tuple(line.split("\t")[:2]) for line in lines[:10]] == names
-    assert lines[10:] == printed["recommended"]["commands"]
+    assert lines[10:] == parsed["recommended"]["commands"]
     assert lines[10].startswith("dlcmd mount pets /mnt/pets --memory 2M ")
     assert "--cache-size 400K" in lines[10]
     assert "assumed, as you did not say: --nodes 1, --batch 64" in printed.err
@@ -104,11 +104,11 @@ def test_another_process_plans_the_same(dlcmd: Dlcmd) -> None:
 
 
 def test_without_a_disk_there_is_no_order_log(dlcmd: Dlcmd) -> None:
-    printed: Printed = json.loads(
+    parsed: Printed = json.loads(
         dlcmd("forecast", "pets", "--shuffle", "full", "--json").out.splitlines()[-1]
     )
-    assert [row["policy"] for row in printed["forecasts"]] == [*NAMES[:-1]]
-    assert any("measured here" in each for each in printed["assumed"])
+    assert [row["policy"] for row in parsed["forecasts"]] == [*NAMES[:-1]]
+    assert any("measured here" in each for each in parsed["assumed"])
     refused = dlcmd("forecast", "pets", "--evict", "order", code=2)
     assert "--evict order needs an SSD" in refused.err
 
@@ -118,15 +118,13 @@ def test_the_smallest_cache_is_one_with_which_nothing_waits(dlcmd: Dlcmd) -> Non
     arguments = ("forecast", "pets", "--memory", "2M", "--evict", "order", "--shuffle", "full",
                  "--store-bandwidth", "200K", "--images-per-s", "100", "--batch", "4",
                  "--json")  # fmt: skip
-    printed: Printed = json.loads(
+    parsed: Printed = json.loads(
         dlcmd(*arguments, "--cache-size", "1K", "--smallest").out.splitlines()[-1]
     )
-    least = printed["forecasts"][0]["smallest_cache_bytes"]
+    least = parsed["forecasts"][0]["smallest_cache_bytes"]
     assert least
     again: Printed = json.loads(dlcmd(*arguments, "--cache-size", str(least)).out.splitlines()[-1])
-    waited = [
-        max(row["epochs"][-1]["stall_s"]) for row in printed["forecasts"] + again["forecasts"]
-    ]
+    waited = [max(row["epochs"][-1]["stall_s"]) for row in parsed["forecasts"] + again["forecasts"]]
     assert waited[0] > 0.1 > waited[1]
     printed = dlcmd(*arguments[:-1], "--cache-size", "1K", "--smallest").out.decode()
     assert printed.splitlines()[1].split("\t")[-1] != "none"
@@ -186,8 +184,8 @@ def test_an_order_can_be_given(dlcmd: Dlcmd, view: Snapshot, tmp_path: Path) -> 
     some = view.paths(view.files()[:100][::-1])
     order.write_bytes(b"".join(path + b"\n" for path in some))
     arguments = ("forecast", "pets", *SIZES, "--evict", "lru", "--ranks", "1", "--order", order)
-    printed: Printed = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
-    assert [sum(row["epochs"][0]["files"].values()) for row in printed["forecasts"]] == [100]
+    parsed: Printed = json.loads(dlcmd(*arguments, "--json").out.splitlines()[-1])
+    assert [sum(row["epochs"][0]["files"].values()) for row in parsed["forecasts"]] == [100]
     printed = dlcmd(*arguments).out.decode().splitlines()
     assert printed[1].startswith("given\tlru\t")
     assert printed[-1] == "dlcmd run -- python train.py"

@@ -247,7 +247,7 @@ def test_T1_a_list_that_changes_is_sent_again(tmp_path: Path) -> None:
 
     def verbs() -> list[object]:
         link.sent.clear()
-        assert datasets.report_opened(both) is datasets.report_opened(both)
+        assert datasets.told(both) is datasets.told(both)
         return [each["do"] for each in link.sent]
 
     assert verbs() == ["files", "paths", "subset", "concat"]

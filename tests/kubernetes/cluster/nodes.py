@@ -131,7 +131,7 @@ class SimulatedNode:
             )
 
     def confirm_deletion(self, pod: Pod) -> None:
-        """Say that nothing of a deleted pod is left, on which the API server removes it."""
+        """Report that nothing of a deleted pod is left, so that the API server removes it."""
         name, namespace, _ = _identity(pod)
         with _if_it_is_there():
             self.client.delete(Pod, name, namespace=namespace, grace_period=0)

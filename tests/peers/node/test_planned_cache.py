@@ -64,8 +64,7 @@ async def test_old_positions_cost_reads_and_no_wrong_bytes(autojump_clock: MockC
 
 
 async def decisions(policy: str, *, has_future: bool) -> tuple[list[object], dict[str, int]]:
-    """The decisions of a cache in a random history. With `hears`, it gets a future that it cannot
-    use."""
+    """The decisions of a cache in a random history. Its future, if it has one, cannot be used."""
     source = ChunkSource(range(12), 2000)
     cache = make_cache(source, 5 * len(source.contents[6]), policy=policy, costs=costs())
     chance, seen = random.Random(4), list[object]()
