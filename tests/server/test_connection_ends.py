@@ -2,9 +2,7 @@
 and goes on serving the others.
 """
 
-import socket
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,13 +19,13 @@ from diesel_server import limits
 
 from ..net.connection_ends import (
     ENDS,
-    HANDSHAKE_ENDS,
     PATIENCE_S,
-    End,
-    HandshakeEnd,
     RawTls,
+    end_one,
     ignoring_program,
     promptly,
+    rows,
+    secured,
 )
 from ..net.connection_ends import unexpected_eof as unexpected_eof
 from ..waiting import wait_until
@@ -41,14 +39,6 @@ EACH = 2  # connections of each kind
 REQUEST: Message = {"id": 1, "do": "echo", "text": "x" * 50}
 HEAD = wire.frame(REQUEST, wire.REQUEST_LIMITS, 1000)
 SLEEP: Message = {"id": 1, "do": "sleep", "seconds": 3600}
-
-
-def connected(port: int) -> RawTls:
-    return RawTls(socket.create_connection(("127.0.0.1", port)))
-
-
-def secured(port: int) -> RawTls:
-    return connected(port).shake_hands()
 
 
 def greeted(port: int) -> RawTls:
@@ -67,37 +57,20 @@ def logged_in(port: int) -> RawTls:
     return raw
 
 
-STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last bytes before the end
-    "after the TLS handshake": (secured, b""),
-    "within the greeting": (secured, wire.greeting()[:7]),
-    "after the greeting": (greeted, b""),
-    "within the lengths of the login": (greeted, bytes(3)),
-    "after the login": (logged_in, b""),
-    "between lengths and head": (logged_in, HEAD[: wire.LENGTHS_BYTES]),
-    "within the head": (logged_in, HEAD[:40]),
-    "between head and payload": (logged_in, HEAD),
-    "within the payload": (logged_in, HEAD + bytes(400)),
-    "while a request is under way": (logged_in, wire.frame(SLEEP, wire.REQUEST_LIMITS)),
-}
-
-
-def end_one(
-    port: int, begin: Callable[[int], RawTls], last: bytes, way: End | HandshakeEnd
-) -> RawTls:
-    """Open a connection and end it; the caller keeps the result while it must stay open."""
-    raw = begin(port)
-    if isinstance(way, HandshakeEnd):
-        raw.end_handshake(way)
-    else:
-        raw.end(way, last)
-    return raw
-
-
-ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
-    (f"within the handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS
-]
-for stage, (begin, last) in STAGES.items():
-    ROWS += ((f"{stage}: {end.name}", begin, last, end) for end in ENDS)
+ROWS = rows(
+    {
+        "after the TLS handshake": (secured, b""),
+        "within the greeting": (secured, wire.greeting()[:7]),
+        "after the greeting": (greeted, b""),
+        "within the lengths of the login": (greeted, bytes(3)),
+        "after the login": (logged_in, b""),
+        "between lengths and head": (logged_in, HEAD[: wire.LENGTHS_BYTES]),
+        "within the head": (logged_in, HEAD[:40]),
+        "between head and payload": (logged_in, HEAD),
+        "within the payload": (logged_in, HEAD + bytes(400)),
+        "while a request is under way": (logged_in, wire.frame(SLEEP, wire.REQUEST_LIMITS)),
+    }
+)
 
 
 @pytest.fixture

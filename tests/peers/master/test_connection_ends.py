@@ -31,7 +31,10 @@ from ...net.connection_ends import (
     NoEndError,
     RawTls,
     accepting,
+    end_one,
     promptly,
+    rows,
+    secured,
 )
 from ...net.connection_ends import unexpected_eof as unexpected_eof
 from ...waiting import soon
@@ -73,14 +76,6 @@ def no_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
 # Masters of clients that end ----------------------------------------------------------------------
 
 
-def connected(port: int) -> RawTls:
-    return RawTls(socket.create_connection(("127.0.0.1", port)))
-
-
-def secured(port: int) -> RawTls:
-    return connected(port).shake_hands()
-
-
 def greeted(port: int) -> RawTls:
     raw = secured(port)
     raw.send(wire.greeting())
@@ -96,38 +91,23 @@ def authenticated(port: int) -> RawTls:
     return raw
 
 
-STAGES: dict[str, tuple[Callable[[int], RawTls], bytes]] = {  # and the last bytes before the end
-    "after the TLS handshake": (secured, b""),
-    "within the greeting": (secured, wire.greeting()[:7]),
-    "after the greeting": (greeted, b""),
-    "after the hello": (authenticated, b""),
-    "within the head of a request": (authenticated, read_request(1, SOME, FEW)[:9]),
-    "between head and parts of a request": (authenticated, read_request(1, SOME, FEW)[: HEAD.size]),
-    "within the parts of a request": (authenticated, read_request(1, SOME, FEW)[:-3]),
-    "after a request": (authenticated, read_request(1, SOME, FEW)),
-    "after a request and a half": (authenticated, (2 * read_request(1, SOME, FEW))[:-3]),
-    "while a request waits": (authenticated, read_request(1, NOT_IN_MEMORY)),
-}
-
-ROWS: list[tuple[str, Callable[[int], RawTls], bytes, End | HandshakeEnd]] = [
-    *((f"within the TLS handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS),
-    *(
-        (f"{stage}: {end.name}", begin, last, end)
-        for stage, (begin, last) in STAGES.items()
-        for end in ENDS
-    ),
-]
-
-
-def end_one(
-    port: int, begin: Callable[[int], RawTls], last: bytes, way: End | HandshakeEnd
-) -> RawTls:
-    raw = begin(port)
-    if isinstance(way, HandshakeEnd):
-        raw.end_handshake(way)
-    else:
-        raw.end(way, last)
-    return raw
+ROWS = rows(
+    {
+        "after the TLS handshake": (secured, b""),
+        "within the greeting": (secured, wire.greeting()[:7]),
+        "after the greeting": (greeted, b""),
+        "after the hello": (authenticated, b""),
+        "within the head of a request": (authenticated, read_request(1, SOME, FEW)[:9]),
+        "between head and parts of a request": (
+            authenticated,
+            read_request(1, SOME, FEW)[: HEAD.size],
+        ),
+        "within the parts of a request": (authenticated, read_request(1, SOME, FEW)[:-3]),
+        "after a request": (authenticated, read_request(1, SOME, FEW)),
+        "after a request and a half": (authenticated, (2 * read_request(1, SOME, FEW))[:-3]),
+        "while a request waits": (authenticated, read_request(1, NOT_IN_MEMORY)),
+    }
+)
 
 
 def test_a_master_forgets_each_client_that_ends_and_answers_the_others(unexpected_eof: str) -> None:
