@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from diesel_fs.cache.waiting import WaitCause
 from diesel_fs.mounts.reader_groups import ReaderProcesses, reader_group
 from diesel_fs.mounts.waits import CAUSE_NAMES, READERS_MAX, UNSEEN, ReaderGroup, Wait, Waits
+from tests.clocks import ManualClock
 from tests.mounts.observed import figures
 from tests.waiting import wait_until
 
@@ -22,14 +23,6 @@ OURS = 9
 """The thread of a process of the mount itself."""
 
 MARKED = [cause for cause in WaitCause if cause not in (WaitCause.MOUNT, WaitCause.METADATA)]
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def group_of(thread: int) -> ReaderGroup | None:
@@ -78,7 +71,7 @@ def readers_in(figures: Mapping[str, object]) -> list[dict[str, int]]:
 
 class Model:
     def __init__(self) -> None:
-        self.clock = Clock()
+        self.clock = ManualClock(1000.0)
         self.waits = Waits(group_of, now=self.clock)
         self.ticks: list[Tick] = []
         self.waiting: list[tuple[Wait, ReaderGroup | None, WaitCause, list[WaitCause]]] = []
@@ -149,7 +142,7 @@ def test_each_moment_is_divided_among_waiting_requests(steps: list[tuple[object,
 
 
 def test_decompression_has_its_own_figure_even_for_a_request_that_is_answered_at_once() -> None:
-    clock = Clock()
+    clock = ManualClock(1000.0)
     waits = Waits(group_of, now=clock)
     begun_s = clock()
     waits.inline.enter(WaitCause.DECOMPRESSION)
@@ -163,7 +156,7 @@ def test_decompression_has_its_own_figure_even_for_a_request_that_is_answered_at
 
 def test_waits_of_a_process_are_added_to_its_rank_once_that_is_known() -> None:
     """If a request of it waits meanwhile, then after that one has been answered."""
-    clock, known = Clock(), list[ReaderGroup]()
+    clock, known = ManualClock(1000.0), list[ReaderGroup]()
     alone, rank = ReaderGroup(None, 7, "python"), ReaderGroup(3, 5, "python")
     waits = Waits(lambda _: known[0] if known else alone, now=clock)
     clock.now_s += 1
@@ -181,7 +174,7 @@ def test_waits_of_a_process_are_added_to_its_rank_once_that_is_known() -> None:
 
 
 def test_many_processes_never_push_out_a_rank() -> None:
-    clock = Clock()
+    clock = ManualClock(1000.0)
     waits = Waits(lambda thread: ReaderGroup(0 if thread == 1 else None, thread, "x"), now=clock)
     for thread in range(1, 10 * READERS_MAX):
         clock.now_s += 1

@@ -19,6 +19,7 @@ from lightkube.generic_resource import GenericNamespacedResource
 from diesel_kubernetes.operator.cluster import Cluster
 from diesel_kubernetes.operator.controller import Reconciler
 from diesel_kubernetes.operator.queue import Key
+from tests.clocks import ManualClock
 from tests.kubernetes.fields import Json, at, fields, items, text, texts
 
 from .made import DEFAULTS, NOW_S, node_object
@@ -28,16 +29,6 @@ STEPS_MAX = 200
 
 class Killed(BaseException):
     """The controller was killed."""
-
-
-class ManualClock:
-    """A clock that a test moves."""
-
-    def __init__(self) -> None:
-        self.now_s = NOW_S
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def refusal(code: int, message: str) -> ApiError:
@@ -189,7 +180,7 @@ def _kind(kind: type[GenericNamespacedResource]) -> str:
 
 async def settle(cluster: MemoryCluster, key: Key) -> None:
     """Have an object handled until nothing is left to do now; a killed controller is replaced."""
-    clock = ManualClock()
+    clock = ManualClock(NOW_S)
     controller = Reconciler(cluster, DEFAULTS, clock=clock)
     for _ in range(STEPS_MAX):
         before = cluster.writes

@@ -9,11 +9,12 @@ from contextlib import suppress
 
 from diesel_kubernetes.operator.controller import DATASETS, TRAINING_JOBS, Reconciler
 from diesel_kubernetes.operator.queue import Key
+from tests.clocks import ManualClock
 from tests.kubernetes.fields import Json, at, condition_of, text
 from tests.rows import each_row
 
-from .made import DEFAULTS, GOOD, dataset, training_job
-from .memory_cluster import ManualClock, MemoryCluster, settle
+from .made import DEFAULTS, GOOD, NOW_S, dataset, training_job
+from .memory_cluster import MemoryCluster, settle
 
 PETS = Key(DATASETS, "default", "pets")
 TRAIN = Key(TRAINING_JOBS, "default", "train")
@@ -100,7 +101,7 @@ async def test_the_end_is_the_same_wherever_the_controller_is_killed(
 
 
 async def tried(cluster: MemoryCluster) -> Json:
-    controller = Reconciler(cluster, DEFAULTS, clock=ManualClock())
+    controller = Reconciler(cluster, DEFAULTS, clock=ManualClock(NOW_S))
     for _ in range(2):
         with suppress(Exception):  # the queue logs it, and tries again
             await controller.handle(TRAIN)

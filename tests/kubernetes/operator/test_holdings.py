@@ -25,11 +25,12 @@ from diesel_kubernetes.reports import (
     parse_config_map,
     report_name,
 )
+from tests.clocks import ManualClock
 from tests.kubernetes.fields import Json, at, fields, items
 from tests.rows import each_row
 
 from .made import DEFAULTS, GOOD, NOW_S, dataset, decided, ended, reader_pod
-from .memory_cluster import ManualClock, MemoryCluster
+from .memory_cluster import MemoryCluster
 from .test_controller import PETS
 
 IDENTITY = UUID("01234567-89ab-cdef-0123-456789abcdef")
@@ -218,7 +219,7 @@ class Operated:
 
     def __init__(self, driver_namespace: str = "diesel-system") -> None:
         self.cluster = MemoryCluster()
-        self.clock = ManualClock()
+        self.clock = ManualClock(NOW_S)
         self.woken: list[Key] = []
         self.controller = Reconciler(
             self.cluster,
