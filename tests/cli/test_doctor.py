@@ -423,7 +423,7 @@ def test_folders_for_no_mount_and_no_cache(pets: Dlcmd, doctor: Doctor, tmp_path
 
 
 @needs_root
-def test_a_folder_of_somebody_else(open_home: Mapping[str, str], tmp_path: Path) -> None:
+def test_a_folder_of_another_user(open_home: Mapping[str, str], tmp_path: Path) -> None:
     at = Path(open_home["HOME"]) / "roots"
     at.mkdir()
     answered = examined(

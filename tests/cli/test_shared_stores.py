@@ -88,7 +88,7 @@ def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared.program("verify", "pets")
 
 
-def test_C7_a_redis_whose_memory_is_full_gets_room_by_rm_purge_and_delete_dataset(
+def test_C7_a_full_redis_gets_room_by_rm_purge_and_delete_dataset(
     dlcmd: Dlcmd, redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DIESEL_URL", f"{dlcmd.store.as_uri()}?meta={redis_server.url}")

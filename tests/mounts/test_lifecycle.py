@@ -135,7 +135,7 @@ def test_S8_no_secret_in_arguments_environment_or_log(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, 0])
-def test_H4_the_end_of_a_used_mount_is_no_logged_error(live_mount: LiveMount, number: int) -> None:
+def test_H4_the_end_of_a_used_mount_logs_no_error(live_mount: LiveMount, number: int) -> None:
     """The mount leaves the tree at once. After a signal the daemon ends, and open files give
     errors; after `umount --lazy` they are served until they are closed."""
     pid = live_mount.pid

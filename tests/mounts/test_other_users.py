@@ -78,7 +78,9 @@ def source(open_place: Path) -> Path:
     return folder
 
 
-def test_nobody_gets_in_without_allow_other(source: Path, open_place: Path, session: str) -> None:
+def test_other_users_get_nothing_without_allow_other(
+    source: Path, open_place: Path, session: str
+) -> None:
     """By its path, the folders of root's processes, a bind mount, or a file handle."""
     with (
         mounting(source, open_place / "m", session) as mounted,

@@ -120,7 +120,7 @@ def test_E6_without_metadata_it_is_exit_14_or_offline(saved: MountRequest, tmp_p
     assert content(saved, source, b"b") == b"another"
 
 
-def test_without_metadata_a_warning_says_that_the_version_may_be_old(
+def test_without_metadata_a_warning_says_the_version_may_be_old(
     saved: MountRequest, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A mount without a snapshot file warns, and so does the Python API."""
@@ -204,7 +204,7 @@ def test_a_mount_takes_a_part_of_the_memory(
     assert MemorySplit.of(MountRequest("", "", "", memory_bytes=300 << 20)).total_bytes == 300 << 20
 
 
-def test_the_parts_of_the_memory_add_up() -> None:
+def test_the_parts_of_the_memory_add_up_to_the_whole() -> None:
     for total_bytes in (64 << 20, 1 << 30, 64 << 30):
         shares = MemorySplit(total_bytes)
         assert shares.server_bytes(pushes=False) == total_bytes

@@ -222,7 +222,7 @@ def test_workers_belong_to_their_script_and_its_rank(rank: int | None) -> None:
         script.stdin.close()
 
 
-def test_a_process_that_cannot_be_seen_is_nobody() -> None:
+def test_an_invisible_process_has_no_group() -> None:
     assert reader_group((1 << 22) + 1) == UNSEEN
     assert ReaderProcesses(0).group_of((1 << 22) + 1) == UNSEEN
     kernel_thread = 2

@@ -363,7 +363,7 @@ def test_a_child_forked_meanwhile_does_not_hold_the_lock(node: Node) -> None:
         wait()
 
 
-def test_nobody_waits_forever_for_a_process_that_is_stopped_at_the_folders(node: Node) -> None:
+def test_others_wait_only_for_a_time_for_a_process_stopped_at_the_folders(node: Node) -> None:
     place = socket_path(node.request_with(rank=0, world=1))
     with launch._folders_locked():
         with (

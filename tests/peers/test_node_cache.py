@@ -121,7 +121,7 @@ async def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_trie
         assert cache.stats()["fetch_failures"] == 1
 
 
-async def test_a_bug_in_a_fetch_is_no_error_of_a_reader(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_bug_in_a_fetch_fails_no_read(caplog: pytest.LogCaptureFixture) -> None:
     source = ChunkSource(range(1))
     source.error = ZeroDivisionError()
     async with running(make_cache(source)) as cache:
@@ -294,7 +294,7 @@ async def test_prefetch_owned_waits_for_fetches_of_callers(simulated_time: MockC
             for number in range(20, 20 + fetches.FETCHES):
                 callers.start_soon(ask, cache, number)
             callers.start_soon(none_begins)
-        assert trio.current_time() - began_s < 1.3, "nobody has waited for the others"
+        assert trio.current_time() - began_s < 1.3, "no caller has waited for the others"
         await trio.sleep(100)
         assert cache.stats()["share_held_chunks"] == 40
         nursery.cancel_scope.cancel()
@@ -338,7 +338,7 @@ async def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
             for _ in range(30):
                 assert await cache.get(2, 3000, load=True) is None
                 assert await cache.get(3, 3000, load=True) is None
-        assert cache.stats()["allocation_failures"] == 2, "it is not asked again and again"
+        assert cache.stats()["allocation_failures"] == 2, "allocation is not tried again and again"
         assert 5 in in_memory(cache), "and what is here does not all go for nothing"
         await trio.sleep(ledger.BUDGET_RETRY_S)
         for number in (0, 1, 2, 3, 4, 5):
@@ -368,7 +368,7 @@ def runs_alone(request: pytest.FixtureRequest) -> bool:
 _ALONE = "TEST_RUNS_ALONE"
 
 
-async def test_F14_J9_the_cache_leaves_descriptors_and_none_is_no_error_of_a_reader(
+async def test_F14_J9_the_cache_leaves_descriptors_and_their_lack_fails_no_read(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     request: pytest.FixtureRequest,

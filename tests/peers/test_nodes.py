@@ -155,7 +155,7 @@ def test_F1_a_dead_nodes_share_is_taken_over_until_it_is_back(task: RunningTask)
     task.gathered()
     assert all_right(epochs([back, *readers[:3]]))
     assert task.egress_bytes() <= 0.05 * task.stored_bytes
-    until(lambda: is_used_again(task, readers), "node 3 being asked", WAIT_MAX_S)
+    until(lambda: is_used_again(task, readers), "node 3 being used", WAIT_MAX_S)
 
 
 def reads_nothing(task: RunningTask, readers: list[Reader]) -> bool:
@@ -181,7 +181,7 @@ def test_F2_a_hanging_master_is_paused_and_later_used_again(task: RunningTask) -
     # A reader that waited each time would have asked it in each of an epoch's batches.
     assert 0 < max(late) < FILES / 16 / 4
     task.gathered()
-    until(lambda: is_used_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
+    until(lambda: is_used_again(task, readers), "node 3 being used again", WAIT_MAX_S)
     task.forget()
     assert all_right(epochs(readers))
 
@@ -242,7 +242,7 @@ def test_two_nodes_that_cannot_reach_each_other_read_on(task: RunningTask) -> No
     finally:
         task.nodes[0].unblock(task.nodes[3])
         task.nodes[3].unblock(task.nodes[0])
-    until(lambda: is_used_again(task, readers), "node 3 being asked again", WAIT_MAX_S)
+    until(lambda: is_used_again(task, readers), "node 3 being used again", WAIT_MAX_S)
 
 
 def test_F3_a_slow_link_costs_only_time_outs(task: RunningTask) -> None:

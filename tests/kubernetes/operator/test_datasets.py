@@ -124,7 +124,7 @@ def test_an_error_that_may_end_is_tried_again_with_pauses(error: str, reason: st
     assert not last.create
 
 
-def test_a_deadline_is_no_reason_to_try_again() -> None:
+def test_a_job_past_its_deadline_is_not_tried_again() -> None:
     seen, job = started({"preparation": {"deadlineSeconds": 60}})
     assert at(job, "spec", "activeDeadlineSeconds") == 60
     late = replace(ended(job, {}, failed=True), reason="DeadlineExceeded")

@@ -142,7 +142,7 @@ def kept_image() -> Path:
 
 
 @pytest.mark.parametrize("spoil", ["truncated", "overwritten", "removed"])
-def test_a_spoilt_image_hangs_nobody(unpushed: tuple[LiveMount, int], spoil: str) -> None:
+def test_a_spoilt_image_hangs_no_reader(unpushed: tuple[LiveMount, int], spoil: str) -> None:
     """Only its owner can write to it. Calls succeed or fail; the mount can be ended, and the next
     one gets a new image."""
     mounted, _ = unpushed

@@ -258,7 +258,7 @@ async def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) ->
         await soon(lambda: task.reads.of.total() >= CHUNKS)
         for node in (a, b, c):
             await task.check(node)
-        assert set(task.reads.of.values()) == {1}, "nobody began before all were there"
+        assert set(task.reads.of.values()) == {1}, "no node began before all were there"
 
 
 async def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: Task) -> None:
@@ -291,7 +291,7 @@ async def test_dead_chunks_are_not_kept_at_the_end(task: Task) -> None:
         task.put(f"f{number:02}", 50)
     task.snapshot = task.dataset.snapshot
     async with task.nodes(1) as [node]:
-        assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "nobody has asked so far"
+        assert node.cache.stats()["share_chunks"] == CHUNKS + 10, "no reader has sent a request"
         await node.flush_to_disk()
     live = task.snapshot.used_bytes() > 0
     assert live.tolist() == [False] * 10 + [True] * CHUNKS
@@ -449,7 +449,7 @@ async def test_a_new_version_has_owners_at_once(
         task.registry.silent = {0, 1}
         await trio.sleep(0.1)
         await at_once(a, newer)
-        assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "nobody has come along"
+        assert await task.check(a) == {SOURCE_HERE: CHUNKS + 1}, "no other node has switched"
         await b.switch_version(newer)
         assert await task.check(b) == {SOURCE_HERE: CHUNKS + 1}
         task.registry.silent.clear()

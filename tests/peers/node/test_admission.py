@@ -97,7 +97,7 @@ def test_lfu_keeps_the_chunks_that_are_read_most() -> None:
 
 
 @EVERY
-def test_random_epochs_of_which_half_fits_cost_little_more_than_half(policy: str) -> None:
+def test_random_epochs_that_half_fit_cost_little_more_than_half(policy: str) -> None:
     chunks, files = 100, 16
     found = Simulated(policy, chunks, chunks // 2, files)
     found.run(epochs(chunks * files, 4))

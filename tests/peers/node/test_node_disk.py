@@ -369,8 +369,8 @@ def use_up_inodes(point: Path) -> None:
 async def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     use_up: Callable[[Path], None], floor: float, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start and later. The floor for free space is negative, since another program may fill
-    the disk between the check and the write."""
+    """At the start and later; also with a negative floor for free space, since another program may
+    fill the disk between the check and the write."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
     shelf = Shelf(small)
     async with shelf.cache(2, policy="none") as cache:
@@ -403,7 +403,7 @@ def unreadable(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("happens", "left"), [(remounted, 8), (removed, 2), (unreadable, 2)])
-async def test_J4_a_removed_folder_is_no_error_of_a_reader(
+async def test_J4_a_removed_folder_fails_no_read(
     happens: Callable[[Path], None], left: int, small: Path
 ) -> None:
     shelf = Shelf(small)

@@ -165,7 +165,7 @@ async def test_the_nearest_next_use_is_fetched_ahead_and_displaces_nothing_earli
         nursery.start_soon(cache.fetches.prefetch_planned)
         cache.set_future(future_of(cache, [0] * 4 + [1] * 4 + [2] * 4 + [3] * 4))
         await trio.sleep(1)
-        assert not in_memory(cache), "nobody has been seen to read"
+        assert not in_memory(cache), "no reader has been seen"
         for position in range(4):
             await trio.sleep(1)
             cache.set_positions([position])

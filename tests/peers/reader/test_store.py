@@ -323,7 +323,7 @@ def test_a_pinned_chunk_is_unpinned_with_its_last_view(
     assert master.unpinned() == [], "it is kept for who comes next"
     master.behaviour.revoked = [2]
     time.sleep(0.2)
-    assert master.unpinned() == [], "somebody still looks at it"
+    assert master.unpinned() == [], "a view is still alive"
     assert bytes(inside) == client.chunks[2][100:300]
     master.behaviour.revoked = []
     del inside
@@ -527,7 +527,7 @@ def test_a_master_that_rejects_reads_still_gets_unpins(client: Client, master: F
     gc.collect()
     client.store._link.return_unmapped()
     assert struct.pack("<I", 1) in master.bodies(UNPIN)
-    until(lambda: is_used(client, master, before), "the master to be asked again")
+    until(lambda: is_used(client, master, before), "the master to be used again")
 
 
 # Forked children, other versions ------------------------------------------------------------------
