@@ -205,7 +205,9 @@ def test_a_check_that_hangs_is_left_behind_and_its_earlier_findings_count() -> N
         Finding("store", "fault", "the store has not answered within 0 s", "look at it"),
         Finding("meta", "fault", "it is gone", "bring it back"),
     ]
-    assert (full.state, full.found) == ("fault", "No space left on device"), "it is no bug"
+    assert (full.state, full.found) == ("fault", "No space left on device"), (
+        "a full disk is a fault, not a bug"
+    )
     assert full.cure.startswith("free some space there")
 
 

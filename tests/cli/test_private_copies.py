@@ -25,7 +25,7 @@ def of_header(at: int) -> Callable[[bytes], range]:
 def of_section(number: int) -> Callable[[bytes], range]:
     def found(data: bytes) -> range:
         offset, length = struct.unpack_from("<QQ", data, TABLE_AT + number * ROW_BYTES)
-        assert length, "nothing is in this section: a flip would show nothing"
+        assert length, "the section is empty, so a flip would change nothing"
         return range(offset, offset + length)
 
     return found

@@ -395,4 +395,4 @@ def test_progress_in_json_names_the_units_of_a_verb() -> None:
         "seconds": 10.0, "seconds_left": 30.0,
     }  # fmt: skip
     beyond = progress_json("entries", 10.0, 17, 2, 0)
-    assert beyond["seconds_left"] == 0, "of what is more than the total"
+    assert beyond["seconds_left"] == 0, "bytes beyond the total"

@@ -140,7 +140,7 @@ def test_C2_redis_is_killed_in_the_middle_of_a_put(
         monkeypatch.setenv("DIESEL_URL", f"{dlcmd.store.as_uri()}?meta={server.url}")
         with dlcmd.start("put", "--chunk-size", "64K", "--jobs", "1", source, "pets") as put:
             wait_until(lambda: sum("chunks" in path.parts for path in dlcmd.store.rglob("*")) >= 30)
-            assert put.poll() is None, "A16: the put has ended: proves nothing"
+            assert put.poll() is None, "A16: the put has ended already, so the test proves nothing"
             server.kill()
             time.sleep(2)
             assert put.poll() is None

@@ -76,14 +76,16 @@ def stopped_put(
         try:
 
             def has_committed_some() -> bool:
-                assert process.poll() is None, "A16: the put has ended: proves nothing"
+                assert process.poll() is None, (
+                    "A16: the put has ended already, so the test proves nothing"
+                )
                 chunks = [*dlcmd.store.glob("datasets/*/chunks/*/*")]
                 return len(chunks) >= CHUNKS_SEEN and _has_committed(dlcmd)
 
             wait_until(has_committed_some)
             process.send_signal(signal.SIGSTOP)
             packers = children(process.pid)
-            assert len(packers) == 2, "A16: it has no packing processes any more: proves nothing"
+            assert len(packers) == 2, "A16: it has no packing processes, so the test proves nothing"
             yield Put(process, packers)
         finally:
             process.kill()
@@ -126,7 +128,7 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
     """It prints one line, ends with its exit code, and leaves no process; the same command finishes
     it."""
     if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("ignored here, and so by what is started here (nohup)")
+        pytest.skip("this process ignores the signal (nohup), and so do its children")
     with stopped_put(dlcmd, source) as put:
         put.send(number, group=group)
         if group and number != signal.SIGINT:  # which is the coordinator's business alone
@@ -140,7 +142,7 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
     committed = re.fullmatch(form, result)
     assert committed is not None, result
     assert int(committed[1]) == shows
-    assert 0 < shows < FILES, "A16: nothing or all was committed: proves nothing"
+    assert 0 < shows < FILES, "A16: nothing or all was committed, so the test proves nothing"
     assert 0 < put_again(dlcmd, source, tmp_path) <= FILES - shows
 
 

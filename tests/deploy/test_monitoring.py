@@ -135,7 +135,7 @@ def test_each_query_of_the_dashboards_and_alerts_has_series(dlcmd: Dlcmd, tmp_pa
                     return [each for each in wanted if not ask(each)]
 
                 wait_until(lambda: not unanswered(), otherwise=lambda: str(unanswered()))
-                assert ask("ALERTS") == [], "nothing is wrong"
+                assert ask("ALERTS") == [], "an alert fires"
         finally:
             dlcmd("umount", "--force", at)
 

@@ -104,7 +104,7 @@ async def test_a_hidden_file_has_a_new_node_whenever_it_changes(
     content = vfs.read_nowait(first.node, 0, first.size)
     clock.now_s = 0.99
     vfs.requests["read"] += 1
-    assert await hidden(b"stats") == first, "they stand still for a second"
+    assert await hidden(b"stats") == first, "they do not change for a second"
     clock.now_s = 1.0
     second = await hidden(b"stats")
     assert second.node > first.node

@@ -222,7 +222,7 @@ def test_a_failed_restart_is_tried_again(node: Node) -> None:
     node.die(place)
     with pytest.raises(UsageError):
         node.restart(place, node.request_with(world=2, listen="nonsense"))
-    assert not node.restart(place), "not after what does not pass"
+    assert not node.restart(place), "not after a lasting error"
 
 
 def test_a_master_that_ended_by_itself_is_not_restarted(node: Node) -> None:

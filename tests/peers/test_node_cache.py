@@ -65,7 +65,7 @@ async def test_a_chunk_is_fetched_once_and_found_from_then_on(policy: str) -> No
         stats = cache.stats()
         assert (stats["fetches"], stats["memory_chunks"], stats["misses"]) == (1, 1, 1)
         assert stats["memory_bytes"] == stats["fetched_bytes"] == total(source, 1)
-        assert stats["memory_reads"] == 3, "those of the data plane matter to no policy here"
+        assert stats["memory_reads"] == 3, "no policy here counts those of the data plane"
     assert source.fetches == {1: 1}
 
 
@@ -339,7 +339,7 @@ async def test_J8_J9_a_machine_without_memory_shrinks_the_budget(
                 assert await cache.get(2, 3000, load=True) is None
                 assert await cache.get(3, 3000, load=True) is None
         assert cache.stats()["allocation_failures"] == 2, "allocation is not tried again and again"
-        assert 5 in in_memory(cache), "and what is here does not all go for nothing"
+        assert 5 in in_memory(cache), "and not all chunks leave in vain"
         await trio.sleep(ledger.BUDGET_RETRY_S)
         for number in (0, 1, 2, 3, 4, 5):
             assert await cache.get(number, 10, load=True) is not None
@@ -393,7 +393,7 @@ async def test_F14_J9_the_cache_leaves_descriptors_and_their_lack_fails_no_read(
             for number in range(100):
                 await cache.get(number, 10, load=True)
             assert len(in_memory(cache)) == sealed_memories_max()
-            assert cache.find(0) is not None, "nothing has to go for what has not paid"
+            assert cache.find(0) is not None, "no chunk leaves for one that has not paid"
             os.close(os.open("/dev/null", os.O_RDONLY))
         raise_descriptor_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)

@@ -379,7 +379,7 @@ def test_S5_a_master_listens_at_the_given_address_only(task: RunningTask) -> Non
 
 def test_S17_another_user_of_the_node_gets_nothing(task: RunningTask) -> None:
     if os.geteuid() or not shutil.which("setpriv"):
-        pytest.skip("only root can be somebody else")
+        pytest.skip("only root can become another user")
     task.world = 1
     reader = task.reader(0).ready()
     reader.epoch(1)

@@ -140,10 +140,10 @@ def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(node: Nod
             return files_now <= files + 1 and lent_now == lent  # one may just have sent a request
 
         crash(500)
-        until(let_go, "the master to let go of everything")
+        until(let_go, "the master to release everything")
         resident = _resident_bytes(master)
         crash(9_500)
-        until(let_go, "the master to let go of everything")
+        until(let_go, "the master to release everything")
         assert _resident_bytes(master) < resident + (8 << 20)
         check(dataset, 1)
         assert node.stats()["members"] == 1  # type: ignore[comparison-overlap]  # a number
@@ -167,13 +167,13 @@ def test_F1_a_killed_master_costs_no_reader_a_read(node: Node, version: str) -> 
         killed = node.master()
         os.kill(killed, signal.SIGKILL)
         check(dataset, 1)
-        assert view == next(iter(FILES.values())), "what it lent outlives it"
+        assert view == next(iter(FILES.values())), "its lent memory outlives it"
 
         def is_used() -> object:
             check(dataset, 2)
             return dataset.task_stats()["answers"]
 
-        until(is_used, "a new master, which who reads has started")
+        until(is_used, "a new master, which a reader has started")
         assert node.master() != killed
         assert node.stats()["version"] == dataset.version  # type: ignore[comparison-overlap]  # numbers
         check(dataset, 3)

@@ -26,7 +26,7 @@ READY = re.compile(r"accepts connections at (\S+)")
 def until(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not true():
-        assert time.monotonic() < end, f"in vain waited for: {what}"
+        assert time.monotonic() < end, f"waited in vain for: {what}"
         time.sleep(0.01)
 
 
@@ -88,7 +88,7 @@ class Server:
         match = READY.search(line)
         if match is None:
             self.close()
-        assert match is not None, f"it said {line!r}, and in its log: {self.log}"
+        assert match is not None, f"its first line is {line!r}, its log: {self.log}"
         self.url = match[1]
 
     @property
@@ -103,7 +103,7 @@ class Server:
     def metrics_port(self) -> int:
         """The address of its metrics, which it may print after it is ready."""
         at = re.compile(r"metrics at http://\S*:(\d+)/")
-        until(lambda: at.search(self.log), "where its metrics are")
+        until(lambda: at.search(self.log), "the address of its metrics")
         found = at.search(self.log)
         assert found is not None
         return int(found[1])

@@ -228,7 +228,10 @@ def test_S12_connections_without_a_login_are_limited_by_network_and_keep_no_user
     count = ConnectionLimits(1000, greeting=100, per_network=10)
     with ThreadedServer(count=count) as server:
         silent = [connect(server) for _ in range(30)]
-        until(lambda: server.cells.get("diesel_refusals_total", "address") == 20, "those who go")
+        until(
+            lambda: server.cells.get("diesel_refusals_total", "address") == 20,
+            "the clients that go",
+        )
         assert_serving(server)
         assert server.cells.get("diesel_refusals_total", "address") >= 21
         for client in silent:

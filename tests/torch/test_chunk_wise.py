@@ -88,7 +88,9 @@ def test_ranks_share_the_samples_as_distributed_sampler_does(
         ours.append([*marked(sampler, chunks, group_size)])
     assert [*map(len, ours)] == [*map(len, full)]
     counts, expected = Counter(chain(*ours)), Counter(chain(*full))
-    assert sorted(counts.values()) == sorted(expected.values()), "as many repeated or left out"
+    assert sorted(counts.values()) == sorted(expected.values()), (
+        "the same number repeated or left out"
+    )
 
 
 @given(chunk_lists, group_sizes, st.data())

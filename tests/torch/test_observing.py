@@ -97,7 +97,7 @@ def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None
     [note] = [each for each in notes if each]
     assert "does not open most of its files" in note
     assert (planned(table), table.failures, table.describe()) == ([], 1, "")
-    assert report_opened(table, lambda _: [], range(50)) == "", "it is report_opened once"
+    assert report_opened(table, lambda _: [], range(50)) == "", "it is reported once"
 
 
 def test_T1_learned_files_replace_a_list_of_other_files() -> None:

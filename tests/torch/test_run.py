@@ -563,4 +563,4 @@ def test_a_loader_that_tunes_itself_is_one_stream(mounted: Path, dlcmd: Dlcmd) -
     not announced to any."""
     joined = run(*python(TUNED), mounted, dlcmd.store.as_uri())
     assert f"announced 2 of 2 epochs, {2 * FILES} files" in joined.stderr
-    assert len(joined.stderr.splitlines()) == 2, "there is nothing to complain of"
+    assert len(joined.stderr.splitlines()) == 2, "there is no note"

@@ -102,7 +102,7 @@ def test_D2_bad_fields_are_invalid_args(plugin: Plugin, pets: dict[str, str], fo
     for good_id in GOOD_IDS:
         assert status(plugin, "NodeUnpublishVolume", volume_id=good_id, target_path=at) is Code.OK
     assert os.listdir(folder) == ["to_state"]
-    assert not plugin.roots, "no mount was started in vain"
+    assert not plugin.roots, "a mount was started needlessly"
 
 
 def test_D2_files_at_a_target_stay(plugin: Plugin, pets: dict[str, str], folder: Path) -> None:
@@ -132,7 +132,7 @@ def test_D2_files_at_a_target_stay(plugin: Plugin, pets: dict[str, str], folder:
         assert code is Code.FAILED_PRECONDITION, name
     assert sorted(str(path) for path in folder.rglob("*")) == before
     assert (folder / "file").read_bytes() == (folder / "full/file").read_bytes() == b"kept"
-    assert not plugin.roots, "no mount was started in vain"
+    assert not plugin.roots, "a mount was started needlessly"
 
 
 def test_D2_a_target_is_one_place_in_any_spelling(

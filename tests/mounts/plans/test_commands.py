@@ -341,7 +341,7 @@ def test_the_next_epoch_is_predicted_and_its_list_confirms_it() -> None:
     bench.settle()
     bench.messages.predict_next_epochs(bench.now_s + 2)
     announced = bench.residency.views.plan
-    assert len(announced["filelist"].epochs) == 1, "nobody follows it yet"
+    assert len(announced["filelist"].epochs) == 1, "no reader follows it yet"
     middle = len(orders[0]) // 2 + 600
     for entry in orders[0][:middle].tolist():
         bench.residency.opened(entry, bench.now_s)

@@ -178,7 +178,7 @@ def test_absent_chunks_are_left_to_the_control_plane_and_answered_in_any_order(k
         end.sendall(read_request(1, (1, 0, 10)))
         end.sendall(read_request(2, SMALL, (1, 20, 30), flags=LOAD))
         end.sendall(read_request(3, SMALL))
-        assert answer(end).id == 3, "what is in memory does not wait"
+        assert answer(end).id == 3, "parts in memory do not wait"
         first, second = plane.next_forwarded(), plane.next_forwarded()
         assert (first.id, first.flags, first.size) == (1, 0, 10)
         assert (second.id, second.flags, second.size) == (2, LOAD, 4126)

@@ -234,7 +234,7 @@ async def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
             task.kill(2)
             await soon(lambda: not a._peers[2].peer.stats()["connected"])
             found = await task.check(a, given=False)
-            assert found[SOURCE_NONE] == share, "what the dead one had is left to the reader"
+            assert found[SOURCE_NONE] == share, "the dead node's chunks are left to the reader"
         del task.registry.members[2]
         await soon(members(a, b))
         before = task.reads.of.total()
@@ -246,7 +246,9 @@ async def test_a_dead_nodes_share_moves_to_others_and_back(task: Task) -> None:
             before = task.reads.of.total()
             assert (await task.check(c))[SOURCE_HERE] == share
             assert (await task.check(a))[2] == share, "it is used again"
-            assert task.reads.of.total() == before, "it had its share from who took it over"
+            assert task.reads.of.total() == before, (
+                "it got its share from the nodes that had taken it over"
+            )
 
 
 async def test_oneshot_loads_each_share_without_a_reader_and_once(task: Task) -> None:
@@ -417,7 +419,7 @@ async def test_nodes_of_another_version_do_not_count_until_they_switch(task: Tas
         reads = task.reads.of.total() - before
         assert (await task.check(b))[0] > 0
         assert (await task.check(a))[1] > 0
-        assert task.reads.of.total() - before <= reads + 1, "what is in both stays"
+        assert task.reads.of.total() - before <= reads + 1, "chunks of both versions stay"
 
 
 async def test_a_new_version_has_owners_at_once(
@@ -461,7 +463,7 @@ async def test_a_new_version_has_owners_at_once(
         task.registry.silent = {0, 1}
         await trio.sleep(0.1)
         await at_once(b, newest)
-        assert (await task.check(b))[0] > 0, "it is known that node 0 is there already"
+        assert (await task.check(b))[0] > 0, "node 0 has switched already"
         task.registry.silent.clear()
 
 

@@ -355,7 +355,7 @@ async def test_reads_of_a_lost_peer_leave_nothing(
     for _ in range(20):
         await gather(*[cancelled] * 30)
     assert peer.stats()["in_flight"] == wire.REQUESTS_MAX
-    assert await read(peer, SMALL) == [BUSY], "there is no room, for as long as it may wait"
+    assert await read(peer, SMALL) == [BUSY], "no room is left while it may wait"
     node.acceptor.set_identity(me(1))
     await soon(lambda: peer.stats()["in_flight"] == 0, 5)
     answers.hold()

@@ -172,7 +172,7 @@ class Model:
             assert not fetched
             assert here == (view is not None)
         elif has_room:
-            assert fetched == {self.source.numbers[number]: 1}, "where there is room, at once"
+            assert fetched == {self.source.numbers[number]: 1}, "at once if there is room"
             assert works == (view is not None)
         assert (number in self.here()) == (view is not None)
 

@@ -692,11 +692,11 @@ async def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
         assert shelf.files() == []
         cache.set_owned(np.arange(CHUNKS) > 1)
         await ended(cache, {1, 2, 3})
-        assert in_memory(cache) == set(), "the memory is free as soon as may be"
+        assert in_memory(cache) == set(), "the memory is free at once"
     size = total(shelf.source, *range(1, CHUNKS))
     assert f"7 chunks ({size:,} bytes) from memory to the disk cache: these were all" in caplog.text
     async with shelf.cache(3 * CHUNKS) as cache:
-        assert kept_numbers(cache) == set(range(1, CHUNKS)), "but for what it owned never"
+        assert kept_numbers(cache) == set(range(1, CHUNKS)), "but never for its own chunks"
         assert await shelf.read_all(cache) == CHUNKS
     assert shelf.source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 

@@ -240,7 +240,7 @@ def test_the_sender_sends_the_newest_state_and_sends_a_new_master_everything(tas
     sender = PlanSender(task.snapshot, master.send, send_s=0.01)
     epoch = Epoch(0, order_of(task, 1))
     sender.set_streams({})
-    assert sender._thread is None, "who has no plan gets no thread"
+    assert sender._thread is None, "a client without a plan has no thread"
     sender.set_streams({"train": StreamProgress((epoch,), 0, 0)})
     wait_until(lambda: len(master.bodies) == 2)
     master.status = None

@@ -152,7 +152,7 @@ async def test_a_reader_that_begins_in_the_middle_is_planned_from_there(
     assert here.take(Positions({"t": (0, 20)})) == TAKEN
     await trio.sleep(2)
     assert here.cache.next_chunks() == {*view.chunk_of([order[20]]).tolist()}
-    assert here.cache.futures == 2, "what is before the first future needs another"
+    assert here.cache.futures == 2, "positions before the first future need another one"
 
 
 async def test_one_more_epoch_of_a_computed_order_is_predicted(
@@ -437,8 +437,8 @@ async def test_an_order_is_sent_once_and_again_only_if_it_changed(view: Snapshot
     assert news(0, 1) == 3, "two orders of one piece each, and the stream"
     assert news(0, 1) == 0
     assert news(0, 1, position=5) == 1
-    assert news(1) == 1, "the first epoch was read: a position says so"
+    assert news(1) == 1, "the first epoch was read, as a position shows"
     assert news(1, 2) == 2, "one more order"
     here.plan.forget(1)
     assert news(1, 2, position=3) == 1, "the receiver answers that it does not know the stream"
-    assert news(1, 2, position=3) == 3, "and is told all again"
+    assert news(1, 2, position=3) == 3, "and gets everything again"

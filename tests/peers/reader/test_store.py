@@ -199,7 +199,7 @@ def test_no_whole_chunk_is_copied_into_private_memory(client: Client, master: Fa
     fetches = reader.stats()["range_fetches"]
     for seed in range(100, 120):
         read_few(seed)
-    assert reader.stats()["range_fetches"] == fetches, "all of it was at hand, and checked"
+    assert reader.stats()["range_fetches"] == fetches, "all of it was in memory, and checked"
     assert master.kinds()[before:].count(READ) == 0
 
 
@@ -320,7 +320,7 @@ def test_a_pinned_chunk_is_unpinned_with_its_last_view(
     del whole
     gc.collect()
     time.sleep(0.1)
-    assert master.unpinned() == [], "it is kept for who comes next"
+    assert master.unpinned() == [], "it is kept for the next reader"
     master.behaviour.revoked = [2]
     time.sleep(0.2)
     assert master.unpinned() == [], "a view is still alive"
