@@ -146,7 +146,7 @@ def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place:
     assert first == {"diesel-accounts": 1}
     assert (ann["user"], ann["admin"], ann["grants"]) == ("ann", False, {"pets": "write"})
     assert set(parse_accounts(file.read_bytes())) == {"ann", "root"}
-    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")  # it is no dataset
+    dlcmd("put", write(tmp_path / "src", {"a": b"1"}), "pets")  # the accounts are no dataset
     assert b"accounts" not in dlcmd("verify", "pets").out
     assert dlcmd("ls").out == b"pets\n"
 

@@ -138,7 +138,7 @@ def test_du_counts_files_and_bytes(dlcmd: Dlcmd, pets: Path) -> None:
     whole, part = (dlcmd("du", "--json", each).objects[0] for each in ("pets", "pets/sub"))
     assert (whole["files"], whole["bytes"]) == (3, 9005)
     assert (part["files"], part["bytes"], part["stored_bytes"]) == (2, 5, 5)
-    assert int(str(whole["stored_bytes"])) < 1000  # 9,000 ones
+    assert int(str(whole["stored_bytes"])) < 1000  # 9,000 bytes
     assert dlcmd("du").out.startswith(b"3 files, 9.0 kB (9005 bytes), stored as ")
 
 
@@ -215,7 +215,7 @@ def test_recover_brings_the_metadata_back(dlcmd: Dlcmd, pets: Path) -> None:
     listing = dlcmd("ls", "-l", "-R", "pets").out
     for file in dlcmd.store.glob("meta.sqlite*"):
         file.unlink()
-    assert dlcmd("ls", "-l", "-R", "pets").out == listing  # by the snapshot
+    assert dlcmd("ls", "-l", "-R", "pets").out == listing  # from the snapshot
     assert "dlcmd recover" in dlcmd("verify", "pets", code=15).out.decode()
     assert b"recovered 1 chunk with 7 entries: pets has 3 files" in dlcmd("recover", "pets").out
     assert dlcmd("ls", "-l", "-R", "pets").out == listing
@@ -251,7 +251,7 @@ def test_M9_bad_names_make_nothing(dlcmd: Dlcmd, tmp_path: Path, name: str) -> N
         ["save-meta", "--", name, str(tmp_path / "file")],
         ["mount", "--", name, str(tmp_path)],
     ]
-    if name != "a/b":  # there it is a path
+    if name != "a/b":  # here it is a path
         verbs += [["put", "--", str(source), name], ["ls", "--", name], ["cat", "--", name]]
     for words in verbs:
         result = dlcmd(*words, code=2)

@@ -106,7 +106,7 @@ def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: 
         os.kill(coordinator, signal.SIGKILL)
         wait_until(lambda: not is_running(packer))
     assert [*dlcmd.store.rglob(".tmp-*")] == []
-    assert len([*dlcmd.store.glob("datasets/*/chunks/*/*")]) == 2  # and the one before
+    assert len([*dlcmd.store.glob("datasets/*/chunks/*/*")]) == 2  # and the chunk before
     dlcmd("put", source, "pets")
     dlcmd("verify", "pets")
 
@@ -115,7 +115,7 @@ def test_a_packing_process_ends_its_chunk_after_its_put(dlcmd: Dlcmd, tmp_path: 
 def test_the_next_get_tidies_up(dlcmd: Dlcmd, source: Path, tmp_path: Path, words: str) -> None:
     out = tmp_path / "out"
     (out / "sub").mkdir(parents=True)
-    dlcmd("ls", "pets")  # which keeps the snapshot: the get renames only files that it writes
+    dlcmd("ls", "pets")  # to keep the snapshot: the get renames only files that it writes
     killed = "/^rename(at2?)?$:signal=KILL:when=1"
     with chdir(tmp_path), traced("get", *words.split(), inject=killed) as process:
         assert process.wait(DEADLINE_S) in (-signal.SIGKILL, 128 + signal.SIGKILL)

@@ -387,7 +387,7 @@ def test_a_mount_whose_processes_have_ended_or_stopped(
 ) -> None:
     at = tmp_path / "mnt"
     with mounted(pets, at) as pids:
-        for each in (signal.SIGSTOP, number):  # so that none of them acts on the death of another
+        for each in (signal.SIGSTOP, number):  # so that none acts on the death of another
             for pid in pids:
                 os.kill(pid, each)
         answered = doctor(at / "deeper")

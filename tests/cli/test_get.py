@@ -56,7 +56,7 @@ def test_M4_replacing_other_files_needs_force(dlcmd: Dlcmd, pets: Path, tmp_path
     errors = dlcmd("get", "pets", out, code=3).err
     assert "dlcmd: a: something different is there; --force replaces it" in errors
     assert "dlcmd: link: something different is there" in errors
-    assert "dlcmd: sub/b: something different is there" in errors  # of another time
+    assert "dlcmd: sub/b: something different is there" in errors  # it has another time
     assert (out / "a").read_bytes() == b"mine"
     assert (out / "sub/in/c").read_bytes() == b"333"
     dlcmd("get", "--force", "pets", out)
@@ -111,7 +111,7 @@ def test_M5_modes_come_back_without_their_special_bits(dlcmd: Dlcmd, ordinary: P
     (source / "closed/in").chmod(0o500)
     (source / "closed").chmod(0o2555)
     dlcmd("put", source, "pets")
-    for _ in range(2):  # again, into folders that nobody may write to
+    for _ in range(2):  # the second time into folders that are read-only
         dlcmd("get", "pets", tmp_path / "out")
         for name, mode in {"a": 0o777, "closed": 0o555, "closed/in": 0o500}.items():
             assert stat.S_IMODE((tmp_path / "out" / name).stat().st_mode) == mode

@@ -60,7 +60,7 @@ class User:
         data = bytearray(copy.read_bytes())
         where = place(bytes(data))
         data[where[len(where) // 2]] ^= 1
-        copy.write_bytes(data)  # into the file that is there
+        copy.write_bytes(data)  # written into the existing file
 
     def others_see(self) -> Facts:
         self._patch.setenv("XDG_CACHE_HOME", str(self.top / "another"))

@@ -331,7 +331,7 @@ def test_A15_a_signal_ends_a_put_which_can_be_repeated(dlcmd: Dlcmd, tmp_path: P
     os.mkfifo(tmp_path / "pipe")
     with (
         dlcmd.start("put", "--tar", tmp_path / "pipe", "top") as process,
-        (tmp_path / "pipe").open("wb", buffering=0) as pipe,  # opens when it is read
+        (tmp_path / "pipe").open("wb", buffering=0) as pipe,  # blocks until a reader opens it
     ):
         pipe.write(whole[:1024])
         wait_for_reader(pipe.fileno(), process.pid)

@@ -34,8 +34,8 @@ class Machine:
     def __init__(self, dlcmd: Dlcmd, folder: Path) -> None:
         self._dlcmd, self._folder = dlcmd, folder
         self._cache = folder / "cache"
-        self._masters: dict[str, int] = {}  # which keep the chunks
-        self.folders: dict[str, Path] = {}  # of datasets, in the cache
+        self._masters: dict[str, int] = {}  # the masters keep the chunks
+        self.folders: dict[str, Path] = {}  # of datasets in the cache
         for name, count in FILES.items():
             files = {f"{n}": b"%s %d " % (name.encode(), n) * 750 for n in range(count)}
             source = write(folder / name, files)
@@ -51,7 +51,7 @@ class Machine:
             "mount", "--memory", "8M", "--cache-dir", self._cache, "--cache-size", LIMIT,
             "--policy", "oneshot", "--evict", "lrfu", name, at,
         )  # fmt: skip
-        if name not in self.folders:  # which the job has registered in
+        if name not in self.folders:  # the job has registered in it
             [self.folders[name]] = {*self._cache.glob("*/*/")} - before
         [opened] = self._sockets() - sockets
         self._masters[name] = _process_of(opened)
@@ -124,7 +124,7 @@ def test_datasets_in_use_stay_and_then_the_least_used_goes_first(machine: Machin
     machine.end("daily")
 
     machine.seem_unused("daily", 4)
-    machine.seem_unused("weekly", 1)  # by LRU it would stay
+    machine.seem_unused("weekly", 1)  # LRU would keep it
     machine.begin("new")
     machine.end("new")
     assert len(machine.chunks("new")) > 3

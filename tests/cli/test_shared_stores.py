@@ -71,7 +71,7 @@ def test_C3_an_emptied_redis_is_not_an_empty_repository(
     shared.program("put", source, "pets")
     write(source, {"d0/newer": b"newer"})
     shared.program("put", source, "pets")
-    listed = shared.program("ls", "-R", "pets").out  # all that was ever acknowledged
+    listed = shared.program("ls", "-R", "pets").out  # all acknowledged files
     assert len(listed.splitlines()) == 104
     with redis_server.client() as client:
         client.flushall()

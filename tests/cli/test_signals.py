@@ -24,7 +24,7 @@ from ..waiting import wait_until
 from .conftest import Dlcmd, children, is_running, program_environment
 
 DEADLINE_S = 30.0
-CHUNKS_SEEN = 20  # of 64 KiB, of some 70
+CHUNKS_SEEN = 20  # of 64 KiB; the source has some 70
 FILES = 453
 OPTIONS = ("--jobs", "2", "--chunk-size", "64K")
 
@@ -131,7 +131,7 @@ def test_A15_a_signal_in_the_middle_of_a_folder(
         pytest.skip("this process ignores the signal (nohup), and so do its children")
     with stopped_put(dlcmd, source) as put:
         put.send(number, group=group)
-        if group and number != signal.SIGINT:  # which is the coordinator's business alone
+        if group and number != signal.SIGINT:  # only the coordinator handles it
             assert put.left() == []
         ended, result = put.end()
         assert ended == code

@@ -98,7 +98,7 @@ def test_dlcmd_has_the_verbs_and_options() -> None:
         if verb not in known:
             verb, rest = f"{verb} {rest[0]}", rest[1:]
         words = [word for word in rest if not word.startswith(">")]
-        with known[verb].make_context(verb, words):  # raises for unknown words
+        with known[verb].make_context(verb, words):  # raises for unknown arguments
             pass
 
 

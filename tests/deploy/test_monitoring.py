@@ -79,7 +79,7 @@ def prometheus(folder: Path, addresses: dict[str, str]) -> Iterator[Callable[[st
         words = urllib.parse.urlencode({"query": query})
         try:
             found = json.loads(get(f"http://{address}/api/v1/query?{words}"))
-        except OSError:  # it has not begun
+        except OSError:  # Prometheus has not begun
             return []
         result = found["data"]["result"]
         assert isinstance(result, list)

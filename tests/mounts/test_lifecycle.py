@@ -118,7 +118,7 @@ def test_a_folder_that_is_removed_is_made_again(source: Path, tmp_path: Path, se
         assert (at / "b").read_bytes() == b"beta"
     finally:
         umount(at)
-    assert not at.exists()  # it is the later mount's
+    assert not at.exists()  # the later mount's process
 
 
 @pytest.mark.real_start

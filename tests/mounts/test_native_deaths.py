@@ -92,7 +92,7 @@ def test_one_umount_removes_a_mount_that_was_killed(
     mount(request_for(source, at, "native"), program=PROGRAM)
     pids = Processes.of(at)
     for name in victims.split(","):
-        with suppress(ProcessLookupError):  # the end of the one before has ended it
+        with suppress(ProcessLookupError):  # the end of an earlier one may have ended it
             os.kill(getattr(pids, name), signal.SIGKILL)
     if victims == "worker":
         assert is_alive(str(at))
@@ -115,7 +115,7 @@ def test_a_mount_that_does_not_answer_is_named_and_ended_by_force(
     """`mount` and `stats` name it, even while they wait."""
     monkeypatch.setattr(mountpoint, "ANSWER_DEADLINE_S", 0.5)
     monkeypatch.setattr(mountpoint, "ANSWER_NOTICE_S", 0.1)
-    before = zombies()  # of other tests
+    before = zombies()  # mounts of other tests
     with mounting(source, tmp_path / "mount", "native") as mounted:
         server = Processes.of(mounted.at).server
         os.kill(server, signal.SIGSTOP)

@@ -200,7 +200,7 @@ def test_H4_a_signal_to_all_processes_of_a_mount_in_the_foreground_counts_once(
 ) -> None:
     """Ctrl-C and service managers send it. A READ under way is still answered. The program itself
     serves, logs to stderr, and ends with exit code 0."""
-    content = CONTENT[:65_536]  # one READ
+    content = CONTENT[:65_536]  # one READ reads it
     # A native mount reads ahead over the ends of files, which must not reach the file that waits.
     (source / "between").write_bytes(bytes(2 << 20))
     (source / "wait").write_bytes(content)

@@ -152,7 +152,7 @@ def test_a_snapshot_keeps_its_own_name(saved: MountRequest, tmp_path: Path, offl
         dogs.delete_dataset()
     with connect("dogs", saved.url, create=True) as dogs:
         dogs.put(b"new dog", "a")
-    with pytest.raises(ForeignError):  # the same name, another identity
+    with pytest.raises(ForeignError):  # a dataset with the same name and another identity
         open_with(saved, offline=offline)
     lose_metadata(tmp_path / "store")
     with pytest.raises(ForeignError if offline else MetadataError):

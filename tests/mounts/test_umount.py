@@ -148,7 +148,7 @@ def test_a_worker_that_keeps_an_unmounted_mount_is_ended_without_an_error(
             file.read()  # a miss, so the worker fetches the whole chunk
             time.sleep(0.5)
             unmount(str(mounted.at), lazy=True)
-            wait_until(lambda: len(children_of(mounted.pid)) == 1)  # the server is left
+            wait_until(lambda: len(children_of(mounted.pid)) == 1)  # then only the server is left
         assert ends_within(mounted.pid, PATIENCE_S)
         assert "is mounted on" in log_of(mounted)
         assert " ERROR " not in log_of(mounted)

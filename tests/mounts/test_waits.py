@@ -110,7 +110,7 @@ class Model:
             case ("end", int(number)) if self.waiting:
                 wait, _, _, marks = self.waiting.pop(number % len(self.waiting))
                 self.waits.end(wait)
-                for cause in marks:  # a thread that comes late changes nothing
+                for cause in marks:  # a late thread changes nothing
                     wait.leave(cause)
             case ("look",):
                 self.check()

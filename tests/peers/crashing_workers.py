@@ -39,7 +39,7 @@ def worker(path: str, identity: bytes, version: int, number: int) -> None:
         link.sendall(read[: len(read) // 2])
     elif kind == 3:
         link.sendall(pin)
-    else:  # it has a chunk, and wants more
+    else:  # after it has a chunk, and has requested more
         link.sendall(pin)
         link.recvmsg(64, 64)
         link.sendall(read)

@@ -38,7 +38,7 @@ class Behaviour(OwnerBehaviour):
     change_pinned: Callable[[int, bytearray], None] = lambda chunk, content: None
     revoked: list[int] = field(default_factory=list)
     raw: bytes = b""  # instead of any answer but that to a hello, on control connections
-    versions: set[int] = field(default_factory=set)  # if empty, any
+    versions: set[int] = field(default_factory=set)  # empty: any version
 
 
 class FakeMaster(FakeServer):

@@ -147,7 +147,7 @@ class RunningTask:
         self.files = files
         self.name = TASK
         self.world = len(nodes)
-        self.part = 0.0  # of the dataset that each master has memory for; 0 for as much as it likes
+        self.part = 0.0  # the part of the dataset that a master's memory holds; 0 for the default
         self.options: dict[str, str] = {}  # of `dlcmd mount`, for each node
         self._names = itertools.count(1)
         self.bytes = 0

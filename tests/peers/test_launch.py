@@ -240,7 +240,7 @@ def test_ignored_options_are_warned_of_once(node: Node, caplog: pytest.LogCaptur
     caplog.clear()
     for same in (
         given,
-        node.request_with(memory_bytes=0),  # it says nothing
+        node.request_with(memory_bytes=0),  # no warning for this one
         node.request_with(memory_bytes=5, memory_is_default=True),
         replace(given, task_key="another, which is kept nowhere", user="", version=4),
     ):
@@ -371,7 +371,7 @@ def test_others_wait_only_for_a_time_for_a_process_stopped_at_the_folders(node: 
             launch._locked(place, 0.0, 0.1),
         ):
             pass
-        remove_folders(place, folders_wait_s=0.1)  # says nothing
+        remove_folders(place, folders_wait_s=0.1)  # logs nothing
     with launch._locked(place, 0.0):
         pass
 

@@ -37,7 +37,7 @@ class Served:
             "dataset": DATASET, "url": url, "task": "served", "rank": rank, "world": 2,
             "memory_bytes": 1 << 20, **more,
         }  # fmt: skip
-        if not has_namespaces():  # loopback, which no master takes of itself
+        if not has_namespaces():  # no master registers with loopback by itself
             opened["listen"] = f"{node.address}:0"
         reader = Reader(node, opened, FILES)
         self.stack.callback(reader.close)

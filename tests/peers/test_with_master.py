@@ -184,7 +184,7 @@ def test_a_reader_does_not_restart_a_master_that_was_ended(node: Node) -> None:
         check(dataset, 0)
         os.kill(node.master(), signal.SIGTERM)
         until(lambda: not node.sockets(), "its end")
-        for seed in range(10):  # it is looked for after one second, and after two more
+        for seed in range(10):  # a reader looks for it after one second, and after two more
             check(dataset, seed)
             time.sleep(0.5)
         assert not dataset.task_stats()["answers"]

@@ -182,7 +182,7 @@ def test_S12_invented_identities_delay_no_reader(filled: InProcessServer) -> Non
     with ThreadPoolExecutor(16) as threads:
         drawn = threads.map(draw, range(16))
         assert waiting.wait(60)
-        filled.admin.stat("ds", b"a")  # while none of those has been looked for
+        filled.admin.stat("ds", b"a")  # before any of those look-ups is done
         gate.set()
         list(drawn)
 
@@ -251,7 +251,7 @@ def test_C3_C4_lost_commits_are_never_a_missing_file(
     for file, content in older.items():
         file.write_bytes(content)
     filled.store.open_metadata(create=False)
-    time.sleep(0.6)  # a listing is as old as that
+    time.sleep(0.6)  # a listing may be that old
     asks: list[Callable[[], object]] = [
         lambda: filled.admin.stat("ds", b"later"),
         lambda: filled.admin.stat("ds", b"nothing"),

@@ -107,7 +107,7 @@ def test_S10_every_request_needs_its_role(filled: InProcessServer, do: str, role
         except FormatError:
             assert do == "put"  # there was no chunk
         except UsageError:
-            assert do in ("join", "leave")  # nor is there a Redis
+            assert do in ("join", "leave")  # and no Redis
         return
     if role >= Role.READ:
         with pytest.raises(PermissionDenied):
@@ -315,7 +315,7 @@ class UnavailableRepository:
         assert not create
         for thread in self.others if not self.tries else ():
             thread.start()
-        for _ in range(2 + len(self.others)):  # two are of the caller
+        for _ in range(2 + len(self.others)):  # two uses are the caller's
             assert self._looks.acquire(timeout=20)
         self.tries += 1
         self._problem = MetadataError("away still")

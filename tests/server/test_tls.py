@@ -81,7 +81,7 @@ def test_S4_a_bad_certificate_is_refused_with_the_reason(
         assert advice in caught.value.advice
         assert time.monotonic() - begun < 3, "it was tried again and again"
         assert not server.cells.get("diesel_logins_total")
-        if "name" not in advice:  # that the client finds out after the handshake
+        if "name" not in advice:  # which the client learns after the handshake
             wait_until(lambda: any("no TLS" in line for line in caplog.messages))
 
 

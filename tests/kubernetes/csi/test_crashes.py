@@ -85,7 +85,7 @@ def test_a_kill_while_a_mount_starts_makes_no_second_one(
 
 def test_the_next_call_joins_a_mount(own_plugin: Plugin, pets: Attributes, tmp_path: Path) -> None:
     own_plugin.end()
-    own_plugin.options = (*own_plugin.options, "--idle=60")  # the last one counts
+    own_plugin.options = (*own_plugin.options, "--idle=60")  # the last call counts
     own_plugin.start()
     target = tmp_path / "mount"
     own_plugin.kubelet.deadline_s = 0.2

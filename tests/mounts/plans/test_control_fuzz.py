@@ -56,7 +56,7 @@ class Client:
         self.stream = stream
 
     async def send(self, *frames: bytes, eof: bool = False) -> None:
-        with suppress(trio.BrokenResourceError):  # it was cut off
+        with suppress(trio.BrokenResourceError):  # the server has closed the connection
             for each in frames:
                 await self.stream.send_all(each)
             if eof:

@@ -265,14 +265,14 @@ def test_reading_a_list_pushes_its_files(at: Path) -> None:
     pages."""
     path = at / ".diesel/shuffle/seed=9,epoch=0,group=2"
     assert path.stat().st_size
-    time.sleep(1.0)  # a push would have begun
+    time.sleep(1.0)  # by then a push would have begun
     assert residency(at)["pushed_entries"] == 0
     text = path.read_bytes()
     wait_until(lambda: residency(at)["resident_entries"] + residency(at)["lost_entries"] >= FILES)
     with Control.connect(at) as control:
         control.withdraw(f"shuffle:9.{GROUP}.0.1")
         assert path.read_bytes() == text
-        control.progress(f"shuffle:9.{GROUP}.0.1", 0)  # it is there again
+        control.progress(f"shuffle:9.{GROUP}.0.1", 0)  # the list is shown again
 
 
 def residency(at: Path) -> Counter[str]:

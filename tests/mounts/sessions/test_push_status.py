@@ -54,7 +54,7 @@ def test_the_worker_leaves_out_entries_whose_READ_is_held() -> None:
 def test_a_READ_of_an_entry_that_is_being_stored_is_not_held() -> None:
     """Otherwise both would wait: the worker waits for the page that the READ has locked."""
     server, worker = both_sides()
-    assert not server.try_hold(4)  # it is not soon
+    assert not server.try_hold(4)  # not marked as soon
     worker.mark_soon(np.array([4, 5], np.uint32))
     worker.mark_now(np.array([4]))
     assert not server.try_hold(4)

@@ -50,7 +50,7 @@ async def test_a_wait_for_a_request_delays_other_tasks_little(pipe: tuple[int, i
     stand_in = TrioStandIn(RequestWait(lambda: True))
     with trio.move_on_after(0.05):
         while True:
-            await stand_in.wait_readable(pipe[0])  # none comes
+            await stand_in.wait_readable(pipe[0])  # no request comes
     os.write(pipe[1], b"one")
     await stand_in.wait_readable(pipe[0])
     os.read(pipe[0], 3)

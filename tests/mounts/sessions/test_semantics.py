@@ -173,7 +173,7 @@ def test_H12_an_empty_file_is_read_without_a_request(tree: LiveMount) -> None:
     before = requests(tree)
     assert (tree.at / "empty").read_bytes() == b""
     assert (tree.at / "empty").stat().st_size == 0
-    assert requests(tree)["read"] - before["read"] == 1  # of the statistics
+    assert requests(tree)["read"] - before["read"] == 1  # those for the statistics
 
 
 def test_H13_the_usual_calls_do_the_usual_things(tree: LiveMount, session: str) -> None:
@@ -224,7 +224,7 @@ def test_H13_rare_calls_are_refused_or_right(tree: LiveMount, session: str, name
         assert file.read() == (tree.source / name).read_bytes()
         assert answer(os.preadv, opened, room, 0, os.RWF_NOWAIT) == "ENOTSUP"
         size = os.fstat(opened).st_size
-        assert size == os.fstat(opened).st_blocks * 512  # it is dense, whatever the source had
+        assert size == os.fstat(opened).st_blocks * 512  # dense, even if the source has holes
         for offset in (0, 1, size - 1):
             assert os.lseek(opened, offset, os.SEEK_DATA) == offset
             assert os.lseek(opened, offset, os.SEEK_HOLE) == size
@@ -288,7 +288,7 @@ def test_the_requests_for_reading_a_file(source: Path, tmp_path: Path, session: 
         os.listdir(mounted.at)
         for reads in (0, 0, 1, 1, 1, 1):
             for _ in range(reads):
-                with open(mounted.at / "a", "rb", buffering=0) as file:  # no isatty
+                with open(mounted.at / "a", "rb", buffering=0) as file:  # calls no isatty
                     file.read()
             counts.append(requests(mounted))
     own = counts[1] - counts[0]  # the requests for the statistics

@@ -106,7 +106,7 @@ def test_the_capability_decides_and_not_the_user(tmp_path: Path) -> None:
     assert "CAP_SYS_ADMIN" in error
 
 
-@pytest.mark.alone  # the namespace keeps what other tests unmount meanwhile
+@pytest.mark.alone  # the namespace keeps mounts that other tests unmount meanwhile
 @pytest.mark.skipif(shutil.which("unshare") is None, reason="there is no unshare")
 def test_root_of_a_user_namespace_gets_the_kernel_session(tmp_path: Path) -> None:
     """It has the capability, but the kernel lets it mount FUSE alone."""

@@ -322,7 +322,7 @@ def test_a_store_that_is_away_changes_nothing_and_is_logged_once(followed: Follo
     assert (at / "kept").read_bytes() == FILES["kept"]
     store.rename(store.with_name("away"))
     wait_until(lambda: followed.warnings("cannot follow"))
-    time.sleep(2 * POLL_INTERVAL_S)  # a check under way may have met the store half gone
+    time.sleep(2 * POLL_INTERVAL_S)  # a check under way may have met the store half moved
     logged = followed.warnings("cannot follow")
     time.sleep(10 * POLL_INTERVAL_S)
     assert followed.warnings("cannot follow") == logged <= 2

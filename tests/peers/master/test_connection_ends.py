@@ -221,7 +221,7 @@ def check_owner_link(certificate: Certificate, way: End | HandshakeEnd, sent: in
             assert _read(link) is None
             if isinstance(way, HandshakeEnd):
                 assert (link.counts["connections"], link.is_refused) == (0, False)
-            else:  # it sends the request once more itself
+            else:  # the link itself repeats the request once
                 assert (link.counts["connections"], link.counts["failed"]) == (2, 1)
                 assert _read(link) == content(*SOME)
                 assert link.read_one(*FEW) == content(*FEW)

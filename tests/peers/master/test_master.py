@@ -189,7 +189,7 @@ class Task:
         for (chunk, start, size), status in zip(records, statuses, strict=True):
             if status == GIVEN:
                 assert next(left) == self.whole(snapshot, chunk)[start : start + size]
-                rank = int(owner[chunk])  # it gets the request, whatever this node still holds
+                rank = int(owner[chunk])  # it gets the request, even if this node holds it
                 sources[SOURCE_HERE if rank == node.rank else rank] += 1
             else:
                 sources[SOURCE_NONE] += 1
@@ -277,7 +277,7 @@ async def test_oneshot_skips_dead_chunks_and_begins_with_fully_live_ones(task: T
     names = [chunk_object(task.snapshot.identity, each) for each in task.snapshot.chunk_ids]
     async with task.node(0, world=1, oneshot=True) as node:
         await soon(lambda: node.cache.stats()["share_held_chunks"] == count - len(dead))
-        await trio.sleep(0.1)  # more would come
+        await trio.sleep(0.1)  # time in which more would come
         figures = node.cache.stats()
         assert figures["share_held_chunks"] == figures["share_chunks"] == count - len(dead)
         assert len(task.reads.of) == count - len(dead)
@@ -336,7 +336,7 @@ async def test_C3_members_have_a_TTL_to_renew(task: Task, caplog: pytest.LogCapt
         await trio.sleep(0.2)
         assert "has left" not in caplog.text
         assert "was replaced" not in caplog.text
-        task.registry.members.pop(1)  # it leaves
+        task.registry.members.pop(1)  # the member leaves
         task.registry.members[2] = replace(kept[2], instance=b"n" * 16)
         await soon(lambda: "node 2 was replaced" in caplog.text)
         await soon(lambda: "node 1 has left" in caplog.text)

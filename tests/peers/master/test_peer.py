@@ -286,7 +286,7 @@ async def test_a_peer_with_a_slow_store_has_not_failed(
     jumping_clock: MockClock, answers: FakeAnswers, peer: Peer
 ) -> None:
     """It answers WORKING, and meanwhile gives parts from memory."""
-    answers.hold(absent={1})  # never at hand
+    answers.hold(absent={1})  # never ready
     await read(peer, SMALL)
     answers.ready = wait_for(30)
     for _ in range(6):

@@ -89,8 +89,8 @@ def test_the_rank_and_world_of_a_node(
 @each_row(
     ("environment", "rank", "world"),
     [
-        ({}, 1, None),  # of how many?
-        ({}, None, 4),  # all would be the first
+        ({}, 1, None),  # the world is missing
+        ({}, None, 4),  # all would be the first node
         *(({}, rank, world) for rank, world in ((4, 4), (-1, 4), (0, 0), (0, RANK_MAX + 2))),
         *((SLURM | {"SLURM_NODEID": each}, None, None) for each in ("8", "x", "-1")),
         ({"SLURM_NODEID": "0", "SLURM_NNODES": "0"}, None, None),

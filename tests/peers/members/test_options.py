@@ -115,7 +115,7 @@ def test_without_a_task_memory_share_and_policy_are_refused(calls: dict[str, Cal
     for word, value in {"task_memory_bytes": 1 << 20, "policy": "on-demand"}.items():
         with pytest.raises(UsageError, match=f"{word} is about a task"):
             calls["connect"](**{word: value})
-    assert of(policy="oneshot").policy == "oneshot"  # of a mount
+    assert of(policy="oneshot").policy == "oneshot"  # an option of mounts
 
 
 def test_lrfu_needs_a_cache_folder_and_no_task() -> None:
@@ -159,7 +159,7 @@ def test_arguments_may_be_text_from_the_environment() -> None:
 
 def test_a_blank_key_in_the_environment_fails_only_tasks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DIESEL_TASK_KEY", "  ")
-    assert not of()  # it is about nothing
+    assert not of()  # the key concerns no task
     with pytest.raises(ConfigError, match="key is empty"):
         of(task="t")
     monkeypatch.setenv("DIESEL_TASK_KEY", "")

@@ -172,7 +172,7 @@ def test_F8_the_newer_instance_of_a_rank_wins(place: RedisPlace) -> None:
     assert found.replaced_address == master(0, 10).address
     with pytest.raises(ConflictError, match="newer master of rank 0"):
         older.renew(master(0, 10))
-    older.leave(master(0, 10))  # which is not there any more
+    older.leave(master(0, 10))  # the older one is gone
     assert other.renew(master(1)).members == (master(0, 20), master(1))
     again = newer.renew(master(0, 20))
     assert again.members == (master(0, 20), master(1))

@@ -113,9 +113,9 @@ class Model:
                 self.source.fails = fails
             case "damages", bool(damages):
                 self.source.damages = damages
-            case "plan", list(orders):  # none: it is not known any more
+            case "plan", list(orders):  # None: the chunk is not known any more
                 self.plan(orders)
-            case "at", list(positions):  # of some readers, and back again
+            case "at", list(positions):  # of some readers' chunks, and back again
                 self.cache.set_positions(positions[: self.readers])
             case "elsewhere", list(held):
                 count = len(self.source.contents)

@@ -266,7 +266,7 @@ async def test_the_data_plane_reads_a_lent_file_for_a_number_of_requests(shelf: 
     async with shelf.cache(None) as cache:
         assert await shelf.read_all(cache) == CHUNKS
         before = cache.stats()
-        assert plane_reads(cache, 0) == 0  # nobody has read it from the disk
+        assert plane_reads(cache, 0) == 0  # it was never read from the disk
         await cache.read(0, [(0, 1)], load=False)
         await cache.read(1, [(0, 1)], load=False)
         size = len(shelf.source.contents[1])
@@ -303,11 +303,11 @@ async def test_files_of_chunks_that_leave_the_disk_are_taken_back(shelf: Shelf) 
         await shelf.read_all(cache)
         await shelf.read_all(cache)
         assert len(open_files(shelf.place)) == CHUNKS
-        await cache.recheck(3)  # nothing is wrong with it
+        await cache.recheck(3)  # the chunk is intact
         assert plane_reads(cache, 3) == 0
         path = file_of(shelf.place, cache.ledger.key(4))
         path.write_bytes(path.read_bytes()[:-40] + bytes(40))
-        assert plane_reads(cache, 4, 1) == 1  # nobody has noticed
+        assert plane_reads(cache, 4, 1) == 1  # the damage is not noticed yet
         await cache.recheck(4)
         assert plane_reads(cache, 4) == 0
         shelf.switch_version(cache, [8, 7, 6, 0])
@@ -733,7 +733,7 @@ async def test_a_cancelled_flush_leaves_whole_chunks(
     go_on, fill = threading.Event(), disk_tier._FileReservation.commit
 
     def slow(self: disk_tier._FileReservation, content: memoryview) -> None:
-        if len(shelf.files()) > 3:  # with itself
+        if len(shelf.files()) > 3:  # counting the one being written
             os.pwrite(self._file, content[:100], 0)
             go_on.wait(20)
         fill(self, content)

@@ -74,7 +74,7 @@ def test_any_placement_fits_the_budget_and_drops_nothing_that_is_pinned(
 ) -> None:
     here -= {wanted}
     ledger, replacement = filled(here, owned, pinned)
-    for _ in range(reads):  # until it has paid for its place
+    for _ in range(reads):  # until the chunk has paid for its place
         placement = replacement.place(wanted, 100, from_disk=False, is_new=True)
         if placement is not None:
             break

@@ -88,9 +88,9 @@ async def test_all_masters_know_all_streams_and_follow_their_positions(task: Tas
         for node in nodes:
             await soon(knows(node, 3))
             assert plan(node)["nodes"] == 3
-        total = 4 * len(entries)  # of the computed one, an epoch more
+        total = 4 * len(entries)  # of the computed order, one more epoch
         assert {plan(node)["uses_left"] for node in nodes} == {total}
-        for position in (10, 4):  # it has gone back
+        for position in (10, 4):  # the reader has gone back
             readers[0].send(Epoch(0, orders[0]), position)
             for node in nodes:
                 await soon(partial(is_left, node, total - position))
@@ -110,7 +110,7 @@ async def test_the_streams_of_a_dead_master_end_and_come_back_with_the_next(task
             await end(task, 1)
             await soon(knows(first, 1))
         async with task.node(1, policy="plan") as again:
-            await soon(knows(again, 1))  # the others', although nobody has moved
+            await soon(knows(again, 1))  # the positions of others, although no reader has moved
             # Its client goes on as if nothing had happened, and learns that something has
             body = plan_body(Positions({"train": (0, 3)}), len(task.snapshot))
             assert again.plan.take(1, body, client=5) == UNKNOWN

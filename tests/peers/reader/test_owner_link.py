@@ -492,7 +492,7 @@ def test_a_forked_child_uses_a_connection_of_its_own() -> None:
 
         def work() -> None:
             connections = link.counts["connections"]
-            finish()  # its own connection asks again
+            finish()  # its own connection sends the request again
             assert link.counts["connections"] == connections + 1
 
         fork(work)()
