@@ -69,7 +69,7 @@ def test_an_error_of_close_in_the_store_names_the_object(
     assert ended(verb, *words, inject=CLOSE, path=path) == (13, result)
 
 
-def test_an_error_of_close_of_a_file_is_reported_before_that_of_its_folder(
+def test_errors_of_close_are_reported_for_files_and_ignored_for_folders(
     dlcmd: Dlcmd, source: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -132,7 +132,7 @@ def of_a_stranger() -> str:
     return re.sub("dlcmd-.{8}", "dlcmd-00000000", temporary_name())
 
 
-def test_unknown_files_are_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_files_go_after_a_day(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for left in (of_a_stranger(), ".dlcmd-0123456789abcdef", ".dlcmd-mine"):
         (tmp_path / left).touch()
     remove_leftovers(tmp_path)

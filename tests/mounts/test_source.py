@@ -142,8 +142,10 @@ def test_without_metadata_a_warning_says_the_version_may_be_old(
 
 
 @pytest.mark.parametrize("offline", [False, True])
-def test_a_snapshot_keeps_its_own_name(saved: MountRequest, tmp_path: Path, offline: bool) -> None:
-    """T28: `--offline --snapshot dogs.snap cats` showed the files of dogs as cats."""
+def test_a_snapshot_is_never_mounted_under_another_name(
+    saved: MountRequest, tmp_path: Path, offline: bool
+) -> None:
+    """Otherwise `--snapshot dogs.snap cats` would show the files of dogs as cats."""
     with pytest.raises(ForeignError, match=r"is a snapshot of 'dogs' .* not of 'cats'"):
         open_with(saved, dataset="cats", offline=offline)
     with pytest.raises(NoSuchDataset):

@@ -119,8 +119,8 @@ def test_any_server_gives_the_same_task_and_so_does_redis_itself(two: ServerWith
 def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
     with two.open("ann") as repository:
         view = repository.view("ds")
-        asked = master_request(TaskOptions(task="t"), repository, view, memory_bytes=0)
-        assert asked.name == TaskName(view.identity, "ann", "t")
+        reply_to = master_request(TaskOptions(task="t"), repository, view, memory_bytes=0)
+        assert reply_to.name == TaskName(view.identity, "ann", "t")
 
 
 @pytest.mark.parametrize("as_whom", ["bob", "ann"])
@@ -228,19 +228,19 @@ def test_G2_no_request_waits_for_a_redis_that_is_known_to_be_away(tmp_path: Path
         url = f"{tmp_path.joinpath('store').as_uri()}?meta={redis.url}"
         with LocalRepository.open(url, create=True) as repository:
             tasks = TaskHandlers(repository)
-            asked(tasks, message, "127.0.0.1:1", secured=False)
+            reply_to(tasks, message, "127.0.0.1:1", secured=False)
             redis.signal(signal.SIGSTOP)
             took = []
             for _ in range(10):
                 start = time.monotonic()
                 with pytest.raises(DieselError):
-                    asked(tasks, message, "127.0.0.1:1", secured=False)
+                    reply_to(tasks, message, "127.0.0.1:1", secured=False)
                 took.append(time.monotonic() - start)
             redis.signal(signal.SIGCONT)
             assert took[0] < 1.5
             assert sum(took[1:]) < 0.5
             time.sleep(1.0)
-            asked(tasks, message, "127.0.0.1:1", secured=False)
+            reply_to(tasks, message, "127.0.0.1:1", secured=False)
 
 
 def test_registrations_that_redis_lost_come_back_with_the_same_secret(two: ServerWithRedis) -> None:
@@ -273,7 +273,7 @@ def test_S1_a_secret_is_sent_over_private_links_only(url: str, may: bool) -> Non
 # Which links may carry the secret
 
 
-def asked(
+def reply_to(
     tasks: TaskHandlers, message: Message, peer: str, *, secured: bool, do: str = "join"
 ) -> Message:
     known = DatasetRef("ds", UUID(int=7), 0)
@@ -306,20 +306,20 @@ def test_S1_a_server_gives_the_secret_over_private_links_only(
         tasks = TaskHandlers(repository)
         open_message = join_message(task, master(0), MemberRecord())
         if is_given:
-            answer = parse_join_reply(asked(tasks, open_message, peer, secured=secured))
+            answer = parse_join_reply(reply_to(tasks, open_message, peer, secured=secured))
             assert len(answer.secret) == 32
-            asked(tasks, open_message, peer, secured=secured, do="leave")
+            reply_to(tasks, open_message, peer, secured=secured, do="leave")
         else:
             with pytest.raises(UsageError) as error:
-                asked(tasks, open_message, peer, secured=secured)
+                reply_to(tasks, open_message, peer, secured=secured)
             assert "--task-key-file" in error.value.advice
             assert two.redis.client().keys("dfs:{task.*") == []
         mine = replace(master(0), has_key_file=True)
         own = join_message(task, mine, MemberRecord(secret=bytes(32)))
-        answer = parse_join_reply(asked(tasks, own, peer, secured=secured))
+        answer = parse_join_reply(reply_to(tasks, own, peer, secured=secured))
         assert answer.secret == b""
         assert answer.members == (mine,)
-        asked(tasks, own, peer, secured=secured, do="leave")
+        reply_to(tasks, own, peer, secured=secured, do="leave")
 
 
 def test_a_task_with_a_key_file_works_over_any_link(two: ServerWithRedis) -> None:
@@ -387,7 +387,7 @@ def test_without_redis_a_server_names_the_options_that_help(tmp_path: Path) -> N
         message = join_message(TaskName(UUID(int=7), "ann", "t"), master(0), MemberRecord())
         for do in ("join", "leave"):
             with pytest.raises(UsageError) as error:
-                asked(TaskHandlers(repository), message, "127.0.0.1:1", secured=False, do=do)
+                reply_to(TaskHandlers(repository), message, "127.0.0.1:1", secured=False, do=do)
             assert "--peers" in error.value.advice
             assert str(tmp_path) not in str(error.value)
         assert parse_join(Fields(message, "join"))[0] == "t"
