@@ -32,8 +32,8 @@ from ...format.image import BLOCK_BYTES, Image
 from ...format.snapshot.diff import OldIndices, SnapshotDiff
 from ...format.snapshot.reader import Snapshot
 from ...system.syscalls import cached_bytes
-from ..content_file import CONTENT_BYTES, private_name
 from ..sessions.protocol import NOTIFY_STORE, STORE
+from ..tree.content_file import CONTENT_BYTES, private_name
 from .advice_process import PART, Advise, Parts, whole_files
 from .page_cache import (
     PACKED_STORE,
