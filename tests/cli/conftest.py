@@ -27,20 +27,6 @@ class CommandResult:
         return [json.loads(line) for line in self.out.splitlines()]
 
 
-def is_running(process: int) -> bool:
-    """Whether a process runs. A zombie, which its parent has not reaped, does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def children(process: int) -> list[int]:
-    return [
-        int(pid) for pid in Path(f"/proc/{process}/task/{process}/children").read_text().split()
-    ]
-
-
 def program_environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 

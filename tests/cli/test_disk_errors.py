@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.system.atomic_file import remove_leftovers, temporary_name
+from tests.processes import children, is_running
 from tests.rows import each_row
 from tests.trees import facts, write
 
 from ..waiting import wait_until
-from .conftest import Dlcmd, children, is_running, program_environment
+from .conftest import Dlcmd, program_environment
 
 DEADLINE_S = 60.0
 CLOSE = "close:error=EIO"

@@ -15,6 +15,7 @@ from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
 from dlcmd.show.mount_stats import stats_lines
 from tests.own_mounts import own_mounts
+from tests.processes import command_lines, is_running
 from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import facts, write
@@ -272,14 +273,9 @@ def test_a_missing_folder_is_made_and_removed_with_its_mount(dlcmd: Dlcmd, tmp_p
 
 def _processes_of(folder: Path) -> list[int]:
     """The mount's daemon and the processes that it has forked; they have its arguments."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            words = (process / "cmdline").read_bytes().split(b"\0")
-            if os.fsencode(folder) in words and b"diesel_fs.mounts.daemon.supervisor" in words:
-                state = (process / "stat").read_text().rpartition(")")[2].split()[0]
-                found += [int(process.name)] * (state != "Z")
-    return found
+    wanted = {os.fsencode(folder), b"diesel_fs.mounts.daemon.supervisor"}
+    found = [pid for pid, line in command_lines() if wanted <= {*line.split(b"\0")}]
+    return [pid for pid in found if is_running(pid)]
 
 
 MOMENTS: dict[str, Callable[[Path], object]] = {

@@ -16,13 +16,14 @@ from click.testing import CliRunner
 from diesel_fs.errors import UsageError
 from dlcmd.mount_helper import dlcmd_options, mount_options, mount_program, split_options
 from tests.own_mounts import own_mounts
+from tests.processes import children
 from tests.rows import each_row
 from tests.tiers import fast_first
 from tests.trees import write
 from tests.unprivileged_user import needs_root
 from tests.waiting import wait_until
 
-from .conftest import children, program_environment
+from .conftest import program_environment
 
 SETUP = r"""
 set -eu

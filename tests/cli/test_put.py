@@ -14,6 +14,7 @@ from pathlib import Path
 from dlcmd.show.output import count_text
 from dlcmd.show.progress import progress_json
 from tests.ingest.test_tar import tar_of
+from tests.processes import state_of
 from tests.rows import each_row
 from tests.trees import facts, odd_tree, write
 
@@ -24,8 +25,7 @@ from .conftest import Dlcmd
 def wait_for_reader(pipe: int, pid: int) -> None:
     def has_read_all() -> bool:
         unread = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)))[0]
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return not unread and state == "S"
+        return not unread and state_of(pid) == "S"
 
     wait_until(has_read_all)
 

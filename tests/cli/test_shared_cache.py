@@ -17,10 +17,11 @@ from diesel_fs.cache.disk.folder import IDLE_S
 from diesel_fs.errors import DieselError
 from diesel_fs.mounts import umount
 from diesel_fs.mounts.mountpoints.mountpoint import mounted_at
+from tests.processes import is_running
 from tests.trees import write
 from tests.waiting import wait_until
 
-from .conftest import Dlcmd, is_running
+from .conftest import Dlcmd
 
 FILES = {"weekly": 300, "daily": 300, "new": 150}
 """The datasets, and how many files each has."""

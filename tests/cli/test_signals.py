@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 
 from diesel_fs.repository.local import LocalRepository
+from tests.processes import children, is_running
 from tests.trees import Facts, facts, write
 
 from ..datasets import dataset_state
 from ..waiting import wait_until
-from .conftest import Dlcmd, children, is_running, program_environment
+from .conftest import Dlcmd, program_environment
 
 DEADLINE_S = 30.0
 CHUNKS_SEEN = 20  # of 64 KiB; the source has some 70

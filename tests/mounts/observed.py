@@ -21,6 +21,7 @@ from diesel_fs.mounts.plans.control import Control
 from diesel_fs.mounts.tree.vfs import STATS_MAX_AGE_S
 from diesel_fs.system.mountinfo import mounts
 from tests.mounts.conftest import LiveMount, request_for
+from tests.processes import state_of
 from tests.unprivileged_user import module_path
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -107,14 +108,6 @@ def count_of_reads(at: Path) -> int:
 
 def log_of(mounted: LiveMount) -> str:
     return log_path(request_for(mounted.source, mounted.at)).read_text()
-
-
-def state_of(pid: int) -> str:
-    """The state letter of a process; Z for a zombie, empty if there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def is_gone(pid: int) -> bool:

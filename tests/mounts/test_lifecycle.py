@@ -24,9 +24,9 @@ from tests.mounts.observed import (
     log_of,
     mounts_below,
     reading,
-    state_of,
     waiting_reads,
 )
+from tests.processes import state_of
 from tests.rows import each_row
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -19,9 +19,10 @@ from diesel_fs.mounts.mountpoints.processes import children_of, ends_within
 from tests.loop_devices import files_of_loop_devices, only_user_of_loop_devices
 from tests.mounts.conftest import PROGRAM, mounting, request_for
 from tests.mounts.dying_daemon import DIES, MOMENT, STARTS
-from tests.mounts.observed import Processes, figures, is_gone, state_of
+from tests.mounts.observed import Processes, figures, is_gone
 from tests.mounts.other_kernels import KERNEL
 from tests.mounts.test_repeated_mounts import resources_of
+from tests.processes import state_of
 from tests.tiers import fast_first
 from tests.unprivileged_user import needs_root
 from tests.waiting import PATIENCE_S, wait_until

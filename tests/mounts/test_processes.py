@@ -27,9 +27,9 @@ from tests.mounts.observed import (
     is_gone,
     log_of,
     reading,
-    state_of,
     waiting_reads,
 )
+from tests.processes import state_of
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.fuse

@@ -37,7 +37,9 @@ from typing import IO, Self
 import pytest
 from redis import Redis
 
-from ..server.program import is_running, until
+from tests.processes import command_lines, is_running
+from tests.waiting import until
+
 from ..storage.metadata.redis_servers import program
 
 TREE = Path(__file__).resolve().parents[2]
@@ -168,10 +170,11 @@ class NodeHost:
             words = _ip("netns", "pids", self.name).split()
             return [pid for pid in map(int, words) if pid != os.getpid()]
         mark = f"{_MARK}={self.name}".encode()
-        return [pid for pid in _processes() if mark in _environment(pid)]
+        return [pid for pid, _ in command_lines() if mark in _environment(pid)]
 
     def matching(self, text: str) -> list[int]:
-        return [pid for pid in self.pids() if text in command_line(pid)]
+        words, here = text.replace(" ", "\0").encode(), self.pids()
+        return [pid for pid, line in command_lines() if pid in here and words in line]
 
     def kill(self) -> None:
         """End all processes here, as a crash of the node does."""
@@ -375,23 +378,11 @@ def end(process: "subprocess.Popen[bytes]") -> None:
             pipe.close()
 
 
-def command_line(pid: int) -> str:
-    """The arguments of a process; empty if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-    except OSError:
-        return ""
-
-
 def mounts_below(folder: Path) -> list[str]:
     """Mount points in a folder, the innermost first."""
     lines = Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()
     points = [line.split()[1] for line in lines]
     return sorted((each for each in points if each.startswith(f"{folder}/")), reverse=True)
-
-
-def _processes() -> list[int]:
-    return [int(each.name) for each in Path("/proc").iterdir() if each.name.isdigit()]
 
 
 def _environment(pid: int) -> list[bytes]:

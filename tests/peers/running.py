@@ -28,7 +28,8 @@ from typing import Self, cast
 
 from redis import Redis
 
-from ..server.program import until
+from tests.waiting import until
+
 from ..storage.objects.s3_server import credentials
 from ..storage.objects.scripted_s3 import BUCKET, RecordedRequest, ScriptedS3
 from .contents import make

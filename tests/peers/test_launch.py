@@ -43,9 +43,10 @@ from diesel_fs.peers.master.local import LocalServer, LocalSocket
 from diesel_fs.peers.members.membership import TaskName
 from diesel_fs.peers.members.options import TaskOptions, TaskRequest, read_key_file
 from diesel_fs.peers.reader import store as client
+from tests.processes import is_running
 from tests.rows import each_row
+from tests.waiting import until
 
-from ..server.program import is_running, until
 from .children import fork
 
 STUB = (sys.executable, "-m", "tests.peers.stub_program")

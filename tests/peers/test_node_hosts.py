@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ..server.program import is_running, until
+from tests.processes import is_running
+from tests.waiting import until
+
 from . import nodes as harness
 from .nodes import NodeHost, Nodes, has_namespaces, needs_links
 

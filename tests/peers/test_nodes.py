@@ -17,7 +17,9 @@ from typing import cast
 
 import pytest
 
-from ..server.program import is_running, until
+from tests.processes import is_running
+from tests.waiting import until
+
 from .nodes import Nodes, needs_links
 from .running import WAIT_MAX_S, Outcome, Reader, RunningTask, is_right
 

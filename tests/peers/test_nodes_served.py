@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.waiting import until
+
 from ..server.certificates import Authority
-from ..server.program import Server, until
+from ..server.program import Server
 from .contents import make
 from .nodes import Nodes, has_namespaces
 from .running import CHUNK_BYTES, DATASET, Reader, is_right, stats_at

@@ -11,8 +11,8 @@ import pytest
 
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans.control import Control, explicit
+from tests.waiting import until
 
-from ..server.program import until
 from .nodes import Nodes
 from .planned_nodes import FULL, PlannedEgress
 from .planned_reads import NODES

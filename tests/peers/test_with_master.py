@@ -22,9 +22,10 @@ import diesel_fs
 from diesel_fs.client.dataset import Dataset
 from diesel_fs.errors import UsageError
 from diesel_fs.mounts import launcher
+from tests.processes import is_running, resident_bytes
 from tests.tiers import fast_first
+from tests.waiting import until
 
-from ..server.program import is_running, until
 from ..small_disks import remount, small_disk
 from ..trees import write
 from .children import fork
@@ -141,17 +142,12 @@ def test_F15_ten_thousand_workers_that_die_during_a_read_leave_nothing(node: Nod
 
         crash(500)
         until(let_go, "the master to release everything")
-        resident = _resident_bytes(master)
+        resident = resident_bytes(master, "VmRSS")
         crash(9_500)
         until(let_go, "the master to release everything")
-        assert _resident_bytes(master) < resident + (8 << 20)
+        assert resident_bytes(master, "VmRSS") < resident + (8 << 20)
         check(dataset, 1)
         assert node.stats()["members"] == 1  # type: ignore[comparison-overlap]  # a number
-
-
-def _resident_bytes(pid: int) -> int:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.real_start

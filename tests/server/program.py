@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -18,16 +18,11 @@ from diesel_fs.net import keys
 from diesel_fs.repository.local import LocalRepository
 from diesel_fs.storage.accounts.account import Account
 from diesel_fs.storage.open_stores import open_accounts
+from tests.processes import children, is_running, resident_bytes
+from tests.waiting import until
 
 START_S = 60.0
 READY = re.compile(r"accepts connections at (\S+)")
-
-
-def until(true: Callable[[], object], what: str, seconds: float = 20.0) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end, f"waited in vain for: {what}"
-        time.sleep(0.01)
 
 
 def new_repository(url: str, *users: Account | str) -> dict[str, Credentials]:
@@ -113,8 +108,7 @@ class Server:
         return self.process.pid
 
     def workers(self) -> list[int]:
-        threads = Path(f"/proc/{self.pid}/task").glob("*/children")  # any of them may be a parent
-        return [int(word) for each in threads for word in each.read_text().split()]
+        return children(self.pid)
 
     def resident_bytes(self) -> int:
         return sum(resident_bytes(pid) for pid in self.workers())
@@ -151,17 +145,3 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def resident_bytes(pid: int) -> int:
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    raise AssertionError("no RssAnon")
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

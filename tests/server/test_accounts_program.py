@@ -19,9 +19,9 @@ from tests.cli.conftest import Dlcmd
 from tests.cli.conftest import dlcmd as dlcmd
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.trees import facts, odd_tree, write
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
-from .program import Server, new_repository, until
+from .program import Server, new_repository
 from .shell_users import ShellUser, program_environment, user_with
 
 README = Path(__file__).resolve().parents[2] / "deploy" / "README.md"

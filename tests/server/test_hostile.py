@@ -32,11 +32,12 @@ from diesel_server.connections.refusal_log import RefusalLog
 from diesel_server.limits import ConnectionLimits, FairByteBudget
 from diesel_server.requests.dispatcher import HandlerThreads, Reply, Request
 from diesel_server.requests.table import takes_payload
+from tests.processes import resident_bytes
 from tests.rows import each_row
+from tests.waiting import until
 
 from ..net.test_client import Scripted
 from .fake_server import HANDLERS, ME, SEED, ThreadedServer, blocking_sleep
-from .program import resident_bytes, until
 
 
 @pytest.fixture(scope="module")

@@ -38,14 +38,16 @@ from diesel_server.process import metadata_watch as watching
 from diesel_server.process import supervisor
 from diesel_server.process.wiring import _objects
 from diesel_server.process.worker_config import WorkerConfig, config_line
+from tests.processes import is_running, resident_bytes
 from tests.rows import each_row
 from tests.storage.metadata.redis_servers import RedisServer, free_port
 from tests.storage.objects.s3_server import credentials
 from tests.trees import write
+from tests.waiting import until
 
 from .certificates import Authority, Pair
 from .fake_server import ME, PROGRAM
-from .program import Server, is_running, new_repository, resident_bytes, until
+from .program import Server, new_repository
 
 TREE = Path(__file__).resolve().parents[2]
 README = (TREE / "server/diesel_server/README.md").read_text(encoding="utf-8")

@@ -14,9 +14,10 @@ from diesel_fs.format.chunk import CHUNK_BYTES_MIN
 from diesel_fs.ingest import FolderSource, PutOptions, put
 from diesel_fs.remote.open import open_repository
 from diesel_fs.repository.local import LocalRepository
+from tests.waiting import until
 
 from ..trees import write
-from .program import Server, new_repository, until
+from .program import Server, new_repository
 
 FILES = {f"d{i % 3}/{i:03}": os.urandom(3000 + i) for i in range(200)}
 

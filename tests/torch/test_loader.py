@@ -23,8 +23,8 @@ from torch.utils.data import (
 from diesel_fs.errors import UsageError
 from diesel_fs.torch import AutoDataLoader, ChunkShuffleSampler, DieselDataset
 from diesel_fs.torch.workers import Measured
-from tests.cli.conftest import is_running
 from tests.examples import examples
+from tests.processes import is_running
 from tests.rows import each_row
 from tests.trees import write
 

@@ -9,7 +9,7 @@ import sys
 import tarfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -23,6 +23,7 @@ from tests.kubernetes.cluster import control_plane as planes
 from tests.kubernetes.cluster.containers import Environment
 from tests.kubernetes.cluster.control_plane import PROGRAMS, ControlPlane
 from tests.kubernetes.cluster.operators import IMAGE, OWN_IMAGE, Resources, install
+from tests.processes import command_lines
 from tests.trees import write
 
 
@@ -36,9 +37,7 @@ def control_plane() -> Iterator[ControlPlane]:
         folder = running.kubeconfig.parent
         yield running
     assert not folder.exists()
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            assert str(folder).encode() not in path.read_bytes(), path
+    assert not [pid for pid, line in command_lines() if str(folder).encode() in line]
 
 
 @pytest.fixture(scope="session")

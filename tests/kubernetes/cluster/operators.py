@@ -32,6 +32,7 @@ from tests.cli.conftest import program_environment
 from tests.deploy.manifests import KUBERNETES, read
 from tests.kubernetes.cluster.control_plane import ControlPlane, wait_for_service_account
 from tests.kubernetes.fields import Json, fields, text
+from tests.processes import resident_bytes
 from tests.waiting import PATIENCE_S, wait_until
 
 IMAGE = "diesel-fs"
@@ -107,9 +108,7 @@ class Operator:
         self._process.wait()
 
     def memory_bytes(self) -> int:
-        lines = Path(f"/proc/{self._process.pid}/status").read_text().splitlines()
-        (line,) = [each for each in lines if each.startswith("VmRSS:")]
-        return int(line.split()[1]) << 10
+        return resident_bytes(self._process.pid, "VmRSS")
 
     def last_lines(self) -> str:
         """The end of its log, which goes on when it is started again."""

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -18,6 +18,7 @@ from diesel_fs.system.mountinfo import mounts
 from diesel_kubernetes.csi import csi_pb2 as csi
 from diesel_kubernetes.names import POD_NAME, POD_NAMESPACE
 from tests.cli.conftest import program_environment
+from tests.processes import command_lines, open_files
 from tests.waiting import wait_until
 
 DEADLINE_S = 60.0
@@ -134,20 +135,14 @@ class Plugin:
     def processes(self) -> dict[int, str]:
         """The processes of mounts: all with the state folder in their arguments, without the
         plugin."""
-        found = {}
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with suppress(OSError):
-                line = path.read_bytes().decode(errors="replace")
-                if str(self.state) in line and int(path.parent.name) != self.process.pid:
-                    found[int(path.parent.name)] = line
-        return found
+        return {
+            pid: line.decode(errors="replace")
+            for pid, line in command_lines()
+            if str(self.state).encode() in line and pid != self.process.pid
+        }
 
     def descriptors(self) -> list[str]:
-        found = []
-        for path in Path(f"/proc/{self.process.pid}/fd").iterdir():
-            with suppress(OSError):
-                found.append(os.readlink(path))
-        return found
+        return open_files(self.process.pid)
 
     def wait_until_clean(self) -> None:
         """Wait until no mount, no process of one and no folder of one is left."""

@@ -1,12 +1,12 @@
 """A secret reaches the mount and nothing else: no arguments, log, file or error has it."""
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from diesel_fs.credentials import Credentials, key_text
+from tests.processes import command_lines
 from tests.rows import each_row
 from tests.server.program import Server, new_repository
 
@@ -33,11 +33,8 @@ def traces_of(secret: str, plugin: Plugin) -> list[Path]:
     own = [path for path in plugin.folder.rglob("*") if path.is_file()]
     own = [path for path in own if "/root/" not in str(path)]
     found = [path for path in own if secret.encode() in path.read_bytes()]
-    for line in Path("/proc").glob("[0-9]*/cmdline"):
-        with suppress(OSError):
-            if secret.encode() in line.read_bytes():
-                found.append(line)
-    return found
+    shown = [pid for pid, line in command_lines() if secret.encode() in line]
+    return [*found, *(Path(f"/proc/{pid}/cmdline") for pid in shown)]
 
 
 def test_a_key_opens_a_server_and_is_seen_nowhere(

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,8 @@ import pytest
 
 from diesel_fs.mounts import MountRequest, stats
 from tests.mounts.conftest import mounting
-from tests.mounts.observed import figures, mounted, noise, put, state_of, waiting_reads
+from tests.mounts.observed import figures, mounted, noise, put, waiting_reads
+from tests.processes import open_files, state_of
 from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.fuse, pytest.mark.only_session("native", "kernel")]
@@ -190,14 +191,6 @@ def test_read_contents_outlive_the_store(stored: Stored, session: str, tmp_path:
         finally:
             away.rename(stored.store)
         wait_until(lambda: read_or_errno(at / "large") == stored.contents["large"])
-
-
-def open_files(pid: int) -> list[str]:
-    found = []
-    for each in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed meanwhile: the program still starts
-            found.append(os.readlink(each))
-    return found
 
 
 def started_reader(command: list[str], path: Path) -> subprocess.Popen[bytes]:

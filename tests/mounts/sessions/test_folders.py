@@ -15,6 +15,7 @@ from diesel_fs.mounts import stats
 from tests.mounts.conftest import mounting
 from tests.mounts.folder_dataset import MANY, many_names
 from tests.mounts.observed import current_stats, figures
+from tests.processes import resident_bytes
 from tests.tiers import fast_first
 
 pytestmark = pytest.mark.fuse
@@ -85,19 +86,13 @@ def listing_requests(at: Path) -> int:
     return sum(count for name, count in counts.items() if "readdir" in name.lower())
 
 
-def memory_bytes(pid: int) -> int:
-    """The memory of a process, without the files that it maps."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) << 10
-
-
 def test_H8_names_come_in_order_from_anywhere(many: tuple[Path, list[bytes]], session: str) -> None:
     """The first ones come at once, and the server keeps no memory for them, except in a native
     mount. Positions of telldir stay valid, in the same stream and in another."""
     at, inside = many
     names = [b".", b"..", *inside]
     server = figures(stats(at.parent))["server_pid"]
-    before, before_bytes = listing_requests(at.parent), memory_bytes(server)
+    before, before_bytes = listing_requests(at.parent), resident_bytes(server)
     with os.scandir(at) as entries:
         next(entries)
     first = listing_requests(at.parent) - before
@@ -122,7 +117,7 @@ def test_H8_names_come_in_order_from_anywhere(many: tuple[Path, list[bytes]], se
         each.rewind()
         assert each.rest() == names
         each.close()
-    assert memory_bytes(server) - before_bytes < SERVER_BYTES_MAX
+    assert resident_bytes(server) - before_bytes < SERVER_BYTES_MAX
 
 
 def test_H8_readers_at_once_get_all_entries(many: tuple[Path, list[bytes]]) -> None:

@@ -5,6 +5,7 @@ violate the protocol. S3, S4: TLS, and a process between two masters, which is d
 Its data plane has tests of its own (`test_data_plane.py`), and so have bad requests.
 """
 
+import os
 import random
 import socket
 import ssl
@@ -31,6 +32,7 @@ from diesel_fs.peers.master.acceptor import Acceptor
 from diesel_fs.peers.master.peer import Peer
 from diesel_fs.peers.node.chunk_table import ChunkTable
 from diesel_fs.peers.wire import FAILED, GIVEN, LOAD, NOT_MINE, THROUGH, Hello, Proofs
+from tests.processes import resident_bytes
 from tests.rows import each_row
 
 from ...waiting import soon
@@ -313,11 +315,6 @@ async def test_S12_connections_are_limited() -> None:
         assert await raw_peer.exactly(length) == b"too many connections"
 
 
-def resident_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * 4096
-
-
 async def test_F7_S12_memory_stays_flat_under_garbage(node: Node) -> None:
     chance = random.Random(3)
 
@@ -335,10 +332,10 @@ async def test_F7_S12_memory_stays_flat_under_garbage(node: Node) -> None:
 
     for number in range(200):
         await annoy(number)
-    before = resident_bytes()
+    before = resident_bytes(os.getpid(), "VmRSS")
     for number in range(2000):
         await annoy(number)
-    assert resident_bytes() - before < 8 << 20
+    assert resident_bytes(os.getpid(), "VmRSS") - before < 8 << 20
     assert node.acceptor.stats()["connections"] <= 1
     await check_served(node)
 

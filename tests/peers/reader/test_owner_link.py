@@ -26,8 +26,8 @@ from diesel_fs.peers.reader.owner_link import OwnerLink
 from diesel_fs.peers.wire import WORKING_S
 from tests.examples import examples
 from tests.rows import each_row
+from tests.waiting import until
 
-from ...server.program import until
 from ...waiting import PATIENCE_S
 from ..children import fork
 from ..connected_masters import Part, content

@@ -30,8 +30,8 @@ from diesel_fs.peers.reader.master_link import MasterLink
 from diesel_fs.peers.reader.store import TaskStore
 from diesel_fs.repository.local import LocalRepository
 from tests.rows import each_row
+from tests.waiting import until
 
-from ...server.program import until
 from ..children import fork
 from ..conftest import FILES, LITTLE_MEMORY, Client
 from ..fake_master import DAMAGED, HELLO, PIN, RANK, READ, STATS, SWITCH_VERSION, UNPIN, FakeMaster

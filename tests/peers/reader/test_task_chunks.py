@@ -7,8 +7,8 @@ import pytest
 
 from diesel_fs.peers import wire
 from diesel_fs.peers.reader import task_chunks
+from tests.waiting import until
 
-from ...server.program import until
 from ..conftest import Client
 from ..fake_master import PIN, RANK, READ, SECRET, TASK, FakeMaster
 from ..fake_owner import FakeOwner
