@@ -171,8 +171,8 @@ def check_accessibility(page: Page) -> None:
 
 
 def test_it_shows_waiting_readers(browser: Browser, board: Dashboard, scene: Scene) -> None:
-    """In light, dark and on a phone: no fault of accessibility, and nothing wider than the
-    screen."""
+    """In light, in dark and on a phone it has no fault of accessibility, and nothing is wider than
+    the screen."""
     PICTURES.mkdir(parents=True, exist_ok=True)
     path = str(scene.read_from)
     wait_until(lambda: len(json.loads(board.get("/history?of=all").body)["time"]) > 4)

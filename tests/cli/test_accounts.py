@@ -132,7 +132,7 @@ def test_S8_a_secret_key_given_as_public_is_not_repeated(dlcmd: Dlcmd) -> None:
 
 
 def test_accounts_are_exported_and_imported(dlcmd: Dlcmd, tmp_path: Path, place: str) -> None:
-    """Also into another store: an account is a name, a public key and roles, nothing else."""
+    """Another store takes them, too: an account is a name, a public key and roles, nothing else."""
     dlcmd("user", "add", "root", "--admin")
     dlcmd("user", "add", "ann")
     dlcmd("grant", "pets", "ann", "write")

@@ -195,7 +195,8 @@ def test_a_mount_whose_process_is_killed_is_lost(place: Place, board: Dashboard)
 
 
 def test_a_server_and_its_death_are_shown(tmp_path: Path) -> None:
-    """With the figures of a put through it. When it comes again at its port, it is live again."""
+    """It shows the figures of a put through it. When it comes again at its port, it is live
+    again."""
     store = (tmp_path / "store").as_uri()
     credentials = new_repository(store)["root"]
     port = free_port()
@@ -400,7 +401,7 @@ def test_the_address_of_a_servers_metrics(text: str, place: str) -> None:
 
 
 def test_a_servers_metrics_are_understood() -> None:
-    """As Prometheus's own parser reads them."""
+    """Prometheus's own parser gives the same values."""
     cells = private_cells()
     cells.add("diesel_requests_total", "put", "ok", amount=7)
     cells.add("diesel_requests_total", "stat", "refused", amount=2)

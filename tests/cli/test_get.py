@@ -198,7 +198,7 @@ def test_a_tar_comes_back_by_a_name_or_a_pipe(dlcmd: Dlcmd, tmp_path: Path) -> N
 
 
 def test_E9_a_full_disk_names_the_file_that_is_not_written(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """For each verb that writes a file that its user names; no partial file is left."""
+    """Each verb that writes a file that its user names does so, and leaves no partial file."""
     dlcmd("put", write(tmp_path / "src", {"a": os.urandom(1 << 20)}), "pets")
     with small_disk(tmp_path / "disk", "size=64k") as disk:
         tar = disk / "x.tar"

@@ -60,7 +60,7 @@ def test_impossible_places_are_errors(dlcmd: Dlcmd, tmp_path: Path) -> None:
 
 @pytest.mark.fuse
 def test_a_terminal_shows_the_progress_of_loading(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """With `--policy oneshot`, until all files are loaded or no room is left."""
+    """With `--policy oneshot`, the bar grows until all files are loaded or no room is left."""
     files = {f"{number}": os.urandom(60_000) for number in range(200)}
     dlcmd("put", "--chunk-size", "256K", write(tmp_path / "src", files), "pets")
     at = tmp_path / "mnt"

@@ -268,7 +268,7 @@ def test_a_url_names_a_folder_of_any_bytes(dlcmd: Dlcmd, tmp_path: Path) -> None
 def test_a_user_without_a_home_can_use_a_named_repository(
     dlcmd: Dlcmd, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container: no HOME, and a user ID without an entry in /etc/passwd."""
+    """A container may have no HOME, and a user ID without an entry in /etc/passwd."""
     source = write(tmp_path / "src", {"a": b"1"})
     for variable in ("HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "XDG_CACHE_HOME"):
         monkeypatch.delenv(variable, raising=False)

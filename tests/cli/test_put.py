@@ -193,7 +193,7 @@ def test_only_the_paths_of_files_from_are_put(dlcmd: Dlcmd, tmp_path: Path) -> N
 
 
 def test_include_and_exclude_choose_files(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Also among those that `--files-from` names."""
+    """They also choose among the files that `--files-from` names."""
     files = dict.fromkeys(["a.txt", "b.jpg", "cache/x.jpg", "d/c.jpg"], b"")
     names = write(tmp_path / "lists", {"names": "".join(f"./{n}\n" for n in files).encode()})
     filters = ("--exclude", "cache", "--include", "*.jpg", write(tmp_path / "src", files))
@@ -326,7 +326,7 @@ def test_bad_archives_are_named(
 
 
 def test_A15_a_signal_ends_a_put_which_can_be_repeated(dlcmd: Dlcmd, tmp_path: Path) -> None:
-    """Even if the dataset has the name of a verb that has nothing to finish."""
+    """The dataset may have the name of a verb that has nothing to finish."""
     whole = tar_of(("a", b"1"), ("b", b"2" * 100_000))
     os.mkfifo(tmp_path / "pipe")
     with (

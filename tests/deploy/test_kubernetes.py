@@ -89,7 +89,7 @@ def test_objects_have_the_published_schemas(overlay: Path, version: str) -> None
 
 @EACH_OVERLAY
 def test_the_image_is_named_once_and_reaches_every_container(overlay: Path, tmp_path: Path) -> None:
-    """In an administrator's copy of an overlay, beside the others, as in the page's steps."""
+    """The page's steps change it in an administrator's copy of an overlay, beside the others."""
     copy = tmp_path / "kubernetes"
     shutil.copytree(KUBERNETES, copy)
     for path in copy.rglob("*.yaml"):

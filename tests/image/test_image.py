@@ -244,7 +244,7 @@ def test_a_put_and_a_get_through_the_server_as_the_manifests_start_it(deployed: 
 
 @pytest.mark.fuse
 def test_the_image_mounts_as_root(deployed: Deployed) -> None:
-    """Like a mount pod, which is privileged; the server's account is the administrator's."""
+    """A mount pod is privileged, too; the server's account is the administrator's."""
     deployed.run("dlcmd", "put", "/etc/apt", "mounted")
     script = "dlcmd mount mounted /mnt && cat /mnt/sources.list && dlcmd umount /mnt"
     command = deployed.image.command(

@@ -121,7 +121,8 @@ def content(source: Path) -> Iterator[Content]:
 
 
 def test_a_READ_of_any_range_gives_contents_and_zeros_between(content: Content) -> None:
-    """For any set of files in memory; also at addresses that no file has any more."""
+    """Any of the files may be in memory, and the range may have addresses that no file has any
+    more."""
     noise = random.Random(1)
     blocks = len(content.bytes) // BLOCK_BYTES
     for _ in range(100):
@@ -181,7 +182,7 @@ class Outage:
 def test_H22_the_first_READ_after_an_outage_succeeds(
     well_s: float, fails_in_s: float, paces_s: list[float]
 ) -> None:
-    """Even if readers try often: after an attempt that took long, READs fail for a second more."""
+    """Readers may try often: after an attempt that took long, READs fail for a second more."""
     outage = Outage(well_s, fails_in_s)
     late: list[float] = []
 

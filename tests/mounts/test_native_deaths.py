@@ -140,7 +140,7 @@ def test_a_mount_that_does_not_answer_is_named_and_ended_by_force(
 def test_a_mount_that_is_not_ready_in_time_leaves_nothing(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At any moment of its start; its log has no error."""
+    """Its time may end at any moment of its start. Its log has no error."""
     at = tmp_path / "mount"
     for deadline_s in (0.01, 0.1, 0.2, 0.25, 0.3, 0.35, 0.4, 0.45, 0.5, 0.7):
         monkeypatch.setattr(launcher, "START_DEADLINE_S", deadline_s)

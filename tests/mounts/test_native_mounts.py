@@ -77,7 +77,7 @@ def test_umount_8_with_an_option_ends_everything(native: LiveMount, option: str)
 
 @pytest.mark.parametrize("again", ["umount", "mount"])
 def test_a_tree_without_its_hidden_folder_is_unmounted(native: LiveMount, again: str) -> None:
-    """By `umount`, and by mounting there again."""
+    """Both `umount` and mounting there again remove it."""
     pids = Processes.of(native.at)
     syscalls.umount2(str(native.at / ".diesel"))
     assert mounted_at(str(native.at)) is not None
@@ -125,7 +125,7 @@ def test_two_umounts_at_once_take_everything_away(native: LiveMount) -> None:
 
 
 def test_tools_see_all_and_no_hidden_folder(native: LiveMount, tmp_path: Path) -> None:
-    """Also tools that do not stay on one file system."""
+    """This holds for tools that do not stay on one file system, too."""
     names = ["", "/a", "/b", "/folder", "/folder/file"]
     found = run("find", native.at, "-xdev")
     assert found.stdout.split() == [f"{native.at}{name}" for name in names]
@@ -219,8 +219,8 @@ def shared(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_mounts_reach_and_leave_other_namespaces(source: Path, shared: Path, before: bool) -> None:
-    """Whether the namespace was made before the mount or after it. A file that is open there keeps
-    the mount busy here, and everything stays in both."""
+    """The namespace may be made before the mount or after it. A file that is open there keeps the
+    mount busy here, and everything stays in both."""
     at = shared / "mount"
     at.mkdir()
     by = own_mounts("--propagation=slave", keep=shared)

@@ -81,7 +81,7 @@ def source(open_place: Path) -> Path:
 def test_other_users_get_nothing_without_allow_other(
     source: Path, open_place: Path, session: str
 ) -> None:
-    """By its path, the folders of root's processes, a bind mount, or a file handle."""
+    """They try its path, the folders of root's processes, a bind mount, and a file handle."""
     with (
         mounting(source, open_place / "m", session) as mounted,
         bound(mounted.at, open_place / "bound") as other,
@@ -140,7 +140,7 @@ def test_modes_owner_and_umask_decide_with_allow_other(
 def test_the_content_file_is_roots_alone_and_listed_nowhere(
     source: Path, open_place: Path, session: str, owner: int
 ) -> None:
-    """Also with --allow-other, and if the other user owns the dataset's entries."""
+    """This holds with --allow-other, too, and if the other user owns the dataset's entries."""
     (source / "folder" / "closed").write_bytes(b"closed")
     (source / "folder" / "closed").chmod(0)
     with mounting(source, open_place / "m", session, allow_other=True, uid=owner) as mounted:

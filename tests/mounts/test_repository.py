@@ -59,7 +59,7 @@ def test_an_empty_dataset_is_an_empty_folder(url: str, at: Path, session: str) -
 def test_H16_a_changed_or_deleted_dataset_stays_in_a_mount(
     url: str, at: Path, session: str
 ) -> None:
-    """Even if another dataset with the same name, paths and sizes has taken its place."""
+    """Another dataset with the same name, paths and sizes may have taken its place."""
     before = {f"f{seed}": noise(seed) for seed in range(12)} | {"folder/f": noise(12)}
     put(url, before, one_each=True)
     with mounted(MountRequest(url, "ds", str(at), session=session)):

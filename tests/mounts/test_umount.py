@@ -103,8 +103,8 @@ def test_a_mount_stays_served_in_another_namespace(
 def test_a_mount_that_was_moved_is_unmounted_at_its_new_place(
     source: Path, tmp_path: Path, session: str, way: str
 ) -> None:
-    """By `umount` with its new path, and by a signal for its daemon. A later mount at its old place
-    stays."""
+    """`umount` with its new path does so, and a signal for its daemon. A later mount at its old
+    place stays."""
     with mounts_to_be_moved(tmp_path) as place, mounting(source, place / "old", session) as mounted:
         at = place / "new"
         at.mkdir()

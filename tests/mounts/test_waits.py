@@ -162,7 +162,7 @@ def test_decompression_has_its_own_figure_even_for_a_request_that_is_answered_at
 
 
 def test_waits_of_a_process_are_added_to_its_rank_once_that_is_known() -> None:
-    """If a request of it waits meanwhile, then after that one has been answered."""
+    """If a request of the process waits meanwhile, they are added after its answer."""
     clock, known = ManualClock(1000.0), list[ReaderGroup]()
     alone, rank = ReaderGroup(None, 7, "python"), ReaderGroup(3, 5, "python")
     waits = Waits(lambda _: known[0] if known else alone, now=clock)

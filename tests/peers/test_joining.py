@@ -125,7 +125,7 @@ def test_the_task_is_of_the_account(two: ServerWithRedis) -> None:
 
 @pytest.mark.parametrize("as_whom", ["bob", "ann"])
 def test_S14_S17_other_users_cannot_see_or_join_a_task(two: ServerWithRedis, as_whom: str) -> None:
-    """For any user that the message names: the server uses the account that is logged in."""
+    """The message may name any user: the server uses the account that is logged in."""
     anns, bobs = (open_registry(two.open(user), task_of(two, user=as_whom))
                   for user in ("ann", "bob"))  # fmt: skip
     with nothing_left(two):

@@ -175,7 +175,7 @@ def _node_of(started: dict[str, dict[str, object]]) -> list[object]:
 
 @pytest.mark.parametrize("how", ["who reads", "who comes"])
 def test_F8_a_killed_master_restarts_as_its_node(node: Node, tmp_path: Path, how: str) -> None:
-    """Also by a process that gives no rank, while another master of the task has rank 0."""
+    """A process that gives no rank may restart it while another master of the task has rank 0."""
     folder = str(tmp_path / "cache")
     given = node.request_with(rank=3, world=4, listen="127.0.0.1:0", cache_dir=folder)
     place = node.join(given)

@@ -202,7 +202,7 @@ async def test_chunks_of_other_nodes_are_replaced_first_and_at_once(policy: str)
 
 
 async def test_chunks_of_other_nodes_take_no_room_that_the_share_needs() -> None:
-    """Even if such a chunk is pinned at once, so that it could not be replaced."""
+    """Such a chunk may be pinned at once, so that it could not be replaced."""
     source = ChunkSource(range(6))
     async with running(make_cache(source, total(source, 0, 1, 2, 5))) as cache:
         cache.set_owned(np.array([True, True, True, False, False, False]))

@@ -360,7 +360,7 @@ def test_a_writer_switches_the_version_and_common_chunks_stay(node: Node) -> Non
 def test_a_reader_that_switches_the_version_keeps_its_master_from_idling(
     node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if it reads nothing for a while."""
+    """The reader may read nothing for some time."""
     with diesel_fs.connect("ds", node.url, task="training") as dataset:
         check(dataset, 0)  # mapped: memory has room for it
         with node.connect() as writer:

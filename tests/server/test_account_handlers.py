@@ -226,7 +226,7 @@ def test_an_administrator_of_a_dataset_grants_roles_on_that_one(served: ServedAc
     ],
 )
 def test_a_revoked_role_cannot_be_used(left: Account | None, do: str) -> None:
-    """Even if this server has an old copy: the table decides, in the same step."""
+    """This server may have an old copy: the table decides, in the same step."""
     served = ServedAccounts(ANN, BOB, EVE)
     table, login = served.table, served.login
     table.accounts = without_account(table.accounts, "ann")

@@ -159,7 +159,7 @@ def test_a_user_does_not_see_datasets_that_it_may_not_read(
 
 
 def test_a_removed_user_or_an_old_key_loses_access(site: AccountsSite) -> None:
-    """On an open connection within seconds; at the next login at once."""
+    """It ends within seconds on an open connection, and at once for the next login."""
     assert site.ann.key_file is not None
     old = ShellUser(site.server.url, "ann", site.folder / "old.key")
     site.ann.key_file.rename(site.folder / "old.key")

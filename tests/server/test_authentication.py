@@ -173,7 +173,7 @@ def test_a_table_is_read_again_only_if_it_has_changed(at: Logins) -> None:
 
 
 def test_failed_logins_are_limited_by_user(at: Logins) -> None:
-    """For existing and unknown users alike."""
+    """Existing and unknown users have the same limit."""
     for user in ("bob", "eve"):
         for _ in range(USER_RATE.burst):
             assert isinstance(at.refused(user), PermissionDenied)

@@ -165,7 +165,7 @@ def test_S1_only_a_small_login_is_read(server: ThreadedServer, said: bytes, erro
 
 
 def test_S2_a_recorded_login_is_refused_on_another_connection() -> None:
-    """With each byte of it again, to the same server: its nonce is another."""
+    """Each byte is sent again to the same server, which has another nonce."""
     with ThreadedServer() as server:
         client, nonce = greeted(server)
         recorded, nonces = login(nonce), {nonce}

@@ -212,7 +212,7 @@ async def test_heads_are_read_after_the_call(repository: LocalRepository, heads:
 async def test_a_snapshot_newer_than_the_head_is_noticed(
     repository: LocalRepository, heads: HeadCache, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Within half a second or so, although the short check alone does not know it."""
+    """It takes about half a second, although the short check alone does not know it."""
     for _ in range(2 * LEARN):
         assert not (await heads.now(NAME)).behind
     monkeypatch.setattr(repository.snapshots, "newest", lambda _: 1 << 60)

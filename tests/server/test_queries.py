@@ -123,7 +123,8 @@ def test_a_folder_is_listed_page_by_page(filled: InProcessServer) -> None:
 
 
 def test_a_page_of_a_large_folder_costs_a_page(filled: InProcessServer) -> None:
-    """Neither the names of all pages before it, nor, from the metadata store, the whole folder."""
+    """It reads neither the names of all pages before it nor, from the metadata store, the whole
+    folder."""
     sealer = ChunkMaker(filled.admin)
     for i in range(100):
         sealer.add(b"many/%03d" % i, b"")

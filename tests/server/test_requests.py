@@ -212,7 +212,7 @@ def test_a_reader_gets_a_lease_through_the_server(filled: InProcessServer) -> No
 def test_L5_H16_a_deleted_dataset_stays_for_its_readers(
     filled: InProcessServer, is_reported: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Even if another server deletes it, and this one finds that out at its next check."""
+    """Another server may delete it; this one finds that out at its next check."""
     identity, (chunk,) = filled.identity, filled.chunks()
     reader, other = filled.with_role(Role.READ, "ds"), filled.with_role(Role.ADMIN, "other")
     version = reader.view("ds").version

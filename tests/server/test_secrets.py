@@ -275,8 +275,8 @@ def test_S8_S11_no_secret_leaves(day: Deployment, tmp_path: Path) -> None:
 
 
 def test_S8_the_error_of_a_failed_start_has_no_secret(day: Deployment, tmp_path: Path) -> None:
-    """With a wrong password, and with one in its URL (which stands only in its own command line:
-    its workers have none)."""
+    """The password is wrong, or stands in the URL, which only its own command line has: its workers
+    have none."""
     wrong = f"canary-{secrets.token_hex(16)}"
     search = Search(redis=day.redis_password.encode(), wrong=wrong.encode())
     host = day.redis.tcp_url.removeprefix("redis://")
@@ -302,7 +302,7 @@ def test_S8_the_error_of_a_failed_start_has_no_secret(day: Deployment, tmp_path:
 
 @pytest.mark.fuse
 def test_S8_S17_no_secret_leaves_by_a_mount(day: Deployment, tmp_path: Path) -> None:
-    """With a key file, and with a key in the environment, which the mount's processes do not
+    """There is a key file, and a key in the environment, which the mount's processes do not
     have."""
     source = write(tmp_path / "src", {f"{i}": os.urandom(3000) for i in range(40)})
     folder = tmp_path / "mnt"
@@ -342,7 +342,7 @@ class Canaries(dict[str, str]):
 
 @pytest.mark.fuse
 def test_S8_no_secret_leaves_by_reports_for_support(day: Deployment, tmp_path: Path) -> None:
-    """By `dlcmd doctor` and the archive of `dlcmd doctor --bundle`, with secrets in the
+    """`dlcmd doctor` and the archive of `dlcmd doctor --bundle` have none of the secrets in the
     environment, the configuration file, URLs, logs and command lines."""
     canaries, folder, archive = Canaries(), tmp_path / "mnt", tmp_path / "help.tar.gz"
     key = f"{KEY_PREFIX}{b64encode(day.seed).decode()}"

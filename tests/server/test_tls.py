@@ -118,7 +118,7 @@ def between(authority: Authority) -> Iterator[tuple[ThreadedServer, Between]]:
 
 
 def test_S2_S3_a_man_in_the_middle_cannot_log_in(between: tuple[ThreadedServer, Between]) -> None:
-    """Even if the proxy's certificate is trusted: the signature binds the certificate that was
+    """The client trusts the proxy's certificate, but the signature binds the certificate that was
     seen."""
     server, middle = between
     with pytest.raises(PermissionDenied):

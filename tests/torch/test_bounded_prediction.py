@@ -19,7 +19,7 @@ from tests.examples import examples
 
 
 def test_the_first_batch_does_not_wait_for_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor does the memory of the process grow with them."""
+    """The memory of the process does not grow with them, either."""
     monkeypatch.setattr(prediction, "DRAWING_S_MAX", 0.05)
     sampler = RandomSampler(range(10), replacement=True, num_samples=10**8)
     begun_s = time.process_time()

@@ -432,7 +432,8 @@ def test_options_of_other_protocols_are_ignored(url: str, caplog: pytest.LogCapt
 
 
 def test_a_path_below_a_file_is_not_found(fs: DieselFileSystem) -> None:
-    """As on a disk; the error is a FileNotFoundError, too, for programs that know only that."""
+    """The error is the one of a disk, and a FileNotFoundError, too, for programs that know only
+    that."""
     for path in ("pets/lines/x", "pets/lines/..", "pets/to_file/x/y"):
         for read in (fs.info, fs.open, fs.cat_file, fs.ls):
             with pytest.raises(NotADirectoryError) as error:

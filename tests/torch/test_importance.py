@@ -334,7 +334,7 @@ def test_a_run_resumed_in_mid_epoch_reads_the_rest_and_draws_alike(pets: DieselD
 
 @each_row("workers", [0, 2])
 def test_T2_enumerate_counts_the_delivered_samples(pets: DieselDataset, workers: int) -> None:
-    """Also after the last batch, and after the loop has left."""
+    """The count holds after the last batch, too, and after the loop has left."""
     options: dict[str, object] = {"num_workers": workers}
     if workers:
         options["multiprocessing_context"] = "fork"
@@ -388,7 +388,7 @@ def test_bad_states_are_refused(pets: DieselDataset, change: dict[str, object], 
 
 @pytest.mark.parametrize("local_worlds", ["", "111", "122"])
 def test_ranks_agree_on_the_reports_of_all(url: str, tmp_path: Path, local_worlds: str) -> None:
-    """Also on several nodes, of which some may have more ranks than others."""
+    """They may be on several nodes, some of which have more ranks than others."""
     ended = run_ranks(url, tmp_path, 3, local_worlds=local_worlds)
     assert [code for code, _, _ in ended] == [0, 0, 0], ended
     tables = {said.split("|")[0] for _, said, _ in ended}

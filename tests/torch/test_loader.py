@@ -296,7 +296,7 @@ def test_it_counts_the_samples_that_the_loop_receives(pets: DieselDataset, worke
 
 
 def test_a_loader_that_is_dropped_ends_its_workers_at_once() -> None:
-    """Not when the garbage collector runs, which may be in a forked worker."""
+    """It does not wait for the garbage collector, which may run in a forked worker."""
     gc.collect()
     gc.disable()
     try:

@@ -93,7 +93,7 @@ def test_a_loader_gives_them_in_chunk_wise_order(pets: DieselDataset, workers: i
 
 
 def test_targets_may_be_files(tmp_path: Path) -> None:
-    """As in datasets whose sounds and words are separate files."""
+    """Datasets of sounds have separate files of words."""
     rows = [(f"sound/{n}", f"words/{n % 5}") for n in range(20)]
     files = {path: path.encode() * 1500 for row in rows for path in row}
     url = put(tmp_path, files, table_of(rows, "target_path"), "pets/train")

@@ -87,7 +87,7 @@ def test_T1_unlisted_files_that_samples_open_are_planned_after_the_listed_ones()
 
 @each_row("before", [0, SIZE])
 def test_T1_a_dataset_that_opens_nothing_is_planned_no_more(before: int) -> None:
-    """Also if it has opened its files before, in a very long epoch."""
+    """It may have opened its files before, in a very long epoch."""
     table = listing()
     assert report_opened(table, lambda at: [at], range(before)) == ""
     assert report_opened(table, lambda at: [at] if at % 2 else [], range(CHECKS_MAX)) == "", (
@@ -238,8 +238,8 @@ def test_T1_between_checks_a_class_is_unchanged(tmp_path: Path) -> None:
 
 
 def test_T1_a_list_that_changes_is_sent_again(tmp_path: Path) -> None:
-    """Also inside a subset, or when the subset's indices change. Unchanged lists are not sent
-    again."""
+    """This holds inside a subset, too, and if the subset's indices change. Unchanged lists are not
+    sent again."""
     link = Recorded()
     datasets, data = KnownDatasets(link), Files(tmp_path)
     subset = Subset(data, [*range(40)])

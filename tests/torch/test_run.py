@@ -268,7 +268,7 @@ assert received(late.sampler) is None
 
 @pytest.mark.deep
 def test_T2_the_samples_that_a_loop_received_are_counted() -> None:
-    """By `join`, by `dlcmd run`, or by both: then `join` does nothing. Samples that are not the
+    """`join` counts them, or `dlcmd run`; with both, `join` does nothing. Samples that are not the
     beginning of the order are not counted."""
     ended(*python(COUNTED), environment=program_environment())
     both = run(*python(COUNTED), PYTHONPATH=program_environment()["PYTHONPATH"])

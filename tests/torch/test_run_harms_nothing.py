@@ -52,7 +52,7 @@ for _ in range(4): next(iter(loader))
 
 @pytest.mark.fuse
 def test_H23_loops_that_are_left_leave_nothing(mounted: Path, tmp_path: Path) -> None:
-    """Even if the script has closed all descriptors, and its own file has the number of ours. The
+    """The script may have closed all descriptors, and its own file may have the number of ours. The
     user gets one note on each plan that is useless or too late."""
     done = run(*python(LEFT_LOOPS), mounted, tmp_path / "mine")
     assert done.stdout == "[]\n"

@@ -105,7 +105,7 @@ def test_a_pod_that_fails_reports_the_reason_and_is_deleted(
 def test_the_next_plugin_deletes_pods_that_did_not_come_up(
     cluster: ApiStandIn, pets: dict[str, str], state: Path
 ) -> None:
-    """And a Secret without an owner, and a pod without a folder."""
+    """It also deletes a Secret without an owner, and a pod without a folder."""
     lost: Json = {"name": "diesel-mount-lost-1", "labels": {LABEL_NODE: "node-1"}}
     for plural in ("pods", "secrets"):
         cluster.put(plural, {"metadata": lost})

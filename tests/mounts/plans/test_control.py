@@ -248,7 +248,7 @@ def test_a_mount_without_a_folder_for_the_socket_works_without_it(
 def test_a_mount_that_fails_leaves_no_control_socket(
     empty: MountRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it fails after the socket was made: here the mount point is removed meanwhile."""
+    """It may fail after the socket was made: here the mount point is removed meanwhile."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     (tmp_path / "mount").mkdir()
     program = (sys.executable, "-c", REMOVES_ITS_PLACE, empty.mountpoint)

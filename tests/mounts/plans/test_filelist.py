@@ -79,7 +79,7 @@ def test_a_list_has_the_paths_of_its_order(snapshot: Snapshot, name: ListName) -
 
 
 def test_a_newline_in_a_path_makes_two_lines_and_is_refused(tmp_path: Path) -> None:
-    """Whether the newline is in a file's own name or a folder's. A folder without files does not
+    """The newline may be in a file's own name or in a folder's. A folder without files does not
     matter."""
     (tmp_path / "em\npty").mkdir()
     (tmp_path / "a").touch()
@@ -213,7 +213,7 @@ def test_filelist_shows_the_next_epoch_once_its_files_have_been_read(at: Path) -
 @pytest.mark.fuse
 @pytest.mark.only_session("native", "kernel")
 def test_a_lookup_of_the_list_waits_for_the_latest_opens(at: Path) -> None:
-    """Even if the worker has not read their events yet."""
+    """The worker may not have read their events yet."""
     worker = Processes.of(at).worker
     text = (at / ".diesel/filelist").read_bytes()
     middle = text[: len(text) // 2].rindex(b"\n") + 1

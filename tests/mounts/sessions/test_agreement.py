@@ -315,7 +315,7 @@ def whole(outcome: object, is_folder: bool) -> object:
 @pytest.mark.parametrize("pair", PAIRS, ids=" and ".join)
 @each_row("name", sorted(CALLS))
 def test_a_call_gives_the_same_over_both(trees: Trees, name: str, pair: tuple[str, str]) -> None:
-    """On each path of the tree: values, order, errno; but for the known differences."""
+    """Values, order and errno agree on each path of the tree, but for the known differences."""
     noise = random.Random(name)
     below = paths_below(trees.source)
     paths = [path for path in below if not path.startswith(b"large/")]

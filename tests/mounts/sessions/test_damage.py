@@ -154,8 +154,9 @@ def test_a_damaged_entry_is_SIGBUS_in_a_map_and_its_neighbours_are_whole(
 
 
 def test_one_damaged_extent_leaves_the_others(stored: Stored, session: str, tmp_path: Path) -> None:
-    """Also right after the failure. A read that crosses the boundary gets all bytes up to it. The
-    kernel repeats READs that failed, page by page; not each of them reaches the store."""
+    """They can be read right after the failure. A read that crosses the boundary gets all bytes up
+    to it. The kernel repeats READs that failed, page by page; not each of them reaches the
+    store."""
     content = stored.contents["large"]
     with (
         stored.damaged(content[5_000_000:5_000_300]),

@@ -134,7 +134,7 @@ async def device(source: Path) -> AsyncIterator[Device]:
 
 
 async def test_every_request_gets_one_reply(device: Device) -> None:
-    """With every opcode, known or not, any node, and a random body."""
+    """It may have any opcode, known or not, any node, and a random body."""
     noise = random.Random(1)
     for op in [*range(61), 4096, (1 << 32) - 1] * 3:
         for node in NODES:
@@ -157,7 +157,7 @@ async def test_a_lookup_of_a_random_name_gives_an_entry_or_an_error(device: Devi
 
 
 async def test_a_read_gives_the_requested_bytes_up_to_the_end(device: Device, source: Path) -> None:
-    """At any offset of any node. The kernel would reject a longer reply."""
+    """The kernel would reject a longer reply."""
     noise = random.Random(3)
     edges = [0, 1, 4095, 4096, 4999, 5000, 5001, 1 << 20, (1 << 63) - 1, (1 << 64) - 1]
     content = (source / "a").read_bytes()

@@ -107,7 +107,8 @@ def held_s(steps: int, *, pushed_at: int = 1000) -> float:
 
 
 def test_a_READ_is_held_while_the_worker_makes_progress() -> None:
-    """Without progress it is held for some steps; never longer than some milliseconds."""
+    """Without progress it is held for some steps. It is never held longer than some
+    milliseconds."""
     assert abs(held_s(0) - STILL_STEPS * HOLD_STEP_S) < 1e-9
     assert STILL_STEPS * HOLD_STEP_S < held_s(3) < HOLD_STEPS * HOLD_STEP_S
     assert abs(held_s(200) - HOLD_STEPS * HOLD_STEP_S) < 1e-9

@@ -280,9 +280,9 @@ REQUESTS_A_FILE = {
 
 @pytest.mark.deep
 def test_the_requests_for_reading_a_file(source: Path, tmp_path: Path, session: str) -> None:
-    """With pyfuse3: OPEN, READ and RELEASE; while its pages are kept, OPEN and RELEASE. With the
-    kernel session one READ, in a native mount one to three, since the kernel reads ahead over the
-    file's end; while its pages are kept, no request."""
+    """pyfuse3 gets OPEN, READ and RELEASE; while the pages are kept, OPEN and RELEASE. The kernel
+    session gets one READ, and a native mount one to three, since the kernel reads ahead over the
+    file's end; while the pages are kept, they get none."""
     counts = []
     with mounting(source, tmp_path / "mount", session) as mounted:
         os.listdir(mounted.at)

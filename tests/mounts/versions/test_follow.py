@@ -143,7 +143,7 @@ def test_a_miss_after_a_switch_pushes_the_right_chunk(followed: FollowedMount) -
 
 @pytest.mark.only_session(*FUSE)
 def test_nodes_are_never_given_again(followed: FollowedMount) -> None:
-    """Over ten versions in which entries come, go, come back and change."""
+    """In ten versions, entries come, go, come back and change."""
     at = followed.at
     seen: dict[int, tuple[str, int, int]] = {}
     for step in range(10):
@@ -194,7 +194,7 @@ def test_a_removed_folder_can_be_used_from_within(followed: FollowedMount) -> No
 
 
 def test_listings_show_a_folders_new_mode_and_time(followed: FollowedMount, tmp_path: Path) -> None:
-    """Even if the folder above lists the same names: its listing contains attributes."""
+    """The folder above lists the same names, but its listing contains attributes."""
     (source := tmp_path / "source").mkdir()
     for path in ("above/inner/f", "above/g"):
         (source / path).parent.mkdir(parents=True, exist_ok=True)
@@ -272,8 +272,8 @@ def test_hidden_names_follow_and_open_hidden_files_do_not(followed: FollowedMoun
 
 @pytest.mark.only_session(*PUSHING)
 def test_a_running_plan_postpones_the_switch(followed: FollowedMount) -> None:
-    """Until it is withdrawn, or was read to its end. A plan of the old version is refused after the
-    switch; the client learns the new version."""
+    """The switch comes when the plan is withdrawn, or was read to its end. A plan of the old
+    version is refused after that; the client learns the new version."""
     for number in range(2):
         with Control.connect(followed.at) as control:
             entries, old = followed.entries(FILES), control.version

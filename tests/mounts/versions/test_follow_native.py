@@ -152,7 +152,7 @@ def test_open_files_of_an_old_version_are_busy(followed: FollowedMount, what: st
 
 
 def test_a_mount_in_the_way_postpones_the_switch(followed: FollowedMount, tmp_path: Path) -> None:
-    """On the mount point, or inside; the log reports it once."""
+    """It may be on the mount point, or inside. The log reports it once."""
     at, other = followed.at, tmp_path / "other"
     other.mkdir()
     for place, trouble in ((at, "another file system"), (at / "d", "is mounted inside")):

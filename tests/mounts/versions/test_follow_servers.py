@@ -84,7 +84,7 @@ def check_following(prepared: FollowedMount) -> None:
 def test_a_mount_follows_through_a_server_that_is_killed_and_comes_back(
     prepared: FollowedMount, server: ServerWithRedis
 ) -> None:
-    """Or whose Redis goes away. Meanwhile files in memory can be read. The mount has a lease on
+    """Its Redis may go away, too. Meanwhile files in memory can be read. The mount has a lease on
     each version that it serves."""
     with mounted(prepared.request):
         held = os.open(prepared.at / "d/gone", os.O_RDONLY)
@@ -140,7 +140,7 @@ def test_a_purge_by_the_server_spares_the_versions_that_a_mount_serves(
 
 @pytest.mark.only_session("native", "kernel")
 def test_umount_waits_for_no_server(prepared: FollowedMount, server: ServerWithRedis) -> None:
-    """Even while the mount waits for its answer."""
+    """The mount may be waiting for the server's answer."""
     (stopped,) = server.servers
     with mounted(prepared.request):
         assert (prepared.at / "kept").read_bytes() == FILES["kept"]

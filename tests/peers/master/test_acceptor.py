@@ -354,8 +354,8 @@ async def secure(answers: FakeAnswers) -> AsyncIterator[Node]:
 
 @each_row("digest", [THEIRS.digest, b""])
 async def test_masters_talk_over_TLS(digest: bytes, secure: Node) -> None:
-    """With a registered digest, and with `--peers`, when only the proofs are bound to the
-    certificate."""
+    """The peer's digest is registered, or only the proofs are bound to the certificate
+    (`--peers`)."""
     secure.answers.hold()
     secure.answers.ready = wait_for(0.002)
     async with connected_peer(secure.port, me(0, MINE), digest) as peer:
@@ -405,7 +405,7 @@ async def between(port: int, *, to_tls: bool) -> AsyncIterator[tuple[int, list[b
 async def test_S3_S4_another_certificate_is_refused(
     known: bool, to_tls: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the digest is registered, before the first byte; otherwise by the proofs, which a process
+    """A registered digest shows it before the first byte; otherwise the proofs do, which a process
     in the middle cannot make."""
     theirs = me(1, THEIRS if to_tls else None)
     async with answering(theirs) as node, between(node.port, to_tls=to_tls) as (port, received):

@@ -208,7 +208,7 @@ def members(*nodes: Master) -> Callable[[], bool]:
 
 
 async def test_F10_the_store_is_read_once_for_any_number_of_nodes(task: Task) -> None:
-    """Even if all of them miss a chunk at once. No node holds another node's chunk."""
+    """All of them may miss a chunk at once. No node holds another node's chunk."""
     async with task.nodes(3) as nodes:
         async with trio.open_nursery() as nursery:
             for node in nodes * 3:

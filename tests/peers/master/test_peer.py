@@ -75,7 +75,7 @@ async def test_reads_beyond_the_limits_are_split(peer: Peer, node: Node) -> None
 
 
 async def test_many_reads_get_their_own_parts(answers: FakeAnswers, node: Node, peer: Peer) -> None:
-    """From memory or fetched, small and large, in any order of answers."""
+    """They come from memory or are fetched, are small and large, and are answered in any order."""
     chance = random.Random(1)
 
     async def some_time() -> None:
@@ -132,7 +132,7 @@ async def test_small_reads_go_on_beside_large_ones(peer: Peer) -> None:
 
 
 async def test_nothing_is_written_into_the_buffer_of_an_abandoned_read() -> None:
-    """Not even the remainder of an answer that was just arriving; the next answer is right
+    """The remainder of an answer that was just arriving is not, either. The next answer is right
     again."""
     go_on = trio.Event()
     whole = content(2, 0, 4 << 20)

@@ -131,7 +131,7 @@ def test_members_are_sent_only_when_they_changed(place: RedisPlace) -> None:
 
 
 def test_F1_registrations_expire_and_leave_nothing(place: RedisPlace) -> None:
-    """Also that of a master that was killed."""
+    """So does that of a master that was killed."""
     stays, goes = place.registry(ttl_s=0.5), place.registry(ttl_s=0.5)
     goes.renew(master(1))
     assert ranks(stays.renew(master(0))) == [0, 1]

@@ -111,7 +111,7 @@ def test_random_epochs_that_half_fit_cost_little_more_than_half(policy: str) -> 
 def test_a_dataset_slightly_larger_than_the_cache_never_costs_more_than_no_cache(
     policy: str, files: int, order: Callable[[int, int], Order]
 ) -> None:
-    """Even if LRU has no hits: files of half a chunk, read in a circle."""
+    """LRU has no hits with files of half a chunk that are read in a circle."""
     chunks = 60
     found = Simulated(policy, chunks, chunks * 5 // 6, files)
     found.run(order(chunks * files, 12))

@@ -218,7 +218,7 @@ class Late(DiskTier):
 async def test_the_share_fills_the_disk(
     tier: type[DiskTier], room: int, held: int, shelf: Shelf
 ) -> None:
-    """Also on a disk that answers late."""
+    """The disk may answer late."""
     disk = tier(shelf.place, IDENTITY, shelf.room(room))
     async with (
         running(make_cache(shelf.source, shelf.memory(2), disk=disk)) as cache,
@@ -369,8 +369,8 @@ def use_up_inodes(point: Path) -> None:
 async def test_J1_J10_F11_a_full_disk_is_a_smaller_cache(
     use_up: Callable[[Path], None], floor: float, small: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At the start and later; also with a negative floor for free space, since another program may
-    fill the disk between the check and the write."""
+    """It may be full at the start, or become so later, even between the check of free space and the
+    write (a negative floor)."""
     monkeypatch.setattr(disk_shelf, "FREE_FRACTION_MIN", floor)
     shelf = Shelf(small)
     async with shelf.cache(2, policy="none") as cache:
@@ -668,7 +668,7 @@ def used_s(place: Path) -> float:
 async def test_a_dataset_cools_down_after_jobs(
     shelf: Shelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Even if memory serves all reads: the job reports each minute that it lives."""
+    """Memory may serve all reads: the job reports each minute that it lives."""
     monkeypatch.setattr(disk, "NOTE_USE_S", 0.01)
     tier = tier_at(shelf.place, clock=itertools.count(0, 1000).__next__)
     async with shelf.cache(None, tier) as cache:

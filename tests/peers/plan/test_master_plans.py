@@ -132,7 +132,7 @@ async def test_masters_know_which_chunks_the_others_have(task: Task) -> None:
 
 
 async def test_all_masters_know_the_values_of_chunks(task: Task) -> None:
-    """Also a master that was started anew."""
+    """A master that was started anew knows them, too."""
     values = np.arange(task.snapshot.chunk_count, dtype=np.float32)
 
     def is_known(node: Master, times: int) -> bool:

@@ -149,7 +149,7 @@ def test_F9_without_a_master_the_store_serves(
 
 @pytest.mark.parametrize("in_child", [False, True])
 def test_chunks_of_no_node_are_read_at_once_from_the_store(client: Client, in_child: bool) -> None:
-    """Also by a forked child, which has none of its parent's threads."""
+    """A forked child, which has none of its parent's threads, reads them so, too."""
     client.inner.delay_s = 0.02
     client.check_parts(1)
     assert 8 < client.inner.most <= FETCH_THREADS
