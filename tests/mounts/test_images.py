@@ -75,7 +75,7 @@ def test_versions_and_ways_to_show_them_continue_one_chain() -> None:
     assert blocks == [[0, 1, 3], [0, 1, 3], [0, 3, 4]]
 
 
-def test_another_snapshot_that_calls_itself_by_the_same_version_has_its_own_image() -> None:
+def test_another_snapshot_of_the_same_version_has_its_own_image() -> None:
     """A user may mount a forged snapshot from a file."""
     assert opened(snapshot_of(FIRST)).entry_count == 3
     assert opened(snapshot_of({b"x": file(3, 96, 1)})).entry_count == 2
@@ -278,7 +278,7 @@ def builder() -> Iterator[subprocess.Popen[bytes]]:
         process.communicate()
 
 
-def test_a_process_waits_for_another_builder_and_takes_over_if_that_is_killed(
+def test_a_process_waits_for_a_builder_and_takes_over_if_it_is_killed(
     builder: subprocess.Popen[bytes], folder: Path
 ) -> None:
     with ThreadPoolExecutor(1) as pool:

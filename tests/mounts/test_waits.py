@@ -148,7 +148,7 @@ def test_each_moment_is_divided_among_waiting_requests(steps: list[tuple[object,
     model.check()
 
 
-def test_decompression_has_its_own_figure_even_for_a_request_that_is_answered_at_once() -> None:
+def test_decompression_has_its_own_figure_in_immediate_answers() -> None:
     clock = ManualClock(1000.0)
     waits = Waits(group_of, now=clock)
     begun_s = clock()

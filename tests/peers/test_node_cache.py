@@ -98,7 +98,7 @@ async def test_a_cancelled_caller_does_not_cancel_the_fetch(simulated_time: Mock
     assert source.fetches == {0: 1}
 
 
-async def test_a_failed_fetch_is_an_error_for_all_waiters_and_the_next_call_tries_again(
+async def test_a_failed_fetch_fails_all_waiters_and_is_tried_again(
     simulated_time: MockClock,
 ) -> None:
     source = ChunkSource(range(1))

@@ -225,7 +225,7 @@ def test_the_log_line_of_a_refusal_has_all_four_facts(caplog: pytest.LogCaptureF
     assert "dataset='two words'" in lines[1]
 
 
-def test_S12_connections_without_a_login_are_limited_by_network_and_keep_no_user_out() -> None:
+def test_S12_connections_without_a_login_are_limited_by_network() -> None:
     count = ConnectionLimits(1000, greeting=100, per_network=10)
     with ThreadedServer(count=count) as server:
         silent = [connect(server) for _ in range(30)]

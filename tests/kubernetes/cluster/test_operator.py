@@ -204,9 +204,7 @@ def test_an_operator_that_is_killed_at_each_step_gets_to_the_same_end(
     assert events == sorted(set(events))
 
 
-def test_the_api_server_accepts_the_examples_and_refuses_objects_against_the_schema(
-    resources: Resources,
-) -> None:
+def test_the_api_server_checks_objects_by_the_schema(resources: Resources) -> None:
     client, namespace = resources.client, resources.namespace
     for name, kind in (("dataset", DatasetResource), ("trainingjob", TrainingJobResource)):
         (example,) = read(KUBERNETES / f"examples/operator/{name}.yaml")

@@ -35,7 +35,7 @@ def kill_mount(target: Path) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def test_mounts_survive_a_kill_of_the_plugin_and_the_next_one_ends_unused_ones(
+def test_mounts_survive_the_plugin_and_the_next_one_ends_unused_ones(
     own_plugin: Plugin, pets: Attributes, tmp_path: Path
 ) -> None:
     target, second = tmp_path / "mount", tmp_path / "second"

@@ -167,7 +167,7 @@ def test_memory_counts_while_the_mount_lives_and_only_for_its_namespace(node: Me
     assert node.held() == []
 
 
-def test_a_mount_of_another_version_than_its_master_reports_only_the_page_cache() -> None:
+def test_a_mount_of_another_version_reports_only_the_page_cache() -> None:
     identity = uuid4()
     pages: Json = {"resident_bytes": 30, "dataset_bytes": 120}
     cache: Json = {"held_bytes": 99, "dataset_bytes": 100}

@@ -65,7 +65,7 @@ def test_a_delayed_key_comes_in_time_and_an_event_comes_first() -> None:
     assert handled([A], 3, soon_twice, later=[A]) == [A, A, A]
 
 
-def test_an_object_that_changes_meanwhile_is_handled_again_but_never_twice_at_once() -> None:
+def test_a_changed_object_is_handled_again_but_never_twice_at_once() -> None:
     active: set[Key] = set()
     count = 0
 

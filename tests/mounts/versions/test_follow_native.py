@@ -306,7 +306,7 @@ def test_auto_is_native_for_a_following_mount_only_if_it_can_switch(
 
 
 @pytest.mark.parametrize("kernel", ["", "no-file-mounts"])
-def test_a_version_whose_image_is_of_another_chain_has_a_content_file_of_its_own(
+def test_a_version_of_another_chain_has_its_own_content_file(
     prepared: FollowedMount, monkeypatch: pytest.MonkeyPatch, kernel: str
 ) -> None:
     """Here no image can be kept, so each one begins a chain."""

@@ -211,7 +211,7 @@ async def test_F7_another_protocol_gets_no_answer_and_one_log_line(
              struct.pack("<II", 1 << 31, 1 << 31), struct.pack("<II", 4, 0) + b"\xc1\xc1\xc1\xc1",
              frame({"proof": b"p" * 32}, wire.HELLO_LIMITS), read_request(1, SMALL)]
 )  # fmt: skip
-async def test_S1_F7_nothing_beyond_a_small_hello_is_read_or_answered_before_the_proof(
+async def test_S1_F7_only_a_small_hello_is_read_before_the_proof(
     sent: bytes, node: Node, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw_peer, _ = await greeted(node)

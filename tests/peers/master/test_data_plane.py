@@ -357,7 +357,7 @@ def test_F7_slow_loris_byte_by_byte_is_late(monkeypatch: pytest.MonkeyPatch, pla
     check_served(plane)
 
 
-def test_an_idle_connection_from_another_node_ends_and_a_local_or_a_busy_one_does_not(
+def test_an_idle_connection_ends_unless_it_is_local_or_busy(
     monkeypatch: pytest.MonkeyPatch, plane: Plane
 ) -> None:
     monkeypatch.setattr(data_plane, "IDLE_S", 0.5)

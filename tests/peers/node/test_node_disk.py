@@ -144,7 +144,7 @@ async def test_chunks_beyond_the_memory_go_to_the_disk(policy: str, shelf: Shelf
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
-async def test_chunks_that_are_read_often_come_to_memory_and_evicted_ones_are_on_the_disk(
+async def test_often_read_chunks_come_to_memory_and_evicted_ones_to_the_disk(
     policy: str, shelf: Shelf
 ) -> None:
     async with shelf.cache(3, policy=policy) as h:
@@ -701,7 +701,7 @@ async def test_at_the_end_chunks_in_memory_are_written_to_the_disk(
     assert shelf.source.fetches == {0: 2} | dict.fromkeys(range(1, CHUNKS), 1)
 
 
-async def test_at_the_end_the_share_is_written_first_and_only_chunks_of_others_are_evicted(
+async def test_a_flush_writes_the_share_first_and_evicts_only_others_chunks(
     shelf: Shelf, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "diesel.task")

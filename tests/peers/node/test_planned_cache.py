@@ -143,7 +143,7 @@ async def test_chunks_that_are_needed_sooner_stay_and_reads_go_past_the_cache(
     assert 2 in in_memory(cache), "admission decides again"
 
 
-async def test_the_last_copy_of_a_chunk_of_another_node_stays_as_long_as_it_is_needed(
+async def test_the_last_copy_of_anothers_chunk_stays_while_it_is_needed(
     cache: NodeCache, simulated_time: MockClock
 ) -> None:
     await load(cache, 0, 1)

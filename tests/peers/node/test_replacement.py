@@ -120,7 +120,7 @@ def test_the_plan_replaces_later_chunks_only(wanted: int, here: set[int], order:
 
 
 @pytest.mark.parametrize(("reads", "victims"), [(40, [1]), (1, None)])
-def test_the_plan_replaces_a_chunk_if_enough_is_read_before_that_is_needed_again(
+def test_the_plan_replaces_a_chunk_for_enough_earlier_reads(
     reads: int, victims: list[int] | None
 ) -> None:
     ledger, replacement = filled({1}, set(range(COUNT)), set(), policy="plan")
@@ -129,7 +129,7 @@ def test_the_plan_replaces_a_chunk_if_enough_is_read_before_that_is_needed_again
     assert (None if placement is None else [*placement.victims]) == victims
 
 
-def test_victims_on_the_disk_are_others_chunks_then_copies_of_memory_then_by_policy() -> None:
+def test_disk_victims_are_others_chunks_then_copies_then_by_policy() -> None:
     ledger, _ = make_ledger([*range(COUNT)], 10_000, queue_bytes=1000)
     replacement = Replacement(ledger, ReadCosts())
     for chunk in range(4):

@@ -76,7 +76,7 @@ def test_a_chunk_that_is_unmapped_between_request_and_read_is_read_elsewhere(
     assert found == dict(enumerate(right))
 
 
-def test_a_chunk_of_this_node_is_mapped_when_its_reads_have_cost_as_much_as_that(
+def test_an_own_chunk_is_mapped_when_its_reads_have_cost_as_much(
     client: Client, master: FakeMaster
 ) -> None:
     each_s = task_chunks.READ_COST_S + task_chunks.PART_S
