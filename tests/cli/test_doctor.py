@@ -364,7 +364,7 @@ def mounted(pets: Dlcmd, at: Path) -> Iterator[list[int]]:
 @each_row("is_named", [True, False])
 def test_a_fault_of_a_mount_that_was_not_named_is_a_warning(is_named: bool) -> None:
     tree = MountEntry(9, 1, "0:9", "/mnt/theirs", "fuse.diesel", "pets@7", frozenset())
-    [probe] = mount_probes([DatasetMount(tree, tree)], is_asked=is_named)
+    [probe] = mount_probes([DatasetMount(tree, tree)], is_named=is_named)
     bad, good = Finding("mount", "fault", "it is dead", "end it"), Finding("mount", "ok", "alive")
     states = [each.state for each in probe.findings([bad, good], is_late=True)]
     worst = "fault" if is_named else "warning"
