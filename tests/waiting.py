@@ -14,7 +14,7 @@ def wait_until(
     within_s: float = PATIENCE_S,
     otherwise: Callable[[], str] = lambda: "the condition never held",
 ) -> None:
-    """Returns when the condition holds. Fails after `within_s`, with the message of `otherwise`."""
+    """Return when the condition holds; fail with the message of `otherwise` after `within_s`."""
     end_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end_s, otherwise()

@@ -287,7 +287,7 @@ class RunningTask:
 
     def forget(self) -> None:
         """Start all counts at zero."""
-        self.s3.asked.clear()
+        self.s3.requests.clear()
 
     def gets(self) -> Counter[str]:
         """How often each chunk's object was read, in whole or in part."""
@@ -297,7 +297,7 @@ class RunningTask:
         return sum(self._size(each.key, each.headers.get("range")) for each in self._chunk_reads())
 
     def _chunk_reads(self) -> list[RecordedRequest]:
-        return [each for each in [*self.s3.asked] if each.method == "GET"
+        return [each for each in [*self.s3.requests] if each.method == "GET"
                 and _CHUNK.search(each.key)]  # fmt: skip
 
     def _size(self, key: str, wanted: str | None) -> int:

@@ -54,7 +54,6 @@ class Chunks:
 
 
 def with_chunks(meta: MetadataStore, *chunks: Chunk) -> Chunks:
-    """Chunks that are committed already."""
     commit(meta, *chunks)
     return Chunks(*chunks)
 
@@ -69,9 +68,7 @@ def commits_are_locked(opened: Opener) -> bool:
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_C18_commits_during_a_rebuild_are_in_the_new_state(
-    meta: MetadataStore, open_meta: Opener, before: int
-) -> None:
+def test_C18_a_rebuild_has_new_commits(meta: MetadataStore, open_meta: Opener, before: int) -> None:
     """Also commits that replace or delete entries which the rebuild has read."""
     store = Chunks(files(1, b"a", b"d/b"), files(2, b"c"))
     for chunk in store.there[: before + 1]:
@@ -176,14 +173,14 @@ def test_late_chunks_without_a_batch_are_requested_once(
     monkeypatch.setattr(rebuild, "LOCKED_CHUNKS_MAX", 0)
     store = with_chunks(meta, files(1, b"a"))
     batches = store.listed(then=lambda: commit(meta, files(2, b"damaged")))
-    asked = list[Collection[ChunkId]]()
+    calls = list[Collection[ChunkId]]()
 
     def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
-        asked.append(chunks)
+        calls.append(chunks)
         yield from ()
 
     meta.rebuild(NAME, IDENTITY, batches, read_committed)
-    assert asked == [[chunk_id(2)]]
+    assert calls == [[chunk_id(2)]]
     check(meta, NAME, store.there)
 
 
@@ -371,9 +368,7 @@ def test_a_rebuild_that_is_being_removed_fails(embedded: SqliteMetadata, path: P
     check(embedded, NAME, store.there)
 
 
-def test_a_rebuild_without_its_lock_includes_late_commits(
-    embedded: SqliteMetadata, path: Path
-) -> None:
+def test_a_rebuild_without_lock_includes_late_commits(embedded: SqliteMetadata, path: Path) -> None:
     store = with_chunks(embedded, files(1, b"a"))
 
     def read_committed(chunks: Collection[ChunkId]) -> Iterator[CommitBatch]:
