@@ -21,6 +21,11 @@ def wait_until(
         time.sleep(0.005)
 
 
+def until(condition: Callable[[], object], what: str, within_s: float = 20.0) -> None:
+    """As `wait_until`, with the name of the awaited event."""
+    wait_until(condition, within_s, lambda: f"waited in vain for: {what}")
+
+
 async def soon(
     condition: Callable[[], Awaitable[object]] | Callable[[], object],
     within_s: float = PATIENCE_S,

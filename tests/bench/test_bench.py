@@ -19,8 +19,7 @@ import numpy as np
 import pytest
 
 from tests.rows import each_row
-from tests.server.program import until
-from tests.waiting import wait_until
+from tests.waiting import until, wait_until
 
 from . import memory, results
 from .__main__ import lasting_rows

@@ -228,6 +228,41 @@ def _unchecked() -> ssl.SSLContext:
     return context
 
 
+def connected(port: int) -> RawTls:
+    return RawTls(socket.create_connection(("127.0.0.1", port)))
+
+
+def secured(port: int) -> RawTls:
+    return connected(port).shake_hands()
+
+
+Begin = Callable[[int], RawTls]
+Row = tuple[str, Begin, bytes, End | HandshakeEnd]
+
+
+def rows(stages: Mapping[str, tuple[Begin, bytes]]) -> list[Row]:
+    """Each end within the TLS handshake, and after it at each stage. A stage has the function that
+    opens a connection, and the last bytes before the end."""
+    return [
+        *((f"within the TLS handshake: {way.name}", connected, b"", way) for way in HANDSHAKE_ENDS),
+        *(
+            (f"{stage}: {end.name}", begin, last, end)
+            for stage, (begin, last) in stages.items()
+            for end in ENDS
+        ),
+    ]
+
+
+def end_one(port: int, begin: Begin, last: bytes, way: End | HandshakeEnd) -> RawTls:
+    """Open a connection and end it; the caller keeps the result while it must stay open."""
+    raw = begin(port)
+    if isinstance(way, HandshakeEnd):
+        raw.end_handshake(way)
+    else:
+        raw.end(way, last)
+    return raw
+
+
 def tcp_pair() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         ours = socket.create_connection(listener.getsockname())

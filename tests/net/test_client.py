@@ -36,9 +36,9 @@ from diesel_server.limits import ConnectionLimits
 from diesel_server.requests.dispatcher import Reply, Request
 from tests.forks import in_child, within
 from tests.rows import each_row
+from tests.waiting import until
 
 from ..server.fake_server import ME, STORE, ThreadedServer, links
-from ..server.program import until
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans import control
 from tests.peers.nodes import has_namespaces
 from tests.peers.running import DATASET
-from tests.server.program import until
+from tests.waiting import until
 
 from ..client_process import RATE
 from ..inputs import D4L, D110, Shape

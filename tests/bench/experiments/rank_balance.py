@@ -22,7 +22,7 @@ import numpy as np
 
 from diesel_fs.format.snapshot.reader import Snapshot
 from diesel_fs.mounts.plans import control
-from tests.server.program import until
+from tests.waiting import until
 
 from ..cases.task_mounts import entries_of
 from ..dlcmd import TREE, last_line
