@@ -1,7 +1,7 @@
-"""The metrics of a mount for Prometheus, made from its statistics (METRICS.md lists them).
+"""Turns the statistics of a mount (`.diesel/stats`) into metrics for Prometheus.
 
-The statistics are those of `.diesel/stats`. Figures that a mount does not have (of a task, of the
-page cache with pyfuse3) have no line. Pure functions.
+METRICS.md lists them. Figures that a mount does not have (of a task; of the page cache with
+pyfuse3) give no line. Pure functions.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -16,7 +16,7 @@ TASK_TIERS = ("mapped", "local", "peer", "store")
 
 @dataclass(frozen=True, slots=True)
 class MountMetric:
-    """One metric, and where its samples come from."""
+    """One metric, and the function that finds its samples."""
 
     name: str
     kind: str  # "counter" or "gauge"
@@ -35,7 +35,7 @@ def metrics_text(stats: Stats) -> str:
 
 
 def _at(stats: Stats, path: str) -> object:
-    """The value at a path of names, with dots between; None where there is none."""
+    """The value at a path of names with dots between them; None if there is none."""
     found: object = stats
     for name in path.split("."):
         found = found.get(name) if isinstance(found, Mapping) else None
