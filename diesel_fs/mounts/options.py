@@ -1,6 +1,6 @@
-"""The options of a mount: one value, which its daemon gets over a pipe and not as arguments.
+"""The options of a mount: one value, which its daemon reads from a pipe and not from arguments.
 
-Arguments can be read by every user of the machine, and the options contain a key.
+Every user of the machine can read arguments, and the options contain a key.
 """
 
 import os
@@ -27,7 +27,7 @@ class MountRequest(DaemonRequest):
     """A dataset, where to mount it, and how. Paths are absolute; 0 and "" stand for the default."""
 
     BYTES_MAX: ClassVar[int] = 65_536
-    """What a pipe can hold: a foreground mount writes the request to its own stdin."""
+    """The capacity of a pipe: a foreground mount writes the request to its own stdin."""
 
     url: str
     dataset: str
@@ -37,7 +37,7 @@ class MountRequest(DaemonRequest):
     offline: bool = False
     version: int = 0  # a kept version; 0: the current one
     follow: bool = False
-    follow_interval_s: float = 0.0  # how often a mount that follows asks for a newer version
+    follow_interval_s: float = 0.0  # how often a mount that follows looks for a newer version
     session: str = "auto"
     memory_bytes: int = 0
     policy: FillPolicy = "on-demand"
@@ -100,25 +100,24 @@ class MountRequest(DaemonRequest):
 
     @property
     def metrics_endpoint(self) -> HostPort | None:
-        """Where Prometheus gets the metrics; of this machine alone where no host is named. None
-        without. Raises ConfigError."""
+        """The address at which Prometheus gets the metrics, by default on this machine only. None
+        without metrics. Raises ConfigError."""
         return parse_endpoint(self.metrics, default_host=LOOPBACK) if self.metrics else None
 
     @property
     def log_folder(self) -> str:
-        """The folder for order logs; empty where the mount keeps none."""
+        """The folder for order logs; empty if the mount keeps none."""
         options = self.task_options
         return "" if options.cache_layout == "chunks" else options.cache_dir
 
     @property
     def forbidden_folders(self) -> Sequence[Path]:
-        """Folders in which the mount must not lie, and which it must not hide: store and cache."""
+        """The store and the cache: the mount must neither lie in them nor hide them."""
         store = [parse_url(self.url).path] if self.url.startswith("file:") else []
         return store + [Path(self.task_options.cache_dir)] * bool(self.task_options.cache_dir)
 
     @property
     def owner_ids(self) -> tuple[int, int]:
-        """The user and group that own all files of the mount."""
         return (
             os.getuid() if self.uid < 0 else self.uid,
             os.getgid() if self.gid < 0 else self.gid,

@@ -1,8 +1,8 @@
 """Plain values that the parts of a mount exchange: attributes, listings, errnos, node numbers.
 
-A node is FUSE's name for an inode: a number by which the kernel asks for a file or folder. The file
-system (`vfs.py`) and the folder `.diesel` (`dot_diesel.py`) answer with these values, and the
-sessions turn them into FUSE replies.
+A node is FUSE's name for an inode: the number in the kernel's requests. The file system (`vfs.py`)
+and the folder `.diesel` (`dot_diesel.py`) answer with these values, and the sessions turn them into
+FUSE replies.
 """
 
 import errno
@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 ROOT = 1
 HIDDEN_ROOT = 1 << 62
-"""The node of `.diesel`. Nodes from this one on are made by the mount, not by the dataset."""
+"""The node of `.diesel`. The mount makes the nodes from this one on; those below it belong to the
+dataset."""
 
 HIDDEN_NAME = b".diesel"
 

@@ -1,13 +1,12 @@
 """The file system that a mount shows: the tree of one dataset version, and the folder `.diesel`.
 
-A `Vfs` answers the questions of a file system (lookup, attributes, listing, read) from a snapshot,
-which is the index of all entries of a version, and from an `ContentReader`, which gives checked
-bytes. It knows no FUSE: a session (`sessions/`) calls it for each request, and so do tests without
-a mount. `.diesel` itself is in `dot_diesel.py`.
+A `Vfs` answers the requests of a file system (lookup, attributes, listing, read) from a snapshot,
+the index of all entries of a version, and from a `ContentReader`, which returns checked bytes. It
+knows no FUSE: a session (`sessions/`) calls it for each request, and tests call it without a mount.
 
-A node, which is what FUSE calls an inode number, is the entry's index in the snapshot + 1. So the
-root is 1, there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from
-`HIDDEN_ROOT` on belong to `.diesel`; such a node never gets other content.
+A node (FUSE's name for an inode number) is the entry's index in the snapshot + 1. So the root is 1,
+there is no table of nodes, and the kernel's FORGET has nothing to free. Nodes from `HIDDEN_ROOT` on
+belong to `.diesel` (`dot_diesel.py`); such a node never gets other content.
 
 Concurrency: one trio task at a time calls in here. Only `read`, `lookup_hidden` and
 `hidden_listing` wait. They wait for threads (at most `READ_THREADS` for reads of the dataset),
@@ -56,12 +55,13 @@ READ_THREADS = 64
 """Reads that may wait for the store at once. Others queue, and their deadline runs meanwhile."""
 
 RETRY_REFUSED_S = 0.5
-"""The kernel repeats a failed READ at once if it had sent it ahead of the reader. For this long
-after a read has missed its deadline, the next one of the same file fails at once, or the reader
-would wait for two deadlines."""
+"""If the kernel sent a READ ahead of the reader and it failed, the kernel repeats it at once. For
+this long after a read has missed its deadline, the next read of the same file fails at once;
+otherwise the reader would wait for two deadlines."""
 
 TIMED_OUT_MAX = 4096
-"""So many files are remembered whose reads have missed their deadline; then all are forgotten."""
+"""The greatest number of files that are remembered because a read missed its deadline. When it is
+reached, all are forgotten."""
 
 STATS_MAX_AGE_S = 1.0
 """For this long `.diesel/stats` does not change, so that a program that stats, opens and reads it
@@ -80,7 +80,7 @@ class ContentReader(Protocol):
         ...
 
     def read_nowait(self, index: int, offset: int, size: int) -> memoryview | None:
-        """The same bytes if they are in memory, else None. Never blocks."""
+        """The same bytes if they are in memory, otherwise None. Never blocks."""
         ...
 
     def stats(self) -> dict[str, int]:
@@ -88,7 +88,7 @@ class ContentReader(Protocol):
         ...
 
     def close(self) -> None:
-        """Frees what the reader holds. Reads under way may fail."""
+        """Frees all resources. Reads under way may fail."""
         ...
 
 
@@ -107,7 +107,7 @@ class ChildColumns(NamedTuple):
 
 
 class Space(NamedTuple):
-    """What statfs reports. Nothing is free, because nothing can be written."""
+    """The reply to statfs. Nothing is free, because nothing can be written."""
 
     blocks: int
     entries: int
@@ -115,22 +115,23 @@ class Space(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MountHooks:
-    """What the server process adds to the file system: contents of `.diesel`, and observers."""
+    """The parts that the server process adds to the file system: contents of `.diesel`, and
+    observers."""
 
     mount_info: Mapping[str, object] = field(default_factory=dict)
     """Constants of the mount, for `.diesel/stats`."""
     files: Mapping[bytes, HiddenFile] = field(default_factory=dict)
     """Files of `.diesel` besides `stats`, by name."""
     list_observer: ListObserver | None = None
-    """Is told which lists are read."""
+    """Learns which lists programs read."""
     control_path: Callable[[], bytes] = bytes
-    """The target of the link `.diesel/control`; empty where there is no control socket."""
+    """The target of the link `.diesel/control`; empty without a control socket."""
     prefetch_stats: Callable[[], Mapping[str, object]] | None = None
     """Figures of the prefetch worker, for `.diesel/stats`."""
     extra_stats: Callable[[], Mapping[str, object]] = dict
     """More of `.diesel/stats`."""
     waits: Waits | None = None
-    """Counts what readers wait for; without it nothing is told of their processes."""
+    """Counts how long readers wait, and for what. By default it does not group them by process."""
 
 
 class Vfs:
@@ -153,7 +154,7 @@ class Vfs:
         self.owner = owner
         self.requests: Counter[str] = Counter()
         self.reads: Counter[str] = Counter(hits=0, misses=0, held=0, failed=0, bytes=0)
-        self.waits = hooks.waits or Waits()  # sessions tell it of each request
+        self.waits = hooks.waits or Waits()  # sessions report each request to it
         self.waiting = 0  # requests that wait for a thread
         self._lookups_waiting = 0  # those of them that are no reads
         self._reader = reader
@@ -161,7 +162,7 @@ class Vfs:
         self._deadline_s = read_deadline_s
         self._threads = trio.CapacityLimiter(READ_THREADS)
         self._timed_out_until_s: dict[int, float] = {}  # by index; see RETRY_REFUSED_S
-        self._drained = trio.lowlevel.ParkingLot()  # of those who wait in `drain`
+        self._drained = trio.lowlevel.ParkingLot()  # of tasks that wait in `drain`
         self._clock = clock
         self._started_s = clock()
         self._hidden = HiddenFolder(
@@ -176,7 +177,7 @@ class Vfs:
     # names and attributes ---------------------------------------------------------------------
 
     def lookup(self, folder: int, name: bytes) -> Attributes:
-        """The attributes of `name` in a folder of the dataset; `ABSENT` where there is none.
+        """The attributes of `name` in a folder of the dataset; `ABSENT` if there is none.
 
         A session that passes the node on to the kernel calls `count_lookup`. Raises FuseErrno.
         """
@@ -193,7 +194,7 @@ class Vfs:
             return await self._hidden.lookup(folder, name)
 
     def attributes(self, node: int) -> Attributes:
-        """The attributes of a node. Raises FuseErrno(ESTALE) for one that is unknown."""
+        """Raises FuseErrno(ESTALE) for an unknown node."""
         if node < HIDDEN_ROOT:
             found = self.snapshot.stat(self._index(node))
             mode = int(_TYPE_BITS[found.kind]) | self._permissions(found.kind, found.mode)
@@ -201,17 +202,19 @@ class Vfs:
         return self._hidden.attributes(node)
 
     def count_lookup(self, node: int) -> None:
-        """Counts that the kernel has been given the node once more."""
+        """Counts that the kernel got the node once more."""
         if node > HIDDEN_ROOT:
             self._hidden.count_lookup(node)
 
     def forget(self, node: int, count: int) -> None:
-        """Subtracts `count` of what `count_lookup` counted: the kernel has dropped them."""
+        """Subtracts `count` from the number that `count_lookup` counted: the kernel has dropped
+        them."""
         if node > HIDDEN_ROOT:
             self._hidden.forget(node, count)
 
     def forget_all(self, forgets: Sequence[tuple[int, int]]) -> list[int]:
-        """Many at once. Returns the entries among them: the kernel has dropped their pages, too."""
+        """Forgets many at once. Returns the entries among them, whose pages the kernel has dropped,
+        too."""
         for node, count in forgets:
             if node >= HIDDEN_ROOT:
                 self.forget(node, count)
@@ -228,7 +231,7 @@ class Vfs:
         return self.snapshot.link(self._index(node))
 
     def space(self) -> Space:
-        """What statfs reports: never 0 blocks, because tools divide by them."""
+        """The reply to statfs. It never has 0 blocks, because tools divide by them."""
         blocks = -(-self.snapshot.byte_count // BLOCK_BYTES)
         return Space(max(blocks, 1), max(self.snapshot.entry_count, 1))
 
@@ -243,15 +246,13 @@ class Vfs:
         return self.snapshot.parent(self._index(node)) + 1
 
     def resume_listing(self, folder: int, offset: int) -> tuple[int, int]:
-        """Where a listing goes on at an offset that the kernel gives: a base, which replies must
-        add to all of the folder's offsets, and the offset without it. In one version the base is 0.
-        """
+        """Splits an offset from the kernel into a base, which replies must add to all offsets of
+        the folder, and the offset without it. In one version the base is 0."""
         return 0, offset
 
     def child_columns(self, folder: int, position: int, count: int) -> ChildColumns | None:
-        """Up to `count` children of a folder of the dataset, from child `position` on; None where
-        there are none. The position of a child never changes.
-        """
+        """Up to `count` children of a folder of the dataset, from child `position` on; None if
+        there are none. The position of a child never changes."""
         part = self.snapshot.children(self._index(folder))[position : position + count]
         if not part:
             return None
@@ -276,7 +277,7 @@ class Vfs:
     # content ----------------------------------------------------------------------------------
 
     def read_nowait(self, node: int, offset: int, size: int) -> Bytes | None:
-        """The bytes up to the file's end if they are in memory; None where `read` must get them."""
+        """The bytes up to the file's end if they are in memory; None if `read` must get them."""
         if node >= HIDDEN_ROOT:
             return self._hidden.read_nowait(node, offset, size)
         index = self._index(node)
@@ -293,7 +294,7 @@ class Vfs:
         return found
 
     async def read(self, node: int, offset: int, size: int) -> Bytes:
-        """The bytes, in full up to the file's end. Raises FuseErrno(EIO) where the store or the
+        """The bytes, in full up to the file's end. Raises FuseErrno(EIO) if the store or the
         checksum fails, and at the latest at the deadline.
 
         It never returns fewer bytes: a short reply would make the kernel cut off the file for ever.
@@ -345,7 +346,7 @@ class Vfs:
 
     @contextmanager
     def _counted_wait(self, lookups: int = 0) -> Iterator[None]:
-        """Counts a request that waits meanwhile; `lookups` is 1 if it is no read."""
+        """Counts a request that waits; `lookups` is 1 if it is no read."""
         self.waiting += 1
         self._lookups_waiting += lookups
         try:
@@ -399,7 +400,7 @@ class Vfs:
         }
 
     def close(self) -> None:
-        """Frees what the reader holds."""
+        """Closes the reader."""
         self._reader.close()
 
     def _stats_text(self) -> bytes:
